@@ -41,7 +41,7 @@ def test_no_phase_has_more_in_use_than_there_is(kept):
     for found in compiled(kept, SIZE, TOPOLOGY, CASES).values():
         live = found["live_temporary_bytes"]
         assert 0 < max(live.values()) <= found["bytes"]["temporaries"]
-        assert live["optimizer"] < live["backward"]
+        assert live["optimizer"] <= live["backward"]
 
 
 def test_phases_are_told_by_direction_and_place():

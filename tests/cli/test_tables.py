@@ -274,7 +274,7 @@ def test_the_check_sees_what_is_cut():
 )
 def test_what_travels_together_is_said_to(leaves, modules, said):
     together = collective("all-gather", modules, leaves=leaves)
-    (row,) = cells_of(tables_in(dataclasses.replace(forecast_of_a_tpu(), collectives=(together,)).table())[2])[2:3]
+    (row,) = cells_of(tables_in(dataclasses.replace(forecast_of_a_tpu(), collectives=(together,)).table())[3])[2:3]
     assert row == said
 
 

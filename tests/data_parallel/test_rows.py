@@ -305,3 +305,51 @@ def test_intermediates_are_captured(mesh_of):
     run = on_mesh(captured, mesh, True, (partition_specs(state.params, mesh), jax.P("fsdp")), jax.P("fsdp"))
     want = np.array(unbox(state.params)["embed"]["embedding"])[np.array(BATCH)]
     np.testing.assert_array_equal(run(state.params, BATCH), want)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_narrow_tokens_count_as_any_others(dtype, mesh_of):
+    """A table has more rows than the dtype of the tokens counts."""
+    table = jax.random.normal(jax.random.key(1), (512, D))
+    tokens = jax.random.randint(jax.random.key(2), (16, 5), 0, 100)
+    lookup = lookup_of(0, (), ("fsdp",), true=(512, D), stored=(512, D))
+
+    def loss(shard, tokens):
+        return (look_up(shard, tokens, lookup) ** 2).sum()
+
+    over = on_mesh(jax.grad(loss), mesh_of["one axis"], True, (jax.P("fsdp"), jax.P("fsdp")), jax.P("fsdp"))
+    expected = over(table, tokens)
+    assert np.array_equal(over(table, tokens.astype(dtype)), expected) and np.any(expected)
+
+
+def test_an_axis_of_copies_with_one_device_is_none(mesh_of):
+    """In a step of one's own, whose tokens vary over it by their type."""
+    mesh = DeviceMeshManager.create_device_mesh({"dp": 1, "fsdp": 8})
+    lookup = lookup_of(0, (), ("fsdp",), how=Communication(replicas=Replicas("dp")))
+    table, spec = jax.random.normal(jax.random.key(1), (V, D)), jax.P(("dp", "fsdp"))
+
+    tokens = TOKENS.at[9, 3].set(0)
+
+    def gradient(lookup, mesh, spec):
+        loss = partial(lambda lookup, shard, tokens: (look_up(shard, tokens, lookup) ** 2).sum(), lookup)
+        return on_mesh(jax.grad(loss), mesh, True, (jax.P("fsdp"), spec), jax.P("fsdp"))(table, tokens)
+
+    without = gradient(lookup_of(0, (), ("fsdp",)), mesh_of["one axis"], jax.P("fsdp"))
+    np.testing.assert_allclose(gradient(lookup, mesh, spec), without, rtol=1e-6)
+
+
+class Twice(nn.Module):
+    """Two streams of tokens, by one table."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        table = nn.Embed(64, 24, name="embed")
+        return nn.Dense(4, name="head")(table(tokens) + table(tokens[:, ::-1]))
+
+
+def test_a_table_that_is_looked_up_twice_is_gathered_once(mesh_of):
+    mesh = mesh_of["one axis"]
+    model = shard_modules(Twice(), nn.Embed, "fsdp", 2)
+    tokens = jnp.zeros((16, 2), jnp.int32)
+    state = create_train_state(model, optax.sgd(0.1), mesh, jax.random.key(0), tokens, batch_axes="fsdp")
+    assert not state.params["embed"]["embedding"].looked_up

@@ -221,3 +221,45 @@ def test_without_types_it_is_the_function_itself():
     seen = []
     typed_kernel(lambda x: seen.append(type(x)) or x)(np.ones(3))
     assert seen == [np.ndarray]
+
+
+def fused_norm(x):
+    """``x / |x|`` along the last dim by a kernel, with a gradient rule of its own."""
+
+    def kernel(a, out):
+        out[...] = a[...] / jnp.sqrt((a[...] ** 2).sum(-1, keepdims=True) + 1e-6)
+
+    formula = lambda x: x / jnp.sqrt((x**2).sum(-1, keepdims=True) + 1e-6)  # noqa: E731
+    norm = jax.custom_vjp(lambda x: pl.pallas_call(kernel, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x))
+    norm.defvjp(lambda x: (norm(x), x), lambda x, g: jax.vjp(formula, x)[1](g))
+    return norm(x)
+
+
+class NormFirst(nn.Module):
+    """A layer that begins with a kernel, so that in a scan it is traced before anything varies."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(x.shape[-1])(typed_kernel(fused_norm)(x)), None
+
+
+@pytest.mark.parametrize("dp, fsdp", [(1, 1), (2, 4)])
+def test_a_kernel_of_what_does_not_vary_is_right_in_a_scan_and_on_one_device(dp, fsdp):
+    stack = nn.scan(NormFirst, length=2, variable_axes={"params": 0}, split_rngs={"params": True})()
+    x = jax.random.normal(jax.random.key(0), (8, 16))
+
+    def loss_fn(params, apply_fn, x, rng):
+        return jnp.mean((apply_fn({"params": params}, x, None)[0] - 1) ** 2)
+
+    losses = {}
+    for check_vma in (True, False):
+        mesh, model = mesh_of(dp, fsdp), shard_modules(stack, nn.Dense, "fsdp", 2**6)
+        state = create_train_state(
+            model, optax.sgd(0.5), mesh, jax.random.key(1), x, None, batch_axes=AXES, whole_ok=True
+        )
+        step = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma, whole_ok=True)
+        losses[check_vma] = []
+        for _ in range(2):
+            state, metrics = step(state, x, jax.random.key(2))
+            losses[check_vma].append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses[True], losses[False], rtol=1e-6)

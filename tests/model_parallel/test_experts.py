@@ -513,3 +513,19 @@ def test_narrow_gathers_of_experts_are_near():
         losses.append(make_train_step(loss_fn, mesh, axes, whole_ok=True)(state, X, jax.random.key(0))[1]["loss"])
     np.testing.assert_allclose(losses[1], losses[0], rtol=0.02)
     assert losses[0] != losses[1]
+
+
+def test_on_one_device_experts_have_forward_mode_derivatives():
+    """A product with the Hessian; with a capacity the slope, too."""
+    params = Experts(MLP(), COUNT, 2).init(jax.random.key(0), X)["params"]
+    ones = jax.tree.map(jnp.ones_like, params)
+
+    def loss(params, model):
+        return (model.apply({"params": params}, X) ** 2).mean()
+
+    _, products = jax.jvp(jax.grad(partial(loss, model=Experts(MLP(), COUNT, 2))), (params,), (ones,))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(products))
+    full = partial(loss, model=Experts(MLP(), COUNT, 2, capacity_factor=1.25))
+    _, slope = jax.jvp(full, (params,), (ones,))
+    expected = sum(leaf.sum() for leaf in jax.tree.leaves(jax.grad(full)(params)))
+    np.testing.assert_allclose(slope, expected, rtol=1e-4)

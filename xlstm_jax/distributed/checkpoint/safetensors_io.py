@@ -338,12 +338,15 @@ def _tensors(target: Path) -> dict[str, _StoredTensor]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
+    wrong = f"{index} is not the index of a model in several safetensors files."
     with _opened(index) as file:
         try:
             where: dict[str, str] = _json(file.read(MAX_JSON_BYTES))["weight_map"]
-            assert all(isinstance(file, str) and Path(file).name == file for file in where.values())
-        except (*_WRONG_JSON, AssertionError) as error:
-            raise ValueError(f"{index} is not the index of a model in several safetensors files.") from error
+            in_this_folder = all(isinstance(file, str) and Path(file).name == file for file in where.values())
+        except _WRONG_JSON as error:
+            raise ValueError(wrong) from error
+    if not in_this_folder:
+        raise ValueError(wrong)
     return where
 
 

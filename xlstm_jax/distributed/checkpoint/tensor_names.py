@@ -77,6 +77,12 @@ def stored_at(path: str, shape: tuple[int, ...], names: NameMap | None) -> Store
         raise ValueError(f"no pattern of names is all of the path '{path}'; it has {listed(sorted(names))}.")
     stored = stored if isinstance(stored, Stored) else Stored(stored)
     groups = [(group or "").replace("/", ".") for group in found.groups()]
+    wrong = [digit for digit in re.findall(r"\\(.)", stored.name) if digit not in map(str, range(1, len(groups) + 1))]
+    if wrong or (LAYER in stored.name and not shape):
+        raise ValueError(
+            f"the name {stored.name!r} does not fit '{path}' of shape {shape}: its pattern has {len(groups)} groups, "
+            f"\\1 the first, and {LAYER} stands for the first dim of a leaf."
+        )
     # Not `found.expand(name)`: groups have dots for slashes, and a group that took no part is "".
     name = re.sub(r"\\(\d)", lambda digit: groups[int(digit[1]) - 1], stored.name)
     in_layers = LAYER in name
@@ -99,7 +105,13 @@ def _layout(path: str, shape: tuple[int, ...], dims: str | tuple[str, ...]) -> t
     text = by_rank.get(len(shape), texts[0])
     before, _, after = (part.strip() for part in text.partition("->"))
     of_leaf, flat = before.split(), re.sub(r"[()]", " ", after).split()
-    if len(of_leaf) != len(shape) or len(set(of_leaf)) != len(of_leaf) or sorted(of_leaf) != sorted(flat):
+    nested = re.sub(r"\([^()]*\)", "", after)
+    if (
+        any(bracket in nested for bracket in "()")
+        or len(of_leaf) != len(shape)
+        or len(set(of_leaf)) != len(of_leaf)
+        or sorted(of_leaf) != sorted(flat)
+    ):
         raise ValueError(
             f"'{path}' of shape {shape} does not have the dims of '{text}', which names each of them once."
         )

@@ -60,7 +60,7 @@ class Sharded(meta.Partitioned[Any]):
       packed: how a frozen leaf is stored as blocks of bytes. The bytes travel; the reader unpacks them.
       read_as_stored: True for what is left after a gather over some of the axes: the module reads the shard (tensor
         parallel).
-      looked_up: True for the table of an embedding that nothing but lookups has read while the model was initialised:
+      looked_up: True for the table of an embedding that one lookup alone has read while the model was initialised:
         a lookup may then ask for rows.
 
     A box that is read gathers itself. Linen reads a parameter by ``unbox``: where no wrapped module has gathered the

@@ -35,6 +35,7 @@ R = TypeVar("R")
 
 # Operations that make a kernel's result differ between devices although its arguments do not, or that communicate.
 _OF_THE_MESH = {"axis_index", "psum", "pmax", "pmin", "all_gather", "all_to_all", "ppermute", "reduce_scatter"}
+_OF_THE_MESH |= {"ragged_all_to_all", "all_gather_reduced", "pbroadcast"}
 
 
 def typed_kernel(fn: Callable[P, R]) -> Callable[P, R]:
@@ -70,7 +71,7 @@ def typed_kernel(fn: Callable[P, R]) -> Callable[P, R]:
     def typed(*args: P.args, **kwargs: P.kwargs) -> R:
         arrays, put_back = split_arrays((args, kwargs))
         axes = tuple(sorted(frozenset().union(*map(varying_axes, arrays.values()))))
-        if not axes:
+        if not _check_vma.value:  # no types are wanted: check_vma=False, or no shard_map
             return fn(*args, **kwargs)
         arrays = {i: to_varying(value, axes) for i, value in arrays.items()}
         trained = {i: value for i, value in arrays.items() if jnp.issubdtype(value.dtype, jnp.inexact)}

@@ -395,10 +395,12 @@ class Experts(nn.Module):
         weights = None if row_weights is None else row_weights.ravel()
         self._sow_losses(routing, weights)
         params = self._params(axes, rows)
-        own = jax.tree.map(lambda x: own_part(x, 0, shared_axes), (rows, routing.weights, routing.logits))
+        own = rows, routing.weights, routing.logits
+        if shared_axes:  # their rule has no forward-mode derivative
+            own = jax.tree.map(lambda x: own_part(x, 0, shared_axes), own)
         chosen, weights = jax.tree.map(lambda x: collectives.own_shard(x, 0, shared_axes), (routing.experts, weights))
         out = self._of_own_tokens(params, own[0], Routing(chosen, *own[1:]), weights, axes, shared_axes)
-        out = all_parts(out, 0, shared_axes)
+        out = all_parts(out, 0, shared_axes) if shared_axes else out
         if self.shared is not None:
             out = out + self.shared(rows)
         return out.reshape(*x.shape[:-1], -1)

@@ -130,7 +130,7 @@ class _Evaluation:
     check_vma: bool
     is_weighted: bool = False  # whether the metric gets weights of rows, as the step was traced last
 
-    def step(self, state: Any, batch: PyTree, local: Local, others: Others = None) -> Local:
+    def step(self, state: Any, batch: PyTree, local: Local, *, others: Others = None) -> Local:
         check_no_explicit_mesh()
         others = {} if others is None else others
         if missing := [name for name in ("params", "apply_fn") if not hasattr(state, name)]:

@@ -168,7 +168,7 @@ class StepOptions:
         return self.layout.mesh
 
     def step(
-        self, state: Any, batch: PyTree, rng: jax.Array, local: PyTree = None, others: Others = None
+        self, state: Any, batch: PyTree, rng: jax.Array, local: PyTree = None, *, others: Others = None
     ) -> tuple[Any, ...]:
         """What ``jit`` traces: ``(state, metrics)``, and with a metric its state."""
         check_no_explicit_mesh()

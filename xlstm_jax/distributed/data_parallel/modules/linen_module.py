@@ -341,15 +341,15 @@ def _rows(module: nn.Embed, method: str, policy: ShardPolicy, args: Any, kwargs:
 
 @contextmanager
 def noting_lookups(module: nn.Module, method: str) -> Iterator[None]:
-    """While a method of a unit runs that, initialising it, boxes its table: says whether nothing but lookups reads it.
+    """While a method of a unit runs that, initialising it, boxes its table: says whether one lookup alone reads it.
 
     A table that the head reads, too, is gathered for the head: then the lookup has it for nothing.
     """
     before = _table(module) if isinstance(module, nn.Embed) and module.is_initializing() else None
     yield
     if isinstance(module, nn.Embed) and module.is_initializing() and (after := _table(module)) is not None:
-        only = _is_lookup(module, method) and (before is None or leaf_of(before).looked_up)
-        module.put_variable("params", TABLE, after.replace(looked_up=only))
+        # A second lookup has the table that was gathered for the first: together they may ask for more than the table.
+        module.put_variable("params", TABLE, after.replace(looked_up=_is_lookup(module, method) and before is None))
 
 
 def _table(module: nn.Embed) -> Any:

@@ -42,7 +42,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
 from xlstm_jax.wording import kind_of
 
 NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm)  # which may take means over mesh axes
-_Seen = tuple[tuple[int, ...], bool]  # the shape that a unit sees of a parameter; whether only lookups read it
+_Seen = tuple[tuple[int, ...], bool]  # the shape that a unit sees of a parameter; whether one lookup alone reads it
 STREAMS_OF_ZEROS = ("carry",)  # nnx.RNN draws from it for carries that are zeros, as nn.RNN does from a constant key
 
 
@@ -217,7 +217,7 @@ class NnxModel:
         seen: dict[str, _Seen] = {}
 
         def note(path: str, shape: tuple[int, ...], is_lookup: bool) -> None:
-            seen[path] = shape, is_lookup and (path not in seen or seen[path][1])
+            seen[path] = shape, is_lookup and path not in seen
 
         def run(rngs: PyTree, inputs: Any) -> None:
             module = self._made(_streams(rngs))

@@ -137,7 +137,7 @@ def look_up(shard: jax.Array, indices: jax.Array, lookup: RowLookup) -> jax.Arra
     """
     # Cast to varying here, outside of the custom rule: JAX transposes the cast to the sum that it would take of a
     # gathered table. The cast over copies is made within, where their mean is taken.
-    others = collectives.varying_axes(indices).difference(lookup.how.copied_axes)
+    others = collectives.varying_axes(indices).difference(collectives.spread_axes(lookup.how.copied_axes))
     return _look_up(collectives.to_varying(shard, sorted(others)), indices, lookup)
 
 
@@ -149,6 +149,8 @@ def _look_up(shard: jax.Array, indices: jax.Array, lookup: RowLookup) -> jax.Arr
 def _look_up_fwd(shard: jax.Array, indices: jax.Array, lookup: RowLookup) -> tuple[jax.Array, tuple[Primal, jax.Array]]:
     columns = _columns(shard_as_sent(shard, lookup.how), lookup)
     asked = collectives.all_gather(indices.ravel(), 0, lookup.group)
+    # Narrow tokens travel narrow; a scatter counts in their dtype, which may not hold the number of rows.
+    asked = asked.astype(jnp.int32) if asked.dtype.itemsize < 4 else asked
     # Without the rows of the padding, so that an index beyond the table gives NaN, and -1 means the last true row.
     rows = jnp.take(columns[: lookup.shape[0]], asked, axis=0)
     rows = _in_one(collectives.all_to_all(_for_each(rows, lookup), lookup.group), lookup)
