@@ -67,7 +67,7 @@ extensions = [
     "drawings",
     "forked_kernels",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "notebooks"]  # notebooks are written from pages, and linked as files
 html_theme = "furo"
 html_title = f"{project} {version}"
 html_static_path = ["_static"]
