@@ -144,6 +144,8 @@ def read_for_the_site(app, page, source):
         text = _with_links(text, {name: f"{top}reference/{name}.md" for name in names} | outside())
         if page not in AT_THE_TOP and PYTHON.search(text):
             text = _executed(page, text)
+    # A notebook is a file to download: its page is the tutorial.
+    text = re.sub(r"\[([^\]]+)\]\(((?:\.\./)*notebooks/\w+\.ipynb)\)", r"{download}`\1 <\2>`", text)
     source[0] = with_keywords(page, text)
 
 

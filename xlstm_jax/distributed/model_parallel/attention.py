@@ -33,12 +33,13 @@ class SplitAttention(Split):
     >>> params["query"]["kernel"].shape, params["key"]["kernel"].shape, params["out"]["kernel"].shape
     ((16, 8, 4), (16, 2, 4), (8, 4, 16))
 
+    The fields below come beside those of ``ColumnDense`` and ``RowDense``, which have the same meaning.
+
     Attributes:
       num_heads, head_dim: h and e.
       num_kv_heads: g, of grouped queries; None: h. It divides h, and the devices divide it, or it the devices.
       attention_fn: ``(query, key, value, *args) -> y`` of the device's own heads and all tokens: rotary embeddings,
         masks and kernels are its affair.
-      use_bias, dtype, param_dtype, kernel_init, axis_name, sequence_dim, ring: see ``ColumnDense`` and ``RowDense``.
     """
 
     num_heads: int

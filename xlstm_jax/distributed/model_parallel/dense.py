@@ -434,10 +434,11 @@ class SwiGLU(Split):
     >>> SwiGLU(32).init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
     (2, 5, 8)
 
+    The fields below come beside those of ``ColumnDense`` and ``RowDense``, which have the same meaning.
+
     Attributes:
       hidden: the number of hidden features.
       activation: of the gate.
-      use_bias, dtype, param_dtype, kernel_init, axis_name, sequence_dim, ring: see ``ColumnDense`` and ``RowDense``.
     """
 
     hidden: int
