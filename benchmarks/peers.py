@@ -23,6 +23,7 @@ Both sides are read by one function, ``figures``, from what ``forecasts`` keeps 
 import argparse
 import itertools
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -146,7 +147,8 @@ def judged(rows: Rows) -> dict[str, dict[str, Any]]:
             one["met"] += met
             if not met:
                 one["missed"][f"{model} on {topology}"] = round(value, 3)
-    ours, jit = (sum(pair[side]["waited_seconds"] for *_, pair in pairs) for side in ("ours", "jit"))
+    # Python 3.12 made `sum` of floats exact; `fsum` is so in all releases.
+    ours, jit = (math.fsum(pair[side]["waited_seconds"] for *_, pair in pairs) for side in ("ours", "jit"))
     found["waited"] |= {"of": 1, "met": int(ours <= 0.5 * jit), "in all": ours / jit if jit else 0.0}
     return found
 
