@@ -27,15 +27,16 @@ from jax.core import eval_jaxpr
 from jax.extend import core
 from jax.interpreters import batching, mlir
 
-from xlstm_jax.distributed.data_parallel.remat import split_arrays
+from xlstm_jax.distributed.data_parallel.remat import GATHERS, split_arrays
 from xlstm_jax.distributed.data_parallel.wire.collectives import to_varying, varying_axes
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 # Operations that make a kernel's result differ between devices although its arguments do not, or that communicate.
-_OF_THE_MESH = {"axis_index", "psum", "pmax", "pmin", "all_gather", "all_to_all", "ppermute", "reduce_scatter"}
-_OF_THE_MESH |= {"ragged_all_to_all", "all_gather_reduced", "pbroadcast"}
+_OF_THE_MESH = GATHERS | set(
+    "axis_index psum pmax pmin all_to_all ragged_all_to_all ppermute pbroadcast reduce_scatter".split()
+)
 
 
 def typed_kernel(fn: Callable[P, R]) -> Callable[P, R]:

@@ -12,6 +12,7 @@ devices wait for the busiest at the next all-to-all.
 
 from dataclasses import dataclass
 
+from xlstm_jax.distributed.forecast.cost.axis_traffic import total_seconds
 from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective, sum_wire_bytes
 from xlstm_jax.distributed.forecast.forecasting import Forecast
 from xlstm_jax.distributed.hardware.chips import peak_rate
@@ -104,10 +105,8 @@ def dispatch(forecast: Forecast, plan: ShardingPlan, imbalance: float = 1.0) -> 
 
 def _of(forecast: Forecast, plan: ShardingPlan, experts: ExpertPlan, imbalance: float) -> Dispatch:
     own = [one for one in forecast.collectives if serves(one, experts)]
-    seconds, waited_s = (
-        None if any(time is None for _, time in times) else sum(count * (time or 0.0) for count, time in times)
-        for times in ([(one.count, one.alone_s) for one in own], [(one.count, one.exposed_s) for one in own])
-    )
+    seconds = total_seconds((one.count, one.alone_s) for one in own)
+    waited_s = total_seconds((one.count, one.exposed_s) for one in own)
     return Dispatch(
         experts, imbalance, sum_wire_bytes(own), seconds, waited_s, _expert_seconds(forecast, plan, experts)
     )

@@ -71,12 +71,13 @@ def _of(axes: tuple[str, ...] | None, some: list[Collective]) -> AxisTraffic:
     weights, activations, other = (
         sum_wire_bytes(one for one in some if one.carries == what) for what in (WEIGHTS, ACTIVATIONS, OTHER)
     )
-    seconds, waited_s = _total((one.count, one.alone_s) for one in some), _total((c.count, c.exposed_s) for c in some)
+    seconds = total_seconds((one.count, one.alone_s) for one in some)
+    waited_s = total_seconds((one.count, one.exposed_s) for one in some)
     return AxisTraffic(axes, executions(some), weights, activations, other, seconds, waited_s)
 
 
-def _total(times: Iterable[tuple[int, float | None]]) -> float | None:
-    """The sum over executions; None where one is not known."""
+def total_seconds(times: Iterable[tuple[int, float | None]]) -> float | None:
+    """The sum of (executions, seconds of one); None where one of these times is not known."""
     total = 0.0
     for count, seconds in times:
         if seconds is None:
