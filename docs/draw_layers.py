@@ -24,6 +24,7 @@ CAPTIONS = {
     "wording": "numbers as text",
     "hardware": "chips, links, XLA options",
     "common_types": "a few type names",
+    "private_names": "of JAX and Flax",
     "quiet_import": "CUDA's plugin, silent",
 }
 CORE = "data_parallel"

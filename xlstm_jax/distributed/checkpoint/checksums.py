@@ -33,13 +33,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src import distributed
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from xlstm_jax.distributed.checkpoint.backend import Arrays
 from xlstm_jax.distributed.optimizers.offload import is_on_host
 from xlstm_jax.distributed.processes.devices import Device
 from xlstm_jax.distributed.processes.store import Store, named
+from xlstm_jax.private_names import job
 
 Sums = dict[str, list[int]]  # by path
 
@@ -181,7 +181,7 @@ class SavedSums:
 
     def _of_all(self, own: Sums) -> Sums:
         # Through the job's store, not a collective: training steps with collectives of their own are in flight.
-        state: Any = distributed.global_state
+        state: Any = job
         store = Store("checksums", state.process_id, range(state.num_processes))
         if state.process_id != 0:
             store.post(f"sums/{state.process_id}", json.dumps(own))

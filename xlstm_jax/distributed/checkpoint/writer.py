@@ -16,7 +16,6 @@ import os
 import shutil
 import stat
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from xlstm_jax.distributed.checkpoint.errors import CheckpointError
 from xlstm_jax.distributed.checkpoint.steps import is_url
 from xlstm_jax.distributed.processes.leaving import leave
 from xlstm_jax.distributed.processes.together import cause_of
+from xlstm_jax.private_names import register_atexit
 
 _COMMIT_GRACE_S = 1.0  # beyond the limit: orbax's own error, which says more, comes within it
 _LOOK_EVERY_S = 0.005
@@ -266,8 +266,8 @@ if hasattr(os, "register_at_fork"):
 def _finish_at_exit() -> None:
     """Has the open writers closed at the end of the program, before the pools of threads with which orbax writes."""
     # Functions that are registered last are called first, and orbax registered its pools when it was imported. Python
-    # has no public name for `_register_atexit`; functions of `atexit` are called too late, when the pools are gone.
-    threading._register_atexit(_close_all)  # type: ignore[attr-defined]
+    # has no public name for `register_atexit`; functions of `atexit` are called too late, when the pools are gone.
+    register_atexit(_close_all)
 
 
 def _close_all() -> None:

@@ -32,11 +32,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core.primitives import mul_p
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.placement import HOST_MEMORY
 from xlstm_jax.distributed.data_parallel.trees import flatten_with_path
+from xlstm_jax.private_names import mul_p
 
 Policy = Callable[..., Any]
 

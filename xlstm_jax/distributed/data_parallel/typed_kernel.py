@@ -11,9 +11,6 @@ So a kernel is traced here as if there were no types, and its program becomes on
 The first cast is JAX's own. Its transpose sums the gradient of an argument over the axes over which only other
 arguments vary, so a kernel may mix activations with a weight that all devices hold. The operation is opaque to the
 transformations around it (remat, scan, jit), which would otherwise compute the types of the kernel's inner operations.
-
-JAX has no public name for the switch between both kinds of tracing, so this file alone knows the private one; JAX 0.10
-and 0.12 have the same.
 """
 
 import functools
@@ -22,13 +19,11 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
-from jax._src.config import _check_vma
 from jax.core import eval_jaxpr
-from jax.extend import core
-from jax.interpreters import batching, mlir
 
 from xlstm_jax.distributed.data_parallel.remat import GATHERS, split_arrays
 from xlstm_jax.distributed.data_parallel.wire.collectives import to_varying, varying_axes
+from xlstm_jax.private_names import batching, core, mlir, types_are_checked
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -72,7 +67,7 @@ def typed_kernel(fn: Callable[P, R]) -> Callable[P, R]:
     def typed(*args: P.args, **kwargs: P.kwargs) -> R:
         arrays, put_back = split_arrays((args, kwargs))
         axes = tuple(sorted(frozenset().union(*map(varying_axes, arrays.values()))))
-        if not _check_vma.value:  # no types are wanted: check_vma=False, or no shard_map
+        if not types_are_checked.value:  # no types are wanted: check_vma=False, or no shard_map
             return fn(*args, **kwargs)
         arrays = {i: to_varying(value, axes) for i, value in arrays.items()}
         trained = {i: value for i, value in arrays.items() if jnp.issubdtype(value.dtype, jnp.inexact)}
@@ -111,7 +106,7 @@ def _call(fn: Callable[..., Any], args: Any, axes: tuple[str, ...], name: str) -
         found.append(structure)
         return values
 
-    with _check_vma(False):
+    with types_are_checked(False):
         jaxpr = jax.make_jaxpr(flat)(*map(_shape, leaves))
     if uses := _OF_THE_MESH & {name.removesuffix("_invariant") for name in _operations(jaxpr.jaxpr)}:
         raise ValueError(
@@ -160,7 +155,7 @@ def _run(jaxpr: core.Jaxpr, *operands: Any) -> list[Any]:
 def _lowered(ctx: mlir.LoweringRuleContext, *operands: Any, jaxpr: core.Jaxpr) -> Any:
     # The operands have types here, and the program was traced without: its own types fit its operations.
     untyped = ctx.replace(avals_in=[var.aval for var in (*jaxpr.constvars, *jaxpr.invars)])
-    with _check_vma(False):
+    with types_are_checked(False):
         results = mlir.lower_fun(functools.partial(_run, jaxpr), multiple_results=True)(untyped, *operands)
     if untyped.tokens_out is not None:  # of an interpreted kernel, which calls back to the host
         ctx.set_tokens_out(untyped.tokens_out)
@@ -169,7 +164,7 @@ def _lowered(ctx: mlir.LoweringRuleContext, *operands: Any, jaxpr: core.Jaxpr) -
 
 def _batched(operands: Any, dims: Any, *, jaxpr: core.Jaxpr) -> Any:
     over = jax.vmap(functools.partial(_run, jaxpr), in_axes=tuple(dims))
-    with _check_vma(False):
+    with types_are_checked(False):
         closed = jax.make_jaxpr(over)(*map(_shape, operands))
     outs = _KERNEL.bind(*closed.consts, *operands, jaxpr=closed.jaxpr)
     return outs, [0] * len(outs)

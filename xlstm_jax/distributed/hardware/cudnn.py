@@ -1,22 +1,19 @@
 """Answers to what JAX asks a GPU before it traces attention of cuDNN, where that GPU is not there.
 
-    jax.nn.dot_product_attention(..., implementation="cudnn")
-      tracing    asks the GPU at hand for cuDNN's version and its compute capability    answered by the chip's target
-      lowering   refuses a mesh without devices                                         not needed inside shard_map
-      export     refuses custom calls that it does not know to be stable                this release compiles at once
-
-JAX has no public name for any of these, so this file alone knows the private ones; JAX 0.10 and 0.12 have the same.
+jax.nn.dot_product_attention(..., implementation="cudnn")
+  tracing    asks the GPU at hand for cuDNN's version and its compute capability    answered by the chip's target
+  lowering   refuses a mesh without devices                                         not needed inside shard_map
+  export     refuses custom calls that it does not know to be stable                this release compiles at once
 """
 
 import contextlib
 from collections.abc import Iterator
 
 from jax import export
-from jax._src import dispatch
-from jax._src.cudnn import fused_attention_stablehlo as fused
 
 from xlstm_jax.distributed.hardware.chips import Chip
 from xlstm_jax.distributed.hardware.gpu_targets import CUDNN, compute_capability
+from xlstm_jax.private_names import cudnn_attention, dispatch
 
 _KINDS = [f"fmha{bias}Softmax{dropout}" for bias in ("", "ScaleBias") for dropout in ("", "Dropout")]
 TARGETS = [f"__cudnn${kind}{way}{dtype}" for kind in _KINDS for way in ("", "Backward") for dtype in ("", "F8")]
@@ -46,18 +43,18 @@ def answered_for(chip: Chip | None) -> Iterator[None]:
         "check_compute_capability": is_at_least,
         "is_cuda_compute_capability_equal": is_equal,
     }
-    before = {name: getattr(fused, name) for name in answers}
+    before = {name: getattr(cudnn_attention, name) for name in answers}
     lowered = dispatch.prim_requires_devices_during_lowering
     needs_devices = {primitive for primitive in lowered if primitive.name.startswith("dot_product_att")}
     try:
         for name, answer in answers.items():
-            setattr(fused, name, answer)
+            setattr(cudnn_attention, name, answer)
         # Only the primitives of attention: others still refuse a mesh without devices.
         dispatch.prim_requires_devices_during_lowering -= needs_devices
         yield
     finally:
         for name, function in before.items():
-            setattr(fused, name, function)
+            setattr(cudnn_attention, name, function)
         dispatch.prim_requires_devices_during_lowering |= needs_devices
 
 

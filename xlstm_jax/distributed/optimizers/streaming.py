@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 from jax.sharding import NamedSharding
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.remat import ARITHMETIC
 from xlstm_jax.distributed.optimizers.offload import is_on_host
+from xlstm_jax.private_names import core
 
 ELEMENTWISE = frozenset(f"{ARITHMETIC} convert_element_type copy sharding_constraint".split())
 SPREAD = "broadcast_in_dim"  # a scalar to an array, as jnp.where does it

@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-from jax._src import distributed
-from jax._src.clusters import ClusterEnv
 
 from xlstm_jax.distributed.processes.leaving import leave_with_others
+from xlstm_jax.private_names import ClusterEnv, job
 from xlstm_jax.wording import named_values
 
 INITIALIZATION_TIMEOUT_S = 60
@@ -174,7 +173,7 @@ def _has_joined(member: Membership) -> bool:
     """Whether this process has joined already; raises ``RuntimeError`` if it has joined as another member."""
     if not jax.distributed.is_initialized():
         return False
-    state = distributed.global_state  # jax.process_index() would start the devices
+    state = job  # jax.process_index() would start the devices
     now = state.coordinator_address, state.num_processes, state.process_id
     if now != member[:3]:
         raise RuntimeError(

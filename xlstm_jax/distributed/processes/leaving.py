@@ -20,8 +20,8 @@ from functools import cache
 from typing import Any
 
 import jax
-from jax._src import distributed
 
+from xlstm_jax.private_names import job, register_atexit
 from xlstm_jax.wording import one_line, shortened
 
 EXIT_FAILED = 13
@@ -41,7 +41,7 @@ def leave(code: int, reason: str = "") -> None:
     """
     # `sys.exit` would run JAX's `atexit`, which waits in a barrier for processes that wait for this one.
     if reason and _has_peers():
-        state: Any = distributed.global_state
+        state: Any = job
         why = shortened(one_line(reason).rstrip("."), MAX_REASON)
         text = f"process {state.process_id} has left with exit code {code}: {why}"
         others = [process for process in range(state.num_processes) if process != state.process_id]
@@ -70,17 +70,17 @@ def leave_with_others() -> None:
 
 
 def _has_peers() -> bool:
-    return jax.distributed.is_initialized() and distributed.global_state.num_processes > 1
+    return jax.distributed.is_initialized() and job.num_processes > 1
 
 
 @cache
 def _start_listening() -> None:
-    state: Any = distributed.global_state
+    state: Any = job
     listener = threading.Thread(target=_listen, args=(state.client, state.process_id), name="peers", daemon=True)
     listener.start()
     # Called before Python joins the threads that are no daemons, and after functions that are registered later, such as
     # that of a checkpointer, which waits for its last save.
-    threading._register_atexit(_at_the_end, listener)  # type: ignore[attr-defined]
+    register_atexit(_at_the_end, listener)
 
 
 def _listen(client: Any, me: int) -> None:
@@ -110,7 +110,7 @@ def _post(client: Any, processes: Sequence[int], text: str) -> None:
 
 
 def _let_others_leave() -> None:
-    if distributed.global_state.process_id == 0:
+    if job.process_id == 0:
         time.sleep(COORDINATOR_GRACE_S)
 
 
@@ -118,7 +118,7 @@ def _at_the_end(listener: threading.Thread) -> None:
     """Leaves if an exception ends the program; else ends the listening thread."""
     if not _has_peers():
         return
-    state = distributed.global_state
+    state = job
     error = getattr(sys, "last_value", None)  # set where Python prints what nobody caught
     if error is not None:
         code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED

@@ -24,12 +24,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import distributed
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
 from xlstm_jax.distributed.processes.store import Store, by_text, digest, exchange_in, named
+from xlstm_jax.private_names import job
 
 AGREEMENT_TIMEOUT_S = 60.0
 COMPARED_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
@@ -66,7 +66,7 @@ def assert_same_everywhere(
     versions = {"python": platform.python_version()} | {name: metadata.version(name) for name in COMPARED_PACKAGES}
     entries = entries_of(value) | {f"version of {name}": version for name, version in versions.items()} | jax_settings()
     if jax.distributed.is_initialized():
-        state = distributed.global_state
+        state = job
         compare(entries, what, state.process_id, range(state.num_processes), timeout_s)
 
 

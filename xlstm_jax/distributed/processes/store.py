@@ -7,7 +7,7 @@
 It is the store of JAX's coordination service, which ``jax.distributed.initialize`` starts. A collective
 (``multihost_utils.process_allgather``) would wait for ever for a process that does not come, needs the same number of
 devices in every process, and starts the devices. JAX has no public name for the store, nor for the number of this
-process before devices are started; other libraries take both from ``jax._src.distributed`` too.
+process before devices are started: both are ``private_names.job``.
 """
 
 import hashlib
@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax._src import distributed
+
+from xlstm_jax.private_names import job
 
 PEER_TIMEOUT_S = 600.0  # the default limit of a step; the slowest process may take so much longer to read its shards
 GRACE_S = 1.0  # for the answer, which process 0 may post only at the deadline
@@ -33,7 +34,7 @@ class Store:
 
     def __init__(self, kind: str, me: int, processes: Sequence[int]) -> None:
         self.me, self.processes = me, processes
-        state: Any = distributed.global_state
+        state: Any = job
         self._client = state.client
         self._folder = f"xlstm_jax/{kind}/{digest(str(list(processes)))}"
         self._number = self._client.key_value_increment(f"{self._folder}/count/{me}", 1)

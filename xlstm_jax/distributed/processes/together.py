@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import jax
-from jax._src import distributed
 
 from xlstm_jax.distributed.processes.store import PEER_TIMEOUT_S, Store, by_text, exchange_in, named
+from xlstm_jax.private_names import job
 from xlstm_jax.wording import one_line
 
 MAX_CAUSE_CHARS = 500
@@ -63,7 +63,7 @@ def allgather_text(text: str, what: str = "exchange a text", timeout_s: float = 
         if jax.process_count() > 1:
             raise RuntimeError("these processes have not joined; call initialize_distributed at the start.")
         return [text]
-    me, count = distributed.global_state.process_id, distributed.global_state.num_processes
+    me, count = job.process_id, job.num_processes
     return exchange_in(Store("exchange", me, range(count)), text, what, timeout_s) if count > 1 else [text]
 
 

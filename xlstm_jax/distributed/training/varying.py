@@ -19,12 +19,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import Literal
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.private_names import core
 
 Axes = frozenset[str]
 
@@ -71,7 +71,7 @@ class _Reader:
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
 
         def read(atom: Any) -> Axes:
-            return Axes() if isinstance(atom, Literal) else env[atom]
+            return Axes() if isinstance(atom, core.Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
             env.update(zip(eqn.outvars, self._of_equation(eqn, [read(atom) for atom in eqn.invars]), strict=True))

@@ -30,6 +30,7 @@ from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import INTER_HOST_AXES, Replicas
 from xlstm_jax.distributed.data_parallel.wire.tracing import running_functions
+from xlstm_jax.private_names import linen_callers, linen_interceptors
 from xlstm_jax.wording import kind_of
 
 Target = TypeVar("Target", bound=nn.Module | Callable[..., Any])
@@ -258,7 +259,7 @@ def watching(kind: type[Watcher]) -> list[Watcher]:
 
     Users' functions stand between those who watch and those who ask. Linen keeps what watches on a stack of its own.
     """
-    watchers = (getattr(method, "__self__", None) for method in nn.module._global_interceptor_stack)
+    watchers = (getattr(method, "__self__", None) for method in linen_interceptors())
     return [watcher for watcher in watchers if isinstance(watcher, kind)]
 
 
@@ -375,7 +376,7 @@ def check_not_inside_reader(module: nn.Module) -> None:
 
     Boxes would get into the names of its own parameters, too. Flax keeps the modules that are being called to itself.
     """
-    for caller in nn.module._context.module_stack:
+    for caller in linen_callers():
         if isinstance(caller, READERS):
             kind, layer = type(caller).__name__, type(module).__name__
             raise ValueError(

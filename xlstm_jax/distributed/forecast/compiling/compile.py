@@ -23,7 +23,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import export
-from jax._src.config import traceback_in_locations_limit
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.stages import Traced, Wrapped
 
@@ -45,6 +44,7 @@ from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, T
 from xlstm_jax.distributed.hardware.cudnn import ALLOWED, answered_for
 from xlstm_jax.distributed.hardware.topologies import Topology, parse_topology
 from xlstm_jax.distributed.hardware.xla_options import resolved, resolved_on
+from xlstm_jax.private_names import in_shardings_of, traceback_in_locations_limit
 
 JAX_PLATFORM = {"tpu": "tpu", "cuda": "gpu"}  # what JAX calls the devices that each compiler is for
 TRUSTED_OF_CPU = ("argument", "output", "alias")  # the CPU backend's other figures are wrong
@@ -177,7 +177,7 @@ class StepCall:
     @property
     def in_shardings(self) -> tuple[Any, ...]:
         """The ``in_shardings`` of ``jax.jit``, leaf by leaf. JAX has no public name for them before the compilation."""
-        return self.traced._params["in_shardings"][-len(jax.tree.leaves(self.traced.args_info)) :]
+        return in_shardings_of(self.traced)
 
     @property
     def leaf_without_sharding(self) -> str | None:

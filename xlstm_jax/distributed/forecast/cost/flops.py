@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Literal
 
 from xlstm_jax.distributed.forecast.hlo.op_names import in_shard_map, module_paths
+from xlstm_jax.private_names import core
 
 # Operations whose matrix products, if they have any, are not in the jaxpr.
 OPAQUE = {"cholesky", "custom_linear_solve", "eig", "eigh", "fft", "ffi_call", "hessenberg", "householder_product"}
@@ -136,10 +136,10 @@ def _flops_of(jaxpr: Any, prefix: str, seen: _Seen) -> Counts:
 
 def _live(jaxpr: Any) -> list[Any]:
     """The operations that an output needs, or that have effects: the compiler drops the others."""
-    needed, live = {v for v in jaxpr.outvars if not isinstance(v, Literal)}, []
+    needed, live = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}, []
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or not needed.isdisjoint(eqn.outvars):
-            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+            needed.update(v for v in eqn.invars if not isinstance(v, core.Literal))
             live.append(eqn)
     return live[::-1]
 

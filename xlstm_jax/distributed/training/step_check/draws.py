@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.random import define_prng_impl
 
 from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key, value_dtype
 from xlstm_jax.distributed.training.varying import all_equations, equations_of, named_axes
+from xlstm_jax.private_names import define_prng_impl
 
 CHOICES = (1 / 32, 0.4, 31 / 32)
 _WORDS = 2

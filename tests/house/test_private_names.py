@@ -1,0 +1,209 @@
+"""Names that JAX and Flax do not promise stand in one file, each does what it is used for, and releases are bounded.
+
+Where a new release takes a name away or changes what it does, the failing test says which name, and its message which
+release: it is that of the environment, and the last one that had the name is the upper bound of setup.cfg.
+"""
+
+import ast
+import configparser
+import inspect
+import re
+import subprocess
+import sys
+import threading
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.house.test_docs import ROOT
+from tests.house.test_layers import FILES, PACKAGE
+from tests.support import mesh_of
+from xlstm_jax import private_names as names
+
+RELEASE = f"JAX {jax.__version__}, Flax {flax.__version__}"
+NO_PROMISE = re.compile(r"(jax|flax|optax|orbax)(\.\w+)*\._\w+|jax\.(extend|interpreters)\b")
+DOCUMENTED = {"_asdict", "_exit", "_fields", "_getframe", "_make", "_replace"}  # by Python, and so public
+THE_FILE = PACKAGE / "private_names.py"
+
+
+def imports_without_promise(tree):
+    for node in ast.walk(tree):
+        modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        yield from (
+            f"{module}.{alias.name}"
+            for module in modules
+            for alias in node.names
+            if NO_PROMISE.match(f"{module}.{alias.name}")
+        )
+
+
+def names_of_others(tree, own):
+    """Attributes that begin with one ``_`` and that no file of the library defines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr) and node.attr not in own | DOCUMENTED:
+            yield node.attr
+
+
+def defined(tree):
+    """What the library calls its own: functions, fields, and attributes and variables that are set."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.attr if isinstance(node, ast.Attribute) else node.id
+
+
+def test_they_stand_in_one_file():
+    trees = {path: ast.parse(path.read_text()) for path in FILES}
+    own = {name for tree in trees.values() for name in defined(tree)}
+    found = {
+        str(path.relative_to(PACKAGE)): list(others)
+        for path, tree in trees.items()
+        if path != THE_FILE and (others := {*imports_without_promise(tree), *names_of_others(tree, own)})
+    }
+    assert not found
+    assert len(list(imports_without_promise(trees[THE_FILE]))) >= 10  # guard: the search sees them
+    assert {"_global_interceptor_stack", "_register_atexit"} <= set(names_of_others(trees[THE_FILE], own))
+
+
+def test_the_bounds_of_the_packages_are_those_of_the_message():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    wanted = dict(line.split(" ", 1) for line in config["options"]["install_requires"].split("\n") if " " in line)
+    text = THE_FILE.read_text()
+    for package, installed in (("jax", jax.__version__), ("flax", flax.__version__)):
+        assert f"'{package}{wanted[package].replace(' ', '')}'" in text
+        low, high = re.findall(r"[\d.]+", wanted[package])
+        assert as_numbers(low) <= as_numbers(installed) < as_numbers(high), package
+
+
+def as_numbers(version):
+    return [int(part) for part in version.split(".")[:3]]
+
+
+WITHOUT = """
+import jax, {module} as module
+del module.{name}
+try:
+    import xlstm_jax.distributed
+except ImportError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    "module, name",
+    [("jax._src.config", "_check_vma"), ("flax.linen.module", "_global_interceptor_stack")],
+    ids=["JAX", "Flax"],
+)
+def test_a_release_without_a_name_is_told_with_both_versions(module, name):
+    code = WITHOUT.format(module=module, name=name)
+    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert name in said and jax.__version__ in said and flax.__version__ in said
+    assert "pip install 'jax>=" in said
+
+
+# ------------------------------------------------------------------------------- what each name does, in this release
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_types_are_checked_tells_the_mode_and_switches_it(check_vma):
+    seen = []
+
+    def body(x):
+        seen.append(names.types_are_checked.value)
+        with names.types_are_checked(False):
+            seen.append(names.types_are_checked.value)
+        return x
+
+    spec = jax.P("fsdp")
+    mapped = jax.shard_map(body, mesh=mesh_of(1, 8), in_specs=spec, out_specs=spec, check_vma=check_vma)
+    jax.eval_shape(mapped, jnp.ones(8))
+    assert seen == [check_vma, False], RELEASE
+
+
+def test_traceback_in_locations_limit_leaves_no_frames_in_a_program():
+    def text():
+        lowered = jax.jit(lambda x: jnp.sin(x) * 2).lower(jnp.ones(4))
+        return lowered.as_text(debug_info=True)
+
+    assert __file__.rsplit("/", 1)[1] in text()
+    with names.traceback_in_locations_limit(0):
+        assert __file__.rsplit("/", 1)[1] not in text(), RELEASE
+
+
+def test_job_has_what_a_process_knows_of_its_job():
+    fields = {"client", "coordinator_address", "num_processes", "process_id"}
+    assert all(hasattr(names.job, field) for field in fields), RELEASE
+    client = jax._src.lib._jax.DistributedRuntimeClient
+    methods = "key_value_set key_value_increment blocking_key_value_get key_value_dir_get key_value_delete".split()
+    assert all(hasattr(client, method) for method in methods), RELEASE
+
+
+def test_cluster_env_takes_what_it_is_given():
+    detect = names.ClusterEnv.auto_detect_unset_distributed_params
+    assert len(inspect.signature(detect).parameters) == 6, RELEASE
+
+
+def test_the_attention_of_cudnn_asks_for_what_is_answered():
+    asked = ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal")
+    assert all(callable(getattr(names.cudnn_attention, name, None)) for name in asked), RELEASE
+    waiting = {primitive.name for primitive in names.dispatch.prim_requires_devices_during_lowering}
+    assert any(name.startswith("dot_product_att") for name in waiting), RELEASE
+
+
+def test_linen_says_what_runs_and_what_watches():
+    seen = []
+
+    class Outer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            seen.append(([type(one).__name__ for one in names.linen_callers() if one], names.linen_interceptors()))
+            return nn.Dense(3)(x)
+
+    def watch(method, args, kwargs, context):
+        return method(*args, **kwargs)
+
+    with nn.intercept_methods(watch):
+        jax.eval_shape(Outer().init, jax.random.key(0), jnp.ones(3))
+    assert seen == [(["Outer"], [watch])], RELEASE
+    assert not names.linen_interceptors()
+
+
+def test_in_shardings_are_those_that_jit_was_given():
+    mesh = mesh_of(1, 8)
+    split, whole = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (("fsdp",), ()))
+    traced = jax.jit(lambda x, y: (x, y), in_shardings=(split, whole)).trace(jnp.ones(8), jnp.ones(3))
+    assert names.in_shardings_of(traced) == (split, whole), RELEASE
+
+
+def test_functions_that_python_calls_before_it_joins_threads():
+    assert names.register_atexit is threading._register_atexit
+    code = "import threading; threading._register_atexit(print, 'first'); threading.Thread(target=print).start()"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split() == ["first"]
+
+
+def test_programs_are_read_and_written_by_their_parts():
+    jaxpr = jax.make_jaxpr(lambda x: jnp.sin(x) * 2.0)(jnp.ones(4)).jaxpr
+    assert isinstance(jaxpr, names.core.Jaxpr) and all(isinstance(eqn, names.core.JaxprEqn) for eqn in jaxpr.eqns)
+    product = jaxpr.eqns[-1]
+    assert product.primitive is names.mul_p, RELEASE
+    assert [type(atom) for atom in product.invars] == [names.core.Var, names.core.Literal], RELEASE
+    inner = jax.make_jaxpr(jax.jit(jnp.sin))(jnp.ones(4)).jaxpr.eqns[0]
+    assert len(list(names.core.jaxprs_in_params(inner.params))) == 1, RELEASE
+    assert callable(names.mlir.register_lowering) and callable(names.mlir.lower_fun), RELEASE
+    assert callable(names.batching.primitive_batchers.__setitem__), RELEASE
+
+
+def test_keys_of_a_kind_of_their_own():
+    takes = inspect.signature(names.define_prng_impl).parameters
+    assert {"key_shape", "seed", "split", "random_bits", "fold_in", "name", "tag"} <= set(takes), RELEASE
+
+
+def test_the_json_handler_of_orbax_saves_by_the_function_that_is_overridden():
+    ocp = pytest.importorskip("orbax.checkpoint")
+    assert inspect.iscoroutinefunction(ocp.JsonCheckpointHandler._save_fn), "orbax has changed it"
