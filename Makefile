@@ -8,6 +8,8 @@
 #   make test-models   trains models of other packages, sharded from outside, and compares them with one device; minutes
 #   make test-gpu      on one NVIDIA GPU: parity, compiled text, step time, peak memory, options; minutes, or says none
 #   make test-mutants  puts some two hundred mistakes into the library, each of which a test must see; half an hour
+#   make docs-screens  pictures of every page of the site, narrow and wide, light and dark, and what does not fit; minutes
+#   make prepare-release VERSION=... URL=...  version and changelog, as a commit; make release then builds and tries it
 #   make test-faults   kills the training job some fifty times, fills its disk, damages its checkpoints; half an hour
 # PYTHON chooses the interpreter, VENV the folder of the environment. A target installs the extras of setup.cfg that it
 # needs, the first time that it runs; what other targets have installed stays. So `make docs test` also runs the tests of
@@ -18,7 +20,8 @@ VENV ?= .venv
 ARGS ?=
 WORKERS ?= 2
 
-.PHONY: train test test-all check docs docs-serve test-targets test-models test-gpu test-mutants test-faults clean
+.PHONY: train test test-all check docs docs-serve docs-screens test-targets test-models test-gpu test-mutants test-faults
+.PHONY: prepare-release release clean
 
 train: $(VENV)/has-train
 	$(VENV)/bin/python -m benchmarks.train_lm $(ARGS)
@@ -42,6 +45,9 @@ docs: $(VENV)/has-docs,forecast-gpu
 docs-serve: docs
 	$(VENV)/bin/python -m http.server --bind 127.0.0.1 --directory docs/_build/html 8000
 
+docs-screens: docs $(VENV)/has-screens
+	$(VENV)/bin/python docs/screens.py $(ARGS)
+
 test-targets: $(VENV)/has-test,forecast-gpu
 	JAX_PLATFORMS=cpu $(VENV)/bin/python -m pytest tests/targets $(ARGS)
 
@@ -56,6 +62,12 @@ test-mutants: $(VENV)/has-test
 
 test-faults: $(VENV)/has-test
 	$(VENV)/bin/python -m pytest tests/faults $(ARGS)
+
+prepare-release:
+	python3 .ci/release.py prepare "$(VERSION)" --url "$(URL)"
+
+release: $(VENV)/has-dev
+	$(VENV)/bin/python .ci/release.py build $(ARGS)
 
 $(VENV)/has-%: setup.cfg setup.py
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)

@@ -18,7 +18,8 @@ def test_its_times_of_a_step_are_those_of_the_results():
 
 def test_it_names_the_version():
     version = re.search(r'__version__ = "(.*)"', (ROOT / "xlstm_jax" / "__init__.py").read_text())[1]
-    assert f"xlstm_jax-{version}-py3-none-any.whl" in README
+    pages = [README, *(page.read_text() for page in (ROOT / "docs").glob("**/*.md") if "_build" not in page.parts)]
+    assert {name for page in pages for name in re.findall(r"xlstm_jax-([\d.]+)-py3", page)} == {version}
     assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text()
 
 

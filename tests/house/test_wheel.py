@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -80,6 +81,13 @@ def test_the_wheel_holds_the_library_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     library = {str(path.relative_to(ROOT)) for path in (ROOT / "xlstm_jax").rglob("*.py")} | {"xlstm_jax/py.typed"}
     assert {name for name in names if ".dist-info/" not in name} == library
+
+
+def test_its_description_has_no_link_to_a_file(wheel):
+    (metadata,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("/METADATA"))
+    text = zipfile.ZipFile(wheel).read(metadata).decode()
+    assert "Description-Content-Type: text/markdown\n" in text and "\n# xlstm_jax\n" in text
+    assert "pip install xlstm_jax\n" in text and not re.search(r"\]\((?!https?:|#)", text)
 
 
 def test_what_is_imported_is_the_installed_library(environment, tmp_path):

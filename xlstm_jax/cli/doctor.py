@@ -53,7 +53,8 @@ EXTRAS = {
     "models": ("diffusers", "mamba2-jax", "transformers"),
     "test": (*_TEST, *_FORECAST, *_TENSORBOARD, *_TRAIN),
     "docs": (*_DOCS, *_CHECKPOINT, *_FORECAST, *_TENSORBOARD),
-    "dev": ("build", "mypy", "pre-commit", "pyright", "ruff"),
+    "screens": ("pillow", "playwright"),
+    "dev": ("build", "mypy", "pre-commit", "pyright", "ruff", "twine"),
 }
 # What each extra is for; the first four concern every user.
 USES = {
@@ -67,6 +68,7 @@ USES = {
     "models": "tests with others' models",
     "test": "the suite",
     "docs": "the site of the pages",
+    "screens": "pictures of the site's pages",
     "dev": "work on the library",
 }
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
