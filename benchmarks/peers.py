@@ -320,7 +320,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(table)
     path = options.out / "peers.json"
     path.write_text(json.dumps({"models": rows, "targets": judged(rows)}, indent=1) + "\n")
-    draw(path.with_suffix(".png"), rows)
+    if rows:
+        draw(path.with_suffix(".png"), rows)
     if options.out == OUT:
         write_pages(rows)
     console.print(f"{options.out}", highlight=False)

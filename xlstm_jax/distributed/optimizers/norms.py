@@ -45,7 +45,8 @@ def global_norm(tree: PyTree) -> jax.Array:
         if leaf_of(leaf).is_differentiable:
             axes = _axes_of_values(path, leaf)
             value = leaf_of(leaf).value
-            squares = jax.lax.square(jax.lax.abs(value.astype(wide_dtype(value.dtype))))
+            wide = value.astype(wide_dtype(value.dtype))
+            squares = jax.lax.square(jax.lax.abs(wide) if jnp.iscomplexobj(wide) else wide)
             # Added up before the collective: one scalar travels for each set of axes, however many leaves have it.
             by_axes[axes] = by_axes.get(axes, 0) + jnp.sum(squares)
     sums = _differentiable_sum(list(by_axes.values()), tuple(tuple(sorted(axes)) for axes in by_axes))
