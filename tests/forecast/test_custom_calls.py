@@ -1,7 +1,9 @@
 """Attention of cuDNN and kernels of Pallas: compiled for devices that are not there, and their work counted."""
 
+import dataclasses
 from functools import partial
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -119,6 +121,55 @@ def test_kernels_of_pallas_on_tpus_take_their_roofline():
     assert in_kernels >= 3.5 * 4 * 2 * 256**2 * 128 / 2  # both passes of a causal mask, and what is not skipped
     assert found.pallas_seconds >= in_kernels / CHIPS["v5e"].peak_flops["bfloat16"]
     assert found.cycle_seconds == count_cycles(program) / CHIPS["v5e"].clock_hz + found.pallas_seconds
+
+
+def product_of(dtype, topology, **kinds):
+    """The forecast of 4096 x 4096 x 4096 multiply-adds on each device."""
+    mesh = DeviceMeshManager.create_abstract_mesh({"fsdp": 4})
+    rows, whole = (NamedSharding(mesh, spec) for spec in (P("fsdp"), P()))
+    x = jax.ShapeDtypeStruct((4 * 4096, 4096), dtype, sharding=rows)
+    w = jax.ShapeDtypeStruct((4096, 4096), dtype, sharding=whole)
+    product = partial(jax.lax.dot_general, dimension_numbers=(((1,), (0,)), ((), ())), **kinds)
+    placed = {"mesh": mesh, "in_specs": (P("fsdp"), P()), "out_specs": P("fsdp")}
+    return forecast(jax.jit(jax.shard_map(product, **placed)), x, w, topology=topology)
+
+
+@pytest.mark.slow
+@pytest.mark.libtpu
+def test_libtpus_cycles_of_eight_bits_are_those_of_the_peaks():
+    wide = product_of("bfloat16", "v5e:2x2")
+    int8 = product_of("int8", "v5e:2x2", preferred_element_type=jnp.int32)
+    float8 = product_of("float8_e4m3fn", "v5e:2x2", preferred_element_type=jnp.bfloat16)
+    assert int8.roofline.compute_s == wide.roofline.compute_s / 2 and int8.cycles == pytest.approx(wide.cycles / 2, 0.1)
+    assert float8.roofline.compute_s == wide.roofline.compute_s and float8.cycles == pytest.approx(wide.cycles, 0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.cuda_plugin
+@pytest.mark.filterwarnings("ignore:The Fp8DotGeneralOp is deprecated")
+def test_of_flaxs_products_in_fp8_h100_runs_the_direct_ones_in_fp8():
+    """Of the others XLA drops the rounding to fp8, so their program has no array of eight bits."""
+    mesh = DeviceMeshManager.create_abstract_mesh({"fsdp": 2})
+    x = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16, sharding=NamedSharding(mesh, P("fsdp")))
+
+    def compiled(kind):
+        layer = nn.Dense(1024, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=kind)
+        shapes = jax.eval_shape(layer.init, jax.random.key(0), x)
+        whole = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, P())), shapes
+        )
+        loss = jax.grad(lambda v, x: jnp.sum(layer.apply(v, x).astype(jnp.float32) ** 2), allow_int=True)
+        placed = {"mesh": mesh, "in_specs": (P(), P("fsdp")), "out_specs": P(), "check_vma": False}
+        step = jax.jit(jax.shard_map(loss, **placed))
+        return parse(compile_for_topology(step, whole, x, topology="h100:1x2").hlo)
+
+    def rate(program):
+        """The FLOP per second of a step, were memory infinitely fast."""
+        kernels = Kernels(program, dataclasses.replace(H100, hbm_bandwidth=1e30))
+        return executed_flops(program, lambda _: True) / kernels.seconds
+
+    assert rate(compiled(nn.Fp8DirectDotGeneralOp)) == pytest.approx(H100.peak_flops["float8"])
+    assert rate(compiled(nn.Fp8DotGeneralOp)) == pytest.approx(H100.peak_flops["bfloat16"])
 
 
 UNKNOWN = """\

@@ -50,6 +50,54 @@ def test_products(equation, a, b, want):
     assert flops_of(fn, array(*a), array(*b)).total == want == xla_flops(fn, array(*a), array(*b))
 
 
+@pytest.mark.parametrize(
+    "left, right, dtype",
+    [
+        ("float8_e4m3fn", "float8_e4m3fn", "float8_e4m3fn"),
+        ("float8_e5m2", "float8_e4m3fn", "float8_e5m2"),  # a gradient and a weight
+        ("int8", "int8", "int8"),
+        ("float8_e4m3fn", "bfloat16", "bfloat16"),
+        ("bfloat16", "float32", "float32"),
+    ],
+)
+def test_a_product_has_the_dtype_of_its_wider_operand(left, right, dtype):
+    def fn(x, y):
+        return lax.dot_general(x, y, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+    for args in ((left, right), (right, left))[: 1 + (left[:5] != right[:5])]:
+        assert flops_of(fn, *(array(8, 8, dtype=kind) for kind in args)).by_dtype() == {dtype: ONE}
+
+
+@pytest.mark.filterwarnings("ignore:The Fp8DotGeneralOp is deprecated")
+@pytest.mark.parametrize("kind, dtype", [("Fp8DirectDotGeneralOp", "float8"), ("Fp8DotGeneralOp", "bfloat16")])
+def test_flaxs_products_in_fp8_and_those_that_are_rounded_to_fp8(kind, dtype):
+    layer = nn.Dense(16, dtype=jnp.bfloat16, dot_general_cls=getattr(nn, kind))
+    x = array(32, 8, dtype=jnp.bfloat16)
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+    loss = jax.grad(lambda v, x: (layer.apply(v, x).astype(jnp.float32) ** 2).sum(), allow_int=True)
+    counted = flops_of(loss, variables, x)
+    assert counted.total == 2 * 2 * 32 * 8 * 16  # forward, and the gradient of the weight
+    assert all(name.startswith(dtype) for name in counted.by_dtype())
+
+
+def test_scores_that_attention_holds():
+    """Those of which a softmax takes the exponential, not the products of experts; on one device."""
+
+    def attention(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v)
+
+    q = array(4, 64, 2, 16, dtype=jnp.bfloat16)
+    assert flops_of(jax.grad(lambda *args: attention(*args).astype(jnp.float32).sum()), q, q, q).scores_bytes == {
+        "": 4 * 2 * 64 * 64 * 4  # float32
+    }
+    assert flops_of(attention, q, q, q, num_devices=4).scores_bytes == {"": 2 * 64 * 64 * 4}
+
+    def experts(x, w):
+        return jnp.tanh(jnp.einsum("emd,edf->emf", x, w))
+
+    assert flops_of(experts, array(4, 64, 16), array(4, 16, 64)).scores_bytes == {}
+
+
 CONVOLUTIONS = {
     "same": ((3, 3, 8, 16), {"window_strides": (1, 1), "padding": "SAME"}),
     "strided": ((3, 3, 8, 16), {"window_strides": (2, 2), "padding": "SAME"}),

@@ -17,7 +17,7 @@ from xlstm_jax.distributed.forecast.hlo.program import parse
 from xlstm_jax.distributed.hardware import CHIPS, Links, parse_topology
 from xlstm_jax.distributed.hardware.chips import Efficiency
 
-PEAKS = MappingProxyType({"bfloat16": 1e12, "int8": 2e12, "float32": 5e11})
+PEAKS = MappingProxyType({"bfloat16": 1e12, "int8": 2e12, "float8": 2e12, "float32": 5e11})
 CHIP = dataclasses.replace(
     CHIPS["h100"],
     peak_flops=PEAKS,

@@ -30,6 +30,7 @@ from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.trees import map_leaves
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch
 from xlstm_jax.distributed.forecast import Forecast, Workload, forecast
+from xlstm_jax.distributed.forecast.linting import product_rules
 from xlstm_jax.distributed.forecast.linting.lint import Finding, LintError, findings_of, lint, raise_if, table
 from xlstm_jax.distributed.forecast.linting.rules import MIN_KEPT_BYTES, RULES, _narrower
 from xlstm_jax.distributed.forecast.linting.step import Step
@@ -328,6 +329,49 @@ def test_a_matrix_product_of_an_optimizer_on_shards(tx, is_found):
         # With as many matrices an owner's one is less than a device's 2.4 shares of an eighth.
         assert "from 4 matrices of a shape on" in repeated[0].cure
         assert all("xlstm_jax.distributed.muon" in finding.cure for finding in (*shared, *repeated))
+
+
+class Mixed(nn.Module):
+    """A block of bfloat16, a layer whose result alone is float32, and one that is float32."""
+
+    wide: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x):
+        x = wrap(Block)(name="block")(x)[0]
+        sums = partial(lax.dot_general, preferred_element_type=jnp.float32)
+        x = wrap(nn.Dense)(WIDTH, dtype=jnp.bfloat16, dot_general=sums, name="sums")(x).astype(jnp.bfloat16)
+        return wrap(nn.Dense)(WIDTH, dtype=self.wide, name="wide")(x)
+
+
+def test_products_in_float32_in_a_model_of_bfloat16():
+    sums, wide = sorted(each("wide-product", cached(Mixed()), plan_of(Mixed())), key=lambda finding: finding.where)
+    assert (sums.where, wide.where, sums.bytes, wide.bytes) == ("sums", "wide", 0, 0)
+    assert "multiplies in float32" in wide.text and "Give the module dtype=jnp.bfloat16" in wide.cure
+    product = 2 * BATCH.shape[0] // 8 * WIDTH * WIDTH
+    assert f"{3 * product:.3g} FLOP per device" in wide.text
+    assert f"{2 * product:.3g} FLOP per device" in sums.text and "Only its backward pass is wide" in sums.cure
+    narrow = each("wide-product", cached(Mixed(jnp.bfloat16)), plan_of(Mixed()))
+    assert [finding.where for finding in narrow] == ["sums"]
+
+
+class Attentive(nn.Module):
+    """Attention over 32 tokens, of 2 heads with 16 features each."""
+
+    @nn.compact
+    def __call__(self, x):
+        attention = wrap(nn.MultiHeadDotProductAttention)(2, qkv_features=32, dtype=jnp.bfloat16, name="attention")
+        return attention(x.reshape(-1, 32, WIDTH)).reshape(x.shape)
+
+
+def test_scores_that_attention_holds_are_found(monkeypatch):
+    batch = jax.ShapeDtypeStruct((8 * 32, WIDTH), jnp.bfloat16)
+    step, plan = compiled(Attentive(), mesh_of(2, 4), batch=batch), plan_of(Attentive())
+    assert not each("held-scores", step, plan)
+    monkeypatch.setattr(product_rules, "MIN_SCORES_BYTES", 2 * 32 * 32)
+    (finding,) = each("held-scores", step, plan)
+    assert (finding.where, finding.bytes) == ("attention", 2 * 32 * 32 * 2)
+    assert "docs/kernels.md" in finding.cure and "4 KiB per device" in finding.text
 
 
 # -------------------------------------------------------------------------------------- what only a TPU's compiler does

@@ -218,7 +218,22 @@ def test_the_step_is_bound_by_the_largest():
 
 @pytest.mark.parametrize(
     "chip, dtype, rate",
-    [("v5e", "float32", 197e12), ("h100", "float32", 494.5e12), ("h100", "float16", 989e12), ("v6e", "int8", 1836e12)],
+    [
+        ("v5e", "float32", 197e12),
+        ("h100", "float32", 494.5e12),
+        ("h100", "float16", 989e12),
+        ("v5e", "int8", 394e12),
+        ("gb200", "int8", 5e15),
+        ("v6e", "int8", 1836e12),
+        ("a100", "int8", 624e12),
+        ("a100", "uint8", 624e12),
+        ("h100", "float8_e4m3fn", 1979e12),
+        ("b200", "float8_e5m2", 4.5e15),
+        # no units for it: widened to bfloat16
+        ("a100", "float8_e4m3fn", 312e12),
+        ("v6e", "float8_e5m2", 918e12),
+        ("h100", "float8_e4m3fnuz", 989e12),
+    ],
 )
 def test_each_dtype_has_its_rate(chip, dtype, rate):
     links = Links(CHIPS[chip], {"x": 1}, parse_topology(f"{chip}:1x1") if chip.startswith("v") else None, [(0, 0, 0)])

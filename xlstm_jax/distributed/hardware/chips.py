@@ -11,6 +11,9 @@ specifications and of interconnect figures; cloud.google.com/tpu/docs, pages v4,
 sheets of A100 (SXM4 80 GB), H100 (SXM5), H200 (SXM), DGX B200 and GB200 NVL72, the last two divided by their GPUs,
 rates without sparsity; for networks the DGX data sheets.
 
+Eight bits. TPU: "Peak compute per chip (Int8)" of the same pages; none of these TPUs has units for float8. GPU: rows
+"INT8 Tensor Core" and "FP8 Tensor Core" of the same sheets, half of what they state with sparsity; A100 has no FP8.
+
 Links to the host. GPU: PCIe x16, of generation 4 (A100) or 5, and NVLink-C2C of GB200, 900 GB/s both ways for its two
 GPUs, by the same data sheets. TPU: the book has 16 GB/s each way for v4; no figure is published for the other TPUs,
 for which the same is taken.
@@ -44,8 +47,8 @@ class Chip:
       hbm_bytes: memory as the maker states it.
       usable_hbm_bytes: the part that a program may fill. TPU: the limit that libtpu's compiler names when it refuses a
         program that is too large. GPU: as stated, which leaves the driver some 5% of what is built in.
-      peak_flops: FLOP/s of matrix products by dtype, dense. float32 is at JAX's default precision: one pass of
-        bfloat16 on TPUs, TF32 on GPUs.
+      peak_flops: FLOP/s of matrix products, dense: "bfloat16", "int8", "float32" and, where there are units for it,
+        "float8". float32 is at JAX's default precision: one pass of bfloat16 on TPUs, TF32 on GPUs. See ``peak_rate``.
       hbm_bandwidth: bytes/s.
       clock_hz: of the matrix units; None for GPUs. Turns cycles that the compiler estimates into seconds.
       link_bandwidth: bytes/s one way: of one ICI link of a TPU; of all NVLinks of a GPU together.
@@ -129,9 +132,14 @@ SPARSE_CORE_OPTIONS = (
 V5E_OPTIONS = {ICI_PIPELINING: FLAT, ASYNC_ALL_TO_ALL: ((1, 1), (2, 2), (2, 4), (4, 4))}
 
 
-def _peaks(bfloat16: float, int8: float, float32: float | None = None) -> dict[str, float]:
-    return {"bfloat16": bfloat16, "int8": int8, "float32": float32 or bfloat16}
+def _peaks(
+    bfloat16: float, int8: float, *, float8: float | None = None, float32: float | None = None
+) -> dict[str, float]:
+    peaks = {"bfloat16": bfloat16, "int8": int8, "float32": float32 or bfloat16}
+    return peaks if float8 is None else peaks | {"float8": float8}
 
+
+HOPPER = _peaks(989e12, 1979e12, float8=1979e12, float32=494.5e12)
 
 # What kernels of a training step reach. Products: fitted by benchmarks/published.py, to two published runs of A100 and
 # one of H100; no run of a later chip was found, so those have H100's fraction. Memory: a plain copy reaches some 0.9,
@@ -167,28 +175,28 @@ CHIPS: dict[str, Chip] = {
             slices=FLAT, sparse_cores=True, xla_options=dict.fromkeys(SPARSE_CORE_OPTIONS, FLAT),
         ),
         Chip(
-            "a100", ("NVIDIA A100-SXM4-80GB",), int(80e9), int(80e9), _peaks(312e12, 624e12, 156e12), 2.039e12,
+            "a100", ("NVIDIA A100-SXM4-80GB",), int(80e9), int(80e9), _peaks(312e12, 624e12, float32=156e12), 2.039e12,
             clock_hz=None, link_bandwidth=3e11, torus_axes=0, host_bandwidth=3.2e10,
             network_bandwidth=2.5e10, efficiency=A100_REACHES, devices_per_node=8,
         ),
         Chip(
-            "h100", ("NVIDIA H100 80GB HBM3",), int(80e9), int(80e9), _peaks(989e12, 1979e12, 494.5e12), 3.35e12,
+            "h100", ("NVIDIA H100 80GB HBM3",), int(80e9), int(80e9), HOPPER, 3.35e12,
             clock_hz=None, link_bandwidth=4.5e11, torus_axes=0, host_bandwidth=6.4e10,
             network_bandwidth=5e10, efficiency=H100_REACHES, devices_per_node=8,
         ),
         Chip(
-            "h200", ("NVIDIA H200",), int(141e9), int(141e9), _peaks(989e12, 1979e12, 494.5e12), 4.8e12,
+            "h200", ("NVIDIA H200",), int(141e9), int(141e9), HOPPER, 4.8e12,
             clock_hz=None, link_bandwidth=4.5e11, torus_axes=0, host_bandwidth=6.4e10,
             network_bandwidth=5e10, efficiency=H100_REACHES, devices_per_node=8,
         ),
         Chip(
-            "b200", ("NVIDIA B200",), int(180e9), int(180e9), _peaks(2.25e15, 4.5e15, 1.125e15), 8e12,
-            clock_hz=None, link_bandwidth=9e11, torus_axes=0, host_bandwidth=6.4e10,
+            "b200", ("NVIDIA B200",), int(180e9), int(180e9), _peaks(2.25e15, 4.5e15, float8=4.5e15, float32=1.125e15),
+            8e12, clock_hz=None, link_bandwidth=9e11, torus_axes=0, host_bandwidth=6.4e10,
             network_bandwidth=5e10, efficiency=H100_REACHES, devices_per_node=8,
         ),
         Chip(
-            "gb200", ("NVIDIA GB200",), int(186e9), int(186e9), _peaks(2.5e15, 5e15, 1.25e15), 8e12,
-            clock_hz=None, link_bandwidth=9e11, torus_axes=0, host_bandwidth=2.25e11,
+            "gb200", ("NVIDIA GB200",), int(186e9), int(186e9), _peaks(2.5e15, 5e15, float8=5e15, float32=1.25e15),
+            8e12, clock_hz=None, link_bandwidth=9e11, torus_axes=0, host_bandwidth=2.25e11,
             network_bandwidth=5e10, efficiency=H100_REACHES, devices_per_node=72,
         ),
     )
@@ -204,8 +212,20 @@ def chip_of(device_kind: str) -> Chip | None:
     return next((chip for chip in CHIPS.values() if device_kind in chip.device_kinds), None)
 
 
+# Of dtypes that share the units of another. GPUs have equal published rates for these pairs; the other kinds of float8
+# have no units on these chips.
+_SHARED_UNITS = {"float16": "bfloat16", "float8_e4m3fn": "float8", "float8_e5m2": "float8"}
+_SHARED_UNITS |= dict.fromkeys(("uint8", "int4", "uint4"), "int8")
+
+
 def peak_rate(chip: Chip, dtype: str) -> float:
-    """FLOP/s of matrix products in a dtype: float8 at the rate of int8, a dtype without a rate at that of float32."""
-    # GPUs have equal published rates for these pairs. Without units for a dtype products run in float32.
-    alike = "bfloat16" if dtype == "float16" else "int8" if dtype.startswith("float8") else dtype
-    return chip.peak_flops.get(alike, chip.peak_flops["float32"])
+    """FLOP/s of matrix products whose operands have a dtype.
+
+    >>> [peak_rate(CHIPS[name], "float8_e4m3fn") / 1e12 for name in ("a100", "h100", "v5e")]
+    [312.0, 1979.0, 197.0]
+
+    Without units for a kind of float8 the compiler widens the operands, and the rate is that of bfloat16. A dtype
+    without a rate has that of float32.
+    """
+    widened = "bfloat16" if dtype.startswith("float8") else "float32"
+    return chip.peak_flops.get(_SHARED_UNITS.get(dtype, dtype), chip.peak_flops[widened])

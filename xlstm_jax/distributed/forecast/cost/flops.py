@@ -9,6 +9,10 @@ rates of chips are theirs. Of a kernel of Pallas every point of the grid counts,
 Elementwise work, reductions, gathers and sorts do not: they are bound by memory, not by arithmetic. Nor does what no
 output needs, such as the value of a loss when only its gradient is used.
 
+A product has the dtype of its wider operand, so one of two arrays of eight bits runs at the rate of eight bits (see
+``peak_rate``). An array that was rounded to float8 and widened again before the product, as Flax's Fp8DotGeneralOp
+does, is wide: for NVIDIA's GPUs XLA drops both casts and multiplies in bfloat16.
+
 Inside ``shard_map`` shapes are those of one device. Outside, they are global, and the work is assumed to be spread
 evenly over the devices, as it is where every operand is sharded over the whole mesh.
 """
@@ -35,7 +39,7 @@ BACKWARD = 2.5  # products of attention's backward pass over those of its forwar
 
 @dataclass(frozen=True)
 class Work:
-    """FLOP per device and step of one module, direction and dtype of the left operand; "" is outside of all modules."""
+    """FLOP per device and step of one module, direction and dtype of the wider operand; "" is outside of modules."""
 
     path: str
     direction: str
@@ -54,6 +58,8 @@ class Flops:
       opaque: names of operations whose FLOP are unknown and not counted: solvers, custom calls.
       shared: the part of the total outside of ``shard_map``: the compiler shares it among devices, if it can.
       in_kernels: the part of the total inside of kernels of Pallas, by dtype.
+      scores_bytes: of modules whose attention holds an array with a score for each pair of a query and a key, the bytes
+        of the largest such array on a device, by the module's path. Kernels hold a block of it at a time and have none.
     """
 
     work: tuple[Work, ...]
@@ -61,6 +67,7 @@ class Flops:
     opaque: tuple[str, ...]
     shared: float = 0.0
     in_kernels: dict[str, float] = field(default_factory=dict)
+    scores_bytes: dict[str, float] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
@@ -92,7 +99,7 @@ def count_flops(jaxpr: Any, num_devices: int = 1) -> Flops:
     Returns:
       Loops of a known length are multiplied out; of a ``cond`` the branch with the most FLOP counts.
     """
-    seen = _Seen([], [])
+    seen = _Seen()
     counted = _flops_of(jaxpr, "jit(step)", seen)
     paths = module_paths(name for name, *_ in counted)
     sums: dict[tuple[str, str, str], float] = defaultdict(float)
@@ -104,13 +111,27 @@ def count_flops(jaxpr: Any, num_devices: int = 1) -> Flops:
     work = [Work(*key, flops) for key, flops in sorted(sums.items(), key=lambda item: -item[1])]
     shared = sum(flops for (name, *_), flops in counted.items() if not in_shard_map(name)) / num_devices
     loops, opaque = (tuple(dict.fromkeys(names)) for names in (seen.loops, seen.opaque))
-    return Flops(tuple(work), loops, opaque, shared, dict(in_kernels))
+    return Flops(tuple(work), loops, opaque, shared, dict(in_kernels), _scores_bytes(seen, paths, num_devices))
 
 
 @dataclass(frozen=True)
 class _Seen:
-    loops: list[str]
-    opaque: list[str]
+    """What a walk over a jaxpr meets besides FLOP: names of operations, and arrays that may be scores of attention."""
+
+    loops: list[str] = field(default_factory=list)
+    opaque: list[str] = field(default_factory=list)
+    pairs: list[tuple[str, Any]] = field(default_factory=list)  # name and type of a product over pairs of tokens
+    exponentials: set[int] = field(default_factory=set)  # sizes of arrays that are exponentials
+
+
+def _scores_bytes(seen: _Seen, paths: Mapping[str, tuple[str, str]], num_devices: int) -> dict[str, float]:
+    """Of the products over pairs, scores are those of which the step takes an exponential, for a softmax."""
+    largest: dict[str, float] = defaultdict(float)
+    for name, array in seen.pairs:
+        if array.size in seen.exponentials:
+            on_a_device = array.size * array.dtype.itemsize / (1 if in_shard_map(name) else num_devices)
+            largest[paths[name][0]] = max(largest[paths[name][0]], on_a_device)
+    return dict(largest)
 
 
 def _flops_of(jaxpr: Any, prefix: str, seen: _Seen) -> Counts:
@@ -120,8 +141,13 @@ def _flops_of(jaxpr: Any, prefix: str, seen: _Seen) -> Counts:
         primitive = eqn.primitive.name
         name = "/".join(filter(None, (prefix, str(eqn.source_info.name_stack))))
         inside: Counts = {}
-        if primitive in FORMULAS:
-            inside = {(f"{name}/{primitive}", eqn.invars[0].aval.dtype.name, False): FORMULAS[primitive](eqn)}
+        if primitive == "exp":
+            seen.exponentials.add(eqn.outvars[0].aval.size)
+        elif primitive in FORMULAS:
+            if primitive == "dot_general" and _is_over_pairs(eqn):
+                seen.pairs.append((f"{name}/{primitive}", eqn.outvars[0].aval))
+            dtype = max((v.aval.dtype for v in eqn.invars[:2]), key=lambda dtype: dtype.itemsize).name
+            inside = {(f"{name}/{primitive}", dtype, False): FORMULAS[primitive](eqn)}
         elif primitive in OPAQUE:
             seen.opaque.append(f"{name}/{primitive}")
         elif primitive == "cond":
@@ -147,6 +173,8 @@ def _live(jaxpr: Any) -> list[Any]:
 def _flops_inside(eqn: Any, name: str, seen: _Seen) -> Counts:
     """The FLOP of an operation's own jaxprs, times how often they run."""
     scope, times = RUNS[eqn.primitive.name](eqn) if eqn.primitive.name in RUNS else ("", 1)
+    if eqn.primitive.name == "pallas_call":
+        seen = _Seen(seen.loops, seen.opaque)  # its arrays are blocks, which never lie in memory
     counted: Counts = defaultdict(float)
     for jaxpr in sub_jaxprs(eqn.params):
         for (path, dtype, in_kernel), flops in _flops_of(jaxpr, f"{name}/{scope}".rstrip("/"), seen).items():
@@ -194,6 +222,19 @@ def _dot_general(eqn: Any) -> int:
     """2 x size of the output x length of the contraction."""
     (contracted, _), _ = eqn.params["dimension_numbers"]
     return 2 * eqn.outvars[0].aval.size * math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
+
+
+def _is_over_pairs(eqn: Any) -> bool:
+    """Whether a batch of products is larger in both dims than what it contracts, as scores of long sequences are."""
+    contracted, batches = eqn.params["dimension_numbers"]
+    if not batches[0]:
+        return False
+    shapes = [v.aval.shape for v in eqn.invars]
+    free = (
+        math.prod(size for dim, size in enumerate(shape) if dim not in {*used, *batch})
+        for shape, used, batch in zip(shapes, contracted, batches, strict=True)
+    )
+    return min(free) > math.prod(shapes[0][dim] for dim in contracted[0])
 
 
 def _ragged_dot_general(eqn: Any) -> int:

@@ -7,7 +7,7 @@ _INTEGER = re.compile(r"\d+")
 _BYTES = {"token": 0, "opaque": 0, "f16": 2, "bf16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 16}
 _BYTES |= dict.fromkeys(("pred", "s1", "u1", "s2", "u2", "s4", "u4", "f4e2m1fn"), 1)
 _BYTES |= {f"{sign}{8 * size}": size for sign in "su" for size in (1, 2, 4, 8)}
-_JAX_NAMES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "s8": "int8", "u8": "int8"}
+_JAX_NAMES = {"bf16": "bfloat16", "s8": "int8", "u8": "uint8", "s4": "int4", "u4": "uint4"}
 
 
 def integers(text: str) -> tuple[int, ...]:
@@ -57,5 +57,11 @@ def float_bytes_of(dtype: str) -> int:
 
 
 def jax_name_of(dtype: str) -> str:
-    """A dtype by the name under which chips list the rate of its matrix products."""
-    return "float8" if dtype.startswith("f8") else _JAX_NAMES.get(dtype, "float32")
+    """The name in JAX of a dtype that a matrix product has.
+
+    >>> jax_name_of("f8e4m3fn"), jax_name_of("s8"), jax_name_of("f32")
+    ('float8_e4m3fn', 'int8', 'float32')
+    """
+    if dtype.startswith("f8"):
+        return f"float8_{dtype[2:]}"
+    return _JAX_NAMES.get(dtype, f"float{dtype[1:]}" if dtype.startswith("f") else dtype)

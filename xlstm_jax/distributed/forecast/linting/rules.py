@@ -16,7 +16,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import HOST_AXIS
 from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective, executions, sum_wire_bytes
 from xlstm_jax.distributed.forecast.hlo.op_names import FORWARD, in_shard_map
 from xlstm_jax.distributed.forecast.hlo.text import float_bytes_of
-from xlstm_jax.distributed.forecast.linting import split_rules
+from xlstm_jax.distributed.forecast.linting import product_rules, split_rules
 from xlstm_jax.distributed.forecast.linting.step import Defect, Step, shared_name, size_of
 from xlstm_jax.distributed.hardware.chips import Chip
 from xlstm_jax.distributed.hardware.links import NETWORK, NVLINK
@@ -508,6 +508,11 @@ _TABLE = (
     Rule("replicated-leaf", _replicated_leaves, "Split it over another axis, or give it a dim that the axis divides."),
     Rule("shared-matrix-product", _shared_matrix_products, WHOLE_MATRICES),
     Rule("repeated-product", _repeated_products, WHOLE_MATRICES),
+    Rule("wide-product", product_rules.wide_products,
+         "Give the module dtype=jnp.bfloat16; its sums stay float32. Keep what is meant to be float32, and leave this "
+         "rule out."),
+    Rule("held-scores", product_rules.held_scores,
+         "Take a kernel: attention(q, k, v) of docs/kernels.md chooses that of the platform."),
     Rule("needless-offload", _needless_offload, "Leave offload out."),
 )  # fmt: skip
 RULES = {rule.name: rule for rule in _TABLE}
