@@ -19,7 +19,7 @@ import xlstm_jax
 from tests.support import AXES, mesh_of
 from xlstm_jax.distributed import create_train_state, make_train_step, shard_modules
 from xlstm_jax.distributed.data_parallel import gather_array_with_mean_grads
-from xlstm_jax.distributed.training.varying import all_equations
+from xlstm_jax.distributed.data_parallel.equations import all_equations
 
 KINDS = ("all_gather", "reduce_scatter")
 LIBRARY = xlstm_jax.__path__[0]

@@ -34,6 +34,7 @@ import jax
 import numpy as np
 
 from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel.equations import GATHERS
 from xlstm_jax.distributed.data_parallel.placement import HOST_MEMORY
 from xlstm_jax.distributed.data_parallel.trees import flatten_with_path
 from xlstm_jax.private_names import mul_p
@@ -42,7 +43,6 @@ Policy = Callable[..., Any]
 
 BLOCK_INPUT = "block_input"  # the name (``checkpoint_name``) of a wrapped module's input
 
-GATHERS = frozenset(f"all_gather{form}" for form in ("", "_start", "_done", "_invariant", "_reduced", "_reduced_start"))
 _CASTS = (
     "bitcast_convert_type convert_element_type layout_constraint preduced pvary reduce_precision reduced_vary_cast "
     "reduced_vary_cast_p relayout reshard sharding_constraint stop_gradient vary_unreduced_cast vary_unreduced_cast_p"

@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 
-from xlstm_jax.distributed.data_parallel.remat import GATHERS, split_arrays
+from xlstm_jax.distributed.data_parallel.equations import COLLECTIVES, all_equations
+from xlstm_jax.distributed.data_parallel.remat import split_arrays
 from xlstm_jax.distributed.data_parallel.wire.collectives import to_varying, varying_axes
 from xlstm_jax.private_names import batching, core, mlir, types_are_checked
 
@@ -29,9 +30,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 # Operations that make a kernel's result differ between devices although its arguments do not, or that communicate.
-_OF_THE_MESH = GATHERS | set(
-    "axis_index psum pmax pmin all_to_all ragged_all_to_all ppermute pbroadcast reduce_scatter".split()
-)
+_OF_THE_MESH = {"axis_index", *COLLECTIVES}
 
 
 def typed_kernel(fn: Callable[P, R]) -> Callable[P, R]:
@@ -108,7 +107,7 @@ def _call(fn: Callable[..., Any], args: Any, axes: tuple[str, ...], name: str) -
 
     with types_are_checked(False):
         jaxpr = jax.make_jaxpr(flat)(*map(_shape, leaves))
-    if uses := _OF_THE_MESH & {name.removesuffix("_invariant") for name in _operations(jaxpr.jaxpr)}:
+    if uses := _OF_THE_MESH & {eqn.primitive.name for eqn in all_equations(jaxpr.eqns)}:
         raise ValueError(
             f"typed_kernel: {name} contains {', '.join(sorted(uses))}. A kernel's result must be a function of its "
             "arguments alone, as its type is made of theirs. Pass the device's index as an argument, and communicate "
@@ -122,16 +121,6 @@ def _call(fn: Callable[..., Any], args: Any, axes: tuple[str, ...], name: str) -
         )
     outs = _KERNEL.bind(*jaxpr.consts, *leaves, jaxpr=jaxpr.jaxpr)
     return jax.tree.unflatten(found[-1], to_varying(outs, axes))
-
-
-def _operations(jaxpr: core.Jaxpr) -> set[str]:
-    """The names of all operations of a program, those of inner programs included."""
-    names = set()
-    for eqn in jaxpr.eqns:
-        names.add(eqn.primitive.name)
-        for inner in core.jaxprs_in_params(eqn.params):
-            names |= _operations(inner)
-    return names
 
 
 class _Kernel(core.Primitive):

@@ -20,27 +20,18 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding
 
+from xlstm_jax.distributed.data_parallel.equations import COLLECTIVES, named_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import HOST_AXIS
 from xlstm_jax.distributed.forecast.compiling.compile import StepCall
 from xlstm_jax.distributed.forecast.cost.collective_traffic import ring_bytes
-from xlstm_jax.distributed.forecast.cost.flops import count_flops, sub_jaxprs
+from xlstm_jax.distributed.forecast.cost.flops import count_flops
 from xlstm_jax.distributed.hardware.chips import peak_rate
 from xlstm_jax.distributed.hardware.links import Links
 from xlstm_jax.distributed.hardware.topologies import Topology
 from xlstm_jax.wording import format_bytes, format_mesh
-
-# By primitive: the kind, the parameter with the axes, and whether the payload is the result or the operand.
-COLLECTIVES = {
-    "all_gather": ("all-gather", "axis_name", "result"),
-    "all_gather_invariant": ("all-gather", "axis_name", "result"),
-    "reduce_scatter": ("reduce-scatter", "axis_name", "operand"),
-    "psum": ("all-reduce", "axes", "operand"),
-    "psum_invariant": ("all-reduce", "axes", "operand"),
-    "all_to_all": ("all-to-all", "axis_name", "operand"),
-    "ppermute": ("collective-permute", "axis_name", "operand"),
-}
 
 
 def model_meshes(topology: Topology, limits: Mapping[str, int]) -> list[dict[str, int]]:
@@ -145,12 +136,12 @@ def estimate(call: StepCall, links: Links) -> Estimate:
     kept = 0
     for eqn, times in _inside_shard_map(jaxpr):
         if eqn.primitive.name in COLLECTIVES:
-            kind, axes, sent = _sent(eqn, links.axis_sizes)
-            if kind is not None:
+            axes, sent = _sent(eqn, links.axis_sizes)
+            if axes:
                 wire[axes] += times * links.seconds(axes, sent)
         elif eqn.primitive.name == "scan" and times == 1:
-            body = next(iter(sub_jaxprs(eqn.params)))
-            pairs = zip(eqn.outvars, getattr(body, "jaxpr", body).outvars, strict=True)
+            body: Any = next(jaxprs_in_params(eqn.params))
+            pairs = zip(eqn.outvars, body.outvars, strict=True)
             kept += sum(_nbytes(v.aval) for v, one in pairs if v.aval.ndim > one.aval.ndim)
     return Estimate(
         argument_bytes=sum(_shard_bytes(leaf) for leaf in jax.tree.leaves(call.args)),
@@ -166,16 +157,18 @@ def _inside_shard_map(jaxpr: Any, times: int = 1, inside: bool = False) -> Itera
         if inside:
             yield eqn, times
         runs = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
-        for part in sub_jaxprs(eqn.params):
+        for part in jaxprs_in_params(eqn.params):
             yield from _inside_shard_map(part, runs, inside or eqn.primitive.name == "shard_map")
 
 
-def _sent(eqn: Any, sizes: Mapping[str, int]) -> tuple[str | None, tuple[str, ...], float]:
-    kind, name, payload = COLLECTIVES[eqn.primitive.name]
-    named = eqn.params[name]
-    axes = tuple(axis for axis in ((named,) if isinstance(named, str) else named) if sizes.get(axis, 1) > 1)
-    size = sum(_nbytes(v.aval) for v in (eqn.outvars if payload == "result" else eqn.invars))
-    return kind if axes else None, axes, ring_bytes(kind, size, math.prod(sizes[axis] for axis in axes))
+def _sent(eqn: Any, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], float]:
+    """The axes of a collective with more than one device, and the bytes that each device sends in one execution."""
+    kind = COLLECTIVES[eqn.primitive.name]
+    axes = tuple(axis for axis in named_axes(eqn) if sizes.get(axis, 1) > 1)
+    # What a gather sends is measured by its result. Of a ragged exchange the first operand travels.
+    arrays = {"all-gather": eqn.outvars, "ragged-all-to-all": eqn.invars[:1]}.get(kind, eqn.invars)
+    payload = sum(_nbytes(v.aval) for v in arrays)
+    return axes, ring_bytes(kind, payload, math.prod(sizes[axis] for axis in axes))
 
 
 def _nbytes(aval: Any) -> int:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -32,7 +32,6 @@ STATE_FIELDS = ("step", "apply_fn", "params", "tx", "opt_state", "replace")
 ARGUMENTS = ("state", "batch", "rng", "local")  # of a training step
 DONATED = ("state", "local")  # whose memory a step takes over
 Others = Mapping[str, PyTree] | None  # further trees of a step, which a loss function takes by their names
-LOSS_SIGNATURE, EVAL_SIGNATURE = "loss_fn(params, apply_fn, batch, rng)", "eval_fn(params, apply_fn, batch)"
 WEIGHTED = "weighted=True"  # how the rows of a batch for training get weights
 NUMBERS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, bool, int, float, complex)
 NO_NUMBERS = frozenset("OSUMm")  # kinds of NumPy's dtypes that no device has: objects, texts, dates
@@ -41,106 +40,118 @@ NO_NUMBERS = frozenset("OSUMm")  # kinds of NumPy's dtypes that no device has: o
 # -------------------------------------------------------------------------------------------------- model, loss and key
 
 
-def check_loss_fn(loss_fn: Any, taker: str = "make_train_step", signature: str = LOSS_SIGNATURE) -> None:
-    """Raises a ``TypeError`` where the first argument of ``taker`` is not a function of these arguments."""
+class Called(NamedTuple):
+    """A function of the user's that a step calls with ``arguments``, then collections if the state has any.
+
+    ``with_collections`` and ``without`` end the errors where the state has collections and the function takes none,
+    and the reverse.
+    """
+
+    name: str
+    arguments: str
+    with_collections: str
+    without: str
+
+    @property
+    def count(self) -> int:
+        return self.arguments.count(",") + 1
+
+
+LOSS_FN = Called(
+    "loss_fn",
+    "params, apply_fn, batch, rng",
+    "which returns a pair of what it returns now and the updated collections: out, updated = apply_fn("
+    "{'params': params, **collections}, x, mutable=list(collections))",
+    "Make it with create_train_state, or TrainState.create(..., collections=...) of xlstm_jax.distributed (Flax's own "
+    "TrainState has no such field); for a model without them leave the argument out",
+)
+EVAL_FN = Called(
+    "eval_fn",
+    "params, apply_fn, batch",
+    "with apply_fn({'params': params, **collections}, ...)",
+    "Leave the argument out, or evaluate a state that has them, as create_train_state makes it",
+)
+
+
+def check_loss_fn(loss_fn: Any, taker: str = "make_train_step", called: Called = LOSS_FN) -> None:
+    """Raises a ``TypeError`` where the first argument of ``taker`` is no function that a step can call."""
+    name, arguments, *_ = called
     if callable(loss_fn) and not hasattr(loss_fn, "apply") and not isinstance(loss_fn, Mesh | AbstractMesh | type):
-        name, count = signature.partition("(")[0], signature.count(",") + 1
-        if not any(binds(loss_fn, number) for number in (count, count + 1)):  # one more: collections
+        takes = _signature(loss_fn)
+        if takes and not any(_binds(takes, count, _by_name(takes)) for count in (called.count, called.count + 1)):
             raise TypeError(
-                f"{taker} calls {signature}, with {count} arguments in this order, and the {name} that it was given is "
-                f"{kind_of(loss_fn)}{inspect.signature(loss_fn)}. Arguments that it does not need may be called _."
+                f"{taker} calls {name}({arguments}), with {called.count} arguments in this order, and the {name} that "
+                f"it was given is {kind_of(loss_fn)}{takes}. Arguments that it does not need may be called _."
             )
         return
     cure = "write a function that calls apply_fn" if hasattr(loss_fn, "apply") else "pass (loss_fn, mesh, batch_axes)"
-    raise TypeError(f"{taker} takes first a function {signature}, not {kind_of(loss_fn)}; {cure}.")
+    raise TypeError(f"{taker} takes first a function {name}({arguments}), not {kind_of(loss_fn)}; {cure}.")
 
 
-def binds(function: Callable[..., Any], count: int, names: Iterable[str] | None = None) -> bool:
-    """Whether a function can be called with ``count`` arguments and some by name; True where it has no signature.
+def check_takes(function: Callable[..., Any], called: Called, collections: Mapping[str, PyTree], others: Any) -> None:
+    """Raises a ``TypeError`` where a function does not take what the state and the call have for it.
 
-    ``names`` None: with all those that it takes by name alone.
+    ``collections`` of the state come after the arguments of ``called``; ``others`` are passed by their names.
     """
-    try:
-        signature = inspect.signature(function)
-        signature.bind(*[None] * count, **dict.fromkeys(_by_name(signature) if names is None else names))
-    except TypeError:
-        return False
-    except ValueError:  # there is no signature
-        return True
-    return True
-
-
-def _by_name(signature: inspect.Signature) -> list[str]:
-    """The arguments that must be passed by name."""
-    every = signature.parameters.values()
-    return [one.name for one in every if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
-
-
-def check_takes_others(
-    function: Callable[..., Any], signature: str, others: Any, collections: Mapping[str, PyTree]
-) -> None:
-    """Raises a ``TypeError`` where a function of ``signature`` does not take by name what stands in ``others``."""
     if not isinstance(others, Mapping):
         raise TypeError(
             f"others is {kind_of(others)}; pass a dict of trees by the names that the function takes them by, as "
             "step(..., others={'teacher': teacher_state.params})."
         )
-    name, count = signature.partition("(")[0], signature.count(",") + 1 + bool(collections)
-    with_names = signature.replace(")", ", collections" * bool(collections) + ", *, {})")
-    try:
-        takes = inspect.signature(function)
-    except (TypeError, ValueError):
+    if (takes := _signature(function)) is None:
         return
-    if missing := [one for one in _by_name(takes) if one not in others]:
-        raise TypeError(
-            f"{name} takes {missing[0]!r} by name, and the step was not given it: "
-            f"step(..., others={{{missing[0]!r}: tree}})."
-        )
-    every = [*takes.parameters.values()]
-    if not any(one.kind is one.VAR_KEYWORD for one in every):
-        further = {one.name for i, one in enumerate(every) if one.kind is one.KEYWORD_ONLY or i >= count}
-        if unknown := [one for one in others if one not in further]:
-            raise TypeError(
-                f"the step was given others with the name {unknown[0]!r}, and {name} takes "
-                f"{sorted(further) or 'no further trees'}. Write {with_names.format(unknown[0])}."
-            )
-
-
-# By the name of a function: its arguments, what it returns with collections, what to do where the state has none.
-_TAKERS = {
-    "loss_fn": (
-        ("params", "apply_fn", "batch", "rng"),
-        (
-            "which returns a pair of what it returns now and the updated collections: out, updated = apply_fn("
-            "{'params': params, **collections}, x, mutable=list(collections))"
-        ),
-        (
-            "Make it with create_train_state, or TrainState.create(..., collections=...) of xlstm_jax.distributed "
-            "(Flax's own TrainState has no such field); for a model without them leave the argument out"
-        ),
-    ),
-    "eval_fn": (
-        ("params", "apply_fn", "batch"),
-        "with apply_fn({'params': params, **collections}, ...)",
-        "Leave the argument out, or evaluate a state that has them, as create_train_state makes it",
-    ),
-}
-
-
-def check_takes_collections(
-    function: Callable[..., Any], name: str, collections: Mapping[str, PyTree], others: Iterable[str] = ()
-) -> None:
-    """Raises a ``TypeError`` where a function of ``_TAKERS`` takes collections that the state lacks, or the reverse."""
-    arguments, returns, cure = _TAKERS[name]
-    count = len(arguments)
-    if binds(function, count + bool(collections), others) or not binds(function, count + (not collections), others):
+    _check_names(takes, called, collections, others)
+    count, further = called.count, bool(collections)
+    if _binds(takes, count + further, others) or not _binds(takes, count + (not further), others):
         return
     if collections:
         raise TypeError(
-            f"the state has the collections {sorted(collections)}, and {name} takes {count} arguments. Write {name}("
-            f"{', '.join(arguments)}, collections), {returns}."
+            f"the state has the collections {sorted(collections)}, and {called.name} takes {count} arguments. Write "
+            f"{called.name}({called.arguments}, collections), {called.with_collections}."
         )
-    raise TypeError(f"{name} takes collections as argument {count + 1}, and the state has none. {cure}.")
+    raise TypeError(
+        f"{called.name} takes collections as argument {count + 1}, and the state has none. {called.without}."
+    )
+
+
+def _check_names(takes: inspect.Signature, called: Called, collections: Mapping[str, PyTree], others: Any) -> None:
+    """Raises where the function takes a tree by a name that ``others`` lacks, or the reverse."""
+    if missing := [one for one in _by_name(takes) if one not in others]:
+        raise TypeError(
+            f"{called.name} takes {missing[0]!r} by name, and the step was not given it: "
+            f"step(..., others={{{missing[0]!r}: tree}})."
+        )
+    count, every = called.count + bool(collections), [*takes.parameters.values()]
+    further = {one.name for i, one in enumerate(every) if one.kind is one.KEYWORD_ONLY or i >= count}
+    unknown = [name for name in others if name not in further]
+    if unknown and inspect.Parameter.VAR_KEYWORD not in [one.kind for one in every]:
+        arguments = called.arguments + ", collections" * bool(collections)
+        raise TypeError(
+            f"the step was given others with the name {unknown[0]!r}, and {called.name} takes "
+            f"{sorted(further) or 'no further trees'}. Write {called.name}({arguments}, *, {unknown[0]})."
+        )
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    """The signature of a function; None where it has none."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
+def _by_name(takes: inspect.Signature) -> list[str]:
+    """The arguments that must be passed by name."""
+    return [one.name for one in takes.parameters.values() if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
+
+
+def _binds(takes: inspect.Signature, count: int, names: Iterable[str]) -> bool:
+    """Whether a function can be called with ``count`` arguments and some by name."""
+    try:
+        takes.bind(*[None] * count, **dict.fromkeys(names))
+    except TypeError:
+        return False
+    return True
 
 
 def check_model(model: Any) -> None:

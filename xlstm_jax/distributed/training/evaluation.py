@@ -23,14 +23,13 @@ from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explici
 from xlstm_jax.distributed.hardware.xla_options import resolved_on
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
 from xlstm_jax.distributed.training.arguments import (
-    EVAL_SIGNATURE,
+    EVAL_FN,
     CheckedStep,
     Others,
     check_global_batch,
     check_loss_fn,
     check_mesh_of,
-    check_takes_collections,
-    check_takes_others,
+    check_takes,
     collections_of,
     frozen_trees,
 )
@@ -106,7 +105,7 @@ def make_eval_step(
     """
     mesh = auto_mesh(mesh)
     layout = batch_layout(mesh, batch_axes, batch_spec)
-    check_loss_fn(eval_fn, "make_eval_step", EVAL_SIGNATURE)
+    check_loss_fn(eval_fn, "make_eval_step", EVAL_FN)
     if not isinstance(metric, PureMetric):
         raise TypeError(f"metric={kind_of(metric)} is no PureMetric; pass WeightedMean(), or several as a Compose.")
     evaluation = _Evaluation(eval_fn, metric, layout, check_vma)
@@ -139,12 +138,11 @@ class _Evaluation:
                 f"{missing[0]!r}. Pass the TrainState; to evaluate other parameters, state.replace(params=...)."
             )
         variables = {"params": state.params, "collections": collections_of(state)}
-        check_takes_others(self.eval_fn, EVAL_SIGNATURE, others, variables["collections"])
-        check_takes_collections(self.eval_fn, "eval_fn", variables["collections"], others)
         mesh, of_local = self.layout.mesh, PartitionSpec(self.layout.axes)
         check_mesh_of({"state": variables, "local": local, "others": others}, mesh)
         variables["others"] = others
         check_global_batch(batch, self.layout, padding=PADDING)
+        check_takes(self.eval_fn, EVAL_FN, variables["collections"], others)
         in_specs = (placement.partition_specs(variables, mesh), self.layout.in_specs(batch), of_local)
         on_device = partial(self._on_device, state.apply_fn)
         on_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=of_local, check_vma=self.check_vma)

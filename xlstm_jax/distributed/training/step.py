@@ -21,14 +21,13 @@ from xlstm_jax.distributed.optimizers.norms import global_norm
 from xlstm_jax.distributed.optimizers.state import trainable, with_trainable
 from xlstm_jax.distributed.training.accumulation import DEFAULT_ACCUMULATION, Accumulation, OfBatch, accumulated
 from xlstm_jax.distributed.training.arguments import (
-    LOSS_SIGNATURE,
+    LOSS_FN,
     CheckedStep,
     Others,
     check_call,
     check_global_batch,
     check_loss_fn,
-    check_takes_collections,
-    check_takes_others,
+    check_takes,
     collections_of,
     frozen_trees,
 )
@@ -173,10 +172,9 @@ class StepOptions:
         """What ``jit`` traces: ``(state, metrics)``, and with a metric its state."""
         check_no_explicit_mesh()
         others = {} if others is None else others
-        check_takes_others(self.loss.fn, LOSS_SIGNATURE, others, collections_of(state))
         check_call(state, rng, local, self.mesh, self.metric, others)
         check_global_batch(batch, self.layout, self.accumulation.num_minibatches)
-        check_takes_collections(self.loss.fn, "loss_fn", collections_of(state), others)
+        check_takes(self.loss.fn, LOSS_FN, collections_of(state), others)
         # One key serves the whole run: each step folds its number into it, and each device its index.
         rest = (batch, jax.random.fold_in(rng, state.step), local, collections_of(state), others)
         on_mesh = self._on_mesh(state, batch, others)

@@ -12,7 +12,7 @@ without ``check_vma`` there are no types. Here equations are only read: nothing 
 The result of an unknown equation is taken to differ: the caller may then refuse too much, never too little.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -22,13 +22,14 @@ from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.equations import COLLECTIVES, all_equations, named_axes
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.private_names import core
 
 Axes = frozenset[str]
 
-_EQUALS = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
+_EQUALS = {name for name, kind in COLLECTIVES.items() if kind in ("all-reduce", "all-gather")}
 _CASTS = {"pvary", "pcast"}  # of types alone
 _OTHER_PARAMS = KeyError, AttributeError, ValueError  # where a release of JAX describes an equation in another way
 _CALLS = {"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "shard_map"}
@@ -90,7 +91,7 @@ class _Reader:
         if name in _CASTS:
             return inputs
         if name in _EQUALS and params.get("axis_index_groups") is None:
-            return [axes - named_axes(eqn) for axes in inputs]
+            return [axes.difference(named_axes(eqn)) for axes in inputs]
         read_through = {"scan": self._of_scan, "while": self._of_while, "cond": self._of_cond}
         with suppress(*_OTHER_PARAMS):
             if name in read_through:
@@ -128,7 +129,7 @@ class _Reader:
 
     def _part(self, by: Axes, *jaxprs: Any) -> None:
         """Devices choose between ``jaxprs`` differently along the axes ``by``, where these have a collective."""
-        self.parted |= by & all_named_axes(eqn for jaxpr in jaxprs for eqn in equations_of(jaxpr))
+        self.parted |= by & all_named_axes(eqn for jaxpr in jaxprs for eqn in jaxpr.eqns)
 
 
 def _joined(*of_values: list[Axes]) -> list[Axes]:
@@ -143,33 +144,9 @@ def _scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def named_axes(eqn: Any) -> Axes:
-    """The mesh axes that an equation names, as ``axes`` or as ``axis_name``, one or several."""
-    names = [eqn.params.get("axes", ()), eqn.params.get("axis_name", ())]
-    return Axes(axis for name in names for axis in ([name] if isinstance(name, str) else name) if isinstance(axis, str))
-
-
 def all_named_axes(eqns: Iterable[Any]) -> Axes:
     """The mesh axes that equations name, and the equations within them; casts of types aside."""
     return Axes().union(*(named_axes(eqn) for eqn in all_equations(eqns) if eqn.primitive.name not in _CASTS))
-
-
-def all_equations(eqns: Iterable[Any]) -> Iterator[Any]:
-    """Equations, and the equations of the jaxprs within them; those of a jaxpr that several equations share, once."""
-    waiting, known = [eqns], set[int]()
-    while waiting:
-        for eqn in waiting.pop():
-            yield eqn
-            for param in eqn.params.values():
-                for inner in param if isinstance(param, tuple | list) else [param]:
-                    if (jaxpr := id(getattr(inner, "jaxpr", inner))) not in known and equations_of(inner):
-                        known.add(jaxpr)
-                        waiting.append(equations_of(inner))
-
-
-def equations_of(jaxpr: Any) -> list[Any]:
-    """The equations of a jaxpr, closed or not; none of anything else."""
-    return getattr(getattr(jaxpr, "jaxpr", jaxpr), "eqns", [])
 
 
 # ------------------------------------------------------------------------------------------------- of a loss function

@@ -19,7 +19,7 @@ evenly over the devices, as it is where every operand is sharded over the whole 
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -176,20 +176,12 @@ def _flops_inside(eqn: Any, name: str, seen: _Seen) -> Counts:
     if eqn.primitive.name == "pallas_call":
         seen = _Seen(seen.loops, seen.opaque)  # its arrays are blocks, which never lie in memory
     counted: Counts = defaultdict(float)
-    for jaxpr in sub_jaxprs(eqn.params):
+    for jaxpr in core.jaxprs_in_params(eqn.params):
         for (path, dtype, in_kernel), flops in _flops_of(jaxpr, f"{name}/{scope}".rstrip("/"), seen).items():
             counted[path, dtype, in_kernel or eqn.primitive.name == "pallas_call"] += flops * (times or 1)
     if times is None and counted:
         seen.loops.append(f"{name}/{eqn.primitive.name}")
     return counted
-
-
-def sub_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
-    """The jaxprs among the parameters of an operation: a loop's body, the branches of a conditional."""
-    for value in params.values():
-        for part in value if isinstance(value, Sequence) else (value,):
-            if hasattr(part, "eqns"):
-                yield part
 
 
 # ------------------------------------- the scope of what is inside of an operation, and its runs; None where unknown

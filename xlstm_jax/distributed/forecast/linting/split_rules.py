@@ -1,6 +1,5 @@
 """The lint's rules for layers, sequences and experts that are split over an axis; the table is in ``rules``."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 from xlstm_jax.distributed.forecast.cost.axis_traffic import axis_traffic
@@ -40,11 +39,8 @@ def split_across_hosts(step: Step) -> Iterator[Defect]:
 
 def exposed_rings(step: Step) -> Iterator[Defect]:
     """Rings whose products end before their transfers do."""
-    rings = defaultdict(list)
-    for one in step.forecast.collectives:
-        if one.kind == "collective-permute" and one.carries == ACTIVATIONS:
-            rings[one.axes].append(one)
-    for traffic in (found for members in rings.values() for found in axis_traffic(members)):
+    permutes = [one for one in step.forecast.collectives if one.kind == "collective-permute"]
+    for traffic in axis_traffic(one for one in permutes if one.carries == ACTIVATIONS):
         hidden, waited = traffic.hidden_fraction, traffic.waited_s or 0.0
         if hidden is not None and hidden < MIN_HIDDEN and waited >= MIN_FRACTION * step.seconds:
             yield Defect(

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xlstm_jax.distributed.data_parallel.equations import all_equations, named_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key, value_dtype
-from xlstm_jax.distributed.training.varying import all_equations, equations_of, named_axes
 from xlstm_jax.private_names import define_prng_impl
 
 CHOICES = (1 / 32, 0.4, 31 / 32)
@@ -109,8 +109,8 @@ def traced(jaxpr: Any) -> Traced:
     draws = foreign = False
     axes: frozenset[str] = frozenset()
     eps = 0.0
-    for eqn in all_equations(equations_of(jaxpr)):
-        axes |= named_axes(eqn)
+    for eqn in all_equations(jaxpr.eqns):
+        axes = axes.union(named_axes(eqn))
         if eqn.primitive.name in _DRAWING:
             draws, foreign = True, foreign or not any(map(_is_constant, eqn.invars))
         for var in eqn.outvars:
