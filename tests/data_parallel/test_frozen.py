@@ -79,7 +79,7 @@ FROZEN = {"trainable": is_trained, "frozen_dtype": "bfloat16"}
 
 def split_tree(params, trainable):
     """The trained and the frozen leaves by path, and a function that merges them again."""
-    paths, treedef = trees.flatten_with_path(params, ())
+    paths, treedef = trees.flatten_with_path(params, lambda node: False)
     trained, rest = ({p: x for p, x in paths if bool(trainable(p)) == kind} for kind in (True, False))
     return trained, rest, lambda both: jax.tree.unflatten(treedef, [both[path] for path, _ in paths])
 

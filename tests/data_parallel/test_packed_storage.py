@@ -111,7 +111,7 @@ def trained_on_one_device(params):
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_adapters_train_as_on_one_device_above_the_unpacked_base(dtype):
     start, losses, state = trained(dtype)
-    paths = [path for path, leaf in leaves_with_path(state.params) if leaf_of(leaf).is_packed]
+    paths = [path for path, leaf in leaves_with_path(state.params) if leaf_of(leaf).packed]
     assert sorted(paths) == sorted(f"{part}/{name}/kernel" for part in ("ahead", "blocks") for name in ("down", "up"))
     params, want = trained_on_one_device(start)
     np.testing.assert_allclose(losses, want, rtol=1e-5)
@@ -130,7 +130,7 @@ def test_adapters_above_int8_train_to_the_loss_above_bfloat16():
 def test_what_a_base_takes_is_the_same_on_any_mesh_and_what_the_plan_says(dtype):
     for mesh in (mesh_of(2, 4), mesh_of(1, 8)):
         state = jax.eval_shape(lambda mesh=mesh: state_on(mesh, dtype))
-        packed = {path: leaf for path, leaf in leaves_with_path(state.params) if leaf_of(leaf).is_packed}
+        packed = {path: leaf for path, leaf in leaves_with_path(state.params) if leaf_of(leaf).packed}
         values = 2 * 64 * 128  # of two layers
         bits = 8 * leaf_of(packed["blocks/up/kernel"]).stored_bytes / values
         assert bits == FORMATS[dtype].bits + 16 / 64 and packed["blocks/up/kernel"].value.dtype == jnp.uint8
@@ -176,7 +176,7 @@ def test_frozen_again_in_another_dtype_it_is_unpacked_first():
     assert (packed.value.shape, packed.shape, packed.dtype) == ((4, 66), (4, 64), jnp.float32)
     assert freeze_params({"w": packed})["w"].value is packed.value
     again = freeze_params({"w": packed}, frozen_dtype="bfloat16")["w"]
-    assert not leaf_of(again).is_packed and leaf_of(again).axes == ("fsdp",)
+    assert not leaf_of(again).packed and leaf_of(again).axes == ("fsdp",)
     np.testing.assert_array_equal(again.value, packed.unbox().astype(jnp.bfloat16))
     assert np.abs(packed[1] - params["w"].value[1]).max() < 1 / 253  # half a code, of block maxima of at most 1
 

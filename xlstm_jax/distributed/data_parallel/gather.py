@@ -118,7 +118,7 @@ def _divide_summed(box: Sharded, axes: list[str], known: frozenset[str]) -> jax.
     grad, varying = box.value, collectives.varying_axes(box.value)
     summed = [
         axis
-        for axis in (*axes, *box.copied_axes)
+        for axis in (*axes, *box.communication.copied_axes)
         if axis not in known and (axis in box.model_axes or (axis not in varying and collectives.is_tracked(axis)))
     ]
     count = collectives.axis_size(summed)

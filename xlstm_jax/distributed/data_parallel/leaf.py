@@ -86,7 +86,7 @@ class Sharded(meta.Partitioned[Any]):
     @property
     def axes(self) -> tuple[str, ...]:
         """All mesh axes that the leaf is split over, in the order of its dims; () where it is whole."""
-        return tuple(axis for entry in self.names for axis in entry_axes(entry))
+        return sum(map(entry_axes, self.names), ())
 
     @property
     def gathered_axes(self) -> tuple[str, ...]:
@@ -94,24 +94,14 @@ class Sharded(meta.Partitioned[Any]):
         return tuple(axis for axis in self.axes if axis not in self.model_axes)
 
     @property
-    def copied_axes(self) -> tuple[str, ...]:
-        """The axes along which the leaf has copies."""
-        return self.communication.copied_axes
-
-    @property
     def reduced_axes(self) -> tuple[str, ...]:
         """The axes over which the backward pass of the gather averages: the gathered axes, and the axes of copies."""
-        return self.gathered_axes + self.copied_axes
+        return self.gathered_axes + self.communication.copied_axes
 
     @property
     def is_differentiable(self) -> bool:
         """Whether it takes a gradient: floats do, unless they are frozen; integers, bools and PRNG keys do not."""
         return self.trainable and jnp.issubdtype(value_dtype(self.value), jnp.inexact)
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether it is stored in blocks of bytes."""
-        return self.packed is not None
 
     @property
     def is_padded(self) -> bool:
@@ -160,7 +150,7 @@ class Sharded(meta.Partitioned[Any]):
         is_whole = isinstance(self.value, jax.Array | np.ndarray) and not isinstance(self.value, Tracer)
         if is_whole and (spread := collectives.spread_axes(axes)):
             raise whole_value("a parameter that is read", np.shape(self.value), spread)
-        collectives.check_bound(self.copied_axes, caller="a parameter that is read, replicas of it")
+        collectives.check_bound(self.communication.copied_axes, caller="a parameter that is read, replicas of it")
         with jax.named_scope(GATHER_SCOPE):
             return leaf_of(gather_leaf(self, axes, self.communication)).value
 
@@ -380,14 +370,10 @@ def path_in_model(module: tuple[str, ...] | None, path: str) -> str:
     return path if module is None else "/".join((*module, path.removeprefix("params/")))
 
 
-def names_below(path: str) -> int:
-    """The ``unit_depth`` of a leaf at this path among a module's variables, the first name being the collection's."""
-    return path.count("/")
-
-
 def is_gathered_here(path: str, leaf: Any) -> bool:
     """Whether a leaf at this path among a module's variables is its own to gather, and not that of a module inside."""
-    return not 0 < leaf_of(leaf).unit_depth < names_below(path)
+    # The first name of the path is that of the collection.
+    return not 0 < leaf_of(leaf).unit_depth < path.count("/")
 
 
 # -------------------------------------------------------------------------------------------------------- its values
@@ -447,7 +433,7 @@ def shard_to_gather(leaf: Any, axes: tuple[str, ...], path: str = "") -> Any:
 def gives_rows(box: Sharded, how: Communication) -> bool:
     """Whether a lookup may ask for rows of a table: one dim is split, and values travel as floats."""
     split = [entry for entry in box.names if entry]
-    is_float = not box.is_packed and jnp.issubdtype(value_dtype(box.value), jnp.inexact)
+    is_float = not box.packed and jnp.issubdtype(value_dtype(box.value), jnp.inexact)
     return (
         box.looked_up
         and is_float

@@ -29,7 +29,7 @@ def rules_of_mesh() -> AbstractContextManager[None]:
     # not have, and along a manual axis.
     mesh = jax.sharding.get_abstract_mesh()
     rules = () if mesh.manual_axes else nn.get_logical_axis_rules()
-    return nn.logical_axis_rules(tuple((name, _there(entry, mesh.shape)) for name, entry in rules))
+    return nn.logical_axis_rules([(name, _there(entry, mesh.shape)) for name, entry in rules])
 
 
 def _there(entry: AxisEntry, sizes: Mapping[str, int]) -> AxisEntry:

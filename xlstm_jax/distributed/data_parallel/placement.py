@@ -2,6 +2,7 @@
 
 import math
 import operator
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -12,17 +13,17 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
-from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes, size_if_bound
+from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes, size_if_bound
 from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
 
 HOST_MEMORY = "pinned_host"  # JAX's name of the memory of the host that a device reaches by itself
 
 
-def leaf_spec(leaf: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The ``PartitionSpec`` of one leaf on ``mesh``, without axes of size 1, which split nothing."""
+def spread_spec(names: Iterable[AxisEntry], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """The ``PartitionSpec`` of dims with these names on ``mesh``, without axes of size 1, which split nothing."""
     # With these axes a mesh of one device would pay for collectives: under check_vma=True a value that a spec declares
     # varying becomes a value that is not only by an all-reduce, which is compiled and run.
-    axes = [tuple(axis for axis in entry_axes(names) if mesh.shape[axis] > 1) for names in leaf_of(leaf).names]
+    axes = [tuple(axis for axis in entry_axes(entry) if mesh.shape[axis] > 1) for entry in names]
     # Trailing None is dropped, as jit does where it reports a sharding: else a second call would compile again.
     while axes and not axes[-1]:
         axes.pop()
@@ -34,11 +35,6 @@ def stored_shape(leaf: Any) -> tuple[int, ...]:
     box = leaf_of(leaf)
     counts = [math.prod(map(size_if_bound, entry_axes(entry))) for entry in box.names]
     return tuple(map(operator.mul, box.value.shape, counts))
-
-
-def batch_spec(axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The ``PartitionSpec`` of rows that are split over ``axes``, without axes of size 1, as in ``leaf_spec``."""
-    return PartitionSpec(tuple(axis for axis in axes if mesh.shape[axis] > 1))
 
 
 def partition_specs(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
@@ -64,7 +60,7 @@ def partition_specs(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
                 "nn.scan: leave metadata_params out, or give {nn.PARTITION_NAME: None}). Logical names need rules: "
                 "initialise under nn.logical_axis_rules."
             )
-        return leaf_spec(leaf, mesh)
+        return spread_spec(box.names, mesh)
 
     # The mesh is set, since logical names are read as axes of the mesh that is set.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

@@ -157,7 +157,7 @@ def split_arrays(tree: PyTree, *others: type[Any]) -> tuple[dict[int, Any], Call
 
     Instances of the classes ``others`` count as arrays.
     """
-    found, treedef = flatten_with_path(tree, others)
+    found, treedef = flatten_with_path(tree, lambda node: isinstance(node, others))
     leaves = [leaf for _, leaf in found]
     arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray, *others))}
     # Without the arrays, since the function below keeps `rest`: a tracer in it would outlive its trace.

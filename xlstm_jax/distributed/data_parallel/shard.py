@@ -10,7 +10,7 @@ import numpy as np
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, frozen, leaf_of, names_below, split_along, split_by_model
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, frozen, leaf_of, split_along, split_by_model
 from xlstm_jax.distributed.data_parallel.link_balance import balanced_orders
 from xlstm_jax.distributed.data_parallel.planned import Decision, Planned
 from xlstm_jax.distributed.data_parallel.policy import (
@@ -190,6 +190,6 @@ def with_unit(variables: PyTree, before: PyTree) -> PyTree:
         # A box that had a unit before, and names no other axes now, belongs to a wrapped module inside this module.
         is_new = box.axes != was.axes or not was.unit_depth
         is_new = is_new and (box.gathered_axes != () or not box.axes)
-        return leaf.replace(unit_depth=names_below(path)) if isinstance(leaf, Sharded) and is_new else leaf
+        return leaf.replace(unit_depth=path.count("/")) if isinstance(leaf, Sharded) and is_new else leaf
 
     return trees.map_leaves_with_path(mark, variables, before)

@@ -9,20 +9,15 @@ import numpy as np
 from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.leaf import BOXES, leaf_of, rebox, split_by_model, true_value, with_padding
+from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, rebox, split_by_model, true_value, with_padding
 from xlstm_jax.distributed.data_parallel.logical_names import is_logical
 
-OneLeaf = type[Any] | tuple[type[Any], ...] | Callable[[Any], bool]
+OneLeaf = Callable[[Any], bool]  # which nodes count as one leaf although JAX could take them apart
 
 
-def flatten_with_path(tree: PyTree, one_leaf: OneLeaf = BOXES) -> tuple[list[tuple[str, Any]], Any]:
-    """All leaves with their paths, as in ``blocks/mlp/kernel``, and the structure to put them back: the one walk.
-
-    ``one_leaf`` says which nodes count as one leaf although JAX could take them apart: classes, or a predicate.
-    """
-    classes = one_leaf if isinstance(one_leaf, type | tuple) else None
-    is_leaf: Any = one_leaf if classes is None else lambda node: isinstance(node, classes)
-    found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+def flatten_with_path(tree: PyTree, one_leaf: OneLeaf = is_box) -> tuple[list[tuple[str, Any]], Any]:
+    """All leaves with their paths, as in ``blocks/mlp/kernel``, and the structure to put them back."""
+    found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=one_leaf)
     return [(path_string(path), leaf) for path, leaf in found], treedef
 
 
@@ -31,14 +26,14 @@ def leaves_with_path(tree: PyTree) -> list[tuple[str, Any]]:
     return flatten_with_path(tree)[0]
 
 
-def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree, one_leaf: OneLeaf = BOXES) -> PyTree:
+def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree, one_leaf: OneLeaf = is_box) -> PyTree:
     """``jax.tree.map`` with boxes as leaves; ``rest`` has a box or a bare value for each leaf."""
-    return map_leaves_with_path(lambda path, *leaves: fn(*leaves), tree, *rest, one_leaf=one_leaf)
+    return jax.tree.map(fn, tree, *rest, is_leaf=one_leaf)
 
 
-def map_leaves_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree, one_leaf: OneLeaf = BOXES) -> PyTree:
+def map_leaves_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     """Like ``map_leaves``; ``fn`` gets the leaf's path before the leaf."""
-    leaves, treedef = flatten_with_path(tree, one_leaf)
+    leaves, treedef = flatten_with_path(tree)
     others = zip(*map(treedef.flatten_up_to, rest), strict=True) if rest else [()] * len(leaves)
     return treedef.unflatten([fn(*leaf, *other) for leaf, other in zip(leaves, others, strict=True)])
 
@@ -62,7 +57,7 @@ def unbox(tree: PyTree) -> PyTree:
 
     def bare(leaf: Any) -> Any:
         box = leaf_of(leaf)
-        if not box.is_padded or box.is_packed:
+        if not box.is_padded or box.packed:
             return box.value
         return jax.eval_shape(true_value, leaf) if isinstance(box.value, jax.ShapeDtypeStruct) else true_value(leaf)
 
@@ -139,7 +134,7 @@ def box_like(tree: PyTree, boxed: PyTree) -> PyTree:
 
     def boxed_like(box: Any, value: Any) -> Any:
         found = leaf_of(box)
-        is_bare = found.is_padded and not found.is_packed and np.shape(value) == found.true_shape
+        is_bare = found.is_padded and not found.packed and np.shape(value) == found.true_shape
         if is_bare and isinstance(value, jax.ShapeDtypeStruct):
             return rebox(box, jax.eval_shape(partial(with_padding, box), value))
         return rebox(box, with_padding(box, value) if is_bare else value)

@@ -12,6 +12,7 @@ all devices. Losses, weights and gradients are reduced over ``axes``, those of a
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, PyTree
+from xlstm_jax.distributed.data_parallel.placement import spread_spec
 from xlstm_jax.distributed.data_parallel.policy import padded_size
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, path_string
 from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
@@ -58,12 +60,8 @@ class BatchLayout:
         return jax.tree.unflatten(treedef, [self._of(path, shape, spec) for (path, shape), spec in found])
 
     def in_specs(self, batch: PyTree) -> PyTree:
-        """``specs`` for ``shard_map``: axes of one device split nothing and are left out, as in ``leaf_spec``."""
-
-        def spread(spec: PartitionSpec) -> PartitionSpec:
-            return PartitionSpec(*(tuple(a for a in entry_axes(e) if self.mesh.shape[a] > 1) for e in spec))
-
-        return jax.tree.map(spread, self.specs(batch))
+        """``specs`` for ``shard_map``: without axes of one device, which split nothing."""
+        return jax.tree.map(partial(spread_spec, mesh=self.mesh), self.specs(batch))
 
     def part(self, batch: PyTree, device: Any) -> PyTree:
         """What the device with this number along ``axes`` has of a global batch; the number may be traced."""
@@ -94,14 +92,13 @@ class BatchLayout:
     def _by_leaf(self, batch: PyTree) -> list[PartitionSpec]:
         """The spec of each leaf of the batch."""
         try:
-            specs = jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), self.spec, batch)
+            return jax.tree.leaves(jax.tree.broadcast(self.spec, batch))
         except (ValueError, TypeError, KeyError):
             here, there = ([path for path, _ in leaves_with_path(tree)] for tree in (self.spec, batch))
             raise ValueError(
                 f"batch_spec has specs at {listed(here)}, and the batch has leaves at {listed(there)}: the specs must "
                 "be a prefix of the batch. Give each leaf its spec, or one PartitionSpec for all of them."
             ) from None
-        return jax.tree.leaves(specs)
 
     def _of(self, path: str, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
         name = "batch" if path == "." else f"batch['{path}']"

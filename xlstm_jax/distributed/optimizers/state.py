@@ -119,12 +119,12 @@ def optimizer_layout(params: PyTree, mesh: Mesh | AbstractMesh) -> ParameterLayo
 
 def _state_spec(leaf: PyTree, owner: PyTree, mesh: Mesh | AbstractMesh) -> PartitionSpec:
     if is_owned(leaf):
-        return placement.leaf_spec(leaf, mesh)
+        return placement.spread_spec(leaf_of(leaf).names, mesh)
     if owner is None or not leaf_of(owner).axes:
         return PartitionSpec()
     shape = np.shape(leaf_of(leaf).value)
     if shape == np.shape(leaf_of(owner).value):
-        return _split_further(placement.leaf_spec(owner, mesh), shape, owner, mesh)
+        return _split_further(placement.spread_spec(leaf_of(owner).names, mesh), shape, owner, mesh)
     sizes = {axis: mesh.shape[axis] for axis in leaf_of(owner).axes if mesh.shape[axis] > 1}
     # However small: the threshold spares parameters a gather in each use, which state does not have.
     dim = choose_shard_dim(shape, (None,) * len(shape), sizes, min_weight_size=0).dim

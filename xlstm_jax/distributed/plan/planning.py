@@ -236,7 +236,7 @@ def _bytes_of(path: str, leaf: PyTree, sizes: dict[str, int]) -> ByteCount:
             )
     itemsize = value_dtype(value).itemsize
     stored = math.prod(value.shape) * itemsize  # with the padding of a dim that the axes do not divide
-    total = stored if found.is_packed else math.prod(found.true_shape) * itemsize
+    total = stored if found.packed else math.prod(found.true_shape) * itemsize
     return ByteCount(total, stored // _count(found.axes, sizes))
 
 
@@ -257,7 +257,7 @@ def _reason(leaf: PyTree) -> Reason:
 def _gathering(path: str, leaf: PyTree, sizes: dict[str, int]) -> dict[str, Any]:
     """The fields of a row that say what its wrapped module gathers."""
     found = leaf_of(leaf)
-    shape = found.true_shape if found.is_packed else tuple(found.value.shape)
+    shape = found.true_shape if found.packed else tuple(found.value.shape)
     decisions = leaf.decisions if isinstance(leaf, Planned) else ()
     splits = [(decision, dim) for decision in decisions if (dim := decision.choice.dim) is not None]
     gathered = {axis for decision, _ in splits for axis in decision.axes}
@@ -274,7 +274,7 @@ def _gathering(path: str, leaf: PyTree, sizes: dict[str, int]) -> dict[str, Any]
     shard = [size // _count(entry_axes(entry), sizes) for size, entry in zip(stored, last.names, strict=True)]
     dtype = last.gather_dtype if found.trainable else _gathered_as(leaf)
     sent = _count(seen & gathered, sizes) * sent_bytes(shard, dim, dtype)
-    if found.is_packed:  # as it is stored, for all layers
+    if found.packed:  # as it is stored, for all layers
         sent = found.stored_bytes // _count(set(found.axes) - gathered, sizes) // layers
     return {
         "use_shape": last.shape,

@@ -73,7 +73,7 @@ class ReduceReplicasOnce(ReduceEach):
     """Every minibatch gathers and scatters; the mean over copies of the shards is taken after the last."""
 
     def weights(self, params: PyTree, axes: tuple[str, ...]) -> PyTree:
-        if not any(leaf_of(leaf).copied_axes for leaf in trees.split_differentiable(params)[0]):
+        if not any(leaf_of(leaf).communication.copied_axes for leaf in trees.split_differentiable(params)[0]):
             raise ValueError(
                 "accumulation='reduce_replicas_once': no parameter has copies of its shards. Wrap with "
                 "shard_module_params(..., replicas=Replicas('dp')), or use accumulation='reduce_each'."
@@ -252,7 +252,7 @@ def accumulated(
         if OVERWRITTEN in before.collections:
             local = overwriting_result(loss, weights, rest, axes)
         else:
-            local = local_result(lambda weights: loss(weights, *rest), weights, axes)
+            local = local_result(loss, weights, axes, *rest)
         check_branches(local.gathered_in_branches, loss, (weights, *rest), axes)
         carry, after, aux = before.carry, before.collections, Auxiliary.of(None)
         if loss.has_collections:

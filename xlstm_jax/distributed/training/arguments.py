@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -40,7 +40,8 @@ NO_NUMBERS = frozenset("OSUMm")  # kinds of NumPy's dtypes that no device has: o
 # -------------------------------------------------------------------------------------------------- model, loss and key
 
 
-class Called(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Called:
     """A function of the user's that a step calls with ``arguments``, then collections if the state has any.
 
     ``with_collections`` and ``without`` end the errors where the state has collections and the function takes none,
@@ -48,18 +49,18 @@ class Called(NamedTuple):
     """
 
     name: str
-    arguments: str
+    arguments: tuple[str, ...]
     with_collections: str
     without: str
 
-    @property
-    def count(self) -> int:
-        return self.arguments.count(",") + 1
+    def written(self, *further: str) -> str:
+        """A call of it, as one writes it."""
+        return f"{self.name}({', '.join([*self.arguments, *further])})"
 
 
 LOSS_FN = Called(
     "loss_fn",
-    "params, apply_fn, batch, rng",
+    ("params", "apply_fn", "batch", "rng"),
     "which returns a pair of what it returns now and the updated collections: out, updated = apply_fn("
     "{'params': params, **collections}, x, mutable=list(collections))",
     "Make it with create_train_state, or TrainState.create(..., collections=...) of xlstm_jax.distributed (Flax's own "
@@ -67,7 +68,7 @@ LOSS_FN = Called(
 )
 EVAL_FN = Called(
     "eval_fn",
-    "params, apply_fn, batch",
+    ("params", "apply_fn", "batch"),
     "with apply_fn({'params': params, **collections}, ...)",
     "Leave the argument out, or evaluate a state that has them, as create_train_state makes it",
 )
@@ -75,17 +76,17 @@ EVAL_FN = Called(
 
 def check_loss_fn(loss_fn: Any, taker: str = "make_train_step", called: Called = LOSS_FN) -> None:
     """Raises a ``TypeError`` where the first argument of ``taker`` is no function that a step can call."""
-    name, arguments, *_ = called
+    count = len(called.arguments)
     if callable(loss_fn) and not hasattr(loss_fn, "apply") and not isinstance(loss_fn, Mesh | AbstractMesh | type):
         takes = _signature(loss_fn)
-        if takes and not any(_binds(takes, count, _by_name(takes)) for count in (called.count, called.count + 1)):
+        if takes and not any(_binds(takes, number, _by_name(takes)) for number in (count, count + 1)):
             raise TypeError(
-                f"{taker} calls {name}({arguments}), with {called.count} arguments in this order, and the {name} that "
+                f"{taker} calls {called.written()}, with {count} arguments in this order, and the {called.name} that "
                 f"it was given is {kind_of(loss_fn)}{takes}. Arguments that it does not need may be called _."
             )
         return
     cure = "write a function that calls apply_fn" if hasattr(loss_fn, "apply") else "pass (loss_fn, mesh, batch_axes)"
-    raise TypeError(f"{taker} takes first a function {name}({arguments}), not {kind_of(loss_fn)}; {cure}.")
+    raise TypeError(f"{taker} takes first a function {called.written()}, not {kind_of(loss_fn)}; {cure}.")
 
 
 def check_takes(function: Callable[..., Any], called: Called, collections: Mapping[str, PyTree], others: Any) -> None:
@@ -101,13 +102,13 @@ def check_takes(function: Callable[..., Any], called: Called, collections: Mappi
     if (takes := _signature(function)) is None:
         return
     _check_names(takes, called, collections, others)
-    count, further = called.count, bool(collections)
+    count, further = len(called.arguments), bool(collections)
     if _binds(takes, count + further, others) or not _binds(takes, count + (not further), others):
         return
     if collections:
         raise TypeError(
             f"the state has the collections {sorted(collections)}, and {called.name} takes {count} arguments. Write "
-            f"{called.name}({called.arguments}, collections), {called.with_collections}."
+            f"{called.written('collections')}, {called.with_collections}."
         )
     raise TypeError(
         f"{called.name} takes collections as argument {count + 1}, and the state has none. {called.without}."
@@ -121,14 +122,14 @@ def _check_names(takes: inspect.Signature, called: Called, collections: Mapping[
             f"{called.name} takes {missing[0]!r} by name, and the step was not given it: "
             f"step(..., others={{{missing[0]!r}: tree}})."
         )
-    count, every = called.count + bool(collections), [*takes.parameters.values()]
+    count, every = len(called.arguments) + bool(collections), [*takes.parameters.values()]
     further = {one.name for i, one in enumerate(every) if one.kind is one.KEYWORD_ONLY or i >= count}
     unknown = [name for name in others if name not in further]
     if unknown and inspect.Parameter.VAR_KEYWORD not in [one.kind for one in every]:
-        arguments = called.arguments + ", collections" * bool(collections)
+        written = called.written(*["collections"] * bool(collections), "*", unknown[0])
         raise TypeError(
             f"the step was given others with the name {unknown[0]!r}, and {called.name} takes "
-            f"{sorted(further) or 'no further trees'}. Write {called.name}({arguments}, *, {unknown[0]})."
+            f"{sorted(further) or 'no further trees'}. Write {written}."
         )
 
 

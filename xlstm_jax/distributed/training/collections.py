@@ -47,7 +47,7 @@ def check_kept(collections: Mapping[str, PyTree]) -> None:
                 f"the model's collection {name!r} holds {OF_EXAMPLES[name]} of single examples, and a training state "
                 f"holds what all devices share. {cure}"
             )
-        for path, leaf in trees.flatten_with_path(collection, tuple)[0]:
+        for path, leaf in trees.flatten_with_path(collection, lambda node: isinstance(node, tuple))[0]:
             if type(leaf) is tuple:
                 raise ValueError(
                     f"'{name}/{path}' is a tuple, which is what self.sow leaves: values of one call, to which each "
@@ -189,7 +189,7 @@ def overwriting_result(
         return loss_fn(both[0], *others, {**collections, OVERWRITTEN: both[1]})
 
     both = weights, collections[OVERWRITTEN]
-    local = local_result(loss, both, axes, devices)
+    local = local_result(loss, both, axes, devices=devices)
     loss_of_device, grads = jax.tree.map(lambda x: x * devices, (local.loss, local.grads[:count]))
     live, put_back = trees.split_differentiable(collections[OVERWRITTEN])
     found = [leaf_of(leaf).value for leaf in local.grads[count:]]

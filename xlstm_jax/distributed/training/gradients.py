@@ -123,9 +123,9 @@ class LocalResult(NamedTuple):
 
 
 def local_result(
-    loss_fn: Callable[[PyTree], Loss], params: PyTree, axes: tuple[str, ...], devices: int = 1
+    loss_fn: Callable[..., Loss], params: PyTree, axes: tuple[str, ...], *rest: PyTree, devices: int = 1
 ) -> LocalResult:
-    """Differentiates the loss on this device, and checks over which axes it varies.
+    """Differentiates ``loss_fn(params, *rest)`` on this device, and checks over which axes it varies.
 
     With ``devices`` the loss is divided by that number first: it is then this device's term of the mean over devices.
     """
@@ -136,11 +136,11 @@ def local_result(
             f"all {len(frozen)} parameters are frozen, '{frozen[0]}' among them: there is nothing to train. Is "
             "trainable=, the predicate of a leaf's path, true of those that are to be trained? Paths are as this one."
         )
-    running = RunningLoss(axes, model_axes=frozenset(axis for leaf in live for axis in leaf_of(leaf).model_axes))
+    running = RunningLoss(axes, model_axes=frozenset().union(*[leaf_of(leaf).model_axes for leaf in live]))
 
     def scaled_loss(live: list[Any]) -> tuple[Any, Any]:
         with inside_loss(running), rules_of_mesh():
-            found = loss_fn(put_back(live))
+            found = loss_fn(put_back(live), *rest)
         mean, scale, weight = _scaled(found, axes)
         _check_not_reduced(mean, axes, "the loss")
         _check_no_axis_left_out(mean, axes)
@@ -210,7 +210,11 @@ def _module_of(error: Exception) -> str:
 def varying_leaves(leaves: list[Any], axes: tuple[str, ...]) -> list[Any]:
     """Casts leaves to varying over the axes, apart from the axes of their copies: the gather casts over those."""
     spread = collectives.spread_axes(axes)
-    return [collectives.to_varying(leaf, [a for a in spread if a not in leaf_of(leaf).copied_axes]) for leaf in leaves]
+    copied = [leaf_of(leaf).communication.copied_axes for leaf in leaves]
+    return [
+        collectives.to_varying(leaf, [axis for axis in spread if axis not in own])
+        for leaf, own in zip(leaves, copied, strict=True)
+    ]
 
 
 def averaged(grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> PyTree:

@@ -162,7 +162,7 @@ class Auxiliary(struct.PyTreeNode):
         Raises:
           TypeError: a leaf is an integer or no number at all; names the leaf.
         """
-        leaves, treedef = trees.flatten_with_path(aux, Cell)
+        leaves, treedef = trees.flatten_with_path(aux, lambda node: isinstance(node, Cell))
         is_cell = tuple(isinstance(leaf, Cell) for _, leaf in leaves)
         means = {path: _as_mean(path, leaf) for path, leaf in leaves if not isinstance(leaf, Cell)}
         cells = [leaf for _, leaf in leaves if isinstance(leaf, Cell)]

@@ -242,7 +242,7 @@ def warn_of_gathered_stacks(stacks: Stacks, mesh: AnyMesh) -> None:
 def warn_of_idle_axes(mesh: AnyMesh, batch_axes: tuple[str, ...], state: PyTree, jaxpr: Callable[[], Any]) -> None:
     """Warns of axes along which all devices compute the same: no spec and no equation of ``jaxpr()`` names them."""
     leaves = [leaf for _, leaf in trees.leaves_with_path(state)]
-    split = {axis for leaf in leaves for axis in (*leaf_of(leaf).axes, *leaf_of(leaf).copied_axes)}
+    split = {axis for leaf in leaves for axis in (*leaf_of(leaf).axes, *leaf_of(leaf).communication.copied_axes)}
     idle = Axes(axis for axis, size in mesh.shape.items() if size > 1) - split - Axes(batch_axes)
     if not idle or ("idle", mesh, idle) in _warned:
         return

@@ -225,7 +225,7 @@ def _only_when_bound(plain: Method, gathering: Method, policy: ShardPolicy) -> M
         if running(policy.axes) != "plain":
             check_not_inside_reader(self)
         with noting_lookups(self, plain.__name__):
-            return enter(self, by_rows_or(gathering, plain.__name__, policy, _returned), policy, args, kwargs)
+            return enter(self, by_rows_or(gathering, self, plain.__name__, policy, _returned), policy, args, kwargs)
 
     return method
 
@@ -259,8 +259,8 @@ def watching(kind: type[Watcher]) -> list[Watcher]:
 
     Users' functions stand between those who watch and those who ask. Linen keeps what watches on a stack of its own.
     """
-    watchers = (getattr(method, "__self__", None) for method in linen_interceptors())
-    return [watcher for watcher in watchers if isinstance(watcher, kind)]
+    methods = linen_interceptors()
+    return [watcher for method in methods if isinstance(watcher := getattr(method, "__self__", None), kind)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,15 +302,17 @@ TABLE = "embedding"  # the name of the parameter of an ``nn.Embed``
 
 
 def by_rows_or(
-    gathering: Method, name: str, policy: ShardPolicy, returned: Callable[[nn.Module, str, Any], Any]
+    gathering: Method, module: nn.Module, name: str, policy: ShardPolicy, returned: Callable[[nn.Module, str, Any], Any]
 ) -> Method:
     """The method ``gathering`` of this name; of an ``nn.Embed`` by rows, where that sends less.
 
     The rows are what ``returned(module, name, rows)`` makes of them.
     """
+    if not isinstance(module, nn.Embed):
+        return gathering
 
-    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        rows = _rows(module, name, policy, args, kwargs) if isinstance(module, nn.Embed) else None
+    def run(module: nn.Embed, *args: Any, **kwargs: Any) -> Any:
+        rows = _rows(module, name, policy, args, kwargs)
         return gathering(module, *args, **kwargs) if rows is None else returned(module, name, rows)
 
     return run
@@ -412,6 +414,7 @@ def _initial_carry(
 # ------------------------------------------------------------------------------------------------- scans over layers
 
 
+@dataclasses.dataclass(eq=False)
 class Stacks:
     """Stacks of layers within a unit, which gathers the weights of all layers at once, where it could be a layer's.
 
@@ -419,10 +422,9 @@ class Stacks:
     not seen: nothing here can tell what their layers are.
     """
 
-    def __init__(self) -> None:
-        self.layers: dict[str, str] = {}
-        self.units_entered = 0
-        self._scan: tuple[type[nn.Module], int] | None = None  # that was entered last, and how many units before
+    layers: dict[str, str] = dataclasses.field(default_factory=dict)
+    units_entered: int = 0
+    _scan: tuple[type[nn.Module], int] | None = None  # that was entered last, and how many units before
 
     def look(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """For ``nn.intercept_methods``: sees the modules that run within a unit."""

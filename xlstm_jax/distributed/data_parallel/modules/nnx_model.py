@@ -241,7 +241,7 @@ class NnxModel:
                 f"the variables have no '{full}', which the model has; they have the collections "
                 f"{sorted({other.partition('/')[0] for other in leaves})}. Pass all that model.init returns."
             )
-        if leaf_of(leaves[full]).is_packed:
+        if leaf_of(leaves[full]).packed:
             raise ValueError(
                 f"'{full}' is stored as {leaves[full].packed.format_name}, and modules of flax.nnx read what is "
                 "stored. Freeze it in a floating dtype: frozen_dtype='bfloat16'."

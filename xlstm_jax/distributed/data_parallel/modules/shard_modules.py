@@ -10,11 +10,10 @@ method then runs on a copy of the module, with a ``setup`` of its own, so XLA re
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 from flax import linen as nn
@@ -22,7 +21,7 @@ from flax.linen.transforms import get_module_scopes
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames
-from xlstm_jax.distributed.data_parallel.leaf import is_gathered_here, leaf_of, names_below
+from xlstm_jax.distributed.data_parallel.leaf import is_gathered_here, leaf_of
 from xlstm_jax.distributed.data_parallel.modules.linen_module import (
     LINEN,
     by_rows_or,
@@ -218,16 +217,17 @@ class _Apart:
         return method(*args, **kwargs)
 
 
+@dataclass(eq=False)
 class _Run:
     """One call of a method of a sharded model. Paths start at that model, which is "" itself."""
 
-    def __init__(self, sharding: _Sharding, root: tuple[str, ...]) -> None:
-        self.sharding, self.root = sharding, root
-        self._entered: list[tuple[str, type[nn.Module]]] = []
-        # Of an initialisation: the modules that have run, and the path of its unit for each parameter of a unit.
-        self._seen: dict[str, type[nn.Module]] = {}
-        self._unit_of: dict[str, str] = {}
-        self._has_units = False  # which may have no parameters
+    sharding: _Sharding
+    root: tuple[str, ...]
+    _entered: list[tuple[str, type[nn.Module]]] = field(default_factory=list)
+    # Of an initialisation: the modules that have run, and the path of its unit for each parameter of a unit.
+    _seen: dict[str, type[nn.Module]] = field(default_factory=dict)
+    _unit_of: dict[str, str] = field(default_factory=dict)
+    _has_units: bool = False  # which may have no parameters
 
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """For ``nn.intercept_methods``: enters a module by its outermost public method."""
@@ -250,15 +250,16 @@ class _Run:
             if not self._gathers(path, module):
                 return method(*args, **kwargs)
             plain = context.orig_method.func  # type: ignore[attr-defined]  # a partial of the method and its module
-            run = by_rows_or(lifted(_as_function(plain), None, policy), name, policy, lambda module, name, rows: rows)
+            gathering = lifted(_as_function(plain), None, policy)
+            run = by_rows_or(gathering, module, name, policy, lambda module, name, rows: rows)
             return enter(module, run, policy, args, kwargs)
         finally:
             self._entered.pop()
 
     def _is_apart(self) -> bool:
         """Whether what runs now is none of the model's own modules."""
-        above = itertools.takewhile(lambda watcher: watcher is not self, watching(object))
-        return any(isinstance(watcher, _Apart) for watcher in above)
+        watchers = watching(object)
+        return _Apart in map(type, watchers[: watchers.index(self)])
 
     def _gathers(self, path: str, module: nn.Module) -> bool:
         """Whether a module has split parameters to gather, and was chosen."""
@@ -266,7 +267,7 @@ class _Run:
         if not selection.gathers(path, module, True):  # before the parameters of all modules within are looked at
             return False
         own = [
-            leaf_of(leaf).unit_depth == names_below(f"params/{name}")
+            leaf_of(leaf).unit_depth == 1 + name.count("/")
             for _, name, leaf in _parameters(module)
             if set(leaf_of(leaf).axes) & set(self.sharding.policy.axes) and is_gathered_here(f"params/{name}", leaf)
         ]

@@ -150,7 +150,7 @@ def named_input(system: ModuleSystem, args: Any, kwargs: Any) -> tuple[Any, Any]
         return checkpoint_name(x, BLOCK_INPUT) if is_float else x
 
     first, rest = (args[:1], args[1:]) if args else (kwargs, ())
-    first = map_leaves(named, first, one_leaf=(*BOXES, *system.objects))
+    first = map_leaves(named, first, one_leaf=lambda node: isinstance(node, (*BOXES, *system.objects)))
     return (first + rest, kwargs) if args else (args, first)
 
 

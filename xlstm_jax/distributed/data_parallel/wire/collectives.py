@@ -9,12 +9,11 @@ the outermost first, so that shards lie in the order of ``PartitionSpec((outer, 
 of one axis. Sums of values narrower than 32 bits run in float32. Many small values (metrics) travel as one vector.
 """
 
-import functools
 import itertools
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -31,7 +30,7 @@ Key = TypeVar("Key")
 
 def is_bound(axis: str) -> bool:
     """Whether a collective over ``axis`` can run here: inside ``shard_map``, ``pmap``, or ``vmap`` with that name."""
-    if axis in _manual_sizes():
+    if axis in jax.sharding.get_abstract_mesh().manual_axes:
         return True
     try:
         lax.axis_size(axis)
@@ -40,19 +39,9 @@ def is_bound(axis: str) -> bool:
     return True
 
 
-def _manual_sizes() -> Mapping[str, int]:
-    """The sizes of the axes that the enclosing ``shard_map`` has bound; ``lax.axis_size`` takes ten times longer."""
-    return _sizes_of_manual_axes(jax.sharding.get_abstract_mesh())
-
-
-@functools.lru_cache(maxsize=16)
-def _sizes_of_manual_axes(mesh: jax.sharding.AbstractMesh) -> Mapping[str, int]:
-    return {axis: mesh.shape[axis] for axis in mesh.manual_axes}
-
-
 def _size(axis: str) -> int:
-    size = _manual_sizes().get(axis)
-    return lax.axis_size(axis) if size is None else size
+    mesh = jax.sharding.get_abstract_mesh()  # its sizes are there at once: ``lax.axis_size`` takes ten times longer
+    return mesh.shape[axis] if axis in mesh.manual_axes else lax.axis_size(axis)
 
 
 def manual_axes() -> tuple[str, ...]:
@@ -176,10 +165,10 @@ def to_varying(tree: PyTree, axes: Collection[str]) -> PyTree:
     JAX makes this cast by itself where types meet, and transposes it to a sum over the axes. If the cast is made here,
     before differentiation, it is not differentiated, and each device gets its own gradient.
     """
-    tracked = [axis for axis in axes if is_tracked(axis)]
+    tracked = {axis for axis in axes if is_tracked(axis)}
 
     def cast(value: jax.Array) -> jax.Array:
-        missing = tuple(axis for axis in tracked if axis not in varying_axes(value))
+        missing = tuple(sorted(tracked - varying_axes(value)))
         return lax.pcast(value, missing, to="varying") if missing else value
 
     return jax.tree.map(cast, tree)

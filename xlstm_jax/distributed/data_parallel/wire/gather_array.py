@@ -288,16 +288,21 @@ def gather_dims(
     """Gathers all dims that ``names`` say are split, over those of ``axes``; returns the value and the names left."""
     left = list(names)
     for dim, entry in enumerate(names):
-        if set(entry_axes(entry)) & set(axes):
-            value, left[dim] = _gather_dim(value, dim, entry_axes(entry), axes, how, path)
-            how = replace(how, replicas=None)  # once for each leaf
+        held = entry_axes(entry)
+        if set(held).isdisjoint(axes):
+            continue
+        if set(held) <= set(axes):
+            value, left[dim] = _gather(value, dim, held, how, path), None
+        else:
+            value, left[dim] = _gather_some(value, dim, held, axes, how, path)
+        how = replace(how, replicas=None)  # once for each leaf
     return value, tuple(left)
 
 
-def _gather_dim(
+def _gather_some(
     value: jax.Array, dim: int, held: tuple[str, ...], axes: Collection[str], how: Communication, path: str
 ) -> tuple[jax.Array, AxisEntry]:
-    """Gathers one dim, split over ``held``, over those of ``axes``; returns the value and the entry that is left."""
+    """Gathers one dim, split over ``held``, over some of these axes; returns the value and the entry that is left."""
     first = next(i for i, axis in enumerate(held) if axis in axes)
     outer, inner = held[:first], held[first:]
     kept = tuple(axis for axis in inner if axis not in axes)

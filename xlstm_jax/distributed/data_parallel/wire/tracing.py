@@ -111,8 +111,8 @@ def running_functions() -> Iterator[FrameType]:
 
 def inside_branch() -> bool:
     """Whether this code is traced as a branch of ``lax.cond`` or ``lax.switch``, or within ``lax.while_loop``."""
-    return any(
-        (code.co_name, os.path.basename(code.co_filename)) in BRANCHES
-        for code in (frame.f_code for frame in running_functions())
-        if code.co_name in _NAMES_OF_BRANCHES
-    )
+    for frame in running_functions():
+        name, file = frame.f_code.co_name, frame.f_code.co_filename
+        if name in _NAMES_OF_BRANCHES and (name, os.path.basename(file)) in BRANCHES:
+            return True
+    return False

@@ -239,7 +239,7 @@ def choices_of(given: Any, params: PyTree) -> dict[str, MatrixChoice]:
     if given is None:
         return choose_matrices(shapes)
     tree = given(params) if callable(given) else given
-    found, _ = trees.flatten_with_path(_each_leaf(tree, params), (MuonDimensionNumbers, type(None)))
+    found, _ = trees.flatten_with_path(_each_leaf(tree, params), _is_dims)
     choices = {}
     for path, dims in ((path, dims) for path, dims in found if path in shapes):
         check_dims(path, shapes[path], dims)
@@ -247,9 +247,13 @@ def choices_of(given: Any, params: PyTree) -> dict[str, MatrixChoice]:
     return choices
 
 
+def _is_dims(node: Any) -> bool:
+    return node is None or isinstance(node, MuonDimensionNumbers)
+
+
 def _each_leaf(tree: PyTree, params: PyTree) -> PyTree:
     """Dims for each leaf from dims for each leaf or subtree."""
-    prefix, treedef = trees.flatten_with_path(tree, (MuonDimensionNumbers, type(None)))
+    prefix, treedef = trees.flatten_with_path(tree, _is_dims)
     below: Sequence[Any] = treedef.flatten_up_to(params)
     each = [trees.map_leaves(lambda leaf, dims=dims: dims, sub) for (_, dims), sub in zip(prefix, below, strict=True)]
     return jax.tree.unflatten(treedef, each)

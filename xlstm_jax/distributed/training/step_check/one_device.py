@@ -246,7 +246,7 @@ class OneDevice:
 
     def _terms_on_mesh(self, minibatches: int) -> Callable[..., Any]:
         """A function that returns the sums and the weights of all devices."""
-        devices, axes = self.devices, placement.batch_spec(self.axes, self.mesh)
+        devices, axes = self.devices, placement.spread_spec([self.axes], self.mesh)
         of_batch = self.layout.in_specs(self.batch)
         kept = self._inputs[3]
         of_live, of_rest = (list(map(_spec_of_model, leaves)) for leaves in (self._leaves, self._rest))
