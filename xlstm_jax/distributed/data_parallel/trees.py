@@ -69,15 +69,13 @@ def with_mesh_names(variables: PyTree) -> PyTree:
 
     Parameters are boxed with these axes; other collections are whole, and lose their logical boxes.
     """
-    return {
-        name: map_leaves(partial(_with_mesh_names, split=name == "params"), tree) for name, tree in variables.items()
-    }
 
+    def named(leaf: Any, is_param: bool) -> Any:
+        if not is_logical(leaf):
+            return leaf
+        return split_by_model(leaf) if is_param else leaf.unbox()
 
-def _with_mesh_names(leaf: Any, split: bool) -> Any:
-    if not is_logical(leaf):
-        return leaf
-    return split_by_model(leaf) if split else leaf.unbox()
+    return {name: map_leaves(partial(named, is_param=name == "params"), tree) for name, tree in variables.items()}
 
 
 def check_alive(tree: PyTree, reader: str) -> None:

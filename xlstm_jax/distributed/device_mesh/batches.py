@@ -19,6 +19,7 @@ from xlstm_jax.distributed.processes.devices import Device
 from xlstm_jax.distributed.processes.same_everywhere import compare, entries_of
 
 NUMBERS = frozenset("biufcV")  # kinds of dtype; bfloat16 and the like are V, PRNG keys have none
+PLAIN_NUMBERS = int, float, complex, np.generic
 BATCH_TIMEOUT_S = 300.0  # Processes may open their data for minutes before the first batch.
 
 
@@ -174,7 +175,7 @@ def _check_containers(value: Any, path: str = "batch") -> None:
         for key, child in value.items():
             _check_containers(child, f"{path}[{key!r}]")
     elif isinstance(value, list | tuple):
-        if isinstance(value, list) and value and all(map(_is_number, value)):
+        if isinstance(value, list) and value and all(isinstance(one, PLAIN_NUMBERS) for one in value):
             raise TypeError(
                 f"{path} is a list of {len(value)} Python numbers, which JAX takes for {len(value)} scalars; rows are "
                 f"the entries of an array. Pass np.asarray({path})."
@@ -187,10 +188,6 @@ def _check_containers(value: Any, path: str = "batch") -> None:
             f"{path} is a {name}, a dataclass that JAX does not know; a batch is made of arrays in dicts, tuples and "
             f"registered dataclasses. Write @jax.tree_util.register_dataclass above {name}, or pass vars({path})."
         )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | complex | np.generic)
 
 
 def _common_rows(batch: PyTree) -> int:

@@ -69,7 +69,11 @@ class MeshState:
         """Merges what this process has seen into its first row. Process 0 merges what all have seen."""
         # All processes pass the same global array, and each would add it to a row of its own.
         if not on_all_processes or jax.process_index() == 0:
-            self._set_local(_merged_into_first_row(self.local, seen))
+            row = jax.tree.map(lambda x: _first_shards(x)[0].data, self.local.vectors)
+            # On the devices of the first row alone: a program over the mesh would wait for the other processes.
+            seen = jax.device_put(jax.tree.map(lambda x: x[None], seen), jax.tree.leaves(row)[0].sharding)
+            merged = _merge(self.local.layout, row, seen)
+            self._set_local(jax.tree.map(_with_first_row, self.local.vectors, merged))
         self.synced = None
 
     def add_rows(self, rows: Vectors) -> None:
@@ -227,14 +231,6 @@ def _own_rows(x: jax.Array) -> list[jax.Array]:
     # By row number: along other axes of the mesh lie copies of a row, and one copy counts.
     rows = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
     return jax.device_put([rows[start] for start in sorted(rows)], first.device)
-
-
-def _merged_into_first_row(local: Local, seen: Vectors) -> Vectors:
-    """``seen`` merged into the first row that this process holds, on the devices of that row alone."""
-    row = jax.tree.map(lambda x: _first_shards(x)[0].data, local.vectors)
-    device = jax.tree.leaves(row)[0].sharding
-    merged = _merge(local.layout, row, jax.device_put(jax.tree.map(lambda x: x[None], seen), device))
-    return jax.tree.map(_with_first_row, local.vectors, merged)
 
 
 def _first_shards(x: jax.Array) -> list[jax.Shard]:

@@ -83,7 +83,13 @@ def reduce_custom(metrics: Metrics, reduce_fn: Operations | None = None) -> Metr
       ValueError: an unknown operation; a name that the metrics do not have; or "sum" for a Python number, which has no
         entries to sum. Nothing has been reduced then.
     """
-    _check_no_number_is_summed(metrics, reduce_fn)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(metrics):
+        if isinstance(leaf, NUMBERS) and _operation_at(path, reduce_fn or {}) == "sum":
+            raise ValueError(
+                f"reduce_fn[{jax.tree_util.keystr(path, simple=True, separator='/')!r}] is 'sum', but that metric is "
+                f"{leaf!r}, a number with no entries to be summed. Pass an array that has one for each device or row, "
+                "or None to leave it alone. (Inside shard_map reduce_custom_collective sums numbers over devices.)"
+            )
     return _reduce_each(metrics, reduce_fn, _reduce_global)
 
 
@@ -94,16 +100,6 @@ def _reduce_global(tree: PyTree, operation: str) -> PyTree:
 
 def _is_metric(value: object) -> bool:
     return isinstance(value, jax.Array) and not is_prng_key(value)
-
-
-def _check_no_number_is_summed(metrics: Metrics, reduce_fn: Operations | None) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(metrics):
-        if isinstance(leaf, NUMBERS) and _operation_at(path, reduce_fn or {}) == "sum":
-            raise ValueError(
-                f"reduce_fn[{jax.tree_util.keystr(path, simple=True, separator='/')!r}] is 'sum', but that metric is "
-                f"{leaf!r}, a number with no entries to be summed. Pass an array that has one for each device or row, "
-                "or None to leave it alone. (Inside shard_map reduce_custom_collective sums numbers over devices.)"
-            )
 
 
 def _reduce_each(

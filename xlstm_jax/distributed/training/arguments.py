@@ -436,16 +436,12 @@ def _sharding(leaf: Any) -> Any:
 
 def _some_leaves(name: str, argument: Any) -> Iterable[Any]:
     """One array of each tree that a step donates as a whole: to check all of them takes as long as to call the step."""
-    if name == "state":
-        return getattr(argument, "step", None), _first_leaf(getattr(argument, "params", None))
-    return jax.tree.leaves(argument)[:1] if name == "local" else ()
-
-
-def _first_leaf(tree: PyTree) -> Any:
-    """The first leaf of nested dicts, without flattening them."""
-    while isinstance(tree, dict) and tree:
-        tree = next(iter(tree.values()))
-    return leaf_of(tree).value
+    if name != "state":
+        return jax.tree.leaves(argument)[:1] if name == "local" else ()
+    first = getattr(argument, "params", None)
+    while isinstance(first, dict) and first:  # to flatten the tree would take as long as a call, too
+        first = next(iter(first.values()))
+    return getattr(argument, "step", None), leaf_of(first).value
 
 
 def _check_others(others: PyTree, donated: PyTree) -> None:

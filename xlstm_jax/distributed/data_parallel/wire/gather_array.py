@@ -150,11 +150,7 @@ def apart_from_product(cotangent: jax.Array, axes: tuple[str, ...]) -> jax.Array
     """
     if cotangent.ndim != 2 or cotangent.dtype.itemsize >= 4 or not collectives.spread_axes(axes):
         return cotangent
-    return jax.lax.platform_dependent(cotangent, cpu=_behind_barrier, default=lambda grad: grad)
-
-
-def _behind_barrier(grad: jax.Array) -> jax.Array:
-    return jax.lax.optimization_barrier(grad.T).T
+    return jax.lax.platform_dependent(cotangent, cpu=lambda g: jax.lax.optimization_barrier(g.T).T, default=lambda g: g)
 
 
 def packing_of(x: Any, dim: int, axes: tuple[str, ...], how: Communication) -> Packing | None:

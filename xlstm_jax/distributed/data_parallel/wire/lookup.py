@@ -153,7 +153,9 @@ def _look_up_fwd(shard: jax.Array, indices: jax.Array, lookup: RowLookup) -> tup
     asked = asked.astype(jnp.int32) if asked.dtype.itemsize < 4 else asked
     # Without the rows of the padding, so that an index beyond the table gives NaN, and -1 means the last true row.
     rows = jnp.take(columns[: lookup.shape[0]], asked, axis=0)
-    rows = _in_one(collectives.all_to_all(_for_each(rows, lookup), lookup.group), lookup)
+    # Each device of the group gets the rows that it has asked for: [G t, w] -> [G, t, w].
+    by_device = rows.reshape(lookup.group_count, -1, lookup.width)
+    rows = _in_one(collectives.all_to_all(by_device, lookup.group), lookup)
     return rows[:, : lookup.shape[1]].reshape(*indices.shape, -1), (Primal.of(shard), asked)
 
 
@@ -198,11 +200,6 @@ def _shard_of_columns(columns: jax.Array, lookup: RowLookup) -> jax.Array:
         return shard
     pieces = shard.reshape(lookup.group_count, -1, lookup.width)
     return _in_one(collectives.all_to_all(pieces, lookup.group), lookup)[:, : lookup.stored[1]]
-
-
-def _for_each(rows: jax.Array, lookup: RowLookup) -> jax.Array:
-    """[G t, w] -> [G, t, w]: the rows that each device of the group has asked for."""
-    return rows.reshape(lookup.group_count, -1, lookup.width)
 
 
 def _in_parts(rows: jax.Array, lookup: RowLookup) -> jax.Array:
