@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jax.extend.core import jaxprs_in_params
+from xlstm_jax.private_names import core
 
 # JAX's names of gathers. In 0.12 a gather may be two operations, its start and its end.
 GATHERS = frozenset(f"all_gather{form}" for form in ("", "_start", "_done", "_invariant", "_reduced", "_reduced_start"))
@@ -30,7 +30,7 @@ def all_equations(eqns: Iterable[Any]) -> Iterator[Any]:
     while waiting:
         for eqn in waiting.pop():
             yield eqn
-            for inner in jaxprs_in_params(eqn.params):
+            for inner in core.jaxprs_in_params(eqn.params):
                 if id(inner) not in known:
                     known.add(id(inner))
                     waiting.append(inner.eqns)

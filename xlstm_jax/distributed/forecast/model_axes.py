@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding
 
 from xlstm_jax.distributed.data_parallel.equations import COLLECTIVES, named_axes
@@ -31,6 +30,7 @@ from xlstm_jax.distributed.forecast.cost.flops import count_flops
 from xlstm_jax.distributed.hardware.chips import peak_rate
 from xlstm_jax.distributed.hardware.links import Links
 from xlstm_jax.distributed.hardware.topologies import Topology
+from xlstm_jax.private_names import core
 from xlstm_jax.wording import format_bytes, format_mesh
 
 
@@ -140,7 +140,7 @@ def estimate(call: StepCall, links: Links) -> Estimate:
             if axes:
                 wire[axes] += times * links.seconds(axes, sent)
         elif eqn.primitive.name == "scan" and times == 1:
-            body: Any = next(jaxprs_in_params(eqn.params))
+            body: Any = next(core.jaxprs_in_params(eqn.params))
             pairs = zip(eqn.outvars, body.outvars, strict=True)
             kept += sum(_nbytes(v.aval) for v, one in pairs if v.aval.ndim > one.aval.ndim)
     return Estimate(
@@ -157,7 +157,7 @@ def _inside_shard_map(jaxpr: Any, times: int = 1, inside: bool = False) -> Itera
         if inside:
             yield eqn, times
         runs = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
-        for part in jaxprs_in_params(eqn.params):
+        for part in core.jaxprs_in_params(eqn.params):
             yield from _inside_shard_map(part, runs, inside or eqn.primitive.name == "shard_map")
 
 

@@ -19,7 +19,7 @@ evenly over the devices, as it is where every operand is sharded over the whole 
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
