@@ -40,6 +40,7 @@ from implied_pages import (  # noqa: E402
     AT_THE_TOP,
     groups_of_api,
     groups_of_index,
+    messages_by_letter,
     public_names,
     with_keywords,
     write_pages,
@@ -75,15 +76,18 @@ templates_path = ["_templates"]
 html_favicon = "_static/favicon.svg"
 html_show_copyright = False
 html_css_files = ["site.css"]
+html_js_files = ["tables.js"]
 html_show_sphinx = html_show_sourcelink = html_copy_source = False
 pygments_dark_style = "github-dark"
 
 myst_heading_anchors = 3
+myst_enable_extensions = ["deflist"]
 nb_execution_mode = "cache"
 nb_execution_cache_path = str(BUILT / "executed" / _digest_of_the_library())
 nb_execution_timeout = 300  # seconds for one block
 nb_execution_show_tb = True  # of a page that fails, which is a warning, and so fails the build when all pages have run
 nb_merge_streams = True
+nb_render_markdown_format = "myst"  # of tables that a page makes
 nb_code_prompt_show, nb_code_prompt_hide = "Show the code", "Hide the code"
 nb_output_stderr = "remove-warn"  # and a warning fails the build
 
@@ -142,6 +146,7 @@ def read_for_the_site(app, page, source):
         text = groups_of_index(text)
     elif not page.startswith(("reference/", "contents/")):
         text = _with_links(text, {name: f"{top}reference/{name}.md" for name in names} | outside())
+        text = messages_by_letter(text) if page == "troubleshooting" else text
         if page not in AT_THE_TOP and PYTHON.search(text):
             text = _executed(page, text)
     # A notebook is a file to download: its page is the tutorial.

@@ -4,6 +4,7 @@
 a group stands on the group's page. Pages are found by the words that people search for, too: ``KEYWORDS``.
 """
 
+import html
 import importlib
 import re
 from functools import cache
@@ -162,12 +163,40 @@ def groups_of_index(text):
 
 
 def groups_of_api(text):
-    """Of the page of public names its opening, and a table of the groups."""
+    """Of the page of public names its opening, the names by first letter, and the groups with what each is for."""
     groups = groups_of_names()
-    table = "\n".join(f"| [{group.title}](contents/{group.page}.md) | {group.what} |" for group in groups)
+    listed = "\n\n".join(f"[{group.title}](contents/{group.page}.md)\n: {group.what}" for group in groups)
     pages = "\n".join(f"contents/{group.page}" for group in groups)
+    names = letters((name, f"reference/{name}.html") for _, name, _ in sorted(public_names(), key=lambda row: row[1]))
     head = text.split("\n## ")[0]
-    return f"{head}\n| group | what it is for |\n| --- | --- |\n{table}\n\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"
+    return f"{head}\n{names}\n## Groups\n\n{listed}\n\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"
+
+
+def letters(entries, more=""):
+    """Links by first letter, folded, as HTML: of (text, address). A text that begins with … counts from its words."""
+    groups = {}
+    for text, address in entries:
+        first = re.search("[a-zA-Z]", text)[0].upper()
+        groups.setdefault(first, []).append(f'<li><a href="{address}"><code>{html.escape(text)}</code></a></li>')
+    folded = (
+        f'<details name="letter"><summary>{letter}</summary><ul>{"".join(groups[letter])}</ul></details>'
+        for letter in sorted(groups)
+    )
+    return f'```{{raw}} html\n<div class="letters{more}">{"".join(folded)}</div>\n```\n'
+
+
+def messages_by_letter(text):
+    """The page of errors with a list of its messages by first letter, below its opening, and sections that fold."""
+    found = []
+
+    def marked(bullet):
+        name = f"message-{len(found)}"
+        heads = re.findall(r"\*\*`([^`]+)`\*\*", bullet[0].replace("\n  ", " ")) or [bullet[1] or bullet[2]]
+        found.extend((head, f"#{name}") for head in heads)
+        return f'* <a id="{name}"></a>{bullet[0].removeprefix("* ")}'
+
+    text = re.sub(r"^\* (?:\*\*`([^`]+)`|`([^`]+)`)(?:.*\n)(?:  .*\n)*", marked, text, flags=re.MULTILINE)
+    return text.replace("\n## ", f"\n{letters(found, ' folds')}\n## ", 1)
 
 
 def with_keywords(page, text):

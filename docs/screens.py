@@ -8,6 +8,7 @@ single names all have one form, so that ``--all`` is needed for them.
 """
 
 import argparse
+import re
 import shutil
 from pathlib import Path
 
@@ -83,10 +84,10 @@ def main():
     parser.add_argument("site", nargs="?", type=Path, default=BUILT / "html")
     parser.add_argument("--out", type=Path, default=BUILT / "screens")
     parser.add_argument("--browser", default=next(filter(None, map(shutil.which, BROWSERS)), None), help="a Chromium")
-    parser.add_argument("--only", default="", help="pages whose path contains this")
+    parser.add_argument("--only", default="", help="pages in whose path this pattern is found")
     parser.add_argument("--all", action="store_true", help="the pages of single names, too")
     chosen = parser.parse_args()
-    pages = [page for page in pages_of(chosen.site.resolve(), chosen.all) if chosen.only in str(page)]
+    pages = [page for page in pages_of(chosen.site.resolve(), chosen.all) if re.search(chosen.only, str(page))]
     chosen.out.mkdir(parents=True, exist_ok=True)
     for file in chosen.out.glob("*.png"):
         file.unlink()
