@@ -310,6 +310,7 @@ def fit(
         programs.add(job.key)
         return job
 
+    # Two options with one program are a mistake in `build_step`, and would look like a tie.
     kept, programs = chosen_cache(cache), set[str]()  # one for all trials; the keys of what was begun
     limit = room_for_jobs if jobs is None else lambda: jobs
     trials = Search(build, begin, budget, on_trial, on_done, limit).run(meshes)
@@ -364,10 +365,12 @@ class Search:
         compiled = [trial for trial in self.trials if trial.forecast]
         if not compiled:
             raise _no_forecast(self.trials[0].options, self.trials[0].problem)
+        # Minibatches and other meshes begin with what takes least: it has the best chance to fit.
         smallest = min(compiled, key=lambda trial: trial.bytes_per_device or 0)
         self.try_minibatches(smallest)
         rest = self.try_meshes(smallest.options, meshes[1:])
         if self.best is None:
+            # The memory of the host comes last: each byte of it travels there and back in a step.
             rest = self.try_meshes(dataclasses.replace(smallest.options, offload=Offload()), meshes)
         if self.best is not None:
             self.attempt(*[dataclasses.replace(self.best.options, mesh=mesh) for mesh in rest])
@@ -393,6 +396,7 @@ class Search:
         Parameters, optimizer state and the batch take the same whatever number of minibatches it is cut into.
         """
         while self.best is None and trial.forecast and trial.forecast.memory.argument_bytes <= self.budget_bytes:
+            # Twice as many, since each try is a compilation.
             count = 2 * trial.options.num_minibatches
             if count > MAX_MINIBATCHES:
                 return
@@ -482,6 +486,7 @@ def default_meshes(shape: Sequence[int]) -> list[dict[str, int]]:
 def code_of(options: Options, model_axes: Collection[str] = ()) -> str:
     """What to write in the training, line by line; each is at most 60 columns wide for the usual names of axes."""
     axes = tuple(axis for axis in options.mesh if axis not in model_axes)
+    # The code must give what was forecast, and no option that nn.remat makes needless.
     gathered_again = not options.keep_gathered and not options.remat  # nn.remat gathers again by itself
     wrapper = [
         "    shard_module_params,",

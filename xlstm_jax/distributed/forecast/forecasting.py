@@ -210,10 +210,12 @@ class Forecast:
         waits = (self.exposed_bandwidth_seconds, self.exposed_seconds)
         if self.roofline is None or waits[0] is None or waits[1] is None:
             return None
+        # Memory and matrix units work side by side, so the longer of the two counts; what is waited for comes on top.
         least = max(self.kernel_seconds or 0.0, self.roofline.compute_s, self.roofline.memory_s)
         busy = max(self.cycle_seconds or 0.0, self.expected_kernel_seconds or 0.0, least)
         host_s = self.host.waited_s if self.host else 0.0
         times = (least + waits[0] + host_s, busy + waits[1] + host_s)
+        # No step is shorter than its links need, however much of that is hidden.
         return Range(*(max(seconds, self.roofline.wire_s) for seconds in times))
 
     @property
@@ -256,6 +258,7 @@ class Forecast:
 
 def _restored(kind: Any, data: Any) -> Any:
     """A value of a type from what ``json`` has read: dataclasses from dicts and tuples from lists, as annotated."""
+    # JSON has lists for tuples and dicts for dataclasses; the annotations say which it was.
     if isinstance(kind, UnionType):  # X | None
         return None if data is None else _restored(get_args(kind)[0], data)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
@@ -333,6 +336,7 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
         memory = read_memory(compiled.buffers, compiled.live_ranges, names, host_buffers=on_way)
     else:
         memory = memory_of_totals(compiled.memory or {})
+    # Compilers say "exhausted" of other memories too. By its own buffers the step would fit.
     if compiled.too_large and chip and memory.total_bytes <= chip.usable_hbm_bytes:
         raise CompileError(f"the compiler refuses the step for {compiled.too_large}")
     moved = count_hbm_bytes(program) if compiled.platform != "cpu" else None
@@ -371,6 +375,7 @@ def _with_times(forecast: Forecast, program: Program, moved: HbmBytes, links: Li
         )
     else:
         forecast = dataclasses.replace(forecast, pallas_seconds=pallas_seconds(program, flops, chip))
+    # Collectives over one set of axes share its links, so their bytes add up; other axes have links of their own.
     sent: dict[tuple[str, ...], float] = defaultdict(float)
     for collective in forecast.collectives:
         sent[axes_of(links, collective)] += collective.wire_bytes_per_step
@@ -413,6 +418,8 @@ def shared_flops(program: Program, flops: Flops) -> float:
     Products to which the compiler has left no name count as far as the step does more than the named ones.
     """
     outside = executed_flops(program, lambda i: bool(i.op_name) and not in_shard_map(i.op_name))
+    # The compiler drops names where it merges or rewrites products, of the model as well: only what exceeds the jaxpr's
+    # count can be repeated work outside.
     nameless = executed_flops(program, lambda i: not i.op_name)
     beyond = executed_flops(program, lambda i: True) - (flops.total - flops.shared) - outside
     return outside + max(0.0, min(nameless, beyond))
@@ -421,6 +428,7 @@ def shared_flops(program: Program, flops: Flops) -> float:
 def _with_waits(links: Links, collective: Collective) -> Collective:
     timing = collective.timing
     alone = timing.seconds if timing else links.seconds(axes_of(links, collective), collective.wire_bytes)
+    # Of one execution, so that `count` times it is the step's.
     waited = exposed_seconds(links, collective) / max(collective.count, 1)
     return dataclasses.replace(collective, alone_s=alone, exposed_s=waited)
 

@@ -75,8 +75,10 @@ def mesh_on(topology: Topology, sizes: Mapping[str, int]) -> dict[str, int] | No
     left = list(shape)
     within: list[list[tuple[str, int]]] = [[] for _ in shape]
     for axis, size in sizes.items():
+        # Inner dims first, whose links are faster (of GPUs NVLink). "dp" sends least, and takes the outermost.
         order = range(len(shape)) if axis == "dp" else range(len(shape) - 1, -1, -1)
         fitting = [dim for dim in order if left[dim] % size == 0]
+        # An axis that takes a whole dim of a torus can use the links that close its ring.
         whole = [dim for dim in fitting if is_torus and left[dim] == size == shape[dim]]
         if not fitting:
             return None

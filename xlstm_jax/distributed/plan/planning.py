@@ -93,6 +93,7 @@ def plan_sharding(
     """
     sizes = _checked_sizes(axis_sizes)
     mesh = planning_mesh(sizes)
+    # What a mixture of experts is cannot be read off its parameters: each one tells when it is initialised.
     with noting_experts() as mixtures:
         freeze = partial(with_frozen, trainable=trainable, frozen_dtype=frozen_dtype)
         variables = _planned_init(model, mesh, rng, inputs, kwargs, freeze)
@@ -102,15 +103,18 @@ def plan_sharding(
     else:
         axes = _checked_axes(axis_name, sizes)
         threshold = DEFAULT_MIN_WEIGHT_SIZE if min_weight_size is None else min_weight_size
+        # No module is wrapped: planned as if one wrapper were around the whole model.
         over = {axis: sizes[axis] for axis in axes}
         params = {PARAMETERS: variables.get(PARAMETERS, {})}
         variables = variables | with_unit(plan_params(params, over, ShardPolicy(tuple(over), threshold)), params)
         assumed = f"shard_module_params({type(model).__name__}, {format_axes(axes)}, {threshold})"
     partition_specs(variables, mesh)  # refuses names that are no axes
+    # In the order in which training gathers several axes.
     params = balanced_over_model(variables.pop(PARAMETERS, {}), sizes)
     layout = optimizer_layout(params, mesh)
     of_params, beside = _optimizer_rows(tx, params, layout, offload)
     rows = [_parameter_row(path, leaf, of_params[path], sizes) for path, leaf in leaves_with_path(params)]
+    # Other collections (batch_stats) are whole, unless the model has boxed them.
     for collection, path, leaf in [(name, *found) for name in variables for found in leaves_with_path(variables[name])]:
         path = f"({collection}) {path}"
         reason = BoxedByModel(leaf_of(leaf).names) if leaf_of(leaf).axes else NoParameter()
@@ -137,6 +141,7 @@ def _roles(params: PyTree, experts: Sequence[ExpertPlan], sizes: dict[str, int])
         own = set(leaf_of(leaf).axes) - set(_gathered_axes(leaf))
         mixture = next((plan for plan in experts if path.startswith(f"{plan.path}/experts/".lstrip("/"))), None)
         of_layers |= own - set(mixture.axes) if mixture else own
+    # One axis may have several roles: the same devices split weights of one layer, and experts of the next.
     by_role = {"fsdp": gathered, "tensor": of_layers, "experts": of_experts}
     return {axis: tuple(role for role, axes in by_role.items() if axis in axes) for axis in sizes}
 
@@ -156,6 +161,7 @@ def _planned_init(
         with jax.sharding.use_abstract_mesh(mesh), rules_of_mesh():
             return freeze(with_mesh_names(model.init(rng, *inputs, **kwargs)))
 
+    # Nothing is computed: a key without a value will do.
     key = jax.eval_shape(lambda: jax.random.key(0)) if rng is None else rng
     with answered_for(None):
         return dict(jax.eval_shape(init, key, inputs))
@@ -190,6 +196,7 @@ def _check_not_given(**options: Any) -> None:
 
 
 def _parameter_row(path: str, leaf: PyTree, state: Mapping[str, ByteCount], sizes: dict[str, int]) -> LeafPlan:
+    # A gradient is as large as its parameter, and split like it.
     kept: dict[str, Any] = {"parameters": _bytes_of(path, leaf, sizes), **state}
     kept["trainable"] = leaf_of(leaf).trainable
     if leaf_of(leaf).is_differentiable:
@@ -235,6 +242,7 @@ def _bytes_of(path: str, leaf: PyTree, sizes: dict[str, int]) -> ByteCount:
                 f"dim {dim} of size {value.shape[dim]}. Give the dim another size, or name another axis for it."
             )
     itemsize = value_dtype(value).itemsize
+    # Per device what is stored counts; in all, what the model has.
     stored = math.prod(value.shape) * itemsize  # with the padding of a dim that the axes do not divide
     total = stored if found.packed else math.prod(found.true_shape) * itemsize
     return ByteCount(total, stored // _count(found.axes, sizes))
@@ -246,6 +254,7 @@ def _reason(leaf: PyTree) -> Reason:
         return BoxedByModel(leaf_of(leaf).names) if leaf_of(leaf).axes else Unwrapped()
     deciding: dict[tuple[str, ...], Decision] = {}
     for decision in leaf.decisions:
+        # Of wrappers within each other over the same axes the first that splits decides; the others find it split.
         settled = deciding.get(decision.axes)
         if settled is None or settled.choice.dim is None:
             deciding[decision.axes] = decision
@@ -269,6 +278,7 @@ def _gathering(path: str, leaf: PyTree, sizes: dict[str, int]) -> dict[str, Any]
     added = _count(set(found.axes) - seen, sizes)
     layers = math.prod(shape) // math.prod(last.shape) // added
     stored = list(last.shape)
+    # The padding travels, too.
     stored[dim] = padded_size(stored[dim], _count(last.axes, sizes))
     # What no wrapper gathers (tensor parallel) stays split.
     shard = [size // _count(entry_axes(entry), sizes) for size, entry in zip(stored, last.names, strict=True)]
@@ -308,6 +318,7 @@ def _optimizer_rows(
     placed = on_host(optimizer_state_shardings(opt_state, params, layout.mesh), opt_state, params, offload)
     shardings, paths = dict(leaves_with_path(placed)), {path: path for path, _ in leaves_with_path(params)}
     for path, leaf in leaves_with_path(opt_state):
+        # By the shardings that training would give it: copies, offload and all.
         value, sharding = leaf_of(leaf).value, shardings[path]
         stored = math.prod(sharding.shard_shape(value.shape)) * value.dtype.itemsize
         kept = ByteCount(math.prod(leaf_of(leaf).true_shape) * value.dtype.itemsize, stored)

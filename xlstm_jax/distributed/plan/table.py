@@ -62,6 +62,7 @@ def _lines(rows: Iterable[LeafPlan]) -> list[Line]:
     alike: dict[Any, list[LeafPlan]] = {}
     for row in rows:
         module = None if row.gathered_with is None else path_pattern(f"{row.gathered_with}/")
+        # Two rows are alike if all but their paths is equal.
         same = dataclasses.replace(row, path="", gathered_with=module)
         alike.setdefault((path_pattern(row.path), same), []).append(row)
     named = [(pattern if len(group) > 1 else group[0].path, group) for (pattern, _), group in alike.items()]
@@ -73,6 +74,7 @@ def _module_depth(paths: list[str]) -> int:
     """How many parts of a path name its module: one more than all paths share, so that there are several modules."""
     parents = [path.split("/")[:-1] for path in paths]
     shared = 0
+    # A model within a wrapper, or a single top module, would otherwise be the only module of the table.
     while parents and all(len(p) > shared + 1 for p in parents) and len({p[shared] for p in parents}) == 1:
         shared += 1
     return shared + 1

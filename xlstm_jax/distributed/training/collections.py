@@ -93,6 +93,8 @@ def updated_collections(
     def again(*args: Any) -> list[Any]:
         return jax.tree.leaves(_like_before(args[-1], loss(*args).collections))
 
+    # By type nearly all statistics vary, as activations do. Whether they differ in fact, the equations say; to read
+    # them the loss is traced once more.
     in_fact = differing_axes(again, args, differing_args(args, axes))
     found = zip(leaves, of_types, in_fact, strict=True)
     _check_equal({path: by_type & differing for (path, _), by_type, differing in found if by_type & differing}, axes)
@@ -164,6 +166,7 @@ def _check_equal(differing: dict[str, Axes], axes: tuple[str, ...]) -> None:
 def _equal_by_type(new: PyTree, of_types: list[Axes]) -> PyTree:
     """Equal values with types that say so. Where types are tracked, a maximum over devices casts them."""
     values, treedef = jax.tree.flatten(new)
+    # The values are equal already; JAX has no cast from varying to equal, so a maximum serves as one.
     tracked = [tuple(sorted(filter(collectives.is_tracked, axes))) for axes in of_types]
     for axes in sorted(set(tracked) - {()}):
         indices = [index for index, over in enumerate(tracked) if over == axes]
@@ -189,7 +192,10 @@ def overwriting_result(
         return loss_fn(both[0], *others, {**collections, OVERWRITTEN: both[1]})
 
     both = weights, collections[OVERWRITTEN]
+    # The loss is divided by N first, so that gradients of outputs are as large as on one device (see the top of this
+    # file).
     local = local_result(loss, both, axes, devices=devices)
+    # And back, as all other callers expect the means of one device.
     loss_of_device, grads = jax.tree.map(lambda x: x * devices, (local.loss, local.grads[:count]))
     live, put_back = trees.split_differentiable(collections[OVERWRITTEN])
     found = [leaf_of(leaf).value for leaf in local.grads[count:]]

@@ -128,8 +128,11 @@ def _over_all_parts(found: Arrays, first: Array, axis: str) -> Arrays:
     """
     log_normalizer, label_logit, likeliest, largest = found
     most = [lax.stop_gradient(log_normalizer), lax.stop_gradient(largest)]
+    # Relative to the largest, so that no exponential overflows. The reference is a constant: it cancels.
     reference, highest = collectives.all_reduce(["max", "max"], most, (axis,))
     total = leave_split(jnp.exp(log_normalizer - reference), axis)
+    # Devices whose largest logit is not the largest of all propose no entry; of equal ones the first wins, as in
+    # argmax.
     entries = jnp.where(largest == highest, likeliest + first, jnp.iinfo(likeliest.dtype).max)
     (likeliest,) = collectives.all_reduce(["min"], [entries], (axis,))
     return reference + jnp.log(total), leave_split(label_logit, axis), likeliest, highest
@@ -166,12 +169,14 @@ def _read_logits(hidden: Array, kernel: Array, labels: Array, vocab_dim: int, ch
         logits = _logits(hidden, lax.dynamic_slice_in_dim(kernel, start, size, vocab_dim), vocab_dim)
         highest = logits.max(axis=-1)
         new = jnp.maximum(largest, highest)
+        # The sum so far is relative to the old maximum; it is brought to the new one, so that nothing overflows.
         total = total * jnp.exp(largest - new) + jnp.exp(logits - new[..., None]).sum(axis=-1)
         label_logit += jnp.where(_is_label(labels, start, size), logits, 0).sum(axis=-1)
         likeliest = jnp.where(highest > largest, start + jnp.argmax(logits, axis=-1).astype(jnp.int32), likeliest)
         return new, total, label_logit, likeliest
 
     zeros = jnp.zeros_like(labels, wide)
+    # Made of the labels, so that under check_vma the carry varies over the axes of the tokens.
     carry = (zeros - jnp.inf, zeros, zeros, jnp.zeros_like(labels, jnp.int32))
     largest, total, label_logit, likeliest = _over_chunks(read, carry, kernel.shape[vocab_dim], chunk_size)
     return largest + jnp.log(total), label_logit, likeliest, largest
@@ -190,6 +195,7 @@ def _read_logits_bwd(vocab_dim: int, chunk_size: int, kept: Arrays, cotangents: 
     def add(carry: PyTree, start: Any, size: int) -> PyTree:
         d_hidden, d_kernel = carry
         chunk = lax.dynamic_slice_in_dim(kernel, start, size, vocab_dim)
+        # Logits are computed again, chunk by chunk: to keep them would take what the loop saves.
         softmax = jnp.exp(_logits(hidden, chunk, vocab_dim) - log_normalizer[..., None])
         of_label = jnp.where(_is_label(labels, start, size), d_label_logit[..., None], 0)
         d_logits = (softmax * d_normalizer[..., None] + of_label).astype(hidden.dtype)

@@ -161,5 +161,6 @@ class _Evaluation:
                 f"eval_fn returned {kind_of(observed)}, and a dict of the arguments of metric.update is expected, as "
                 "{'values': losses, 'weight': batch['weight']}."
             )
+        # Asked after a call whose batch was padded: rows of zeros must not count.
         self.is_weighted = any("weight" in name or "mask" in name for name in observed)
         return self.metric.update(local, **observed)

@@ -45,6 +45,7 @@ def compare_batches(batch: PyTree, mesh: Mesh | AbstractMesh) -> None:
         return
     leaves, me = dict(trees.leaves_with_path(batch)), jax.process_index()
     arrays = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, jax.Array)}
+    # Arrays over several processes may hold other rows in each. All else must be the same everywhere.
     rows = {path: x for path, x in arrays.items() if not (x.is_fully_addressable or x.is_fully_replicated)}
     entries = entries_of({path: leaf for path, leaf in leaves.items() if path not in rows})
     entries |= {path: f"{leaf.dtype}{list(leaf.shape)}, {leaf.sharding}" for path, leaf in rows.items()}
@@ -73,6 +74,7 @@ def _rows_here(rows: Mapping[str, jax.Array]) -> str:
             content = np.asarray(shard)
             where.append([path, index])
             what.append(digest(content.tobytes()))
+            # Rows that are all alike (zeros of a test) prove nothing: equal digests are then no mistake.
             flat = content.reshape(len(content), -1) if len(content) > 1 else content.reshape(-1, 1)
             vary = vary or bool(np.any(flat != flat[:1]))
     return json.dumps([digest(json.dumps(where)), digest(json.dumps(what)), vary])

@@ -124,6 +124,7 @@ def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
                 "An optimizer sees bare arrays, no boxes: choose by shape or by path, as mask=lambda params: "
                 "jax.tree_util.tree_map_with_path(lambda path, p: 'kernel' in jax.tree_util.keystr(path), params)."
             )
+        # If a vector decays too, the mask does not go by the number of dims: then nothing is suspect.
         flat = [path for path in taken if ndim[path] <= 1]
         biases = [path for path, decays in taken.items() if decays and path.rpartition("/")[2] in NO_DECAY]
         if biases and flat and not any(taken[path] for path in flat):
@@ -147,6 +148,7 @@ def warn_of_options(tx: optax.GradientTransformation, weighted: bool, learning_r
             )
     given = [*learning_rate.values()] if isinstance(learning_rate, Mapping) else [learning_rate]
     own = inside.schedules(tx)
+    # Of a chain of several schedules the user may report one, or their product.
     product = [lambda count: math.prod(schedule(count) for schedule in own)]
     for schedule in filter(callable, given):
         if own and not any(_difference(schedule, other) is None for other in [*own, *product]):
@@ -160,6 +162,7 @@ def warn_of_options(tx: optax.GradientTransformation, weighted: bool, learning_r
 
 def _difference(one: Callable[[Any], Any], other: Callable[[Any], Any]) -> tuple[int, float, float] | None:
     """The first count at which two schedules differ in more than sign, and both values; None for equal schedules."""
+    # Schedules are functions: they are compared where warmup, decay and their ends would differ.
     for count in COUNTS:
         a, b = abs(_at(one, count)), abs(_at(other, count))
         if not math.isclose(a, b, rel_tol=1e-4):
@@ -168,6 +171,7 @@ def _difference(one: Callable[[Any], Any], other: Callable[[Any], Any]) -> tuple
 
 
 def _at(schedule: Callable[[Any], Any], count: int) -> float:
+    # This runs while a step is traced, where a schedule would return a tracer.
     with jax.ensure_compile_time_eval():
         return float(schedule(jnp.int32(count)))
 
@@ -184,6 +188,7 @@ def warn_if_nothing_is_split(
     """
     leaves = dict(trees.leaves_with_path(params))
     split = any(leaf_of(leaf).axes for leaf in leaves.values())  # an axis of size 1 counts: fsdp=1 is a choice
+    # One warning for each mesh and model, since reasons take a plan to find.
     key = (tuple(mesh.shape.items()), tuple((path, np.shape(leaf_of(leaf).value)) for path, leaf in leaves.items()))
     if split or mesh.size == 1 or not leaves or key in _warned:
         return
@@ -246,6 +251,7 @@ def warn_of_idle_axes(mesh: AnyMesh, batch_axes: tuple[str, ...], state: PyTree,
     idle = Axes(axis for axis, size in mesh.shape.items() if size > 1) - split - Axes(batch_axes)
     if not idle or ("idle", mesh, idle) in _warned:
         return
+    # The trace is looked at last: it costs as much as that of the step.
     if idle := idle - all_named_axes(jaxpr().eqns):
         names, times = sorted(idle), math.prod(mesh.shape[axis] for axis in idle)
         _warn(
@@ -286,6 +292,7 @@ def _maker(jaxpr: Any, atom: Any) -> str:
         return _maker(jaxpr, eqn.invars[0])
     if (inner := eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))) is None or eqn.primitive.name == "scan":
         return eqn.primitive.name
+    # Within a function (jit) the maker is that of its result at the same place. A loop's result has no single maker.
     inner = getattr(inner, "jaxpr", inner)
     return _maker(inner, inner.outvars[[made is atom for made in eqn.outvars].index(True)])
 

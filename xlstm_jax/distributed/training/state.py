@@ -92,6 +92,7 @@ class TrainState(FlaxTrainState):
         cls, *, apply_fn: Callable[..., Any], params: PyTree, tx: optax.GradientTransformation, **fields: Any
     ) -> "TrainState":
         """As Flax's, but the optimizer does not see frozen parameters."""
+        # Flax's `create` calls tx.init on what it gets, so the frozen leaves come back afterwards.
         state: TrainState = super().create(apply_fn=apply_fn, params=trees.without_frozen(params), tx=tx, **fields)
         return state.replace(params=params)
 
@@ -104,6 +105,8 @@ class TrainState(FlaxTrainState):
         """
         mesh = _mesh_of(self.params)
         kept = [leaf for _, leaf in trees.leaves_with_path(self.opt_state) if is_box(leaf) and not is_owned(leaf)]
+        # Boxes around moments that have no padding: the state was made of boxed parameters, and not by
+        # create_train_state.
         if mesh is None or collectives.manual_axes() or not all(leaf_of(leaf).is_padded for leaf in kept):
             return super().apply_gradients(grads=grads, **kwargs)
 
@@ -249,6 +252,7 @@ def create_train_state(
     check_model(model)
     check_transform(tx, "create_train_state")
     mesh = auto_mesh(mesh)
+    # Layers that a wrapper would gather at once show only while the model is initialised.
     with noting_stacks() as stacks:
         freezing: dict[str, Any] = {"trainable": trainable, "frozen_dtype": frozen_dtype}
         variables = dict(init_sharded(model, mesh, rng, *inputs, batch_axes=batch_axes, **freezing, **kwargs))
@@ -259,6 +263,7 @@ def create_train_state(
     if not whole_ok:
         warn_if_nothing_is_split(params, mesh, reasons_in_plan(model, mesh, rng, inputs, kwargs))
         warn_of_gathered_stacks(stacks, mesh)
+    # On the mesh from the beginning: a step returns it there, and another sharding would compile the second step again.
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, PartitionSpec()))
     opt_state = sharded_opt_state(tx, params, mesh, offload)
     kept = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), variables)  # strongly typed, see sharded_opt_state
@@ -275,6 +280,7 @@ def sharded_opt_state(
         # typed, because a step returns strong types: after a weak type the second step would compile again.
         return jax.tree.map(lambda x: jnp.array(x, x.dtype), initial_state(tx, params, optimizer_layout(params, mesh)))
 
+    # The shapes of the state are known only once tx.init was traced; where each leaf lies follows from them.
     abstract = jax.eval_shape(init, params)
     out = on_host(optimizer_state_shardings(abstract, params, mesh), abstract, params, offload)
     return jax.jit(init, out_shardings=out)(params)
@@ -349,6 +355,7 @@ def _with_update(state: State, grads: PyTree, mesh: Mesh | AbstractMesh, **extra
     def update(stored: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
         opt_state = given_state(stored)
         try:
+            # An optimizer for matrices (Muon) sees global arrays without names; the layout tells it how they are split.
             with laid_out(optimizer_layout(state.params, mesh)):
                 updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
         except Exception:  # an optimizer that gets the state of another may raise anything
@@ -363,6 +370,7 @@ def _with_update(state: State, grads: PyTree, mesh: Mesh | AbstractMesh, **extra
         }
         return jax.lax.with_sharding_constraint(opt_state, where), fields
 
+    # Without offload this is `update` itself.
     opt_state, fields = streamed(update, state.opt_state, where, owners(state.opt_state, state.params))
     return state.replace(**fields, opt_state=opt_state)
 
@@ -375,6 +383,7 @@ def _nan_where_spoiled(loss: Array, state: Any, collections: Mapping[str, PyTree
     """
     if not (collections and skip_counts(state.opt_state)):
         return loss
+    # Integers and keys are always finite.
     floats, _ = trees.split_differentiable(collections_of(state))
     new_floats, _ = trees.split_differentiable(collections)
     pairs = [(leaf_of(old).value, leaf_of(new).value) for old, new in zip(floats, new_floats, strict=True)]

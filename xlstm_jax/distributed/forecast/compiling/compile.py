@@ -148,6 +148,7 @@ class StepCall:
         by_jit = zip(self.argument_names, self.in_shardings, strict=False)
         meshes = [(path, sharding.mesh) for path, sharding in [*own, *by_jit] if isinstance(sharding, NamedSharding)]
         by_shape: dict[Any, tuple[str, Mesh | AbstractMesh]] = {}
+        # Meshes with devices first, so that of two meshes of one shape the one with devices is kept.
         for path, mesh in sorted(meshes, key=lambda pair: isinstance(pair[1], AbstractMesh)):
             by_shape.setdefault(tuple(mesh.shape.items()), (path, mesh))
         if len(by_shape) > 1:
@@ -228,6 +229,7 @@ def compile_here(call: StepCall) -> Compiled:
         said = said_of_step("the devices at hand", error, options)
         raise CompileError(f"the compiler refuses the step for {said}") from error
     seconds = time.monotonic() - start
+    # Arguments may lie on no mesh, so the compiled program says where it runs.
     devices = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))[0].device_set
     if mesh is None and len(devices) > 1:
         raise ValueError(f"the step runs on {len(devices)} devices, but its arguments lie on no mesh. {GIVE_SHARDINGS}")
@@ -300,6 +302,7 @@ def begin_for_topology(call: StepCall) -> Pending[Compiled]:
             f"the step is made for {exported.nr_devices} devices, but its arguments lie on the mesh "
             f"{call.axis_sizes}. {GIVE_SHARDINGS}"
         )
+    # The child gets bytes and JSON alone: what it writes must follow from them, so that it can be kept in a cache.
     options = resolved(call.compiler_options, topology.chip.device_kinds[0], topology.shape)
     settings: dict[str, Any] = {
         "axes": call.axis_sizes or {"device": 1},

@@ -162,6 +162,7 @@ class Pending(Generic[T]):
 
         One compiler is told from another by versions, libtpu's file, and the text of the child's program.
         """
+        # The variable names another libtpu than that of the package, whose version says nothing of it.
         library = os.environ.get("TPU_LIBRARY_PATH")
         status = os.stat(library) if library and os.path.exists(library) else None
         rest = {
@@ -188,6 +189,7 @@ class Pending(Generic[T]):
             folder = Path(self._folder.name)
             (folder / "step.bin").write_bytes(self.step)
             (folder / "request.json").write_text(json.dumps(self.settings))
+            # -P: the folder of the child's program, with the files of the library in it, stays off the path.
             command = [sys.executable, "-P", compile_child.__file__, str(folder)]
             with open(folder / "log", "wb") as log:
                 self._child = subprocess.Popen(

@@ -52,8 +52,10 @@ def waits(run: Sequence[float], transfers: Sequence[Transfer]) -> list[float]:
     for number, transfer in enumerate(transfers):
         starts[transfer.start].append(number)
         ends[transfer.end].append(number)
+    # The clock; when each link is free again; when each transfer ends; how long each was waited for.
     now, free, done, waited = 0.0, defaultdict[str, float](float), {}, [0.0] * len(transfers)
     for position, seconds in enumerate(run):
+        # Starts before ends: a synchronous transfer has both at one position.
         for number in starts[position]:
             transfer = transfers[number]
             done[number] = max([now, *(free[link] for link in transfer.links)]) + transfer.seconds
@@ -107,6 +109,8 @@ class Kernels:
             return Seconds(once.total * trips, once.products * trips)
         if not instruction.is_work or opcode in COLLECTIVES:
             return Seconds()
+        # A fusion is one kernel, also where it holds several products: they run one after the other, while its memory
+        # moves.
         products = sum(
             flops / peak_rate(self.chip, jax_name_of(operand_shapes(within, inner)[0].dtype))
             for within, inner in self.program.with_fused(computation, instruction)

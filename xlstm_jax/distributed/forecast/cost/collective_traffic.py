@@ -221,6 +221,7 @@ def _collective(
     program: Program, site: Site, axis_sizes: Mapping[str, int], devices: int, cycles: LoopCycles
 ) -> Collective:
     if site.inner.opcode.startswith("collective-permute"):
+        # A permute has pairs in place of groups: those that are connected exchange data.
         groups: Groups = connected(site.inner.source_target_pairs) or ((0,),)
     else:
         groups = site.inner.groups or (tuple(range(devices)),)
@@ -235,6 +236,7 @@ def _collective(
     stands_for = _stands_for(site, program, group_size, names)
     gathers = "all-gather" in (site.kind, stands_for)
     leaves = tuple(_leaf(program, value) for value in site.arrays) if gathers else ()
+    # All or none: `leaves` has an entry for each array that travels.
     leaves = leaves if all(leaves) else ()
     direction = module_path(names[0])[1] if names[0] else OTHER
     if gathers and not site.own_names and direction == BACKWARD:
@@ -275,8 +277,10 @@ def _op_names(program: Program, site: Site) -> tuple[str, ...]:
     """
     if site.own_names:
         return site.own_names
+    # Of an all-reduce that a compiler has made of others, the name may be left in the computation that adds two values.
     reducers = [program.computations[name] for name in site.inner.called.get("to_apply", ())]
     own = [i.op_name for reducer in reducers for i in reducer.parameters.values() if i.op_name]
+    # A name without a slash is that of an argument, and says nothing of what is done.
     near = (other for value in site.arrays for other in (value, *upstream(program, value)))
     names = itertools.chain(own, (value.instruction.op_name for value in near if "/" in value.instruction.op_name))
     return (next(names, ""),)
@@ -288,6 +292,7 @@ def _stands_for(site: Site, program: Program, group_size: int, names: tuple[str,
     primitive = names[0].rsplit("/", 1)[-1]
     if primitive in _SCATTER_NAMES:
         return "reduce-scatter"
+    # A TPU's compiler that puts an all-reduce in place of a gather drops the name: then only the zeros tell.
     in_zeros = not site.own_names and all(_is_shard_in_zeros(program, value, group_size) for value in site.arrays)
     return "all-gather" if primitive in _GATHER_NAMES or in_zeros else None
 
@@ -300,6 +305,7 @@ def _is_shard_in_zeros(program: Program, value: Value, group_size: int) -> bool:
             return False
         value = before[0]
     whole, shard = (value.computation.by_name[name] for name in value.instruction.operands[:2])
+    # The array into which the shard is written may have come through copies and calls from the constant that made it.
     base = origin(program, Value(value.computation, whole.name)).instruction
     is_zero = base.opcode == "constant" and _ZERO.fullmatch(base.operand_text)
     return bool(is_zero) and whole.shapes[0].nbytes == group_size * shard.shapes[0].nbytes
@@ -337,6 +343,8 @@ def _is_in_own_scope(op_name: str) -> bool:
 
 def _pieces_in_loops(program: Program, site: Site) -> int:
     """Into how many pieces a loop after the gather cuts what was gathered; 1 without such a loop."""
+    # A gather in front of a loop over layers brings the weights of all layers: in each trip the loop cuts out those of
+    # one. A slice that runs as often as the gather itself is not such a loop's.
     trips = {computation.name: count for computation, count in program.executed()}
     pieces = [
         _size(piece.computation.by_name[piece.instruction.operands[0]]) // max(_size(piece.instruction), 1)

@@ -144,6 +144,7 @@ def _results(instruction: Instruction, operands: list[Instruction]) -> tuple[Sha
     """The arrays that an instruction makes. The type of a ``-start`` lists its operands too; they are left out."""
     if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
         return instruction.shapes
+    # Its type is (copy, original, context).
     if instruction.opcode == "copy-start":
         return instruction.shapes[:1]
     return instruction.shapes[sum(len(operand.shapes) for operand in operands) :]
@@ -156,6 +157,8 @@ def _callee(program: Program, instruction: Instruction) -> Computation | None:
 
 def _needed(program: Program, computation: Computation, instruction: Instruction) -> int | None:
     """The bytes of a value that are read inside of a fusion; None for all."""
+    # A parameter may be read by several: bytes that two of them slice out count twice, but never more than all (see
+    # `moved_by`).
     parts = [_needed_by(program, computation, *user) for user in computation.users.get(instruction.name, ())]
     known = [part for part in parts if part is not None]
     return sum(known) if len(known) == len(parts) else None
@@ -179,6 +182,7 @@ def _needed_by(program: Program, computation: Computation, user: Instruction, po
 def _is_result(computation: Computation, instruction: Instruction) -> bool:
     """Whether a value goes nowhere but into the result."""
     users = [user for user, _ in computation.users.get(instruction.name, ())]
+    # Then the update is in place: the fusion writes into the array that it was given.
     passed = all(user.opcode in ("bitcast", "tuple") and _is_result(computation, user) for user in users)
     return passed if users else instruction.is_root
 
@@ -190,6 +194,7 @@ def _written_by(
     parts = root.operands if root.opcode == "tuple" else (root.name,)
     if caller.opcode.endswith("-start"):
         results = results[: len(parts)]  # behind them stands what the start itself needs
+    # Where the root does not say what makes each result, all of it counts as written.
     parts = parts if len(parts) == len(results) else ()
     aliasing = _ALIASING.search(caller.attributes)
     aliased = {int(index or 0) for index in _ALIASED.findall(aliasing[1])} if aliasing else set()

@@ -161,6 +161,7 @@ class _Allocation:
 
 def memory_of_totals(sizes: Mapping[str, int]) -> Memory:
     """The memory of a program of which only the totals of JAX's ``memory_analysis`` are known."""
+    # What JAX counts as output includes the outputs that are written over an argument.
     alias, temporary = sizes.get("alias", 0), sizes.get("temp", 0)
     output = sizes.get("output", 0) - alias
     return Memory(sizes.get("argument", 0), alias, output, temporary, constant_bytes=0, peak_live_bytes=temporary)
@@ -187,6 +188,7 @@ def read_memory(
     """
     paths = module_paths(filter(None, op_names.values()))
     operations = {instruction: _Operation(name, *paths[name]) for instruction, name in op_names.items() if name}
+    # On-chip memory (VMEM) has allocations of its own, of another color.
     allocations = [a for a in _allocations(buffer_assignment) if a.color == HBM]
     sums = {kind: sum(a.bytes for a in allocations if a.kind == kind) for kind in KINDS}
     schedule, ranges = _live_ranges(live_range)
@@ -219,6 +221,7 @@ def operation_names(program: Program) -> dict[str, str]:
     for computation, _ in program.executed():
         for instruction in computation.instructions:
             before = upstream(program, Value(computation, instruction.name))
+            # A tuple or a loop stems from many operations: none of them names it.
             names = (value.instruction.op_name for value in before if instruction.opcode not in COLLECTIONS)
             names_by_instruction[instruction.name] = instruction.op_name or next(filter(None, names), "")
     return names_by_instruction
@@ -259,12 +262,14 @@ def _live_ranges(text: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
             ranges[span[1] + span[2]] = (int(span[3]), int(span[4]))
     if not schedule or not ranges:
         raise ValueError(f"This is no live-range text of XLA, with InstructionSequence and ranges: {text[:80]!r}.")
+    # Values that live to the end have a last point behind the last instruction.
     last = max(*schedule, *(stop for _, stop in ranges.values()))
     return [schedule.get(point, "") for point in range(last + 1)], ranges
 
 
 def _temporaries(allocations: Iterable[_Allocation], ranges: Mapping[str, tuple[int, int]]) -> list[_Live]:
     """All temporaries, their allocations laid one behind the other."""
+    # Offsets are those within an allocation. Laid one behind the other, ranges of different allocations do not meet.
     temporaries, base = [], 0
     for allocation in (a for a in allocations if a.kind == "temporary"):
         for value in allocation.values:
@@ -295,6 +300,8 @@ def _arguments(allocations: Iterable[_Allocation], operations: _Operations) -> t
 
 def _stretches(temporaries: Sequence[_Live]) -> tuple[np.ndarray, list[slice]]:
     """The bytes of the stretches into which the ends of all temporaries cut their memory, and the stretches of each."""
+    # Between two neighbouring edges all bytes are used alike, so a stretch is counted as one, however many bytes it
+    # has.
     edges = np.unique([edge for value, *_ in temporaries for edge in (value.start, value.stop)])
     return np.diff(edges), [slice(*np.searchsorted(edges, (value.start, value.stop))) for value, *_ in temporaries]
 
@@ -323,6 +330,7 @@ def _temporaries_at(point: int, temporaries: Sequence[_Live], operations: _Opera
     for live, used in zip(temporaries, stretches, strict=True):
         by_range[live.value.start, live.value.stop].append((live, used))
     free, found = np.ones(len(widths), bool), []
+    # The largest ranges first: a value that is written in place into a part of another is the other's.
     for _, sharing in sorted(by_range.items(), key=lambda item: (item[0][0] - item[0][1], item[0])):
         if not (history := _history([live for live, _ in sharing], point)):
             continue
@@ -337,6 +345,8 @@ def _history(sharing: Sequence[_Live], point: int) -> list[_Live]:
     """Of the values in one range of bytes: those live at the point, then those that touch these in time, and so on."""
     first, last = point, point
     history: list[_Live] = []
+    # In place of a value that ends another one begins, in the same bytes: a carry through the trips of a loop, or an
+    # update in place. All of them are one buffer.
     while more := [live for live in sharing if live not in history and live.first <= last and first <= live.last]:
         history += more
         first, last = min(live.first for live in history), max(live.last for live in history)
@@ -362,6 +372,7 @@ def _timeline(live: np.ndarray, schedule: Sequence[str], operations: _Operations
     for instruction in schedule:
         current = operations.get(instruction, current)
         running.append((current.path, current.direction))
+    # Thinned by maxima, and not by every n-th point, so that the peak stays.
     stretches = np.array_split(np.arange(len(live)), min(points, len(live)))
     highest = [int(stretch[live[stretch].argmax()]) for stretch in stretches]
     return tuple(Moment(point, int(live[point]), *running[point]) for point in highest)

@@ -95,6 +95,7 @@ def _convolution_flops(computation: Computation, instruction: Instruction) -> in
     described = _WINDOW.search(instruction.attributes)
     entries = [entry.split("=") for entry in described[1].split()] if described else []
     window = {name: values.split("x") for name, values in entries}
+    # Times the taps of each dim of the window, below.
     flops = 2 * of_out["b"] * of_out["f"] * of_kernel["i"]
     for place, dim in enumerate(sorted(of_out.keys() - {"b", "f"})):
         one = {name: values[place] for name, values in window.items()}
@@ -136,6 +137,7 @@ def pallas_seconds(program: Program, flops: Flops, chip: Chip) -> float | None:
 
     The compiler estimates no cycles for them. FLOP are those of the jaxpr, so it is one roofline of all together.
     """
+    # Those of XLA's own kernels have an estimate. A kernel that a model brings along has none, and is timed here.
     moved = [
         trips * sum(moved_by(program, computation, instruction))
         for computation, trips, instruction in scheduled(program)

@@ -42,12 +42,14 @@ def _timed_in(
         for kernels in (expected, least)
     )
     alone = [_alone(links, collective) for _, collective in pairs]
+    # Once with what NCCL needs and kernels reach, and once by published rates alone: the second is a bound from below.
     real = [Transfer(*site.span, own.networks, own.seconds) for (site, _), own in zip(pairs, alone, strict=True)]
     ideal = [dataclasses.replace(whole, seconds=own.bandwidth_s) for whole, own in zip(real, alone, strict=True)]
     waited = waits([seconds.total for seconds in runs], real)
     by_bandwidth = waits([seconds.total for seconds in at_peak], ideal)
     until = list(accumulate(runs, initial=Seconds()))
     for (site, collective), own, waited_s, bandwidth_s in zip(pairs, alone, waited, by_bandwidth, strict=True):
+        # What runs between start and end is the difference of two points of the clock.
         start, end = site.span
         run = until[end] - until[start]
         beside = dataclasses.replace(collective.overlapped, seconds=run.total, product_seconds=run.products)

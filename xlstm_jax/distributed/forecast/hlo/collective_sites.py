@@ -135,6 +135,7 @@ def _during(computation: Computation, start: Instruction) -> tuple[Instruction, 
 
 def end_of(computation: Computation, start: Instruction) -> int:
     """The position of the ``-done`` of what an instruction starts."""
+    # Between a start and its done there may be updates, each of which reads the one before.
     users = (user for user, _ in computation.users[start.name])
     end = next(user for user in users if user.opcode.endswith(("-update", "-done")))
     return computation.position[end.name] if end.opcode.endswith("-done") else end_of(computation, end)
@@ -147,6 +148,7 @@ def _during_chain(
     middle = []
     for instruction in itertools.islice(computation.instructions, computation.position[start.name] + 1, None):
         if instruction.opcode == "fusion" and chain in {_chain(i) for _, i in _collectives_in(program, instruction)}:
+            # The fusion that ends the chain waits for what is left: nothing travels beside it.
             if _role_in_chain(program, instruction) != "middle":
                 break
             middle.append(instruction)

@@ -132,6 +132,7 @@ def _used_by(program: Program, value: Value, user: Instruction, position: int) -
         is_other = element and element[0] != user.tuple_index
         return [] if is_other else [Value(computation, user.name, element[1:])]
     if callees := _callees(program, user):
+        # A loop takes one operand, its carry; a branch has one parameter. A call has as many parameters as operands.
         number = {"while": 0, "conditional": 0}.get(user.opcode, position)
         # Each branch has an operand of its own, after the one that chooses between them.
         callees = callees[position - 1 : position] if user.opcode == "conditional" else callees

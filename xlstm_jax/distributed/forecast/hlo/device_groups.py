@@ -71,6 +71,7 @@ def _mesh_groups(axes: str, id_dims: str | None, permutation: str | None, over: 
     for name, size in sizes.items():
         before, factor = chosen.get(name, (size, 1))
         factor = factor or size
+        # An axis becomes three dims: what lies before the factor that is named, the factor, and what lies behind it.
         dims += [before, factor, size // (before * factor)]
         grouped += [False, name in chosen, False]
     return _groups_along(ids.reshape(dims), grouped)
@@ -93,6 +94,7 @@ def connected(pairs: Groups) -> Groups:
     """The devices that pairs connect, as groups: those between which a collective-permute moves data."""
     group: dict[int, set[int]] = {}
     for pair in pairs:
+        # Devices of one group share one set; a pair that connects two groups puts all of them into a new set.
         merged = {other for device in pair for other in group.get(device, {device})}
         group.update(dict.fromkeys(merged, merged))
     return tuple(sorted({tuple(sorted(devices)) for devices in group.values()}))
@@ -112,6 +114,7 @@ def _axes_of_groups(
 ) -> tuple[str, ...] | None:
     sizes = {axis: size for axis, size in axis_sizes if size > 1}
     ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+    # There are few axes, so every set of them is tried, the smallest first.
     for axes in (axes for n in range(len(sizes) + 1) for axes in itertools.combinations(sizes, n)):
         if {len(group) for group in groups} == {math.prod(sizes[axis] for axis in axes)}:
             along = _groups_along(ids, [axis in axes for axis in sizes])

@@ -74,6 +74,7 @@ class Instruction:
         shapes = []
         for dtype, dims, layout in _ARRAY.findall(self.type_text):
             space, narrow = _SPACE.search(layout), _ELEMENT_BITS.search(layout)
+            # E(4) in the layout says that values are packed, here to 4 bits each.
             bits, sizes = int(narrow[1]) if narrow else 8 * bytes_of(dtype), integers(dims)
             nbytes = -(-math.prod(sizes) * bits // 8)  # rounded up
             shapes.append(Shape(dtype, sizes, int(space[1]) if space else HBM, nbytes))
@@ -181,6 +182,8 @@ def element(of: Instruction, index: int) -> Instruction:
 
 def _closing(line: str, start: int) -> int:
     """Where the parenthesis is closed that was opened just before ``start``."""
+    # From one closing parenthesis to the next, and not character by character: a line may be megabytes long (constants,
+    # kernels of Pallas).
     end, at, depth = line.find(")", start), start, 1
     while end >= 0:
         depth += line.count("(", at, end) - 1

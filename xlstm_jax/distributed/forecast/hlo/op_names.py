@@ -77,6 +77,7 @@ def module_path(op_name: str) -> tuple[str, str]:
         return "", OTHER
     scopes, transforms = _scopes(op_name.split(";")[0])
     names = _module_names(scopes)
+    # Names of Linen's modules begin with a small letter, or end in a number: a class name without a number is the root.
     root = next((i for i, name in enumerate(names) if CLASS.match(name)), -1)
     path = "/".join(names[root + 1 :])
     if "rematted_computation" in scopes:
@@ -98,6 +99,7 @@ def module_paths(op_names: Iterable[str]) -> dict[str, tuple[str, str]]:
     for name, (path, _) in own.items():
         for loop in _loops(name) if path else ():
             inside[loop].append(path)
+    # What all operations of a loop have in common is the module around the loop, or that of its body.
     common = {loop: common_path(paths) for loop, paths in inside.items()}
     lent = {name: next((common[loop] for loop in _loops(name) if common.get(loop)), "") for name in own}
     return {name: (path or lent[name], direction) for name, (path, direction) in own.items()}
@@ -128,6 +130,7 @@ def _scopes(op_name: str) -> tuple[list[str], set[str]]:
     scopes = []
     for part in parts:
         inner = [part]
+        # Transformations nest, transpose(jvp(M)), and may hold a whole path: vmap(a/b).
         while len(inner) == 1 and (match := TRANSFORM.match(inner[0])):
             transforms.add(match[1])
             inner = split_outside(match[2], "/", "()")
@@ -144,6 +147,8 @@ def _module_names(scopes: list[str]) -> list[str]:
         if scope in CALLS or CALL_OF.match(scope) or "->" in scope or _is_control_flow(before, scope, after):
             continue
         method = METHOD.match(scope)
+        # A method of a module that is already in the path, blocks.project within blocks: what lies below belongs to the
+        # module.
         if method and method[1] in path:
             path = path[: len(path) - path[::-1].index(method[1])]
         elif not before.startswith(f"{scope}."):

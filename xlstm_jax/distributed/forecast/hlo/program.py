@@ -94,6 +94,7 @@ class Program:
         taken), and what is called or runs asynchronously; not the insides of fusions, nor reducers. A loop of unknown
         length counts as one trip and is listed in ``unknown_loops``.
         """
+        # Callers come first: when a computation is reached, all that call it have added their trips.
         trips = defaultdict(int, {self.entry.name: 1})
         for computation in self._callers_first:
             for instruction in computation.instructions:
@@ -127,6 +128,7 @@ class Program:
     @cached_property
     def asynchronous(self) -> frozenset[str]:
         """Names of the computations that an async-start or call-start starts beside the schedule of its caller."""
+        # Callers come first, so one pass also finds what is called by a computation that runs beside the schedule.
         beside: set[str] = set()
         for computation in self._callers_first:
             for instruction in computation.instructions:
@@ -157,12 +159,15 @@ class Program:
 
     def schedule_of(self, computation: Computation) -> str:
         """The name of the computation whose schedule runs this one, which may be that of a fusion."""
+        # A fusion has one caller. What is no fusion is scheduled by itself.
         while calls := [caller for caller, call in self.callers[computation.name] if call.opcode == "fusion"]:
             computation = calls[0]
         return computation.name
 
     @cached_property
     def _callers_first(self) -> list[Computation]:
+        # Depth first: a computation is appended after all that it calls, and the list is turned around at the end. With
+        # a stack of its own, as loops in loops may be nested deeper than Python recurses.
         order, seen = [], set()
         stack = [(self.entry.name, False)]
         while stack:
@@ -177,6 +182,7 @@ class Program:
 
 
 def _executed_callees(instruction: Instruction) -> tuple[str, ...]:
+    # Most instructions call nothing, and the regular expressions of `called` are slow.
     if "=%" not in instruction.attributes and "computations={" not in instruction.attributes:
         return ()
     called = instruction.called
@@ -234,6 +240,7 @@ def _with_elements(instructions: list[Instruction]) -> tuple[Instruction, ...]:
         while "#" in name:
             name, _, index = name.rpartition("#")
             wanted[name].add(int(index))
+    # An element is looked at next, right behind its tuple, since it may have elements itself: %while.3#1#0.
     queue, complete = deque(instructions), []
     while queue:
         complete.append(queue.popleft())
@@ -255,6 +262,7 @@ def trip_count(computations: Mapping[str, Computation], caller: Computation, loo
     """
     if known := _KNOWN.search(loop.attributes):
         return int(known[1])
+    # What follows reads the form in which a TPU's compiler leaves loops of known length (see the top of this file).
     condition, body = (computations[loop.called[role][0]] for role in ("condition", "body"))
     direction = _DIRECTION.search(condition.root.attributes)
     if condition.root.opcode != "compare" or direction is None:
@@ -263,9 +271,11 @@ def trip_count(computations: Mapping[str, Computation], caller: Computation, loo
     counter, bound = _counter(condition, left), _constant(condition, right)
     if counter is None or bound is None:
         return None
+    # The condition compares element `index` of the carry, plus `offset`, with the bound.
     index, offset = counter
     start = _constant(caller, _element(caller, loop.operands[0], index))
     after = _counter(body, _element(body, body.root.name, index))
+    # The body must hand on the same element, plus a constant: else the counter is not what the condition compares.
     if start is None or after is None or after[0] != index:
         return None
     return _count(start + offset, bound, after[1], direction[1])
@@ -276,6 +286,7 @@ def _count(start: int, bound: int, step: int, direction: str) -> int | None:
     if step == 0 or direction not in (_UPWARDS if step > 0 else _DOWNWARDS):
         return None
     distance = bound + _INCLUSIVE.get(direction, 0) - start
+    # By != a loop ends only if the counter meets the bound exactly.
     if direction == "NE" and (distance % step or distance // step < 0):
         return None
     return max(0, -(-distance // step))

@@ -193,6 +193,7 @@ class Comparison:
             why = report.not_finite(right) if not whole.is_finite else report.NOT_FINITE_SLICES
             return self.checked([why], self.observed(rng, right))
         draws = one.traced(key).draws
+        # Slices and batch can be compared only if the same rows draw the same numbers in both.
         mean = one.slices(same_key) if draws else right
         step = self.beside(rng, right)
         of_loss, of_slices, findings = self.objective(same_key, mean, whole, step.seen, key)
@@ -236,6 +237,7 @@ class Comparison:
         if not whole.is_finite:
             return self.checked([report.not_finite(whole)], seen)
         step = self.beside(key, whole, seen)
+        # A step that draws from a key of its own differs by its draws alone; means over many keys tell.
         if step.differs and (why := self.why_other_draws(key)):
             return self.by_many_keys(why)
         how = f"{BATCH_AT_ONCE}, with draws that are the same everywhere" if one.traced(key).draws else BATCH_AT_ONCE
@@ -254,6 +256,7 @@ class Comparison:
         first, *others = CHOICES
         same_key = constant_like(key, first)
         found = self.one.whole(same_key)
+        # With u near 0 or 1 a dropout drops all or nothing, and gradients may vanish: then another u is tried.
         for u in others:
             if (found.is_finite and found.has_gradient) or not self.one.traced(key).draws:
                 break
@@ -285,6 +288,7 @@ class Comparison:
             flat(seen.got), as_seen(truth), self.axes, narrow, lambda: as_seen(truth.shaken()), self.eps
         )
         leaves = [leaf._replace(copies_differ=copies_differ(seen.got[leaf.path])) for leaf in leaves]
+        # Gradients before clipping, say, are right: now what was made of them.
         if seen.then is not None and _are_right(leaves):
             return self.compared(seen.then, truth)
         return seen, leaves
@@ -295,6 +299,7 @@ class Comparison:
     def loss_differs(self, seen: SeenStep, truth: Found) -> list[str]:
         if seen.loss is None:
             return []
+        # A loss that is returned in bfloat16 is off by its rounding.
         eps = max(self.eps, seen.loss.eps / 8)
         same, tolerance = same_number(seen.loss.value, truth.loss, lambda: truth.shaken().loss, eps)
         times = Multiple.of(_ratio(seen.loss.value, truth.loss), self.sizes, tolerance)
@@ -336,6 +341,8 @@ class Comparison:
         """What to say of leaves on which the loss does not depend, and where all gradients are 0."""
         if not any(leaf.size and not np.any(leaf) for leaf in truth.grads.values()):
             return []
+        # A gradient of 0 may be that of these parameters and draws alone (ReLU, zeros at the beginning), so others are
+        # tried.
         elsewhere = (self.one.whole(constant_like(key) if i == 1 else key, elsewhere=i) for i in (1, 2))
         if not any(found.has_gradient for found in (truth, *elsewhere)):
             return list(report.of_none(list(truth.grads), len(truth.grads)))

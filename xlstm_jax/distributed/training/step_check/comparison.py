@@ -98,6 +98,8 @@ def compare_leaves(
     ``wire`` is the norm of what the communication of a leaf may round. ``shaken`` computes ``right`` after a shake; it
     is called only if it matters. ``eps`` is that of float32, or of float64 where all leaves have that dtype.
     """
+    # A leaf whose gradient is nearly 0 is a sum of terms that cancel: what rounding leaves of it goes by the size of
+    # gradients elsewhere.
     total = math.sqrt(sum(float(leaf @ leaf) for leaf in right.values()))
     typical = total / math.sqrt(sum(leaf.size for leaf in right.values()) or 1)
     norms = {path: float(np.linalg.norm(leaf)) for path, leaf in right.items()}
@@ -106,6 +108,7 @@ def compare_leaves(
         for path, leaf in right.items()
     }
     if any(not np.linalg.norm(got[path] - right[path]) <= known[path] for path in right):
+        # Only where the cheap bound does not explain the difference: this computes the loss once more.
         again = shaken()
         known = {path: known[path] + SHAKEN * float(np.linalg.norm(again[path] - right[path])) for path in right}
     return [_compared(path, axes.get(path, ()), got[path], right[path], norms[path], known[path]) for path in right]
@@ -118,6 +121,7 @@ def _compared(
     size = float(np.linalg.norm(got))
     if norm <= allowed:
         return LeafCheck(path, axes, 1.0 if size <= 2 * allowed else math.inf, 0.0, NO_RATIO)
+    # A factor (summed, divided) shows as a ratio, and whatever is wrong in direction as the rest.
     ratio = float(got @ right) / norm**2
     left = float(np.linalg.norm(got - ratio * right)) / norm
     return LeafCheck(path, axes, ratio, left, allowed / norm)
@@ -235,6 +239,7 @@ def ratios(sample: Sample) -> tuple[dict[str, Ratio], int]:
 def _ratio(ours: np.ndarray, right: np.ndarray) -> Ratio:
     """The ratio of values [keys, values]. Each half of the keys is projected onto the mean of the other half, whose
     noise is independent."""
+    # Projected onto itself, a mean would count its own noise as signal: the ratio would be too small.
     half, count = len(right) // 2, len(right)
     if not right.any():
         return Ratio(1.0 if not ours.any() else math.inf, 0.0, 0.0)

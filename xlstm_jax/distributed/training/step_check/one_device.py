@@ -162,6 +162,7 @@ class OneDevice:
         batch = own_batch if batch is None else batch
         live, batch = _shaken((live, batch), self.eps(rng)) if shake else (live, batch)
         live = _moved(live, elsewhere) if elsewhere else live
+        # Compiled once for each way to cut the batch: keys, batches and shaken inputs are arguments.
         if (make, parts) not in self._jitted:
             self._jitted[make, parts] = jax.jit(make(*parts))
         mesh = self.mesh if make == self._mean_on_mesh else self._one
@@ -220,6 +221,7 @@ class OneDevice:
 
         def mean(live: Any, weights: _Weights, batch: PyTree, kept: Any, rng: Any) -> Any:
             def part(carry: Any, at: tuple[Any, Any]) -> tuple[Any, None]:
+                # A device's minibatches run one after another, and each gets the collections of the one before.
                 sums, kept = carry
                 rows = batch if devices * minibatches == 1 else self.slice_of(batch, *at, minibatches)
                 key = _key_of(rng, *at, minibatches)
@@ -262,6 +264,7 @@ class OneDevice:
                 return jax.tree.map(lambda x: x[None], part(kept, 0)[1])
             return jax.tree.map(lambda x: x.sum()[None], lax.scan(part, kept, jnp.arange(minibatches))[1])
 
+        # Parameters come in whole: only axes that the model itself splits over stay split.
         in_specs = (of_live, of_weights, of_batch, placement.partition_specs(kept, self.mesh), WHOLE, axes)
         places: dict[str, Any] = {"in_specs": in_specs, "out_specs": axes}
         spread: Callable[..., Any] = jax.shard_map(local, mesh=self.mesh, check_vma=False, **places)
@@ -312,6 +315,7 @@ def _moved(live: list[Any], seed: int) -> list[Any]:
     rng = np.random.default_rng(seed)
 
     def moved(x: Any) -> Any:
+        # Zeros hide the gradients of what they are multiplied with (LoRA's second factor), so they move, too.
         size = float(jnp.sqrt(jnp.mean(jnp.abs(x) ** 2))) if x.size else 0.0
         return (x + (0.5 * size or 0.1) * rng.normal(size=np.shape(x))).astype(x.dtype)
 
@@ -330,6 +334,7 @@ def _spec_of_model(leaf: Any) -> PartitionSpec:
 def _as_gathered(leaf: Any, value: Any, start: Any, rounded: Any) -> Any:
     """The value in the dtype of its gather; rounded as a gather in 8 or 4 bits rounds it, if ``rounded`` is given."""
     if rounded is not None:
+        # The value of the rounded weight, and the gradient of the weight itself: as the gather passes it.
         return rounded + (value - lax.stop_gradient(start))
     how = leaf_of(leaf).communication
     return value.astype(how.dtypes(leaf_of(leaf).value)[0]) if leaf_of(leaf).gathered_axes else value
