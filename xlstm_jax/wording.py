@@ -2,13 +2,14 @@
 
 import copy
 import dataclasses
+import html
 import io
 import json
 import math
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -23,6 +24,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 TIMES = "\N{MULTIPLICATION SIGN}"
 MIN_WIDTH = 24  # characters that no column folds; of long texts each line has at least as many
 EDGES, GAP, INDENT = 2, 2, 4  # of a table: both its edges, between columns, of the further lines of a row
+MOST_BARS = 12  # of a notebook; how many there are more is said
 MAX_CELL = 10_000  # characters, for measuring
 
 
@@ -270,8 +272,39 @@ def plain_text(shown: RenderableType) -> str:
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
-def notebook_html(shown: RenderableType) -> str:
-    """What a notebook shows of it, for the ``_repr_html_`` of a class."""
+class Bar(NamedTuple):
+    """One bar of those that a notebook shows: ``size`` is its length beside the others, ``text`` says it in words."""
+
+    label: str
+    size: float
+    text: str
+    warns: bool = False  # drawn in orange
+
+
+def notebook_html(shown: RenderableType, title: str, bars: Sequence[Bar]) -> str:
+    """What a notebook shows, for the ``_repr_html_`` of a class: the first bars under a title, and all of ``shown``.
+
+    Text keeps the colour that the notebook gives it, light or dark. A label stands above its bar, so that the two need
+    no width.
+    """
+    longest = max((bar.size for bar in bars), default=0.0) or 1.0
+    lines = [_TITLE.format(html.escape(title))] if bars else []
+    lines += [_bar_html(bar, longest) for bar in bars[:MOST_BARS]]
+    lines += [_TITLE.format(f"and {len(bars) - MOST_BARS} more")] if len(bars) > MOST_BARS else []
     console = Console(file=io.StringIO(), width=120, record=True, force_jupyter=False)
     console.print(shown)
-    return console.export_html(inline_styles=True, code_format=JUPYTER_HTML_FORMAT)
+    table = console.export_html(inline_styles=True, code_format=JUPYTER_HTML_FORMAT)
+    return f'<div style="max-width:44em">{"".join(lines)}</div>{table}'
+
+
+_TITLE = '<div style="margin:0.5em 0;font-style:italic">{}</div>'
+_BAR = """\
+<div style="display:flex;flex-wrap:wrap;justify-content:space-between;column-gap:1em;font-size:0.9em;margin-top:0.3em">
+<span style="font-family:monospace;overflow-wrap:anywhere">{label}</span><span>{text}</span></div>
+<div style="background:rgba(127,127,127,0.25);height:0.45em;border-radius:0.2em">
+<div style="background:{colour};width:{percent:.3g}%;height:100%;border-radius:0.2em"></div></div>"""
+
+
+def _bar_html(bar: Bar, longest: float) -> str:
+    colour, percent = "#e2803a" if bar.warns else "#3f87d0", 100 * bar.size / longest
+    return _BAR.format(label=html.escape(bar.label), text=html.escape(bar.text), colour=colour, percent=percent)

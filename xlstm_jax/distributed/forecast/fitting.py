@@ -53,13 +53,23 @@ from xlstm_jax.distributed.forecast.workload import in_a_line
 from xlstm_jax.distributed.hardware.cudnn import answered_for
 from xlstm_jax.distributed.hardware.topologies import Topology, parse_topology
 from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload
-from xlstm_jax.wording import format_axes, format_bytes, format_mesh, plain_text, rich_table, shortened
+from xlstm_jax.wording import (
+    Bar,
+    format_axes,
+    format_bytes,
+    format_mesh,
+    notebook_html,
+    plain_text,
+    rich_table,
+    shortened,
+)
 
 SHARD_AXIS_PREFIX = "fsdp"
 BATCH_AXES = ("dp", SHARD_AXIS_PREFIX)  # what their names begin with
 OTHER_MIN_WEIGHT_SIZE = 2**12
 MAX_MINIBATCHES = 64
 HOST_GROUPS = (4, 2)  # hosts that share one copy: the first that divides their number
+OPTIONS = ("mesh", "threshold", "gathered weights", "remat", "minibatches", "offload")  # columns
 MAX_PROBLEM = 200  # characters of it in a table
 MESHES_COMPILED = 4  # of those that ``model_axes`` allows
 OFFLOADED_STATE = """\
@@ -169,12 +179,15 @@ class Fit:
             f"{host.waited_s * 1e3:.1f} ms of which the step waits."
         )
 
+    def _repr_html_(self) -> str:
+        title = f"What each device must hold, of {format_bytes(self.budget_bytes)}; what does not fit in orange"
+        return notebook_html(self.table(), title, [_bar(trial) for trial in self.trials if trial.forecast])
+
     def table(self) -> RenderableType:
         """For ``rich``: a table with one row for each trial, and the code that applies the first."""
         rows = [_row(trial) for trial in self.trials]
         title = f"What fits into {format_bytes(self.budget_bytes)} on each device of {self.topology}"
-        options = ["mesh", "threshold", "gathered weights", "remat", "minibatches", "offload"]
-        trials = rich_table(title, [*options, "bytes per device", "expected", "fits"], rows, right=1)
+        trials = rich_table(title, [*OPTIONS, "bytes per device", "expected", "fits"], rows, right=1)
         if self.best is None:
             return trials
         code = textwrap.indent(code_of(self.best.options, self._model_axes), "    ")
@@ -230,6 +243,12 @@ def _row(trial: Trial) -> list[str]:
         return [*cells, "", "", shortened(trial.problem, MAX_PROBLEM)]
     fits = "yes" if trial.fits else "no"
     return [*cells, format_bytes(trial.forecast.total_bytes), f"{trial.seconds * 1e3:.1f} ms", fits]
+
+
+def _bar(trial: Trial) -> Bar:
+    options, (size, seconds, _) = zip(OPTIONS, _row(trial)[:-3], strict=True), _row(trial)[-3:]
+    label = ", ".join(f"{name} {value}" for name, value in options)
+    return Bar(label, trial.bytes_per_device or 0, f"{size}, {seconds}", not trial.fits)
 
 
 def fit(

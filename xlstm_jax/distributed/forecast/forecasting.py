@@ -42,7 +42,7 @@ from xlstm_jax.distributed.hardware.chips import CHIPS, Chip, chip_of
 from xlstm_jax.distributed.hardware.links import Links
 from xlstm_jax.distributed.hardware.nccl import NVLINK_FRACTION, network_fraction
 from xlstm_jax.distributed.hardware.topologies import Topology, parse_topology
-from xlstm_jax.wording import plain_text, read_json
+from xlstm_jax.wording import notebook_html, plain_text, read_json
 
 FORMAT, DERIVED = 2, "step_time"
 CPU_NOTE = (
@@ -225,6 +225,10 @@ class Forecast:
 
     def __str__(self) -> str:
         return plain_text(self.table())
+
+    def _repr_html_(self) -> str:
+        title = "What each device sends in a step, by collective; what the step waits for in orange"
+        return notebook_html(self.table(), title, report.bars(self))
 
     def table(self) -> RenderableType:
         """The tables of memory, traffic and time, for ``rich``."""

@@ -14,7 +14,7 @@ from rich.text import Text
 from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective, executions, sum_wire_bytes
 from xlstm_jax.distributed.forecast.cost.memory import Moment
 from xlstm_jax.distributed.forecast.hlo.text import split_outside
-from xlstm_jax.wording import TIMES, format_bytes, how_to_install, rich_table
+from xlstm_jax.wording import TIMES, Bar, format_bytes, how_to_install, rich_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -151,13 +151,7 @@ def _axes_table(forecast: Any) -> RenderableType:
 
 def _collectives_table(forecast: Any) -> RenderableType:
     """What travels; of GPUs also over which network, and what the adapters carry."""
-    alike: dict[tuple[str, ...], list[Collective]] = defaultdict(list)
-    for collective in forecast.collectives:
-        kind = collective.kind + (f" (for {collective.stands_for})" if collective.stands_for else "")
-        kind += " (of rows)" if collective.looks_up_rows else ""
-        axes = "+".join(collective.axes) if collective.axes is not None else "?"
-        alike[kind, _served(collective), collective.direction, collective.dtype, axes].append(collective)
-    ordered = sorted(alike.items(), key=lambda item: -sum_wire_bytes(item[1]))
+    ordered = _alike(forecast.collectives)
     rows = [[*key, *_counts(members, forecast.on_gpus)] for key, members in ordered[:ROWS]]
     if rest := [collective for _, members in ordered[ROWS:] for collective in members]:
         rows.append([f"{len(ordered) - ROWS} more", "", "", "", "", *_counts(rest, forecast.on_gpus)])
@@ -167,6 +161,30 @@ def _collectives_table(forecast: Any) -> RenderableType:
     if forecast.on_gpus:
         columns, numbers = [*columns, "over"], ["per step", "sent", "by NIC", "hidden"]
     return rich_table("What travels in a step", columns + numbers, rows, left=len(columns))
+
+
+def _alike(collectives: Sequence[Collective]) -> list[tuple[tuple[str, ...], list[Collective]]]:
+    """Those with the same kind, purpose, direction, dtype and axes together; first those that send most."""
+    alike: dict[tuple[str, ...], list[Collective]] = defaultdict(list)
+    for collective in collectives:
+        kind = collective.kind + (f" (for {collective.stands_for})" if collective.stands_for else "")
+        kind += " (of rows)" if collective.looks_up_rows else ""
+        axes = "+".join(collective.axes) if collective.axes is not None else "?"
+        alike[kind, _served(collective), collective.direction, collective.dtype, axes].append(collective)
+    return sorted(alike.items(), key=lambda item: -sum_wire_bytes(item[1]))
+
+
+def bars(forecast: Any) -> list[Bar]:
+    """A bar for each row of the table of collectives; those that the step waits for warn."""
+    return [
+        Bar(
+            ", ".join(key),
+            sent := sum_wire_bytes(members),
+            f"{format_bytes(sent)}, {executions(members)} per step",
+            any(collective.exposed_s for collective in members),
+        )
+        for key, members in _alike(forecast.collectives)
+    ]
 
 
 def _overlap_table(forecast: Any) -> RenderableType:

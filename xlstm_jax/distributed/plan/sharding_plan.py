@@ -13,7 +13,7 @@ from xlstm_jax.distributed.data_parallel.reasons import reason_from_json
 from xlstm_jax.distributed.plan.expert_plan import ExpertPlan
 from xlstm_jax.distributed.plan.leaf_plan import COUNTED, PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.matrix_plan import MatrixPlan
-from xlstm_jax.distributed.plan.table import plan_table
+from xlstm_jax.distributed.plan.table import plan_bars, plan_table
 from xlstm_jax.wording import format_bytes, format_fraction, format_mesh, notebook_html, plain_text, read_json
 
 FORMAT_VERSION = 3
@@ -157,7 +157,8 @@ class ShardingPlan:
         )
 
     def _repr_html_(self) -> str:
-        return notebook_html(self.table())
+        title = "What each device keeps, by leaf: value, gradient, optimizer state; what stays whole in orange"
+        return notebook_html(self.table(), title, plan_bars(self))
 
     def __str__(self) -> str:
         return plain_text(self.table())

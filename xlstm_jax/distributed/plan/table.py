@@ -14,7 +14,7 @@ from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
 from xlstm_jax.distributed.plan.expert_plan import experts_table
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.matrix_plan import matrices_table
-from xlstm_jax.wording import TIMES, format_bytes, format_fraction, path_pattern, rich_table
+from xlstm_jax.wording import TIMES, Bar, format_bytes, format_fraction, path_pattern, rich_table
 
 KEPT = ("parameters", "gradients", "optimizer")  # columns of what a device keeps
 COLUMNS = ("leaf", "shape", "split", "in all", "per device", "its gradient", "optimizer state", "gathered")
@@ -55,6 +55,14 @@ def plan_table(plan: Any) -> Any:
         shown.append(rich_table(title, ["leaf", "per device", "reason"], rows, right=1))
     shown += [experts_table(plan.experts)] if plan.experts else []
     return Group(*shown, *([matrices_table(plan.matrices)] if plan.matrices else []))
+
+
+def plan_bars(plan: Any) -> list[Bar]:
+    """A bar for each line of the table, the largest first; a leaf that stays whole on several devices warns."""
+    whole = {line: line.row.parts == 1 and plan.devices > 1 for line in _lines(plan.rows)}
+    ordered = sorted(whole, key=lambda line: -line.all_bytes.per_device)
+    sizes = [(line, line.all_bytes.per_device) for line in ordered]
+    return [Bar(line.name, size, format_bytes(size) + ", whole" * whole[line], whole[line]) for line, size in sizes]
 
 
 def _lines(rows: Iterable[LeafPlan]) -> list[Line]:

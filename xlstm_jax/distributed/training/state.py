@@ -1,6 +1,8 @@
 """The training state on a mesh: initialised, abstract, and updated. Only this file knows Flax's ``TrainState``."""
 
 import math
+import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -53,8 +55,9 @@ from xlstm_jax.distributed.training.mistakes import (
     warn_of_gathered_stacks,
     warn_of_optimizer,
 )
-from xlstm_jax.wording import format_bytes, notebook_html, rich_table
+from xlstm_jax.wording import TIMES, Bar, format_bytes, notebook_html, rich_table
 
+PARTS = ("params", "opt_state", "collections")
 FlaxTrainState = train_state.TrainState
 State = TypeVar("State", bound=FlaxTrainState)  # ours, Flax's own, or a subclass of either
 
@@ -82,7 +85,8 @@ class TrainState(FlaxTrainState):
 
     def _repr_html_(self) -> str:
         title, rows = _title_and_rows(self)
-        return notebook_html(rich_table(title, ["part", "leaves", "bytes", "per device"], rows))
+        table = rich_table(title, ["part", "leaves", "bytes", "per device"], rows)
+        return notebook_html(table, "What each device keeps, by leaf", _bars(self))
 
     # Keyword-only, so that a subclass may have fields without a default after it.
     collections: Mapping[str, PyTree] = struct.field(default_factory=dict, kw_only=True)
@@ -397,11 +401,26 @@ def _nan_where_spoiled(loss: Array, state: Any, collections: Mapping[str, PyTree
 def _title_and_rows(state: Any) -> tuple[str, list[list[str]]]:
     """The step; and of each part that is not empty the name, the number of its leaves, bytes in all and per device."""
     rows = []
-    for name in ("params", "opt_state", "collections"):
+    for name in PARTS:
         if leaves := [leaf_of(leaf).value for _, leaf in trees.leaves_with_path(getattr(state, name))]:
             count = sum(map(_bytes, leaves), ByteCount())
             rows.append([name, str(len(leaves)), format_bytes(count.total), format_bytes(count.per_device)])
     return f"{type(state).__name__} {_step(state.step)}", rows
+
+
+def _bars(state: Any) -> list[Bar]:
+    """A bar for each leaf, or for those of several layers that are of one size: the largest first."""
+    alike: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for part in PARTS:
+        for path, leaf in trees.leaves_with_path(getattr(state, part)):
+            size = _bytes(leaf_of(leaf).value).per_device
+            pattern = re.sub(r"(?<=_)\d+(?=/)", "*", path, count=1)  # in front there may be the number of a transform
+            alike[f"{part} {pattern}", size].append(f"{part} {path}")
+    named = [
+        (paths[0] if len(paths) == 1 else f"{name} {TIMES}{len(paths)}", size * len(paths))
+        for (name, size), paths in alike.items()
+    ]
+    return [Bar(name, size, format_bytes(size)) for name, size in sorted(named, key=lambda both: -both[1])]
 
 
 def _step(step: Any) -> str:

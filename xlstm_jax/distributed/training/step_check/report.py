@@ -9,16 +9,17 @@ no gradient                the loss does not depend on the leaf
 Leaves with the same cause share a sentence.
 """
 
-import html
 import math
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rich.text import Text
+
 from xlstm_jax.distributed.training.step_check.comparison import LeafCheck, Multiple
 from xlstm_jax.distributed.training.step_check.one_device import Found
-from xlstm_jax.wording import format_mesh, listed
+from xlstm_jax.wording import TIMES, Bar, format_mesh, listed, notebook_html
 
 _LINES = textwrap.TextWrapper(80, initial_indent="  - ", subsequent_indent="    ", break_long_words=False)
 _TITLES = textwrap.TextWrapper(80, subsequent_indent="  ", break_long_words=False)
@@ -67,7 +68,9 @@ class StepCheck:
         )
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        """A bar for each leaf, those that are wrong first, above the words."""
+        bars = sorted(map(_bar, self.leaves), key=lambda bar: (not bar.warns, -bar.size))
+        return notebook_html(Text(str(self)), f"Of each leaf the {self.compared} over those of one device", bars)
 
     def __str__(self) -> str:
         verdict = RIGHT if self.ok else self.verdict.upper()
@@ -82,6 +85,12 @@ class StepCheck:
                 )
             )
         return "\n".join(lines)
+
+
+def _bar(leaf: LeafCheck) -> Bar:
+    text = "rounding alone" if leaf.is_only_rounding else f"{leaf.ratio:.4g} {TIMES}"
+    ratio = 1.0 if leaf.is_only_rounding else abs(leaf.ratio)
+    return Bar(leaf.path, ratio if math.isfinite(ratio) else 0.0, text, leaf.copies_differ or not leaf.is_equal)
 
 
 def _distance(leaf: LeafCheck) -> float:
