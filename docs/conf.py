@@ -38,6 +38,7 @@ sys.path.insert(0, str(DOCS))
 import make_inventories  # noqa: E402  # it lies here, as the extension "drawings" does
 from implied_pages import (  # noqa: E402
     AT_THE_TOP,
+    gallery_with_pages,
     groups_of_api,
     groups_of_index,
     messages_by_letter,
@@ -144,6 +145,8 @@ def read_for_the_site(app, page, source):
         text = groups_of_api(text)
     elif page == "index":
         text = groups_of_index(text)
+    elif page == "gallery/index":
+        text = gallery_with_pages(text)
     elif not page.startswith(("reference/", "contents/")):
         text = _with_links(text, {name: f"{top}reference/{name}.md" for name in names} | outside())
         text = messages_by_letter(text) if page == "troubleshooting" else text

@@ -1,4 +1,5 @@
-"""Pages that other pages imply: one for each public name, for each group of names, and for each group of pages.
+"""Pages that other pages imply: one for each public name, for each group of names, for each group of pages, and for
+each program of the gallery.
 
 ``index.md`` has all pages in groups, and ``api.md`` all public names. The site's sidebar has the groups, and what is in
 a group stands on the group's page. Pages are found by the words that people search for, too: ``KEYWORDS``.
@@ -10,6 +11,8 @@ import re
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+import write_gallery
 
 DOCS = Path(__file__).parent
 AT_THE_TOP = {
@@ -50,7 +53,7 @@ KEYWORDS = {
     "howto/gan": ("GAN", "discriminator"),
     "howto/dpo": ("DPO", "reference model", "preference"),
     "howto/distill": ("distillation", "teacher"),
-    "howto/actor_critic": ("actor critic", "PPO", "reinforcement learning"),
+    "howto/actor_critic": ("actor critic", "reinforcement learning"),
     "howto/which_axes": ("which axes", "parallelism", "3D parallel"),
     "kernels": ("flash attention", "splash attention", "Pallas"),
     "lookups": ("embedding table",),
@@ -59,6 +62,7 @@ KEYWORDS = {
     "tutorials/vision": ("ViT", "image"),
     "tutorials/moe": ("MoE", "mixture of experts"),
     "tutorials/lora": ("LoRA",),
+    "gallery/index": ("gallery", "examples", "PPO", "cart-pole", "graph network", "GNN", "Mamba", "state space model"),
     "tensor_parallel": ("tensor parallel", "Megatron"),
     "context_parallel": ("long context", "ring attention", "sequence parallel"),
 }
@@ -101,13 +105,14 @@ def slug(title):
 
 
 def write_pages(app):
-    """Writes the pages that other pages imply: one for each public name, for each group of names, and of pages.
+    """Writes the pages that other pages imply: see the top of this file.
 
     Those that are there already and say the same stay as they are.
     """
     reference = {name: _reference(face, name, what) for face, name, what in public_names()}
     groups = {group.page: _group_of_names(group) for group in groups_of_names()}
     groups |= {slug(caption): _group_of_pages(caption, entries) for caption, entries in groups_of_pages()}
+    groups |= {f"gallery_{one.file}": write_gallery.page_of(one) for one in write_gallery.programs()}
     for folder, wanted in ((DOCS / "reference", reference), (DOCS / "contents", groups)):
         folder.mkdir(exist_ok=True)
         for page in folder.glob("*.md"):
@@ -197,6 +202,13 @@ def messages_by_letter(text):
 
     text = re.sub(r"^\* (?:\*\*`([^`]+)`|`([^`]+)`)(?:.*\n)(?:  .*\n)*", marked, text, flags=re.MULTILINE)
     return text.replace("\n## ", f"\n{letters(found, ' folds')}\n## ", 1)
+
+
+def gallery_with_pages(text):
+    """The gallery with links to the pages of its programs, where a code host has links to files."""
+    pages = "\n".join(f"../contents/gallery_{one.file}" for one in write_gallery.programs())
+    linked = re.sub(r"\]\((\w+)\.py\)", r"](../contents/gallery_\1.md)", text)
+    return f"{linked}\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"
 
 
 def with_keywords(page, text):

@@ -103,6 +103,9 @@ def test_a_forecast_has_a_bar_for_each_kind_of_collective():
     rows = Page(found._repr_html_()).rows
     assert len(rows) >= 1 and all("per step" in text for _, text, *_ in rows)
     assert rows[0][0].startswith(max(found.collectives, key=lambda one: one.wire_bytes_per_step).kind)
+    waited = tuple(dataclasses.replace(collective, exposed_s=1e-3) for collective in found.collectives)
+    orange = Page(dataclasses.replace(found, collectives=waited)._repr_html_()).rows
+    assert [row[2] for row in rows] == [BLUE] * len(rows) and [row[2] for row in orange] == [ORANGE] * len(rows)
 
 
 def test_a_fit_has_a_bar_for_each_trial():

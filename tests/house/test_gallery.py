@@ -1,0 +1,83 @@
+"""Each program of the gallery trains, its first step is that of one device, and its page shows it."""
+
+import importlib.util
+import runpy
+import struct
+import sys
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+
+import xlstm_jax.distributed
+from xlstm_jax.distributed import check_step, make_train_step
+
+DOCS = Path(__file__).parents[2] / "docs"
+GALLERY = DOCS / "gallery"
+PROGRAMS = sorted(file.stem for file in GALLERY.glob("*.py") if file.stem != "shared")
+STEPS = {"diffusion": 60, "gan": 100, "long_context": 80, "mamba": 40, "ppo": 8}  # some learn later than others
+FEW = 20
+
+
+def writer():
+    spec = importlib.util.spec_from_file_location("write_gallery", DOCS / "write_gallery.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_shows_every_program_by_its_docstring():
+    written = writer()
+    assert sorted(written.ORDER) == PROGRAMS and len(PROGRAMS) >= 12
+    assert (GALLERY / "index.md").read_text() == written.page(), "run: python docs/write_gallery.py --page"
+    for one in written.programs():
+        assert f"literalinclude}} ../gallery/{one.file}.py" in written.page_of(one)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_is_short_and_its_picture_small(name):
+    lines = (GALLERY / f"{name}.py").read_text().splitlines()
+    assert len(lines) <= 100 and max(map(len, lines)) <= 88
+    picture = (GALLERY / f"{name}.png").read_bytes()
+    assert len(picture) < 40 * 2**10
+    assert struct.unpack(">2I", picture[16:24]) == (691, 432)  # all of one size
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "graph" else pytest.mark.slow) for n in PROGRAMS])
+def test_a_program_trains_and_begins_as_on_one_device(name, tmp_path, monkeypatch):
+    """All that a program makes are watched steps; it knows nothing of the test but the number of steps."""
+    checks, losses = [], []
+
+    def watched(*args, **options):
+        step, own = make_train_step(*args, **options), []
+        losses.append(own)
+
+        def call(state, batch, rng, **others):
+            if not own:
+                checks.append(check_step(step, state, batch, rng, **others))
+            state, metrics = step(state, batch, rng, **others)
+            own.append(float(metrics["loss"]))
+            return state, metrics
+
+        return call
+
+    few = STEPS.get(name, FEW)
+    monkeypatch.setattr(xlstm_jax.distributed, "make_train_step", watched)
+    monkeypatch.setenv("GALLERY_STEPS", str(few))
+    monkeypatch.syspath_prepend(GALLERY)
+    monkeypatch.chdir(tmp_path)
+    with matplotlib.rc_context():
+        end = runpy.run_path(str(GALLERY / f"{name}.py"))
+    sys.modules.pop("shared")  # the name is too common to be left there
+
+    assert [check.verdict for check in checks] == ["right"] * len(losses), "\n".join(map(str, checks))
+    assert max(abs(check.loss_ratio - 1) for check in checks) < 1e-5
+    assert all(own for own in losses) and (tmp_path / f"{name}.png").exists()
+    if name == "ppo":  # its loss is of other pushes each time
+        assert end["lives"][-1] > 1.5 * end["lives"][0]
+    elif name == "gan":  # its losses are of a game; points far off become points near by
+        assert end["off"] < 0.2
+    else:
+        first = losses[0][:few]
+        assert np.mean(first[-5:]) < 0.97 * np.mean(first[:5]), first
