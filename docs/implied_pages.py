@@ -7,6 +7,7 @@ a group stands on the group's page. Pages are found by the words that people sea
 
 import html
 import importlib
+import math
 import re
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,8 @@ AT_THE_TOP = {
 }
 HEADING = re.compile(r"^##(#?) (.+)$", re.MULTILINE)
 ROW = re.compile(r"^\| `(\w+)` \| (.*) \|$", re.MULTILINE)
+ONE_SCREEN = 20  # links, on a telephone
+SMALL_WORDS = "a|an|and|has|is|it|of|the|was"
 QUESTION = re.compile(r"# .*\n\n(?:\*+([^*]+\?)\*|((?:[^?.*]|\.(?!\s))+\?))")
 # A group of pages in index.md: its caption and its entries.
 GROUP = re.compile(r"^```\{toctree\}\n:caption: ([^\n]*)\n:maxdepth: 1\n\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -172,21 +175,29 @@ def groups_of_api(text):
     groups = groups_of_names()
     listed = "\n\n".join(f"[{group.title}](contents/{group.page}.md)\n: {group.what}" for group in groups)
     pages = "\n".join(f"contents/{group.page}" for group in groups)
-    names = letters((name, f"reference/{name}.html") for _, name, _ in sorted(public_names(), key=lambda row: row[1]))
+    names = letters((name, f"reference/{name}.html") for _, name, _ in public_names())
     head = text.split("\n## ")[0]
     return f"{head}\n{names}\n## Groups\n\n{listed}\n\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"
 
 
 def letters(entries, more=""):
-    """Links by first letter, folded, as HTML: of (text, address). A text that begins with … counts from its words."""
+    """Links by first letter, folded, as HTML: of (text, address). Signs and ``SMALL_WORDS`` before it do not count.
+
+    A letter of more than ``ONE_SCREEN`` is several groups, named by their first and last word.
+    """
     groups = {}
     for text, address in entries:
-        first = re.search("[a-zA-Z]", text)[0].upper()
-        groups.setdefault(first, []).append(f'<li><a href="{address}"><code>{html.escape(text)}</code></a></li>')
-    folded = (
-        f'<details name="letter"><summary>{letter}</summary><ul>{"".join(groups[letter])}</ul></details>'
-        for letter in sorted(groups)
-    )
+        word = re.search(rf"^(?:[^a-zA-Z]|\b(?:{SMALL_WORDS})\b)*([a-zA-Z].*)", text) or re.search("([a-zA-Z].*)", text)
+        link = f'<li><a href="{address}"><code>{html.escape(text)}</code></a></li>'
+        groups.setdefault(word[1][0].upper(), []).append((word[1].lower(), link))
+    folded = []
+    for letter, found in sorted(groups.items()):
+        parts = math.ceil(len(found) / ONE_SCREEN)
+        for part in range(parts):
+            first, end = (len(found) * i // parts for i in (part, part + 1))
+            words, links = zip(*sorted(found)[first:end], strict=True)
+            name = letter if parts == 1 else " to ".join(word[:3].strip() for word in (words[0], words[-1]))
+            folded.append(f'<details name="letter"><summary>{name}</summary><ul>{"".join(links)}</ul></details>')
     return f'```{{raw}} html\n<div class="letters{more}">{"".join(folded)}</div>\n```\n'
 
 

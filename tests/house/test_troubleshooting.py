@@ -1,6 +1,8 @@
 """Each error and warning of the library is on the page of troubleshooting by its first words, and no other is."""
 
+import html
 import re
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -76,3 +78,25 @@ def test_what_is_compared_is_there():
     """Guard: the source was found and read, and rows say something."""
     assert sum(is_read(said.text) for said in messages()) > 350
     assert len(heads()) == len(set(heads())) > 250
+
+
+sys.path.insert(0, str(PAGE.parent))
+
+from implied_pages import letters, messages_by_letter  # noqa: E402  # docs/ is no package
+
+
+def test_the_site_lists_every_message_by_its_first_letter_with_a_link():
+    text = messages_by_letter(PAGE.read_text())
+    listed = dict(re.findall(r'<li><a href="#(message-\d+)"><code>(.*?)</code>', text))
+    assert len(listed) > 150
+    assert all(f'* <a id="{name}"></a>' in text for name in listed)
+    assert {html.escape(head) for head in heads()} == {
+        text for text in re.findall(r"<code>(.*?)</code></a></li>", text) if html.unescape(text) in heads()
+    }
+    page, rest = text.split('<div class="letters', 1)
+    assert "\n## " not in page and "\n## " in rest  # between the opening and the first section
+
+
+def test_small_words_and_signs_do_not_count_for_the_letter():
+    found = letters([("the mesh has", "#1"), ("… is boxed", "#2"), ("'…' of shape", "#3"), ("the", "#4"), ("is", "#5")])
+    assert re.findall("<summary>(.)</summary>", found) == ["B", "I", "M", "S", "T"]
