@@ -110,6 +110,10 @@ INLINE = re.compile(r"(?<![`\[])`([\w.]+)`(?!`)")  # of a page, but for the text
 PYTHON = re.compile(r"^```python$", re.MULTILINE)
 FENCED = re.compile(r"(^```.*?^```$|^#.*?$)", re.MULTILINE | re.DOTALL)  # blocks and headings
 STARRED = re.compile(r"(?<![\w*(])(\*{1,2})(?=[a-z])")  # *args, **kwargs in prose, which is no emphasis
+PAGE = re.compile(r"(?:``)?docs/([\w/]+)\.md(?:``)?")  # a link, in a docstring
+# Doctests have a mesh without making it (conftest.py); a reader sees where it comes from.
+MESH = 'mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 4})'
+USES_MESH, MAKES_MESH = re.compile(r"\bmesh\b(?!=)"), re.compile(r"\bmesh(, \w+)* = |\bas mesh\b")
 STRIDE = 8
 # Most programs of pages run a few times, and take longer to compile. On these pages they run often, or are timed.
 OPTIMIZED = {"tutorials/generation", "tutorials/muon", "howto/profile", "howto/slow_step"}
@@ -201,7 +205,7 @@ def _from_the_top(page):
 
 
 def read_docstring(app, what, name, value, options, lines):
-    """Escapes the stars of ``*args`` in prose, and makes of the names of others links; not in examples."""
+    """Escapes the stars of ``*args`` in prose, makes links of names and pages, and has examples make their mesh."""
     del app, what, value, options
     others = {one: f"{face}.{one}" for face, one, _ in public_names() if one != name.rsplit(".", 1)[-1]}
     others |= {one: one for one in outside()}
@@ -214,7 +218,12 @@ def read_docstring(app, what, name, value, options, lines):
             parts = CODE.split(line)  # prose and code by turns
             parts[::2] = [STARRED.sub(lambda stars: stars[1].replace("*", r"\*"), prose) for prose in parts[::2]]
             parts[1::2] = [f"``{text}``" for text in parts[1::2]]
-            lines[i] = CODE.sub(code, "".join(parts))
+            lines[i] = PAGE.sub(r":doc:`/\1`", CODE.sub(code, "".join(parts)))
+    examples = [i for i, line in enumerate(lines) if line.lstrip().startswith((">>>", "..."))]
+    code_of_all = "\n".join(lines[i] for i in examples)
+    if USES_MESH.search(code_of_all) and not MAKES_MESH.search(code_of_all):
+        indent = lines[examples[0]].partition(">>>")[0]
+        lines.insert(examples[0], f"{indent}>>> {MESH}")
 
 
 def setup(app):

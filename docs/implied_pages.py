@@ -196,7 +196,7 @@ def letters(entries, more=""):
         for part in range(parts):
             first, end = (len(found) * i // parts for i in (part, part + 1))
             words, links = zip(*sorted(found)[first:end], strict=True)
-            name = letter if parts == 1 else " to ".join(word[:3].strip() for word in (words[0], words[-1]))
+            name = letter if parts == 1 else " to ".join(word.split()[0][:3] for word in (words[0], words[-1]))
             folded.append(f'<details name="letter"><summary>{name}</summary><ul>{"".join(links)}</ul></details>')
     return f'```{{raw}} html\n<div class="letters{more}">{"".join(folded)}</div>\n```\n'
 
