@@ -2,6 +2,6 @@
 
 from xlstm_jax.quiet_import import load_cuda_plugin_quietly
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 load_cuda_plugin_quietly()
