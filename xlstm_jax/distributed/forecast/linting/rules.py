@@ -1,7 +1,8 @@
 """The lint's rules: each looks at a compiled step and its plan, and says what it finds there.
 
 ``RULES`` is the table of them: the name, the function that looks, and what to change. A cure that depends on what was
-found comes from the function. The bytes of a defect are traffic of a step for what travels, memory for what is kept.
+found comes from the function. Functions with ``_`` in front help a rule. The bytes of a defect are traffic of a step for
+what travels, memory for what is kept.
 """
 
 import math
@@ -64,7 +65,7 @@ class _Repeat(NamedTuple):
     wasted: float
 
 
-def _repeated_gathers(step: Step) -> Iterator[Defect]:
+def repeated_gathers(step: Step) -> Iterator[Defect]:
     """A leaf is gathered more often than forward and backward need."""
     for name, rows in step.groups:
         repeats = [repeat for row in rows if (repeat := _repeat(step, row)).wasted]
@@ -105,11 +106,13 @@ def _repeat_cure(rows: Sequence[LeafPlan], num_minibatches: int) -> str:
     )
 
 
-def _wide_gathers(step: Step) -> Iterator[Defect]:
+def wide_gathers(step: Step) -> Iterator[Defect]:
     """A leaf travels in a wider dtype than its wrapper asked for."""
     for name, rows in step.groups:
-        wide = [(row, gather) for row, gather in step.gathers_of(rows) if _is_wide(step, row, gather)]
-        if wide:
+        # The CPU backend sends bfloat16 as float32, whoever asks.
+        asking = [row for row in rows if row.uses and not (step.on_cpu and row.gather_dtype == "bfloat16")]
+        pairs = step.gathers_of(asking)
+        if wide := [(row, gather) for row, gather in pairs if float_bytes_of(gather.dtype) > row.gather_itemsize]:
             (row, gather), *_ = wide
             sent = sum_wire_bytes(gather for _, gather in wide)
             asked = sum(g.wire_bytes_per_step * r.gather_itemsize / float_bytes_of(g.dtype) for r, g in wide)
@@ -123,13 +126,7 @@ def _wide_gathers(step: Step) -> Iterator[Defect]:
             )
 
 
-def _is_wide(step: Step, row: LeafPlan, gather: Collective) -> bool:
-    # The CPU backend sends bfloat16 as float32, whoever asks.
-    asked = row.uses and not (step.on_cpu and row.gather_dtype == "bfloat16")
-    return bool(asked) and float_bytes_of(gather.dtype) > row.gather_itemsize
-
-
-def _hoisted_gathers(step: Step) -> Iterator[Defect]:
+def hoisted_gathers(step: Step) -> Iterator[Defect]:
     """All layers of a loop are gathered at once, in front of it."""
     for name, rows in step.groups:
         hoisted = [gather for _, gather in step.gathers_of(rows) if step.layers_at_once(gather) > 1]
@@ -152,7 +149,7 @@ def _hoisted_gathers(step: Step) -> Iterator[Defect]:
 # --------------------------------------------------------------------------------------------------------------- memory
 
 
-def _kept_gathered(step: Step) -> Iterator[Defect]:
+def kept_gathered(step: Step) -> Iterator[Defect]:
     """The gathered weights of all layers live from forward to backward."""
     if step.keep_gathered:
         return
@@ -190,7 +187,7 @@ def _kept_layers(step: Step, row: LeafPlan) -> int:
     return min(most // step.num_minibatches or 1, row.layers) if most else 0
 
 
-def _replicated_leaves(step: Step) -> Iterator[Defect]:
+def replicated_leaves(step: Step) -> Iterator[Defect]:
     """A large leaf stays whole on every device."""
     alike = defaultdict(list)
     for row in step.plan.replicated:
@@ -228,7 +225,7 @@ def _replication_cure(row: LeafPlan) -> str:
 # -------------------------------------------------------------------------------------------------------------- traffic
 
 
-def _all_reduces_of_shards(step: Step) -> Iterator[Defect]:
+def all_reduces_of_shards(step: Step) -> Iterator[Defect]:
     """An all-reduce where a reduce-scatter or an all-gather of half the bytes would do."""
     stand_ins = [c for c in step.forecast.collectives if c.stands_for]
     if sum_wire_bytes(stand_ins) > MAX_ALL_REDUCED_FRACTION * step.forecast.wire_bytes:
@@ -291,7 +288,7 @@ def _whole_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Defect:
     )
 
 
-def _exposed_collectives(step: Step) -> Iterator[Defect]:
+def exposed_collectives(step: Step) -> Iterator[Defect]:
     """Nothing is scheduled beside a collective; on GPUs, the schedule waits for its bytes."""
     forecast = step.forecast
     if step.on_cpu:
@@ -348,7 +345,7 @@ def _waited_for(step: Step) -> Iterator[Defect]:
         )
 
 
-def _small_collectives(step: Step) -> Iterator[Defect]:
+def small_collectives(step: Step) -> Iterator[Defect]:
     """Many collectives whose latency is longer than the time of their bytes, by the axes that they run over."""
     small = defaultdict(list)
     for collective in step.forecast.collectives:
@@ -371,7 +368,7 @@ def _small_collectives(step: Step) -> Iterator[Defect]:
         )
 
 
-def _hosts_last(step: Step) -> Iterator[Defect]:
+def hosts_last(step: Step) -> Iterator[Defect]:
     """Leaves that are gathered in a host first and cross to other hosts whole."""
     for name, rows in step.groups:
         wasted = 0.0
@@ -397,7 +394,7 @@ def _hosts_last(step: Step) -> Iterator[Defect]:
 # compiler does not share, every device does.
 
 
-def _shared_matrix_products(step: Step) -> Iterator[Defect]:
+def shared_matrix_products(step: Step) -> Iterator[Defect]:
     """Collectives that serve matrix products outside of ``shard_map``."""
     serving = [c for c in step.forecast.collectives if not in_shard_map(c.op_name) and _PRODUCT.search(c.op_name)]
     sent = sum_wire_bytes(serving)
@@ -411,7 +408,7 @@ def _shared_matrix_products(step: Step) -> Iterator[Defect]:
         )
 
 
-def _repeated_products(step: Step) -> Iterator[Defect]:
+def repeated_products(step: Step) -> Iterator[Defect]:
     """Matrix products outside of ``shard_map`` of which each device does far more than its share."""
     forecast = step.forecast
     share, done = forecast.flops.shared, forecast.shared_flops or 0.0
@@ -428,7 +425,7 @@ def _repeated_products(step: Step) -> Iterator[Defect]:
     )
 
 
-def _needless_offload(step: Step) -> Iterator[Defect]:
+def needless_offload(step: Step) -> Iterator[Defect]:
     """Offload of a step that fits without it and waits for it; else offload that leaves most moments on the device.
 
     What a step would take without offload is known in part. Its moments would lie on the device all the time:
@@ -481,20 +478,20 @@ WHOLE_MATRICES = (
 )
 
 _TABLE = (
-    Rule("repeated-gather", _repeated_gathers),
-    Rule("wide-gather", _wide_gathers),
-    Rule("all-reduce-of-shards", _all_reduces_of_shards),
-    Rule("hoisted-gather", _hoisted_gathers,
+    Rule("repeated-gather", repeated_gathers),
+    Rule("wide-gather", wide_gathers),
+    Rule("all-reduce-of-shards", all_reduces_of_shards),
+    Rule("hoisted-gather", hoisted_gathers,
          "Put the loop outside of the wrapper: nn.scan(nn.remat(shard_module_params(Block, axis_name)), ...)."),
-    Rule("kept-gathered", _kept_gathered,
+    Rule("kept-gathered", kept_gathered,
          "Pass reshard_after_forward=True to the shard_module_params around it, or put nn.remat around the wrapped "
          "module. The policy of an outer nn.remat overrides what is within: give it remat_policy(), which keeps no "
          "gathered weight. Where memory is left and links are slow, pass keep_gathered=True to lint."),
-    Rule("exposed-collective", _exposed_collectives),
-    Rule("small-collectives", _small_collectives,
+    Rule("exposed-collective", exposed_collectives),
+    Rule("small-collectives", small_collectives,
          "Raise min_weight_size, so that small leaves stay whole and are averaged together, or wrap a larger module, "
          "whose leaves travel together."),
-    Rule("hosts-last", _hosts_last,
+    Rule("hosts-last", hosts_last,
          f"Name the axis across hosts {HOST_AXIS!r}, as DeviceMeshManager.create_fsdp_mesh does, or pass it as "
          "inter_host_axes: it is gathered first, when what is sent is smallest."),
     Rule("split-across-hosts", split_rules.split_across_hosts,
@@ -505,14 +502,14 @@ _TABLE = (
     Rule("unbalanced-sequence", split_rules.unbalanced_sequences,
          "Lay batches out by to_zigzag(batch, devices), and pass layout='zigzag' to context_attention and "
          "context_positions."),
-    Rule("replicated-leaf", _replicated_leaves, "Split it over another axis, or give it a dim that the axis divides."),
-    Rule("shared-matrix-product", _shared_matrix_products, WHOLE_MATRICES),
-    Rule("repeated-product", _repeated_products, WHOLE_MATRICES),
+    Rule("replicated-leaf", replicated_leaves, "Split it over another axis, or give it a dim that the axis divides."),
+    Rule("shared-matrix-product", shared_matrix_products, WHOLE_MATRICES),
+    Rule("repeated-product", repeated_products, WHOLE_MATRICES),
     Rule("wide-product", product_rules.wide_products,
          "Give the module dtype=jnp.bfloat16; its sums stay float32. Keep what is meant to be float32, and leave this "
          "rule out."),
     Rule("held-scores", product_rules.held_scores,
          "Take a kernel: attention(q, k, v) of docs/kernels.md chooses that of the platform."),
-    Rule("needless-offload", _needless_offload, "Leave offload out."),
+    Rule("needless-offload", needless_offload, "Leave offload out."),
 )  # fmt: skip
 RULES = {rule.name: rule for rule in _TABLE}
