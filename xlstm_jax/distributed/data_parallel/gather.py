@@ -98,12 +98,15 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     averaged: list[frozenset[str]] = []
     with jax.named_scope("sync_gradients"):
         for box in map(leaf_of, live):
+            # By identity: an average that was scaled since is another array, and is not found.
             known = next((over for average, over in _averages.known if average() is box.value), frozenset())
             left = [axis for axis in axes if axis not in known.union(box.reduced_axes)]
             values.append(_divide_summed(box, left, known))
+            # Over the model's own axes the gradient is a sum already, and was divided.
             axes_left.append([axis for axis in left if axis not in box.model_axes])
             averaged.append(known.union(box.reduced_axes, axes))
         synced = collectives.pmean(values, axes_left)
+    # Weak references: a tracer must not outlive its trace. Those of traces that have ended are dropped here.
     alive = [(average, over) for average, over in _averages.known if average() is not None]
     traced = [(value, over) for value, over in zip(synced, averaged, strict=True) if isinstance(value, Tracer)]
     _averages.known = alive + [(weakref.ref(value), over) for value, over in traced]

@@ -123,6 +123,7 @@ def choose_shard_dim(
         return ShardChoice(None, NoValues(shape))
     if size < min_weight_size:
         return ShardChoice(None, TooSmall(size, min_weight_size))
+    # A dim with a name is split already, by the model or by a wrapper over other axes.
     free = [dim for dim, entry in enumerate(names) if entry is None]
     fitting = [dim for dim in free if shape[dim] % parts == 0]
     if fitting:

@@ -140,6 +140,7 @@ def plan_params(params: PyTree, axis_sizes: dict[str, int], policy: ShardPolicy)
         if choice.dim is not None:
             gathered, summed = map(str, map(jnp.dtype, policy.communication.dtypes(value, path)))
             gathered = policy.communication.format_of(value) or gathered
+        # The names after the split: of several wrappers the next one finds the dim taken.
         names = leaf_of(boxed).names
         return Planned.of(leaf, boxed, Decision(tuple(axis_sizes), choice, np.shape(value), names, gathered, summed))
 

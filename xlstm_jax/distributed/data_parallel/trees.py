@@ -53,6 +53,7 @@ def unbox(tree: PyTree) -> PyTree:
     (16, 32)
     """
 
+    # JAX's own error of a donated array names neither leaf nor cause.
     check_alive(tree, "unbox")
 
     def bare(leaf: Any) -> Any:
@@ -109,6 +110,7 @@ def split_differentiable(tree: PyTree) -> tuple[list[Any], Callable[..., PyTree]
     """
     found, treedef = flatten_with_path(tree)
     leaves = [leaf for _, leaf in found]
+    # Asked once, and not of the leaves that are put back: these may be gradients, or None.
     takes = [leaf_of(leaf).is_differentiable for leaf in leaves]
 
     def put_back(new_leaves: Iterable[Any], rest: Callable[[Any], Any] = lambda leaf: leaf) -> PyTree:

@@ -66,6 +66,7 @@ class BatchLayout:
     def part(self, batch: PyTree, device: Any) -> PyTree:
         """What the device with this number along ``axes`` has of a global batch; the number may be traced."""
         places: dict[str, Any] = {}
+        # The last axis runs fastest over the devices.
         for axis in reversed(self.axes):
             places[axis], device = device % self.mesh.shape[axis], device // self.mesh.shape[axis]
 
@@ -82,6 +83,7 @@ class BatchLayout:
 
     def misplaced(self, batch: PyTree, shardings: Sequence[Any]) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
         """The leaves with a dim beside that of examples split in another way than the spec says, and by which axes."""
+        # Most batches lie on no mesh, or are split by rows alone: then the specs are not needed.
         leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
         splits = [_columns(its.spec, its.mesh) if isinstance(its, NamedSharding) else {} for its in shardings]
         specs = self._by_leaf(batch) if any(splits) else [PartitionSpec()] * len(leaves)
@@ -115,6 +117,7 @@ class BatchLayout:
                 f"{name} of shape {shape} has {len(shape)} dims, and its spec {spec} is of {len(spec)}. Give each leaf "
                 "a spec of its own, as batch_spec={'tokens': P('dp', 'cp'), 'label': P('dp')}."
             )
+        # Dim 0 holds rows, whose number `check_batch` compares; on a host it is that of a process.
         for dim in range(1, len(spec)):
             if shape[dim] % (count := num_shards(self.mesh, entry_axes(spec[dim]))):
                 raise ValueError(

@@ -124,6 +124,7 @@ class DeviceMeshManager:
           ``device_kind``; and ``axes_across_processes``, those axes along which collectives leave a process.
         """
         check_mesh(mesh, devices=True)
+        # An axis leaves a process where the process changes along it.
         processes = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
         crossing = [(processes != processes.take([0], axis=dim)).any() for dim in range(processes.ndim)]
         return {
@@ -207,6 +208,7 @@ def _nearest(sizes: Collection[int], count: int) -> list[tuple[int, ...]]:
     def distance(shape: tuple[int, ...]) -> float:
         return sum(abs(math.log(new / old)) for new, old in zip(shape, sizes, strict=True) if old != -1)
 
+    # All but the last size are tried; the last is what they leave.
     divisors = [size for size in range(1, count + 1) if count % size == 0]
     firsts = itertools.islice(itertools.product(divisors, repeat=len(sizes) - 1), SHAPES_TRIED)
     shapes = ((*first, count // math.prod(first)) for first in firsts if count % math.prod(first) == 0)

@@ -39,6 +39,7 @@ def mesh_by_topology(sizes: tuple[int, ...], names: tuple[str, ...], devices: Se
             f"{'processes' if by_process else 'slices'} have different numbers of devices: {dict(units)}. Pass the "
             "devices in the order that you want, as devices=jax.devices()."
         )
+    # Each axis is a product of a part across units and a part within.
     outer = crossing_sizes(sizes, len(units))
     inner = tuple(size // part for size, part in zip(sizes, outer, strict=True))
     ordered = mesh_utils.create_hybrid_device_mesh(
@@ -104,6 +105,7 @@ def _on_torus(devices: Sequence[Device]) -> dict[Coordinates, Device]:
     corners = _corners(devices)
     located = {}
     for device in devices:
+        # A job may have got a box in the middle of a larger torus.
         coords = (at - start for at, start in zip(device.coords, corners[_slice(device)], strict=True))
         located[(sorted(corners).index(_slice(device)), *coords, device.core_on_chip)] = device
     return located

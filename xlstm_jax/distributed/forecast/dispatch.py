@@ -125,6 +125,7 @@ def _expert_seconds(forecast: Forecast, plan: ShardingPlan, experts: ExpertPlan)
     equal = 1  # devices that have the same tokens, and compute the same
     for axis, roles in plan.roles.items():
         equal *= plan.axis_sizes[axis] if roles == ("tensor",) else 1
+    # Each token goes to top_k experts. Devices that split layers have the same tokens, and compute the same.
     rows = forecast.tokens * experts.top_k * equal / forecast.devices * (experts.capacity_factor or 1.0)
     dtype = next(iter(forecast.flops.by_dtype()), "bfloat16")
     reached = chip.reached if chip.efficiency else chip

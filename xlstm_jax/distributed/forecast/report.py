@@ -144,6 +144,7 @@ def _axes_table(forecast: Any) -> RenderableType:
         times = [] if traffic.seconds is None else [traffic.seconds, traffic.waited_s]
         cells = ["+".join(traffic.axes) if traffic.axes is not None else "?"]
         rows.append([*cells, *(format_bytes(size) if size else "" for size in sent), *map(_milliseconds, times)])
+    # Rows have times all or none: a device has figures, or has not.
     timed = bool(rows) and len(rows[0]) > 4
     columns = ["axes", "weights", "activations", "other", *["takes", "waited"] * timed]
     return rich_table("What each axis carries, sent per device", columns, rows)
@@ -308,6 +309,7 @@ def _plot_memory(axes: "Axes", forecast: Any) -> None:
     if not memory.timeline:
         axes.bar(["arguments, outputs, program", "temporaries"], [base, memory.temporary_bytes / gib])
         return
+    # Arguments and outputs lie there all the time; temporaries stand on top of them.
     end = memory.timeline[-1].point
     axes.fill_between([0, end], 0, base, color="#d3d3d8", label="arguments, outputs, program")
     unlabelled = set(COLORS)

@@ -127,6 +127,7 @@ class Workload:
         made = mesh if isinstance(mesh, Mesh) else DeviceMeshManager.create_abstract_mesh(mesh)
         layout = batch_layout(made, None if self.batch_spec is not None else made.axis_names, self.batch_spec)
         split: dict[str, Any] = {"batch_spec": layout.spec}
+        # Nothing here has values: a key by its type, a state by its shapes.
         rng = jax.eval_shape(lambda: jax.random.key(0))
         # What stays whole is in the plan and the forecast: no warning is needed here.
         where: dict[str, Any] = {"batch_axes": layout.axes, "whole_ok": True, "offload": self.offload, **self.freezing}
@@ -147,6 +148,7 @@ def is_own(error: BaseException) -> bool:
     ours = type(error) in OWN or type(error).__module__.startswith("xlstm_jax.")
     if not str(error) or not (ours or isinstance(error, OSError)):
         return False
+    # The innermost frame raised it.
     frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     if not frames or frames[-1].startswith(LIBRARY):
         return True

@@ -78,6 +78,7 @@ def check_loss_fn(loss_fn: Any, taker: str = "make_train_step", called: Called =
     """Raises a ``TypeError`` where the first argument of ``taker`` is no function that a step can call."""
     count = len(called.arguments)
     if callable(loss_fn) and not hasattr(loss_fn, "apply") and not isinstance(loss_fn, Mesh | AbstractMesh | type):
+        # Some functions (of C, say) have no signature: their call will tell.
         takes = _signature(loss_fn)
         if takes and not any(_binds(takes, number, _by_name(takes)) for number in (count, count + 1)):
             raise TypeError(
@@ -238,6 +239,7 @@ def check_mesh_of(arguments: dict[str, PyTree], mesh: Mesh | AbstractMesh) -> No
 
 def why_not_its_state(tx: optax.GradientTransformation, opt_state: PyTree, params: PyTree) -> str | None:
     """What to say where ``opt_state`` is not a state of ``tx`` for these parameters, all without boxes; else None."""
+    # By shapes first, as their path is what a user looks for; trees of equal leaves may still differ.
     made: Any = jax.eval_shape(tx.init, params)
     its, given = ({path: np.shape(leaf) for path, leaf in trees.leaves_with_path(tree)} for tree in (made, opt_state))
     different = sorted(path for path in its.keys() | given.keys() if its.get(path) != given.get(path))
@@ -315,6 +317,7 @@ def named_leaf(argument: str, path: str) -> str:
 
 def _check_no_list_of_numbers(batch: PyTree) -> None:
     """To JAX a list of 64 numbers is 64 scalars, and every device would get all of them: hardly what was meant."""
+    # By the path of the list: all of its entries must be numbers, since a list of arrays is a tree like another.
     found: dict[tuple[Any, ...], list[Any]] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
         if path and isinstance(path[-1], jax.tree_util.SequenceKey):
@@ -383,6 +386,7 @@ class CheckedStep:
         for name, argument in named.items():
             if any(map(_is_deleted, _some_leaves(name, argument))):
                 raise _deleted(name, name)
+        # Once for each step: processes wait for each other here.
         if not self._has_compared and "batch" in named:
             # What is no array is named when the call has failed.
             if not any(map(why_no_array, jax.tree.leaves(named["batch"]))):
@@ -418,6 +422,7 @@ class CheckedStep:
 
     def _check_placed(self, batch: PyTree) -> None:
         """Raises where a dim beside that of examples is split in another way: devices would get other values."""
+        # Shardings compare faster than their specs are read: a step pays a few microseconds.
         if (shardings := tuple(map(_sharding, jax.tree.leaves(batch)))) in self._placed:
             return
         for path, leaf, axes in self._layout.misplaced(batch, shardings):
@@ -446,6 +451,7 @@ def _some_leaves(name: str, argument: Any) -> Iterable[Any]:
 
 def _check_others(others: PyTree, donated: PyTree) -> None:
     """Raises where a leaf has lost its box, or is donated at once: some releases of JAX then end the process."""
+    # By identity, as a copy of the same values is welcome. All of them are alive here, so that no id is used twice.
     taken = {id(x) for x in jax.tree.leaves(donated) if isinstance(x, jax.Array) and not isinstance(x, Tracer)}
     for path, leaf in trees.leaves_with_path(others):
         value, where = leaf_of(leaf).value if is_box(leaf) else leaf, named_leaf("others", path)

@@ -116,6 +116,7 @@ class LossFunction:
         total: Any = self.fn(*args, **kwargs)
         weight: Any = None
         aux, collections = None, None
+        # From the outermost pair inwards.
         if self.has_collections:
             what = "(what it returns without collections, updated collections)"
             total, collections = _pair(total, "with collections", what)
@@ -162,6 +163,7 @@ class Auxiliary(struct.PyTreeNode):
         Raises:
           TypeError: a leaf is an integer or no number at all; names the leaf.
         """
+        # A cell is a tree to JAX. Here it is one leaf, which is merged as a whole.
         leaves, treedef = trees.flatten_with_path(aux, lambda node: isinstance(node, Cell))
         is_cell = tuple(isinstance(leaf, Cell) for _, leaf in leaves)
         means = {path: _as_mean(path, leaf) for path, leaf in leaves if not isinstance(leaf, Cell)}
@@ -178,6 +180,7 @@ class Auxiliary(struct.PyTreeNode):
 
     def over_devices(self, loss: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, PyTree]:
         """Reduces loss and leaves over devices; returns the loss, and the auxiliary output in its own tree."""
+        # The loss travels with the numbers beside it: one collective for all.
         loss, *averaged = collectives.pmean([loss, *self.means], [axes] * (1 + len(self.means)))
         means, cells = iter(averaged), iter(all_reduce_cells(self.cells, axes))
         leaves = [next(cells).value if is_cell else next(means) for is_cell in self.is_cell]
@@ -195,4 +198,5 @@ def _as_mean(path: str, leaf: Any) -> jax.Array:
             f"minibatches and devices, which no count survives. For the sum: `{cell} Count`, and Count.of(x); for the "
             "largest or smallest: Maximum.of(x), Minimum.of(x); for the mean: jnp.float32(x)."
         )
+    # Bools become 0 and 1, whose mean is a fraction.
     return jnp.asarray(leaf, jnp.promote_types(dtype, jnp.float32))

@@ -131,6 +131,7 @@ def make_train_step(
     check_learning_rate(learning_rate)
     if has_aux and metric is not None:
         raise ValueError("has_aux and metric both say what loss_fn returns beside the loss; a metric averages, too.")
+    # A metric takes what the loss observed after each minibatch, so no observation outlives its minibatch.
     fold = None if metric is None else lambda local, observed: metric.update(local, **observed)
     options = StepOptions(
         loss=LossFunction(loss_fn, weighted, has_aux or metric is not None),
@@ -193,6 +194,7 @@ class StepOptions:
 
     def _on_mesh(self, state: Any, batch: PyTree, others: Mapping[str, PyTree]) -> Callable[..., OfBatch]:
         """Loss and gradients by ``shard_map``: of (params, batch, rng, local, collections, others), as ``OfBatch``."""
+        # The axes of the batch; `whole` is the spec of what is the same on all devices.
         kept, axes, whole = collections_of(state), self.accumulation.axes, PartitionSpec()
         specs, of_kept = placement.partition_specs(state.params, self.mesh), placement.partition_specs(kept, self.mesh)
         # Numbers beside the loss are the same on all devices; each device has its own state of a metric.
@@ -206,6 +208,7 @@ class StepOptions:
             def loss_fn(params: PyTree, *rest: PyTree) -> LossOutput:
                 return self.loss.fn(params, state.apply_fn, *rest, **others)
 
+            # What the state has is known only now: the options were made before there was one.
             loss = replace(self.loss, fn=loss_fn, has_collections=bool(kept))
             return accumulated(loss, params, batch, rng, self.accumulation, local, kept)
 
@@ -218,6 +221,7 @@ class StepOptions:
 
     def _warn(self, state: Any, others: PyTree, jaxpr: Callable[[], Any], stacks: Stacks) -> None:
         """Warns of mistakes that run; ``jaxpr()`` traces loss and gradients."""
+        # While JAX traces, so that a step that runs pays nothing.
         warn_of_options(state.tx, self.loss.weighted, self.learning_rate)
         warn_of_idle_axes(self.mesh, self.accumulation.axes, (state.params, collections_of(state), others), jaxpr)
         if not self.whole_ok:

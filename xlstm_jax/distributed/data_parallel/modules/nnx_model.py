@@ -96,6 +96,8 @@ class NnxModel:
           method, **kwargs: as for ``apply``.
         """
         leaves = leaves_of(self._made(_streams(rngs)))
+        # A parameter of layers that are scanned (nnx.scan) has a leading dim, which no type tells from a dim of the
+        # layer.
         seen = self._seen_shapes(rngs, inputs, method, kwargs) if self.units and (inputs or kwargs) else {}
         for path, policy in self.units.items():
             own = {name: leaves[f"params/{name}"] for name, owner in self._unit_of_param.items() if owner == path}
@@ -204,6 +206,7 @@ class NnxModel:
         """For each parameter that a unit gathers, by path, the path of that unit: the innermost around it."""
         params = [path for path, leaf in contents(self._abstract).items() if collection_of(leaf) == "params"]
         of_linen = [path for path, module in modules_of(self._abstract).items() if isinstance(module, nnx.bridge.ToNNX)]
+        # Parameters within a Linen module (nnx.bridge.ToNNX) are gathered by its own wrappers.
         around = {
             path: [module for module in (*self.units, *of_linen) if not module or path.startswith(f"{module}/")]
             for path in params
@@ -270,6 +273,7 @@ def _random_state(path: str, leaf: Any, rngs: PyTree) -> Any:
         return _NoKey(path, tag)
     key = jax.random.key(0) if key is None else key
     typed = key if is_prng_key(key) else jax.random.wrap_key_data(key)
+    # By a checksum, as Python's own hash of a string differs from process to process.
     own = jax.random.fold_in(typed, zlib.crc32(path.encode()))
     return jax.random.split(own, value.shape) if value.shape else own
 

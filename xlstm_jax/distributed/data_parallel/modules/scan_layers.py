@@ -75,6 +75,7 @@ def scan_layers(
     if wrong := [axis for axis in jax.tree.leaves(in_axes) if axis is not nn.broadcast and axis != 0]:
         raise ValueError(f"scan_layers: in_axes={in_axes!r} has {wrong[0]!r}; pass 0 or nn.broadcast for an argument.")
     rngs, options = dict(split_rngs), {"in_axes": in_axes, "length": length}
+    # prevent_cse guards against XLA merging both computations; across the iterations of a loop it cannot.
     again = nn.remat(layer, prevent_cse=False)
     scanned = nn.scan(again, variable_axes={"params": 0}, split_rngs=rngs, **options)
     if prefetch:
@@ -90,6 +91,7 @@ def _where_gathered(plain: Callable[..., Any], ahead: Callable[..., Any]) -> Cal
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.scope is None or self.is_mutable_collection("params"):
             return plain(self, *args, **kwargs)
+        # Outside of shard_map, and where no leaf is split, there is nothing to gather ahead.
         leaves = leaves_with_path(_of_one_layer(self.variables.get("params", {})))
         if all(route_of(path, leaf, self.path) is None for path, leaf in leaves):
             return plain(self, *args, **kwargs)

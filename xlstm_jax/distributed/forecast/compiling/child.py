@@ -57,6 +57,7 @@ def compile_step(folder: Path, request: dict[str, Any], mesh: Mesh) -> dict[str,
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=_in_its_memory(sharding, aval, request["host_memory"]))
         for aval, sharding in zip(step.in_avals, inputs, strict=True)
     ]
+    # An export donates nothing by itself: the function around it does.
     jitted = jax.jit(step.call, donate_argnums=request["donated"], out_shardings=step.out_shardings_jax(mesh))
     options = {"xla_dump_to": str(folder / "dump")} | OF_PLATFORM[request["topology"]["platform"]] | request["options"]
     stats = jitted.lower(*args).compile(compiler_options=options).memory_analysis()

@@ -66,6 +66,7 @@ class ReportCache:
         path, texts = self._path(key), None
         try:
             texts = _unpacked(key, _content(path))
+            # Read just now: `_remove_oldest` goes by this time.
             os.utime(path)
         except _UnusableError as error:
             if not self.warned:
@@ -85,6 +86,7 @@ class ReportCache:
         self.problem = ""
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # The folder may have been there before, with other rights than `mkdir` would give.
             _check_ours_alone(self.folder, os.stat(self.folder))
             _write_whole(self._path(key), _packed(key, texts))
             self._remove_oldest()
@@ -147,6 +149,7 @@ def _check_ours_alone(path: Path, status: os.stat_result) -> None:
 def _content(path: Path) -> bytes:
     """The bytes of a regular file that this user alone may write, in a folder where nobody else can exchange it."""
     _check_ours_alone(path.parent, os.stat(path.parent))
+    # Of the path itself, not of what a link leads to.
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):  # a link leads elsewhere, and an open of a pipe would wait for its writer
         _unusable(f"{path} is no regular file")
@@ -170,6 +173,7 @@ def _unpacked(key: str, data: bytes) -> Texts:
         _unusable("an entry does not have its digest: it is damaged, or of another version")
     unpacking = zlib.decompressobj()
     try:
+        # At most so many bytes, whatever the entry claims: a small one can inflate to gigabytes.
         plain = unpacking.decompress(content, MAX_ENTRY_BYTES)
         texts = json.loads(plain) if unpacking.eof else None
     except (zlib.error, ValueError, RecursionError) as error:

@@ -34,10 +34,12 @@ def side_by_side(jobs: Iterable[tuple[T, W]], limit: Callable[[], int]) -> Gener
     under_way: deque[tuple[T, W]] = deque()
 
     def limit_reached() -> bool:
+        # At least one may run, even where the limit is 0 (no memory is left).
         running = sum(not _is_done(job) for job, _ in under_way)
         return running > 0 and running >= limit()
 
     try:
+        # The next job is made while those before it compile: tracing it takes this process some seconds.
         for job, what in jobs:
             while job is not None and limit_reached():
                 time.sleep(POLL_S)
@@ -63,6 +65,7 @@ def _is_done(job: "Pending[Any] | None") -> bool:
 def room_for_jobs() -> int:
     """How many compilations this machine can run at once: by its cores, and by the memory that is free now."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # What compilers took so far in this search is the best guess at what the next will take.
     largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 2**10  # of those that have ended
     free = free_bytes()
     for_cores = max(1, cores // CORES_OF_ONE)

@@ -63,6 +63,7 @@ def axis_traffic(collectives: Iterable[Collective]) -> tuple[AxisTraffic, ...]:
     by_axes: dict[tuple[str, ...] | None, list[Collective]] = defaultdict(list)
     for collective in collectives:
         by_axes[collective.axes].append(collective)
+    # Nothing travels along no axis.
     by_axes.pop((), None)
     return tuple(sorted((_of(axes, some) for axes, some in by_axes.items()), key=lambda found: -found.wire_bytes))
 

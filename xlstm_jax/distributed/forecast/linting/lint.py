@@ -110,6 +110,7 @@ def lint(
     """
     step = Step(forecast, plan, num_minibatches, keep_gathered, imbalance)
     _check(step)
+    # Findings of one cause differ in numbers alone, as those of layers of several sizes do.
     causes = defaultdict(list)
     for finding in (finding for rule in RULES.values() for finding in findings_of(rule, step)):
         causes[finding.rule, _NUMBER.sub("", finding.text), finding.cure].append(finding)
@@ -157,6 +158,7 @@ lint.raise_if = raise_if  # type: ignore[attr-defined] # functions have attribut
 
 
 def _check(step: Step) -> None:
+    # Forecast and plan are made by two calls: nothing else sees to it that they are of one step.
     mesh, planned = dict(step.forecast.axis_sizes), dict(step.plan.axis_sizes)
     if mesh != planned:
         raise ValueError(

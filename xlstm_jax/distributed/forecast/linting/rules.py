@@ -1,8 +1,8 @@
 """The lint's rules: each looks at a compiled step and its plan, and says what it finds there.
 
 ``RULES`` is the table of them: the name, the function that looks, and what to change. A cure that depends on what was
-found comes from the function. Functions with ``_`` in front help a rule. The bytes of a defect are traffic of a step for
-what travels, memory for what is kept.
+found comes from the function. Functions with ``_`` in front help a rule. The bytes of a defect are traffic of a step
+for what travels, memory for what is kept.
 """
 
 import math

@@ -68,6 +68,7 @@ class Step:
 
     def uses_at_once(self, gather: Collective) -> float:
         """How many uses of its leaves one execution of a gather serves; below 1 if it is one of several stages."""
+        # By sizes, as several leaves may travel in one gather, and one leaf in several stages.
         rows = [self.rows[path] for path in gather.leaves if path in self.rows]
         return size_of(gather) / (sum(row.gathered_size for row in rows) or math.inf)
 

@@ -111,6 +111,7 @@ def multiple_over_draws(one: OneDevice, rng: Any, sizes: dict[str, int]) -> Mult
     """
     rows = max((len(leaf) for leaf in jax.tree.leaves(one.batch) if np.ndim(leaf)), default=1)
     count = min(rows, MOST_DRAWS)
+    # Evenly spaced, so that the mean over draws has no noise of its own.
     keys = [constant_like(rng, (i + 0.5) / count) for i in range(count)]
     pairs = [(one.slices(key), one.whole(key)) for key in keys]
     pairs = [(mean, whole) for mean, whole in pairs if mean.is_finite and whole.is_finite]
@@ -160,14 +161,17 @@ def _kind(one: OneDevice, rng: Any, mean: Found, whole: Found) -> str:
     values = np.array([part.loss for part in parts])
     gradients = np.stack([_vector(part) for part in parts], 1)
     right = _vector(whole)
+    # A mean does not change where each row is there twice; a sum doubles, and pairs of rows count otherwise.
     twice = one.whole(rng, batch=jax.tree.map(lambda x: jnp.concatenate([x, x]) if np.ndim(x) else x, one.batch))
     scale = np.abs(values).max() + abs(whole.loss)
     if abs((twice.loss - whole.loss) * (1 - 1 / n) - (whole.loss - mean.loss)) <= FITS * abs(whole.loss - mean.loss):
         return "part"
     if abs(twice.loss - whole.loss) > FITS * scale:
         return "negatives"
+    # If the right gradient is a combination of those of the slices, the loss is a function of their means.
     fit, *_ = np.linalg.lstsq(gradients, right, rcond=None)
     left = np.linalg.norm(gradients @ fit - right)
+    # Few parameters could be combined to anything by chance.
     if len(right) > 2 * n and left <= FITS * np.linalg.norm(right):
         is_mean = abs(fit.sum() - 1) <= FITS and abs(fit @ values - whole.loss) <= FITS * scale
         return "weights" if is_mean else "function"

@@ -62,6 +62,7 @@ def observe(step: Callable[..., Any], state: Any, given: PyTree, grads: PyTree, 
     ``grads`` are the right gradients, or any arrays in their tree.
     """
     try:
+        # The surest way: what the step hands its optimizer, before any moment or clipping.
         after, loss = _run(step, keeping_gradients(state, mesh), given)
     except (TypeError, ValueError, AttributeError):  # an optimizer, or specs of the state, that are the step's own
         return _of_own_optimizer(step, state, given, grads)
@@ -82,6 +83,7 @@ def _of_own_optimizer(step: Callable[..., Any], state: Any, given: PyTree, grads
     fresh = state.replace(opt_state=zeros)
     after, loss = _run(step, fresh, given)
     before, one_device = trainable(fresh.params), jax.tree.leaves(grads)[0].sharding
+    # The same optimizer then runs on one device with the right gradients.
     params, opt_state = jax.device_put((before, _as_seen(fresh.opt_state)), one_device)
 
     def updated(grads: PyTree) -> tuple[PyTree, PyTree]:
@@ -100,6 +102,7 @@ def _of_own_optimizer(step: Callable[..., Any], state: Any, given: PyTree, grads
 def _run(step: Callable[..., Any], state: State, given: PyTree) -> tuple[State, ReportedLoss | None]:
     """State and loss after the step. It gets copies, because it may donate its arguments."""
     after, metrics, *_ = step(*jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, (state, *given)))
+    # A step of the user's own may return the loss itself.
     if not isinstance(metrics, dict):
         metrics = {"loss": metrics} if np.shape(metrics) == () else {}
     if "loss" not in metrics:
