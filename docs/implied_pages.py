@@ -115,7 +115,7 @@ def write_pages(app):
     reference = {name: _reference(face, name, what) for face, name, what in public_names()}
     groups = {group.page: _group_of_names(group) for group in groups_of_names()}
     groups |= {slug(caption): _group_of_pages(caption, entries) for caption, entries in groups_of_pages()}
-    groups |= {f"gallery_{one.file}": write_gallery.page_of(one) for one in write_gallery.programs()}
+    groups |= write_gallery.pages()
     for folder, wanted in ((DOCS / "reference", reference), (DOCS / "contents", groups)):
         folder.mkdir(exist_ok=True)
         for page in folder.glob("*.md"):
@@ -217,7 +217,7 @@ def messages_by_letter(text):
 
 def gallery_with_pages(text):
     """The gallery with links to the pages of its programs, where a code host has links to files."""
-    pages = "\n".join(f"../contents/gallery_{one.file}" for one in write_gallery.programs())
+    pages = "\n".join(f"../contents/{page}" for page in write_gallery.pages())
     linked = re.sub(r"\]\((\w+)\.py\)", r"](../contents/gallery_\1.md)", text)
     return f"{linked}\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"
 

@@ -57,11 +57,22 @@ def page() -> str:
     return f"{HEAD.format(first=ORDER[0])}{table}\n"
 
 
-def page_of(one: Program) -> str:
-    """The page of one program on the site, which docs/implied_pages.py puts into docs/contents/."""
+def pages() -> dict[str, str]:
+    """Of the site a page for each program, and one for what they share; docs/implied_pages.py writes them."""
+    shared = f"# What programs of the gallery share\n\n{_code('shared', 0)}"
+    return {f"gallery_{one.file}": _page_of(one) for one in programs()} | {"gallery_shared": shared}
+
+
+def _page_of(one: Program) -> str:
     picture = f"```{{image}} ../gallery/{one.file}.png\n:alt: {one.sentence}\n:class: both\n```"
-    code = f"```{{literalinclude}} ../gallery/{one.file}.py\n:language: python\n```"
-    return f"# {one.title}\n\n{one.sentence}\n\n{picture}\n\n{one.details}\n\n{code}\n"
+    shared = "What comes from `shared` [draws pictures, counts steps and makes digits](gallery_shared.md)."
+    docstring = ast.parse((GALLERY / f"{one.file}.py").read_text()).body[0].end_lineno or 0
+    return f"# {one.title}\n\n{one.sentence} {one.details}\n\n{picture}\n\n{_code(one.file, docstring + 1)}\n{shared}\n"
+
+
+def _code(file: str, above: int) -> str:
+    """A file but for its first lines."""
+    return f"```{{literalinclude}} ../gallery/{file}.py\n:language: python\n:lines: {above + 1}-\n```\n"
 
 
 def main(arguments: list[str]) -> None:

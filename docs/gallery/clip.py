@@ -53,6 +53,7 @@ class Towers(nn.Module):
 
 def loss_fn(params, apply_fn, batch, rng):
     image, text, scale = apply_fn({"params": params}, batch["image"], batch["text"])
+    # Of all captions those of this device begin at its number times its rows.
     partner = jnp.arange(len(image)) + len(image) * lax.axis_index(AXES)
     losses = []
     for own, other in ((image, text), (text, image)):

@@ -64,6 +64,7 @@ def loss_fn(params, apply_fn, tokens, rng):
     return losses(logits, tokens[:, 1:]).mean()
 
 
+# Muon's steps as large as those of AdamW, which has the embedding and the norms.
 rate = optax.cosine_decay_schedule(8e-3, 500)
 model, key, tx = GPT(), jax.random.key(0), muon(rate, consistent_rms=0.2)
 state = create_train_state(model, tx, mesh, key, batch_of(0)[:, 1:], batch_axes=AXES)

@@ -59,6 +59,7 @@ class GraphNetwork(nn.Module):
 def loss_fn(params, apply_fn, batch, rng):
     logits = apply_fn({"params": params}, batch["friends"], batch["traits"])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["group"])
+    # Of the 16 a device may have none: sums and weights are added over all devices.
     return (losses * batch["told"]).sum(), batch["told"].sum()
 
 

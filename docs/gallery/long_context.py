@@ -39,7 +39,9 @@ class Reader(nn.Module):
 
     @nn.compact
     def __call__(self, told, number, asked):
-        name = nn.Embed(NAMES, 64)
+        name = nn.Embed(
+            NAMES, 64
+        )  # for both: who is asked for looks like who was told of
         query = nn.DenseGeneral((4, 16), name="query")(name(asked))
         key = nn.DenseGeneral((4, 16), name="key")(name(told))
         value = nn.DenseGeneral((4, 16), name="value")(nn.Embed(NUMBERS, 64)(number))

@@ -45,6 +45,7 @@ class Selective(nn.Module):
         rates = self.param("rates", nn.initializers.normal(0.5), (32,))
         decay, update = jnp.exp(-opened * jnp.exp(rates)), opened * nn.Dense(32)(x)
         then = lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])
+        # Of its own tokens alone, from a state of zero; then what came before them.
         decays, own = jax.lax.associative_scan(then, (decay, update), axis=1)
         before = recurrence_over_axis(decays[:, -1], own[:, -1], "cp")
         states = own + decays * before[:, None]

@@ -73,9 +73,7 @@ def rollout(params, x, key):
 def loss_fn(params, apply_fn, batch, rng):
     log_policy, value = apply_fn({"params": params}, batch["x"])
     ratio = jnp.exp(log_policy[jnp.arange(len(value)), batch["action"]] - batch["said"])
-    near = jnp.clip(
-        ratio, 0.8, 1.2
-    )  # far from the policy that was run nothing is known
+    near = jnp.clip(ratio, 0.8, 1.2)  # of a policy far from this one nothing is known
     policy = -jnp.minimum(ratio * batch["gain"], near * batch["gain"])
     return jnp.mean(policy + 0.002 * (value - batch["worth"]) ** 2)
 

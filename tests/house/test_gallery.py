@@ -31,8 +31,9 @@ def test_the_page_shows_every_program_by_its_docstring():
     written = writer()
     assert sorted(written.ORDER) == PROGRAMS and len(PROGRAMS) >= 12
     assert (GALLERY / "index.md").read_text() == written.page(), "run: python docs/write_gallery.py --page"
+    pages = written.pages()
     for one in written.programs():
-        assert f"literalinclude}} ../gallery/{one.file}.py" in written.page_of(one)
+        assert f"literalinclude}} ../gallery/{one.file}.py" in pages[f"gallery_{one.file}"]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
