@@ -32,7 +32,7 @@ DOES_NOT_FIT = """() => {
   for (const e of document.querySelectorAll("article .highlight pre, article div.output pre, article .highlight"))
     if (hidden(e) > 1 && !e.querySelector("pre"))
       found.push(["code", hidden(e), e.textContent.split("\\n").sort((a, b) => b.length - a.length)[0].trim()]);
-  for (const e of document.querySelectorAll("article table"))
+  for (const e of document.querySelectorAll("article table, article .table-wrapper"))
     if (hidden(e) > 1) found.push(["table", hidden(e), e.textContent.trim().replace(/\\s+/g, " ").slice(0, 60)]);
   return found;
 }"""
