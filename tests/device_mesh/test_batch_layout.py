@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from xlstm_jax.distributed import DeviceMeshManager, abstract_batch, create_train_state, make_train_step, shard_batch
 from xlstm_jax.distributed.device_mesh.batch_layout import batch_layout
-from xlstm_jax.distributed.model_parallel import from_zigzag, to_zigzag
+from xlstm_jax.distributed.device_mesh.zigzag import from_zigzag, to_zigzag
 
 ROWS = ("dp", "fsdp")
 BATCH = {"tokens": np.arange(64).reshape(4, 16), "label": np.arange(4), "scale": np.float32(2)}

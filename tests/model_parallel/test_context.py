@@ -14,13 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support import FLOAT32_ROUNDING, equations, on_mesh
 from xlstm_jax.distributed import DeviceMeshManager, value_and_grad
+from xlstm_jax.distributed.device_mesh.zigzag import from_zigzag, to_zigzag, zigzag_order
 from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
 from xlstm_jax.distributed.model_parallel import context
 from xlstm_jax.distributed.model_parallel.context import (
     context_attention,
     context_positions,
-    from_zigzag,
-    to_zigzag,
 )
 
 BATCH, TOKENS, HEADS, KEY_HEADS, SIZE = 2, 16, 8, 2, 4
@@ -227,7 +226,7 @@ def test_on_tpus_the_ring_permutes_beside_its_products_and_keeps_no_logits():
 @pytest.mark.parametrize("layout, shares", [("contiguous", [3, 7, 11, 15]), ("zigzag", [9, 9, 9, 9])])
 def test_zigzag_gives_all_devices_the_same_work(layout, shares):
     """Pairs of half shards that the ring does not pass over, of each device."""
-    order = context.zigzag_order(16, 4) if layout == "zigzag" else np.arange(16)
+    order = zigzag_order(16, 4) if layout == "zigzag" else np.arange(16)
     halves = order.reshape(4, 2, 2)
     how = context._How((), layout, True, None, 1.0, 2)
     pairs = [[context._any_visible(how, q, k) for q in own for k in halves.reshape(8, 2)] for own in halves]

@@ -35,6 +35,7 @@ from xlstm_jax.distributed import (
     unbox,
     with_ema,
 )
+from xlstm_jax.distributed.device_mesh.zigzag import to_zigzag
 from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
 from xlstm_jax.distributed.model_parallel import (
     Experts,
@@ -46,7 +47,6 @@ from xlstm_jax.distributed.model_parallel import (
     join_tokens,
     on_split_input,
     split_tokens,
-    to_zigzag,
 )
 from xlstm_jax.distributed.optimizers import matrix_dimensions
 

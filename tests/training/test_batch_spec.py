@@ -28,10 +28,11 @@ from xlstm_jax.distributed import (
     unbox,
     value_and_grad,
 )
+from xlstm_jax.distributed.device_mesh.zigzag import to_zigzag
 from xlstm_jax.distributed.forecast import forecast
 from xlstm_jax.distributed.forecast.workload import Workload
 from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
-from xlstm_jax.distributed.model_parallel import ColumnDense, context_attention, context_positions, to_zigzag
+from xlstm_jax.distributed.model_parallel import ColumnDense, context_attention, context_positions
 
 ROWS, TOKENS, VOCABULARY, WIDTH = 8, 16, 13, 16
 KEY = jax.random.key(0)

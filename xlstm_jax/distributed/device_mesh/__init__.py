@@ -16,6 +16,7 @@ from xlstm_jax.distributed.device_mesh.batches import abstract_batch, shard_batc
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.device_mesh.data_parallel_methods import DataParallel
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
+from xlstm_jax.distributed.device_mesh.zigzag import from_zigzag, to_zigzag
 from xlstm_jax.distributed.processes.devices import (  # where older code has them
     available_devices,
     simulate_cpu_devices,
@@ -28,7 +29,9 @@ __all__ = [
     "auto_mesh",
     "available_devices",
     "check_no_explicit_mesh",
+    "from_zigzag",
     "mesh_axes",
     "shard_batch",
     "simulate_cpu_devices",
+    "to_zigzag",
 ]

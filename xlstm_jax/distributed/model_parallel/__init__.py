@@ -27,12 +27,7 @@ from xlstm_jax.distributed.model_parallel.activations import (
     split_tokens,
 )
 from xlstm_jax.distributed.model_parallel.attention import SplitAttention
-from xlstm_jax.distributed.model_parallel.context import (
-    context_attention,
-    context_positions,
-    from_zigzag,
-    to_zigzag,
-)
+from xlstm_jax.distributed.model_parallel.context import context_attention, context_positions
 from xlstm_jax.distributed.model_parallel.dense import ColumnDense, RowDense, SwiGLU, columns_of, split_param
 from xlstm_jax.distributed.model_parallel.embedding import SplitEmbed
 from xlstm_jax.distributed.model_parallel.experts import (
@@ -59,7 +54,6 @@ __all__ = [
     "context_attention",
     "context_positions",
     "enter_split",
-    "from_zigzag",
     "gather_tokens",
     "join_tokens",
     "leave_split",
@@ -75,5 +69,4 @@ __all__ = [
     "split_modules",
     "split_param",
     "split_tokens",
-    "to_zigzag",
 ]

@@ -176,8 +176,7 @@ def split_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "split_tok
     if (n := devices_here(axis_name, caller)) == 1:
         return x
     check_equal(x, axis_name, n, caller)
-    _check_dim(x, dim, caller, 0)
-    _check_divides(x, dim, axis_name, caller)
+    check_tokens(x, dim, axis_name, caller, features=0)
     return own_part(x, dim, (axis_name,))
 
 
@@ -193,18 +192,13 @@ def join_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "join_token
     """
     if devices_here(axis_name, caller) == 1:
         return x
-    _check_dim(x, dim, caller, 0)
-    _check_differs_in_tokens(x, dim, axis_name, caller)
+    check_own_tokens(x, dim, axis_name, caller, features=0)
     return all_parts(x, dim, (axis_name,))
 
 
-def check_own_tokens(x: Array, dim: int, axis_name: str, caller: str) -> None:
+def check_own_tokens(x: Array, dim: int, axis_name: str, caller: str, *, features: int = 1) -> None:
     """Raises where ``dim`` is no dim of tokens, or the type of ``x`` says that all devices have the same tokens."""
-    _check_dim(x, dim, caller)
-    _check_differs_in_tokens(x, dim, axis_name, caller)
-
-
-def _check_differs_in_tokens(x: Array, dim: int, axis_name: str, caller: str) -> None:
+    _check_dim(x, dim, caller, features)
     if collectives.types_tell(axis_name, x) and axis_name not in collectives.varying_axes(x):
         raise ValueError(
             f"{caller}: an input of shape {x.shape} is equal along {axis_name!r} by its type, so each device has all "
@@ -213,7 +207,7 @@ def _check_differs_in_tokens(x: Array, dim: int, axis_name: str, caller: str) ->
         )
 
 
-def _check_dim(x: Array, dim: int, caller: str, features: int = 1) -> None:
+def _check_dim(x: Array, dim: int, caller: str, features: int) -> None:
     if not 0 <= dim < x.ndim - features:
         raise ValueError(
             f"{caller}: dim {dim} is no dim of tokens of an array of shape {x.shape}; pass one from 0 to "
@@ -221,13 +215,9 @@ def _check_dim(x: Array, dim: int, caller: str, features: int = 1) -> None:
         )
 
 
-def check_tokens(x: Array, dim: int, axis_name: str, caller: str) -> None:
+def check_tokens(x: Array, dim: int, axis_name: str, caller: str, *, features: int = 1) -> None:
     """Raises where ``dim`` is no dim of tokens, or the devices along the axis do not divide them."""
-    _check_dim(x, dim, caller)
-    _check_divides(x, dim, axis_name, caller)
-
-
-def _check_divides(x: Array, dim: int, axis_name: str, caller: str) -> None:
+    _check_dim(x, dim, caller, features)
     n, tokens = collectives.axis_size((axis_name,)), x.shape[dim]
     if tokens % n:
         raise ValueError(

@@ -29,7 +29,6 @@ import numpy as np
 from jax import lax
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
@@ -66,73 +65,13 @@ class _How:
 
     def positions(self, length: int) -> np.ndarray:
         """[n, t]: the positions of the tokens that each device has."""
-        order = np.arange(self.devices * length)
-        return (zigzag_order(order.size, self.parts) if self.layout == "zigzag" else order).reshape(-1, length)
+        order = np.arange(total := self.devices * length)
+        if self.layout == "zigzag":
+            order = zigzag_positions(np.arange(self.parts)[:, None], self.parts, np.arange(total // self.parts))
+        return order.reshape(-1, length)
 
 
-# --------------------------------------------------------------------------------------------------------- the layout
-
-
-def zigzag_order(length: int, devices: int) -> np.ndarray:
-    """[length]: the position of each token in the zigzag layout; device i has chunks i and 2n - 1 - i of 2n."""
-    if devices == 1:
-        return np.arange(length)
-    if length % (2 * devices):
-        raise ValueError(
-            f"{length} tokens do not divide into the {2 * devices} chunks of the zigzag layout on {devices} devices, "
-            f"two for each. Pad the sequence to {-(-length // (2 * devices)) * 2 * devices} tokens."
-        )
-    chunks = np.arange(length).reshape(2 * devices, -1)
-    return np.stack([chunks[:devices], chunks[: devices - 1 : -1]], axis=1).ravel()
-
-
-def to_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
-    """Lays out the tokens of a global batch so that under a causal mask all devices have the same to compute.
-
-    >>> to_zigzag(np.arange(8)[None], devices=2)  # the first device gets chunks 0 and 3 of 4, the second 1 and 2
-    array([[0, 1, 6, 7, 2, 3, 4, 5]])
-
-    Lay out everything that has an entry for each token: inputs, labels, weights, positions, segment ids. Shift labels
-    before. Leaves without the dim (scalars, a number for each row) stay as they are.
-
-    Args:
-      batch: a tree of NumPy's or JAX's arrays, before they are split over the mesh.
-      devices: along the axis of the sequence.
-      dim: of the sequence, in every array that has it.
-    Raises:
-      ValueError: twice the devices do not divide the sequence, or leaves differ in its length; names the leaf.
-    """
-    return _reordered(batch, lambda length: zigzag_order(length, devices), dim)
-
-
-def from_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
-    """The inverse of ``to_zigzag``.
-
-    >>> from_zigzag(np.array([[0, 1, 6, 7, 2, 3, 4, 5]]), devices=2)
-    array([[0, 1, 2, 3, 4, 5, 6, 7]])
-    """
-    return _reordered(batch, lambda length: np.argsort(zigzag_order(length, devices)), dim)
-
-
-def _reordered(batch: PyTree, order_of: Callable[[int], np.ndarray], dim: int) -> PyTree:
-    """The batch in another order along a dim; the order is that of a sequence of this length."""
-    found = [(path, x) for path, x in trees.leaves_with_path(batch) if -np.ndim(x) <= dim < np.ndim(x)]
-    for path, x in found:
-        if x.shape[dim] != (length := found[0][1].shape[dim]):
-            raise ValueError(
-                f"batch['{path}'] of shape {x.shape} has {x.shape[dim]} entries along dim {dim}, and "
-                f"batch['{found[0][0]}'] {length} tokens. Lay out what has an entry for each token, and leave other "
-                "arrays out: batch | to_zigzag({'tokens': batch['tokens'], ...}, devices)."
-            )
-    if not found:
-        raise ValueError(f"no leaf of the batch has a dim {dim}, of tokens; pass dim=, the dim of the sequence.")
-    order = order_of(found[0][1].shape[dim])
-
-    def reordered(x: Any) -> Any:
-        has_tokens = -np.ndim(x) <= dim < np.ndim(x)
-        return x[(slice(None),) * (dim % x.ndim) + (order,)] if has_tokens else x
-
-    return jax.tree.map(reordered, batch)
+# ------------------------------------------------------------------------------------------- which tokens a device has
 
 
 def context_positions(length: int, axis: AxisNames = "cp", layout: str = LAYOUTS[0]) -> Array:
@@ -174,10 +113,17 @@ def _own_positions(how: _How, length: int, back: int = 0) -> Array:
     if how.devices < how.parts:
         return jnp.asarray(how.positions(length)[0], jnp.int32)
     device, places = (collectives.axis_index(how.axes) - back) % how.devices, jnp.arange(length, dtype=jnp.int32)
-    if how.layout == "contiguous":
-        return device * length + places
-    half = length // 2
-    return places + jnp.where(places < half, device, 2 * how.devices - 2 - device) * half
+    return device * length + places if how.layout == "contiguous" else zigzag_positions(device, how.devices, places)
+
+
+def zigzag_positions(device: Any, devices: int, places: Any) -> Any:
+    """Positions in the whole sequence of the tokens at ``places``, 0 to t - 1, of a device; or [n, 1] devices, [n, t].
+
+    Chunks have t / 2 tokens. The device's first one has its own number, and its second one counts from the end.
+    """
+    half = len(places) // 2
+    is_second = places >= half
+    return places + (device + is_second * (2 * devices - 2 - 2 * device)) * half
 
 
 # ------------------------------------------------------------------------------------------------------ the attention

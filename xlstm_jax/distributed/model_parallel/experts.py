@@ -17,8 +17,7 @@ which tokens are the same: each device then takes its part of them, and gathers 
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -527,19 +526,3 @@ class Experts(nn.Module):
             return found.replace(names=names, model_axes=over + found.model_axes, unit_depth=0)
 
         return trees.map_leaves(boxed, params)
-
-
-@contextmanager
-def noting_experts() -> Iterator[dict[str, tuple[Experts, int]]]:
-    """While a model runs, notes each ``Experts`` by its path, with the size of the parameters of a layer's experts."""
-    found: dict[str, tuple[Experts, int]] = {}
-
-    def note(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        result, module = method(*args, **kwargs), context.module
-        if isinstance(module, Experts) and context.method_name == "__call__":
-            own = trees.leaves_with_path(module.variables["params"]["experts"])
-            found["/".join(module.path)] = module, sum(math.prod(leaf_of(leaf).true_shape) for _, leaf in own)
-        return result
-
-    with nn.intercept_methods(note):
-        yield found

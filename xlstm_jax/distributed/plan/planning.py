@@ -35,7 +35,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
 from xlstm_jax.distributed.data_parallel.wire.quantized import sent_bytes
 from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
 from xlstm_jax.distributed.hardware.cudnn import answered_for
-from xlstm_jax.distributed.model_parallel.experts import Experts, noting_experts
+from xlstm_jax.distributed.model_parallel.experts import Experts
 from xlstm_jax.distributed.optimizers.matrices.layout import ParameterLayout
 from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload, on_host
 from xlstm_jax.distributed.optimizers.state import (
@@ -44,7 +44,7 @@ from xlstm_jax.distributed.optimizers.state import (
     optimizer_state_shardings,
     owner_of_state,
 )
-from xlstm_jax.distributed.plan.expert_plan import ExpertPlan, expert_plan
+from xlstm_jax.distributed.plan.expert_plan import ExpertPlan, expert_plan, noting_experts
 from xlstm_jax.distributed.plan.leaf_plan import OPTIMIZER, PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.matrix_plan import matrix_plans
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
