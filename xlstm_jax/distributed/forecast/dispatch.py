@@ -13,14 +13,14 @@ devices wait for the busiest at the next all-to-all.
 from dataclasses import dataclass
 
 from xlstm_jax.distributed.forecast.cost.axis_traffic import total_seconds
-from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective, sum_wire_bytes
+from xlstm_jax.distributed.forecast.cost.collective_traffic import RAGGED, Collective, sum_wire_bytes
 from xlstm_jax.distributed.forecast.forecasting import Forecast
 from xlstm_jax.distributed.hardware.chips import peak_rate
 from xlstm_jax.distributed.plan.expert_plan import ExpertPlan
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 from xlstm_jax.wording import format_bytes, format_fraction
 
-ALL_TO_ALL = "all-to-all", "ragged-all-to-all"
+ALL_TO_ALL = "all-to-all", RAGGED
 # For each value of a kernel and each row: 2 FLOP forward, again in the backward pass, and 4 for two gradients.
 FLOPS_OF_A_STEP = 8
 
@@ -42,6 +42,7 @@ class Dispatch:
       seconds, waited_s: of these, alone on their links, and expected to be waited for; None where not known.
       expert_s: of the experts' products on the mean of rows (with a capacity, on all its places), at the rate that the
         chip reaches; None where the chip or the tokens are not known.
+      is_ragged: whether rows travel alone, and not in parts of one size.
     """
 
     experts: ExpertPlan
@@ -50,11 +51,17 @@ class Dispatch:
     seconds: float | None
     waited_s: float | None
     expert_s: float | None
+    is_ragged: bool = False
+
+    @property
+    def padding(self) -> float:
+        """What is sent, over the rows that tokens choose."""
+        return 1.0 if self.is_ragged else self.experts.padding
 
     @property
     def ideal_bytes(self) -> float:
         """What the rows alone would take that tokens choose, evenly spread, without zeros for rows that are not."""
-        return self.wire_bytes / self.experts.padding
+        return self.wire_bytes / self.padding
 
     @property
     def imbalance_s(self) -> float | None:
@@ -107,9 +114,8 @@ def _of(forecast: Forecast, plan: ShardingPlan, experts: ExpertPlan, imbalance: 
     own = [one for one in forecast.collectives if serves(one, experts)]
     seconds = total_seconds((one.count, one.alone_s) for one in own)
     waited_s = total_seconds((one.count, one.exposed_s) for one in own)
-    return Dispatch(
-        experts, imbalance, sum_wire_bytes(own), seconds, waited_s, _expert_seconds(forecast, plan, experts)
-    )
+    expert_s, is_ragged = _expert_seconds(forecast, plan, experts), any(one.kind == RAGGED for one in own)
+    return Dispatch(experts, imbalance, sum_wire_bytes(own), seconds, waited_s, expert_s, is_ragged)
 
 
 def serves(collective: Collective, experts: ExpertPlan) -> bool:

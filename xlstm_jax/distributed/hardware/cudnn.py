@@ -13,6 +13,7 @@ from jax import export
 
 from xlstm_jax.distributed.hardware.chips import Chip
 from xlstm_jax.distributed.hardware.gpu_targets import CUDNN, compute_capability
+from xlstm_jax.distributed.hardware.traced_for import traced_for
 from xlstm_jax.private_names import cudnn_attention, dispatch
 
 _KINDS = [f"fmha{bias}Softmax{dropout}" for bias in ("", "ScaleBias") for dropout in ("", "Dropout")]
@@ -24,10 +25,11 @@ ALLOWED = [export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
 def answered_for(chip: Chip | None) -> Iterator[None]:
     """A context in which JAX traces and lowers cuDNN's attention as on this chip; with None as on any GPU.
 
-    For a TPU the context changes nothing.
+    For a TPU nothing of cuDNN's changes. ``chip_of_mesh`` says this chip, too.
     """
     if chip is not None and chip.torus_axes:
-        yield
+        with traced_for(chip.name):
+            yield
         return
     has = compute_capability(chip) if chip else None
 

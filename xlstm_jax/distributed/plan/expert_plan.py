@@ -59,7 +59,8 @@ class ExpertPlan:
 
     @property
     def padding(self) -> float:
-        """What a dispatch sends, over the rows that tokens choose: shapes are those of the worst case, or capacity."""
+        """What a dispatch in parts of one size sends, over the rows that tokens choose: parts of the worst case, or of
+        the capacity. Where rows travel alone, on TPUs but v5e, see ``Dispatch.padding``."""
         if self.capacity_factor is not None:
             return self.capacity_factor
         return self.devices * min(self.top_k, self.per_device) / self.top_k

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.hardware.chips import chip_of
+from xlstm_jax.distributed.hardware.traced_for import chip_of_mesh
 
 
 def linear(forward: Callable[..., Array], transpose: Callable[..., Array]) -> Callable[..., Array]:
@@ -81,11 +81,11 @@ class Exchange(NamedTuple):
 def rows_travel_alone() -> bool:
     """Whether the devices of the mesh have a ragged all-to-all to rely on: TPUs, but v5e, whose 16 x 16 refuses it.
 
-    CPUs have none; that of GPUs has given wrong gradients and crashes (JAX 0.11; openxla/xla#47283,
-    marin-community/marin#8077). Elsewhere all places are sent, those without a row as zeros.
+    CPUs have none. XLA compiles that of GPUs, but its latency hiding has spoiled the first backward pass, and it
+    crashes beyond 32 devices (JAX 0.11; marin-community/marin#8081, openxla/xla#47283): the option that would prevent
+    it is of the whole program, and not ours to set. Elsewhere all places are sent, those without a row as zeros.
     """
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    chip = chip_of(device.device_kind) if device else None
+    chip = chip_of_mesh(jax.sharding.get_abstract_mesh())
     return chip is not None and chip.torus_axes > 0 and "TPU v5 lite" not in chip.device_kinds
 
 

@@ -8,8 +8,11 @@ algorithms for clusters of workstations", 2009). Each of n devices sends
     all-gather, reduce-scatter, all-to-all     (n - 1) / n  x payload
     all-reduce                               2 (n - 1) / n  x payload
     collective-permute                                        payload
+    ragged-all-to-all                          (n - 1) / n  x payload, of rows that spread evenly
 
-where the payload is the whole array: what a gather results in, what a reduction starts from.
+where the payload is the whole array: what a gather results in, what a reduction starts from. Of a ragged exchange it is
+the smaller one of what rows are taken from and what they are written to, which is full of rows; the other has places
+for the most that could come.
 """
 
 import itertools
@@ -35,6 +38,7 @@ from xlstm_jax.distributed.forecast.hlo.op_names import (
 from xlstm_jax.distributed.forecast.hlo.program import Program
 
 MIXED = "mixed"
+RAGGED = "ragged-all-to-all"
 WEIGHTS, ACTIVATIONS = "weights", "activations"  # what a collective carries; else ``OTHER``
 MIN_S = 1e-12  # so that nothing hides beside nothing
 
@@ -231,6 +235,8 @@ def _collective(
     sent = [site.inner] if reduces_all else [value.instruction for value in site.arrays]
     shapes = [shape for instruction in sent for shape in instruction.shapes]
     payload = sum(shape.nbytes for shape in shapes) * (group_size if site.kind == "all-gather" else 1)
+    if site.kind == RAGGED:
+        payload = min(shape.nbytes for shape in shapes[:2])
     dtypes = {shape.dtype for shape in shapes}
     names = _op_names(program, site)
     stands_for = _stands_for(site, program, group_size, names)

@@ -57,10 +57,10 @@ def uneven_experts(step: Step) -> Iterator[Defect]:
     """Experts for which more is sent than their rows, or for whose busiest device the others wait."""
     for found in dispatch(step.forecast, step.plan, step.imbalance) if step.plan.experts else ():
         padded = found.wire_bytes - found.ideal_bytes
-        if found.experts.padding > MAX_PADDING and padded >= MIN_FRACTION * step.forecast.wire_bytes:
+        if found.padding > MAX_PADDING and padded >= MIN_FRACTION * step.forecast.wire_bytes:
             yield Defect(
                 found.experts.path,
-                f"sends {format_bytes(found.wire_bytes)} in a step, {found.experts.padding:.3g} times the rows that "
+                f"sends {format_bytes(found.wire_bytes)} in a step, {found.padding:.3g} times the rows that "
                 "its tokens choose: shapes are those of all tokens going to one device.",
                 padded,
                 "Pass capacity_factor= to Experts, as 1.25, if tokens may be dropped; or split over fewer devices.",
