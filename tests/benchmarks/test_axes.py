@@ -12,7 +12,7 @@ from tests.support import equations
 @pytest.mark.parametrize("mesh", [{"fsdp": 2, "tp": 4}, {"fsdp": 4, "cp": 2}], ids=str)
 def test_logits_of_256k_entries_are_never_whole(mesh):
     """No array of the step is as large as one device's logits would be, in any dtype."""
-    row = Row("256k", 16_384, "h100:1x8", mesh, rows=mesh["fsdp"], fused=False)
+    row = Row("256k", 16_384, "h100:1x8", mesh, rows=mesh["fsdp"], ring=True)
     step, args = build(row)
     tokens = row.rows * row.context // math.prod(row.sizes[axis] for axis in row.token_axes)
     vocabulary = SIZES[row.size].vocab_size
