@@ -359,7 +359,7 @@ def kept_estimate(guess: Estimate | None) -> dict[str, Any] | None:
     if guess is None:
         return None
     wire = {"+".join(axes): seconds for axes, seconds in guess.wire_s.items()}
-    return {"argument_bytes": guess.argument_bytes, "kept_bytes": guess.kept_bytes} | {
+    return {"argument_bytes": guess.argument_bytes, "live_bytes": guess.live_bytes} | {
         "compute_s": guess.compute_s,
         "wire_s": wire,
     }
@@ -381,7 +381,7 @@ def cells_table(kept: Mapping[str, Any]) -> Any:
             best = found["best"][0]
             guess, made = best["estimate"], best.get("forecast") or {}
             wire = ", ".join(f"{axes} {seconds * 1e3:,.0f}" for axes, seconds in guess["wire_s"].items())
-            size = format_bytes(guess["argument_bytes"] + guess["kept_bytes"])
+            size = format_bytes(guess["argument_bytes"] + guess["live_bytes"])
             compiled = f"{format_bytes(made['bytes'])}, {made['step_s']:.2f} s" if "bytes" in made else ""
             fitting = f"{found['fitting']} of {found['meshes']}"
             cells = [name, topology, format_mesh(best["mesh"]), size, f"{guess['compute_s'] * 1e3:,.0f}", wire]
@@ -390,7 +390,7 @@ def cells_table(kept: Mapping[str, Any]) -> Any:
         "model",
         "devices",
         "mesh",
-        "arguments and kept",
+        "bytes",
         "products, ms",
         "links, ms",
         "meshes that fit",
@@ -434,7 +434,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         kept = json.loads(of_cells.read_text()) if of_cells.exists() else {}
         for cell in (cell for cell in CELLS if cell.name in options.cells):
             for topology in options.topologies:
-                kept.setdefault(cell.name, {})[topology] = of_cell(cell, topology, options.compile)
+                found, of_model = of_cell(cell, topology, options.compile), kept.setdefault(cell.name, {})
+                keep_forecasts(found, of_model.get(topology, {}))
+                of_model[topology] = found
                 of_cells.write_text(json.dumps(kept, indent=1) + "\n")
     for path, table in ((of_cells, cells_table), (of_targets, targets_table)):
         if path.exists():
@@ -455,6 +457,14 @@ def of_cell(cell: Cell, topology: str, compile_best: int) -> dict[str, Any]:
         "fitting": sum(one.estimate is not None and one.estimate.total_bytes <= budget for one in found),
         "considered": [str(one) for one in found],
     }
+
+
+def keep_forecasts(found: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """Forecasts of an earlier run stay beside new estimates of the same meshes."""
+    made = {format_mesh(one["mesh"]): one["forecast"] for one in before.get("best", []) if "forecast" in one}
+    for one in found["best"]:
+        if "forecast" not in one and format_mesh(one["mesh"]) in made:
+            one["forecast"] = made[format_mesh(one["mesh"])]
 
 
 if __name__ == "__main__":

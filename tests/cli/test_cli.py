@@ -49,6 +49,7 @@ import jax, jax.numpy as jnp, optax
 from flax import linen as nn
 from xlstm_jax.distributed import shard_module_params, shard_modules
 from xlstm_jax.distributed.forecast import Workload
+from xlstm_jax.distributed.model_parallel import ColumnDense, RowDense
 
 print("the user's module prints")
 CALLS = []
@@ -89,6 +90,14 @@ def passes_on(devices=8, remat=False, **sharding):
     layers = nn.Sequential([nn.Dense(256), nn.gelu, nn.Dense(128)])
     model = shard_modules(layers, nn.Dense, **{"min_weight_size": 1024} | sharding)
     return Workload(model, optax.adamw(1e-3), {"x": rows, "y": rows}, loss_fn, inputs=(rows,))
+
+
+def over_tp(axis_name, min_weight_size=16, **sharding):
+    rows = jax.ShapeDtypeStruct((16, 32), jnp.float32)
+    model = nn.Sequential([ColumnDense(256), nn.gelu, RowDense(32)])
+    model = shard_modules(model, (ColumnDense, RowDense), axis_name, min_weight_size, **sharding)
+    batch, spec = {"x": rows, "y": rows}, jax.P(axis_name)
+    return Workload(model, optax.adamw(1e-3), batch, loss_fn, inputs=(rows,), batch_spec=spec)
 
 
 def plain():
@@ -254,6 +263,7 @@ ERRORS = {
         '--set "shard_axes=()" for a replicated run',
     ),
     "lint --mesh data=8": ("training", "no axis begins with fsdp", "as fsdp=8"),
+    "fit --topology v5e:2x4 --mesh fsdp=8 --model-axes tp=2": ("training", "limits of several", "give one of them"),
     "fit --topology v5e:2x4 --mesh data=8": ("training", "no axis begins with fsdp", "as fsdp=8"),
     "plan --mesh fsdp=-1": ("training", "-1 stands for the rest of a topology", "pass --topology"),
     "plan --set remat=True": ("training", "how many devices", "Pass --mesh"),
@@ -536,6 +546,20 @@ def test_fit_says_that_nothing_fits_and_skips_what_the_factory_cannot_vary(comma
     assert code == 0 and "Nothing fits without offload. With it 1 KiB of" in " ".join(out.split())
     again = shlex.split(out[out.rindex("xlstm-jax forecast") :].replace("\\\n", " "))
     assert arguments.make_parser().parse_args(again[1:]).offload and "weights kept, offload: 0.98 MiB" in err
+
+
+def test_fit_tries_meshes_with_axes_of_the_models_own_and_says_how_their_batch_is_split(command, monkeypatch):
+    def by_formula(call):
+        times = {"step_seconds": 1.0 / call.axis_sizes["tp"], "step_time": Range(0.5, 1.0)}
+        figures = SimpleNamespace(total_bytes=1, memory=SimpleNamespace(argument_bytes=0), host=None, **times)
+        return Job(lambda: figures, key=call.traced.jaxpr.pretty_print())
+
+    monkeypatch.setattr(fitting, "begin_forecast", by_formula)
+    code, out, err = command("fit --topology v5e:2x2 --model-axes tp=2", "tiny_training:over_tp")
+    assert code == 0 and "fsdp_x=2,fsdp_y=2,tp=1, weights kept" in err and "tp=2, weights kept" in err
+    said = " ".join(out.split())
+    assert "Of 2 meshes 0 would not fit" in said and "the fastest of these that fits" in said
+    assert "batch_spec=jax.P('fsdp_x')," in said or "batch_spec=jax.P(('fsdp_x', 'fsdp_y'))," in said
 
 
 def test_a_factory_that_passes_sharding_on_takes_all_that_is_varied(command, monkeypatch):

@@ -26,6 +26,7 @@ from xlstm_jax.distributed.forecast.compiling.compile import StepCall
 from xlstm_jax.distributed.forecast.cost.axis_traffic import axis_traffic
 from xlstm_jax.distributed.forecast.cost.collective_traffic import NO_OVERLAP, Collective
 from xlstm_jax.distributed.forecast.cost.cycles import LoopCycles
+from xlstm_jax.distributed.forecast.cost.live_values import live_bytes
 from xlstm_jax.distributed.forecast.hlo.program import parse
 from xlstm_jax.distributed.forecast.linting.lint import findings_of
 from xlstm_jax.distributed.forecast.linting.rules import RULES
@@ -307,6 +308,22 @@ def test_axes_of_the_model_take_dims_of_the_torus_or_of_a_host():
     assert all(math.prod(mesh.values()) == 32 for mesh in model_meshes(parse_topology("h100:4x8"), {"tp": 8, "cp": 4}))
     with pytest.raises(ValueError, match="'fsdp' must be no axis of FSDP"):
         model_meshes(parse_topology("h100:4x8"), {"fsdp": 2})
+
+
+def test_values_are_alive_from_where_they_are_made_to_where_they_are_read_last():
+    """Of a chain of products two results at a time; beside a loop's result a product within it, and its tanh."""
+    x, w = jnp.ones((8, 16)), jnp.ones((16, 16))
+
+    def live(function):
+        return live_bytes(jax.make_jaxpr(function)(x, w).jaxpr) / x.nbytes
+
+    def looped(x, w):
+        return jnp.sin(jax.lax.scan(lambda x, _: (jnp.tanh(x @ w) @ w, None), x, None, length=3)[0])
+
+    assert live(lambda x, w: jnp.sin(x @ w @ w @ w @ w)) == 2
+    assert live(lambda x, w: jnp.sin(x) + jnp.cos(x)) == 0
+    assert live(looped) == 3
+    assert live(lambda x, w: ((first := x @ w) @ w @ w + first).sum()) == 3
 
 
 def test_meshes_that_fit_by_their_estimate_are_compiled_first():

@@ -109,6 +109,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "whose names begin with fsdp (others: --set \"shard_axes=('data',)\"). By default one axis for each dim of the "
         "torus (of GPUs: across hosts, and within), or one flat fsdp, if the factory has no argument shard_axes",
     },
+    "--model-axes": {
+        "type": parse_mesh, "metavar": "axis=size,...",
+        "help": "in place of --mesh: axes that the model names itself, those that send most first, and the most "
+        "devices for each, as tp=8,cp=4; FSDP gets the rest. The Workload's batch_spec says how its batch is split",
+    },
     "--minibatches": {
         "type": parse_count, "default": 1, "metavar": "N", "help": "parts of each device's batch; 1 by default",
     },
@@ -172,7 +177,7 @@ COMMANDS = {
     "fit": Command(
         "options of the step that fit, the fastest first; compiles several times",
         "nothing fits",
-        (*TRAINING, "--budget", "--jobs", "--no-cache"),
+        (*TRAINING, "--model-axes", "--budget", "--jobs", "--no-cache"),
         "the devices to fit into",
     ),
     "lint": Command(

@@ -30,11 +30,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE
+from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import HOST_AXIS
 from xlstm_jax.distributed.forecast.compiling.compile import StepCall
 from xlstm_jax.distributed.forecast.compiling.compile_process import CompileError, Pending
@@ -149,6 +151,8 @@ class Trial:
 class Fit:
     """All that was tried: what fits first, the fastest first.
 
+    ``batch_specs`` says for each mesh how the steps' batch is split, where all its leaves are split alike.
+
     >>> failed = Trial(Options({"fsdp": 4}), None, fits=False, problem="4 devices do not divide 6 rows")
     >>> Fit("v5e:2x2", 2**30, (failed,)).best  # None: nothing fits
     """
@@ -157,6 +161,7 @@ class Fit:
     budget_bytes: int
     trials: tuple[Trial, ...]
     considered: tuple[Considered, ...] = ()
+    batch_specs: Mapping[str, PartitionSpec | None] = field(default_factory=dict)
 
     @property
     def best(self) -> Trial | None:
@@ -190,10 +195,13 @@ class Fit:
         trials = rich_table(title, [*OPTIONS, "bytes per device", "expected", "fits"], rows, right=1)
         if self.best is None:
             return trials
-        code = textwrap.indent(code_of(self.best.options, self._model_axes), "    ")
+        code = textwrap.indent(self._code(self.best), "    ")
         applied = Text(f"To apply the first, in your training:\n\n{code}\n", overflow="fold")
         said = [Text(f"{text}\n") for text in (self.why_mesh, self.why_offload) if text]
         return Group(trials, *said, applied)
+
+    def _code(self, trial: Trial) -> str:
+        return code_of(trial.options, self._model_axes, self.batch_specs.get(format_mesh(trial.options.mesh)))
 
     @property
     def _model_axes(self) -> set[str]:
@@ -227,7 +235,7 @@ class Fit:
             for times in [trial.forecast.step_time if trial.forecast else None]
         ]
         data = {"topology": self.topology, "budget_bytes": self.budget_bytes, "trials": rows}
-        code = code_of(self.best.options, self._model_axes) if self.best else None
+        code = self._code(self.best) if self.best else None
         data |= {"why_offload": self.why_offload, "why_mesh": self.why_mesh}
         data |= {"considered": [str(one) for one in self.considered]}
         return json.dumps(data | {"code": code}, indent=2)
@@ -303,6 +311,7 @@ def fit(
     if meshes is not None and model_axes is not None:
         raise ValueError("meshes and model_axes both say which meshes to try: pass one of them.")
     considered: list[Considered] = []
+    batch_specs: dict[str, PartitionSpec | None] = {}
     if model_axes is not None:
         considered = _considered(build_step, parsed, model_axes, budget)
         meshes = [dict(one.mesh) for one in considered if one.compiled]
@@ -319,6 +328,7 @@ def fit(
         with answered_for(chip):
             step, args = build_step(options)
         call = StepCall(step, tuple(args), topology=parsed, cache=kept)
+        batch_specs[format_mesh(options.mesh)] = batch_spec_of(call)
         _check_offload(options, call.traced)  # runs the user's loss here, where it may raise anything
         return call
 
@@ -333,7 +343,7 @@ def fit(
     kept, programs = chosen_cache(cache), set[str]()  # one for all trials; the keys of what was begun
     limit = room_for_jobs if jobs is None else lambda: jobs
     trials = Search(build, begin, budget, on_trial, on_done, limit).run(meshes)
-    return Fit(topology, budget, trials, tuple(considered))
+    return Fit(topology, budget, trials, tuple(considered), batch_specs)
 
 
 def _considered(
@@ -502,9 +512,30 @@ def default_meshes(shape: Sequence[int]) -> list[dict[str, int]]:
     return [staged, flat, hybrid]
 
 
-def code_of(options: Options, model_axes: Collection[str] = ()) -> str:
-    """What to write in the training, line by line; each is at most 60 columns wide for the usual names of axes."""
+def batch_spec_of(call: StepCall) -> PartitionSpec | None:
+    """How the arguments after the state are split, where all that are split at all are split alike; else None."""
+    placed = [leaf.sharding for leaf in jax.tree.leaves(call.args[1:]) if getattr(leaf, "ndim", 0)]
+    specs = {s.spec for s in placed if isinstance(s, NamedSharding) and any(map(entry_axes, s.spec))}
+    return specs.pop() if len(specs) == 1 else None
+
+
+def code_of(options: Options, model_axes: Collection[str] = (), batch_spec: PartitionSpec | None = None) -> str:
+    """What to write in the training, line by line; each is at most 60 columns wide for the usual names of axes.
+
+    Args:
+      options: those of the step.
+      model_axes: those of the mesh that need not split the batch.
+      batch_spec: how the step's batch is split, if that is known; said where it is not by all axes, or another dim than
+        that of rows.
+    """
     axes = tuple(axis for axis in options.mesh if axis not in model_axes)
+    said = [f"    loss_fn, mesh, {axes}, num_minibatches={options.num_minibatches}"]
+    if batch_spec is not None and (len(batch_spec) > 1 or set(axes) != set(options.mesh)):
+        axes = tuple(axis for entry in batch_spec for axis in entry_axes(entry))
+        entries = ", ".join(format_axes(entry_axes(entry)) if entry else "None" for entry in batch_spec)
+        said = [f"    loss_fn, mesh, num_minibatches={options.num_minibatches},", f"    batch_spec=jax.P({entries}),"]
+    elif axes != tuple(options.mesh):
+        said = ["    # and those of the model's own axes that split the batch:", *said]
     # The code must give what was forecast, and no option that nn.remat makes needless.
     gathered_again = not options.keep_gathered and not options.remat  # nn.remat gathers again by itself
     wrapper = [
@@ -522,8 +553,7 @@ def code_of(options: Options, model_axes: Collection[str] = ()) -> str:
             *(["block = nn.remat(wrap(Block), prevent_cse=False)"] if options.remat else []),
             *(OFFLOADED_STATE.format(axes=axes).splitlines() if options.offload != NO_OFFLOAD else []),
             "step = make_train_step(",
-            *(["    # and those of the model's own axes that split the batch:"] if axes != tuple(options.mesh) else []),
-            f"    loss_fn, mesh, {axes}, num_minibatches={options.num_minibatches}",
+            *said,
             ")",
         ]
     )

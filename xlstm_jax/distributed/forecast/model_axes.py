@@ -7,8 +7,8 @@ An axis takes a whole dim of the torus if there is a dim of its size, else a par
 first, in the order of the limits, as "tp" sends in each layer. What is left of the dims is FSDP's.
 
 What the estimate counts is exact as far as it goes: arguments, matrix products, and the bytes of the collectives inside
-of ``shard_map``, loops multiplied out. What loops keep stands for the activations. Nothing in it overlaps, and what the
-compiler adds or saves is not in it: it ranks meshes, so that few must be compiled.
+of ``shard_map``, loops multiplied out. What else is in memory is a guess (``cost.live_values``). Nothing in it
+overlaps, and what the compiler adds or saves is not in it: it ranks meshes, so that few must be compiled.
 """
 
 import itertools
@@ -27,6 +27,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import HOST_AXIS
 from xlstm_jax.distributed.forecast.compiling.compile import StepCall
 from xlstm_jax.distributed.forecast.cost.collective_traffic import ring_bytes
 from xlstm_jax.distributed.forecast.cost.flops import count_flops
+from xlstm_jax.distributed.forecast.cost.live_values import live_bytes
 from xlstm_jax.distributed.hardware.chips import peak_rate
 from xlstm_jax.distributed.hardware.links import Links
 from xlstm_jax.distributed.hardware.topologies import Topology
@@ -102,19 +103,19 @@ class Estimate:
 
     Attributes:
       argument_bytes: parameters, optimizer's state, batch.
-      kept_bytes: what loops hand on, layer by layer: activations for the backward pass, and gradients.
+      live_bytes: of the gradients, and the most of what is computed for them that is alive at a time.
       compute_s: of matrix products, at the rate that the chip reaches.
       wire_s: of collectives inside of ``shard_map`` by their axes, each alone on its links.
     """
 
     argument_bytes: int
-    kept_bytes: int
+    live_bytes: int
     compute_s: float
     wire_s: Mapping[tuple[str, ...], float]
 
     @property
     def total_bytes(self) -> int:
-        return self.argument_bytes + self.kept_bytes
+        return self.argument_bytes + self.live_bytes
 
     @property
     def seconds(self) -> float:
@@ -124,7 +125,7 @@ class Estimate:
     def __str__(self) -> str:
         sent = ", ".join(f"{'+'.join(axes)} {seconds * 1e3:,.0f} ms" for axes, seconds in self.wire_s.items())
         return (
-            f"{format_bytes(self.argument_bytes)} of arguments and {format_bytes(self.kept_bytes)} kept; products "
+            f"{format_bytes(self.argument_bytes)} of arguments and {format_bytes(self.live_bytes)} computed; products "
             f"{self.compute_s * 1e3:,.0f} ms, links: {sent or 'nothing'}"
         )
 
@@ -135,22 +136,29 @@ def estimate(call: StepCall, links: Links) -> Estimate:
     reached = links.chip.reached
     flops = count_flops(jaxpr, devices).by_dtype()
     wire: dict[tuple[str, ...], float] = defaultdict(float)
-    kept = 0
     for eqn, times in _inside_shard_map(jaxpr):
         if eqn.primitive.name in COLLECTIVES:
             axes, sent = _sent(eqn, links.axis_sizes)
             if axes:
                 wire[axes] += times * links.seconds(axes, sent)
-        elif eqn.primitive.name == "scan" and times == 1:
-            body: Any = next(core.jaxprs_in_params(eqn.params))
-            pairs = zip(eqn.outvars, body.outvars, strict=True)
-            kept += sum(_nbytes(v.aval) for v, one in pairs if v.aval.ndim > one.aval.ndim)
     return Estimate(
         argument_bytes=sum(_shard_bytes(leaf) for leaf in jax.tree.leaves(call.args)),
-        kept_bytes=kept,
+        live_bytes=max((_live_bytes(part) for part in _shard_maps(jaxpr)), default=0),
         compute_s=sum(count / peak_rate(reached, dtype) for dtype, count in flops.items()),
         wire_s=dict(sorted(wire.items(), key=lambda item: -item[1])),
     )
+
+
+def _shard_maps(jaxpr: Any) -> Iterator[Any]:
+    """The programs of one device."""
+    for eqn in jaxpr.eqns:
+        for part in core.jaxprs_in_params(eqn.params):
+            yield from [part] if eqn.primitive.name == "shard_map" else _shard_maps(part)
+
+
+def _live_bytes(of_device: Any) -> int:
+    # Gradients, the results, are alive when the optimizer begins.
+    return live_bytes(of_device) + sum(_nbytes(v.aval) for v in of_device.outvars)
 
 
 def _inside_shard_map(jaxpr: Any, times: int = 1, inside: bool = False) -> Iterator[tuple[Any, int]]:
@@ -181,7 +189,7 @@ def _shard_bytes(leaf: Any) -> int:
     """What a device holds of an argument."""
     sharding = getattr(leaf, "sharding", None)
     shape = sharding.shard_shape(leaf.shape) if isinstance(sharding, NamedSharding) else np.shape(leaf)
-    return math.prod(shape) * np.dtype(leaf.dtype).itemsize if hasattr(leaf.dtype, "itemsize") else 0
+    return math.prod(shape) * leaf.dtype.itemsize
 
 
 def links_of_mesh(topology: Topology, mesh: Mapping[str, int]) -> Links:
