@@ -263,7 +263,11 @@ ERRORS = {
         '--set "shard_axes=()" for a replicated run',
     ),
     "lint --mesh data=8": ("training", "no axis begins with fsdp", "as fsdp=8"),
-    "fit --topology v5e:2x4 --mesh fsdp=8 --model-axes tp=2": ("training", "limits of several", "give one of them"),
+    "fit --topology v5e:2x4 --mesh fsdp=8 --model-axes tp=2": (
+        "training",
+        "meshes and model_axes both say",
+        "pass one of them",
+    ),
     "fit --topology v5e:2x4 --mesh data=8": ("training", "no axis begins with fsdp", "as fsdp=8"),
     "plan --mesh fsdp=-1": ("training", "-1 stands for the rest of a topology", "pass --topology"),
     "plan --set remat=True": ("training", "how many devices", "Pass --mesh"),

@@ -283,8 +283,6 @@ def run_fit(args: Namespace, say: Say) -> Report:
     """``xlstm-jax fit``"""
     factory, chosen = load_factory(args.factory), dict(args.set)
     meshes = [_mesh(args, factory)] if args.mesh else _meshes_to_try(parse_topology(args.topology), factory)
-    if args.model_axes and args.mesh:
-        raise ValueError("--mesh is one mesh, and --model-axes limits of several: give one of them.")
     _say_what_it_ignores(factory, list(VARIED), say)
 
     def build_step(options: Options) -> Any:
@@ -296,7 +294,7 @@ def run_fit(args: Namespace, say: Say) -> Report:
         build_step,
         args.topology,
         args.budget,
-        meshes=None if args.model_axes else meshes,
+        meshes=None if args.model_axes and not args.mesh else meshes,
         model_axes=args.model_axes,
         on_trial=progress.begins,
         on_done=progress.ends,
