@@ -243,7 +243,7 @@ def test_checksums_are_computed_from_shards():
 def test_what_is_written_is_the_state_at_save(on_device, tmp_path, monkeypatch):
     """Its buffers are donated at once, many times, and its NumPy leaves overwritten, before a checksum is looked at."""
     if on_device:  # as on an accelerator: programs that were begun before the buffers were donated
-        monkeypatch.setattr(checksums, "_is_in_host_memory", lambda _: False)
+        monkeypatch.setattr(checksums, "is_in_host_memory", lambda _: False)
     late = []
     monkeypatch.setattr(checksums.SavedSums, "begin", lambda self: late.append(self._begun))
     split = NamedSharding(mesh_of(2, 4), P("fsdp", "dp"))

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from tests.damage import same
 from tests.support import AXES, Model, fsdp, mesh_of
 from xlstm_jax.distributed import export_safetensors, import_safetensors, init_sharded, unbox
+from xlstm_jax.distributed.checkpoint import safetensors_io
 from xlstm_jax.distributed.data_parallel.leaf import is_box
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 
@@ -111,6 +112,27 @@ def test_one_leaf_at_a_time_is_in_memory(tmp_path):
     guard = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 3 * leaf and guard > 8 * leaf and len(whole) == 8
+
+
+@pytest.mark.parametrize("spec", [P("fsdp"), P(None, "fsdp"), P()], ids=str)
+def test_each_device_reads_its_shard_alone(spec, tmp_path, monkeypatch):
+    values, read = np.arange(64 * 32, dtype=np.float32).reshape(64, 32), []
+
+    class Watched:
+        """The tensor in the file; notes how much of it is read."""
+
+        shape = values.shape
+
+        def __getitem__(self, index):
+            read.append(values[index].size)
+            return values[index]
+
+    monkeypatch.setattr(safetensors_io._StoredTensor, "values", lambda tensor: Watched())
+    export_safetensors({"w": values}, tmp_path)
+    sharding = NamedSharding(mesh_of(1, 8), spec)
+    target = {"w": jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=sharding)}
+    assert same(import_safetensors(tmp_path, target), {"w": values})
+    assert set(read) == {values.size // (8 if "fsdp" in spec else 1)}
 
 
 @pytest.mark.parametrize(

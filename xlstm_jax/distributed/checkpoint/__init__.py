@@ -2,7 +2,16 @@
 
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer
 from xlstm_jax.distributed.checkpoint.errors import CheckpointError
+from xlstm_jax.distributed.checkpoint.near import NearCheckpointer
 from xlstm_jax.distributed.checkpoint.safetensors_io import export_safetensors, import_safetensors
 from xlstm_jax.distributed.checkpoint.tensor_names import TRANSFORMERS, Stored
 
-__all__ = ["TRANSFORMERS", "CheckpointError", "Checkpointer", "Stored", "export_safetensors", "import_safetensors"]
+__all__ = [
+    "TRANSFORMERS",
+    "CheckpointError",
+    "Checkpointer",
+    "NearCheckpointer",
+    "Stored",
+    "export_safetensors",
+    "import_safetensors",
+]

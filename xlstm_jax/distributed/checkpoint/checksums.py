@@ -15,7 +15,7 @@ training thread:
                    on an accelerator   the device starts to compute the checksum, and ends before any later step
                    on a CPU            a view of its memory: no donation overwrites memory that has a view
   in background  the checksums of the views; the sum of all checksums of this process, modulo 2^32; process 0 adds up
-                 the sums of all processes
+                 the sums of all processes, and tells the others
 
 Each part of an array has one copy with ``replica_id`` 0, and the process that holds this copy sums it. There is no
 collective: the devices may be in the next step, whose collectives wait for each other.
@@ -114,7 +114,14 @@ def checksum_each(arrays: Arrays) -> Sums:
     """The checksum of every array. Devices compute those of placed arrays, each from its shard."""
     # One program for each dtype, shape and sharding, run one after the other. A single program for all leaves would
     # compile each leaf of a deep model anew; several in flight can wait for each other for ever on simulated devices.
-    return {path: np.asarray(checksum_program(array)(_as_words(array))).tolist() for path, array in arrays.items()}
+    return {path: _of_all_copies(checksum_program(array)(_as_words(array))) for path, array in arrays.items()}
+
+
+def _of_all_copies(sums: jax.Array) -> list[int]:
+    """The sums; none if devices have read copies that differ."""
+    # Each device sums the copy that it has read itself, perhaps from the disk of its own host.
+    first, *others = [np.asarray(shard.data).tolist() for shard in sums.addressable_shards]
+    return [] if any(other != first for other in others) else first
 
 
 def checksum_program(array: Any) -> Callable[[Any], jax.Array]:
@@ -156,7 +163,7 @@ class SavedSums:
 
     Args:
       arrays: placed arrays, by path.
-      timeout_s: how long process 0 waits for the sums of the others.
+      timeout_s: how long processes wait for the sums of the others.
     """
 
     def __init__(self, arrays: Mapping[str, jax.Array], timeout_s: float) -> None:
@@ -169,7 +176,7 @@ class SavedSums:
         self._begun.set()
 
     def result(self) -> Sums:
-        """The checksums of the arrays in process 0; in another process its own part of them. Call it once."""
+        """The checksums of the arrays, in all processes. Call it once."""
         self._begun.wait()
         sums = {path: [0, 0] for path in self._paths}
         while self._parts:
@@ -183,17 +190,23 @@ class SavedSums:
         # Through the job's store, not a collective: training steps with collectives of their own are in flight.
         state: Any = job
         store = Store("checksums", state.process_id, range(state.num_processes))
-        if state.process_id != 0:
-            store.post(f"sums/{state.process_id}", json.dumps(own))
-            return own
         deadline = time.monotonic() + self._timeout_s
-        for process in store.processes[1:]:
-            text = store.read(f"sums/{process}", deadline)
+
+        def sums_of(process: int, name: str) -> Sums:
+            text = store.read(name, deadline)
             if text is None:
                 raise TimeoutError(f"the checksums of {named([process])} did not come within {self._timeout_s:g} s.")
-            for path, found in json.loads(text).items():
+            found: Sums = json.loads(text)
+            return found
+
+        if state.process_id != 0:
+            store.post(f"sums/{state.process_id}", json.dumps(own))
+            return sums_of(0, "sums")
+        for process in store.processes[1:]:
+            for path, found in sums_of(process, f"sums/{process}").items():
                 _add(own, path, found)
         store.delete_previous()
+        store.post("sums", json.dumps(own))
         return own
 
 
@@ -206,7 +219,7 @@ def _program() -> Any:
     return jax.jit(checksum_of_part)
 
 
-def _is_in_host_memory(device: Device) -> bool:
+def is_in_host_memory(device: Device) -> bool:
     return device.platform == "cpu"
 
 
@@ -217,7 +230,7 @@ def _parts(path: str, array: jax.Array) -> list[_Part]:
         if shard.replica_id == 0 and shard.data.size:
             # Cut modulo 2^32, as positions are: NumPy refuses to make a uint32 of a larger number.
             origin = np.array([place.start or 0 for place in shard.index], np.uint64).astype(np.uint32)
-            is_view = _is_in_host_memory(shard.device)
+            is_view = is_in_host_memory(shard.device)
             held = np.asarray(shard.data) if is_view else _program()(shard.data, origin, strides)
             parts.append(_Part(path, held, origin, strides, is_view))
     return parts

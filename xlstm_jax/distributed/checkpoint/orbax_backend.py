@@ -5,7 +5,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import jax
@@ -17,6 +17,10 @@ from xlstm_jax.wording import how_to_install
 
 # A device reads whole chunks. With small chunks it reads little more than its shard, also of a leaf saved whole.
 CHUNK_BYTES = 2**24
+# What a save holds beside the shards: leaves that are being encoded, and files that are being written. Orbax by itself
+# would hold up to 96 GB of leaves, and files of up to 2 GB.
+ENCODED_BYTES = 10**8
+FILE_BYTES = 2**26
 OTHER_READS_TIMEOUT_S = 10.0  # how long a read that failed waits for the others
 
 
@@ -53,7 +57,9 @@ class OrbaxBackend:
             lightweight_initialize=True,
             async_options=orbax().options.AsyncOptions(timeout_secs=self._timeout_s),
         )
-        self._manager = orbax().CheckpointManager(self._directory, options=options)
+        writers = orbax().PyTreeCheckpointHandler(type_handler_registry=_sparing_writers())
+        handlers = {"state": writers, "leaves": _late_json().handler()}
+        self._manager = orbax().CheckpointManager(self._directory, options=options, item_handlers=handlers)
 
     def check_dtypes(self, arrays: Arrays) -> None:
         """Orbax itself would refuse a dtype later, in the background."""
@@ -68,7 +74,8 @@ class OrbaxBackend:
     def save(self, step: int, arrays: Arrays, record: Callable[[], Json]) -> None:
         args, tree = orbax().args, unflatten_dict(arrays, sep="/")
         chunks = jax.tree.map(lambda _: orbax().SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
-        parts = args.Composite(state=args.PyTreeSave(tree, save_args=chunks), leaves=_late_json()(record))
+        state = args.PyTreeSave(tree, save_args=chunks, ocdbt_target_data_file_size=FILE_BYTES)
+        parts = args.Composite(state=state, leaves=_late_json().args(record))
         # The checkpointer decides which steps are due; without `force` the manager might leave a step out.
         self._manager.save(step, args=parts, force=True)
 
@@ -112,9 +119,14 @@ class OrbaxBackend:
         return flatten_dict(handler.restore(self._directory / str(step) / "state", args=restore), sep="/")
 
 
+class _LateJson(NamedTuple):
+    handler: type[Any]
+    args: type[Any]
+
+
 @cache
-def _late_json() -> Any:
-    """The class of orbax's arguments for a JSON that is not known yet: a function makes it in the background.
+def _late_json() -> _LateJson:
+    """Orbax's handler and arguments for a JSON that is not known yet: a function makes it in the background.
 
     The record holds checksums, for which ``save`` would otherwise have to wait.
     """
@@ -131,7 +143,7 @@ def _late_json() -> Any:
     class LateJsonSave(checkpoint_args):  # type: ignore[misc]  # mypy: a variable
         item: Callable[[], Json]
 
-    return LateJsonSave
+    return _LateJson(LateJsonHandler, LateJsonSave)
 
 
 class _Reads:
@@ -175,3 +187,37 @@ def _patient_readers() -> Any:
 
     readers = (jax.Array, patient(handlers.ArrayHandler)), (np.ndarray, patient(handlers.NumpyHandler))
     return handlers.create_type_handler_registry(*readers)
+
+
+class _InFlight:
+    """Lets a leaf be written when those that are being written leave room for it, or when there is none."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._bytes, self._changed = limit, 0, asyncio.Condition()
+
+    async def wait_for_bytes(self, size: int) -> None:
+        async with self._changed:
+            # Orbax's own limiter refuses a leaf that is larger than the limit.
+            await self._changed.wait_for(lambda: not self._bytes or self._bytes + size <= self._limit)
+            self._bytes += size
+
+    async def release_bytes(self, size: int) -> None:
+        async with self._changed:
+            self._bytes -= size
+            self._changed.notify_all()
+
+
+@cache
+def _sparing_writers() -> Any:
+    """Orbax's writers of arrays, which encode a few leaves at a time."""
+    handlers = orbax().type_handlers
+    writer: type[Any] = handlers.ArrayHandler
+
+    class Sparing(writer):  # type: ignore[misc]  # mypy: a variable
+        async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
+            limit = _InFlight(ENCODED_BYTES)
+            for info in infos:
+                info.byte_limiter = limit
+            return await super().serialize(values, infos, args)
+
+    return handlers.create_type_handler_registry((jax.Array, Sparing()), (np.ndarray, handlers.NumpyHandler()))

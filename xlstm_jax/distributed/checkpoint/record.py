@@ -41,6 +41,7 @@ from xlstm_jax.distributed.optimizers.inside import name_of
 from xlstm_jax.wording import listed
 
 PARTS_SHOWN = 8  # of a state, in an error
+ALIGNMENT = 64  # bytes
 OPTIMIZER = "optimizer"
 Entry = dict[str, Any]  # of a record: "shape", "dtype", "checksum"; "impl" of keys; OPTIMIZER of one leaf of its state
 Record = dict[str, Entry]
@@ -437,4 +438,14 @@ def placed_like(array: Any, like: Any) -> Any:
     if like.sharding is None or not getattr(like, "committed", True):
         return jnp.array(array)
     # Copies, since JAX on a CPU may use a NumPy array's own memory, here perhaps that of a mapped file.
-    return jax.make_array_from_callback(array.shape, like.sharding, lambda index: np.array(array[index]))
+    return jax.make_array_from_callback(array.shape, like.sharding, lambda index: _aligned_copy(array[index]))
+
+
+def _aligned_copy(values: Any) -> np.ndarray:
+    """A copy that JAX takes over on a CPU; it would copy once more what does not begin at a multiple of 64 bytes."""
+    values = np.asarray(values)
+    room = np.empty(values.nbytes + ALIGNMENT, np.uint8)
+    begin = -room.ctypes.data % ALIGNMENT
+    copy = room[begin : begin + values.nbytes].view(values.dtype).reshape(values.shape)
+    copy[...] = values
+    return copy

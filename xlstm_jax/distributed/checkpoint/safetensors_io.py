@@ -23,6 +23,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -50,6 +51,7 @@ from xlstm_jax.wording import is_unicode, listed
 
 DEFAULT_MAX_FILE_BYTES = 5 * 10**9
 DEFAULT_NAME = "model.safetensors"
+READERS = 4  # threads, each with one leaf at a time
 SUFFIX = ".safetensors"
 METADATA = "__metadata__"  # the one name of a header that is no tensor's
 REASON_CHARS = 200  # of an error in an error
@@ -113,8 +115,9 @@ def export_safetensors(
     target = _target(path)
     fail_together(lambda: _check_free(target), FileExistsError)
     files = _files(leaves, target, max_file_bytes)
-    # A generator: each leaf is gathered when it is written, and dropped before the next.
-    arrays = (leaves[name].values() for names in files.values() for name in names)
+    # A generator: each leaf is gathered when it is written, and the memory is used again for the next.
+    room = _Room()
+    arrays = (leaves[name].values(room) for names in files.values() for name in names)
 
     def write() -> None:
         try:
@@ -148,10 +151,23 @@ class _ToBeStored(NamedTuple):
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.leaf.dtype.itemsize
 
-    def values(self) -> np.ndarray:
-        """The whole tensor, in every process."""
+    def values(self, room: "_Room") -> np.ndarray:
+        """The whole tensor, in every process; perhaps in ``room``, until the next one."""
         leaf = self.leaf if self.layer is None else self.leaf[self.layer]
-        return np.ascontiguousarray(self.place.to_tensor(_whole(leaf)))
+        return np.ascontiguousarray(self.place.to_tensor(_whole(leaf, room)))
+
+
+class _Room:
+    """Memory for one array at a time: new memory for each leaf would take longer than to gather and to write it."""
+
+    def __init__(self) -> None:
+        self._bytes = np.empty(0, np.uint8)
+
+    def of(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        size = math.prod(shape) * dtype.itemsize
+        if size > self._bytes.size:
+            self._bytes = np.empty(size, np.uint8)
+        return self._bytes[:size].view(dtype).reshape(shape)
 
 
 def _as_stored(leaves: Leaves, names: NameMap | None) -> dict[str, _ToBeStored]:
@@ -212,15 +228,24 @@ def _files(leaves: Mapping[str, _ToBeStored], target: Path, max_file_bytes: int)
     return {target.with_name(f"{stem}-{i:05}-of-{count:05}{SUFFIX}"): names for i, names in enumerate(groups, start=1)}
 
 
-def _whole(leaf: Any) -> np.ndarray:
+def _whole(leaf: Any, room: _Room) -> np.ndarray:
     if not isinstance(leaf, jax.Array):
         return np.ascontiguousarray(leaf)
     if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
         return np.ascontiguousarray(multihost_utils.process_allgather(leaf, tiled=True))
-    # `np.asarray(leaf)` would be kept by the leaf: after an export the whole model would lie in host memory. A new
-    # jax.Array of the same buffers is dropped with its NumPy array after its turn.
-    shards = [shard.data for shard in leaf.addressable_shards]
-    return np.ascontiguousarray(jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards))
+    shards = {str(shard.index): shard for shard in leaf.addressable_shards}
+    if len(shards) == 1:
+        return _on_host(next(iter(shards.values())).data)
+    whole = room.of(leaf.shape, leaf.dtype)
+    for shard in shards.values():
+        whole[shard.index] = _on_host(shard.data)
+    return whole
+
+
+def _on_host(shard: jax.Array) -> np.ndarray:
+    # `np.asarray(shard)` would be kept by the shard: after an export the whole model would lie in host memory. A new
+    # jax.Array of the same buffer is dropped with its NumPy array after its turn.
+    return np.asarray(jax.make_array_from_single_device_arrays(shard.shape, shard.sharding, [shard]))
 
 
 def _write_files(
@@ -233,11 +258,16 @@ def _write_files(
     try:
         # The first loop writes, the second renames: a full disk shows before any file has its name.
         for file, names in files.items():
-            with _new_file(_hidden(file)) as opened:
+            with _new_file(_hidden(file)) as opened, ThreadPoolExecutor(1) as syncing:
                 opened.write(_header_of({name: leaves[name] for name in names}))
+                synced = None
                 for _ in names:
                     # As bytes: bfloat16 and float8 arrays have no buffer that Python can write.
                     opened.write(next(arrays).reshape(-1).view(np.uint8).data)
+                    # The disk works while the next leaf is gathered; all at once at the end would take longer.
+                    if synced is None or synced.done():
+                        synced = syncing.submit(_sync_after, synced, opened.fileno())
+                _ = synced and synced.result()
         if index_file in written:
             with _new_file(_hidden(index_file)) as opened:
                 opened.write(json.dumps(index, indent=2, sort_keys=True).encode())
@@ -247,6 +277,12 @@ def _write_files(
     finally:
         for file in written:
             _hidden(file).unlink(missing_ok=True)
+
+
+def _sync_after(before: Future[None] | None, file: int) -> None:
+    if before is not None:
+        before.result()  # its error is told once
+    os.fsync(file)
 
 
 def _header_of(leaves: Mapping[str, _ToBeStored]) -> bytes:
@@ -300,12 +336,13 @@ def import_safetensors(
     tensors = {name: tensor for name, tensor in _tensors(_target(path)).items() if not re.fullmatch(ignore, name)}
     _check_fits(tensors, likes, places, path)
 
-    def read(leaf: str, like: Any) -> Any:
-        place = places[leaf]
+    def read(leaf: str) -> Any:
+        place, like = places[leaf], likes[leaf]
         parts = [place.to_leaf(tensors[name].values()) for name in place.tensors]
         return placed_like(StoredLeaf(parts, place.in_layers, _dtype_or_type(like)), like)
 
-    return boxed_like(abstract_params, {leaf: read(leaf, like) for leaf, like in likes.items()})
+    with ThreadPoolExecutor(READERS) as readers:
+        return boxed_like(abstract_params, dict(zip(likes, readers.map(read, likes), strict=True)))
 
 
 class _StoredTensor(NamedTuple):

@@ -139,10 +139,10 @@ class StoredLeaf:
 
     def __getitem__(self, index: Any) -> Any:
         if not self._in_layers:
-            return np.asarray(self._parts[0][index]).astype(self._dtype)
+            return np.asarray(self._parts[0][index]).astype(self._dtype, copy=False)
         index = index if isinstance(index, tuple) else (index,)
         layers = self._parts[index[0]] if index else self._parts
-        return np.stack([layer[index[1:]] for layer in layers]).astype(self._dtype)
+        return np.stack([layer[index[1:]] for layer in layers]).astype(self._dtype, copy=False)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy
