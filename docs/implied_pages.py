@@ -58,6 +58,7 @@ KEYWORDS = {
     "howto/distill": ("distillation", "teacher"),
     "howto/actor_critic": ("actor critic", "reinforcement learning"),
     "howto/which_axes": ("which axes", "parallelism", "3D parallel"),
+    "near": ("near checkpoint", "emergency checkpoint", "local checkpoint", "multi-tier", "lost host"),
     "kernels": ("flash attention", "splash attention", "Pallas"),
     "lookups": ("embedding table",),
     "tutorials/diffusion": ("diffusion", "DDPM", "DDIM"),

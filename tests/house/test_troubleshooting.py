@@ -19,6 +19,7 @@ EXCUSED = {
     "distributed/checkpoint/errors.py:read": "caught by its caller, which says what was read",
     "distributed/checkpoint/writer.py:_opened": "goes on as it came: an error of the system",
     "distributed/checkpoint/orbax_backend.py:patient": "goes on as it came: orbax's own",
+    "distributed/checkpoint/shard_files.py:wait": "goes on as it came: an error of the save",
     "distributed/data_parallel/leaf.py:as_sharded": "an interface; subclasses have it",
     "distributed/data_parallel/leaf.py:replace": "an interface; subclasses have it",
     "distributed/data_parallel/leaf.py:replace_boxed": "an interface; subclasses have it",

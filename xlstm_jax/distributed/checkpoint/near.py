@@ -275,10 +275,10 @@ class NearCheckpointer:
             try:
                 state = read(target, number)
             except CheckpointError as error:
-                problems.append(f"step {number} was passed over: {error}")
+                problems.append(f"step {number}: {error}")
                 continue
             for problem in problems:
-                warnings.warn(f"{problem} Restored step {number} instead.", stacklevel=3)
+                warnings.warn(f"a step was passed over, and step {number} restored: {problem}", stacklevel=3)
             return state, number
         raise CheckpointError(f"no sound checkpoint, near or far: {' '.join(problems)} Nothing was restored.")
 
