@@ -61,7 +61,7 @@ class ShardFiles:
     def save(self, step: int, arrays: Arrays, record: Callable[[], Json]) -> None:
         shards = list(_shards_of(arrays))
         for _, data in shards:
-            if isinstance(data, jax.Array) and not all(map(is_in_host_memory, data.devices())):
+            if not isinstance(data, np.ndarray) and not all(map(is_in_host_memory, data.devices())):
                 data.copy_to_host_async()
         # On a CPU a view of the device's memory, which a donation then leaves alone; else a copy on the host.
         held = [(name, np.asarray(data)) for name, data in shards]
