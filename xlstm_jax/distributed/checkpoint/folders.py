@@ -19,9 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jax._src import distributed
-
 from xlstm_jax.distributed.processes.together import cause_of
+from xlstm_jax.private_names import job
 
 RECORD, SHARDS = FILES = "record.json", "shards.zip"  # of a step
 UNFINISHED = ".unfinished"
@@ -132,7 +131,7 @@ def send(folder: Path, address: list[Any], to: str, timeout_s: float) -> None:
 
 def _own_host() -> str:
     """The address by which other processes reach this host."""
-    state: Any = distributed.global_state
+    state: Any = job
     host, _, port = (state.coordinator_address or "localhost:1").rpartition(":")
     host = host.strip("[]")
     if not state.process_id:  # the others know it by this name
