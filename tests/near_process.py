@@ -115,9 +115,9 @@ def memory(mebibytes):
     simulate_cpu_devices(4)
     sharding = NamedSharding(DeviceMeshManager.create_device_mesh({"fsdp": 4}), P("fsdp"))
     leaf = jax.jit(lambda key: jax.random.normal(key, (8192, 1024)), out_shardings=sharding)  # 32 MiB
-    state, held = {f"w{i}": leaf(jax.random.key(i)) for i in range(mebibytes // 32)}, {}
-    jax.block_until_ready(state)
-    for state in ({"w0": state["w0"]}, state):  # the first loads code
+    whole, held = {f"w{i}": leaf(jax.random.key(i)) for i in range(mebibytes // 32)}, {}
+    jax.block_until_ready(whole)
+    for state in ({"w0": whole["w0"]}, whole):  # the first loads code
         with tempfile.TemporaryDirectory() as name:
             far = Checkpointer(Path(name, "far"), save_interval_steps=2)
             with NearCheckpointer(Path(name, "near"), far, 1) as checkpointer:

@@ -5,8 +5,8 @@ promise. Each is used because there is no public name for the same; where it is 
 both packages from above. To raise a bound, run the suite on the new release: ``tests/house/test_private_names.py`` says
 what each name must still do.
 
-orbax has a private name too, which can be used only where it is overridden: ``_save_fn`` of its JSON handler, in
-``checkpoint/orbax_backend.py``.
+orbax has private names too, which can be used only where they are overridden: ``_save_fn`` of its JSON handler, and the
+``byte_limiter`` that it hands to its writers of arrays, both in ``checkpoint/orbax_backend.py``.
 """
 
 import threading

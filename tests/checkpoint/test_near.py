@@ -84,7 +84,8 @@ def test_a_damaged_near_step_is_passed_over(damaged, want, tmp_path):
         with pytest.warns(UserWarning) as caught:
             assert same(checkpointer.restore(state_of(0)), state_of(want))
         for step, warned in zip(reversed(damaged), caught, strict=True):
-            assert re.match(rf"a step was passed over, and step {want} restored: step {step}: .*CRC", str(warned.message))
+            said = rf"a step was passed over, and step {want} restored: step {step}: .*CRC"
+            assert re.match(said, str(warned.message))
         assert checkpointer.save(14, state_of(14))
 
 
