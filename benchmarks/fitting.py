@@ -11,10 +11,11 @@ started again has the losses of one that was not, bit for bit.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -103,12 +104,16 @@ def warmed_up_decay(decay: float, count: jax.Array) -> jax.Array:
 
 
 def byte_losses(
-    apply_fn: Callable[..., Any], params: Any, windows: jax.Array, **kwargs: Any
+    apply_fn: Callable[..., Any],
+    params: Any,
+    windows: jax.Array,
+    collections: Mapping[str, Any] = MappingProxyType({}),
+    **kwargs: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Nats of each byte given those before it in its window, ``windows[b, t + 1] -> [b, t]``, and whether it was the
     likeliest."""
     windows = windows.astype(jnp.int32)
-    found = apply_fn({"params": params}, windows[:, :-1], windows[:, 1:], method="losses", **kwargs)
+    found = apply_fn({"params": params, **collections}, windows[:, :-1], windows[:, 1:], method="losses", **kwargs)
     return found.loss, found.correct
 
 
@@ -125,8 +130,10 @@ def loss_fn(
     return losses.mean(), {"loss": losses, "perplexity": losses, "accuracy": right, "tokens": losses.size}
 
 
-def held_out_losses(params: Any, apply_fn: Callable[..., Any], batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return {"values": byte_losses(apply_fn, params, batch["windows"])[0], "weight": batch["weight"]}
+def held_out_losses(
+    params: Any, apply_fn: Callable[..., Any], batch: dict[str, jax.Array], *collections: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+    return {"values": byte_losses(apply_fn, params, batch["windows"], *collections)[0], "weight": batch["weight"]}
 
 
 def make_evaluate(job: Job) -> Callable[[TrainState], jax.Array]:

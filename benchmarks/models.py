@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from xlstm_jax.distributed import scan_layers
+from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN
 from xlstm_jax.distributed.training.cross_entropy import LMHead, TokenLosses
 
 VOCAB_SIZE = 256
@@ -231,6 +232,7 @@ class Block(nn.Module):
     constrain: Callable[[jax.Array], jax.Array] | None = None
     decode: bool = False
     attention: Attention | None = None  # of the Transformer; None: ``causal_attention``
+    product: Any = None  # the ``dot_general_cls`` of projections, as of Flax's fp8
 
     @property
     def dtypes(self):
@@ -240,12 +242,13 @@ class Block(nn.Module):
         return nn.RMSNorm(**self.dtypes, name=name)(x)
 
     def project(self, name: str, features: int, x):
-        return nn.Dense(features, use_bias=False, **self.dtypes, name=name)(x)
+        return nn.Dense(features, use_bias=False, **self.dtypes, dot_general_cls=self.product, name=name)(x)
 
     def add(self, name: str, residual, x, dense: Callable[..., nn.Module] = nn.Dense):
         """``residual`` plus the projection of ``x``, which starts small so that the depth does not set the scale."""
         start = nn.initializers.variance_scaling(0.5 / self.num_layers, "fan_in", "truncated_normal")
-        x = dense(residual.shape[-1], use_bias=False, **self.dtypes, kernel_init=start, name=name)(x)
+        options = {**self.dtypes, "kernel_init": start, "dot_general_cls": self.product, "name": name}
+        x = dense(residual.shape[-1], use_bias=False, **options)(x)
         x = residual + nn.Dropout(self.dropout, deterministic=self.deterministic)(x)
         return self.constrain(x) if self.constrain else x
 
@@ -354,7 +357,8 @@ class TransformerHeadsBlock(TransformerBlock):
 
     def project_to_heads(self, name: str, x):
         heads = 3, self.num_heads, x.shape[-1] // self.num_heads
-        return jnp.einsum("btnhd->nbhtd", nn.DenseGeneral(heads, use_bias=False, **self.dtypes, name=name)(x))
+        dense = nn.DenseGeneral(heads, use_bias=False, **self.dtypes, dot_general_cls=self.product, name=name)
+        return jnp.einsum("btnhd->nbhtd", dense(x))
 
     def add_heads(self, name: str, residual, x):
         return self.add(name, residual, x.swapaxes(1, 2), partial(nn.DenseGeneral, axis=(-2, -1)))
@@ -379,7 +383,7 @@ class LanguageModel(nn.Module):
     split. ``train=True`` needs a "dropout" key where ``dropout`` is above 0. With ``decode=True`` it takes ``tokens[b,
     1]``, one after the other, and a cache that ``init`` on ``tokens[b, t]`` has made for t of them. With
     ``prefetch=True`` the layers are ``scan_layers``, each of which is computed again. ``attention`` of the Transformer
-    is a kernel in place of ``causal_attention``.
+    is a kernel in place of ``causal_attention``; ``product`` is the ``dot_general_cls`` of the blocks' projections.
     """
 
     block: str
@@ -395,6 +399,7 @@ class LanguageModel(nn.Module):
     decode: bool = False
     prefetch: bool = False
     attention: Attention | None = None
+    product: Any = None
 
     def __call__(self, tokens, *, train: bool = False):
         x, head = self._hidden_and_head(tokens, train)
@@ -418,7 +423,7 @@ class LanguageModel(nn.Module):
     def blocks(self, wrap: ModuleWrapper, deterministic: bool) -> nn.Module:
         """All layers as one module; the parameters of layer l are index l of every leaf."""
         block = wrap(BLOCKS[self.block])
-        options = self.dropout, deterministic, self.dtype, self.constrain, self.decode, self.attention
+        options = self.dropout, deterministic, self.dtype, self.constrain, self.decode, self.attention, self.product
         if self.prefetch and not self.decode:
             return scan_layers(block, self.num_layers)(self.num_layers, self.num_heads, *options, name="blocks")
         if self.remat:
@@ -427,7 +432,7 @@ class LanguageModel(nn.Module):
             block = nn.remat(block, prevent_cse=False, policy=policy)
         layers = nn.scan(
             block,
-            variable_axes={"params": 0, "cache": 0},
+            variable_axes={"params": 0, "cache": 0, OVERWRITTEN: 0},
             split_rngs={"params": True, "dropout": True},
             length=self.num_layers,
         )

@@ -159,11 +159,13 @@ def bits_like(devices: int) -> int:
 
 
 class Training(NamedTuple):
-    """One way to reduce gradients: the mesh, options of ``shard_module_params``, and bits if by a ring that rounds."""
+    """One way to train: the mesh, options of ``shard_module_params``, bits if gradients are reduced by a ring that
+    rounds, and the ``dot_general_cls`` of the model's projections."""
 
     mesh: dict[str, int]
     options: Mapping[str, Any] = MappingProxyType({})
     bits: int | None = None
+    product: Any = None
 
 
 def trainings() -> dict[str, Training]:
@@ -180,7 +182,7 @@ def trainings() -> dict[str, Training]:
 
 def train(config: TrainConfig, training: Training, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
     """For each seed the losses of all steps and the held-out loss at the end."""
-    job = _with_options(prepare(dataclasses.replace(config, mesh=training.mesh)), training.options)
+    job = _with_options(prepare(dataclasses.replace(config, mesh=training.mesh)), training)
     step, evaluate, first = make_train_step(_loss, job.mesh, job.batch_axes), None, None
     for seed in seeds:
         job = dataclasses.replace(job, config=dataclasses.replace(job.config, seed=seed))
@@ -195,14 +197,15 @@ def train(config: TrainConfig, training: Training, seeds: Sequence[int]) -> Iter
         yield {"seed": seed, "losses": [float(x) for x in losses], "held_out": float(evaluate(state))}
 
 
-def _with_options(job: Job, options: Mapping[str, Any]) -> Job:
+def _with_options(job: Job, training: Training) -> Job:
     wrap = job.model.wrap
-    model = job.model.clone(wrap=functools.partial(wrap.func, **wrap.keywords | dict(options)))
-    return dataclasses.replace(job, model=model)
+    wrap = functools.partial(wrap.func, **wrap.keywords | dict(training.options))
+    return dataclasses.replace(job, model=job.model.clone(wrap=wrap, product=training.product))
 
 
-def _loss(*args: Any) -> jax.Array:
-    return fitting.loss_fn(*args)[0]
+def _loss(params: Any, apply_fn: Callable[..., Any], batch: jax.Array, rng: jax.Array, *collections: Any) -> Any:
+    losses, _ = fitting.byte_losses(apply_fn, params, batch, *collections, train=True, rngs={"dropout": rng})
+    return (losses.mean(), {}) if collections else losses.mean()
 
 
 @contextmanager
@@ -215,13 +218,13 @@ def _rings(bits: int | None) -> Iterator[None]:
         yield
 
 
-def compared(runs: dict[str, list[dict]]) -> list[dict[str, Any]]:
-    """Each training beside float32 from the same seed: the held-out loss's differences, and the spread of the seeds."""
-    base = np.array([run["held_out"] for run in runs["float32"]])
+def compared(runs: dict[str, list[dict]], base: str = "float32") -> list[dict[str, Any]]:
+    """Each training beside ``base`` from the same seed: its held-out loss, and the spread of the seeds."""
+    of_base = np.array([run["held_out"] for run in runs[base]])
     rows = []
     for name, found in runs.items():
         held_out = np.array([run["held_out"] for run in found])
-        off = held_out - base
+        off = held_out - of_base
         row = {"training": name, "held-out loss": held_out.mean(), "spread of seeds": np.ptp(held_out)}
         row |= {"mean difference": off.mean(), "largest difference": np.abs(off).max()}
         row |= {"standard error": off.std(ddof=1) / math.sqrt(len(off))}

@@ -1,5 +1,9 @@
-"""Flax's fp8 products: scales and histories, whose gradient is their next value, are those of one device."""
+"""Flax's fp8 products: scales and histories, whose gradient is their next value, are those of one device.
 
+And so are the bits of their kernels, which are quantised before they are gathered.
+"""
+
+import re
 from functools import partial
 
 import jax
@@ -8,10 +12,22 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 
-from tests.support import AXES, fsdp, mesh_of, plain
-from xlstm_jax.distributed import create_train_state, make_train_step, unbox
-from xlstm_jax.distributed.training.collections import OVERWRITTEN
+from tests.support import AXES, fsdp, mesh_of, on_mesh, plain
+from xlstm_jax.distributed import (
+    create_train_state,
+    make_train_step,
+    nnx_model,
+    plan_sharding,
+    shard_modules,
+    unbox,
+    value_and_grad,
+)
+from xlstm_jax.distributed.checkpoint import Checkpointer
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
+from xlstm_jax.distributed.data_parallel.modules import unit
+from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN
 
 X = jax.random.normal(jax.random.key(1), (16, 16)) * (1 + jnp.arange(16) % 5)[:, None]
 STEPS = 10
@@ -20,15 +36,29 @@ STEPS = 10
 OPS = [partial(op, amax_history_length=4) for op in (nn.Fp8DirectDotGeneralOp, nn.Fp8DotGeneralOp)]
 
 
+class Layer(nn.Module):
+    op: object
+    dtype: object = None
+
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.tanh(nn.Dense(16, dot_general_cls=self.op, dtype=self.dtype)(x)), None
+
+
 class Fp8(nn.Module):
     wrap: object = plain
     op: object = OPS[0]
+    layers: int = 0  # in a scan, and computed again
+    dtype: object = None
 
     @nn.compact
     def __call__(self, x):
-        dense = self.wrap(nn.Dense)
-        x = nn.tanh(dense(32, dot_general_cls=self.op)(x))
-        return dense(4, dot_general_cls=self.op)(x)
+        if self.layers:
+            axes = {"params": 0, OVERWRITTEN: 0}
+            layer = nn.scan(nn.remat(self.wrap(Layer)), axes, split_rngs={"params": True}, length=self.layers)
+            x, _ = layer(self.op, self.dtype, name="layers")(x, None)
+        dense = partial(self.wrap(nn.Dense), dot_general_cls=self.op, dtype=self.dtype)
+        return dense(4)(nn.tanh(dense(32)(x)))
 
 
 def loss_fn(params, apply_fn, x, rng, collections):
@@ -36,9 +66,9 @@ def loss_fn(params, apply_fn, x, rng, collections):
     return jnp.mean((out - x[:, :4]) ** 2), updated
 
 
-def on_one_device(tx, minibatches, op):
+def on_one_device(tx, minibatches, op, layers=0):
     """Ten steps of the plain model, as Flax's own ``TrainState`` overwrites."""
-    model = Fp8(op=op)
+    model = Fp8(op=op, layers=layers)
     variables = model.init(jax.random.key(0), X)
     params, scales = variables["params"], variables[OVERWRITTEN]
     opt_state = tx.init(params)
@@ -63,6 +93,12 @@ def on_one_device(tx, minibatches, op):
     return kept
 
 
+def assert_alike(state, params, scales):
+    # The same rounding to fp8 on both sides: 8 devices change scales by a power of two alone.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state.collections[OVERWRITTEN], scales)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), unbox(state.params), params)
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:The Fp8DotGeneralOp is deprecated")
 @pytest.mark.parametrize(
@@ -77,8 +113,89 @@ def test_scales_after_each_of_ten_steps_are_those_of_one_device(check_vma, op, m
     start = jax.device_get(state.collections[OVERWRITTEN])
     for params, scales in on_one_device(tx, minibatches, op):
         state, _ = step(state, X, jax.random.key(2))
-        # The same rounding to fp8 on both sides: 8 devices change scales by a power of two alone.
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state.collections[OVERWRITTEN], scales)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), unbox(state.params), params)
+        assert_alike(state, params, scales)
     moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), start, jax.device_get(state.collections[OVERWRITTEN]))
     assert all(jax.tree.leaves(moved))  # guard: all were overwritten
+
+
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_kernels_that_travel_in_fp8_train_as_on_one_device(check_vma, tmp_path):
+    """In a scan, computed again, in minibatches; and from a checkpoint after half of the steps."""
+    tx, mesh, wrap = optax.sgd(0.02), mesh_of(2, 4), fsdp(gather_dtype="float32")
+    state = create_train_state(Fp8(wrap, layers=2), tx, mesh, jax.random.key(0), X, batch_axes=AXES)
+    step = make_train_step(loss_fn, mesh, AXES, 2, check_vma=check_vma)
+    assert gathers(step.lower(state, X, jax.random.key(2))) == {"f32", "ui8"}
+    for index, (params, scales) in enumerate(on_one_device(tx, 2, OPS[0], layers=2)):
+        if index == STEPS // 2:
+            with Checkpointer(tmp_path) as checkpointer:
+                checkpointer.save(index, state)
+                state = checkpointer.restore(jax.tree.map(jnp.zeros_like, state))
+        state, _ = step(state, X, jax.random.key(2))
+        assert_alike(state, params, scales)
+
+
+def gathers(lowered):
+    """The dtypes of what is gathered; biases are not quantised."""
+    return set(re.findall(r"stablehlo.all_gather.* -> tensor<[0-9x]+x(\w+)>", lowered.as_text()))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_products_compute_with_the_bits_that_they_have_alone(check_vma, monkeypatch):
+    """Guard: without scales what travels has twice the bytes."""
+    mesh, model = mesh_of(2, 4), Fp8(fsdp(gather_dtype="bfloat16"), dtype=jnp.bfloat16)
+    start = create_train_state(model, optax.sgd(0.05), mesh, jax.random.key(0), X, batch_axes=AXES)
+    ended = []
+    for dtypes in ({"bf16", "ui8"}, {"bf16"}):
+        step = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma)
+        assert gathers(step.lower(start, X, jax.random.key(2))) == dtypes
+        state = jax.tree.map(jnp.copy, start)
+        for _ in range(3):
+            state, _ = step(state, X, jax.random.key(2))
+        ended.append(jax.device_get((unbox(state.params), state.collections)))
+        jax.clear_caches()
+        monkeypatch.setattr(unit, "products_of", lambda variables: [])
+    jax.tree.map(np.testing.assert_array_equal, *ended)
+
+
+def test_a_plan_counts_a_byte_for_each_value_of_a_kernel():
+    plan = plan_sharding(Fp8(fsdp(gather_dtype="bfloat16"), layers=2), {"dp": 2, "fsdp": 4}, X)
+    sent = {row.path: (row.gathered_bytes, row.gather_dtype) for row in plan.rows if row.uses}
+    assert sent["Dense_0/kernel"] == (16 * 32, "float8_e4m3fn of its product")
+    assert sent["layers/Dense_0/kernel"] == (16 * 16, "float8_e4m3fn of its product")
+    assert sent["Dense_0/bias"] == (2 * 32, "bfloat16")
+    assert not [path for path in sent if "history" in path]
+
+
+def test_a_scale_whose_rule_is_missing_is_refused():
+    model, mesh = Fp8(fsdp), mesh_of(2, 4)
+    state = create_train_state(model, optax.sgd(0.05), mesh, jax.random.key(0), X, batch_axes=AXES)
+
+    def grads(params, x):
+        loss = lambda params, x: loss_fn(params, model.apply, x, None, state.collections)[0]  # noqa: E731
+        return value_and_grad(loss, AXES)(params, x)[1]
+
+    specs = jax.tree.map(lambda x: x.sharding.spec, state.params)
+    with pytest.raises(ValueError, match=r"Dense_0/Fp8DirectDotGeneralOp_0/kernel_scale'.* would stay as it is"):
+        on_mesh(grads, mesh, True, (specs, jax.P(AXES)), specs).lower(state.params, X)
+
+
+def test_a_scale_that_differs_between_devices_is_refused():
+    model, mesh = Fp8(fsdp(gather_dtype="float32")), mesh_of(2, 4)
+    state = create_train_state(model, optax.sgd(0.05), mesh, jax.random.key(0), X, batch_axes=AXES)
+    scale = state.collections[OVERWRITTEN]["Dense_0"]["Fp8DirectDotGeneralOp_0"]
+    scale["kernel_scale"] = Sharded(jnp.ones(4), ("fsdp",))
+    step = make_train_step(loss_fn, mesh, AXES)
+    with pytest.raises(ValueError, match=r"kernel_scale' is split over \('fsdp',\).*gather_dtype=None"):
+        step.lower(state, X, jax.random.key(2))
+
+
+@pytest.mark.slow
+def test_within_a_model_of_nnx_they_are_those_of_one_device():
+    linen = shard_modules(Fp8(), nn.Dense, "fsdp", 32, "float32")
+    model = nnx_model(lambda rngs: nnx.bridge.lazy_init(nnx.bridge.ToNNX(linen, rngs=rngs), X))
+    tx, mesh = optax.sgd(0.05), mesh_of(2, 4)
+    state = create_train_state(model, tx, mesh, jax.random.key(0), X, batch_axes=AXES)
+    step = make_train_step(loss_fn, mesh, AXES)
+    for _ in range(3):
+        state, _ = step(state, X, jax.random.key(2))
+    print(jax.tree.map(jnp.shape, state.collections))

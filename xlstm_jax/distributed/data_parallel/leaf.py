@@ -404,10 +404,12 @@ def _as_read(leaf: Any, value: Any) -> Any:
     return value if leaf_of(leaf).trainable else jax.lax.stop_gradient(value)
 
 
-def gather_leaf(leaf: Any, axes: tuple[str, ...], how: Communication, path: str = "") -> Any:
+def gather_leaf(
+    leaf: Any, axes: tuple[str, ...], how: Communication, path: str = "", scale: jax.Array | None = None
+) -> Any:
     """The value gathered over ``axes``, without padding; in a box where other axes still split it.
 
-    What ``how`` leaves open, the box of the leaf says.
+    What ``how`` leaves open, the box of the leaf says. ``scale`` is that of the fp8 product that alone reads the value.
     """
     box = leaf_of(leaf)
     how = how.or_else(box.communication)
@@ -416,11 +418,12 @@ def gather_leaf(leaf: Any, axes: tuple[str, ...], how: Communication, path: str 
         how.dtypes(box.value, path)  # refused here, with the leaf's name
 
     def gather() -> Any:
-        value, names = gather_dims(shard_to_gather(leaf, axes, path), box.names, axes, how, path)
+        value, names = gather_dims(shard_to_gather(leaf, axes, path), box.names, axes, how, path, scale)
         return as_gathered(leaf, value, names, axes, how)
 
     # The box but for its shard says how the shard is gathered, and what becomes of it then.
-    return running_loss().gathered_once(box.value, (box.replace(value=None), axes, how), gather, path)
+    key = box.replace(value=None), axes, how, scale is None
+    return running_loss().gathered_once(box.value, key, gather, path)
 
 
 def shard_to_gather(leaf: Any, axes: tuple[str, ...], path: str = "") -> Any:

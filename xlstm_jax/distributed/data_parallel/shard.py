@@ -1,7 +1,7 @@
 """``shard_params``: every device keeps its shard of each leaf that is large enough, in a box with its names."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import (
     is_prng_key,
     value_dtype,
 )
+from xlstm_jax.distributed.data_parallel.wire.quantized import OF_PRODUCT
 
 
 def shard_params(
@@ -127,8 +128,12 @@ def _padded(value: Any, dim: int, multiple: int) -> tuple[Any, int | None]:
     return jnp.pad(value, widths), size
 
 
-def plan_params(params: PyTree, axis_sizes: dict[str, int], policy: ShardPolicy) -> PyTree:
+def plan_params(
+    params: PyTree, axis_sizes: dict[str, int], policy: ShardPolicy, of_products: Collection[str] = ()
+) -> PyTree:
     """The decisions that ``shard_params`` would take: every leaf, global or abstract, split or not, as a ``Planned``.
+
+    ``of_products`` are the paths of kernels that travel as their fp8 products will quantise them.
 
     Raises:
       ValueError: a dtype does not fit a leaf that would be gathered; names the leaf.
@@ -140,6 +145,7 @@ def plan_params(params: PyTree, axis_sizes: dict[str, int], policy: ShardPolicy)
         if choice.dim is not None:
             gathered, summed = map(str, map(jnp.dtype, policy.communication.dtypes(value, path)))
             gathered = policy.communication.format_of(value) or gathered
+            gathered = OF_PRODUCT if path in of_products else gathered
         # The names after the split: of several wrappers the next one finds the dim taken.
         names = leaf_of(boxed).names
         return Planned.of(leaf, boxed, Decision(tuple(axis_sizes), choice, np.shape(value), names, gathered, summed))

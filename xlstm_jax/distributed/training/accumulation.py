@@ -29,9 +29,10 @@ from xlstm_jax.distributed.data_parallel.leaf import frozen, leaf_of, rebox, spl
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.communication import dtype_name, wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN
 from xlstm_jax.distributed.data_parallel.wire.gather_array import reduce_over_replicas
 from xlstm_jax.distributed.training.arguments import check_batch
-from xlstm_jax.distributed.training.collections import OVERWRITTEN, overwriting_result, readable, updated_collections
+from xlstm_jax.distributed.training.collections import overwriting_result, readable, updated_collections
 from xlstm_jax.distributed.training.gradients import averaged, local_result, varying_leaves
 from xlstm_jax.distributed.training.loss import Auxiliary, LossFunction, MinibatchLossFn
 from xlstm_jax.distributed.training.mistakes import warn_of_averages

@@ -26,6 +26,7 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import is_box, is_ours, leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
+from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN
 from xlstm_jax.distributed.training.gradients import LocalResult, local_result
 from xlstm_jax.distributed.training.loss import Loss
 from xlstm_jax.distributed.training.varying import Axes, differing_args, differing_axes
@@ -177,8 +178,6 @@ def _equal_by_type(new: PyTree, of_types: list[Axes]) -> PyTree:
 
 
 # ---------------------------------------------------------------------------------------- the next value for a gradient
-
-OVERWRITTEN = "_overwrite_with_gradient"
 
 
 def overwriting_result(

@@ -123,11 +123,12 @@ class LocalResult(NamedTuple):
 
 
 def local_result(
-    loss_fn: Callable[..., Loss], params: PyTree, axes: tuple[str, ...], *rest: PyTree, devices: int = 1
+    loss_fn: Callable[..., Loss], params: PyTree, axes: tuple[str, ...], *rest: PyTree, devices: int | None = None
 ) -> LocalResult:
     """Differentiates ``loss_fn(params, *rest)`` on this device, and checks over which axes it varies.
 
     With ``devices`` the loss is divided by that number first: it is then this device's term of the mean over devices.
+    This is for ``params`` that have the state of fp8 products among them.
     """
     live, put_back = trees.split_differentiable(params)
     frozen = [path for path, leaf in trees.leaves_with_path(params) if not leaf_of(leaf).trainable]
@@ -136,7 +137,8 @@ def local_result(
             f"all {len(frozen)} parameters are frozen, '{frozen[0]}' among them: there is nothing to train. Is "
             "trainable=, the predicate of a leaf's path, true of those that are to be trained? Paths are as this one."
         )
-    running = RunningLoss(axes, model_axes=frozenset().union(*[leaf_of(leaf).model_axes for leaf in live]))
+    model_axes = frozenset().union(*[leaf_of(leaf).model_axes for leaf in live])
+    running = RunningLoss(axes, model_axes=model_axes, overwrites=devices is not None)
 
     def scaled_loss(live: list[Any]) -> tuple[Any, Any]:
         with inside_loss(running), rules_of_mesh():
@@ -144,7 +146,7 @@ def local_result(
         mean, scale, weight = _scaled(found, axes)
         _check_not_reduced(mean, axes, "the loss")
         _check_no_axis_left_out(mean, axes)
-        return mean / devices if devices > 1 else mean, (found.aux, scale, weight, found.collections)
+        return mean / devices if devices and devices > 1 else mean, (found.aux, scale, weight, found.collections)
 
     # Varying parameters, so that JAX does not sum their gradients over devices: see the top of this file.
     value_and_grads = jax.value_and_grad(scaled_loss, has_aux=True)

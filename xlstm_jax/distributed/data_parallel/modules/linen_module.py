@@ -30,6 +30,7 @@ from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, 
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import INTER_HOST_AXES, Replicas
+from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN
 from xlstm_jax.distributed.data_parallel.wire.tracing import running_functions
 from xlstm_jax.private_names import linen_callers, linen_interceptors
 from xlstm_jax.wording import kind_of
@@ -150,7 +151,7 @@ class MapOfLeaves(functools.partial[PyTree]):
 def lifted(target: Any, methods: list[str] | None, policy: ShardPolicy) -> Any:
     """A class with these methods lifted, or a function of a module (``methods=None``)."""
     gather, shard = MapOfLeaves(_gathered, policy), functools.partial(shard_here, policy)
-    new = nn.map_variables(target, "params", gather, shard, mutable=True, methods=methods)
+    new = nn.map_variables(target, ["params", OVERWRITTEN], gather, shard, mutable=True, methods=methods)
     if methods is not None:
         # Linen makes an __init__ for each class, without what a decorator has put around that of the target.
         new.__init__ = target.__init__

@@ -41,7 +41,9 @@ from xlstm_jax.distributed.data_parallel.remat import BLOCK_INPUT, remat_policy,
 from xlstm_jax.distributed.data_parallel.shard import box_params, box_shards, plan_params, with_unit
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves, map_leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN, next_scale, products_of, recording
 from xlstm_jax.distributed.data_parallel.wire.gather_array import GATHER_SCOPE
+from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
 from xlstm_jax.wording import kind_of
 
 Method = Callable[..., Any]
@@ -161,15 +163,17 @@ def gather_here(policy: ShardPolicy, variables: PyTree, module: tuple[str, ...] 
     """
     how = replace(policy.communication, replicas=None)
 
-    def gathered(path: str, leaf: Any) -> Any:
-        if not is_box(leaf) or not is_gathered_here(path, leaf):
+    def gathered(stored: str, leaf: Any) -> Any:
+        if stored in shards:
+            return recording(leaf_of(leaf).value, shards[stored])
+        if not is_box(leaf) or not is_gathered_here(stored, leaf):
             return leaf
-        path, value = path_in_model(module, path), leaf_of(leaf).value
+        path, value = path_in_model(module, stored), leaf_of(leaf).value
         # A global array did not come through the shard_map. Those of an outer jit are tracers, and their types get
         # lost in a scan of Linen; ``linen_module`` sees those by their shapes.
         if isinstance(value, jax.Array) and not isinstance(value, Tracer) and split_over(leaf, policy.axes):
             raise closed_over(path, leaf, policy.axes)
-        return gather_leaf(leaf, policy.axes, how, path)
+        return gather_leaf(leaf, policy.axes, how, path, scales.get(stored))
 
     def take_out(path: str, leaf: Any) -> Any:
         if not is_gathered_here(path, leaf):
@@ -181,8 +185,48 @@ def gather_here(policy: ShardPolicy, variables: PyTree, module: tuple[str, ...] 
 
     if running(policy.axes) != "manual":
         return map_leaves_with_path(take_out, variables)
+    scales, shards = _of_products(policy, variables, module)
     with jax.named_scope(GATHER_SCOPE):
         return map_leaves_with_path(gathered, variables)
+
+
+def _of_products(
+    policy: ShardPolicy, variables: PyTree, module: tuple[str, ...] | None
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """What fp8 products need that are to quantise their kernels before the gather: see ``fp8_product``.
+
+    Returns:
+      The scales by the paths of kernels, and the shards as they would travel by the paths of histories.
+    Raises:
+      ValueError: the state of a product is not differentiated, or is split over the axes of the gather.
+    """
+    scales: dict[str, jax.Array] = {}
+    shards: dict[str, jax.Array] = {}
+    products = products_of(variables)
+    leaves = dict(leaves_with_path(variables)) if products else {}
+    for product in products:
+        path, scale, history = path_in_model(module, product.scale), leaves[product.scale], leaves[product.history]
+        if running_loss().axes and not running_loss().overwrites:
+            raise ValueError(
+                f"'{path}' is the scale of an fp8 product, of which the gradient is the next value, and this loss is "
+                "differentiated by its parameters alone: the scale would stay as it is. Keep the collection in the "
+                f"state, and train by make_train_step; or pass accumulate_gradients(..., collections={{{OVERWRITTEN!r}:"
+                " ...}), which returns the next one."
+            )
+        kernel = leaves.get(product.kernel)
+        how, box = policy.communication.or_else(leaf_of(kernel).communication), leaf_of(kernel)
+        here = is_gathered_here(product.kernel, kernel) and bool(split_over(kernel, policy.axes))
+        if not here or box.is_packed or not how.quantises_products:
+            continue
+        if axes := split_over(scale, policy.axes):
+            raise ValueError(
+                f"'{path}' is split over {axes}, and so is the kernel of its fp8 product, which is quantised before it "
+                f"is gathered: each device would take another scale. Leave {axes} out of the names of the scale, or "
+                "gather the kernel as it is, with gather_dtype=None."
+            )
+        scales[product.kernel] = next_scale(leaf_of(scale).value, leaf_of(history).value)
+        shards[product.history] = box.value.astype(how.dtypes(box.value)[0])
+    return scales, shards
 
 
 def split_over(leaf: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -238,14 +282,21 @@ def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
 
 
 def shard_here(policy: ShardPolicy, variables: PyTree) -> PyTree:
-    """The variables that a module has initialised, split, in boxes that say that this module gathers them."""
+    """The variables that a module has initialised, split, in boxes that say that this module gathers them.
+
+    The state of fp8 products stays whole.
+    """
     mode = running(policy.axes)
+    products = [product.kernel for product in products_of(variables) if policy.communication.quantises_products]
+    whole = {name: tree for name, tree in variables.items() if name == OVERWRITTEN}
+    variables = {name: tree for name, tree in variables.items() if name != OVERWRITTEN}
     if mode == "plain" or not jax.tree.leaves(variables):
-        return variables
+        return variables | whole
     if mode == "manual":
-        return with_unit(box_shards(variables, policy), variables)
+        return with_unit(box_shards(variables, policy), variables) | whole
     mesh, copied = jax.sharding.get_abstract_mesh(), policy.communication.copied_axes
     if missing := [axis for axis in copied if axis not in mesh.shape]:
         raise _no_axis(missing[0])
     sizes = {axis: mesh.shape[axis] for axis in policy.axes}
-    return with_unit((plan_params if is_planning() else box_params)(variables, sizes, policy), variables)
+    boxed = plan_params(variables, sizes, policy, products) if is_planning() else box_params(variables, sizes, policy)
+    return with_unit(boxed, variables) | whole

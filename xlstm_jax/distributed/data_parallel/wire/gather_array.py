@@ -30,6 +30,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import (
     term_of_mean,
     widened,
 )
+from xlstm_jax.distributed.data_parallel.wire.fp8_product import dequantised, quantised
 from xlstm_jax.distributed.data_parallel.wire.quantized import Packing, fills_blocks, pack, unpack
 from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
 
@@ -79,7 +80,7 @@ def gather_array_with_mean_grads(
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"gather_array_with_mean_grads: axis={axis} is no dim of an array of shape {x.shape}.")
     how.dtypes(x)  # refused here, not in the backward pass
-    return _gather(x, axis % x.ndim, axes, how)
+    return _gather(x, None, axis % x.ndim, axes, how)
 
 
 @jax.tree_util.register_static
@@ -97,25 +98,28 @@ class Primal:
         return cls(x.shape, x.dtype, collectives.varying_axes(x), collectives.is_batched(x))
 
 
-# ``path`` is where the leaf stands, for errors in the backward pass.
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _gather(x: jax.Array, dim: int, axes: tuple[str, ...], how: Communication, path: str = "") -> jax.Array:
-    return _gather_fwd(x, dim, axes, how, path)[0]
+# ``scale`` is that of the fp8 product that alone reads x, else None. ``path`` is where the leaf stands, for errors in
+# the backward pass.
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+def _gather(
+    x: jax.Array, scale: jax.Array | None, dim: int, axes: tuple[str, ...], how: Communication, path: str = ""
+) -> jax.Array:
+    return _gather_fwd(x, scale, dim, axes, how, path)[0]
 
 
 def _gather_fwd(
-    x: jax.Array, dim: int, axes: tuple[str, ...], how: Communication, path: str
+    x: jax.Array, scale: jax.Array | None, dim: int, axes: tuple[str, ...], how: Communication, path: str
 ) -> tuple[jax.Array, Primal]:
-    return _whole(x, dim, axes, how), Primal.of(x)
+    return _whole(x, scale, dim, axes, how), Primal.of(x)
 
 
 def _gather_bwd(
     dim: int, axes: tuple[str, ...], how: Communication, path: str, primal: Primal, cotangent: jax.Array
-) -> tuple[jax.Array | np.ndarray]:
+) -> tuple[jax.Array | np.ndarray, None]:
     if cotangent.dtype == jax.dtypes.float0:
-        return (np.zeros(primal.shape, jax.dtypes.float0),)
+        return np.zeros(primal.shape, jax.dtypes.float0), None
     check_one_gradient_of_one_batch(path, primal, cotangent, axes)
-    return (_scattered(cotangent, dim, axes, how, primal),)
+    return _scattered(cotangent, dim, axes, how, primal), None
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)
@@ -125,10 +129,12 @@ _gather.defvjp(_gather_fwd, _gather_bwd)
 # once. XLA inlines them. What looks at tracers, or names a leaf, stays outside.
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3))
-def _whole(x: jax.Array, dim: int, axes: tuple[str, ...], how: Communication) -> jax.Array:
+@partial(jax.jit, static_argnums=(2, 3, 4))
+def _whole(x: jax.Array, scale: jax.Array | None, dim: int, axes: tuple[str, ...], how: Communication) -> jax.Array:
     """The forward pass of a gather."""
     shard, packing = shard_as_sent(x, how), packing_of(x, dim, axes, how)
+    if scale is not None:
+        return dequantised(collectives.all_gather(quantised(shard, scale), dim, axes), scale, shard.dtype)
     if packing is None:
         return collectives.all_gather(shard, dim, axes)
     return packing.unpack(collectives.all_gather(packing.pack(shard), 0, axes))
@@ -279,32 +285,46 @@ def _matrix_of_parts(shape: Sequence[int], count: int) -> tuple[int, int]:
 
 
 def gather_dims(
-    value: jax.Array, names: Sequence[AxisEntry], axes: Collection[str], how: Communication, path: str = ""
+    value: jax.Array,
+    names: Sequence[AxisEntry],
+    axes: Collection[str],
+    how: Communication,
+    path: str = "",
+    scale: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[AxisEntry, ...]]:
-    """Gathers all dims that ``names`` say are split, over those of ``axes``; returns the value and the names left."""
+    """Gathers all dims that ``names`` say are split, over those of ``axes``; returns the value and the names left.
+
+    With ``scale``, of the fp8 product that alone reads the value, it travels as the product will quantise it.
+    """
     left = list(names)
     for dim, entry in enumerate(names):
         held = entry_axes(entry)
         if set(held).isdisjoint(axes):
             continue
         if set(held) <= set(axes):
-            value, left[dim] = _gather(value, dim, held, how, path), None
+            value, left[dim] = _gather(value, scale, dim, held, how, path), None
         else:
-            value, left[dim] = _gather_some(value, dim, held, axes, how, path)
+            value, left[dim] = _gather_some(value, scale, dim, held, axes, how, path)
         how = replace(how, replicas=None)  # once for each leaf
     return value, tuple(left)
 
 
 def _gather_some(
-    value: jax.Array, dim: int, held: tuple[str, ...], axes: Collection[str], how: Communication, path: str
+    value: jax.Array,
+    scale: jax.Array | None,
+    dim: int,
+    held: tuple[str, ...],
+    axes: Collection[str],
+    how: Communication,
+    path: str,
 ) -> tuple[jax.Array, AxisEntry]:
     """Gathers one dim, split over ``held``, over some of these axes; returns the value and the entry that is left."""
     first = next(i for i, axis in enumerate(held) if axis in axes)
     outer, inner = held[:first], held[first:]
     kept = tuple(axis for axis in inner if axis not in axes)
     if not kept:
-        return _gather(value, dim, inner, how, path), axes_entry(outer)
-    if how.format_of(value):
+        return _gather(value, scale, dim, inner, how, path), axes_entry(outer)
+    if how.format_of(value) and scale is None:
         raise ValueError(
             f"gather_dtype={how.gather_dtype}: {f'{path!r}' if path else 'a parameter'} is split over {held}, and "
             f"gathered over those of {sorted(axes)}: {kept} stays split and lies inside of an axis that is gathered, "
@@ -314,7 +334,7 @@ def _gather_some(
     # sum, as they are shards and not copies), and the one that it holds by itself is cut out.
     for axis in reversed(inner):
         if axis in axes:
-            value, how = _gather(value, dim, (axis,), how, path), replace(how, replicas=None)
+            value, how = _gather(value, scale, dim, (axis,), how, path), replace(how, replicas=None)
         else:
             value = collectives.all_gather(value, dim, (axis,))
     return collectives.own_shard(value, dim, kept), axes_entry(outer + kept)

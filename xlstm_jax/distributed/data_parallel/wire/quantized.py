@@ -69,6 +69,8 @@ FORMATS = {
     "int4": Format(4, 7.0, 0.0, 1.0),
 }
 
+OF_PRODUCT = "float8_e4m3fn of its product"  # in plans: the kernel of an fp8 product, with one scale; see fp8_product
+
 # The names of ``pack`` and ``unpack`` in compiled programs, with their formats.
 PACK_SCOPES = {f"{way}_{name}": name for way in ("pack", "unpack") for name in FORMATS}
 
@@ -248,9 +250,11 @@ def sent_bytes(shape: Sequence[int], dim: int, dtype: str) -> int:
     """Bytes that a device puts into a gather along ``dim``, for a shard of this shape and a gather dtype."""
     if dtype in FORMATS:
         return Packing(dtype, tuple(shape), None, dim).sent_bytes
-    return math.prod(shape) * np.dtype(dtype).itemsize
+    return math.prod(shape) * int(sent_itemsize(dtype))
 
 
 def sent_itemsize(dtype: str) -> float:
     """Bytes of a value in a gather dtype; a packed value has its part of its block's scale."""
+    if dtype == OF_PRODUCT:
+        return 1
     return packed_size(BLOCK_SIZE, dtype) / BLOCK_SIZE if dtype in FORMATS else np.dtype(dtype).itemsize

@@ -23,7 +23,8 @@ class RunningLoss:
 
     An evaluation has no ``axes``, since no gradient is averaged; its batch is split over ``evaluated_axes``. The loss
     that ``check_step`` compares with (``is_reference``) has no types, whatever the step has. It runs on one device, on
-    the step's batch, which may have been ``laid_out_for`` the sizes of the step's axes (zigzag).
+    the step's batch, which may have been ``laid_out_for`` the sizes of the step's axes (zigzag). Where the state of fp8
+    products is differentiated with the parameters, the loss ``overwrites`` it.
 
     ``model_axes`` are the axes that the boxes of its parameters name as the model's own. (A model may put other boxes
     around its parameters, which do not name them.) Gathers add the paths of the leaves that they gather within a branch
@@ -36,6 +37,7 @@ class RunningLoss:
     gathered_in_branches: list[str] = field(default_factory=list)
     gathers: list[tuple[Any, Any, Any]] = field(default_factory=list)
     is_reference: bool = False
+    overwrites: bool = False
     laid_out_for: Mapping[str, int] = field(default_factory=dict)
 
     @property
