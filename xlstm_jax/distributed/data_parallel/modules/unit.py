@@ -205,13 +205,13 @@ def _of_products(
     products = products_of(variables)
     leaves = dict(leaves_with_path(variables)) if products else {}
     for product in products:
-        path, scale, history = path_in_model(module, product.scale), leaves[product.scale], leaves[product.history]
+        path, scale, history = path_in_model(module, product.kernel), leaves[product.scale], leaves[product.history]
         if running_loss().axes and not running_loss().overwrites:
             raise ValueError(
-                f"'{path}' is the scale of an fp8 product, of which the gradient is the next value, and this loss is "
-                "differentiated by its parameters alone: the scale would stay as it is. Keep the collection in the "
-                f"state, and train by make_train_step; or pass accumulate_gradients(..., collections={{{OVERWRITTEN!r}:"
-                " ...}), which returns the next one."
+                f"the fp8 product of '{path}' has scales in {OVERWRITTEN!r}, of which the gradient is the next value. "
+                "This loss is differentiated by its parameters alone, and scales would stay as they are. Keep the "
+                "collection in the state, and train by make_train_step; or pass it to accumulate_gradients(..., "
+                "collections=...), which returns the next one."
             )
         kernel = leaves.get(product.kernel)
         how, box = policy.communication.or_else(leaf_of(kernel).communication), leaf_of(kernel)
@@ -220,9 +220,9 @@ def _of_products(
             continue
         if axes := split_over(scale, policy.axes):
             raise ValueError(
-                f"'{path}' is split over {axes}, and so is the kernel of its fp8 product, which is quantised before it "
-                f"is gathered: each device would take another scale. Leave {axes} out of the names of the scale, or "
-                "gather the kernel as it is, with gather_dtype=None."
+                f"the fp8 product of '{path}' has a scale that is split over {axes}, over which the kernel is gathered: "
+                f"each device would quantise its part with another scale. Leave {axes} out of the names of "
+                f"'{product.scale}', or gather the kernel as it is, with gather_dtype=None."
             )
         scales[product.kernel] = next_scale(leaf_of(scale).value, leaf_of(history).value)
         shards[product.history] = box.value.astype(how.dtypes(box.value)[0])
