@@ -59,6 +59,7 @@ KEYWORDS = {
     "howto/actor_critic": ("actor critic", "reinforcement learning"),
     "howto/which_axes": ("which axes", "parallelism", "3D parallel"),
     "near": ("near checkpoint", "emergency checkpoint", "local checkpoint", "multi-tier", "lost host"),
+    "fp8": ("fp8", "float8", "Fp8DotGeneralOp", "AQT", "int8 product", "TransformerEngine"),
     "kernels": ("flash attention", "splash attention", "Pallas"),
     "lookups": ("embedding table",),
     "tutorials/diffusion": ("diffusion", "DDPM", "DDIM"),

@@ -216,12 +216,12 @@ def _of_products(
         kernel = leaves.get(product.kernel)
         how, box = policy.communication.or_else(leaf_of(kernel).communication), leaf_of(kernel)
         here = is_gathered_here(product.kernel, kernel) and bool(split_over(kernel, policy.axes))
-        if not here or box.is_packed or not how.quantises_products:
+        if not here or box.packed or not how.quantises_products:
             continue
         if axes := split_over(scale, policy.axes):
             raise ValueError(
-                f"the fp8 product of '{path}' has a scale that is split over {axes}, over which the kernel is gathered: "
-                f"each device would quantise its part with another scale. Leave {axes} out of the names of "
+                f"the fp8 product of '{path}' has a scale that is split over {axes}, over which the kernel is "
+                f"gathered: each device would quantise its part with another scale. Leave {axes} out of the names of "
                 f"'{product.scale}', or gather the kernel as it is, with gather_dtype=None."
             )
         scales[product.kernel] = next_scale(leaf_of(scale).value, leaf_of(history).value)
