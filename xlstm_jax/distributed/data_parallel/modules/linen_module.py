@@ -75,8 +75,8 @@ def shard_module_params(
       axis_name: an axis or a tuple of axes, one for each dim of the torus. A tuple is gathered and scattered in stages,
         in an order that rotates from leaf to leaf.
       min_weight_size: leaves with fewer values stay whole on every device.
-      gather_dtype: dtype of the all-gather and of the parameters that the module sees; None: as stored. With bfloat16 or
-        float32 the kernel of an fp8 product of Flax travels as the product rounds it: see docs/fp8.md.
+      gather_dtype: dtype of the all-gather and of the parameters that the module sees; None: as stored. With bfloat16
+        or float32 the kernel of an fp8 product of Flax travels as the product rounds it: see docs/fp8.md.
       grad_scatter_dtype: dtype of the reduce-scatter of gradients; None: float32, or as stored where that is wider.
       reshard_after_forward: gather the parameters again for the backward pass, and keep all else that is costly to
         compute (``remat_policy``). False: JAX keeps gathered weights, unless an ``nn.remat`` around the module says
