@@ -139,7 +139,7 @@ def gathers(lowered):
     return set(re.findall(r"stablehlo.all_gather.* -> tensor<[0-9x]+x(\w+)>", lowered.as_text()))
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_products_compute_with_the_bits_that_they_have_alone(check_vma, monkeypatch):
     """Guard: without scales what travels has twice the bytes."""
     mesh, model = mesh_of(2, 4), Fp8(fsdp(gather_dtype="bfloat16"), dtype=jnp.bfloat16)
