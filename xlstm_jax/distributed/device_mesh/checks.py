@@ -43,6 +43,7 @@ def check_mesh(mesh: Any, *, devices: bool = False) -> None:
     """
     if isinstance(mesh, Mesh) or (isinstance(mesh, AbstractMesh) and not devices):
         return
+    # People pass sizes, devices, shardings, and the function that makes a mesh: the error shows what it was.
     rule = "a mesh is a jax.sharding.Mesh: devices in an array whose dims have names"
     if isinstance(mesh, AbstractMesh):
         kind = "an AbstractMesh, which has no devices"

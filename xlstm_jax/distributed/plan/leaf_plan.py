@@ -117,6 +117,7 @@ class LeafPlan:
     @property
     def description(self) -> str:
         """``'head/kernel' float32[4096, 50257] (785 MiB)``"""
+        # One of these kinds is the leaf itself, by its collection.
         size = self.parameters.total or self.other.total or self.optimizer.total or self.host.total
         return f"'{self.path}' {self.dtype}{list(self.shape)} ({format_bytes(size)})"
 

@@ -212,6 +212,7 @@ class ShardingPlan:
 
     def diff(self, other: "ShardingPlan") -> list[Difference]:
         """What changes from this plan to ``other``: leaves added, removed or changed. Empty where nothing does."""
+        # Paths of the first plan first, so that a removed leaf stands where it was.
         before, after = _compared(self), _compared(other)
         changes = (_difference(what, before.get(what), after.get(what)) for what in before | after)
         return [change for change in changes if change is not None]
@@ -221,6 +222,7 @@ class ShardingPlan:
         head = {"format": FORMAT_VERSION, "axis_sizes": dict(self.axis_sizes), "assumed": self.assumed}
         head |= {"totals": _totals(self), "matrices": [vars(plan) for plan in self.matrices]}
         head |= {"experts": [vars(plan) for plan in self.experts], "roles": dict(self.roles)}
+        # By hand: json.dumps with an indent would give each number a line of its own.
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
         leaves = ",\n".join(map(_leaf_json, self.rows))
         return "\n".join(["{", *lines, '  "leaves": {', leaves, "  }", "}"]) + "\n"
@@ -252,6 +254,7 @@ class ShardingPlan:
             experts=tuple(ExpertPlan.from_json(fields) for fields in data.get("experts", ())),
             roles={axis: tuple(roles) for axis, roles in data.get("roles", {}).items()},
         )
+        # A plan in a repository is reviewed by its totals: they must be those of the leaves.
         if data["totals"] != (totals := _totals(plan)):
             raise ValueError(
                 f"the plan's totals are {data['totals']}, but its leaves add up to {totals}: it was edited."
@@ -269,6 +272,7 @@ def _difference(path: str, before: dict[str, Any] | None, after: dict[str, Any] 
     if before == after:
         return None
     if before and after:
+        # Of a leaf that both plans have, only what differs.
         changed = [what for what in before if before[what] != after[what]]
         before, after = ({what: row[what] for what in changed} for row in (before, after))
     return Difference(path, before, after)
@@ -277,6 +281,7 @@ def _difference(path: str, before: dict[str, Any] | None, after: dict[str, Any] 
 def _compared(plan: ShardingPlan) -> dict[str, dict[str, Any]]:
     sizes = [*plan.axis_sizes.items()]
     rows = {row.path: {**vars(row), "reason": str(row.reason)} for row in plan.rows}
+    # A mesh with other sizes changes all rows; it is told first, in a row of its own.
     return {"(mesh)": {"axis_sizes": sizes}, "(wrapper)": {"assumed": plan.assumed or None}, **rows}
 
 

@@ -39,6 +39,7 @@ def split_across_hosts(step: Step) -> Iterator[Defect]:
 
 def exposed_rings(step: Step) -> Iterator[Defect]:
     """Rings whose products end before their transfers do."""
+    # Rings send to the next device, shift by shift: permutes. Those of weights are no rings of activations.
     permutes = [one for one in step.forecast.collectives if one.kind == "collective-permute"]
     for traffic in axis_traffic(one for one in permutes if one.carries == ACTIVATIONS):
         hidden, waited = traffic.hidden_fraction, traffic.waited_s or 0.0
@@ -56,6 +57,7 @@ def exposed_rings(step: Step) -> Iterator[Defect]:
 def uneven_experts(step: Step) -> Iterator[Defect]:
     """Experts for which more is sent than their rows, or for whose busiest device the others wait."""
     for found in dispatch(step.forecast, step.plan, step.imbalance) if step.plan.experts else ():
+        # A little padding costs less than an exchange of sizes would.
         padded = found.wire_bytes - found.ideal_bytes
         if found.padding > MAX_PADDING and padded >= MIN_FRACTION * step.forecast.wire_bytes:
             yield Defect(

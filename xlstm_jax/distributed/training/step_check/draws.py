@@ -111,6 +111,7 @@ def traced(jaxpr: Any) -> Traced:
     eps = 0.0
     for eqn in all_equations(jaxpr.eqns):
         axes = axes.union(named_axes(eqn))
+        # A key of the constant kind shows in its dtype; any other is one that the loss has made or closes over.
         if eqn.primitive.name in _DRAWING:
             draws, foreign = True, foreign or not any(map(_is_constant, eqn.invars))
         for var in eqn.outvars:

@@ -69,6 +69,7 @@ class StepCheck:
 
     def _repr_html_(self) -> str:
         """A bar for each leaf, those that are wrong first, above the words."""
+        # A ratio of infinity (the right gradient is 0) has no length.
         bars = sorted(map(_bar, self.leaves), key=lambda bar: (not bar.warns, -bar.size))
         return notebook_html(Text(str(self)), f"Of each leaf the {self.compared} over those of one device", bars)
 
@@ -124,6 +125,7 @@ def _counted(leaves: Sequence[object]) -> str:
 
 
 def _cause(leaf: LeafCheck, sizes: dict[str, int], of_loss: Multiple) -> str:
+    # The order of the questions: copies that differ have no single ratio, and a leaf with a rest is no multiple.
     multiple = Multiple.of(leaf.ratio, sizes, leaf.tolerance)
     if leaf.copies_differ:
         kind = "copies differ"
