@@ -20,6 +20,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from tests.support import AXES, mesh_of, on_mesh
 from xlstm_jax.distributed import (
+    DeviceMeshManager,
+    abstract_batch,
     abstract_train_state,
     create_train_state,
     make_train_step,
@@ -213,8 +215,52 @@ def test_a_result_that_depends_on_more_than_the_arguments_is_refused():
     def closed(x, y):
         return typed_kernel(lambda x: x * y)(x)
 
-    with pytest.raises(ValueError, match=r"closes over an array that varies over \['dp'\]"):
+    with pytest.raises(ValueError, match=r"<lambda> closes over an array that varies over \['dp'\]"):
         on_mesh(closed, mesh_of(2, 4), True, (P("fsdp"), P("dp")), P(AXES))(jnp.ones((32, 8)), jnp.ones((16, 8)))
+
+
+def test_arrays_that_a_kernel_closes_over_count_as_arguments():
+    """In the body of a scan, which JAX traces once more for the gradient."""
+    x, weight = jax.random.normal(jax.random.key(0), (16, 8)), jnp.arange(8.0)
+
+    def gradients(product):
+        def loss(x, w):
+            def body(x, _):
+                masked = jnp.where(jnp.arange(8) < 5, w, 0)  # made where the kernel is, as splash attention's masks are
+                return product(x, masked), None
+
+            return (jax.lax.scan(jax.checkpoint(body), x, None, length=2)[0] ** 2).sum()
+
+        specs = (P("fsdp"), P())
+        over = jax.jit(on_mesh(jax.grad(loss, argnums=(0, 1)), mesh_of(1, 8), True, specs, specs))
+        assert len(jax.tree.leaves(over.lower(x, weight).in_avals)) == 2  # guard: nothing has outlived its trace
+        return over(x, weight)
+
+    found = gradients(lambda x, w: typed_kernel(lambda x: scaled(x, w))(x))
+    for a, b in zip(found, gradients(lambda x, w: 2 * x * w), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_a_kernel_of_another_platform_is_refused_where_it_is_lowered():
+    q = jax.ShapeDtypeStruct((8, HEADS, TOKENS, WIDTH), jnp.float32)
+    over = on_mesh(typed_kernel(KERNELS["flash"]), mesh_of(1, 8), True, (P("fsdp"),) * 3, P("fsdp"))
+    with pytest.raises(
+        ValueError, match=r"typed_kernel: flash_attention cannot be lowered for cpu: Only interpret mode .* by platform"
+    ):
+        jax.jit(over).trace(q, q, q).lower(lowering_platforms=("cpu",))
+
+
+def test_arguments_that_vary_over_different_axes_are_cast():
+    """Rows over both axes, by a weight for each of two rows of devices."""
+    x, weight = jax.random.normal(jax.random.key(0), (16, 8)), jnp.arange(16.0)
+
+    def gradients(fn):
+        specs = (P(AXES), P("dp"))
+        grad = jax.grad(lambda x, w: (fn(x, w) ** 2).sum(), argnums=(0, 1))
+        return on_mesh(grad, mesh_of(2, 4), True, specs, specs)(x, weight)
+
+    for found, want in zip(gradients(typed_kernel(scaled)), gradients(lambda x, w: 2 * x * w), strict=True):
+        np.testing.assert_allclose(found, want, rtol=1e-5)
 
 
 def test_without_types_it_is_the_function_itself():
@@ -233,6 +279,58 @@ def fused_norm(x):
     norm = jax.custom_vjp(lambda x: pl.pallas_call(kernel, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x))
     norm.defvjp(lambda x: (norm(x), x), lambda x, g: jax.vjp(formula, x)[1](g))
     return norm(x)
+
+
+def fused_cross_entropy(logits, labels):
+    """Of ``logits[n, c]`` and ``labels[n]``, by a kernel that also makes the gradient, which its rule keeps."""
+
+    def kernel(a, label, loss, grad):
+        shifted = a[...] - a[...].max(-1, keepdims=True)
+        log_p = shifted - jnp.log(jnp.exp(shifted).sum(-1, keepdims=True))
+        right = label[...][:, None] == jax.lax.broadcasted_iota(jnp.int32, a.shape, 1)
+        loss[...], grad[...] = -(log_p * right).sum(-1), jnp.exp(log_p) - right
+
+    def run(logits, labels):
+        shapes = [jax.ShapeDtypeStruct(shape, logits.dtype) for shape in (labels.shape, logits.shape)]
+        return pl.pallas_call(kernel, shapes, interpret=True)(logits, labels)
+
+    loss = jax.custom_vjp(lambda logits, labels: run(logits, labels)[0])
+    loss.defvjp(run, lambda grad, g: (g[:, None] * grad, None))
+    return loss(logits, labels)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_step_with_kernels_for_norm_and_loss_is_that_of_the_formulas(check_vma):
+    class Classifier(nn.Module):
+        norm: Callable
+        loss: Callable
+
+        @nn.compact
+        def __call__(self, batch):
+            x, labels = batch
+            logits = nn.Dense(8, name="head")(4 * self.norm(nn.Dense(64, name="in")(x)))
+            return self.loss(logits, labels)
+
+    def loss_fn(params, apply_fn, batch, rng):
+        return apply_fn({"params": params}, batch).mean()
+
+    batch = jax.random.normal(jax.random.key(0), (16, 16)), jnp.arange(16) % 8
+    formula = lambda x: x / jnp.sqrt((x**2).sum(-1, keepdims=True) + 1e-6)  # noqa: E731
+    plain = Classifier(formula, optax.softmax_cross_entropy_with_integer_labels)
+    params = plain.init(jax.random.key(1), batch)["params"]
+    want, grads = jax.value_and_grad(loss_fn)(params, plain.apply, batch, None)
+
+    model = Classifier(typed_kernel(fused_norm), typed_kernel(fused_cross_entropy))
+    mesh, model = mesh_of(2, 4), shard_modules(model, nn.Dense, "fsdp", 2**6)
+    state = create_train_state(model, optax.sgd(1.0), mesh, jax.random.key(1), batch, batch_axes=AXES, whole_ok=True)
+    before = jax.tree.map(np.asarray, state.params)
+    step = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma, whole_ok=True)
+    after, metrics = step(state, batch, jax.random.key(2))
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-6)
+    found = jax.tree.map(lambda a, b: a - np.asarray(b), before, after.params)
+    for leaf, grad in zip(jax.tree.leaves(found), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(leaf, grad, rtol=1e-5, atol=1e-6)
+    assert all(np.abs(grad).max() > 1e-4 for grad in jax.tree.leaves(grads))  # guard
 
 
 class NormFirst(nn.Module):
@@ -263,3 +361,59 @@ def test_a_kernel_of_what_does_not_vary_is_right_in_a_scan_and_on_one_device(dp,
             state, metrics = step(state, x, jax.random.key(2))
             losses[check_vma].append(float(metrics["loss"]))
     np.testing.assert_allclose(losses[True], losses[False], rtol=1e-6)
+
+
+class OfTokamax(nn.Module):
+    """Attention, a product of experts and the loss of a head, each by Tokamax's kernel for TPUs."""
+
+    wrap: Callable
+    loss: bool
+
+    @nn.compact
+    def __call__(self, x):
+        tokamax = pytest.importorskip("tokamax")
+        qkv = nn.DenseGeneral((3, HEADS, WIDTH), dtype=jnp.bfloat16, name="qkv")(x)
+        attend = partial(tokamax.dot_product_attention, is_causal=True, implementation="mosaic_tpu")
+        mixed = self.wrap(attend)(*(qkv[:, :, i] for i in range(3)))
+        rows = mixed.reshape(-1, HEADS * WIDTH)
+        init = nn.initializers.lecun_normal()
+        experts = self.param("experts", init, (4, HEADS * WIDTH, 256)).astype(jnp.bfloat16)
+        product = partial(tokamax.ragged_dot, implementation="mosaic_tpu")
+        rows = self.wrap(product)(rows, experts, jnp.full(4, rows.shape[0] // 4, jnp.int32))
+        if not self.loss:
+            return rows
+        head = self.param("head", init, (256, 2048)).astype(jnp.bfloat16)
+        loss = partial(tokamax.linear_softmax_cross_entropy_loss, implementation="mosaic_tpu")
+        return self.wrap(loss)(rows, jnp.zeros(rows.shape[0], jnp.int32), head)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", [False, True], ids=["attention and experts", "loss too"])
+def test_a_step_with_kernels_of_tokamax_lowers_for_tpus(monkeypatch, loss):
+    """They ask for the device: the mesh names one that is not there, and their own check of it is left out."""
+    pytest.importorskip("tokamax")
+    from absl import flags
+    from tokamax._src.ops.attention import api as attention
+    from tokamax._src.ops.linear_softmax_cross_entropy_loss import api as cross_entropy
+    from tokamax._src.ops.ragged_dot import api as ragged
+
+    for api in (attention, cross_entropy, ragged):
+        kernel = api.IMPLEMENTATIONS["mosaic_tpu"]
+        for one in (kernel, kernel.vjp):
+            if hasattr(one, "supported_on"):
+                monkeypatch.setattr(type(one), "supported_on", lambda *_: True)
+    flags.FLAGS(["pytest"])  # which it reads
+    device = jax.sharding.AbstractDevice("TPU v5e", 1, "tpu")
+    mesh = DeviceMeshManager.create_abstract_mesh({"dp": 2, "fsdp": 4}).update(abstract_device=device)
+    x, rng = jax.ShapeDtypeStruct((16, 1024, 64), jnp.float32), jax.eval_shape(lambda: jax.random.key(0))
+
+    def lowered(wrap):
+        model = shard_modules(OfTokamax(wrap, loss), nn.DenseGeneral, "fsdp", 2**8)
+        state = abstract_train_state(model, optax.sgd(0.1), mesh, rng, x, batch_axes=AXES, whole_ok=True)
+        step = make_train_step(loss_fn, mesh, AXES, whole_ok=True)
+        traced = step.trace(state, abstract_batch(x, mesh, AXES), rng)
+        return traced.lower(lowering_platforms=("tpu",)).as_text()
+
+    assert lowered(typed_kernel).count("tpu_custom_call") >= 2 + 3 + 2 * loss
+    with pytest.raises(ValueError, match=r"calls a Pallas kernel.* typed_kernel\(kernel\)"):
+        lowered(lambda kernel: kernel)  # guard

@@ -21,10 +21,11 @@ import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 
-from xlstm_jax.distributed.data_parallel.equations import COLLECTIVES, all_equations
+from xlstm_jax.distributed.data_parallel.equations import COLLECTIVES, all_equations, named_axes
 from xlstm_jax.distributed.data_parallel.remat import split_arrays
-from xlstm_jax.distributed.data_parallel.wire.collectives import to_varying, varying_axes
+from xlstm_jax.distributed.data_parallel.wire.collectives import is_bound, to_varying, varying_axes
 from xlstm_jax.private_names import batching, core, mlir, types_are_checked
+from xlstm_jax.wording import one_line
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -50,77 +51,98 @@ def typed_kernel(fn: Callable[P, R]) -> Callable[P, R]:
     ``jax.vmap``, ``jax.lax.scan`` and ``jax.checkpoint``.
 
     Args:
-      fn: takes arrays, trees of arrays, and anything else, which is passed on as it is; returns a tree of arrays. The
-        result must depend on the arguments alone: arrays that ``fn`` closes over get no gradient.
+      fn: takes arrays, trees of arrays, and anything else, which is passed on as it is; returns a tree of arrays.
+        Arrays that it closes over count as arguments; they must be the same on all devices, as masks are.
     Returns:
       A function with the same arguments and results.
     Raises:
       ValueError: at the call: ``fn`` asks for the device's index or communicates, so its result varies over axes that
-        its arguments do not show.
+        its arguments do not show; or it closes over an array that varies. At lowering: the kernel is for other devices.
       NotImplementedError: of JAX: a derivative of the gradient, or one in forward mode.
     """
 
-    name = getattr(fn, "__name__", repr(fn))
+    name = getattr(getattr(fn, "func", fn), "__name__", repr(fn))  # of a functools.partial that of its function
 
     @functools.wraps(fn)
     def typed(*args: P.args, **kwargs: P.kwargs) -> R:
-        arrays, put_back = split_arrays((args, kwargs))
-        axes = tuple(sorted(frozenset().union(*map(varying_axes, arrays.values()))))
         if not types_are_checked.value:  # no types are wanted: check_vma=False, or no shard_map
             return fn(*args, **kwargs)
-        arrays = {i: to_varying(value, axes) for i, value in arrays.items()}
-        trained = {i: value for i, value in arrays.items() if jnp.issubdtype(value.dtype, jnp.inexact)}
-        rest = {i: value for i, value in arrays.items() if i not in trained}
+        arrays, put_back = split_arrays((args, kwargs))
 
-        def of_arrays(trained: dict[int, jax.Array], rest: dict[int, jax.Array]) -> Any:
-            again, by_name = put_back(trained | rest)
+        def of_arrays(*values: jax.Array) -> Any:
+            again, by_name = put_back(dict(zip(arrays, values, strict=True)))
             return cast(Callable[..., Any], fn)(*again, **by_name)
+
+        # What the kernel closes over (a mask that was made beside it) is an operand, too: it may be traced itself, and
+        # below the kernel is traced again, also where that trace has ended (in the backward pass of a scan).
+        jaxpr, consts, structure = _traced(of_arrays, *arrays.values())
+        _check_alone(jaxpr, consts, name)
+        operands = [*consts, *arrays.values()]
+        axes = tuple(sorted(frozenset().union(*map(varying_axes, operands))))
+        operands = [to_varying(value, axes) for value in operands]
+        trained = {i: value for i, value in enumerate(operands) if jnp.issubdtype(value.dtype, jnp.inexact)}
+        rest = {i: value for i, value in enumerate(operands) if i not in trained}
+        dtypes = {i: value.dtype for i, value in trained.items()}
+
+        def kernel(trained: dict[int, jax.Array], rest: dict[int, jax.Array]) -> Any:
+            both = trained | rest
+            return jax.tree.unflatten(structure, _run(jaxpr, *(both[i] for i in range(len(both)))))
 
         # The second result is the kernel's vjp function. It is a pytree of its residuals, so they leave the operation
         # as arrays, and `backward` can call it in an operation of its own.
         def forward(trained: dict[int, jax.Array], rest: dict[int, jax.Array]) -> tuple[Any, Any]:
-            return _call(
-                lambda trained, rest: jax.vjp(lambda x: of_arrays(x, rest), trained), (trained, rest), axes, name
-            )
+            return _call(lambda trained, rest: jax.vjp(lambda x: kernel(x, rest), trained), (trained, rest), axes, name)
 
         def backward(kept: Any, cotangent: Any) -> tuple[Any, None]:
             (grads,) = _call(lambda kept, cotangent: kept(cotangent), (kept, cotangent), axes, name)
-            return grads, None
+            # Some kernels return a wider gradient, which JAX takes from them and refuses further on.
+            return {i: grad.astype(dtypes[i]) for i, grad in grads.items()}, None
 
         # By a rule of its own, since JAX cannot differentiate the opaque operation.
-        one = jax.custom_vjp(lambda trained, rest: _call(of_arrays, (trained, rest), axes, name))
+        one = jax.custom_vjp(lambda trained, rest: _call(kernel, (trained, rest), axes, name))
         one.defvjp(forward, backward)
         return one(trained, rest)
 
     return typed
 
 
-def _call(fn: Callable[..., Any], args: Any, axes: tuple[str, ...], name: str) -> Any:
-    """``fn(*args)``, traced without types into one operation; its results vary over ``axes``."""
-    leaves, treedef = jax.tree.flatten(args)
+def _traced(fn: Callable[..., Any], *args: Any) -> tuple[core.Jaxpr, list[Any], Any]:
+    """The program of ``fn(*args)``, traced without types; what it closes over; the structure of its results."""
     found = []
 
-    def flat(*leaves: Any) -> list[Any]:
-        values, structure = jax.tree.flatten(fn(*jax.tree.unflatten(treedef, leaves)))
+    def flat(*args: Any) -> list[Any]:
+        values, structure = jax.tree.flatten(fn(*args))
         found.append(structure)
         return values
 
     with types_are_checked(False):
-        jaxpr = jax.make_jaxpr(flat)(*map(_shape, leaves))
-    if uses := _OF_THE_MESH & {eqn.primitive.name for eqn in all_equations(jaxpr.eqns)}:
+        closed = jax.make_jaxpr(flat)(*jax.tree.map(_shape, args))
+    return closed.jaxpr, closed.consts, found[-1]
+
+
+def _check_alone(jaxpr: core.Jaxpr, consts: list[Any], name: str) -> None:
+    """That the types of the results follow from those of the arguments."""
+    # A kernel may have axes of its own, as those of the cores that share its work.
+    named = (eqn for eqn in all_equations(jaxpr.eqns) if any(map(is_bound, named_axes(eqn))))
+    if uses := _OF_THE_MESH & {eqn.primitive.name for eqn in named}:
         raise ValueError(
             f"typed_kernel: {name} contains {', '.join(sorted(uses))}. A kernel's result must be a function of its "
             "arguments alone, as its type is made of theirs. Pass the device's index as an argument, and communicate "
             "before or after the kernel."
         )
-    # What the kernel closes over (a mask that was made beside it) is an operand too: it may be traced itself.
-    if wider := frozenset().union(*map(varying_axes, jaxpr.consts)) - set(axes):
+    # It would keep its type in a program without types, and JAX compares the two in the gradient.
+    if closed := frozenset().union(*map(varying_axes, consts)):
         raise ValueError(
-            f"typed_kernel: {name} closes over an array that varies over {sorted(wider)}, its arguments do not. Pass "
-            "this array as an argument."
+            f"typed_kernel: {name} closes over an array that varies over {sorted(closed)}. Pass this array as an "
+            "argument."
         )
-    outs = _KERNEL.bind(*jaxpr.consts, *leaves, jaxpr=jaxpr.jaxpr)
-    return jax.tree.unflatten(found[-1], to_varying(outs, axes))
+
+
+def _call(fn: Callable[..., Any], args: Any, axes: tuple[str, ...], name: str) -> Any:
+    """``fn(*args)`` as one operation, whose results vary over ``axes``."""
+    jaxpr, consts, structure = _traced(fn, *args)
+    outs = _KERNEL.bind(*consts, *jax.tree.leaves(args), jaxpr=jaxpr, name=name)
+    return jax.tree.unflatten(structure, to_varying(outs, axes))
 
 
 class _Kernel(core.Primitive):
@@ -141,21 +163,29 @@ def _run(jaxpr: core.Jaxpr, *operands: Any) -> list[Any]:
     return eval_jaxpr(jaxpr, operands[:count], *operands[count:])
 
 
-def _lowered(ctx: mlir.LoweringRuleContext, *operands: Any, jaxpr: core.Jaxpr) -> Any:
+def _lowered(ctx: mlir.LoweringRuleContext, *operands: Any, jaxpr: core.Jaxpr, name: str) -> Any:
     # The operands have types here, and the program was traced without: its own types fit its operations.
     untyped = ctx.replace(avals_in=[var.aval for var in (*jaxpr.constvars, *jaxpr.invars)])
-    with types_are_checked(False):
-        results = mlir.lower_fun(functools.partial(_run, jaxpr), multiple_results=True)(untyped, *operands)
+    try:
+        with types_are_checked(False):
+            results = mlir.lower_fun(functools.partial(_run, jaxpr), multiple_results=True)(untyped, *operands)
+    except (ValueError, NotImplementedError) as error:
+        platforms = ", ".join(ctx.platforms or ctx.module_context.platforms)
+        raise ValueError(
+            f"typed_kernel: {name} cannot be lowered for {platforms}: {one_line(error)} If this kernel is for other "
+            "devices, choose by platform, as attention(q, k, v) of docs/kernels.md does, or run it interpreted "
+            "(interpret=True of pallas_call)."
+        ) from error
     if untyped.tokens_out is not None:  # of an interpreted kernel, which calls back to the host
         ctx.set_tokens_out(untyped.tokens_out)
     return results
 
 
-def _batched(operands: Any, dims: Any, *, jaxpr: core.Jaxpr) -> Any:
+def _batched(operands: Any, dims: Any, *, jaxpr: core.Jaxpr, name: str) -> Any:
     over = jax.vmap(functools.partial(_run, jaxpr), in_axes=tuple(dims))
     with types_are_checked(False):
         closed = jax.make_jaxpr(over)(*map(_shape, operands))
-    outs = _KERNEL.bind(*closed.consts, *operands, jaxpr=closed.jaxpr)
+    outs = _KERNEL.bind(*closed.consts, *operands, jaxpr=closed.jaxpr, name=name)
     return outs, [0] * len(outs)
 
 
@@ -163,7 +193,7 @@ def _shape(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(value), jnp.result_type(value))
 
 
-_KERNEL.def_impl(lambda *operands, jaxpr: _run(jaxpr, *operands))
-_KERNEL.def_effectful_abstract_eval(lambda *_, jaxpr: ([var.aval for var in jaxpr.outvars], jaxpr.effects))
+_KERNEL.def_impl(lambda *operands, jaxpr, name: _run(jaxpr, *operands))
+_KERNEL.def_effectful_abstract_eval(lambda *_, jaxpr, name: ([var.aval for var in jaxpr.outvars], jaxpr.effects))
 mlir.register_lowering(_KERNEL, _lowered)
 batching.primitive_batchers[_KERNEL] = _batched

@@ -1,0 +1,27 @@
+"""The page on kernels has the numbers of its benchmark, and a small version of that runs."""
+
+import json
+
+import pytest
+
+from benchmarks import kernels
+from benchmarks.decoder import DecoderSize
+
+SMALL = DecoderSize(256, 1, 2, 512, hidden=512, kv_heads=1)
+
+
+def test_the_page_has_the_rows_that_are_kept():
+    kept, page = json.loads((kernels.OUT / "kernels.json").read_text()), kernels.PAGE.read_text()
+    rows = kernels.page_rows(kept)
+    assert len(rows) == len(kernels.TOPOLOGIES) and all(row in page for row in rows)
+    adds = json.loads((kernels.OUT / "tracing.json").read_text())["adds"]
+    assert all(f"{part:.1%}" in page for part in adds.values())
+
+
+@pytest.mark.slow
+@pytest.mark.libtpu
+def test_a_kernel_that_is_made_beside_typed_kernel_is_compiled_in_a_scan():
+    row = kernels.row_of("v5e:2x4", kernels.KERNEL, size=SMALL, context=256)
+    assert row["flops_in_pallas"] > 0 and row["scores_bytes"] == 0
+    plain = kernels.row_of("v5e:2x4", kernels.XLA, size=SMALL, context=256)
+    assert plain["scores_bytes"] == 2 * 256 * 256 * 4 and plain["flops_in_pallas"] == 0
