@@ -419,21 +419,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compile", type=int, default=0, help="how many meshes of each cell to compile")
     parser.add_argument("--targets", action="store_true", help="compile the rows of TARGETS instead")
-    parser.add_argument("--topologies", nargs="+", default=TOPOLOGIES)
+    parser.add_argument("--rows", nargs="+", default=(), help="of --targets: those whose names have all these texts")
+    parser.add_argument("--topologies", nargs="+", default=(*TOPOLOGIES, "h100:1x8", "v5p:2x2x2"))
     parser.add_argument("--cells", nargs="+", default=[cell.name for cell in CELLS])
     parser.add_argument("--redraw", action="store_true", help="show what is kept, and compute nothing")
     options = parser.parse_args(argv)
     console, of_cells, of_targets = Console(), OUT / "cells.json", OUT / "targets.json"
     OUT.mkdir(parents=True, exist_ok=True)
     if options.targets and not options.redraw:
-        kept = []
-        for row in TARGETS:
-            kept.append({"name": row.name, "topology": row.topology, "forecast": tried(row)})
-            of_targets.write_text(json.dumps(kept, indent=1) + "\n")
+        rows = {(row.name, row.topology): row for row in TARGETS}
+        before = json.loads(of_targets.read_text()) if of_targets.exists() else []
+        made = {(one["name"], one["topology"]): one for one in before}
+        for key, row in rows.items():
+            if row.topology in options.topologies and all(text in row.name for text in options.rows):
+                made[key] = {"name": row.name, "topology": row.topology, "forecast": tried(row)}
+                kept = list(made.values())
+                of_targets.write_text(json.dumps(kept, indent=1) + "\n")
     elif not options.redraw:
         kept = json.loads(of_cells.read_text()) if of_cells.exists() else {}
         for cell in (cell for cell in CELLS if cell.name in options.cells):
-            for topology in options.topologies:
+            for topology in (place for place in TOPOLOGIES if place in options.topologies):
                 found, of_model = of_cell(cell, topology, options.compile), kept.setdefault(cell.name, {})
                 keep_forecasts(found, of_model.get(topology, {}))
                 of_model[topology] = found

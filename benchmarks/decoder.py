@@ -103,6 +103,7 @@ class Block(nn.Module):
     size: DecoderSize
     attention: Attention = xla_attention
     constrain: Callable[[jax.Array], jax.Array] | None = None
+    mixture: Callable[..., nn.Module] = Experts
 
     @nn.compact
     def __call__(self, x, _=None):
@@ -114,7 +115,7 @@ class Block(nn.Module):
         x = x + Linear(c.dim, axis=(-2, -1), name="out")(self.attention(q, k, v))
         y = Norm(name="mlp_norm")(x)
         if c.experts:
-            x = x + Experts(c, name="experts")(y)
+            x = x + self.mixture(c, name="experts")(y)
         else:
             y = nn.silu(Linear(c.hidden, name="gate")(y)) * Linear(c.hidden, name="up")(y)
             x = x + Linear(c.dim, name="down")(y)
@@ -128,6 +129,7 @@ class Decoder(nn.Module):
     attention: Attention = xla_attention
     remat: Any = True  # or a policy of nn.remat, or False
     constrain: Callable[[jax.Array], jax.Array] | None = None
+    mixture: Callable[..., nn.Module] = Experts
 
     @nn.compact
     def __call__(self, tokens):
@@ -138,7 +140,7 @@ class Decoder(nn.Module):
         embed = nn.Embed(c.vocab_size, c.dim, dtype=jnp.bfloat16, name="embed")
         x = embed(tokens)
         x = self.constrain(x) if self.constrain else x
-        x, _ = layers(c, self.attention, self.constrain, name="blocks")(x, None)
+        x, _ = layers(c, self.attention, self.constrain, self.mixture, name="blocks")(x, None)
         x = Norm(name="norm")(x)
         logits = embed.attend(x) if c.tied else Linear(c.vocab_size, name="head")(x)
         return logits.astype(jnp.float32)

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from xlstm_jax.distributed import (  # noqa: E402
     simulate_cpu_devices,
 )
 from xlstm_jax.distributed.checkpoint import NearCheckpointer  # noqa: E402
+from xlstm_jax.distributed.checkpoint.checksums import SavedSums, checksum_each  # noqa: E402
 
 MESHES = {"fsdp": {"dp": 1, "fsdp": 4}, "hsdp": {"dp": 2, "fsdp": 2}}
 
@@ -69,8 +71,22 @@ def first(folder, rank):
     time.sleep(120)
 
 
+def sums_in_any_order(rank):
+    """Checksums of two saves that go on at once, to two places: the processes finish them in different orders."""
+    mesh = DeviceMeshManager.create_device_mesh(MESHES["fsdp"])
+    arrays = [{"w": state_of(step, mesh)["split"]} for step in (1, 2)]
+    saves = [SavedSums(array, 60, place) for array, place in zip(arrays, ("far", "near"), strict=True)]
+    with ThreadPoolExecutor(2) as pool:
+        found = {}
+        for i in (0, 1) if rank % 2 else (1, 0):
+            saves[i].begin()
+            found[i] = pool.submit(saves[i].result)
+            time.sleep(0.5)
+        return [found[i].result() for i in (0, 1)] == [checksum_each(array) for array in arrays]
+
+
 def again(folder, rank):
-    out = {}
+    out = {"sums": sums_in_any_order(rank)}
     for kind, sizes in MESHES.items():
         mesh = DeviceMeshManager.create_device_mesh(sizes)
         with near(folder, rank, kind) as checkpointer:

@@ -3,8 +3,9 @@
 import math
 
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from benchmarks import axes
+from benchmarks import axes, maxtext_layout
 from benchmarks.axes import SIZES, Cell, Row, build, considered
 from tests.support import equations
 
@@ -36,3 +37,30 @@ def test_what_is_kept_has_every_model_and_topology():
     assert {(name, topology) for name, found in kept.items() for topology in found} == {
         (cell.name, topology) for cell in axes.CELLS for topology in axes.TOPOLOGIES
     }
+
+
+def test_estimates_are_within_a_fifth_of_what_is_compiled():
+    """Of every model at least one cell: bytes with nothing known of the schedule, seconds as if nothing overlapped."""
+    kept = axes.json.loads((axes.OUT / "cells.json").read_text())
+    best = {(name, place): found["best"][0] for name, of_model in kept.items() for place, found in of_model.items()}
+    compiled = {key: one for key, one in best.items() if "bytes" in one.get("forecast", {})}
+    assert {name for name, _ in compiled} == {cell.name for cell in axes.CELLS}
+    for key, one in compiled.items():
+        guess, made = one["estimate"], one["forecast"]
+        assert guess["argument_bytes"] + guess["live_bytes"] == pytest.approx(made["bytes"], rel=0.2), key
+        assert guess["compute_s"] + sum(guess["wire_s"].values()) == pytest.approx(made["step_s"], rel=0.2), key
+
+
+def test_a_mixture_takes_at_most_the_time_of_jit():
+    kept = axes.json.loads((axes.OUT / "maxtext_layout.json").read_text())
+    times = {side: min(one["step_s"] for one in kept if one["side"] == side) for side in ("ours", "jit")}
+    assert times["ours"] <= times["jit"]
+
+
+def test_parameters_of_a_mixture_lie_as_in_maxtext():
+    _, (state, batch) = maxtext_layout.build_jit({"fsdp": 8, "expert": 8})
+    of_block = state.params["blocks"]
+    assert of_block["experts"]["up"].sharding.spec == P(None, "expert", "fsdp", None)
+    assert of_block["query"]["kernel"].sharding.spec == P(None, ("fsdp", "expert"), None, None)
+    assert state.params["head"]["kernel"].sharding.shard_shape((4096, 32_000)) == (64, 32_000)
+    assert batch.sharding.spec == P(("fsdp", "expert"))

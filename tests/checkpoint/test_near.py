@@ -258,6 +258,7 @@ def test_four_processes_restart_without_one_of_their_disks(tmp_path):
     done = [process.communicate(timeout=120) for process in running]
     assert [process.returncode for process in running] == [0] * 4, "\n".join(err[-3000:] for _, err in done)
     for out in (json.loads(out.splitlines()[-1]) for out, _ in done):
+        assert out["sums"]
         for kind in ("fsdp", "hsdp"):
             assert out[kind]["newest"] == 14 and out[kind]["equal"] == {"10": False, "12": False, "14": True}
             assert out[kind]["saved"] == [False, True] and out[kind]["after"]

@@ -203,6 +203,36 @@ def keep_gradients():
     )
 
 
+def distilled(params, apply_fn, batch, rng, *, teacher):
+    """The student is to have the teacher's logits for each token, of a sequence of which both see all."""
+    of_student, of_teacher = (
+        apply_fn({"params": values}, batch["tokens"], batch["segments"]) for values in (params, teacher)
+    )
+    weight = batch["weights"] * batch["of_row"][:, None]
+    return (((of_student - of_teacher) ** 2).mean(-1) * weight).sum(), weight.sum()
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("check_vma", [False, True], ids=["no_vma", "vma"])
+def test_a_teacher_reads_split_sequences_too(check_vma):
+    mesh, spec = specs_of("hsdp")
+    student = state_of("hsdp", keep_gradients(), impl="ring")
+    teacher = jax.tree.map(lambda x: 0.5 * x + 0.01, student.params)
+    params, fixed = (jax.tree.map(np.asarray, unbox(tree)) for tree in (student.params, teacher))
+
+    def loss(params):
+        total, weight = distilled(params, Transformer().apply, BATCH, None, teacher=fixed)
+        return total / weight
+
+    want, grads = jax.jit(jax.value_and_grad(loss))(params)
+    step = make_train_step(distilled, mesh, batch_spec=spec, weighted=True, check_vma=check_vma)
+    batch = shard_batch(to_zigzag(BATCH, 2), mesh, batch_spec=spec)
+    state, metrics = step(student, batch, KEY, others={"teacher": teacher})
+    assert_allclose(metrics["loss"], want, rtol=FLOAT32_ROUNDING)
+    assert_same_params(state.opt_state, grads)
+    assert want > 1e-3 and norm_of(grads) > 1e-3  # guard
+
+
 def test_gradients_are_those_of_one_device_and_no_mean_of_means():
     mesh, spec = specs_of("fsdp_cp")
     batch = shard_batch(to_zigzag(BATCH, 2), mesh, batch_spec=spec)

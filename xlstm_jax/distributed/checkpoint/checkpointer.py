@@ -87,6 +87,7 @@ class Checkpointer:
             raise ValueError(f"peer_timeout_s={peer_timeout_s!r} must be at least 1.")
         self.peer_timeout_s = peer_timeout_s
         self.directory = steps.directory_path(directory)
+        self.place = str(self.directory)  # a name of the directory that all processes have
         self._backend = backend(self.directory, self.max_to_keep, self.async_timeout_s)
         self._writer: Writer | None = None  # made by the first save
         self._own_steps: set[int] = set()  # saved or restored here
@@ -159,7 +160,7 @@ class Checkpointer:
         self._check_same_experiment(described)
         placed = {path: array for path, array in arrays.items() if path not in local}
         # The bits are held before the save begins: when it returns the caller may donate the buffers.
-        sums = SavedSums(placed, self.async_timeout_s)
+        sums = SavedSums(placed, self.async_timeout_s, self.place)
 
         def content() -> Json:
             return record.to_json(record.with_sums(described, local_sums | sums.result()), step)

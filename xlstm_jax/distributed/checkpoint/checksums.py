@@ -38,7 +38,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from xlstm_jax.distributed.checkpoint.backend import Arrays
 from xlstm_jax.distributed.optimizers.offload import is_on_host
 from xlstm_jax.distributed.processes.devices import Device
-from xlstm_jax.distributed.processes.store import Store, named
+from xlstm_jax.distributed.processes.store import Store, digest, named
 from xlstm_jax.private_names import job
 
 Sums = dict[str, list[int]]  # by path
@@ -164,10 +164,16 @@ class SavedSums:
     Args:
       arrays: placed arrays, by path.
       timeout_s: how long processes wait for the sums of the others.
+      place: where the arrays are saved, by a name that all processes have. Saves to several places go on at once, and
+        not in the same order in all processes; those to one place go on one after the other.
     """
 
-    def __init__(self, arrays: Mapping[str, jax.Array], timeout_s: float) -> None:
+    def __init__(self, arrays: Mapping[str, jax.Array], timeout_s: float, place: str) -> None:
         self._paths, self._timeout_s = list(arrays), timeout_s
+        state: Any = job
+        several = jax.process_count() > 1
+        kind = f"checksums/{digest(place)}"
+        self._store = Store(kind, state.process_id, range(state.num_processes)) if several else None
         self._parts = [part for path, array in arrays.items() for part in _parts(path, array)]
         self._begun = threading.Event()
 
@@ -184,12 +190,10 @@ class SavedSums:
             part = self._parts.pop()
             found = _program()(_as_words(part.held), part.origin, part.strides) if part.is_view else part.held
             _add(sums, part.path, np.asarray(found).tolist())
-        return sums if jax.process_count() == 1 else self._of_all(sums)
+        return sums if self._store is None else self._of_all(sums, self._store)
 
-    def _of_all(self, own: Sums) -> Sums:
+    def _of_all(self, own: Sums, store: Store) -> Sums:
         # Through the job's store, not a collective: training steps with collectives of their own are in flight.
-        state: Any = job
-        store = Store("checksums", state.process_id, range(state.num_processes))
         deadline = time.monotonic() + self._timeout_s
 
         def sums_of(process: int, name: str) -> Sums:
@@ -199,8 +203,8 @@ class SavedSums:
             found: Sums = json.loads(text)
             return found
 
-        if state.process_id != 0:
-            store.post(f"sums/{state.process_id}", json.dumps(own))
+        if store.me != 0:
+            store.post(f"sums/{store.me}", json.dumps(own))
             return sums_of(0, "sums")
         for process in store.processes[1:]:
             for path, found in sums_of(process, f"sums/{process}").items():

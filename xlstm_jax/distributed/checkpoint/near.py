@@ -226,6 +226,7 @@ class NearCheckpointer:
         backend = partial(ShardFiles, copy=self._copy)
         far = self.far
         self._near = _OnOwnDisk(own, 1, KEPT, far.async_timeout_s, peer_timeout_s=far.peer_timeout_s, backend=backend)
+        self._near.place = f"near {far.directory}"
         # Steps that no restore can make whole, and that were saved half when the job ended.
         whole = whole_steps(self._peers)
         self._remove(lambda held: held.step not in whole.get(held.layouts, ()))

@@ -19,7 +19,7 @@ from xlstm_jax.wording import how_to_install
 CHUNK_BYTES = 2**24
 # What a save holds beside the shards: leaves that are being encoded, and files that are being written. Orbax by itself
 # would hold up to 96 GB of leaves, and files of up to 2 GB.
-ENCODED_BYTES = 10**8
+ENCODED_BYTES = 2**26
 FILE_BYTES = 2**26
 OTHER_READS_TIMEOUT_S = 10.0  # how long a read that failed waits for the others
 

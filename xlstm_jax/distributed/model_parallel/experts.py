@@ -504,7 +504,8 @@ class Experts(nn.Module):
         if found := {len(leaf) for leaf in jax.tree.leaves(params)} - {needed}:
             raise ValueError(
                 f"Experts: a device has parameters of {max(found)} experts, where {needed} are needed, "
-                f"{self.num_experts} over {axes or 'one device'}. Were they made with another num_experts? "
+                f"{self.num_experts} over {axes or 'one device'}. Were they made with another num_experts, or does the "
+                "axis_name of the wrapper name the experts' axis, too? "
                 "Into shard_map they come by in_specs=partition_specs(params, mesh)."
             )
         return params

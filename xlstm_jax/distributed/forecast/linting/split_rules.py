@@ -57,7 +57,6 @@ def exposed_rings(step: Step) -> Iterator[Defect]:
 def uneven_experts(step: Step) -> Iterator[Defect]:
     """Experts for which more is sent than their rows, or for whose busiest device the others wait."""
     for found in dispatch(step.forecast, step.plan, step.imbalance) if step.plan.experts else ():
-        # A little padding costs less than an exchange of sizes would.
         padded = found.wire_bytes - found.ideal_bytes
         if found.padding > MAX_PADDING and padded >= MIN_FRACTION * step.forecast.wire_bytes:
             yield Defect(

@@ -69,7 +69,6 @@ class StepCheck:
 
     def _repr_html_(self) -> str:
         """A bar for each leaf, those that are wrong first, above the words."""
-        # A ratio of infinity (the right gradient is 0) has no length.
         bars = sorted(map(_bar, self.leaves), key=lambda bar: (not bar.warns, -bar.size))
         return notebook_html(Text(str(self)), f"Of each leaf the {self.compared} over those of one device", bars)
 
@@ -90,6 +89,7 @@ class StepCheck:
 
 def _bar(leaf: LeafCheck) -> Bar:
     text = "rounding alone" if leaf.is_only_rounding else f"{leaf.ratio:.4g} {TIMES}"
+    # Where the right gradient is 0 the ratio is infinite, and a bar has no such length.
     ratio = 1.0 if leaf.is_only_rounding else abs(leaf.ratio)
     return Bar(leaf.path, ratio if math.isfinite(ratio) else 0.0, text, leaf.copies_differ or not leaf.is_equal)
 

@@ -1,0 +1,172 @@
+"""A mixture of 8 x 7B on h100:8x8: the library beside ``jit`` with the layout of MaxText; forecasts, nothing runs.
+
+    python -m benchmarks.maxtext_layout            some ten minutes of compilation; results/axes/maxtext_layout.json
+    python -m benchmarks.maxtext_layout --redraw   the table of what is kept
+
+  ours   ``benchmarks.axes``: experts over "ep", all else over both axes; rows sent by indices
+  jit    global arrays and XLA's partitioner, with the rules of MaxText's base.yml for parameters: of experts, the
+         dim of experts over "expert" and that of embeddings over "fsdp"; of all else, that of embeddings over both.
+         The batch is split over both. Rows are sent by products with one-hot masks, as MaxText does with a capacity
+
+Both have 32 layers in a scan, each computed again in the backward pass, a capacity of 1.25 for each row of 8,192
+tokens, attention of cuDNN, AdamW in float32, and weights and activations in bfloat16. ``jit`` has its loss on whole
+logits, as MaxText has by default. Each side is compiled with each of ``OPTIONS``, and ``jit`` on each of ``MESHES``;
+the fastest counts.
+"""
+
+import argparse
+import json
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from flax.training.train_state import TrainState
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+
+from benchmarks.axes import CAPACITY, OUT, SIZES, TOP_K, Row, build
+from benchmarks.cases import attention_kernel
+from benchmarks.decoder import Decoder, DecoderSize
+from benchmarks.large_models import next_token_loss
+from benchmarks.xla_flags import BEST_FOR_JIT
+from xlstm_jax.distributed import DeviceMeshManager
+from xlstm_jax.distributed.forecast import CompileError, forecast, parse_topology
+from xlstm_jax.distributed.forecast.workload import in_a_line
+from xlstm_jax.distributed.hardware.cudnn import answered_for
+from xlstm_jax.distributed.hardware.xla_options import compiler_options
+from xlstm_jax.wording import format_bytes, format_mesh, rich_table
+
+TOPOLOGY, CONTEXT = "h100:8x8", 8192
+OURS = Row("8 x 7B", CONTEXT, TOPOLOGY, {"fsdp_host": 8, "ep": 8}, 64)
+MESHES = ({"fsdp": 8, "expert": 8}, {"fsdp": 64, "expert": 1})
+OPTIONS = {
+    "the library's": compiler_options(parse_topology(TOPOLOGY).chip.device_kinds[0], shape=(8, 8)),
+    "those of jit": BEST_FOR_JIT,
+}
+KEPT = OUT / "maxtext_layout.json"
+
+
+class MaskedExperts(nn.Module):
+    """The two best of the experts for each token of ``y[b, t, d]``; rows go there and back by products with masks."""
+
+    size: DecoderSize
+    constrain: Any
+
+    @nn.compact
+    def __call__(self, y):
+        c = self.size
+        rows, length, _ = y.shape
+        capacity = math.ceil(CAPACITY * TOP_K * length / c.experts)
+        init = nn.initializers.lecun_normal(batch_axis=(0,))
+
+        def kernel(name, *shape):
+            return self.param(name, init, (c.experts, *shape)).astype(jnp.bfloat16)
+
+        probabilities = nn.softmax(nn.Dense(c.experts, use_bias=False, name="router")(y.astype(jnp.float32)))
+        weights, chosen = lax.top_k(probabilities, TOP_K)
+        weights = weights / weights.sum(-1, keepdims=True)
+        # A choice has the place after those of the same expert before it, token by token.
+        is_chosen = jax.nn.one_hot(chosen, c.experts, dtype=jnp.int32)  # [b, t, k, E]
+        counted = jnp.cumsum(is_chosen.reshape(rows, -1, c.experts), axis=1).reshape(is_chosen.shape) - 1
+        places = jnp.where(is_chosen > 0, counted, capacity)  # one_hot of the capacity, and of more, is 0
+        masks = jax.nn.one_hot(places, capacity, dtype=jnp.bfloat16)  # [b, t, k, E, C]
+        taken, weighted = masks.sum(2), jnp.einsum("btkec,btk->btec", masks, weights.astype(jnp.bfloat16))
+        sent = self.constrain(jnp.einsum("btd,btec->ebcd", y, taken))
+        hidden = nn.silu(jnp.einsum("ebcd,edh->ebch", sent, kernel("gate", c.dim, c.hidden)))
+        hidden = hidden * jnp.einsum("ebcd,edh->ebch", sent, kernel("up", c.dim, c.hidden))
+        results = self.constrain(jnp.einsum("ebch,ehd->ebcd", hidden, kernel("down", c.hidden, c.dim)))
+        return jnp.einsum("ebcd,btec->btd", results, weighted)
+
+
+def spec_of(path: str, shape: tuple[int, ...], c: DecoderSize) -> P:
+    """The rules of MaxText for a parameter; norms and the router's few values stay whole."""
+    of_experts = any(f"experts/{name}" in path for name in ("gate", "up", "down"))
+    if len(shape) < 2 or math.prod(shape) < 2**20:
+        return P()
+    embedding = shape.index(c.dim)
+    entries: list[Any] = [None] * len(shape)
+    entries[embedding] = "fsdp" if of_experts else ("fsdp", "expert")
+    if of_experts:
+        entries[1] = "expert"
+    return P(*entries)
+
+
+def build_jit(sizes: dict[str, int]) -> tuple[Any, tuple[Any, ...]]:
+    """The step of ``jit`` and its abstract arguments."""
+    mesh, c = DeviceMeshManager.create_abstract_mesh(sizes), SIZES[OURS.size]
+    place, both = partial(NamedSharding, mesh), P(("fsdp", "expert"))
+
+    def held(spec: P) -> Any:
+        return lambda x: lax.with_sharding_constraint(x, place(spec))
+
+    kernel = jax.shard_map(attention_kernel(c, gpus=True), mesh=mesh, in_specs=both, out_specs=both, check_vma=False)
+    mixture = partial(MaskedExperts, constrain=held(P("expert", "fsdp")))
+    model = Decoder(c, kernel, constrain=held(both), mixture=mixture)
+    tokens = jax.ShapeDtypeStruct((OURS.rows, CONTEXT + 1), jnp.int32)
+
+    def init(rng: jax.Array) -> TrainState:
+        params = model.init(rng, jnp.zeros((OURS.rows, CONTEXT), jnp.int32))["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(3e-4))
+
+    def placed(path: Any, leaf: Any) -> Any:
+        spec = spec_of(jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape, c)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place(spec))
+
+    with answered_for(parse_topology(TOPOLOGY).chip):
+        shapes = jax.eval_shape(init, jax.random.key(0))
+    state = jax.tree_util.tree_map_with_path(placed, shapes)
+    places = jax.tree.map(lambda leaf: leaf.sharding, state)
+
+    def step(state: TrainState, batch: jax.Array) -> Any:
+        loss, grads = jax.value_and_grad(next_token_loss)(state.params, state.apply_fn, batch, None)
+        return state.apply_gradients(grads=grads), loss
+
+    batch = jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=place(both))
+    return jax.jit(step, donate_argnums=0, out_shardings=(places, place(P()))), (state, batch)
+
+
+def row_of(side: str, sizes: dict[str, int], options: str, step: Any, args: tuple[Any, ...]) -> dict[str, Any]:
+    """What is kept of one compilation."""
+    row: dict[str, Any] = {"side": side, "mesh": format_mesh(sizes), "options": options}
+    try:
+        found = forecast(step, *args, topology=TOPOLOGY, compiler_options=OPTIONS[options], tokens=OURS.rows * CONTEXT)
+    except (CompileError, ValueError) as error:
+        return row | {"problem": in_a_line(error)[:300]}
+    figures = {"step_s": found.step_seconds, "exposed_s": found.exposed_seconds, "bytes": found.total_bytes}
+    return row | figures | {"fits": found.fits, "wire_bytes": found.wire_bytes, "flops": found.flops.total}
+
+
+def table(kept: list[dict[str, Any]]) -> Any:
+    """A line for each compilation."""
+    rows = []
+    for one in kept:
+        cells = ["refused", "", "", ""]
+        if "problem" not in one:
+            cells = [f"{one['step_s']:.2f}", f"{one['exposed_s']:.2f}"]
+            cells += [format_bytes(one["wire_bytes"]), format_bytes(one["bytes"])]
+        rows.append([one["side"], one["mesh"], one["options"], *cells])
+    columns = ["", "mesh", "XLA's options", "step, s", "waits, s", "sent by a device", "memory"]
+    return rich_table(f"8 x 7B, 8,192 tokens on each of 64 devices of {TOPOLOGY}", columns, rows, left=3)
+
+
+def main(argv: Any = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--redraw", action="store_true", help="show what is kept, and compute nothing")
+    if not parser.parse_args(argv).redraw:
+        kept: list[dict[str, Any]] = []
+        for side, sizes in (("ours", OURS.mesh), *(("jit", sizes) for sizes in MESHES)):
+            step, args = build(OURS) if side == "ours" else build_jit(sizes)
+            for options in OPTIONS:
+                kept.append(row_of(side, dict(sizes), options, step, args))
+                KEPT.write_text(json.dumps(kept, indent=1) + "\n")
+    Console(width=140).print(table(json.loads(KEPT.read_text())))
+
+
+if __name__ == "__main__":
+    main()
