@@ -13,9 +13,12 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax.sharding import AxisType
 
 from tests.support import AXES, fsdp, mesh_of, on_mesh, plain
 from xlstm_jax.distributed import (
+    abstract_train_state,
+    check_step,
     create_train_state,
     make_train_step,
     nnx_model,
@@ -28,6 +31,7 @@ from xlstm_jax.distributed.checkpoint import Checkpointer
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.modules import unit
 from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN
+from xlstm_jax.distributed.forecast import forecast
 
 X = jax.random.normal(jax.random.key(1), (16, 16)) * (1 + jnp.arange(16) % 5)[:, None]
 STEPS = 10
@@ -187,6 +191,42 @@ def test_a_scale_that_differs_between_devices_is_refused():
     step = make_train_step(loss_fn, mesh, AXES)
     with pytest.raises(ValueError, match=r"'Dense_0/kernel' has a scale that is split over \('fsdp',\)"):
         step.lower(state, X, jax.random.key(2))
+
+
+def test_check_step_computes_with_the_scales_of_a_mean_over_devices():
+    """Of a device's own mean the gradients would be eight times as large, and clipped where fp8 ends."""
+    state = create_train_state(Fp8(fsdp), optax.sgd(0.05), mesh_of(2, 4), jax.random.key(0), X, batch_axes=AXES)
+    step = make_train_step(loss_fn, mesh_of(2, 4), AXES)
+    state, _ = step(state, X, jax.random.key(2))
+    assert check_step(step, state, X, jax.random.key(2)).verdict == "right"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "topology",
+    [
+        pytest.param("v5e:2x4", marks=pytest.mark.libtpu),
+        pytest.param("v6e:2x4", marks=pytest.mark.libtpu),
+        pytest.param("h100:1x8", marks=pytest.mark.cuda_plugin),
+    ],
+)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_compiled_steps_gather_half_the_bytes(check_vma, topology):
+    mesh, x = jax.sharding.AbstractMesh((2, 4), AXES, axis_types=(AxisType.Auto,) * 2), jnp.ones((256, 16))
+    sent = []
+    for op in (None, OPS[0]):
+        model = Fp8(fsdp(gather_dtype="bfloat16", min_weight_size=512), op, dtype=jnp.bfloat16)
+        state = abstract_train_state(model, optax.sgd(0.05), mesh, jax.random.key(0), x, batch_axes=AXES)
+        step = make_train_step(loss_fn if op else without_collections, mesh, AXES, check_vma=check_vma)
+        found = forecast(step, state, x, jax.random.key(1), topology=topology).collectives
+        gathers = [sent for sent in found if sent.kind == "all-gather"]
+        assert {gather.dtype for gather in gathers} == {"u8" if op else "bf16"}
+        sent.append(sum(gather.wire_bytes_per_step for gather in gathers))
+    assert sent[0] == 2 * sent[1] > 0
+
+
+def without_collections(params, apply_fn, x, rng):
+    return loss_fn(params, apply_fn, x, rng, {})[0]
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from xlstm_jax.distributed.data_parallel.gather import gather_params
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, split_by_model, true_value
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN
 from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, num_shards
 from xlstm_jax.distributed.training.accumulation import rows_at, split_rows
@@ -217,7 +218,17 @@ class OneDevice:
         return jnp.asarray(loss.total, wide), (lax.stop_gradient(weight), kept)
 
     def _mean_in_turn(self, devices: int, minibatches: int) -> Callable[..., Any]:
-        loss_and_grads = jax.value_and_grad(self._terms, has_aux=True)
+        # The scales of fp8 products are for gradients of a term of the global mean. Those of a sum would be clipped.
+        overwrites = any(OVERWRITTEN in collections for collections in self._inputs[3])
+
+        def terms(*args: Any) -> tuple[Any, Any]:
+            total, (weight, kept) = self._terms(*args)
+            count = weight * devices if overwrites else 1
+            return total / count, (weight, kept, count)
+
+        def loss_and_grads(*args: Any) -> Any:
+            (total, (weight, kept, count)), grads = jax.value_and_grad(terms, has_aux=True)(*args)
+            return (total * count, (weight, kept)), [g * count for g in grads]
 
         def mean(live: Any, weights: _Weights, batch: PyTree, kept: Any, rng: Any) -> Any:
             def part(carry: Any, at: tuple[Any, Any]) -> tuple[Any, None]:
