@@ -502,20 +502,21 @@ def test_what_does_not_fit_is_refused_with_both_numbers_and_a_cure(case):
 @pytest.mark.parametrize(
     "layer, text",
     [
-        (ColumnDense(8), r"'kernel' is split over .*'tp'.* by its box, and its value of shape \(8, 2\)"),
         (
-            Experts(nn.Dense(8), 4, 1, axis="tp", batch_axes="fsdp"),
-            "axis_name of the wrapper name the experts' axis, too",
+            ColumnDense(8),
+            r"'layers_0/kernel' of shape \(8, 8\) is whole on each of the 4 devices along 'tp'",
         ),
+        (Experts(nn.Dense(8), 4, 1, axis="tp"), "axis_name of the wrapper name the experts' axis, too"),
     ],
     ids=["columns", "experts"],
 )
 def test_a_box_over_two_roles_is_refused(layer, text):
     """A layer computes with its own part along an axis over which its wrapper would gather."""
-    mesh, x = DeviceMeshManager.create_abstract_mesh({"fsdp": 2, "tp": 4}), jnp.ones((8, 8))
-    model, key = shard_modules(layer, type(layer), ("fsdp", "tp"), 8), jax.random.key(0)
-    state = abstract_train_state(model, optax.sgd(0.1), mesh, key, x, batch_axes="fsdp", whole_ok=True)
-    step = make_train_step(lambda p, apply, x, rng: apply({"params": p}, x).sum(), mesh, "fsdp", whole_ok=True)
+    mesh, x, axes = DeviceMeshManager.create_abstract_mesh({"fsdp": 2, "tp": 4}), jnp.ones((8, 8)), ("fsdp", "tp")
+    model, key = shard_modules(nn.Sequential([layer]), type(layer), axes, 8), jax.random.key(0)
+    of_batch = axes if isinstance(layer, Experts) else "fsdp"
+    state = abstract_train_state(model, optax.sgd(0.1), mesh, key, x, batch_axes=of_batch, whole_ok=True)
+    step = make_train_step(lambda p, apply, x, rng: apply({"params": p}, x).sum(), mesh, of_batch, whole_ok=True)
     with pytest.raises(ValueError, match=text):
         jax.eval_shape(step, state, x, key)
 

@@ -71,8 +71,8 @@ def split_param(
     (8,)
 
     Raises:
-      ValueError: the axis is not there, or does not divide the dim, or ``init`` names that dim or that axis otherwise;
-        names the parameter.
+      ValueError: the axis is not there, or does not divide the dim, ``init`` names that dim or that axis otherwise, or
+        the parameter comes whole; names the parameter.
     """
     path, dim = "/".join((*module.path, name)), dim % len(shape)
     count, here = parts_of_params(axis_name, path), devices_here(axis_name, path)
@@ -82,6 +82,10 @@ def split_param(
             f"devices along {axis_name!r} do not divide. Choose a size that is a multiple of {count}, as "
             f"{-(-shape[dim] // count) * count}, or fewer devices along {axis_name!r}."
         )
+
+    # Linen would compare shapes, and name neither the axis nor the wrapper.
+    if here > 1 and module.has_variable("params", name):
+        _check_own_part(path, leaf_of(module.get_variable("params", name)).value, shape, dim, axis_name)
 
     def own_part(rng: Array) -> Any:
         leaf = init(rng, shape, dtype)
@@ -100,6 +104,15 @@ def split_param(
 
     value: Array = module.param(name, own_part)
     return value
+
+
+def _check_own_part(path: str, found: Array, shape: tuple[int, ...], dim: int, axis_name: str) -> None:
+    if found.shape == shape:
+        raise ValueError(
+            f"'{path}' of shape {shape} is whole on each of the {collectives.axis_size((axis_name,))} devices along "
+            f"{axis_name!r}, over which its layer splits dim {dim}. Leave {axis_name!r} out of the axis_name of its "
+            "wrapper, which would gather it there; into shard_map it comes by in_specs=partition_specs(params, mesh)."
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------- products
