@@ -110,6 +110,7 @@ def _parts(axes: tuple[str, ...]) -> int:
 
 def _own_positions(how: _How, length: int, back: int = 0) -> Array:
     """Positions of this device's tokens, or of those of the device ``back`` places before it in the ring."""
+    # In ``check_step``, one device has the tokens of all, in the order in which they were laid out.
     if how.devices < how.parts:
         return jnp.asarray(how.positions(length)[0], jnp.int32)
     device, places = (collectives.axis_index(how.axes) - back) % how.devices, jnp.arange(length, dtype=jnp.int32)
@@ -311,7 +312,8 @@ def _ring_bwd(how: _How, kept: PyTree, d_out: Array) -> tuple[Array, Array, Arra
         d_query, terms = _merge_gradients(how, d_query, blocks, of_queries, of_result, arrived, places)
         d_arrived = jax.tree.map(jnp.add, before, list(terms))
         arrived = coming
-    d_key, d_value = collectives.shift(d_arrived, how.axes, 1 - steps)  # home
+    # They have travelled ``steps`` - 1 places with their keys, and go home in one permute.
+    d_key, d_value = collectives.shift(d_arrived, how.axes, 1 - steps)
     shapes = zip((d_query, d_key[:, :, :, None], d_value[:, :, :, None]), (query, key, value), strict=True)
     return *(_from_blocks(x).astype(like.dtype) for x, like in shapes), None  # type: ignore[return-value]
 

@@ -148,6 +148,7 @@ def _gathered_in_a_ring(x: Array, kernels: Sequence[Array], axis_name: str, dim:
     n, me = collectives.axis_size((axis_name,)), collectives.axis_index((axis_name,))
     share, pieces = collectives.to_varying(x, (axis_name,)), []
     for step in range(n):
+        # Sent before the products, which do not read what arrives: the compiler may do both at a time.
         arriving = collectives.shift(share, (axis_name,)) if step < n - 1 else share
         pieces.append([product(share, kernel) for kernel in kernels])
         share = arriving

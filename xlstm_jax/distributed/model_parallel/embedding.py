@@ -53,6 +53,7 @@ class SplitEmbed(nn.Module):
         tokens = tokens.astype(jnp.promote_types(tokens.dtype, jnp.int32))
         tokens = jnp.where(tokens < 0, tokens + self.num_embeddings, tokens)  # as jnp.take counts from the end
         known = (tokens >= 0) & (tokens < self.num_embeddings)
+        # Each token's row lies on one device; the others add zeros, so the sum is that row to the last bit.
         own = tokens - collectives.axis_index((self.axis_name,)) * size
         is_here = (own >= 0) & (own < size)
         rows = jnp.take(table, jnp.where(is_here, own, 0), axis=0)

@@ -226,6 +226,7 @@ def _exchanged(
     A device has places for ``most`` rows of each other one, as no more can come: a token goes to an expert once. Three
     exchanges: of the rows, of how many of them are whose, and of the results.
     """
+    # The receiver must know whose row is whose expert's before rows of one expert can lie together.
     sent = sizes.reshape(collectives.axis_size(axes), -1)  # [p, E / p]
     arrived_sizes = collectives.all_to_all(sent, axes)
     counts = sent.sum(1)
