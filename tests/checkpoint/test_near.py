@@ -254,6 +254,8 @@ def test_four_processes_restart_without_one_of_their_disks(tmp_path):
     assert layouts["fsdp"][1] == layouts["fsdp"][3]
     assert [len(of_disk) for of_disk in layouts["hsdp"]] == [1] * 4  # the other slice holds them anyway
     shutil.rmtree(tmp_path / "disk1")
+    for old, new in (("disk2", "disk"), ("disk3", "disk2"), ("disk", "disk3")):  # processes 2 and 3 change hosts
+        (tmp_path / old).rename(tmp_path / new)
     running = four("again", tmp_path)
     done = [process.communicate(timeout=120) for process in running]
     assert [process.returncode for process in running] == [0] * 4, "\n".join(err[-3000:] for _, err in done)
