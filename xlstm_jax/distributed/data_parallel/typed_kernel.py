@@ -123,8 +123,8 @@ def _traced(fn: Callable[..., Any], *args: Any) -> tuple[core.Jaxpr, list[Any], 
 def _check_alone(jaxpr: core.Jaxpr, consts: list[Any], name: str) -> None:
     """That the types of the results follow from those of the arguments."""
     # A kernel may have axes of its own, as those of the cores that share its work.
-    named = (eqn for eqn in all_equations(jaxpr.eqns) if any(map(is_bound, named_axes(eqn))))
-    if uses := _OF_THE_MESH & {eqn.primitive.name for eqn in named}:
+    asking = [eqn for eqn in all_equations(jaxpr.eqns) if eqn.primitive.name in _OF_THE_MESH]
+    if uses := {eqn.primitive.name for eqn in asking if any(map(is_bound, named_axes(eqn)))}:
         raise ValueError(
             f"typed_kernel: {name} contains {', '.join(sorted(uses))}. A kernel's result must be a function of its "
             "arguments alone, as its type is made of theirs. Pass the device's index as an argument, and communicate "
