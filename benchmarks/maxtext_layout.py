@@ -161,7 +161,7 @@ def main(argv: Any = None) -> None:
     if not parser.parse_args(argv).redraw:
         kept: list[dict[str, Any]] = []
         for side, sizes in (("ours", OURS.mesh), *(("jit", sizes) for sizes in MESHES)):
-            step, args = build(OURS) if side == "ours" else build_jit(sizes)
+            step, args = build(OURS) if side == "ours" else build_jit(dict(sizes))
             for options in OPTIONS:
                 kept.append(row_of(side, dict(sizes), options, step, args))
                 KEPT.write_text(json.dumps(kept, indent=1) + "\n")
