@@ -2,7 +2,7 @@
 """Makes a release, in two commands, each of which leaves something to look at:
 
     make prepare-release VERSION=0.3.0 URL=https://...    version and changelog, as one commit
-    make release                                          what an index gets, checked, in dist/; and the tag
+    make release                                          what an index gets, checked, in dist/VERSION/; and the tag
 
 ``URL`` is where the repository can be read, for the links of README on the index; once is enough. A release is built
 from the commit, not from the folder: from a clean tree, by way of the sdist, whose wheel is then installed into a fresh
@@ -65,13 +65,16 @@ def prepare(chosen):
     if not NUMBER.fullmatch(chosen.version) or chosen.version == current_version():
         sys.exit(f"{chosen.version!r} is no new version in the form 1.2.3; the last is {current_version()}.")
     check_clean()
-    changes = (TOP / "CHANGELOG.md").read_text().partition("## Unreleased\n")[2].partition("\n## ")[0]
-    if not changes.strip():
+    if not unreleased():
         sys.exit("CHANGELOG.md has nothing under Unreleased: there is nothing to release.")
     texts = texts_of(chosen.version, datetime.date.today().isoformat(), chosen.url)
     for path, text in texts.items():
         path.write_text(text)
-    run("git", "commit", "--quiet", "--message", f"Version {chosen.version}", "--", *texts)
+    try:
+        run("git", "commit", "--quiet", "--message", f"Version {chosen.version}", "--", *texts)
+    except SystemExit:  # such as a hook's refusal: the files are as before, and the command can be given again
+        run("git", "restore", "--staged", "--worktree", "--", *texts)
+        raise
     print(f"Committed version {chosen.version}. Look at it, run `make test-all`, then `make release`.")
 
 
@@ -83,8 +86,18 @@ def check_clean():
         sys.exit(f"a release is made of a commit, and the tree has changes beside it:\n{changed}")
 
 
+def unreleased():
+    """What the changelog has above the latest version."""
+    return (TOP / "CHANGELOG.md").read_text().partition("## Unreleased\n")[2].partition("\n## ")[0].strip()
+
+
 def check_version(version):
     """The changelog begins with this version, and no tag has it yet."""
+    if unreleased():
+        sys.exit(
+            f"CHANGELOG.md has changes under Unreleased, which would be shipped as {version}. Run `make "
+            f"prepare-release` with the next version, or, while v{version} has no tag, move them below it."
+        )
     heads = re.findall(r"^## (.*)", (TOP / "CHANGELOG.md").read_text(), re.MULTILINE)
     latest = next(head for head in heads if head != "Unreleased")
     if not latest.startswith(f"{version} - "):
@@ -92,19 +105,19 @@ def check_version(version):
             f"CHANGELOG.md begins with {latest!r}, and the package is {version}: run `make prepare-release` first."
         )
     if run("git", "tag", "--list", f"v{version}"):
-        sys.exit(f"the tag v{version} is there already: this version has been released.")
+        sys.exit(f"the tag v{version} is there already: this version has been built, see {DIST.name}/{version}.")
 
 
-def built():
-    """The sdist of the commit, and the wheel of that sdist."""
-    shutil.rmtree(DIST, ignore_errors=True)
+def built(commit, folder):
+    """The sdist of a commit, and the wheel of that sdist, in a folder that is made anew."""
+    shutil.rmtree(folder, ignore_errors=True)
     with tempfile.TemporaryDirectory() as source:
         archive = Path(source) / "commit.tar"
-        run("git", "archive", "--output", archive, "HEAD")
+        run("git", "archive", "--output", archive, commit)
         shutil.unpack_archive(archive, Path(source) / "commit")
-        run(sys.executable, "-m", "build", "--outdir", DIST, Path(source) / "commit")
-    run(sys.executable, "-m", "twine", "check", "--strict", *DIST.iterdir())
-    (wheel,) = DIST.glob("*.whl")
+        run(sys.executable, "-m", "build", "--outdir", folder, Path(source) / "commit")
+    run(sys.executable, "-m", "twine", "check", "--strict", *folder.iterdir())
+    (wheel,) = folder.glob("*.whl")
     return wheel
 
 
@@ -127,11 +140,11 @@ def extras():
     return [extra for extra in config["options.extras_require"] if extra not in INSTALLED.split(",")]
 
 
-def smoke(wheel, version):
+def smoke(wheel, version, interpreter):
     """Installs the wheel into a fresh environment, and trains there, far from the checkout."""
     with tempfile.TemporaryDirectory() as folder:
         environment = Path(folder) / "venv"
-        run(interpreter(version), "-m", "venv", environment)
+        run(interpreter, "-m", "venv", environment)
         python = environment / "bin" / "python"
         outside = {"cwd": folder, "env": {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}}
 
@@ -157,15 +170,17 @@ def smoke(wheel, version):
 
 
 def build(chosen):
-    version = current_version()
+    version, commit = current_version(), run("git", "rev-parse", "HEAD")
     check_clean()
     check_version(version)
-    wheel = built()
-    for python in chosen.pythons:
-        smoke(wheel, python)
-    run("git", "tag", "--annotate", f"v{version}", "--message", f"Version {version}")
+    pythons = {python: interpreter(python) for python in chosen.pythons}  # before minutes of building
+    wheel = built(commit, DIST / version)
+    for python, path in pythons.items():
+        smoke(wheel, python, path)
+    run("git", "tag", "--annotate", f"v{version}", "--message", f"Version {version}", commit)
     print(f"Tagged v{version}. What is left is yours to decide:\n")
-    print(f"    git push --tags && {Path(sys.executable)} -m twine upload {DIST.relative_to(TOP)}/*")
+    branch, files = run("git", "branch", "--show-current"), (DIST / version).relative_to(TOP)
+    print(f"    git push origin {branch} v{version} && {Path(sys.executable)} -m twine upload {files}/*")
 
 
 def main():

@@ -252,19 +252,22 @@ def write_pages(rows: Rows) -> None:
 
 
 def draw(path: Path, rows: Rows) -> None:
-    """Ours and ``jit``'s step, computing and waiting, over ``jit``'s: a plot for each model."""
-    figure = Figure(figsize=(PAGE_WIDTH, 3.4), dpi=PAGE_DPI, layout="constrained")
-    grid = figure.subplots(1, len(rows), squeeze=False, sharey=True)[0]
-    for axes, (model, there) in zip(grid, rows.items(), strict=True):
+    """Ours and ``jit``'s step, computing and waiting, and bytes held, over ``jit``'s: two plots for each model."""
+    figure = Figure(figsize=(PAGE_WIDTH, 5), dpi=PAGE_DPI, layout="constrained")
+    grid = figure.subplots(2, len(rows), squeeze=False, sharey="row", sharex="col", height_ratios=[3, 2])
+    for (time, memory), (model, there) in zip(grid.T, rows.items(), strict=True):
         for side, shift in zip(SIDES, (-0.2, 0.2), strict=True):
-            _bars(axes, side, shift, list(there.values()))
-        axes.set_title(MODELS.get(model, model), loc="left", fontsize=11)
-        axes.set_xticks(range(len(there)), [topology.replace(":", "\n") for topology in there], fontsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=8)
-        axes.margins(y=0.1)
-    grid[0].set_ylabel("time of a step, jit = 1", fontsize=LETTERS)
-    handles, labels = grid[0].get_legend_handles_labels()
+            _bars(time, side, shift, list(there.values()))
+            _held(memory, side, shift, list(there.values()))
+        time.set_title(MODELS.get(model, model), loc="left", fontsize=11)
+        memory.set_xticks(range(len(there)), [topology.replace(":", "\n") for topology in there], fontsize=8)
+        for axes in (time, memory):
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.tick_params(labelsize=8)
+            axes.margins(y=0.1)
+    grid[0, 0].set_ylabel("time of a step, jit = 1", fontsize=LETTERS)
+    grid[1, 0].set_ylabel("memory, jit = 1", fontsize=LETTERS)
+    handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=LETTERS)
     save(figure, path)
 
@@ -279,8 +282,18 @@ def _bars(axes: Any, side: str, shift: float, pairs: list[Mapping[str, Row]]) ->
     axes.bar(places, compute, 0.37, color=dark, label=f"{named}, computes")
     drawn = axes.bar(places, waited, 0.37, bottom=compute, color=light, label=f"{named}, waits")
     if side == "ours":
-        labels = [f"{ratio(pair, 'step_seconds'):.2f}" for pair in pairs]
-        axes.bar_label(drawn, labels, fontsize=7, padding=1)
+        _label(axes, drawn, pairs, "step_seconds")
+
+
+def _held(axes: Any, side: str, shift: float, pairs: list[Mapping[str, Row]]) -> None:
+    over = [pair[side]["total_bytes"] / pair["jit"]["total_bytes"] for pair in pairs]
+    drawn = axes.bar(np.arange(len(pairs)) + shift, over, 0.37, color=COLORS[side][0])
+    if side == "ours":
+        _label(axes, drawn, pairs, "total_bytes")
+
+
+def _label(axes: Any, drawn: Any, pairs: list[Mapping[str, Row]], name: str) -> None:
+    axes.bar_label(drawn, [f"{ratio(pair, name):.2f}" for pair in pairs], fontsize=7, padding=1)
 
 
 # ----------------------------------------------------------------------------------------------------------------- runs

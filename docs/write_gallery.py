@@ -23,7 +23,7 @@ HEAD = """\
 
 Each picture is drawn by a program of at most 100 lines, which trains a small model on eight simulated devices in less
 than a minute. A click on a picture shows its program: `python docs/gallery/{first}.py` in a checkout runs it, and
-writes the picture into the folder where you are. Data are made, or come with Python.
+writes the picture into the folder where you are. The programs make their data, or take it from Python.
 
 """
 

@@ -1,4 +1,4 @@
-"""Graph network: the groups of 240 people are found, of whom 16 said theirs.
+"""Graph network: a network finds the groups of 240 people, 16 of whom told theirs.
 
 The people are split over the devices; each layer gathers what the others think. The 16
 lie unevenly, so the loss is a sum and a weight (weighted=True): exact all the same.

@@ -18,7 +18,8 @@ from xlstm_jax.distributed import (
     shard_modules,
     simulate_cpu_devices,
 )
-from xlstm_jax.distributed.model_parallel import context_attention, to_zigzag
+from xlstm_jax.distributed.device_mesh import to_zigzag
+from xlstm_jax.distributed.model_parallel import context_attention
 
 simulate_cpu_devices(8)  # leave this out where there are accelerators
 mesh = DeviceMeshManager.create_device_mesh({"fsdp": 2, "cp": 4})

@@ -5,17 +5,23 @@ from typing import Any
 
 from xlstm_jax.private_names import core
 
-# JAX's names of gathers. In 0.12 a gather may be two operations, its start and its end.
-GATHERS = frozenset(f"all_gather{form}" for form in ("", "_start", "_done", "_invariant", "_reduced", "_reduced_start"))
-# All operations that communicate, by JAX's names: what XLA calls each.
-COLLECTIVES = dict.fromkeys(GATHERS, "all-gather") | {
+# What XLA calls each operation that communicates, by JAX's name of it.
+_KINDS = {
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "all_gather_reduced": "all-gather",
     "reduce_scatter": "reduce-scatter",
+    "unreduced_reduce_scatter": "reduce-scatter",
     **dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), "all-reduce"),
+    **dict.fromkeys(("unreduced_psum", "unreduced_pmax", "unreduced_pmin"), "all-reduce"),
     "all_to_all": "all-to-all",
     "ragged_all_to_all": "ragged-all-to-all",
-    "ppermute": "collective-permute",
-    "pbroadcast": "collective-broadcast",
+    **dict.fromkeys(("ppermute", "psend", "precv"), "collective-permute"),
+    **dict.fromkeys(("pbroadcast", "pbroadcast_dynamic"), "collective-broadcast"),
 }
+# Each may be two operations, its start and its end.
+COLLECTIVES = {name + form: kind for name, kind in _KINDS.items() for form in ("", "_start", "_done")}
+GATHERS = frozenset(name for name, kind in COLLECTIVES.items() if kind == "all-gather")
 
 
 def named_axes(eqn: Any) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ ALLOWED = [export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
 def answered_for(chip: Chip | None) -> Iterator[None]:
     """A context in which JAX traces and lowers cuDNN's attention as on this chip; with None as on any GPU.
 
-    For a TPU nothing of cuDNN's changes. ``chip_of_mesh`` says this chip, too.
+    For a TPU nothing of cuDNN's changes, and ``chip_of_mesh`` says this chip.
     """
     if chip is not None and chip.torus_axes:
         with traced_for(chip.name):
