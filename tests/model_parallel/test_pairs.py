@@ -173,7 +173,7 @@ FEATURES = {
     "ZeRO-1": Feature(optax.adam(1e-2), wrapping={"replicas": Replicas("dp", shard_optimizer_state=True)}),
     "frozen": Feature(making={"trainable": is_trained}),
     "frozen in int8": Feature(making={"trainable": is_trained, "frozen_dtype": "int8"}, tolerance=0.05),
-    "muon": Feature(MUON),
+    "muon": Feature(MUON, tolerance=3e-5),  # its iterations amplify rounding: 1.8e-5 after three steps on JAX 0.10
     "adafactor": Feature(optax.adafactor(1e-2, min_dim_size_to_factor=4)),
     "average": Feature(with_ema(optax.sgd(0.3), 0.5)),
     "scan": Feature(layers="scan"),
