@@ -24,6 +24,8 @@ if importlib.util.find_spec("xlstm_jax") is None:
     (wheel,) = glob.glob("xlstm_jax-*.whl") or ["upload xlstm_jax-*.whl first"]
     %pip install -q {wheel} matplotlib
 """
+# What a cell prints last, a notebook shows by itself, as HTML.
+PRINTED = re.compile(r"^print\((plan|check_step\(.*\))\)$\n*\Z", re.MULTILINE)
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -53,6 +55,8 @@ def notebook(text: str) -> str:
 
 
 def _cell(kind: str, source: str) -> dict[str, object]:
+    if kind == "code":
+        source = PRINTED.sub(r"\1", source)
     cell: dict[str, object] = {"cell_type": kind, "metadata": {}, "source": source.strip("\n")}
     return cell | ({"execution_count": None, "outputs": []} if kind == "code" else {})
 

@@ -65,3 +65,4 @@ def test_a_notebook_runs_and_shows_tables(file, tmp_path):
     nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert outputs and not [output for output in outputs if output.output_type == "error"]
+    assert any("</pre>" in output.get("data", {}).get("text/html", "") for output in outputs)
