@@ -81,21 +81,48 @@ def test_flaxs_products_in_fp8_and_those_that_are_rounded_to_fp8(kind, dtype):
 
 
 def test_scores_that_attention_holds():
-    """Those of which a softmax takes the exponential, not the products of experts; on one device."""
+    """Those of which a softmax is taken that weighs values; on one device."""
 
     def attention(q, k, v):
         return jax.nn.dot_product_attention(q, k, v)
 
+    def under_cond(q, k, v):  # the other branch has more FLOP, and alone is counted
+        wide = lambda: jnp.tile(v, (1, 1, 1, 40)) @ jnp.ones((640, 16), v.dtype) @ jnp.ones((16, 16), v.dtype)  # noqa: E731
+        return lax.cond(q[0, 0, 0, 0] > 0, lambda: attention(q, k, v), wide)
+
     q = array(4, 64, 2, 16, dtype=jnp.bfloat16)
-    assert flops_of(jax.grad(lambda *args: attention(*args).astype(jnp.float32).sum()), q, q, q).scores_bytes == {
-        "": 4 * 2 * 64 * 64 * 4  # float32
-    }
+    for again in (attention, jax.checkpoint(attention), under_cond):
+        loss = lambda *args, fn=again: (fn(*args).astype(jnp.float32) ** 2).sum()  # noqa: E731
+        assert flops_of(jax.grad(loss), q, q, q).scores_bytes == {"": 4 * 2 * 64 * 64 * 4}  # float32
     assert flops_of(attention, q, q, q, num_devices=4).scores_bytes == {"": 2 * 64 * 64 * 4}
 
-    def experts(x, w):
-        return jnp.tanh(jnp.einsum("emd,edf->emf", x, w))
 
-    assert flops_of(experts, array(4, 64, 16), array(4, 16, 64)).scores_bytes == {}
+def mlstm(q, k, v, gates):
+    """In its parallel form: the exponential is that of gates."""
+    scores = q @ k.mT * jnp.exp(gates[:, :, None] - gates[:, None, :])
+    return scores / jnp.abs(scores.sum(-1, keepdims=True)) @ v
+
+
+def experts(x, w, out):
+    hidden = jnp.einsum("emd,edf->emf", x, w)
+    return jnp.einsum("emf,efd->emd", hidden * jnp.tanh(jnp.log1p(jnp.exp(hidden))), out)  # mish
+
+
+def heads(x, w):
+    """Logits of several heads, without those of the labels: their gradient is a softmax that is multiplied on."""
+    return jax.nn.logsumexp(jnp.einsum("htd,hdv->htv", x, w), axis=-1)
+
+
+WIDE, NARROW = array(4, 64, 16), array(4, 16, 64)
+
+
+@pytest.mark.parametrize(
+    "fn, args",
+    [(mlstm, (WIDE, WIDE, WIDE, array(4, 64))), (experts, (WIDE, NARROW, WIDE)), (heads, (WIDE, NARROW))],
+)
+def test_products_over_pairs_that_are_no_scores(fn, args):
+    loss = lambda *args: (fn(*args) ** 2).sum()  # noqa: E731
+    assert flops_of(jax.grad(loss, (0, 1)), *args).scores_bytes == {}
 
 
 CONVOLUTIONS = {

@@ -531,6 +531,17 @@ def layer_on_host(options, passes_on=True):
     return Workload(model, optax.adam(1e-3), x, loss, offload=offload).build_step(options.mesh, options.num_minibatches)
 
 
+def test_errors_of_a_users_loss_are_said_and_those_of_an_estimate_raised(monkeypatch):
+    def broken(*_):
+        raise KeyError("ours")
+
+    with pytest.raises(ValueError, match=r"no step can be built on any mesh .*ZeroDivisionError"):
+        fit(lambda _: (jax.jit(lambda x: x / (1 // 0)), (1.0,)), "v5e:2x2", model_axes={"tp": 1})
+    monkeypatch.setattr(fitting, "estimate", broken)
+    with pytest.raises(KeyError, match="ours"):
+        fit(lambda _: (jax.jit(lambda x: x), (1.0,)), "v5e:2x2", model_axes={"tp": 1})
+
+
 @pytest.mark.parametrize("passes_on", [True, False])
 def test_a_build_that_does_not_pass_offload_on_is_said_in_its_row(passes_on, monkeypatch):
     """Steps are built and traced; nothing fits by the figures that they are given."""

@@ -355,11 +355,12 @@ def _considered(
         try:
             with answered_for(topology.chip):
                 step, args = build_step(Options(mesh, keep_gathered=False, remat=True))
-            found.append(
-                (mesh, estimate(StepCall(step, tuple(args), topology=topology), links_of_mesh(topology, mesh)))
-            )
+            call = StepCall(step, tuple(args), topology=topology)
+            _ = call.traced  # runs the user's loss, and is kept
         except Exception as error:  # whatever the user's code raises
             found.append((mesh, in_a_line(error)))
+        else:
+            found.append((mesh, estimate(call, links_of_mesh(topology, mesh))))
     considered = ranked(found, budget, MESHES_COMPILED)
     if not any(one.compiled for one in considered):
         raise ValueError(f"no step can be built on any mesh that model_axes allows; the first, {considered[0]}")

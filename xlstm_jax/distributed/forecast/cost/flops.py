@@ -19,7 +19,7 @@ evenly over the devices, as it is where every operand is sharded over the whole 
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,7 +101,8 @@ def count_flops(jaxpr: Any, num_devices: int = 1) -> Flops:
     """
     seen = _Seen()
     counted = _flops_of(jaxpr, "jit(step)", seen)
-    paths = module_paths(name for name, *_ in counted)
+    # Scores may be in a branch whose products do not count, as another branch has more.
+    paths = module_paths([*(name for name, *_ in counted), *(name for name, *_ in seen.pairs)])
     sums: dict[tuple[str, str, str], float] = defaultdict(float)
     in_kernels: dict[str, float] = defaultdict(float)
     for (name, dtype, in_kernel), flops in counted.items():
@@ -116,19 +117,52 @@ def count_flops(jaxpr: Any, num_devices: int = 1) -> Flops:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a walk over a jaxpr meets besides FLOP: names of operations, and arrays that may be scores of attention."""
+    """What a walk over a jaxpr meets besides FLOP: names of operations, and arrays that may be scores of attention.
+
+    Scores are a product over pairs of tokens whose exponential is summed, for a softmax, and weighs values: a product
+    that contracts the tokens. All of it in the forward pass, as the gradient of logits is such a product too.
+    """
 
     loops: list[str] = field(default_factory=list)
     opaque: list[str] = field(default_factory=list)
-    pairs: list[tuple[str, Any]] = field(default_factory=list)  # name and type of a product over pairs of tokens
-    exponentials: set[int] = field(default_factory=set)  # sizes of arrays that are exponentials
+    pairs: list[tuple[str, Any, set[int]]] = field(default_factory=list)  # name, type, and sizes of both sides
+    stems: dict[Any, set[tuple[int, bool]]] = field(default_factory=dict)  # of a variable: from which pair, by an exp?
+    summed: set[int] = field(default_factory=set)
+    weighing: set[int] = field(default_factory=set)
+
+    def of(self, variables: Sequence[Any]) -> list[set[tuple[int, bool]]]:
+        return [set() if isinstance(v, core.Literal) else self.stems.get(v, set()) for v in variables]
+
+    def follow(self, eqn: Any, name: str) -> None:
+        """What stems from pairs goes on through arrays of the same size, up to the next product."""
+        stems = set().union(*self.of(eqn.invars))
+        exponentials = {i for i, by_exp in stems if by_exp and "transpose(" not in name}
+        if eqn.primitive.name == "reduce_sum":
+            self.summed.update(exponentials)
+        if eqn.primitive.name == "dot_general":
+            self.weighing.update(i for i in exponentials if _contracted_size(eqn) in self.pairs[i][2])
+            stems = set()
+            if sides := _sides_of_pairs(eqn):
+                stems = {(len(self.pairs), False)}
+                self.pairs.append((name, eqn.outvars[0].aval, sides))
+        if eqn.primitive.name == "exp":
+            stems = {(i, True) for i, _ in stems}
+        if any(core.jaxprs_in_params(eqn.params)):
+            stems = set()  # handed over from within
+        for v in eqn.outvars:
+            self.stems[v] = {one for one in stems if self.pairs[one[0]][1].size == getattr(v.aval, "size", None)}
+
+    def hand_over(self, outer: Sequence[Any], inner: Sequence[Any], *, out: bool = False) -> None:
+        """Into a jaxpr of an operation, or out of it; the operation may have more operands, in front of these."""
+        for v, w in zip(reversed(outer), reversed(inner), strict=False):
+            target, source = (v, w) if out else (w, v)
+            self.stems[target] = (self.of([target])[0] if out else set()) | self.of([source])[0]
 
 
 def _scores_bytes(seen: _Seen, paths: Mapping[str, tuple[str, str]], num_devices: int) -> dict[str, float]:
-    """Of the products over pairs, scores are those of which the step takes an exponential, for a softmax."""
     largest: dict[str, float] = defaultdict(float)
-    for name, array in seen.pairs:
-        if array.size in seen.exponentials:
+    for i, (name, array, _) in enumerate(seen.pairs):
+        if i in seen.summed & seen.weighing:
             on_a_device = array.size * array.dtype.itemsize / (1 if in_shard_map(name) else num_devices)
             largest[paths[name][0]] = max(largest[paths[name][0]], on_a_device)
     return dict(largest)
@@ -141,22 +175,26 @@ def _flops_of(jaxpr: Any, prefix: str, seen: _Seen) -> Counts:
         primitive = eqn.primitive.name
         name = "/".join(filter(None, (prefix, str(eqn.source_info.name_stack))))
         inside: Counts = {}
-        if primitive == "exp":
-            seen.exponentials.add(eqn.outvars[0].aval.size)
-        elif primitive in FORMULAS:
-            if primitive == "dot_general" and _is_over_pairs(eqn):
-                seen.pairs.append((f"{name}/{primitive}", eqn.outvars[0].aval))
+        seen.follow(eqn, f"{name}/{primitive}")
+        if primitive in FORMULAS:
             dtype = max((v.aval.dtype for v in eqn.invars[:2]), key=lambda dtype: dtype.itemsize).name
             inside = {(f"{name}/{primitive}", dtype, False): FORMULAS[primitive](eqn)}
         elif primitive in OPAQUE:
             seen.opaque.append(f"{name}/{primitive}")
         elif primitive == "cond":
-            branches = [_flops_of(branch, f"{name}/cond/branch_0_fun", seen) for branch in eqn.params["branches"]]
+            branches = [_within(eqn, branch, f"{name}/cond/branch_0_fun", seen) for branch in eqn.params["branches"]]
             inside = max(branches, key=lambda branch: sum(branch.values()))
         else:
             inside = _flops_inside(eqn, name, seen)
         for key, flops in inside.items():
             counted[key] += flops
+    return counted
+
+
+def _within(eqn: Any, jaxpr: Any, prefix: str, seen: _Seen) -> Counts:
+    seen.hand_over(eqn.invars, jaxpr.invars)
+    counted = _flops_of(jaxpr, prefix, seen)
+    seen.hand_over(eqn.outvars, jaxpr.outvars, out=True)
     return counted
 
 
@@ -177,7 +215,7 @@ def _flops_inside(eqn: Any, name: str, seen: _Seen) -> Counts:
         seen = _Seen(seen.loops, seen.opaque)  # its arrays are blocks, which never lie in memory
     counted: Counts = defaultdict(float)
     for jaxpr in core.jaxprs_in_params(eqn.params):
-        for (path, dtype, in_kernel), flops in _flops_of(jaxpr, f"{name}/{scope}".rstrip("/"), seen).items():
+        for (path, dtype, in_kernel), flops in _within(eqn, jaxpr, f"{name}/{scope}".rstrip("/"), seen).items():
             counted[path, dtype, in_kernel or eqn.primitive.name == "pallas_call"] += flops * (times or 1)
     if times is None and counted:
         seen.loops.append(f"{name}/{eqn.primitive.name}")
@@ -212,21 +250,26 @@ RUNS: dict[str, Callable[[Any], tuple[str, int | None]]] = {
 
 def _dot_general(eqn: Any) -> int:
     """2 x size of the output x length of the contraction."""
+    return 2 * eqn.outvars[0].aval.size * _contracted_size(eqn)
+
+
+def _contracted_size(eqn: Any) -> int:
     (contracted, _), _ = eqn.params["dimension_numbers"]
-    return 2 * eqn.outvars[0].aval.size * math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
+    return math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
 
 
-def _is_over_pairs(eqn: Any) -> bool:
-    """Whether a batch of products is larger in both dims than what it contracts, as scores of long sequences are."""
+def _sides_of_pairs(eqn: Any) -> set[int]:
+    """How many queries and keys a batch of products has; empty unless both are more than what it contracts.
+
+    That is so of scores of long sequences.
+    """
     contracted, batches = eqn.params["dimension_numbers"]
-    if not batches[0]:
-        return False
     shapes = [v.aval.shape for v in eqn.invars]
-    free = (
+    sides = {
         math.prod(size for dim, size in enumerate(shape) if dim not in {*used, *batch})
         for shape, used, batch in zip(shapes, contracted, batches, strict=True)
-    )
-    return min(free) > math.prod(shapes[0][dim] for dim in contracted[0])
+    }
+    return sides if batches[0] and min(sides) > _contracted_size(eqn) else set()
 
 
 def _ragged_dot_general(eqn: Any) -> int:
