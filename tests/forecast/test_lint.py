@@ -351,8 +351,51 @@ def test_products_in_float32_in_a_model_of_bfloat16():
     product = 2 * BATCH.shape[0] // 8 * WIDTH * WIDTH
     assert f"{3 * product:.3g} FLOP per device" in wide.text
     assert f"{2 * product:.3g} FLOP per device" in sums.text and "Only its backward pass is wide" in sums.cure
+    assert "Each operand of float32 takes twice the bytes" in sums.text
     narrow = each("wide-product", cached(Mixed(jnp.bfloat16)), plan_of(Mixed()))
     assert [finding.where for finding in narrow] == ["sums"]
+
+
+def test_an_optimizer_of_bfloat16_makes_no_model_of_bfloat16():
+    x = jax.ShapeDtypeStruct((64, 256), jnp.float32)
+
+    class Root(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return wrap(nn.Dense, gather_dtype=None)(256, name="dense")(x)
+
+    def iterate(updates, _):
+        x = jax.tree.map(lambda x: x.astype(jnp.bfloat16), updates)
+        for _ in range(5):
+            x = jax.tree.map(lambda x: x @ x.T @ x if x.ndim == 2 else x, x)
+        return x
+
+    mesh = mesh_of(1, 8)
+    step, args = Workload(Root(), optax.stateless(iterate), x, mean_square).build_step(mesh)
+    found = forecast(step, *args)
+    assert found.flops.by_dtype()["bfloat16"] > 0.9 * found.flops.total  # guard: of Newton-Schulz
+    assert found.flops.by_module()["dense"] > product_rules.MIN_WIDE_FRACTION * found.flops.total
+    assert not each("wide-product", found, plan_sharding(Root(), mesh.shape, x))
+
+
+class JaxsAttention(nn.Module):
+    """A layer, and ``jax.nn.dot_product_attention`` of 32 tokens, all of bfloat16."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = wrap(nn.Dense)(WIDTH, dtype=jnp.bfloat16, name="dense")(x).reshape(-1, 32, 2, WIDTH // 2)
+        with jax.named_scope("attention"):
+            return jax.nn.dot_product_attention(x, x, x).reshape(-1, WIDTH)
+
+
+def test_where_jaxs_attention_is_wide_the_cure_is_a_kernel():
+    batch = jax.ShapeDtypeStruct((8 * 32, WIDTH), jnp.bfloat16)
+    step, plan = compiled(JaxsAttention(), mesh_of(2, 4), batch=batch), plan_of(JaxsAttention())
+    (finding,) = each("wide-product", step, plan)
+    assert (
+        finding.where == "attention"
+        and "jax.nn.dot_product_attention has it inside: in its place take a kernel" in finding.cure
+    )
 
 
 class Attentive(nn.Module):

@@ -214,6 +214,23 @@ def test_a_mesh_of_another_size_is_refused():
         find_collectives(parse(rematerialized()[0]), {"dp": 2, "fsdp": 2})
 
 
+RAGGED = """\
+HloModule jit_f, is_scheduled=true, num_partitions=2
+
+ENTRY %main (x: bf16[16,8], n: s32[2]) -> bf16[24,8] {
+  %x = bf16[16,8]{1,0} parameter(0)
+  %n = s32[2]{0} parameter(1)
+  %out = bf16[24,8]{1,0} broadcast(%x), dimensions={}
+  ROOT %sent = bf16[24,8]{1,0} ragged-all-to-all(%x, %out, %n, %n, %n, %n), replica_groups={{0,1}}
+}
+"""
+
+
+def test_the_offsets_of_a_ragged_exchange_are_no_payload():
+    (sent,) = find_collectives(parse(RAGGED), {"ep": 2})
+    assert (sent.dtype, sent.payload_bytes) == ("bf16", 16 * 8 * 2)
+
+
 def test_a_loop_of_unknown_length_counts_its_collectives_once():
     def until_small(x):
         return jax.lax.while_loop(lambda y: y[0, 0] > 1, lambda y: jax.lax.psum(y, "dp") / 4, x)

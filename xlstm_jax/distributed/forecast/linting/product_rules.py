@@ -18,14 +18,17 @@ MIN_SCORES_BYTES = 2**30
 
 
 def wide_products(step: Step) -> Iterator[Defect]:
-    """Modules that multiply in float32, where most products of the step are narrower."""
+    """Modules that multiply in float32, where most products of modules are narrower."""
     flops, chip = step.forecast.flops, step.forecast.chip
-    narrow = sum(count for dtype, count in flops.by_dtype().items() if dtype not in (WIDE, "float64"))
-    if narrow < MIN_NARROW_FRACTION * flops.total:
+    # Without a path: the loss or the optimizer, which may need float32, or take bfloat16 in a model of float32.
+    in_modules = [work for work in flops.work if work.path]
+    narrow = sum(work.flops for work in in_modules if work.dtype not in (WIDE, "float64"))
+    of_modules = sum(work.flops for work in in_modules)
+    if narrow < MIN_NARROW_FRACTION * of_modules:
         return
     by_module: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for work in flops.work:
-        if work.path and work.dtype == WIDE:  # without a path: the loss or the optimizer, which may need float32
+    for work in in_modules:
+        if work.dtype == WIDE:
             by_module[path_pattern(f"{work.path}/")[:-1]][work.direction] += work.flops
     for where, directions in by_module.items():
         wide = sum(directions.values())
@@ -36,8 +39,8 @@ def wide_products(step: Step) -> Iterator[Defect]:
         yield Defect(
             where,
             f"multiplies in {WIDE}: {wide:.3g} FLOP per device and step{slower}, {format_fraction(wide / flops.total)} "
-            f"of the step's, of which {format_fraction(narrow / flops.total)} are narrower. What it reads takes twice "
-            "the bytes.",
+            f"of the step's. Of the products of all modules {format_fraction(narrow / of_modules)} are narrower. Each "
+            f"operand of {WIDE} takes twice the bytes.",
             0,
             _GRADIENTS_ALONE if set(directions) == {BACKWARD} else "",
         )
@@ -45,7 +48,8 @@ def wide_products(step: Step) -> Iterator[Defect]:
 
 _GRADIENTS_ALONE = (
     "Only its backward pass is wide, as preferred_element_type=float32 makes the gradient of its result float32: leave "
-    "it out, and cast the result."
+    "it out, and cast the result. jax.nn.dot_product_attention has it inside: in its place take a kernel, as "
+    "attention(q, k, v) of docs/kernels.md."
 )
 
 
