@@ -297,6 +297,24 @@ def test_an_estimate_has_the_bytes_of_the_compiled_program():
     assert guess.seconds == guess.compute_s + sum(guess.wire_s.values())
 
 
+def test_an_estimate_counts_ragged_rows_without_padding_both_ways():
+    """128 rows go into places for 1,024, and come back out of them."""
+
+    def send(operand, out, *places):
+        return jax.lax.ragged_all_to_all(operand, out, *places, axis_name="ep")
+
+    def there_and_back(rows, where):
+        return send(send(rows, jnp.zeros((1024, 32)), *[where] * 4), jnp.zeros_like(rows), *[where] * 4)
+
+    mesh = DeviceMeshManager.create_abstract_mesh({"ep": 8})
+    step = jax.jit(jax.shard_map(there_and_back, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False))
+    args = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (((8 * 128, 32), jnp.float32), ((64,), jnp.int32))]
+    links = Links(CHIPS["h100"], {"ep": 8})
+    sent = 128 * 32 * 4 * 7 / 8
+    wire = estimate(StepCall(step, args), links).wire_s
+    assert wire["ep",] == pytest.approx(2 * links.seconds(("ep",), sent))
+
+
 def test_axes_of_the_model_take_dims_of_the_torus_or_of_a_host():
     laid = lambda topology, **sizes: mesh_on(parse_topology(topology), sizes)  # noqa: E731
     assert laid("v5p:4x4x8", tp=8) == {"fsdp_x": 4, "fsdp_y": 4, "tp": 8}

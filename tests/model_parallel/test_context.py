@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support import FLOAT32_ROUNDING, equations, on_mesh
 from xlstm_jax.distributed import DeviceMeshManager, value_and_grad
+from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
 from xlstm_jax.distributed.device_mesh.zigzag import from_zigzag, to_zigzag, zigzag_order
 from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
 from xlstm_jax.distributed.model_parallel import context
@@ -278,6 +279,20 @@ def test_positions_are_those_of_the_layout(layout, mesh):
     np.testing.assert_array_equal(context_positions(16, "cp", layout), positions[0])  # whole, outside of shard_map
     program = jax.make_jaxpr(jax.shard_map(lambda: context_positions(4, "cp", layout), **places))()
     assert all(x.aval.size <= 4 for _, eqn in equations(program) for x in eqn.invars)  # no table of all tokens
+
+
+def test_one_device_with_the_tokens_of_all_has_chunks_of_one_size():
+    """As in ``check_step``: 12 tokens that were laid out for 4 devices have no 8 chunks of one size."""
+    mesh = DeviceMeshManager.create_device_mesh({"cp": 1}, devices=jax.devices()[:1])
+
+    def of(length):
+        with inside_loss(RunningLoss(is_reference=True, laid_out_for={"cp": 4})):
+            return context_positions(length, "cp", "zigzag")
+
+    positions = lambda length: jax.shard_map(lambda: of(length), mesh=mesh, in_specs=(), out_specs=P("cp"))()  # noqa: E731
+    np.testing.assert_array_equal(positions(16), to_zigzag(np.arange(16)[None], 4)[0])
+    with pytest.raises(ValueError, match=r"with 12 tokens on each device along .*: 8 chunks .* sequence to 16 tokens"):
+        positions(12)
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused

@@ -220,6 +220,18 @@ def by_position(params, apply_fn, batch, rng, teacher, second):
 
 REFUSED = {
     "no dict": (lambda: given([1]), TypeError, r"others is a list of 1; .*others=\{'teacher': teacher_state.params\}"),
+    "no dict, of another mesh": (
+        lambda: given([state_of(mesh_of(4, 2)).params]),
+        TypeError,
+        r"others is a list of 1; pass a dict",
+    ),
+    "no dict, and a batch that does not divide": (
+        lambda: make_train_step(through, mesh_of(2, 4), AXES)(
+            state_of(mesh_of(2, 4)), jax.tree.map(lambda x: x[:3], BATCH), KEY, others=[1]
+        ),
+        TypeError,
+        r"others is a list of 1; pass a dict",
+    ),
     "another name": (
         lambda: given({"teacher": 1.0, "techer": 2.0}),
         TypeError,

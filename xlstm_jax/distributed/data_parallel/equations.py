@@ -30,6 +30,11 @@ def named_axes(eqn: Any) -> tuple[str, ...]:
     return tuple(name for name in ([names] if isinstance(names, str) else names) if isinstance(name, str))
 
 
+def nbytes(aval: Any) -> int:
+    """The bytes of a value, by its type in a program; 0 of a token, which has no shape."""
+    return aval.size * aval.dtype.itemsize if hasattr(aval, "dtype") else 0
+
+
 def all_equations(eqns: Iterable[Any]) -> Iterator[Any]:
     """Equations, and the equations of the jaxprs within them; those of a jaxpr that several equations share, once."""
     waiting, known = [eqns], set[int]()

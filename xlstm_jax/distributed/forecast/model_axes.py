@@ -22,10 +22,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from xlstm_jax.distributed.data_parallel.equations import COLLECTIVES, named_axes
+from xlstm_jax.distributed.data_parallel.equations import COLLECTIVES, named_axes, nbytes
 from xlstm_jax.distributed.data_parallel.wire.communication import HOST_AXIS
 from xlstm_jax.distributed.forecast.compiling.compile import StepCall
-from xlstm_jax.distributed.forecast.cost.collective_traffic import ring_bytes
+from xlstm_jax.distributed.forecast.cost.collective_traffic import RAGGED, ring_bytes
 from xlstm_jax.distributed.forecast.cost.flops import count_flops
 from xlstm_jax.distributed.forecast.cost.live_values import live_bytes
 from xlstm_jax.distributed.hardware.chips import peak_rate
@@ -158,7 +158,7 @@ def _shard_maps(jaxpr: Any) -> Iterator[Any]:
 
 def _live_bytes(of_device: Any) -> int:
     # Gradients, the results, are alive when the optimizer begins.
-    return live_bytes(of_device) + sum(_nbytes(v.aval) for v in of_device.outvars)
+    return live_bytes(of_device) + sum(nbytes(v.aval) for v in of_device.outvars)
 
 
 def _inside_shard_map(jaxpr: Any, times: int = 1, inside: bool = False) -> Iterator[tuple[Any, int]]:
@@ -175,14 +175,11 @@ def _sent(eqn: Any, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], float]:
     """The axes of a collective with more than one device, and the bytes that each device sends in one execution."""
     kind = COLLECTIVES[eqn.primitive.name]
     axes = tuple(axis for axis in named_axes(eqn) if sizes.get(axis, 1) > 1)
-    # What a gather sends is measured by its result. Of a ragged exchange the first operand travels.
-    arrays = {"all-gather": eqn.outvars, "ragged-all-to-all": eqn.invars[:1]}.get(kind, eqn.invars)
-    payload = sum(_nbytes(v.aval) for v in arrays)
+    # What a gather sends is measured by its result. Of a ragged exchange the smaller of operand and result has no
+    # padding: on the way there the operand, on the way back the result.
+    sizes_of = [nbytes(v.aval) for v in (eqn.outvars if kind == "all-gather" else eqn.invars)]
+    payload = min(sizes_of[:2]) if kind == RAGGED else sum(sizes_of)
     return axes, ring_bytes(kind, payload, math.prod(sizes[axis] for axis in axes))
-
-
-def _nbytes(aval: Any) -> int:
-    return aval.size * aval.dtype.itemsize if hasattr(aval, "dtype") else 0
 
 
 def _shard_bytes(leaf: Any) -> int:

@@ -512,8 +512,9 @@ def _check_layout(layout: str) -> None:
 
 
 def _check_even(length: int, axes: tuple[str, ...]) -> None:
-    if axes and length % 2:
+    chunks = 2 * _parts(axes) // collectives.axis_size(axes)  # of one device: two, and in ``check_step`` all
+    if length % chunks:
         raise ValueError(
-            f"layout='zigzag' with {length} tokens on each device along {axes}: two chunks of one size are needed. "
-            f"Pad the sequence to {length + 1} tokens for each device, and lay it out by to_zigzag."
+            f"layout='zigzag' with {length} tokens on each device along {axes}: {chunks} chunks of one size are needed. "
+            f"Pad the sequence to {length + -length % chunks} tokens for each device, and lay it out by to_zigzag."
         )

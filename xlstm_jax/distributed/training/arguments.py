@@ -95,11 +95,6 @@ def check_takes(function: Callable[..., Any], called: Called, collections: Mappi
 
     ``collections`` of the state come after the arguments of ``called``; ``others`` are passed by their names.
     """
-    if not isinstance(others, Mapping):
-        raise TypeError(
-            f"others is {kind_of(others)}; pass a dict of trees by the names that the function takes them by, as "
-            "step(..., others={'teacher': teacher_state.params})."
-        )
     if (takes := _signature(function)) is None:
         return
     _check_names(takes, called, collections, others)
@@ -380,7 +375,7 @@ class CheckedStep:
         self._has_compared = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        named = dict(zip(self._arguments, args, strict=False)) | kwargs
+        named = self._named(args, kwargs)
         if named.get("others"):
             _check_others(named["others"], [named.get(name) for name in self._donated])
         for name, argument in named.items():
@@ -408,8 +403,18 @@ class CheckedStep:
             raise AttributeError(name)
         return getattr(self._jitted, name)
 
-    def _explained(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by their names. Raises where ``others`` is no dict, before anything looks into it."""
         named = dict(zip(self._arguments, args, strict=False)) | kwargs
+        if (others := named.get("others")) is not None and not isinstance(others, Mapping):
+            raise TypeError(
+                f"others is {kind_of(others)}; pass a dict of trees by the names that the function takes them by, as "
+                "step(..., others={'teacher': teacher_state.params})."
+            )
+        return named
+
+    def _explained(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        named = self._named(args, kwargs)
         self._check_placed(named.get("batch"))
         try:
             return fn(*args, **kwargs)

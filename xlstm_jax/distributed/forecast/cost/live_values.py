@@ -11,7 +11,7 @@ parameters, and no bound.
 
 from typing import Any
 
-from xlstm_jax.distributed.data_parallel.equations import COLLECTIVES
+from xlstm_jax.distributed.data_parallel.equations import COLLECTIVES, nbytes
 from xlstm_jax.private_names import core
 
 # Besides collectives, and what holds a program of its own (loops, calls, kernels): operations with operands in memory.
@@ -34,10 +34,10 @@ def live_bytes(jaxpr: Any) -> int:
     last_read = {v: place for place, eqn in enumerate(jaxpr.eqns) for v in _of(eqn)}
     alive = most = 0
     for place, eqn in enumerate(jaxpr.eqns):
-        alive += sum(_nbytes(v) for v in eqn.outvars if v in stored)
+        alive += sum(nbytes(v.aval) for v in eqn.outvars if v in stored)
         within = max(map(live_bytes, core.jaxprs_in_params(eqn.params)), default=0)
         most = max(most, alive + within)
-        alive -= sum(_nbytes(v) for v in stored.intersection(_of(eqn)) if last_read[v] == place)
+        alive -= sum(nbytes(v.aval) for v in stored.intersection(_of(eqn)) if last_read[v] == place)
     return most
 
 
@@ -53,8 +53,3 @@ def _of(eqn: Any) -> list[Any]:
 def _variables(atoms: Any) -> list[Any]:
     """Without literals, which stand in the program itself."""
     return [atom for atom in atoms if not isinstance(atom, core.Literal)]
-
-
-def _nbytes(variable: Any) -> int:
-    dtype = getattr(variable.aval, "dtype", None)
-    return variable.aval.size * getattr(dtype, "itemsize", 0)
