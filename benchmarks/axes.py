@@ -294,18 +294,16 @@ TOPOLOGIES = ("h100:8x8", "v5p:4x4x8", "v6e:16x16")
 LONG = 131_072
 TARGETS = tuple(
     Row("8B", context, topology, mesh, rows, ring=ring)
-    for context, mesh, rows, ring in (
-        (LONG, {CP: 8}, 1, False),
-        (LONG, {CP: 8}, 1, True),
-        (LONG, {"fsdp": 8}, 8, False),
-        (2 * LONG, {CP: 8}, 1, False),
-        (2 * LONG, {"fsdp": 8}, 8, False),
+    for context, mesh, rows, ring, topologies in (
+        (LONG, {CP: 8}, 1, False, ("v5p:2x2x2", "h100:1x8")),
+        (LONG, {CP: 8}, 1, True, ("v5p:2x2x2", "h100:1x8")),
+        (LONG, {"fsdp": 8}, 8, False, ("v5p:2x2x2", "h100:1x8")),
+        (2 * LONG, {CP: 8}, 1, False, ("h100:1x8",)),
+        (2 * LONG, {"fsdp": 8}, 8, False, ("h100:1x8",)),
+        (8192, {"fsdp": 2, TP: 4}, 4, False, ("v5p:2x2x2", "h100:1x8")),
+        (8192, {"fsdp": 4, TP: 2}, 8, False, ("h100:1x8",)),
     )
-    for topology in ("v5p:2x2x2", "h100:1x8")
-) + tuple(
-    Row("8B", 8192, topology, {"fsdp": 8 // size, TP: size}, 16 // size)
-    for size in (4, 2)
-    for topology in ("v5p:2x2x2", "h100:1x8")
+    for topology in topologies
 )
 
 
@@ -429,7 +427,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.targets and not options.redraw:
         rows = {(row.name, row.topology): row for row in TARGETS}
         before = json.loads(of_targets.read_text()) if of_targets.exists() else []
-        made = {(one["name"], one["topology"]): one for one in before}
+        made = {key: one for one in before if (key := (one["name"], one["topology"])) in rows}
         for key, row in rows.items():
             if row.topology in options.topologies and all(text in row.name for text in options.rows):
                 made[key] = {"name": row.name, "topology": row.topology, "forecast": tried(row)}

@@ -4,14 +4,15 @@
     python -m benchmarks.maxtext_layout --redraw   the table of what is kept
 
   ours   ``benchmarks.axes``: experts over "ep", all else over both axes; rows sent by indices
-  jit    global arrays and XLA's partitioner, with the rules of MaxText's base.yml for parameters: of experts, the
-         dim of experts over "expert" and that of embeddings over "fsdp"; of all else, that of embeddings over both.
-         The batch is split over both. Rows are sent by products with one-hot masks, as MaxText does with a capacity
+  jit    global arrays and XLA's partitioner, with the rules for parameters of MaxText's base.yml at 09d2025:
+         of experts, the dim of experts over "expert" and that of embeddings over "fsdp"; of all else, that of
+         embeddings over both. The batch is split over both. Rows are sent by products with one-hot masks, as MaxText
+         does with a capacity
 
 Both have 32 layers in a scan, each computed again in the backward pass, a capacity of 1.25 for each row of 8,192
 tokens, attention of cuDNN, AdamW in float32, and weights and activations in bfloat16. ``jit`` has its loss on whole
-logits, as MaxText has by default. Each side is compiled with each of ``OPTIONS``, and ``jit`` on each of ``MESHES``;
-the fastest counts.
+logits, as MaxText has by default, ours by chunks of the vocabulary. Each side is compiled with each of ``OPTIONS``,
+and ``jit`` on each of ``MESHES``; the fastest counts.
 """
 
 import argparse

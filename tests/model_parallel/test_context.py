@@ -291,7 +291,7 @@ def test_one_device_with_the_tokens_of_all_has_chunks_of_one_size():
 
     positions = lambda length: jax.shard_map(lambda: of(length), mesh=mesh, in_specs=(), out_specs=P("cp"))()  # noqa: E731
     np.testing.assert_array_equal(positions(16), to_zigzag(np.arange(16)[None], 4)[0])
-    with pytest.raises(ValueError, match=r"with 12 tokens on each device along .*: 8 chunks .* sequence to 16 tokens"):
+    with pytest.raises(ValueError, match=r"12 tokens on each device .* 8 equal chunks. .* sequence to 16 tokens"):
         positions(12)
 
 

@@ -515,6 +515,6 @@ def _check_even(length: int, axes: tuple[str, ...]) -> None:
     chunks = 2 * _parts(axes) // collectives.axis_size(axes)  # of one device: two, and in ``check_step`` all
     if length % chunks:
         raise ValueError(
-            f"layout='zigzag' with {length} tokens on each device along {axes}: {chunks} chunks of one size are needed. "
+            f"layout='zigzag' with {length} tokens on each device along {axes}, which must be {chunks} equal chunks. "
             f"Pad the sequence to {length + -length % chunks} tokens for each device, and lay it out by to_zigzag."
         )
