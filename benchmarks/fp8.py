@@ -34,11 +34,11 @@ FP8_CONFIG = dataclasses.replace(CONFIG, steps=500, dtype=BASE)
 
 def trainings() -> dict[str, Training]:
     """By name; the first is what the others are compared with."""
-    mesh, narrow = {"fsdp": DEVICES}, {"gather_dtype": BASE}
+    mesh, narrow, fp8 = {"fsdp": DEVICES}, {"gather_dtype": BASE}, {"gather_dtype": "float8_e4m3fn"}
     return {
         BASE: Training(mesh, narrow),
         "float8": Training(mesh, product=nn.Fp8DirectDotGeneralOp),
-        "float8, gathered so": Training(mesh, narrow, product=nn.Fp8DirectDotGeneralOp),
+        "float8, gathered so": Training(mesh, fp8, product=nn.Fp8DirectDotGeneralOp),
     }
 
 

@@ -20,6 +20,7 @@ from xlstm_jax.distributed import (
     abstract_train_state,
     check_step,
     create_train_state,
+    freeze_params,
     make_train_step,
     nnx_model,
     plan_sharding,
@@ -29,13 +30,13 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.checkpoint import Checkpointer
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
-from xlstm_jax.distributed.data_parallel.modules import unit
+from xlstm_jax.distributed.data_parallel.wire import gather_array
 from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN
 from xlstm_jax.distributed.forecast import forecast
 
 X = jax.random.normal(jax.random.key(1), (16, 16)) * (1 + jnp.arange(16) % 5)[:, None]
 STEPS = 10
-
+NARROW = "float8_e4m3fn"
 
 OPS = [partial(op, amax_history_length=4) for op in (nn.Fp8DirectDotGeneralOp, nn.Fp8DotGeneralOp)]
 
@@ -125,10 +126,10 @@ def test_scales_after_each_of_ten_steps_are_those_of_one_device(check_vma, op, m
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_kernels_that_travel_in_fp8_train_as_on_one_device(check_vma, tmp_path):
     """In a scan, computed again, in minibatches; and from a checkpoint after half of the steps."""
-    tx, mesh, wrap = optax.sgd(0.02), mesh_of(2, 4), fsdp(gather_dtype="float32")
+    tx, mesh, wrap = optax.sgd(0.02), mesh_of(2, 4), fsdp(gather_dtype=NARROW, min_weight_size=64)
     state = create_train_state(Fp8(wrap, layers=2), tx, mesh, jax.random.key(0), X, batch_axes=AXES)
     step = make_train_step(loss_fn, mesh, AXES, 2, check_vma=check_vma)
-    assert gathers(step.lower(state, X, jax.random.key(2))) == {"f32", "ui8"}
+    assert gathers(step.lower(state, X, jax.random.key(2))) == {"ui8"}
     for index, (params, scales) in enumerate(on_one_device(tx, 2, OPS[0], layers=2)):
         if index == STEPS // 2:
             with Checkpointer(tmp_path) as checkpointer:
@@ -139,34 +140,112 @@ def test_kernels_that_travel_in_fp8_train_as_on_one_device(check_vma, tmp_path):
 
 
 def gathers(lowered):
-    """The dtypes of what is gathered; biases are not quantised."""
+    """The dtypes of what is gathered."""
     return set(re.findall(r"stablehlo.all_gather.* -> tensor<[0-9x]+x(\w+)>", lowered.as_text()))
 
 
+class Own(nn.Module):
+    """A layer with a product of its own, which gets ``of(kernel)``."""
+
+    of: object = lambda kernel: kernel
+    times: int = 1
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", nn.initializers.normal(0.1), (16, 4))
+        products = [nn.Fp8Einsum(amax_history_length=4) for _ in range(self.times)]
+        return sum(product("bi,io->bo", x, self.of(kernel)) for product in products)
+
+
+class Reads(nn.Module):
+    """Flax's layer, under what changes its kernel or takes it through."""
+
+    how: str
+
+    @nn.compact
+    def __call__(self, x):
+        options = {"use_bias": False, "dot_general_cls": OPS[0]}
+        if self.how == "norm":
+            return nn.WeightNorm(nn.Dense(4, **options))(x)
+        if self.how == "map":
+            double, init = partial(jax.tree.map, lambda w: 2 * w), self.is_initializing()
+            return nn.map_variables(nn.Dense, "params", double, init=init)(4, **options)(x)
+        if self.how == "twice":
+            layer = nn.Dense(16, **options)
+            return layer(layer(x))[:, :4]
+        return nn.remat(nn.Dense)(4, **options)(x)
+
+
+MODELS = {
+    "layers": (partial(Fp8, layers=2), {"wrap": partial(fsdp, min_weight_size=64)}),
+    "einsum": (lambda wrap: wrap(Own)(), {"wrap": fsdp}),
+}
+
+
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_products_compute_with_the_bits_that_they_have_alone(check_vma, monkeypatch):
-    """Guard: without scales what travels has twice the bytes."""
-    mesh, model = mesh_of(2, 4), Fp8(fsdp(gather_dtype="bfloat16"), dtype=jnp.bfloat16)
-    start = create_train_state(model, optax.sgd(0.05), mesh, jax.random.key(0), X, batch_axes=AXES)
+@pytest.mark.parametrize("model", ["layers", pytest.param("einsum", marks=pytest.mark.slow)])
+def test_products_compute_with_the_bits_that_they_have_alone(model, check_vma):
+    mesh, (make, options) = mesh_of(2, 4), MODELS[model]
     ended = []
-    for dtypes in ({"bf16", "ui8"}, {"bf16"}):
+    for gather_dtype, dtypes in ((NARROW, {"ui8"}), (None, {"f32"})):
+        wrapped = make(options["wrap"](gather_dtype=gather_dtype))
+        state = create_train_state(wrapped, optax.sgd(0.05), mesh, jax.random.key(0), X, batch_axes=AXES)
         step = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma)
-        assert gathers(step.lower(start, X, jax.random.key(2))) == dtypes
-        state = jax.tree.map(jnp.copy, start)
+        assert gathers(step.lower(state, X, jax.random.key(2))) == dtypes  # guard
         for _ in range(3):
             state, _ = step(state, X, jax.random.key(2))
         ended.append(jax.device_get((unbox(state.params), state.collections)))
-        jax.clear_caches()
-        monkeypatch.setattr(unit, "products_of", lambda variables: [])
     jax.tree.map(np.testing.assert_array_equal, *ended)
 
 
+def lowered(model, loss=loss_fn, **options):
+    """The step of a model, lowered without any values."""
+    mesh = mesh_of(2, 4)
+    state = abstract_train_state(model, optax.sgd(0.05), mesh, jax.random.key(0), X, batch_axes=AXES)
+    return make_train_step(loss, mesh, AXES, **options).lower(state, X, jax.random.key(2))
+
+
+REFUSED = {kind: lambda wrap, kind=kind: wrap(Reads)(kind) for kind in ("norm", "map", "remat", "twice")}
+REFUSED |= {"own": lambda wrap: wrap(Own)(lambda kernel: kernel / 2), "function": lambda wrap: Function(wrap)}
+
+
+class Function(nn.Module):
+    wrap: object
+
+    @nn.compact
+    def __call__(self, x):
+        return self.wrap(lambda module, x: Reads.__call__(module, x))(Reads("norm", name="reads"), x)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_kernel_that_its_product_gets_otherwise_is_refused(kind):
+    with pytest.raises(ValueError, match=r"kernel' is gathered in float8_e4m3fn, rounded .* something else"):
+        lowered(REFUSED[kind](fsdp(gather_dtype=NARROW)))
+
+
+def test_where_no_fp8_is_asked_for_no_product_is_looked_at():
+    wide, as_stored = (lowered(wrap(Reads)("norm")) for wrap in (fsdp(gather_dtype="float32"), fsdp()))
+    assert wide.as_text() == as_stored.as_text()
+    assert gathers(lowered(Fp8(fsdp(gather_dtype="bfloat16")))) == {"bf16"}
+
+
+@pytest.mark.slow
+def test_two_products_and_what_is_gathered_once_travel_in_blocks(monkeypatch):
+    jax.clear_caches()  # what other tests have traced
+    monkeypatch.setattr(gather_array, "quantised", lambda *_: pytest.fail("as its product rounds it"))
+    assert gathers(lowered(fsdp(gather_dtype=NARROW)(Own)(times=2))) == {"ui8"}
+    once = {"num_minibatches": 2, "accumulation": "reduce_once"}
+    assert gathers(lowered(Fp8(fsdp(gather_dtype=NARROW)), **once)) == {"ui8"}
+    with pytest.raises(pytest.fail.Exception):  # guard
+        lowered(fsdp(gather_dtype=NARROW)(Own)())
+
+
 def test_a_plan_counts_a_byte_for_each_value_of_a_kernel():
-    plan = plan_sharding(Fp8(fsdp(gather_dtype="bfloat16"), layers=2), {"dp": 2, "fsdp": 4}, X)
+    plan = plan_sharding(Fp8(fsdp(gather_dtype=NARROW), layers=2), {"dp": 2, "fsdp": 4}, X)
     sent = {row.path: (row.gathered_bytes, row.gather_dtype) for row in plan.rows if row.uses}
     assert sent["Dense_1/kernel"] == (16 * 32, "float8_e4m3fn of its product")
     assert sent["layers/Dense_0/kernel"] == (16 * 16, "float8_e4m3fn of its product")
-    assert sent["Dense_1/bias"] == (2 * 32, "bfloat16")
+    assert sent["Dense_1/bias"][1] == NARROW
     assert not [path for path in sent if "history" in path]
 
 
@@ -183,8 +262,25 @@ def test_a_scale_whose_rule_is_missing_is_refused():
         on_mesh(grads, mesh, True, (specs, jax.P(AXES)), specs).lower(state.params, X)
 
 
+def test_a_teacher_in_fp8_is_not_trained():
+    """Bare kernels, which are whole, cannot be told from a student's; ``freeze_params`` says that they are frozen."""
+    mesh = mesh_of(2, 4)
+    teacher, student = (
+        create_train_state(model, optax.sgd(0.1), mesh, jax.random.key(0), X, batch_axes=AXES)
+        for model in (Fp8(fsdp), fsdp(nn.Dense)(4))
+    )
+
+    def loss(params, apply_fn, x, rng, *, teacher):
+        return jnp.mean((apply_fn({"params": params}, x) - Fp8(fsdp).apply(teacher, x)) ** 2)
+
+    step = make_train_step(loss, mesh, AXES)
+    for params in (teacher.params, freeze_params(teacher.params, lambda path: False)):
+        others = {"teacher": {"params": params, **teacher.collections}}
+        assert "all_gather" in step.lower(student, X, jax.random.key(2), others=others).as_text()
+
+
 def test_a_scale_that_differs_between_devices_is_refused():
-    model, mesh = Fp8(fsdp(gather_dtype="float32")), mesh_of(2, 4)
+    model, mesh = Fp8(fsdp(gather_dtype=NARROW)), mesh_of(2, 4)
     state = create_train_state(model, optax.sgd(0.05), mesh, jax.random.key(0), X, batch_axes=AXES)
     scale = state.collections[OVERWRITTEN]["Dense_0"]["Fp8DirectDotGeneralOp_0"]
     scale["kernel_scale"] = Sharded(jnp.ones(4), ("fsdp",))
@@ -193,12 +289,21 @@ def test_a_scale_that_differs_between_devices_is_refused():
         step.lower(state, X, jax.random.key(2))
 
 
-def test_check_step_computes_with_the_scales_of_a_mean_over_devices():
+def weighted_loss(params, apply_fn, x, rng, collections):
+    """Rows of zeros are padding: four devices of the eight have no others."""
+    out, updated = apply_fn({"params": params, **collections}, x, mutable=list(collections))
+    weights = jnp.any(x != 0, -1)
+    return (jnp.sum(weights * jnp.mean((out - x[:, :4]) ** 2, -1)), jnp.sum(weights)), updated
+
+
+@pytest.mark.parametrize("loss, x", [(loss_fn, X), (weighted_loss, X.at[-8:].set(0))], ids=["mean", "padding"])
+def test_check_step_computes_with_the_scales_of_a_mean_over_devices(loss, x):
     """Of a device's own mean the gradients would be eight times as large, and clipped where fp8 ends."""
-    state = create_train_state(Fp8(fsdp), optax.sgd(0.05), mesh_of(2, 4), jax.random.key(0), X, batch_axes=AXES)
-    step = make_train_step(loss_fn, mesh_of(2, 4), AXES)
-    state, _ = step(state, X, jax.random.key(2))
-    assert check_step(step, state, X, jax.random.key(2)).verdict == "right"
+    state = create_train_state(Fp8(fsdp), optax.sgd(0.05), mesh_of(2, 4), jax.random.key(0), x, batch_axes=AXES)
+    step = make_train_step(loss, mesh_of(2, 4), AXES, weighted=loss is weighted_loss)
+    state, _ = step(state, x, jax.random.key(2))
+    found = check_step(step, state, x, jax.random.key(2))
+    assert found.verdict == "right", found
 
 
 @pytest.mark.slow
@@ -215,7 +320,8 @@ def test_compiled_steps_gather_half_the_bytes(check_vma, topology):
     mesh, x = jax.sharding.AbstractMesh((2, 4), AXES, axis_types=(AxisType.Auto,) * 2), jnp.ones((256, 16))
     sent = []
     for op in (None, OPS[0]):
-        model = Fp8(fsdp(gather_dtype="bfloat16", min_weight_size=512), op, dtype=jnp.bfloat16)
+        gather_dtype = NARROW if op else "bfloat16"
+        model = Fp8(fsdp(gather_dtype=gather_dtype, min_weight_size=64), op, dtype=jnp.bfloat16)
         state = abstract_train_state(model, optax.sgd(0.05), mesh, jax.random.key(0), x, batch_axes=AXES)
         step = make_train_step(loss_fn if op else without_collections, mesh, AXES, check_vma=check_vma)
         found = forecast(step, state, x, jax.random.key(1), topology=topology).collectives
@@ -231,7 +337,7 @@ def without_collections(params, apply_fn, x, rng):
 
 @pytest.mark.slow
 def test_within_a_model_of_nnx_they_are_those_of_one_device():
-    linen = shard_modules(Fp8(), nn.Dense, "fsdp", 32, "float32")
+    linen = shard_modules(Fp8(), nn.Dense, "fsdp", 64, NARROW)
     model = nnx_model(lambda rngs: nnx.bridge.lazy_init(nnx.bridge.ToNNX(linen, rngs=rngs), X))
     tx, mesh = optax.sgd(0.05), mesh_of(2, 4)
     state = create_train_state(model, tx, mesh, jax.random.key(0), X, batch_axes=AXES)
@@ -241,7 +347,7 @@ def test_within_a_model_of_nnx_they_are_those_of_one_device():
 
     start = {"params": jax.device_get(unbox(state.params)), **jax.device_get(state.collections)}
     step = make_train_step(loss, mesh, AXES)
-    assert gathers(step.lower(state, X, jax.random.key(2))) == {"f32", "ui8"}
+    assert gathers(step.lower(state, X, jax.random.key(2))) == {"ui8"}
     for params, scales in on_one_device(tx, 1, OPS[0], start=start):
         state, _ = step(state, X, jax.random.key(2))
         assert_alike(state, params, scales)

@@ -30,7 +30,7 @@ from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, 
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import INTER_HOST_AXES, Replicas
-from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN
+from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN, check_operand
 from xlstm_jax.distributed.data_parallel.wire.tracing import running_functions
 from xlstm_jax.private_names import linen_callers, linen_interceptors
 from xlstm_jax.wording import kind_of
@@ -75,8 +75,8 @@ def shard_module_params(
       axis_name: an axis or a tuple of axes, one for each dim of the torus. A tuple is gathered and scattered in stages,
         in an order that rotates from leaf to leaf.
       min_weight_size: leaves with fewer values stay whole on every device.
-      gather_dtype: dtype of the all-gather and of the parameters that the module sees; None: as stored. With bfloat16
-        or float32 the kernel of an fp8 product of Flax travels as the product rounds it: see docs/fp8.md.
+      gather_dtype: dtype of the all-gather and of the parameters that the module sees; None: as stored. With
+        float8_e4m3fn the kernel of an fp8 product of Flax travels as the product rounds it: see docs/fp8.md.
       grad_scatter_dtype: dtype of the reduce-scatter of gradients; None: float32, or as stored where that is wider.
       reshard_after_forward: gather the parameters again for the backward pass, and keep all else that is costly to
         compute (``remat_policy``). False: JAX keeps gathered weights, unless an ``nn.remat`` around the module says
@@ -161,7 +161,8 @@ def lifted(target: Any, methods: list[str] | None, policy: ShardPolicy) -> Any:
 
 def _gathered(policy: ShardPolicy, variables: PyTree) -> PyTree:
     """What a module sees of its variables; errors name their leaves by their paths in the model."""
-    return gather_here(policy, variables, unit_path())
+    units = watching(RunningUnit)
+    return gather_here(policy, variables, units[0].path, units[0].kernels) if units else gather_here(policy, variables)
 
 
 def unit_path() -> tuple[str, ...] | None:
@@ -194,7 +195,8 @@ def _lifted_function(target: Method, policy: ShardPolicy) -> Method:
     def function(*args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], nn.Module):
             inputs, kwargs = unit.named_input(LINEN, args[1:], kwargs)
-            return of_module(args[0], *inputs, **kwargs)
+            with inside_unit(args[0], policy.axes):
+                return of_module(args[0], *inputs, **kwargs)
         made = target(*args, **kwargs)
         if not isinstance(made, nn.Module):
             first = kind_of(args[0]) if args else "no argument by position"
@@ -280,12 +282,21 @@ def seeing_calls(seen: Callable[[Any], None]) -> contextlib.AbstractContextManag
 
 @dataclasses.dataclass(frozen=True)
 class RunningUnit:
-    """A unit while one of its methods runs, or while it is initialised. Errors name its leaves below its path."""
+    """A unit while one of its methods runs, or while it is initialised. Errors name its leaves below its path.
+
+    ``kernels`` are those that were gathered as their fp8 products quantise them, by the paths of these products.
+    """
 
     path: tuple[str, ...]
+    kernels: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
 
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        """For ``nn.intercept_methods``: the carries of an RNN within the unit vary from the beginning."""
+        """For ``nn.intercept_methods``: the carries of an RNN within the unit vary from the beginning.
+
+        And each fp8 product gets the kernel that was rounded for it.
+        """
+        if self.kernels and context.method_name == "__call__":
+            check_operand(self.kernels, context.module, args, kwargs)
         return method(*args, **with_varying_carry(context.module, context.method_name, args, kwargs))
 
 

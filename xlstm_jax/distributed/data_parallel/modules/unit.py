@@ -156,15 +156,21 @@ def named_input(system: ModuleSystem, args: Any, kwargs: Any) -> tuple[Any, Any]
     return (first + rest, kwargs) if args else (args, first)
 
 
-def gather_here(policy: ShardPolicy, variables: PyTree, module: tuple[str, ...] | None = None) -> PyTree:
+def gather_here(
+    policy: ShardPolicy,
+    variables: PyTree,
+    module: tuple[str, ...] | None = None,
+    kernels: dict[str, Any] | None = None,
+) -> PyTree:
     """What the module sees: its leaves gathered, except those that a unit within it gathers by itself.
 
-    ``module`` is the path of a Linen module, by which errors name its leaves.
+    ``module`` is the path of a Linen module, by which errors name its leaves. ``kernels`` gets those that travelled as
+    their fp8 products quantise them, by the paths of these products, for ``check_operand``; without it none does.
     """
     how = replace(policy.communication, replicas=None)
 
     def gathered(stored: str, leaf: Any) -> Any:
-        if stored in shards:
+        if kernels is not None and stored in shards:
             return recording(leaf_of(leaf).value, shards[stored])
         if not is_box(leaf) or not is_gathered_here(stored, leaf):
             return leaf
@@ -173,7 +179,11 @@ def gather_here(policy: ShardPolicy, variables: PyTree, module: tuple[str, ...] 
         # lost in a scan of Linen; ``linen_module`` sees those by their shapes.
         if isinstance(value, jax.Array) and not isinstance(value, Tracer) and split_over(leaf, policy.axes):
             raise closed_over(path, leaf, policy.axes)
-        return gather_leaf(leaf, policy.axes, how, path, scales.get(stored))
+        if kernels is None or stored not in scales:
+            return gather_leaf(leaf, policy.axes, how, path)
+        product, scale = scales[stored]
+        kernels[product] = whole = gather_leaf(leaf, policy.axes, how, path, scale)
+        return whole
 
     def take_out(path: str, leaf: Any) -> Any:
         if not is_gathered_here(path, leaf):
@@ -192,29 +202,32 @@ def gather_here(policy: ShardPolicy, variables: PyTree, module: tuple[str, ...] 
 
 def _of_products(
     policy: ShardPolicy, variables: PyTree, module: tuple[str, ...] | None
-) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+) -> tuple[dict[str, tuple[str, jax.Array]], dict[str, jax.Array]]:
     """What fp8 products need that are to quantise their kernels before the gather: see ``fp8_product``.
 
     Returns:
-      The scales by the paths of kernels, and the shards as they would travel by the paths of histories.
+      The products' paths in the model and their scales, by the paths of kernels; and the shards as they would travel,
+      by the paths of histories.
     Raises:
-      ValueError: the state of a product is not differentiated, or is split over the axes of the gather.
+      ValueError: the state of a product is not differentiated, though its kernel may be trained; or it is split over
+        the axes of the gather.
     """
-    scales: dict[str, jax.Array] = {}
+    scales: dict[str, tuple[str, jax.Array]] = {}
     shards: dict[str, jax.Array] = {}
     products = products_of(variables)
     leaves = dict(leaves_with_path(variables)) if products else {}
     for product in products:
         path, scale, history = path_in_model(module, product.kernel), leaves[product.scale], leaves[product.history]
-        if running_loss().axes and not running_loss().overwrites:
+        kernel = leaves.get(product.kernel)
+        how, box = policy.communication.or_else(leaf_of(kernel).communication), leaf_of(kernel)
+        if running_loss().axes and not running_loss().overwrites and box.trainable:
             raise ValueError(
                 f"the fp8 product of '{path}' has scales in {OVERWRITTEN!r}, of which the gradient is the next value. "
                 "This loss is differentiated by its parameters alone, and scales would stay as they are. Keep the "
                 "collection in the state, and train by make_train_step; or pass it to accumulate_gradients(..., "
-                "collections=...), which returns the next one."
+                "collections=...), which returns the next one. A teacher is to be frozen: "
+                "others={'teacher': freeze_params(params, lambda path: False)}."
             )
-        kernel = leaves.get(product.kernel)
-        how, box = policy.communication.or_else(leaf_of(kernel).communication), leaf_of(kernel)
         here = is_gathered_here(product.kernel, kernel) and bool(split_over(kernel, policy.axes))
         if not here or box.packed or not how.quantises_products:
             continue
@@ -224,7 +237,8 @@ def _of_products(
                 f"gathered: each device would quantise its part with another scale. Leave {axes} out of the names of "
                 f"'{product.scale}', or gather the kernel as it is, with gather_dtype=None."
             )
-        scales[product.kernel] = next_scale(leaf_of(scale).value, leaf_of(history).value)
+        place = path_in_model(module, product.path.replace(OVERWRITTEN, "params", 1))
+        scales[product.kernel] = place, next_scale(leaf_of(scale).value, leaf_of(history).value)
         shards[product.history] = box.value.astype(how.dtypes(box.value)[0])
     return scales, shards
 

@@ -121,12 +121,8 @@ class Communication:
 
     @property
     def quantises_products(self) -> bool:
-        """Whether kernels of fp8 products travel as their products will quantise them.
-
-        Where no dtype was asked for, that in which a product computes is not known. In float16 small values would not
-        come back as they were.
-        """
-        return self.gather_dtype in ("bfloat16", "float32", "float64", "float8_e4m3fn")
+        """Whether kernels of fp8 products travel as their products will quantise them: where fp8 was asked for."""
+        return self.gather_dtype == "float8_e4m3fn"
 
 
 DEFAULT_COMMUNICATION = Communication()

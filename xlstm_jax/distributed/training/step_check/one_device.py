@@ -223,7 +223,8 @@ class OneDevice:
 
         def terms(*args: Any) -> tuple[Any, Any]:
             total, (weight, kept) = self._terms(*args)
-            count = weight * devices if overwrites else 1
+            # A part without weight (rows of padding) is 0 of 0.
+            count = jnp.where(weight == 0, 1, weight * devices) if overwrites else 1
             return total / count, (weight, kept, count)
 
         def loss_and_grads(*args: Any) -> Any:
