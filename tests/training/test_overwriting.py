@@ -5,6 +5,7 @@ And so are the bits of their kernels, which are quantised before they are gather
 
 import re
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -147,7 +148,7 @@ def gathers(lowered):
 class Own(nn.Module):
     """A layer with a product of its own, which gets ``of(kernel)``."""
 
-    of: object = lambda kernel: kernel
+    of: Any = lambda kernel: kernel
     times: int = 1
 
     @nn.compact
@@ -210,7 +211,7 @@ REFUSED |= {"own": lambda wrap: wrap(Own)(lambda kernel: kernel / 2), "function"
 
 
 class Function(nn.Module):
-    wrap: object
+    wrap: Any
 
     @nn.compact
     def __call__(self, x):

@@ -63,7 +63,7 @@ def products_of(variables: Mapping[str, Any]) -> list[Product]:
     return found
 
 
-def check_operand(kernels: dict[str, Any], product: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
+def check_operand(kernels: dict[str, Any], product: Any, args: tuple[Any, ...], kwargs: Any) -> None:
     """Raises where a product is called with something else than the kernel that was gathered for it, or twice.
 
     Args:
@@ -76,7 +76,8 @@ def check_operand(kernels: dict[str, Any], product: nn.Module, args: tuple[Any, 
     path, place = "/".join(product.path), 2 if isinstance(product, fp8_ops.Fp8Einsum) else 1
     if path not in kernels:
         return
-    got, owner = args[place] if len(args) > place else kwargs.get("rhs"), product.parent
+    owner: Any = product.parent
+    got = args[place] if len(args) > place else kwargs.get("rhs")
     is_flaxs = type(product) in PRODUCTS and product.e4m3_dtype == CODES
     # An array that a transformation made of the kernel, or took through, is another object.
     is_whole = owner.get_variable("params", "kernel") is kernels[path] and (got is kernels[path] or _only_casts(owner))
