@@ -1,6 +1,8 @@
 """Checkpoints on the hosts' own disks: what is copied where, and what comes back after a disk was lost."""
 
+import errno
 import json
+import os
 import re
 import shutil
 import socket
@@ -8,6 +10,7 @@ import subprocess
 import sys
 import tracemalloc
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -22,7 +25,7 @@ from tests.support import mesh_of
 from xlstm_jax.distributed import Checkpointer, CheckpointError
 from xlstm_jax.distributed.checkpoint import NearCheckpointer
 from xlstm_jax.distributed.checkpoint.checksums import checksum_each
-from xlstm_jax.distributed.checkpoint.folders import FILES, Receiver, send, steps_of
+from xlstm_jax.distributed.checkpoint.folders import FILES, Receiver, new_folder, send, steps_of
 from xlstm_jax.distributed.checkpoint.near import Held, Peer, buddies, layouts_name, transfers, whole_steps
 from xlstm_jax.distributed.checkpoint.record import check_sound
 
@@ -62,8 +65,10 @@ def test_the_newest_step_near_or_far_comes_back(tmp_path):
         found = checkpointer.restore(state_of(0))
         assert same(found, state_of(14)) and not same(found, state_of(12))
         assert same(checkpointer.restore(state_of(0), 10), state_of(10))
-        assert not files_of(tmp_path, 14)  # the run goes on from step 10
-        assert [checkpointer.save(step, state_of(step)) for step in (10, 11, 12, 20)] == [False, False, True, True]
+        assert [checkpointer.save(step, state_of(step)) for step in (10, 11)] == [False, False]
+        assert files_of(tmp_path, 14)  # who only looks at a step removes nothing
+        assert checkpointer.save(12, state_of(12)) and not files_of(tmp_path, 14)  # the run goes on from step 10
+        assert checkpointer.save(20, state_of(20))
         checkpointer.wait()
     with opened(tmp_path) as checkpointer:
         assert checkpointer.latest_step() == 20 and same(checkpointer.restore(state_of(0)), state_of(20))
@@ -92,12 +97,35 @@ def test_a_damaged_near_step_is_passed_over(damaged, want, tmp_path):
 def test_on_another_mesh_the_far_step_counts(tmp_path):
     saved(tmp_path, 14)
     target = state_of(0, mesh_of(4, 2))
-    with (
-        opened(tmp_path) as checkpointer,
-        pytest.warns(UserWarning, match="near step 14 was saved .* on another mesh, and is passed over; step 10 is"),
-    ):
+    warns = partial(pytest.warns, match="near step 14 was saved .* on another mesh, and is passed over; step 10 is")
+    with opened(tmp_path) as checkpointer, warns(UserWarning):
         found = checkpointer.restore(target)
     assert same(found, state_of(10)) and found["w"].sharding == target["w"].sharding
+    with opened(tmp_path) as checkpointer:  # started as it was, as the warning says
+        assert same(checkpointer.restore(state_of(0)), state_of(14))
+    with opened(tmp_path) as checkpointer, warns(UserWarning):
+        checkpointer.restore(target)
+        assert files_of(tmp_path, 14) and checkpointer.save(11, found, force=True) and not files_of(tmp_path, 14)
+
+
+def test_what_a_missing_host_would_make_whole_stays(tmp_path):
+    saved(tmp_path, 14)
+    (layouts,) = {file.parents[2] for file in files_of(tmp_path, 14)}
+    of_two = layouts.with_name(layouts.name.replace("-1", "-2"))  # as if another process had held half of it
+    layouts.rename(of_two)
+    with opened(tmp_path) as checkpointer:
+        with pytest.warns(UserWarning, match=r"near step 14 is not whole.* 1 of its 2 parts .* processes that are not"):
+            assert checkpointer.latest_step() == 10
+        with pytest.warns(UserWarning, match="near step 14 is not whole.*start the job again with it"):
+            assert same(checkpointer.restore(state_of(0)), state_of(10))
+        of_two.rename(layouts)  # the host is back
+        assert same(checkpointer.restore(state_of(0)), state_of(14))
+        layouts.rename(of_two)
+        with pytest.warns(UserWarning, match="near step 14 is not whole"):
+            checkpointer.restore(state_of(0))
+        assert checkpointer.save(12, state_of(12))
+        checkpointer.wait()
+        assert [step for step in (10, 12, 14) if files_of(tmp_path, step)] == [12]
 
 
 def test_a_new_run_does_not_write_over_an_old_one(tmp_path):
@@ -220,7 +248,27 @@ def test_half_a_folder_is_no_step(receiver, tmp_path):
         connection.sendall(json.dumps(header).encode() + b"\nabcd")
         connection.shutdown(socket.SHUT_WR)
         assert b"shards.zip ended 2 bytes early" in connection.makefile("rb").read()
-    assert steps_of(tmp_path / "there/0/x-1/y") == []
+    assert [*(tmp_path / "there/0/x-1/y").iterdir()] == []  # nothing stays on a disk that may be full
+
+
+def test_a_folder_is_on_disk_with_its_name(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
+    with new_folder(tmp_path / "1") as folder:
+        (folder / "file").write_text("x")
+    assert synced == [path.stat().st_ino for path in (tmp_path / "1/file", tmp_path / "1", tmp_path)]
+
+
+def test_the_far_directory_is_unlocked_whatever_a_socket_says(tmp_path, monkeypatch):
+    def not_connected(*_):
+        raise OSError(errno.ENOTCONN, "as macOS says of a socket that listens")
+
+    checkpointer = opened(tmp_path)
+    assert checkpointer.latest_step() is None and checkpointer.save(10, {"step": 10})
+    monkeypatch.setattr(socket.socket, "shutdown", not_connected)
+    checkpointer.close()
+    with Checkpointer(tmp_path / "far") as other:
+        assert other.save(20, {"step": 20})
 
 
 # ------------------------------------------------------------------------------------------------------- real processes

@@ -40,6 +40,7 @@ from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.processes.store import digest
 from xlstm_jax.distributed.processes.together import allgather_text, fail_together
+from xlstm_jax.wording import listed
 
 KEPT = 2  # steps on a disk: while one is written, the one before must be whole
 _DEPTH = 4  # of a step below the folder of a run
@@ -113,6 +114,7 @@ class NearCheckpointer:
         self._near: Checkpointer | None = None
         self._layout: str | None = None  # that `_near` is for
         self._restored = False
+        self._kept_to: int | None = None  # the next save removes near steps later than this; None: it removes none
 
     def __enter__(self) -> Self:
         return self
@@ -125,24 +127,30 @@ class NearCheckpointer:
 
         Arguments, result and errors are those of ``Checkpointer.save``. A save that fails, the copy to another host
         included, raises at the next save. The first near save also raises a ``ValueError`` if whole near steps of this
-        run are there and nothing was restored.
+        run are there and nothing was restored. The first save after a restore, of a later step, removes from the disks
+        the near steps later than the restored step.
         """
         saved = self.far.save(step, state, force=force)
         if force or not step % self.far.save_interval_steps or step % self.save_interval_steps:
+            if saved:
+                self._remove_later_steps(step)
             return saved
         layout = layout_of(state)
         if self._near is None or self._layout != layout:
             self._open(layout)
             if not self._restored:
                 self._refuse_older_run()
+                self._kept_to = -1
         assert self._near is not None
+        # Before the processes meet in the save: none of them has sent a copy of the new step by then.
+        self._remove_later_steps(step)
         return self._near.save(step, state)
 
     def restore(self, abstract_state: PyTree, step: int | None = None) -> PyTree:
         """Reads the newest sound step, near or far, or ``step``; as ``Checkpointer.restore``, with its errors.
 
         Near steps fit the mesh that they were saved on; on another mesh the far steps count, with a warning if they are
-        older. Near steps later than the restored step are removed from the disks.
+        older. Another warning names a later near step that is not whole. Both stay on the disks until the next save.
         """
         self._open(layout_of(abstract_state))
         whole = whole_steps(self._peers)
@@ -154,25 +162,33 @@ class NearCheckpointer:
             for tier, steps in ((self._read_near, near), (self.far.restore, far))
             if number in steps and step in (None, number)
         ]
+        if step is None:
+            newest = max((number for number, _ in wanted), default=-1)
+            self._warn_of_parts(newest)
+            if (lost := max(set().union(*whole.values()), default=-1)) > newest:
+                instead = f"; step {newest} is restored" if wanted else ""
+                warnings.warn(
+                    f"near step {lost} was saved by other processes or on another mesh, and is passed over{instead}. "
+                    f"To go on from {lost}, start the job as it was; the next save removes it.",
+                    stacklevel=2,
+                )
         if not wanted:
             return self.far.restore(abstract_state, step)  # says what is missing
-        if step is None and (lost := max(set().union(*whole.values()), default=-1)) > wanted[0][0]:
-            warnings.warn(
-                f"near step {lost} was saved by other processes or on another mesh, and is passed over; step "
-                f"{wanted[0][0]} is restored. To go on from {lost}, start the job as it was.",
-                stacklevel=2,
-            )
-        state, number = self._first_sound(abstract_state, wanted)
+        state, self._kept_to = self._first_sound(abstract_state, wanted)
         self._restored = True
-        self._remove(lambda held: held.step > number)
         return state
 
     def latest_step(self) -> int | None:
-        """The newest step, near or far, of which all shards are on some disk; ``restore`` finds out if it is sound."""
+        """The newest step, near or far, of which all shards are on some disk; ``restore`` finds out if it is sound.
+
+        It warns of a later near step that is not whole.
+        """
         self._meet(self._layout or "")
         steps = set().union(*whole_steps(self._peers).values())
         far = self.far.latest_step()
-        return max(steps | ({far} if far is not None else set()), default=None)
+        newest = max(steps | ({far} if far is not None else set()), default=None)
+        self._warn_of_parts(-1 if newest is None else newest)
+        return newest
 
     def wait(self) -> None:
         """Waits until the last saves are on disk, near ones on both; raises a ``CheckpointError`` if one failed."""
@@ -227,9 +243,8 @@ class NearCheckpointer:
         far = self.far
         self._near = _OnOwnDisk(own, 1, KEPT, far.async_timeout_s, peer_timeout_s=far.peer_timeout_s, backend=backend)
         self._near.place = f"near {far.directory}"
-        # Steps that no restore can make whole, and that were saved half when the job ended.
-        whole = whole_steps(self._peers)
-        self._remove(lambda held: held.step not in whole.get(held.layouts, ()))
+        for left in (self._root / self._place).glob(f"*/*/*{UNFINISHED}"):  # by a killed job
+            shutil.rmtree(left)
 
     def _close_near(self) -> None:
         near, self._near = self._near, None
@@ -243,14 +258,33 @@ class NearCheckpointer:
                 "Restore, and go on from there; or remove the near directory on all hosts."
             )
 
-    def _remove(self, unwanted: Callable[[Held], bool]) -> None:
-        """Removes steps from this process's folders, and what a killed job left half written."""
-        place = self._root / self._place
-        for left in place.glob(f"*/*/*{UNFINISHED}"):
-            shutil.rmtree(left)
+    def _warn_of_parts(self, newest: int) -> None:
+        """Warns of the newest step of which only parts are on the disks, if it is later than ``newest``."""
+        whole = whole_steps(self._peers)
+        everything = [held for peer in self._peers for held in peer.held]
+        parts = {(held.step, held.layouts) for held in everything if held.step not in whole.get(held.layouts, ())}
+        step, layouts = max(parts, default=(-1, ""))
+        if step <= newest:
+            return
+        there = {held.layout for held in everything if (held.step, held.layouts) == (step, layouts)}
+        lack = [process for process, peer in enumerate(self._peers) if peer.layout not in there]
+        whose = f"process {listed(lack)}" if layouts == self._layouts else "processes that are not there"
+        count = layouts.rpartition("-")[2]
+        warnings.warn(
+            f"near step {step} is not whole, and is passed over: {len(there)} of its {count} parts are on the disks; "
+            f"none has the shards of {whose}. If a host is missing, start the job again with it; the next save removes "
+            "the step. (A job that was killed while it saved leaves such a step, too.)",
+            stacklevel=3,
+        )
+
+    def _remove_later_steps(self, step: int) -> None:
+        """Removes what is later than the restored step from this process's folders, if ``step`` goes on from there."""
+        if self._kept_to is None or step <= self._kept_to:
+            return
         for held in held_below(self._root):
-            if held.place == self._place and unwanted(held):
+            if held.place == self._place and held.step > self._kept_to:
                 shutil.rmtree(self._folder(held))
+        self._kept_to = None
 
     def _folder(self, held: Held) -> Path:
         return self._root.joinpath(*map(str, held))
