@@ -15,7 +15,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,16 +40,28 @@ def new_folder(path: Path) -> Iterator[Path]:
     unfinished = path.with_name(path.name + UNFINISHED)
     for old in (path, unfinished):
         shutil.rmtree(old, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    yield unfinished
-    for file in unfinished.iterdir():
-        with file.open("rb") as written:
-            os.fsync(written.fileno())
-    unfinished.rename(path)
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        for written in (*unfinished.iterdir(), unfinished):
+            _sync(written)
+        unfinished.rename(path)
+    except BaseException:  # a full disk must not stay full
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def keep_newest(folder: Path, count: int | None) -> None:
-    for step in steps_of(folder)[: -count if count else None] if count else []:
+    for step in steps_of(folder)[:-count] if count else []:
         shutil.rmtree(folder / str(step))
 
 
@@ -69,7 +81,8 @@ class Receiver:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        self._socket.shutdown(socket.SHUT_RDWR)  # wakes `accept`
+        with suppress(OSError):  # macOS: not connected
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes `accept`
         self._socket.close()
 
     def _accept(self) -> None:
