@@ -135,6 +135,18 @@ def test_each_device_reads_its_shard_alone(spec, tmp_path, monkeypatch):
     assert set(read) == {values.size // (8 if "fsdp" in spec else 1)}
 
 
+@pytest.mark.parametrize("spec", [P("fsdp"), P()], ids=str)
+def test_the_callers_settings_hold(spec, tmp_path):
+    """JAX has them for each thread, and the file is read in others."""
+    values = np.arange(1, 17) / 3
+    export_safetensors({"w": values, "v": values}, tmp_path)
+    with jax.enable_x64(True), jax.default_device(jax.devices()[3]):
+        placed = jax.device_put(values, NamedSharding(mesh_of(1, 8), spec))
+        got = import_safetensors(tmp_path, {"w": placed, "v": jnp.zeros(16)})
+        assert same(got, {"w": values, "v": values}) and got["w"].dtype == got["v"].dtype == np.float64
+        assert got["w"].sharding == placed.sharding and got["v"].devices() == {jax.devices()[3]}
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

@@ -21,7 +21,7 @@ Two experiments are told apart by their trees: one directory holds steps of one 
 import hashlib
 import json
 import warnings
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -432,13 +432,28 @@ def placed_like(array: Any, like: Any) -> Any:
 
     ``array`` may be anything that is indexed like an array.
     """
+    return read_like(array, like)()
+
+
+def read_like(array: Any, like: Any) -> Callable[[], Any]:
+    """Reads what ``placed_like`` needs of an array, in any thread; the result places it.
+
+    Placing depends on settings that JAX has for each thread: the default device, 64 bits.
+    """
     if isinstance(like, np.ndarray | np.generic):
-        return np.array(array) if isinstance(like, np.ndarray) else array[()]
+        value = np.array(array) if isinstance(like, np.ndarray) else array[()]
+        return lambda: value
+    # Copies, since JAX on a CPU may use a NumPy array's own memory, here perhaps that of a mapped file.
     # Uncommitted as the target is: committed to one device, it could not be used beside arrays on others.
     if like.sharding is None or not getattr(like, "committed", True):
-        return jnp.array(array)
-    # Copies, since JAX on a CPU may use a NumPy array's own memory, here perhaps that of a mapped file.
-    return jax.make_array_from_callback(array.shape, like.sharding, lambda index: _aligned_copy(array[index]))
+        copy = _aligned_copy(array)
+        return lambda: jnp.asarray(copy)
+    indices = [*like.sharding.addressable_devices_indices_map(array.shape).values()]
+    # A copy for each device, which takes it over; JAX itself asks once for what is the same on all.
+    shards: dict[str, list[np.ndarray]] = {}
+    for index in indices[:1] if like.sharding.is_fully_replicated else indices:
+        shards.setdefault(str(index), []).append(_aligned_copy(array[index]))
+    return lambda: jax.make_array_from_callback(array.shape, like.sharding, lambda index: shards[str(index)].pop())
 
 
 def _aligned_copy(values: Any) -> np.ndarray:

@@ -22,11 +22,12 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +41,7 @@ from xlstm_jax.distributed.checkpoint.record import (
     bare_leaves,
     boxed_like,
     names_problem,
-    placed_like,
+    read_like,
     target_leaves,
 )
 from xlstm_jax.distributed.checkpoint.tensor_names import NameMap, StoredAt, StoredLeaf, stored_at
@@ -51,13 +52,14 @@ from xlstm_jax.wording import is_unicode, listed
 
 DEFAULT_MAX_FILE_BYTES = 5 * 10**9
 DEFAULT_NAME = "model.safetensors"
-READERS = 4  # threads, each with one leaf at a time
+READERS = 4  # threads, each with one leaf at a time; as many leaves are read and not yet placed
 SUFFIX = ".safetensors"
 METADATA = "__metadata__"  # the one name of a header that is no tensor's
 REASON_CHARS = 200  # of an error in an error
 _WRONG_JSON = ValueError, KeyError, TypeError, AttributeError, RecursionError
 MAX_JSON_BYTES = 100_000_000  # of a header, as the safetensors library has it, and of an index
 MAX_DIMS = 64  # as NumPy has it
+Result = TypeVar("Result")
 _ALIGNMENT = 8  # of the values, which begin behind the header
 
 CODES = (
@@ -336,13 +338,25 @@ def import_safetensors(
     tensors = {name: tensor for name, tensor in _tensors(_target(path)).items() if not re.fullmatch(ignore, name)}
     _check_fits(tensors, likes, places, path)
 
-    def read(leaf: str) -> Any:
+    def read(leaf: str) -> Callable[[], Any]:
         place, like = places[leaf], likes[leaf]
         parts = [place.to_leaf(tensors[name].values()) for name in place.tensors]
-        return placed_like(StoredLeaf(parts, place.in_layers, _dtype_or_type(like)), like)
+        return read_like(StoredLeaf(parts, place.in_layers, _dtype_or_type(like)), like)
 
+    placed = (place() for place in _ahead(read, likes))
+    return boxed_like(abstract_params, dict(zip(likes, placed, strict=True)))
+
+
+def _ahead(read: Callable[[str], Result], leaves: Iterable[str]) -> Iterator[Result]:
+    """What ``read`` returns for each leaf, in order; ``READERS`` threads are so many leaves ahead."""
     with ThreadPoolExecutor(READERS) as readers:
-        return boxed_like(abstract_params, dict(zip(likes, readers.map(read, likes), strict=True)))
+        waiting: deque[Future[Result]] = deque()
+        for leaf in leaves:
+            waiting.append(readers.submit(read, leaf))
+            if len(waiting) == READERS:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 class _StoredTensor(NamedTuple):
