@@ -12,6 +12,7 @@ So it is measured a second time with what ``export_safetensors`` does besides: i
 """
 
 import argparse
+import json
 import math
 import os
 import shutil
@@ -28,12 +29,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
+from benchmarks.forecasts import installed_versions
 from xlstm_jax.distributed import DeviceMeshManager, export_safetensors, import_safetensors, simulate_cpu_devices
 from xlstm_jax.wording import rich_table
 
 DEVICES = 8
 LEAVES = 16
 READS = "a plain copy of the file", "import_safetensors", "load_file of safetensors"
+OUT = "out.safetensors"
+FILE = Path(__file__).parent / "results" / "safetensors" / "safetensors.json"
 WRITES = "save_file of safetensors", "the same, gathered and synced", "export_safetensors"
 
 
@@ -57,7 +61,7 @@ def measures(params: dict[str, jax.Array], folder: Path) -> dict[str, Callable[[
     from safetensors.numpy import load_file, save_file
 
     export_safetensors(params, folder / "model")
-    model, out = folder / "model" / "model.safetensors", folder / "out.safetensors"
+    model, out = folder / "model" / "model.safetensors", folder / OUT
     host = {name: np.array(leaf) for name, leaf in params.items()}
 
     def gathered_and_synced() -> None:
@@ -83,8 +87,9 @@ def medians(mebibytes: int, repeats: int) -> dict[str, tuple[float, float]]:
         works = measures(params, Path(folder))
         for _ in range(repeats):
             for name, work in works.items():
-                Path(folder, "out.safetensors").unlink(missing_ok=True)
-                os.sync()
+                if (out := Path(folder, OUT)).exists():
+                    synced(out)  # of the work before; the disk is to be idle
+                    out.unlink()
                 begun = time.perf_counter(), time.process_time()
                 work()
                 seconds[name].append((time.perf_counter() - begun[0], time.process_time() - begun[1]))
@@ -98,9 +103,18 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mebibytes", type=int, default=1024, help="of the file")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=FILE, help="the JSON file")
     options = parser.parse_args(arguments)
     simulate_cpu_devices(DEVICES)
     found = medians(options.mebibytes, options.repeats)
+    result = {
+        "mebibytes": options.mebibytes,
+        "repeats": options.repeats,
+        "GB/s, processor s / GB": found,
+        "versions": installed_versions("safetensors"),
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result) + "\n")
     for title, names in (("reading", READS), ("writing", WRITES)):
         first = found[names[0]][0]
         rows = [[name, f"{found[name][0] / first:.2f}", *(f"{number:.2f}" for number in found[name])] for name in names]
