@@ -212,6 +212,15 @@ def test_a_step_is_whole_if_its_shards_lie_anywhere():
     assert whole_steps(peers_of("ab", [0, 1], held=[[Held("0", "x-3", "a", 1)], []])) == {}
 
 
+def test_whose_shards_are_missing_is_said(tmp_path):
+    held = [[Held("0", layouts_name("abcd"), layout, 2)] for layout in "ab"]
+    with opened(tmp_path) as checkpointer:
+        checkpointer._peers = peers_of("abcd", [0, 0, 1, 1], held=[*held, [], []])
+        with pytest.warns(UserWarning, match="step 2 is not whole.* 2 of its 4 .* shards of 'process 2', 'process 3'"):
+            checkpointer._warn_of_parts(1)
+        checkpointer._warn_of_parts(2)
+
+
 @pytest.fixture
 def receiver(tmp_path):
     made = Receiver(tmp_path / "there", 2, 5.0)

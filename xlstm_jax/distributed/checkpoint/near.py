@@ -267,8 +267,8 @@ class NearCheckpointer:
         if step <= newest:
             return
         there = {held.layout for held in everything if (held.step, held.layouts) == (step, layouts)}
-        lack = [process for process, peer in enumerate(self._peers) if peer.layout not in there]
-        whose = f"process {listed(lack)}" if layouts == self._layouts else "processes that are not there"
+        lack = [f"process {process}" for process, peer in enumerate(self._peers) if peer.layout not in there]
+        whose = listed(lack) if layouts == self._layouts else "processes that are not there"
         count = layouts.rpartition("-")[2]
         warnings.warn(
             f"near step {step} is not whole, and is passed over: {len(there)} of its {count} parts are on the disks; "
