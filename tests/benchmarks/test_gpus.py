@@ -101,6 +101,7 @@ def test_ours_sends_the_least_and_across_hosts_the_least(kept):
     assert traffic.by_kind(ours)["reduce-scatter"] > 0 and ours["all_reduced_share"] < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.cuda_plugin
 def test_the_commands_leave_tables_files_and_pictures(kept, tmp_path, capsys):
     where = ["--topologies", TOPOLOGY, "--kept", str(kept), "--out", str(tmp_path), "--redraw", "--sizes", SIZE]

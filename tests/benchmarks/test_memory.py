@@ -36,6 +36,7 @@ def test_arguments_are_the_formulas_share_and_memory_is_less_than_that_of_the_fl
     assert flat["ratios"]["total over flat"] == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_no_phase_has_more_in_use_than_there_is(kept):
     for found in compiled(kept, SIZE, TOPOLOGY, CASES).values():
@@ -60,6 +61,7 @@ def test_phases_are_told_by_direction_and_place():
     assert phases(found) == {"forward": 5, "backward": 9, "optimizer": 6}
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_the_command_leaves_tables_a_file_and_a_picture(kept, tmp_path, capsys):
     where = ["--topologies", TOPOLOGY, "--kept", str(kept), "--out", str(tmp_path), "--redraw"]

@@ -93,7 +93,7 @@ OPTIONS = {
 CASES = [(mesh, name) for name in OPTIONS for mesh in MESHES]
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("case, check_vma", list(zip(CASES, cycle([True, False, False, True, False]))), ids=str)
 def test_a_step_has_the_initial_values_the_loss_and_the_gradients_of_one_device(case, check_vma):
     (shape, axes), name = case

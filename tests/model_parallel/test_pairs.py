@@ -231,7 +231,7 @@ def of_one_device(mixture, feature):
     return train_on_one_device(model, tx, params, loss, (TOKENS, LABELS), 3)
 
 
-@pytest.mark.one_in(25)
+@pytest.mark.one_in(50)
 @pytest.mark.parametrize("feature, axis", CELLS)
 def test_three_steps_of_a_pair_are_those_of_one_device(feature, axis, tmp_path):
     how, mesh, check_vma = FEATURES[feature], mesh_of(AXES[axis]), MODES[feature, axis]

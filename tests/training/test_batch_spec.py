@@ -149,7 +149,7 @@ def norm_of(tree):
 CASES = [
     ("fsdp_cp", True, "ring", weighted_loss, 1),
     ("dp_fsdp_cp", False, "gather", weighted_loss, 2),
-    ("hsdp", True, "gather", mean_loss, 1),
+    pytest.param("hsdp", True, "gather", mean_loss, 1, marks=pytest.mark.slow),
     *[
         pytest.param(name, check_vma, impl, loss, minibatches, marks=pytest.mark.slow)
         for name, impl in [*zip(MESHES, ("ring", "gather", "ring", "gather"), strict=True), ("hsdp", "ulysses")]

@@ -50,7 +50,7 @@ EXTRAS = {
     "train": _TRAIN,
     "bench": ("clu", *_TRAIN),
     "torch": ("torch",),
-    "models": ("diffusers", "mamba2-jax", "transformers"),
+    "models": ("aqtp", "diffusers", "mamba2-jax", "transformers"),
     "test": (*_TEST, *_FORECAST, *_TENSORBOARD, *_TRAIN),
     "docs": (*_DOCS, *_CHECKPOINT, *_FORECAST, *_TENSORBOARD),
     "screens": ("pillow", "playwright"),
