@@ -25,7 +25,7 @@ if importlib.util.find_spec("xlstm_jax") is None:
     %pip install -q {wheel} matplotlib
 """
 # What a cell prints last, a notebook shows by itself, as HTML.
-PRINTED = re.compile(r"^print\((plan|check_step\(.*\))\)$\n*\Z", re.MULTILINE)
+PRINTED = re.compile(r"^print\((plan|state|check_step\(.*\))\)$\n*\Z", re.MULTILINE)
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},

@@ -148,6 +148,7 @@ after = unbox(state.params)
 same = np.array_equal(before["head"]["kernel"], after["head"]["kernel"])
 print(f"loss when counting by three: {of_adapters[0]:.2f}", end=" -> ")
 print(f"{of_adapters[-1]:.4f}; the base is unchanged: {same}")
+print(state)
 
 
 fig, ax = plt.subplots(figsize=(7, 3.2), layout="constrained")

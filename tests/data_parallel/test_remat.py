@@ -334,7 +334,9 @@ OTHER_RELEASE = {
 
 def test_the_lists_name_operations_that_there_are():
     names = {thing.name for thing in gc.get_objects() if isinstance(thing, Primitive)}
-    assert {name for name in names if name.startswith("all_gather")} == GATHERS
+    assert {name for name in names if name.startswith("all_gather")} <= GATHERS
+    # A release has some of them in two operations, and not all.
+    assert {name.removesuffix("_start").removesuffix("_done") for name in GATHERS} <= names
     assert RECOMPUTED - names <= OTHER_RELEASE
 
 
