@@ -38,6 +38,7 @@ def trainings() -> dict[str, Training]:
     return {
         BASE: Training(mesh, narrow),
         "float8": Training(mesh, product=nn.Fp8DirectDotGeneralOp),
+        "float8, blocks gathered so": Training(mesh, fp8, product=nn.Fp8DirectDotGeneralOp, edges=narrow),
         "float8, gathered so": Training(mesh, fp8, product=nn.Fp8DirectDotGeneralOp),
     }
 

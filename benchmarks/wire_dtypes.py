@@ -39,6 +39,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from flax import linen as nn
 from jax import lax
 from jax.sharding import PartitionSpec
 from matplotlib.figure import Figure
@@ -53,6 +54,7 @@ from benchmarks.ring_sums import DEVICES, KINDS, SHAPES, WIRE, gradients, reduce
 from xlstm_jax.distributed import DeviceMeshManager, make_train_step
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.processes import available_devices
+from xlstm_jax.distributed.training.cross_entropy import LMHead
 from xlstm_jax.wording import rich_table
 
 OUT = Path(__file__).parent / "results" / "wire_dtypes"
@@ -160,12 +162,13 @@ def bits_like(devices: int) -> int:
 
 class Training(NamedTuple):
     """One way to train: the mesh, options of ``shard_module_params``, bits if gradients are reduced by a ring that
-    rounds, and the ``dot_general_cls`` of the model's projections."""
+    rounds, the ``dot_general_cls`` of the model's projections, and other options for embedding and head."""
 
     mesh: dict[str, int]
     options: Mapping[str, Any] = MappingProxyType({})
     bits: int | None = None
     product: Any = None
+    edges: Mapping[str, Any] | None = None
 
 
 def trainings() -> dict[str, Training]:
@@ -198,8 +201,12 @@ def train(config: TrainConfig, training: Training, seeds: Sequence[int]) -> Iter
 
 
 def _with_options(job: Job, training: Training) -> Job:
-    wrap = job.model.wrap
-    wrap = functools.partial(wrap.func, **wrap.keywords | dict(training.options))
+    given, edges = job.model.wrap, training.options if training.edges is None else training.edges
+
+    def wrap(module: type[nn.Module]) -> type[nn.Module]:
+        options = edges if issubclass(module, nn.Embed | LMHead) else training.options
+        return given.func(module, **given.keywords | dict(options))
+
     return dataclasses.replace(job, model=job.model.clone(wrap=wrap, product=training.product))
 
 
