@@ -236,9 +236,9 @@ def _collective(
     shapes = [shape for instruction in sent for shape in instruction.shapes]
     if site.kind == RAGGED:
         shapes = shapes[:2]  # the rest are offsets and sizes
-    payload = sum(shape.nbytes for shape in shapes) * (group_size if site.kind == "all-gather" else 1)
-    if site.kind == RAGGED:
         payload = min(shape.nbytes for shape in shapes)
+    else:
+        payload = sum(shape.nbytes for shape in shapes) * (group_size if site.kind == "all-gather" else 1)
     dtypes = {shape.dtype for shape in shapes}
     names = _op_names(program, site)
     stands_for = _stands_for(site, program, group_size, names)
