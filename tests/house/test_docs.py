@@ -1,11 +1,13 @@
 """Every example on a page runs as a reader would run it; what a page names exists; what is public is on a page."""
 
+import ast
 import importlib
 import json
 import re
 import struct
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import jax
@@ -120,6 +122,31 @@ def test_modules_names_and_files_exist(page):
         assert (ROOT / "benchmarks" / f"{module}.py").exists(), module
     for path in set(re.findall(r"(?<![\w./:-])\w+(?:/[\w.-]+)*/[\w-]+\.(?:py|md|png|json|toml|cfg)\b", text)):
         assert found_file(path) or (page.parent / path).exists(), path
+
+
+def imported_names():
+    """(where, module, name) of what programs of the pages and of docs/ import from the library."""
+    programs = [*(ROOT / "docs" / "gallery").glob("*.py"), *(ROOT / "docs" / "examples").glob("*.py")]
+    texts = {name_of(file): file.read_text() for file in programs}
+    for page in PAGES:
+        for i, block in enumerate(re.findall(r"^```py\w*\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)):
+            texts[f"{name_of(page)}[{i}]"] = block
+    for where, text in texts.items():
+        try:
+            nodes = list(ast.walk(ast.parse(text)))
+        except SyntaxError:  # part of a program
+            continue
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("xlstm_jax"):
+                yield from ((where, node.module, alias.name) for alias in node.names)
+
+
+def test_what_programs_of_pages_import_is_there_under_its_name():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)  # a moved name still imports for a release
+        found = sorted(set(imported_names()))
+        missing = [one for one in found if one[2] != "*" and not hasattr(importlib.import_module(one[1]), one[2])]
+    assert len(found) > 500 and not missing
 
 
 def test_what_the_architecture_page_says_to_be_in_a_file_is_there():

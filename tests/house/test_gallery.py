@@ -1,12 +1,9 @@
 """Each program of the gallery trains, its first step is that of one device, and its page shows it."""
 
-import ast
 import importlib.util
-import re
 import runpy
 import struct
 import sys
-import warnings
 from pathlib import Path
 
 import matplotlib
@@ -85,27 +82,3 @@ def test_a_program_trains_and_begins_as_on_one_device(name, tmp_path, monkeypatc
     else:
         first = losses[0][:few]
         assert np.mean(first[-5:]) < 0.97 * np.mean(first[:5]), first
-
-
-def imported_names():
-    """(where, module, name) of what programs of the pages and of the gallery import from the library."""
-    texts = {str(file.relative_to(DOCS)): file.read_text() for file in DOCS.rglob("*.py")}
-    for page in DOCS.rglob("*.md"):
-        for i, block in enumerate(re.findall(r"^```py\w*\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)):
-            texts[f"{page.relative_to(DOCS)}[{i}]"] = block
-    for where, text in texts.items():
-        try:
-            nodes = list(ast.walk(ast.parse(text)))
-        except SyntaxError:  # part of a program
-            continue
-        for node in nodes:
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("xlstm_jax"):
-                yield from ((where, node.module, alias.name) for alias in node.names)
-
-
-def test_what_programs_of_pages_import_is_there_under_its_name():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", DeprecationWarning)  # a moved name still imports for a release
-        found = sorted(set(imported_names()))
-        missing = [one for one in found if one[2] != "*" and not hasattr(importlib.import_module(one[1]), one[2])]
-    assert len(found) > 500 and not missing
