@@ -71,6 +71,9 @@ elif MODE.startswith("exception"):
     if RANK == WRONG:
         time.sleep(0.5)
         raise OSError("the data are gone")
+    if "both" in MODE:
+        time.sleep(0.8)
+        raise OSError("my data are gone, too")
     time.sleep(600)
 elif MODE.startswith("guard"):
     with LoopGuard(step_timeout_s=60):

@@ -73,6 +73,11 @@ def test_an_exception_in_one_process_ends_the_others_with_its_text(run, mode):
     assert "has left with exit code 13: OSError: the data are gone. Process" in peer
 
 
+def test_a_process_that_fails_a_moment_later_prints_its_own_error(run):
+    codes, errors = ended(run("exception, both, first", 2))
+    assert codes == [EXIT_FAILED] * 2 and "OSError: my data are gone, too" in errors[1]
+
+
 def test_ctrl_c_to_one_process_ends_all(run):
     processes = run("interrupt", 2)
     for process in processes:

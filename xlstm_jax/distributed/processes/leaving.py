@@ -2,8 +2,9 @@
 
   the leaving process  posts its reason to the store, for each other process; process 0 then stays for a moment, since
                        JAX aborts all others (SIGABRT) as soon as its coordination service is gone
-  each other process   a daemon thread waits for the reason, prints it, and ends the process: its main thread may be
-                       stuck, or wait in a collective, where no Python code runs
+  each other process   a daemon thread waits for the reason, gives the main thread a moment to fail by itself, prints
+                       the reason, and ends the process: its main thread may be stuck, or wait in a collective, where
+                       no Python code runs
 
 ``initialize_distributed`` starts the thread, and so does a ``LoopGuard``. An exception that nobody catches is seen at
 the end of the program, before JAX waits in a barrier for processes that will not come.
@@ -28,7 +29,8 @@ EXIT_FAILED = 13
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 FLUSH_TIMEOUT_S = 0.5
 POST_TIMEOUT_S = 2.0
-COORDINATOR_GRACE_S = 1.0  # how long process 0 stays after the reason was posted
+OWN_ERROR_S = 0.75  # how long a process may still print an error of its own after another has left
+COORDINATOR_GRACE_S = 1.5  # how long process 0 stays after the reason was posted: longer than OWN_ERROR_S
 WAIT_MS = 3600 * 1000  # for the reason; then the thread waits again
 MAX_REASON = 500
 _KEY = "xlstm_jax/leaving"  # below it a text for each process; an empty text ends the thread that waits for it
@@ -94,6 +96,8 @@ def _listen(client: Any, me: int) -> None:
             continue
         if not text:
             return
+        # Often all processes raise the same error: the main thread then prints its own traceback, and leaves.
+        time.sleep(OWN_ERROR_S)
         # Not by `sys.stderr`, whose lock the stuck main thread may hold.
         with contextlib.suppress(OSError):
             os.write(2, f"\n{text}. Process {me} ends with it.\n".encode())
