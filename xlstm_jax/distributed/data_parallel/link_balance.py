@@ -158,11 +158,11 @@ def _shared_orders(
         return {path: order for paths, order in zip(groups.values(), orders, strict=True) for path in paths}
 
     def in_balance(orders: dict[str, Order]) -> bool:
-        load = dict.fromkeys((axis for axis in axis_sizes if axis not in slow_axes), 0.0)
+        load: dict[str, float] = defaultdict(float)
         for path, order in orders.items():
             for axis, sent in _traffic(found[path][0], order, axis_sizes).items():
-                load[axis] = load.get(axis, 0.0) + sent
-        loads = [load[axis] for axis in load if axis not in slow_axes and load[axis]]
+                load[axis] += sent
+        loads = [sent for axis, sent in load.items() if sent and axis not in slow_axes]
         return not loads or max(loads) <= SHARED_ORDER_LIMIT * sum(loads) / len(loads)
 
     # Paths that differ in numbers alone are those of layers: block_0/kernel, block_1/kernel.

@@ -82,32 +82,25 @@ def box_params(
 
     ``take(value, dim, axes)`` makes the value that a box holds from the global value: its shard, say.
     """
-    decided, count = _decisions(params, axis_sizes, policy), math.prod(axis_sizes.values())
+    # All leaves are looked at before one is split: the order of a leaf's axes depends on what the others send over
+    # each axis.
+    leaves, how = dict(trees.leaves_with_path(params)), policy.communication
+    choices = {path: _choice(leaf, axis_sizes, policy).dim for path, leaf in leaves.items()}
+    dims = {path: dim for path, dim in choices.items() if dim is not None}
+    sizes = [leaf_of(leaves[path]).stored_bytes for path in dims]
+    orders = balanced_orders(sizes, [tuple(axis_sizes)] * len(sizes), axis_sizes, how.inter_host_axes)
+    order_of = dict(zip(dims, orders, strict=True))
 
     def box(path: str, leaf: Any) -> Any:
-        (dim, _), axes = decided[path]
         leaf = split_by_model(leaf, axis_sizes)
         leaf = leaf if policy.trainable else frozen(leaf)
-        if dim is None:
+        if path not in dims:
             return leaf
-        value, true_size = _padded(leaf_of(leaf).value, dim, count)
-        return split_along(leaf, take(value, dim, axes), dim, axes, policy.communication, true_size)
+        dim, axes = dims[path], order_of[path]
+        value, true_size = _padded(leaf_of(leaf).value, dim, math.prod(axis_sizes.values()))
+        return split_along(leaf, take(value, dim, axes), dim, axes, how, true_size)
 
     return trees.map_leaves_with_path(box, params)
-
-
-def _decisions(
-    params: PyTree, axis_sizes: dict[str, int], policy: ShardPolicy
-) -> dict[str, tuple[ShardChoice, tuple[str, ...]]]:
-    """For each leaf by its path: which dim is split, if any, and in what order of the axes."""
-    # All leaves at once: the order of a leaf's axes depends on what the others send over each axis.
-    leaves = dict(trees.leaves_with_path(params))
-    choices = {path: _choice(leaf, axis_sizes, policy) for path, leaf in leaves.items()}
-    split = [path for path, choice in choices.items() if choice.dim is not None]
-    sizes = [leaf_of(leaves[path]).stored_bytes for path in split]
-    orders = balanced_orders(sizes, [tuple(axis_sizes)] * len(sizes), axis_sizes, policy.communication.inter_host_axes)
-    order_of = dict(zip(split, orders, strict=True))
-    return {path: (choice, order_of.get(path, ())) for path, choice in choices.items()}
 
 
 def _choice(leaf: Any, axis_sizes: dict[str, int], policy: ShardPolicy) -> ShardChoice:

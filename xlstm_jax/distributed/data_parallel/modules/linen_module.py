@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from flax.core import lift
@@ -23,7 +22,7 @@ from flax.linen.transforms import lift_transform
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel.leaf import is_ours, leaf_of, look_up_rows
+from xlstm_jax.distributed.data_parallel.leaf import is_ours, leaf_of
 from xlstm_jax.distributed.data_parallel.modules import unit
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, ModuleSystem, gather_here, running, shard_here
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN, ShardPolicy
@@ -116,12 +115,9 @@ def _check_target(target: Any) -> None:
     cls = target if isinstance(target, type) else type(target)
     if issubclass(cls, nn.Module) or (callable(target) and not isinstance(target, type) and not is_nnx(cls)):
         return
-    what = f"{kind_of(target)} of flax.nnx" if is_nnx(cls) else kind_of(target)
-    cure = (
-        "Pass nnx_model(lambda rngs: MyModule(..., rngs=rngs)) to shard_modules"
-        if is_nnx(cls)
-        else "Pass (nn.Dense, 'fsdp'), say"
-    )
+    what, cure = kind_of(target), "Pass (nn.Dense, 'fsdp'), say"
+    if is_nnx(cls):
+        what, cure = f"{what} of flax.nnx", "Pass nnx_model(lambda rngs: MyModule(..., rngs=rngs)) to shard_modules"
     raise TypeError(f"shard_module_params takes a Linen module, its class or a function of one, not {what}. {cure}.")
 
 
@@ -139,7 +135,8 @@ def as_unit(target: Any, policy: ShardPolicy) -> Any:
     new = lifted(target, methods_to_lift(target), policy)
     for name in methods_to_lift(target):
         setattr(new, name, _only_when_bound(getattr(target, name), getattr(new, name), policy))
-    # Linen names submodules after their class, so another name would rename the parameters of the whole model.
+    # Linen names submodules after their class, so another name would rename the parameters of the whole model. And it
+    # makes an __init__ for each class, without what a decorator has put around that of the target.
     for name in ("__name__", "__qualname__", "__module__", "__init__"):
         setattr(new, name, getattr(target, name))
     return new
@@ -153,9 +150,7 @@ def lifted(target: Any, methods: list[str] | None, policy: ShardPolicy) -> Any:
     """A class with these methods lifted, or a function of a module (``methods=None``)."""
     gather, shard = MapOfLeaves(_gathered, policy), functools.partial(shard_here, policy)
     new = nn.map_variables(target, ["params", OVERWRITTEN], gather, shard, mutable=True, methods=methods)
-    if methods is not None:
-        # Linen makes an __init__ for each class, without what a decorator has put around that of the target.
-        new.__init__ = target.__init__
+    # Dropping stands around the gather, which then runs again with all else that is computed again.
     return lift_transform(unit.dropping, new, LINEN, policy, methods=methods) if policy.reshard_after_forward else new
 
 
@@ -309,17 +304,12 @@ def inside_unit(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
         with nn.intercept_methods(RunningUnit(module.path).intercept):
             yield
     except ScopeParamShapeError as error:
-        if running(axes) == "manual" and (reason := _whole_value_gathered(module, axes, error)):
-            raise reason from None
+        params = module.variables.get("params", {}) if running(axes) == "manual" else {}
+        for path, leaf in leaves_with_path(params):
+            # Linen's text has the shape of the parameter, and not its name.
+            if unit.split_over(leaf, axes) and f"generate shape {np.shape(leaf_of(leaf).value)}," in str(error):
+                raise unit.closed_over("/".join((*module.path, path)), leaf, axes) from None
         raise
-
-
-def _whole_value_gathered(module: nn.Module, axes: tuple[str, ...], error: Exception) -> ValueError | None:
-    """The error in place of Linen's, where the shape in that is of a leaf that nothing has gathered; else None."""
-    for path, leaf in leaves_with_path(module.variables.get("params", {})):
-        if unit.split_over(leaf, axes) and f"generate shape {np.shape(leaf_of(leaf).value)}," in str(error):
-            return unit.closed_over("/".join((*module.path, path)), leaf, axes)
-    return None
 
 
 # -------------------------------------------------------------------------------------------------- rows of embeddings
@@ -358,13 +348,9 @@ def _rows(module: nn.Embed, method: str, policy: ShardPolicy, args: Any, kwargs:
     """What an ``nn.Embed`` returns for its tokens, by rows of its shards; None where it is to gather them."""
     if kwargs or len(args) != 1 or module.is_initializing():
         return None
-    leaf, tokens = _table(module), args[0]
-    if leaf is None or not _is_lookup(module, method) or running(policy.axes) != "manual":
+    if (table := _table(module)) is None or not _is_lookup(module, method):
         return None
-    if not isinstance(tokens, jax.Array) or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        return None
-    how = dataclasses.replace(policy.communication, replicas=None)
-    rows = look_up_rows(leaf, tokens, policy.axes, how, "/".join((*module.path, TABLE)))
+    rows = unit.rows_of(policy, table, args[0], "/".join((*module.path, TABLE)))
     return rows if rows is None else promote_dtype(rows, dtype=module.dtype, inexact=False)[0]
 
 

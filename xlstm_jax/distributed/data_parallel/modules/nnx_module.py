@@ -13,18 +13,16 @@ split variable gathers itself, once for each read. ``nnx.split`` keeps classes, 
 import functools
 import inspect
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.core import meta
 from flax.nnx.bridge import variables as bridge
 from flax.nnx.nn.dtypes import promote_dtype
 
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, SplitVariable, leaf_of, look_up_rows, read_value
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, SplitVariable, leaf_of, read_value
 from xlstm_jax.distributed.data_parallel.modules.unit import (
     Method,
     ModuleSystem,
@@ -32,7 +30,7 @@ from xlstm_jax.distributed.data_parallel.modules.unit import (
     entered,
     gather_here,
     public_methods,
-    running,
+    rows_of,
 )
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire import collectives
@@ -315,11 +313,9 @@ def _gathering(cls: type[nnx.Module], name: str, policy: ShardPolicy) -> Method:
 
 def _rows(module: nnx.Embed, policy: ShardPolicy, tokens: Any) -> Any:
     """What an ``nnx.Embed`` returns for its tokens, by rows of its shards; None where it is to gather them."""
-    if not is_split(module.embedding) or running(policy.axes) != "manual" or module.promote_dtype is not promote_dtype:
+    if not is_split(module.embedding) or module.promote_dtype is not promote_dtype:
         return None
-    if not isinstance(tokens, jax.Array) or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        return None
-    rows = look_up_rows(module.embedding, tokens, policy.axes, replace(policy.communication, replicas=None))
+    rows = rows_of(policy, module.embedding, tokens)
     return rows if rows is None else promote_dtype((rows,), dtype=module.dtype, inexact=False)[0]
 
 

@@ -31,6 +31,7 @@ from xlstm_jax.distributed.data_parallel.leaf import (
     is_box,
     is_gathered_here,
     leaf_of,
+    look_up_rows,
     path_in_model,
     read_value,
     whole_value,
@@ -195,7 +196,7 @@ def gather_here(
 
     if running(policy.axes) != "manual":
         return map_leaves_with_path(take_out, variables)
-    scales, shards = _of_products(policy, variables, module)
+    scales, shards = _of_products(policy, variables, module) if OVERWRITTEN in variables else ({}, {})
     with jax.named_scope(GATHER_SCOPE):
         return map_leaves_with_path(gathered, variables)
 
@@ -214,9 +215,8 @@ def _of_products(
     """
     scales: dict[str, tuple[str, jax.Array]] = {}
     shards: dict[str, jax.Array] = {}
-    products = products_of(variables)
-    leaves = dict(leaves_with_path(variables)) if products else {}
-    for product in products:
+    leaves = dict(leaves_with_path(variables))
+    for product in products_of(variables):
         path, scale, history = path_in_model(module, product.kernel), leaves[product.scale], leaves[product.history]
         kernel = leaves.get(product.kernel)
         how, box = policy.communication.or_else(leaf_of(kernel).communication), leaf_of(kernel)
@@ -241,6 +241,16 @@ def _of_products(
         scales[product.kernel] = place, next_scale(leaf_of(scale).value, leaf_of(history).value)
         shards[product.history] = box.value.astype(how.dtypes(box.value)[0])
     return scales, shards
+
+
+def rows_of(policy: ShardPolicy, table: Any, tokens: Any, path: str = "") -> jax.Array | None:
+    """What a unit that is an embedding returns for its tokens, by rows of its shards; None where it is to gather."""
+    if running(policy.axes) != "manual":
+        return None
+    if not isinstance(tokens, jax.Array) or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        return None
+    # The box says which copies there are, not the wrapper: as where the table is gathered, in ``gather_here``.
+    return look_up_rows(table, tokens, policy.axes, replace(policy.communication, replicas=None), path)
 
 
 def split_over(leaf: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -296,21 +306,19 @@ def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
 
 
 def shard_here(policy: ShardPolicy, variables: PyTree) -> PyTree:
-    """The variables that a module has initialised, split, in boxes that say that this module gathers them.
-
-    The state of fp8 products stays whole.
-    """
-    mode = running(policy.axes)
-    products = [product.kernel for product in products_of(variables) if policy.communication.quantises_products]
+    """The variables that a module has initialised, split, in boxes that say that this module gathers them."""
+    # The state of fp8 products stays whole: each device needs the scale, and histories are small.
     whole = {name: tree for name, tree in variables.items() if name == OVERWRITTEN}
     variables = {name: tree for name, tree in variables.items() if name != OVERWRITTEN}
+    mode, mesh = running(policy.axes), jax.sharding.get_abstract_mesh()
     if mode == "plain" or not jax.tree.leaves(variables):
         return variables | whole
     if mode == "manual":
         return with_unit(box_shards(variables, policy), variables) | whole
-    mesh, copied = jax.sharding.get_abstract_mesh(), policy.communication.copied_axes
-    if missing := [axis for axis in copied if axis not in mesh.shape]:
+    if missing := [axis for axis in policy.communication.copied_axes if axis not in mesh.shape]:
         raise _no_axis(missing[0])
     sizes = {axis: mesh.shape[axis] for axis in policy.axes}
-    boxed = plan_params(variables, sizes, policy, products) if is_planning() else box_params(variables, sizes, policy)
-    return with_unit(boxed, variables) | whole
+    if is_planning():
+        products = [product.kernel for product in products_of(whole) if policy.communication.quantises_products]
+        return with_unit(plan_params(variables, sizes, policy, products), variables) | whole
+    return with_unit(box_params(variables, sizes, policy), variables) | whole
