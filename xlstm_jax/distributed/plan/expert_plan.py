@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.modules.linen_module import seeing_calls
+from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.model_parallel.experts import Experts
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, LeafPlan
 from xlstm_jax.wording import format_axes, format_bytes, path_pattern, rich_table
@@ -94,9 +95,11 @@ def noting_experts() -> Iterator[dict[str, tuple[Experts, int]]]:
 
 
 def expert_plan(
-    path: str, module: Any, of_layer: int, axes: tuple[str, ...], devices: int, rows: Sequence[LeafPlan]
+    path: str, module: Any, of_layer: int, axis_sizes: Mapping[str, int], rows: Sequence[LeafPlan]
 ) -> ExpertPlan:
     """Of an ``Experts`` module at a path, by the rows of its parameters; ``of_layer`` values are those of one layer."""
+    axes = () if module.axis is None else as_axis_names(module.axis)
+    devices = math.prod(axis_sizes[axis] for axis in axes)
     own = [row for row in rows if row.collection == PARAMETERS and row.path.startswith(f"{path}/experts/".lstrip("/"))]
     size, stored = sum(math.prod(row.shape) for row in own), sum(row.parameters.total for row in own)
     layers = max(size // max(of_layer, 1), 1)

@@ -35,7 +35,6 @@ from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
 from xlstm_jax.distributed.data_parallel.wire.quantized import sent_bytes
 from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
 from xlstm_jax.distributed.hardware.cudnn import answered_for
-from xlstm_jax.distributed.model_parallel.experts import Experts
 from xlstm_jax.distributed.optimizers.matrices.layout import ParameterLayout
 from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload, on_host
 from xlstm_jax.distributed.optimizers.state import (
@@ -99,15 +98,18 @@ def plan_sharding(
         variables = _planned_init(model, mesh, rng, inputs, kwargs, freeze)
     assumed = ""
     if any(isinstance(leaf, Planned) for _, leaf in leaves_with_path(variables)):
-        _check_not_given(axis_name=axis_name, min_weight_size=min_weight_size)
+        options = {"axis_name": axis_name, "min_weight_size": min_weight_size}
+        for name, value in options.items():
+            if value is not None:
+                raise ValueError(
+                    f"{name}={value!r} is for models without wrappers, and modules of this one are wrapped by "
+                    f"shard_module_params, which decides. Leave {name} out, or change it where the modules are wrapped."
+                )
     else:
-        axes = _checked_axes(axis_name, sizes)
-        threshold = DEFAULT_MIN_WEIGHT_SIZE if min_weight_size is None else min_weight_size
-        # No module is wrapped: planned as if one wrapper were around the whole model.
-        over = {axis: sizes[axis] for axis in axes}
-        params = {PARAMETERS: variables.get(PARAMETERS, {})}
-        variables = variables | with_unit(plan_params(params, over, ShardPolicy(tuple(over), threshold)), params)
-        assumed = f"shard_module_params({type(model).__name__}, {format_axes(axes)}, {threshold})"
+        policy = ShardPolicy(*_assumed(axis_name, min_weight_size, sizes))
+        over, params = {axis: sizes[axis] for axis in policy.axes}, {PARAMETERS: variables.get(PARAMETERS, {})}
+        variables = variables | with_unit(plan_params(params, over, policy), params)
+        assumed = f"shard_module_params({type(model).__name__}, {format_axes(policy.axes)}, {policy.min_weight_size})"
     partition_specs(variables, mesh)  # refuses names that are no axes
     # In the order in which training gathers several axes.
     params = balanced_over_model(variables.pop(PARAMETERS, {}), sizes)
@@ -119,16 +121,9 @@ def plan_sharding(
         path = f"({collection}) {path}"
         reason = BoxedByModel(leaf_of(leaf).names) if leaf_of(leaf).axes else NoParameter()
         rows.append(_row(path, collection, leaf, reason, sizes, other=_bytes_of(path, leaf, sizes)))
-    experts = tuple(
-        expert_plan(path, module, of_layer, _axes_of(module), _count(_axes_of(module), sizes), rows)
-        for path, (module, of_layer) in mixtures.items()
-    )
+    experts = tuple(expert_plan(path, *mixture, sizes, rows) for path, mixture in mixtures.items())
     roles = _roles(params, experts, sizes)
     return ShardingPlan(sizes, assumed, (*rows, *beside), matrix_plans(layout.reports), experts, roles)
-
-
-def _axes_of(module: Experts) -> tuple[str, ...]:
-    return () if module.axis is None else as_axis_names(module.axis)
 
 
 def _roles(params: PyTree, experts: Sequence[ExpertPlan], sizes: dict[str, int]) -> dict[str, tuple[str, ...]]:
@@ -177,22 +172,14 @@ def _checked_sizes(axis_sizes: Mapping[str, int]) -> dict[str, int]:
     return {axis: int(size) for axis, size in axis_sizes.items()}
 
 
-def _checked_axes(axis_name: AxisNames | None, sizes: dict[str, int]) -> tuple[str, ...]:
+def _assumed(axis_name: AxisNames | None, min_weight_size: int | None, sizes: dict[str, int]) -> tuple[Any, int]:
+    """Axes and threshold of the one wrapper around a model in which nothing is wrapped."""
     axes = tuple(sizes) if axis_name is None else as_axis_names(axis_name)
     if missing := [axis for axis in axes if axis not in sizes]:
         raise ValueError(
             f"axis_name={axis_name!r}: there is no axis {missing[0]!r} in axis_sizes={sizes}. Pass one of it."
         )
-    return axes
-
-
-def _check_not_given(**options: Any) -> None:
-    if given := {name: value for name, value in options.items() if value is not None}:
-        name, value = next(iter(given.items()))
-        raise ValueError(
-            f"{name}={value!r} is for models without wrappers, and modules of this one are wrapped by "
-            f"shard_module_params, which decides. Leave {name} out, or change it where the modules are wrapped."
-        )
+    return axes, DEFAULT_MIN_WEIGHT_SIZE if min_weight_size is None else min_weight_size
 
 
 def _parameter_row(path: str, leaf: PyTree, state: Mapping[str, ByteCount], sizes: dict[str, int]) -> LeafPlan:

@@ -212,10 +212,17 @@ class ShardingPlan:
 
     def diff(self, other: "ShardingPlan") -> list[Difference]:
         """What changes from this plan to ``other``: leaves added, removed or changed. Empty where nothing does."""
+        before, after, changes = _compared(self), _compared(other), []
         # Paths of the first plan first, so that a removed leaf stands where it was.
-        before, after = _compared(self), _compared(other)
-        changes = (_difference(what, before.get(what), after.get(what)) for what in before | after)
-        return [change for change in changes if change is not None]
+        for path in before | after:
+            old, new = before.get(path), after.get(path)
+            if old and new:
+                # Of a leaf that both plans have, only what differs.
+                changed = [what for what in old if old[what] != new[what]]
+                old, new = ({what: row[what] for what in changed} for row in (old, new))
+            if old != new:
+                changes.append(Difference(path, old, new))
+        return changes
 
     def to_json(self) -> str:
         """The plan as text whose lines are made to be read in a diff: a few for each leaf, in the order of the rows."""
@@ -266,16 +273,6 @@ def _worst(rows: Sequence[LeafPlan]) -> str:
     worst = [f"{row.description}, {format_bytes(row.all_bytes.per_device)} per device: {row.reason}" for row in rows]
     more = [f"and {len(worst) - WORST_SHOWN} more"] if len(worst) > WORST_SHOWN else []
     return "; ".join(worst[:WORST_SHOWN] + more)
-
-
-def _difference(path: str, before: dict[str, Any] | None, after: dict[str, Any] | None) -> Difference | None:
-    if before == after:
-        return None
-    if before and after:
-        # Of a leaf that both plans have, only what differs.
-        changed = [what for what in before if before[what] != after[what]]
-        before, after = ({what: row[what] for what in changed} for row in (before, after))
-    return Difference(path, before, after)
 
 
 def _compared(plan: ShardingPlan) -> dict[str, dict[str, Any]]:

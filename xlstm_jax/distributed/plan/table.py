@@ -16,7 +16,6 @@ from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.matrix_plan import matrices_table
 from xlstm_jax.wording import TIMES, Bar, format_bytes, format_fraction, path_pattern, rich_table
 
-KEPT = ("parameters", "gradients", "optimizer")  # columns of what a device keeps
 COLUMNS = ("leaf", "shape", "split", "in all", "per device", "its gradient", "optimizer state", "gathered")
 HOST = "on its host"  # a further column, where there is offload
 
@@ -46,7 +45,16 @@ class Line:
 def plan_table(plan: Any) -> Any:
     """The renderable of ``ShardingPlan.table``."""
     lines = _lines(plan.rows)
-    shown = [_leaves_table(plan, lines), Text(_summary(plan))]
+    other = f", other collections {format_bytes(plan.other.per_device)}" if plan.other.total else ""
+    host = format_bytes(plan.host.per_device)
+    on_host = f"Its host keeps {host} of optimizer state for it.\n" if plan.host.total else ""
+    summary = (
+        f"Each device keeps {format_bytes(plan.bytes_per_device)}: parameters "
+        f"{format_bytes(plan.parameters.per_device)}, gradients {format_bytes(plan.gradients.per_device)}, optimizer "
+        f"{format_bytes(plan.optimizer.per_device)}{other}; activations and gathered weights come on top.\n{on_host}"
+        f"{format_fraction(plan.replicated_fraction)} of the parameters' bytes stay whole on every device.\n"
+    )
+    shown = [_leaves_table(plan, lines), Text(summary)]
     whole = [line for line in lines if line.row.collection == PARAMETERS and line.row.parts == 1]
     if whole and plan.devices > 1:
         whole.sort(key=lambda line: -line.all_bytes.per_device)
@@ -97,15 +105,6 @@ def _module_and_leaf(path: str, row: LeafPlan, depth: int) -> tuple[str, str]:
     return "/".join(parts[:cut]), "/".join(parts[cut:])
 
 
-def _by_module(lines: list[Line]) -> list[tuple[str, list[Line]]]:
-    """Modules and, in each, lines: the largest first."""
-    modules: dict[str, list[Line]] = {}
-    for line in lines:
-        modules.setdefault(line.module, []).append(line)
-    ordered = sorted(modules.items(), key=lambda item: -sum(line.all_bytes.total for line in item[1]))
-    return [(name, sorted(members, key=lambda line: -line.all_bytes.total)) for name, members in ordered]
-
-
 def _leaves_table(plan: Any, lines: list[Line]) -> Any:
     mesh = ", ".join(f"{axis} {size}" for axis, size in plan.axis_sizes.items())
     offloads = bool(plan.host.total)
@@ -116,9 +115,12 @@ def _leaves_table(plan: Any, lines: list[Line]) -> Any:
         caption=f"No module is wrapped; planned as {plan.assumed}." if plan.assumed else None,
         caption_justify="left",
     )
-    for module, members in _by_module(lines):
-        table.add_row(module or "(top)", "", "", *_sums(members, offloads), "", style="bold")
-        for line in members:
+    modules: dict[str, list[Line]] = {}
+    for line in sorted(lines, key=lambda line: -line.all_bytes.total):
+        modules.setdefault(line.module, []).append(line)
+    for module in sorted(modules, key=lambda name: -sum(line.all_bytes.total for line in modules[name])):
+        table.add_row(module or "(top)", "", "", *_sums(modules[module], offloads), "", style="bold")
+        for line in modules[module]:
             table.add_row(*_cells(line, offloads))
         table.add_section()
     table.add_row("total", "", "", *_sums(lines, offloads), "", style="bold")
@@ -128,7 +130,7 @@ def _leaves_table(plan: Any, lines: list[Line]) -> Any:
 def _sums(lines: list[Line], offloads: bool) -> list[str]:
     """Bytes of all lines: those of the values, then what a device keeps, by kind; other collections are values too."""
     values = [line.bytes_of("parameters") + line.bytes_of("other") for line in lines]
-    kinds = [*KEPT[1:], *["host"] * offloads]
+    kinds = ["gradients", "optimizer", *["host"] * offloads]
     kept = [sum(line.bytes_of(kind).per_device for line in lines) for kind in kinds]
     counts = [sum(v.total for v in values), sum(v.per_device for v in values), *kept]
     return [format_bytes(count) if count else "" for count in counts]
@@ -155,15 +157,3 @@ def _times(count: int) -> str:
 def _short(dtype: str) -> str:
     """``float32`` -> ``f32``, ``bfloat16`` -> ``bf16``, ``uint8`` -> ``u8``: as compiled programs write them."""
     return re.sub("float|uint|int|complex", lambda name: name[0][0], dtype, count=1)
-
-
-def _summary(plan: Any) -> str:
-    other = f", other collections {format_bytes(plan.other.per_device)}" if plan.other.total else ""
-    host = format_bytes(plan.host.per_device)
-    on_host = f"Its host keeps {host} of optimizer state for it.\n" if plan.host.total else ""
-    return (
-        f"Each device keeps {format_bytes(plan.bytes_per_device)}: parameters "
-        f"{format_bytes(plan.parameters.per_device)}, gradients {format_bytes(plan.gradients.per_device)}, optimizer "
-        f"{format_bytes(plan.optimizer.per_device)}{other}; activations and gathered weights come on top.\n{on_host}"
-        f"{format_fraction(plan.replicated_fraction)} of the parameters' bytes stay whole on every device.\n"
-    )

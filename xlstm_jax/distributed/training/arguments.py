@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import frozen, is_box, leaf_of, split_by_model
+from xlstm_jax.distributed.data_parallel.modules import is_nnx
 from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, num_shards
 from xlstm_jax.distributed.device_mesh.batches import any_padded
@@ -156,7 +157,7 @@ def check_model(model: Any) -> None:
     if isinstance(model, type):
         raise TypeError(f"the model is {kind_of(model)}; pass an instance of it, {model.__name__}(...).")
     if not (hasattr(model, "init") and hasattr(model, "apply")):
-        if any(base.__module__.startswith("flax.nnx") for base in type(model).__mro__):
+        if is_nnx(type(model)):
             raise TypeError(
                 f"the model is {kind_of(model)} of flax.nnx, which has no init and apply; pass nnx_model(make), make "
                 "being the function that makes it, lambda rngs: MyModule(..., rngs=rngs)."
@@ -415,7 +416,17 @@ class CheckedStep:
 
     def _explained(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         named = self._named(args, kwargs)
-        self._check_placed(named.get("batch"))
+        batch = named.get("batch")
+        # Shardings compare faster than their specs are read: a step pays a few microseconds.
+        shardings = tuple(map(_sharding, jax.tree.leaves(batch)))
+        for path, leaf, axes in self._layout.misplaced(batch, shardings) if shardings not in self._placed else ():
+            raise ValueError(
+                f"{named_leaf('batch', path)} of shape {np.shape(leaf)} is placed as {leaf.sharding.spec}, which "
+                f"splits another dim than that of examples over {axes}; the step reads it split over {self._layout}, "
+                "so that each device would compute with other values than it holds. Place it by shard_batch, or pass "
+                "NumPy arrays. To split a sequence, pass batch_spec=P(('dp', 'fsdp'), 'cp'), say, to both."
+            )
+        self._placed.add(shardings)
         try:
             return fn(*args, **kwargs)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -424,20 +435,6 @@ class CheckedStep:
             if cause := next(_errors_in(named, self._mesh if elsewhere else None), None):
                 raise cause from None
             raise
-
-    def _check_placed(self, batch: PyTree) -> None:
-        """Raises where a dim beside that of examples is split in another way: devices would get other values."""
-        # Shardings compare faster than their specs are read: a step pays a few microseconds.
-        if (shardings := tuple(map(_sharding, jax.tree.leaves(batch)))) in self._placed:
-            return
-        for path, leaf, axes in self._layout.misplaced(batch, shardings):
-            raise ValueError(
-                f"{named_leaf('batch', path)} of shape {np.shape(leaf)} is placed as {leaf.sharding.spec}, which "
-                f"splits another dim than that of examples over {axes}; the step reads it split over {self._layout}, "
-                "so that each device would compute with other values than it holds. Place it by shard_batch, or pass "
-                "NumPy arrays. To split a sequence, pass batch_spec=P(('dp', 'fsdp'), 'cp'), say, to both."
-            )
-        self._placed.add(shardings)
 
 
 def _sharding(leaf: Any) -> Any:

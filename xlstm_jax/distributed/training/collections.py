@@ -97,8 +97,16 @@ def updated_collections(
     # By type nearly all statistics vary, as activations do. Whether they differ in fact, the equations say; to read
     # them the loss is traced once more.
     in_fact = differing_axes(again, args, differing_args(args, axes))
-    found = zip(leaves, of_types, in_fact, strict=True)
-    _check_equal({path: by_type & differing for (path, _), by_type, differing in found if by_type & differing}, axes)
+    both = zip(leaves, map(Axes.intersection, of_types, in_fact), strict=True)
+    if differing := {path: of for (path, _), of in both if of}:
+        along = tuple(axis for axis in collectives.manual_axes() if any(axis in of for of in differing.values()))
+        raise ValueError(
+            f"the collections {listed(differing)} would differ from device to device along {along}: each device makes "
+            "them of its own examples, and the state holds what all devices share. Statistics of the whole batch: "
+            f"nn.BatchNorm(..., axis_name={axes}). To normalise by each device's own and keep the mean of all: return "
+            f"pmean(updated, {axes}) of jax.lax. What is of one call alone, as a sown loss: create_train_state(..., "
+            "mutable=['params', 'batch_stats'])."
+        )
     return _equal_by_type(new, of_types)
 
 
@@ -149,19 +157,6 @@ def _differing_by_type(leaf: Any) -> Axes:
         return axis in varying if collectives.is_tracked(axis) else bool(collectives.spread_axes([axis]))
 
     return Axes(filter(may_differ, collectives.manual_axes())) - Axes(leaf_of(leaf).axes)
-
-
-def _check_equal(differing: dict[str, Axes], axes: tuple[str, ...]) -> None:
-    if not differing:
-        return
-    along = tuple(axis for axis in collectives.manual_axes() if any(axis in of for of in differing.values()))
-    raise ValueError(
-        f"the collections {listed(differing)} would differ from device to device along {along}: each device makes them "
-        "of its own examples, and the state holds what all devices share. Statistics of the whole batch: nn.BatchNorm("
-        f"..., axis_name={axes}). To normalise by each device's own and keep the mean of all: return pmean(updated, "
-        f"{axes}) of jax.lax. What is of one call alone, as a sown loss: create_train_state(..., mutable=['params', "
-        "'batch_stats'])."
-    )
 
 
 def _equal_by_type(new: PyTree, of_types: list[Axes]) -> PyTree:

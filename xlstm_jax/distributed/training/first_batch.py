@@ -51,7 +51,22 @@ def compare_batches(batch: PyTree, mesh: Mesh | AbstractMesh) -> None:
     entries |= {path: f"{leaf.dtype}{list(leaf.shape)}, {leaf.sharding}" for path, leaf in rows.items()}
     compare(entries, BATCH, me, processes, PEER_TIMEOUT_S)
     told = exchange_in(Store("batch", me, processes), _rows_here(rows), f"compare the {BATCH}", PEER_TIMEOUT_S)
-    _tell(dict(zip(processes, map(json.loads, told), strict=True)))
+    of_process = dict(zip(processes, map(json.loads, told), strict=True))
+    for same in by_text([where for where, _, _ in of_process.values()], processes).values():
+        if len({of_process[process][1] for process in same}) > 1:
+            raise ValueError(
+                f"{named(same)} hold the same rows of the {BATCH}, as copies, and hand in different values. Hand "
+                "in the same rows where devices share a shard of the batch; shard_batch says which do."
+            )
+    # Equal values are a mistake where rows differ, as those of a data set do: zeros of a test are equal everywhere.
+    contents = {process: what for process, (_, what, vary) in of_process.items() if vary}
+    for same in by_text([*contents.values()], [*contents]).values():
+        if len({of_process[process][0] for process in same}) > 1:
+            warnings.warn(
+                f"{named(same)} hand in equal rows as different parts of the {BATCH}: every example counts as "
+                "often as there are such processes. Let each read its own part of the data, by jax.process_index().",
+                stacklevel=3,
+            )
 
 
 def _processes(mesh: Mesh | AbstractMesh, given: PyTree) -> list[int]:
@@ -78,20 +93,3 @@ def _rows_here(rows: Mapping[str, jax.Array]) -> str:
             flat = content.reshape(len(content), -1) if len(content) > 1 else content.reshape(-1, 1)
             vary = vary or bool(np.any(flat != flat[:1]))
     return json.dumps([digest(json.dumps(where)), digest(json.dumps(what)), vary])
-
-
-def _tell(of_process: Mapping[int, tuple[str, str, bool]]) -> None:
-    for processes in by_text([where for where, _, _ in of_process.values()], [*of_process]).values():
-        if len({of_process[process][1] for process in processes}) > 1:
-            raise ValueError(
-                f"{named(processes)} hold the same rows of the {BATCH}, as copies, and hand in different values. Hand "
-                "in the same rows where devices share a shard of the batch; shard_batch says which do."
-            )
-    contents = {process: what for process, (_, what, vary) in of_process.items() if vary}  # else rows may be equal
-    for processes in by_text([*contents.values()], [*contents]).values():
-        if len({of_process[process][0] for process in processes}) > 1:
-            warnings.warn(
-                f"{named(processes)} hand in equal rows as different parts of the {BATCH}: every example counts as "
-                "often as there are such processes. Let each read its own part of the data, by jax.process_index().",
-                stacklevel=4,
-            )

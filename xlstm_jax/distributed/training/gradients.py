@@ -144,8 +144,7 @@ def local_result(
         with inside_loss(running), rules_of_mesh():
             found = loss_fn(put_back(live), *rest)
         mean, scale, weight = _scaled(found, axes)
-        _check_not_reduced(mean, axes, "the loss")
-        _check_no_axis_left_out(mean, axes)
+        _check_axes(mean, axes, "the loss")
         return mean / devices if devices and devices > 1 else mean, (found.aux, scale, weight, found.collections)
 
     # Varying parameters, so that JAX does not sum their gradients over devices: see the top of this file.
@@ -239,30 +238,27 @@ def _scaled(loss: Loss, axes: tuple[str, ...]) -> tuple[Any, Scalar, Scalar]:
     if weight is None:
         return total, 1, 1
     if isinstance(weight, Tracer):
-        _check_not_reduced(weight, axes, "the weight")
+        _check_axes(weight, axes, "the weight")
     local = jax.lax.stop_gradient(jnp.asarray(weight, wide_dtype(jnp.result_type(total))))
     (weight,) = collectives.psum([collectives.to_varying(local, collectives.spread_axes(axes))], [axes])
     scale = jnp.where(weight != 0, collectives.axis_size(axes) / jnp.where(weight != 0, weight, 1), 0)
     return total * scale.astype(jnp.result_type(total)), scale, weight
 
 
-def _check_no_axis_left_out(loss: jax.Array, axes: tuple[str, ...]) -> None:
-    """Raises where the type of the loss varies over another axis: JAX would sum over it the gradients of leaves that
-    do not vary there."""
-    for axis in collectives.spread_axes(sorted(collectives.varying_axes(loss) - set(axes))):
-        raise ValueError(
-            f"the loss varies over {axis!r}, which the axes to average over, {axes}, leave out: gradients of whole "
-            f"leaves would be summed over its {collectives.axis_size([axis])} devices. Name all axes along which the "
-            f"batch or gathered weights differ, or reduce over {axis!r} in the model (tensor parallel)."
-        )
-
-
-def _check_not_reduced(value: jax.Array, axes: tuple[str, ...], what: str) -> None:
-    """Raises where the type of ``value`` shows that it is the same on all devices along one of the axes."""
+def _check_axes(value: jax.Array, axes: tuple[str, ...], what: str) -> None:
+    """Raises where a loss or a weight, by its type, varies over other axes than those to average over."""
+    varying = collectives.varying_axes(value)
     for axis in collectives.spread_axes(axes):
-        if collectives.is_tracked(axis) and axis not in collectives.varying_axes(value):
+        if collectives.is_tracked(axis) and axis not in varying:
             raise ValueError(
                 f"{what} that loss_fn returned does not vary over {axis!r} (its type is {jax.typeof(value)}): it was "
                 "reduced over that axis already, or does not depend on parameters and batch at all. Return this "
                 "device's own value; it is averaged over the axes here. (Pass a constant weight as a Python number.)"
             )
+    # JAX would sum the gradients of leaves that do not vary over such an axis, and nobody would divide them.
+    for axis in collectives.spread_axes(sorted(varying - set(axes))):
+        raise ValueError(
+            f"{what} varies over {axis!r}, which the axes to average over, {axes}, leave out: gradients of whole "
+            f"leaves would be summed over its {collectives.axis_size([axis])} devices. Name all axes along which the "
+            f"batch or gathered weights differ, or reduce over {axis!r} in the model (tensor parallel)."
+        )

@@ -57,30 +57,18 @@ class MinibatchLossWithCollections(Protocol):
     ) -> tuple[LossOutput, PyTree]: ...
 
 
-class LossOfParams(Protocol):
-    """The loss of this device's shard of the batch."""
-
-    def __call__(self, params: PyTree, apply_fn: ApplyFn, batch: PyTree, rng: jax.Array, /) -> LossOutput: ...
+MinibatchLossFn = MinibatchLoss | MinibatchLossWithCollections  # what ``accumulate_gradients`` takes
 
 
-class LossWithCollections(Protocol):
-    """The loss of this device's shard of the batch, and the updated collections of the model."""
+class LossFn(Protocol):
+    """What ``make_train_step`` takes: the loss of this device's shard of the batch.
 
-    def __call__(
-        self, params: PyTree, apply_fn: ApplyFn, batch: PyTree, rng: jax.Array, collections: PyTree, /
-    ) -> tuple[LossOutput, PyTree]: ...
-
-
-class LossWithOthers(Protocol):
-    """The loss of this device's shard of the batch, which takes further trees by name."""
+    Collections of the state come last, where it has some; further trees come by name.
+    """
 
     def __call__(
         self, params: PyTree, apply_fn: ApplyFn, batch: PyTree, rng: jax.Array, /, *collections: Any, **others: Any
     ) -> Any: ...
-
-
-MinibatchLossFn = MinibatchLoss | MinibatchLossWithCollections  # what ``accumulate_gradients`` takes
-LossFn = LossOfParams | LossWithCollections | LossWithOthers  # what ``make_train_step`` takes
 
 
 @jax.tree_util.register_dataclass
