@@ -96,11 +96,11 @@ def check_takes(function: Callable[..., Any], called: Called, collections: Mappi
 
     ``collections`` of the state come after the arguments of ``called``; ``others`` are passed by their names.
     """
-    if (takes := _signature(function)) is None:
+    takes, count, further = _signature(function), len(called.arguments), bool(collections)
+    if takes is None or _binds(takes, count + further, others):
         return
     _check_names(takes, called, collections, others)
-    count, further = len(called.arguments), bool(collections)
-    if _binds(takes, count + further, others) or not _binds(takes, count + (not further), others):
+    if not _binds(takes, count + (not further), others):
         return
     if collections:
         raise TypeError(

@@ -103,9 +103,8 @@ def check_optimizer(tx: optax.GradientTransformation) -> None:
 def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
     """Warns of parameters in 16 bits, which updates hardly change, and of suspect masks of weight decay."""
     live = [(path, leaf) for path, leaf in trees.leaves_with_path(params) if leaf_of(leaf).is_differentiable]
-    narrow = [(path, value_dtype(leaf_of(leaf).value)) for path, leaf in live]
-    narrow = [(path, dtype) for path, dtype in narrow if dtype.itemsize <= 2]
-    if narrow:
+    dtypes = {path: value_dtype(leaf_of(leaf).value) for path, leaf in live}
+    if narrow := [(path, dtype) for path, dtype in dtypes.items() if dtype.itemsize <= 2]:
         path, dtype = narrow[0]
         least = float(jnp.finfo(dtype).eps) / 2
         _warn(

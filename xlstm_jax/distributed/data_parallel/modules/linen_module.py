@@ -4,7 +4,6 @@ The variables of a wrapped module pass ``gather_here`` where a public method is 
 ``init`` leaves it. For a plan, under a ``planning_mesh``, init puts every leaf into a box that says what was decided.
 """
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -261,18 +260,6 @@ def watching(kind: type[Watcher]) -> list[Watcher]:
     """
     methods = linen_interceptors()
     return [watcher for method in methods if isinstance(watcher := getattr(method, "__self__", None), kind)]
-
-
-def seeing_calls(seen: Callable[[Any], None]) -> contextlib.AbstractContextManager[None]:
-    """A context in which ``seen(module)`` is called when any module's ``__call__`` has returned."""
-
-    def intercept(method: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        result = method(*args, **kwargs)
-        if context.method_name == "__call__":
-            seen(context.module)
-        return result
-
-    return nn.intercept_methods(intercept)
 
 
 @dataclasses.dataclass(frozen=True)

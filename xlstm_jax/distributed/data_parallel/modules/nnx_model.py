@@ -298,30 +298,25 @@ class _NoKey:
 
 def _sharded(own: Mapping[str, Any], path: str, policy: ShardPolicy, seen: Mapping[str, _Seen]) -> dict[str, Any]:
     """The parameters of the unit at a path in boxes, each decided on as its layer is, with leading dims for layers."""
-    start = f"{path}/" if path else ""
+    below = {name: f"params/{name.removeprefix(f'{path}/' if path else '')}" for name in own}
     leaves, layer_dims = {}, {}
     for name, leaf in own.items():
         shape = np.shape(leaf_of(leaf).value)
-        below = f"params/{name.removeprefix(start)}"
-        layer_dims[below] = _layer_dims(name, shape, seen.get(name, (shape,))[0])
-        leaves[below] = with_last_names(leaf, len(shape) - layer_dims[below])
+        as_seen = seen.get(name, (shape, False))[0]
+        count = len(shape) - len(as_seen)
+        if count < 0 or shape[count:] != as_seen:
+            raise ValueError(
+                f"'{name}' of shape {shape} is seen by its module as {as_seen}: these are not its last dims. Scan over "
+                "dim 0."
+            )
+        layer_dims[below[name]], leaves[below[name]] = count, with_last_names(leaf, len(as_seen))
+    # Under vmap a leaf has the shape of one layer, by which the policy decides, as it does in a scan of Linen.
     shard: Callable[[Any], Any] = functools.partial(shard_here, policy)
     for depth in range(max(layer_dims.values(), default=0)):
-        dims = {below: 0 if count > depth else None for below, count in layer_dims.items()}
+        dims = {path: 0 if count > depth else None for path, count in layer_dims.items()}
         shard = jax.vmap(shard, in_axes=(dims,), out_axes=dims)
     boxed = trees.map_leaves(with_layer_names, shard(leaves))
     for name in own:
-        below = f"params/{name.removeprefix(start)}"
-        if isinstance(boxed[below], Sharded) and seen.get(name, ((), False))[1]:
-            boxed[below] = boxed[below].replace(looked_up=True)
-    return {below.replace("params/", f"params/{start}", 1): leaf for below, leaf in boxed.items()}
-
-
-def _layer_dims(path: str, shape: tuple[int, ...], seen: tuple[int, ...]) -> int:
-    """How many leading dims are of layers, by the shape that the module sees of a parameter."""
-    count = len(shape) - len(seen)
-    if count < 0 or shape[count:] != seen:
-        raise ValueError(
-            f"'{path}' of shape {shape} is seen by its module as {seen}: these are not its last dims. Scan over dim 0."
-        )
-    return count
+        if isinstance(boxed[below[name]], Sharded) and seen.get(name, ((), False))[1]:
+            boxed[below[name]] = boxed[below[name]].replace(looked_up=True)
+    return {f"params/{name}": boxed[below[name]] for name in own}

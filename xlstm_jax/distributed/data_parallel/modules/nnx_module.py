@@ -34,7 +34,6 @@ from xlstm_jax.distributed.data_parallel.modules.unit import (
 )
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
 
 COLLECTIONS = {nnx.Param: "params", nnx.BatchStat: "batch_stats", nnx.Cache: "cache", nnx.Intermediate: "intermediates"}
 OF_ARRAYS = "arrays"  # the collection of what a module holds without a variable around it
@@ -98,8 +97,7 @@ def _box(variable: Any) -> Sharded:
     box, value = variable.get_metadata(BOX), variable.get_raw_value()
     names = _of_last_dims(box.names, np.ndim(value))
     sizes = _of_last_dims(box.true_sizes, np.ndim(value)) if box.is_padded else ()
-    own = tuple(axis for entry in names for axis in entry_axes(entry) if axis in box.model_axes)
-    return box.replace(value=value, names=names, true_sizes=sizes, model_axes=own)
+    return leaf_of(box.replace(value=value, names=names, true_sizes=sizes))
 
 
 def _of_last_dims(entries: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:

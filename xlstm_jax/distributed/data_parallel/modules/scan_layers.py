@@ -164,11 +164,9 @@ def _copied(counts: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _set_back(counts: dict[Any, Any], before: dict[Any, Any]) -> None:
-    """In place, as other scopes hold the same dicts."""
-    for name in list(counts):
-        if name not in before:
-            del counts[name]
-        elif isinstance(counts[name], dict):
-            _set_back(counts[name], before[name])
+    """In place, as other scopes hold the same dicts. They have the same keys: a layer makes the same modules again."""
+    for name, count in before.items():
+        if isinstance(count, dict):
+            _set_back(counts[name], count)
         else:
-            counts[name] = before[name]
+            counts[name] = count

@@ -145,21 +145,18 @@ def of_wire(params: PyTree, found: Found) -> dict[str, float]:
     for path, leaf in trees.leaves_with_path(params):
         if path not in found.sizes:
             continue
-        how, size = leaf_of(leaf).communication, np.abs(np.asarray(found.sizes[path], np.float64)).ravel()
-        bound = _rounding(value_dtype(leaf_of(leaf).value).name, leaf) * float(np.linalg.norm(size))
-        if how.grad_scatter_dtype and leaf_of(leaf).axes:
-            bound += _rounding(how.grad_scatter_dtype, leaf) * float(np.linalg.norm(size))
-        narrow = how.replicas.reduce_dtype if how.replicas else None
-        if narrow in FORMATS:
+        box, size = leaf_of(leaf), np.abs(np.asarray(found.sizes[path], np.float64)).ravel()
+        of_copies = box.communication.replicas.reduce_dtype if box.communication.replicas else None
+        dtypes = [value_dtype(box.value).name, box.communication.grad_scatter_dtype if box.axes else None]
+        dtypes += [] if of_copies in FORMATS else [of_copies]
+        rounding = sum(_rounding(str(dtype), leaf) for dtype in dtypes if dtype)
+        bounds[path] = rounding * float(np.linalg.norm(size))
+        if of_copies in FORMATS:
             blocks = np.pad(size, (0, -size.size % BLOCK_SIZE)).reshape(-1, BLOCK_SIZE)
             largest = blocks.max(-1, keepdims=True)
             # Errors are spread evenly up to half a distance. A device's term may be larger than the mean of all.
-            half = FORMATS[str(narrow)].error_bound(blocks, 2 * largest)
-            bound += PACKED_TWICE / math.sqrt(3) * float(np.linalg.norm(half))
-        elif narrow:
-            bound += _rounding(str(narrow), leaf) * float(np.linalg.norm(size))
-        if bound:
-            bounds[path] = bound
+            half = FORMATS[str(of_copies)].error_bound(blocks, 2 * largest)
+            bounds[path] += PACKED_TWICE / math.sqrt(3) * float(np.linalg.norm(half))
     return bounds
 
 
