@@ -119,6 +119,7 @@ def _divide_summed(box: Sharded, axes: list[str], known: frozenset[str]) -> jax.
     It is a sum over the model's own axes, and over tracked axes (of copies, too) over which its type does not vary.
     """
     grad, varying = box.value, collectives.varying_axes(box.value)
+    # A tracked axis that the type lacks: JAX has summed the cotangent over it, since the leaf does not vary there.
     summed = [
         axis
         for axis in (*axes, *box.communication.copied_axes)

@@ -75,6 +75,7 @@ def _orders(axes: Order, slow_axes: Collection[str]) -> list[Order]:
     fast = tuple(axis for axis in axes if axis not in slow_axes)
     if len(fast) <= MOST_PERMUTED_AXES:
         return [(*order, *slow) for order in permutations(fast)]
+    # Rotations still make each axis the outermost once: that is the place which carries nearly everything.
     return [(*fast[i:], *fast[:i], *slow) for i in range(len(fast))]
 
 
@@ -83,6 +84,7 @@ def _traffic(size: float, order: Order, axis_sizes: Mapping[str, int]) -> dict[s
     sent = {}
     for axis in order:
         sent[axis] = size * (axis_sizes[axis] - 1) / axis_sizes[axis]
+        # Axes further inside are gathered before this one, when what is sent is that much smaller.
         size /= axis_sizes[axis]
     return sent
 
@@ -109,6 +111,7 @@ def balanced_over_model(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree
             slow_axes |= set(leaf_of(leaf).communication.inter_host_axes)
     order_of = _shared_orders(found, axis_sizes, slow_axes)
 
+    # Values are global arrays: another order moves shards between devices, and changes nothing that one reads.
     def reorder(path: str, leaf: Any) -> Any:
         if path not in order_of:
             return leaf

@@ -33,6 +33,7 @@ def spread_spec(names: Iterable[AxisEntry], mesh: Mesh | AbstractMesh) -> Partit
 def stored_shape(leaf: Any) -> tuple[int, ...]:
     """The global shape of a leaf with its padding; also of a shard, inside ``shard_map``."""
     box = leaf_of(leaf)
+    # Inside shard_map the value is a shard, and its axes are bound. Elsewhere they count as 1: the value is global.
     counts = [math.prod(map(size_if_bound, entry_axes(entry))) for entry in box.names]
     return tuple(map(operator.mul, box.value.shape, counts))
 

@@ -89,6 +89,7 @@ class Planned(Sharded, repr=False):
 
     def gathered(self, axes: tuple[str, ...]) -> "Planned":
         """The leaf as a wrapper over ``axes`` hands it to its module: no longer split over ``axes``."""
+        # Split by this wrapper, or by the model over no other axes: else it is for another wrapper to gather.
         ours = any(decision.axes == axes and decision.choice.dim is not None for decision in self.decisions)
         if not ours and not set(self.axes) <= set(axes):
             return self

@@ -61,6 +61,7 @@ class ShardPolicy:
                 f"trainable={self.trainable!r} is not True or False. A predicate of a parameter's path goes to "
                 "create_train_state(..., trainable=...)."
             )
+        # To Python True is an int, and would be a threshold of 1.
         if not isinstance(size, int | np.integer) or isinstance(size, bool):
             raise TypeError(f"min_weight_size={size!r} is not a number of values; pass an int, as 2**18.")
         if size < 0:

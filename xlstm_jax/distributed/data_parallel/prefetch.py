@@ -116,6 +116,7 @@ def prefetched_scan(
         for (path, leaf), route in zip(leaves, routes, strict=True)
     ]
     boxes = [rebox(leaf, None) if is_box(leaf) else None for _, leaf in leaves]
+    # The rule of a custom_vjp differentiates its arguments alone: all arrays are among them, and the rest is static.
     scan = _Scan(layer, structure, list(map(_Leaf, routes, boxes, map(Primal.of, values))))
     return scan.differentiable()(values, jax.tree.map(jnp.asarray, carry), per_layer, shared)
 
@@ -210,6 +211,7 @@ class _Scan:
     def set_out(self, values: Arrays, order: Sequence[int]) -> list[Arrays | None]:
         """What is on its way before the first iteration, which computes layer ``order[0]``."""
         ahead: list[Arrays | None] = [None] * self.depth
+        # A scan of few layers has none left for the first stages: then nothing sets out.
         for position in range(self.depth):
             ahead = self.advance(ahead, self.shards(values, order[position]) if position < len(order) else None)
         return ahead
@@ -232,6 +234,7 @@ class _Scan:
 
         ahead = self.set_out(values, range(self.length))
         one = jax.eval_shape(self.compute, self.arrived(ahead), self.whole(values, 0), carry, _at(per_layer, 0), shared)
+        # Made of the carry itself, so that by type they vary over the same axes.
         kept = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.length, *jnp.shape(x))), carry)
         outputs = jax.tree.map(
             lambda x: jnp.broadcast_to(collectives.zeros_of_type(x, x.dtype), (self.length, *x.shape)), one[1]
@@ -247,6 +250,7 @@ class _Scan:
 
     def backward(self, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
         values, kept, per_layer, shared = residuals
+        # Gradients of integers have dtype float0, which no loop can carry.
         d_carry, d_outputs = jax.tree.map(lambda d: None if d.dtype == jax.dtypes.float0 else d, cotangents)
         for route, _, primal in self.leaves:
             for cotangent in jax.tree.leaves((d_carry, d_outputs)) if route else ():
@@ -255,6 +259,7 @@ class _Scan:
         def step(index: Any, state: Any, *, is_first: bool = False, goes_on: bool = True) -> Any:
             d_carry, ahead, pending, (d_values, d_per_layer, d_shared) = state
             further = self.advance(ahead, self.shards(values, index - self.depth) if goes_on else None)
+            # In the first iteration no gradient of a later layer waits to be scattered.
             d_values = d_values if is_first else self.scatter(d_values, index + 1, pending)
             # Gathered beside what is computed again; a compiler that is free puts it off until scatters are under way.
             d_carry, further = _together(d_carry, further)
@@ -318,6 +323,7 @@ def _together(first: PyTree, second: PyTree) -> tuple[PyTree, PyTree]:
 
 def _pull(run: Callable[..., Any], args: tuple[Any, ...], cotangents: PyTree) -> tuple[Any, ...]:
     """The gradients of ``run`` by each of ``args``. Leaves without gradient are None, there and in ``cotangents``."""
+    # Boxes of frozen leaves are among the arguments, and say that these take no gradient.
     live, put_back = trees.split_differentiable(args)
     _, pull = jax.vjp(lambda live: trees.split_differentiable(run(*put_back(live)))[0], live)
     (grads,) = pull(jax.tree.leaves(cotangents))

@@ -102,6 +102,7 @@ def remat_policy(base: str | Policy | None = None, *, offload: Sequence[str] = (
     return _policy(_BASES[name], names)
 
 
+# One object for equal arguments, since JAX compares policies by identity.
 @functools.cache
 def _policy(base: Policy, offloaded: tuple[str, ...]) -> Policy:
     keep = functools.partial(_keep_but_weights, base)
@@ -111,6 +112,7 @@ def _policy(base: Policy, offloaded: tuple[str, ...]) -> Policy:
 def _offload_or(keep: Policy, offloaded: tuple[str, ...], primitive: Any, *inputs: Any, **params: Any) -> Any:
     if primitive.name != "name":
         return keep(primitive, *inputs, **params)
+    # Of names alone: JAX has no policy that offloads some values and asks another one about the rest.
     to_host = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=offloaded,

@@ -176,6 +176,7 @@ def _pattern(layer_names: str) -> re.Pattern[str]:
     if layer_names.count(NUMBER) != 1:
         raise TypeError(f"{layer_names=} has not one {NUMBER} for the number of a layer, as 'block_{NUMBER}' has.")
     before, after = map(re.escape, layer_names.split(NUMBER))
+    # Without leading zeros: block_01 and block_1 would be two layers of one number.
     return re.compile(f"{before}(0|[1-9][0-9]*){after}")
 
 
@@ -201,6 +202,7 @@ def _stacked(layers: dict[int, PyTree], layer_names: str) -> PyTree:
         there = listed([layer_names.format(number) for number in sorted(layers)], shown=SHOWN_NAMES)
         raise ValueError(f"{layer_names.format(missing[0])!r} is missing among the layers {there}.")
     in_order = [layers[number] for number in range(len(layers))]
+    # In words, which the error shows as they are.
     described = [{path: _described(leaf) for path, leaf in trees.leaves_with_path(layer)} for layer in in_order]
     for number, other in enumerate(described):
         for path in sorted(described[0].keys() | other.keys()):

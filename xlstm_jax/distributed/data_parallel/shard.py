@@ -68,6 +68,7 @@ def shard_params(
 
 def box_shards(params: PyTree, policy: ShardPolicy) -> PyTree:
     """``shard_params`` with all options of a wrapper; inside ``shard_map``."""
+    # Read off the shard_map that runs: one wrapped model serves every mesh that has its axes.
     sizes = {axis: collectives.axis_size((axis,)) for axis in policy.axes}
     return box_params(params, sizes, policy, collectives.own_shard)
 
@@ -116,6 +117,7 @@ def _padded(value: Any, dim: int, multiple: int) -> tuple[Any, int | None]:
     if size % multiple == 0:
         return value, None
     widths = [(0, padded_size(size, multiple) - size if d == dim else 0) for d in range(value.ndim)]
+    # A plan pads types, and has no values.
     if isinstance(value, jax.ShapeDtypeStruct):
         return jax.eval_shape(lambda x: jnp.pad(x, widths), value), size
     return jnp.pad(value, widths), size

@@ -182,6 +182,7 @@ def _lowered(ctx: mlir.LoweringRuleContext, *operands: Any, jaxpr: core.Jaxpr, n
 
 
 def _batched(operands: Any, dims: Any, *, jaxpr: core.Jaxpr, name: str) -> Any:
+    # The program is traced anew with the batch in it, and stays one operation.
     over = jax.vmap(functools.partial(_run, jaxpr), in_axes=tuple(dims))
     with types_are_checked(False):
         closed = jax.make_jaxpr(over)(*map(_shape, operands))

@@ -158,6 +158,7 @@ def _planned_init(
 
     # Nothing is computed: a key without a value will do.
     key = jax.eval_shape(lambda: jax.random.key(0)) if rng is None else rng
+    # Attention of cuDNN asks the GPU at hand what it can do. A plan wants shapes, which are the same on any.
     with answered_for(None):
         return dict(jax.eval_shape(init, key, inputs))
 

@@ -143,6 +143,7 @@ def _cells(line: Line, offloads: bool) -> list[Any]:
     gathered = f"{format_bytes(row.gathered_bytes)}{_times(row.uses * line.count)}" if row.uses else ""
     if row.row_bytes:
         gathered += ", or rows"
+    # Gathered when the model is entered, it is in memory until the model is left.
     if row.gathered_with == "" and line.module:
         gathered += " (top)"
     shape, (total, per_device, gradient, *state) = TIMES.join(map(str, row.shape)) or "scalar", _sums([line], offloads)

@@ -65,6 +65,7 @@ class ReduceOnce(ReduceEach):
 
     def gradients(self, mean_grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> list[Any]:
         live = varying_leaves(trees.split_differentiable(params)[0], axes)
+        # A gather is linear: its transpose, taken at any values, makes the gradient of shards from that of weights.
         weights, transpose = jax.vjp(lambda live: _gathered(live, axes), [_gathered_wide(leaf) for leaf in live])
         (grads,) = transpose(_as_gradients_of(weights, mean_grads))
         return _as_gradients_of(live, grads)
@@ -248,6 +249,7 @@ def accumulated(
     minibatches = split_rows(batch, count)
 
     def on_minibatch(index: Any, before: _Handed) -> tuple[_OfMinibatch, _Handed]:
+        # One minibatch draws what a batch without minibatches draws.
         key = rng if rng is None or count == 1 else jax.random.fold_in(rng, index)
         rest = (rows_at(minibatches, index), key, *([before.collections] if loss.has_collections else []))
         if OVERWRITTEN in before.collections:
@@ -311,6 +313,7 @@ def _mean_over(
     like, _ = jax.eval_shape(on_minibatch, jnp.int32(0), start)
     zeros = jax.tree.map(lambda x: collectives.zeros_of_type(x, wide_dtype(x.dtype)), (like.means, like.weight))
     ((sums, weight), handed), aux = jax.lax.scan(add, (zeros, start), jnp.arange(count, dtype=jnp.int32))
+    # Without any weight the sums are 0, and so are the means.
     weight = jnp.where(weight != 0, weight, 1)
     means = jax.tree.map(lambda sum_: sum_ / weight, sums)
     loss, of_aux = jax.tree.map(lambda mean, x: mean.astype(x.dtype), means[:2], like.means[:2])

@@ -146,6 +146,7 @@ def _by_name(takes: inspect.Signature) -> list[str]:
 def _binds(takes: inspect.Signature, count: int, names: Iterable[str]) -> bool:
     """Whether a function can be called with ``count`` arguments and some by name."""
     try:
+        # Values are of no account: Python compares places and names.
         takes.bind(*[None] * count, **dict.fromkeys(names))
     except TypeError:
         return False

@@ -96,6 +96,7 @@ def chunked_cross_entropy(
     axes = frozenset().union(*map(collectives.varying_axes, (hidden, kernel, labels)))
     labels, size = labels.astype(jnp.promote_types(labels.dtype, jnp.int32)), kernel.shape[vocab_dim]
     first = collectives.axis_index((vocab_axis,)) * size if vocab_axis and parts > 1 else None
+    # A label of another part is no entry of this one, and its logit is read as 0: the sum over parts has it once.
     own_labels = labels if first is None else labels - first
     arrays = collectives.to_varying((hidden, kernel.astype(dtype), own_labels), sorted(axes))
     found = _differentiable_read(*arrays, vocab_dim, int(chunk_size))
@@ -103,6 +104,7 @@ def chunked_cross_entropy(
         found = _over_all_parts(found, first, vocab_axis)
     log_normalizer, label_logit, likeliest, _ = found
     counts = labels >= 0
+    # A label beyond the vocabulary is a mistake of the data, and NaN shows it: its logit was read as 0.
     loss = jnp.where(labels < size * parts, log_normalizer - label_logit, jnp.nan)
     return TokenLosses(jnp.where(counts, loss, 0), jnp.where(counts, log_normalizer, 0), counts & (likeliest == labels))
 
@@ -197,6 +199,7 @@ def _read_logits_bwd(vocab_dim: int, chunk_size: int, kept: Arrays, cotangents: 
         chunk = lax.dynamic_slice_in_dim(kernel, start, size, vocab_dim)
         # Logits are computed again, chunk by chunk: to keep them would take what the loop saves.
         softmax = jnp.exp(_logits(hidden, chunk, vocab_dim) - log_normalizer[..., None])
+        # The derivative of the normaliser by a logit is its softmax; the label's logit is a logit itself.
         of_label = jnp.where(_is_label(labels, start, size), d_label_logit[..., None], 0)
         d_logits = (softmax * d_normalizer[..., None] + of_label).astype(hidden.dtype)
         d_hidden += _product(d_logits, chunk, (d_logits.ndim - 1,), (vocab_dim,), wide)

@@ -239,8 +239,10 @@ def _scaled(loss: Loss, axes: tuple[str, ...]) -> tuple[Any, Scalar, Scalar]:
         return total, 1, 1
     if isinstance(weight, Tracer):
         _check_axes(weight, axes, "the weight")
+    # A constant also where it is computed from parameters (a soft mask): W is a divisor that all devices share.
     local = jax.lax.stop_gradient(jnp.asarray(weight, wide_dtype(jnp.result_type(total))))
     (weight,) = collectives.psum([collectives.to_varying(local, collectives.spread_axes(axes))], [axes])
+    # The mean over N devices of sum * N / W is the sum on all devices over W; the inner where keeps NaN out.
     scale = jnp.where(weight != 0, collectives.axis_size(axes) / jnp.where(weight != 0, weight, 1), 0)
     return total * scale.astype(jnp.result_type(total)), scale, weight
 

@@ -91,6 +91,7 @@ class _Reader:
         if name in _CASTS:
             return inputs
         if name in _EQUALS and params.get("axis_index_groups") is None:
+            # Over groups of an axis a sum is equal within each group only: such an equation counts as any other.
             return [axes.difference(named_axes(eqn)) for axes in inputs]
         read_through = {"scan": self._of_scan, "while": self._of_while, "cond": self._of_cond}
         with suppress(*_OTHER_PARAMS):
@@ -104,6 +105,7 @@ class _Reader:
         num_consts, num_carry = _scan_counts(params)
         after = num_consts + num_carry
         consts, carry, rest = inputs[:num_consts], inputs[num_consts:after], inputs[after:]
+        # Sets of axes only grow from round to round, so the loop ends.
         while True:
             results = self._of_inner(params["jaxpr"], [*consts, *carry, *rest])
             before, carry = carry, _joined(carry, results[: len(carry)])
@@ -113,6 +115,7 @@ class _Reader:
     def _of_while(self, params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
         of_cond, of_body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         carry = inputs[of_body:]
+        # Devices that stop after different rounds carry different values from there on.
         while True:
             (ends,) = self._of_inner(params["cond_jaxpr"], [*inputs[:of_cond], *carry])
             results = self._of_inner(params["body_jaxpr"], [*inputs[of_cond:of_body], *carry])
@@ -124,6 +127,7 @@ class _Reader:
     def _of_cond(self, params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
         chosen_by, *operands = inputs
         self._part(chosen_by, *params["branches"])
+        # What chooses the branch makes all results differ, whatever these are computed from.
         branches = [self._of_inner(branch, operands) for branch in params["branches"]]
         return _joined(*branches, [chosen_by] * len(branches[0]))
 

@@ -159,12 +159,6 @@ def _gathered(policy: ShardPolicy, variables: PyTree) -> PyTree:
     return gather_here(policy, variables, units[0].path, units[0].kernels) if units else gather_here(policy, variables)
 
 
-def unit_path() -> tuple[str, ...] | None:
-    """The path of the innermost unit that runs; None where none does."""
-    units = watching(RunningUnit)
-    return units[0].path if units else None
-
-
 def inside_map_variables() -> bool:
     """Whether this code runs within an ``nn.map_variables`` of the model itself.
 
@@ -219,6 +213,7 @@ def _only_when_bound(plain: Method, gathering: Method, policy: ShardPolicy) -> M
 
     @functools.wraps(plain)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # An unbound module has no parameters, and Linen lifts methods of bound ones alone.
         if self.scope is None:
             return plain(self, *args, **kwargs)
         if running(policy.axes) != "plain":
@@ -314,6 +309,7 @@ def by_rows_or(
     if not isinstance(module, nn.Embed):
         return gathering
 
+    # The method does not run where rows are looked up, so it must be Flax's own: see ``_is_lookup``.
     def run(module: nn.Embed, *args: Any, **kwargs: Any) -> Any:
         rows = _rows(module, name, policy, args, kwargs)
         return gathering(module, *args, **kwargs) if rows is None else returned(module, name, rows)
@@ -395,6 +391,7 @@ def with_varying_carry(module: nn.Module, method: str, args: Any, kwargs: dict[s
     if not isinstance(module, nn.RNN) or method != "__call__" or kwargs.get("initial_carry") is not None:
         return kwargs
     axes = unit.carry_axes((args, kwargs, module.variables))
+    # Without types a scan compares shapes and dtypes, and any carry will do.
     if not any(map(collectives.is_tracked, axes)):
         return kwargs
     return kwargs | {"initial_carry": collectives.to_varying(_initial_carry(module, *args, **kwargs), axes)}
@@ -429,6 +426,7 @@ class Stacks:
         """For ``nn.intercept_methods``: sees the modules that run within a unit."""
         cls, units = type(context.module), self.units_entered
         if watching(RunningUnit) and scans_over_params(cls):
+            # The layer of this scan will be the next module of its class that is called.
             self._scan = cls, units
         elif self._scan and context.method_name == "__call__" and cls in self._scan[0].__mro__:
             if self._scan[1] == units:  # no unit was entered since, so the layer is no unit

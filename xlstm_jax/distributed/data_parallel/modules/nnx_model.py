@@ -197,6 +197,7 @@ class NnxModel:
     @functools.cached_property
     def _split(self) -> tuple[Any, list[tuple[str, Any]]]:
         """The structure of the module, and its leaves in order, by path."""
+        # Of the abstract model, once: `apply` merges values into it, and no initialiser runs again.
         graphdef, state = nnx.split(self._with_units_in(nnx.clone(self._abstract)))
         flat = nnx.to_flat_state(state)
         return graphdef, [(path_of(path), leaf) for path, leaf in flat]

@@ -85,9 +85,11 @@ class _Split(_Changed, SplitVariable):
     def get_value(self: Any, **index: Any) -> Any:
         with jax.named_scope("read.sharded"):
             (whole,) = _whole_values({".": self}).values()
+        # By its plain type, whose hooks (on_get_value) are the model's own.
         return _plain_type(self).from_metadata(whole, self.get_metadata()).get_value(**index)
 
     def __getattr__(self: Any, name: str) -> Any:
+        # What is no metadata is asked of the array (shape, T), and of the whole one.
         metadata = self.get_metadata()
         return metadata[name] if name in metadata else getattr(self.get_value(), name)
 
@@ -116,6 +118,7 @@ def _of_last_dims(entries: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
     return (None,) * (ndim - len(entries)) + entries[extra:]
 
 
+# Cached, since NNX compares the structures of models by their classes.
 @functools.cache
 def _type_like(cls: type[nnx.Variable[Any]], state: type[_Changed]) -> Any:
     """The variables of class ``cls`` in a state, ``_Split`` or ``_Whole``; the class keeps its name."""
@@ -140,6 +143,7 @@ def is_split(variable: Any) -> bool:
 def _whole_values(variables: Mapping[str, Any]) -> dict[str, Any]:
     """The whole values of split variables by path; what other axes split (tensor parallel) stays so."""
     whole: dict[str, Any] = {}
+    # Units that were sharded by several calls have several policies, each with axes and dtypes of its own.
     for policy in dict.fromkeys(variable.get_metadata(POLICY) for variable in variables.values()):
         whole |= gather_here(policy, {path: v for path, v in variables.items() if v.get_metadata(POLICY) == policy})
     return {path: leaf_of(whole[path]).value for path in variables}
@@ -255,6 +259,7 @@ def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
 
 def make_unit(module: nnx.Module, policy: ShardPolicy) -> None:
     """Turns a module into a unit."""
+    # In place: other attributes of the model may hold this very object.
     object.__setattr__(module, "__class__", _unit_type(type(module), policy))
 
 

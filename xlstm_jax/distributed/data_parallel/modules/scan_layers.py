@@ -15,7 +15,7 @@ from flax.core import lift, meta
 from flax.linen.transforms import lift_transform
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.modules.linen_module import inside_unit, recomputes, unit_path
+from xlstm_jax.distributed.data_parallel.modules.linen_module import RunningUnit, inside_unit, recomputes, watching
 from xlstm_jax.distributed.data_parallel.prefetch import prefetched_scan, route_of
 from xlstm_jax.distributed.data_parallel.remat import split_arrays
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
@@ -112,6 +112,7 @@ def _ahead(run: Callable[..., Any], *, split_rngs: Mapping[Any, bool], in_axes: 
     def scan(make_scopes: Any, _: Any, variables: Any, rngs: Any, carry: PyTree, *args: Any) -> Any:
         keys = [_split(k, length) if split else k for k, split in zip(rngs, split_rngs.values(), strict=True)]
         axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+        # A layer has its own keys of streams that are split, and its own part of arguments with a dim for layers.
         is_own = [*split_rngs.values(), *(axis == 0 for axis in axes)]
         inputs = list(zip(is_own, [*keys, *args], strict=True))
         per_layer, put_own = split_arrays([x if own else None for own, x in inputs])
@@ -126,8 +127,8 @@ def _ahead(run: Callable[..., Any], *, split_rngs: Mapping[Any, bool], in_axes: 
             with counted.from_the_same(scopes):
                 return run(scopes, carry, *merged[len(keys) :])
 
-        stacked = _of_one_layer(variables)
-        return prefetched_scan(layer, stacked, carry, per_layer, shared, unit_path()), ()
+        path = watching(RunningUnit)[0].path
+        return prefetched_scan(layer, _of_one_layer(variables), carry, per_layer, shared, path), ()
 
     return lift.pack(scan, ("params",), (), tuple(split_rngs), name="scan")
 

@@ -266,6 +266,7 @@ class _Run:
         selection = self.sharding.selection
         if not selection.gathers(path, module, True):  # before the parameters of all modules within are looked at
             return False
+        # Whether the box says this very module: it counts the names of the leaf's path below its unit.
         own = [
             leaf_of(leaf).unit_depth == 1 + name.count("/")
             for _, name, leaf in _parameters(module)
@@ -286,8 +287,10 @@ class _Run:
         }
         own_size = sum(size for leaf, size in sizes.items() if self._unit_of.get(leaf, path) == path)
         if selection.chooses(path, module, own_size) and not (inside_map_variables() and self._is_left_out(path)):
+            # Units within were left before, and keep their parameters.
             self._has_units, self._unit_of = True, dict.fromkeys(sizes, path) | self._unit_of
             gathers_one_layer(path)
+            # The parameters lie in the module, whole: a lifted function that does nothing splits them on its way out.
             lifted(_nothing, None, policy)(module)
         if len(self._entered) == 1 and not path and not self._has_units:
             self._refuse(module)

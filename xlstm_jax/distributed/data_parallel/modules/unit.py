@@ -86,6 +86,7 @@ def as_predicate(where: Any, system: ModuleSystem) -> Predicate:
     Raises:
       TypeError: it is no class of modules, no tuple of classes and no function.
     """
+    # A class can be called, too, so classes are told first.
     classes = where if isinstance(where, tuple) else (where,)
     if classes and all(isinstance(cls, type) and issubclass(cls, system.module_class) for cls in classes):
         return lambda path, module: isinstance(module, classes)
@@ -121,6 +122,7 @@ def running(axes: tuple[str, ...]) -> Literal["manual", "global", "plain"]:
         return "global"
     if mesh.empty:
         return "plain"
+    # Some axes are bound and others are not, or there is no such axis: no mode fits.
     if mesh.manual_axes:
         raise ValueError(collectives.unbound_message(unbound[0], "shard_module_params"))
     raise _no_axis(next((axis for axis in unbound if axis not in mesh.shape), unbound[0]))
@@ -152,6 +154,7 @@ def named_input(system: ModuleSystem, args: Any, kwargs: Any) -> tuple[Any, Any]
         is_float = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)
         return checkpoint_name(x, BLOCK_INPUT) if is_float else x
 
+    # A box among the arguments is a parameter, and an object of the library no activation.
     first, rest = (args[:1], args[1:]) if args else (kwargs, ())
     first = map_leaves(named, first, one_leaf=lambda node: isinstance(node, (*BOXES, *system.objects)))
     return (first + rest, kwargs) if args else (args, first)
@@ -168,6 +171,7 @@ def gather_here(
     ``module`` is the path of a Linen module, by which errors name its leaves. ``kernels`` gets those that travelled as
     their fp8 products quantise them, by the paths of these products, for ``check_operand``; without it none does.
     """
+    # Copies are those that the box of a leaf names: ``or_else`` takes what is None here from there.
     how = replace(policy.communication, replicas=None)
 
     def gathered(stored: str, leaf: Any) -> Any:
@@ -287,6 +291,7 @@ def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
     def run_and_drop(module: Any, *args: Any, **kwargs: Any) -> Any:
         if running(policy.axes) != "manual" or collectives.axis_size(policy.axes) == 1:
             return run(module, *args, **kwargs)
+        # A checkpoint takes arrays alone: flags and functions among the arguments go around it.
         arrays, put_back = split_arrays((args, kwargs), *system.objects)
         rebuild_results: list[Callable[[dict[int, Any]], PyTree]] = []
 
@@ -296,6 +301,7 @@ def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
             rebuild_results.append(rebuild)
             return results
 
+        # It traces `again`, which leaves behind how its results are put together.
         results = system.checkpoint(again, policy=remat_policy("everything"))(module, arrays)
         return rebuild_results[-1](results)
 

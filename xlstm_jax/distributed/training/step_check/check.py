@@ -176,6 +176,7 @@ class Comparison:
         self.sizes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
         leaves = dict(trees.leaves_with_path(state.params))
         self.axes = {path: tuple(a for a in leaf_of(leaf).axes if a in self.sizes) for path, leaf in leaves.items()}
+        # Bounds are multiples of eps. Where all leaves are float64, those of float32 would hide mistakes.
         wide = all(leaves[path].dtype == np.float64 for path in one.paths if hasattr(leaves[path], "dtype"))
         self.eps = float(np.finfo(np.float64 if wide and one.paths else np.float32).eps)
         minibatches = {"num_minibatches": one.num_minibatches} if one.num_minibatches > 1 else {}

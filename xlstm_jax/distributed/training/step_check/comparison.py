@@ -247,6 +247,7 @@ def _ratio(ours: np.ndarray, right: np.ndarray) -> Ratio:
     if size <= 0:
         return Ratio(math.nan, 0.0, math.inf)
     value = float(a.mean() / size)
+    # The variance of the quotient a / b of two means, to first order.
     error = math.sqrt((a.var(ddof=1) + value**2 * b.var(ddof=1)) / count) / size
     differences = ours - value * right
     rest = float(differences[:half].mean(0) @ differences[half:].mean(0)) / size

@@ -74,6 +74,7 @@ def _seed(word: Any) -> jax.Array:
 
 
 def _split(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    # All keys of a split are equal, so that rows and devices draw alike; only the count of splits goes on.
     return jnp.broadcast_to(key.at[0].add(jnp.uint32(1)), (*shape, _WORDS))
 
 
@@ -86,6 +87,7 @@ def _bits(key: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
     splits, same = key
     word = jnp.where(splits < _SAME_UNTIL, same, splits * jnp.uint32(_GOLDEN))
     dtype = jnp.dtype(f"uint{bit_width}")
+    # The highest bits are those from which a uniform number is made.
     bits = (word >> (32 - bit_width)).astype(dtype) if bit_width <= 32 else word.astype(dtype) << (bit_width - 32)
     return jnp.full(shape, bits, dtype)
 

@@ -138,6 +138,7 @@ def is_sum_over_positions(one: OneDevice, key: Any) -> bool:
         def rows(x: Any) -> Any:
             if not np.ndim(x):
                 return x
+            # Every other row changes places with the row at the same position in the other half.
             parts = jnp.reshape(x[: len(x) // 2 * 2], (2, len(x) // 2, *x.shape[1:]))
             even = jnp.arange(len(x) // 2).reshape(-1, *[1] * (x.ndim - 1)) % 2 == 0
             return jnp.where(even, parts[rest], parts[other])

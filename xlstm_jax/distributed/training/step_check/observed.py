@@ -152,6 +152,7 @@ def drifting(collections: PyTree) -> Iterator[str]:
 
 def copies_differ(value: jax.Array) -> bool:
     """Whether devices hold different values where the sharding says that they hold the same; reads all on the host."""
+    # Shards of one index are copies of each other.
     seen: dict[str, np.ndarray] = {}
     for shard in value.addressable_shards:
         data = np.asarray(jax.random.key_data(shard.data) if is_prng_key(value) else shard.data)

@@ -195,6 +195,7 @@ class OneDevice:
             live, batch = jax.tree.unflatten(treedef, leaves)
             return list(self._mean_in_turn(1, 1)(live, weights, batch, kept, rng)[1])
 
+        # By the equations: a gradient may be 0 by its values (dead units), and depend on the leaf all the same.
         of_grads = differing_axes(grads, flat, [frozenset({"anything"})] * len(flat))
         return [path for path, of in zip(self.paths, of_grads, strict=True) if not of]
 
