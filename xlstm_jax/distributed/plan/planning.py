@@ -96,20 +96,7 @@ def plan_sharding(
     with noting_experts() as mixtures:
         freeze = partial(with_frozen, trainable=trainable, frozen_dtype=frozen_dtype)
         variables = _planned_init(model, mesh, rng, inputs, kwargs, freeze)
-    assumed = ""
-    if any(isinstance(leaf, Planned) for _, leaf in leaves_with_path(variables)):
-        options = {"axis_name": axis_name, "min_weight_size": min_weight_size}
-        for name, value in options.items():
-            if value is not None:
-                raise ValueError(
-                    f"{name}={value!r} is for models without wrappers, and modules of this one are wrapped by "
-                    f"shard_module_params, which decides. Leave {name} out, or change it where the modules are wrapped."
-                )
-    else:
-        policy = ShardPolicy(*_assumed(axis_name, min_weight_size, sizes))
-        over, params = {axis: sizes[axis] for axis in policy.axes}, {PARAMETERS: variables.get(PARAMETERS, {})}
-        variables = variables | with_unit(plan_params(params, over, policy), params)
-        assumed = f"shard_module_params({type(model).__name__}, {format_axes(policy.axes)}, {policy.min_weight_size})"
+    variables, assumed = _decided(model, variables, axis_name, min_weight_size, sizes)
     partition_specs(variables, mesh)  # refuses names that are no axes
     # In the order in which training gathers several axes.
     params = balanced_over_model(variables.pop(PARAMETERS, {}), sizes)
@@ -173,14 +160,27 @@ def _checked_sizes(axis_sizes: Mapping[str, int]) -> dict[str, int]:
     return {axis: int(size) for axis, size in axis_sizes.items()}
 
 
-def _assumed(axis_name: AxisNames | None, min_weight_size: int | None, sizes: dict[str, int]) -> tuple[Any, int]:
-    """Axes and threshold of the one wrapper around a model in which nothing is wrapped."""
+def _decided(
+    model: Model, variables: PyTree, axis_name: AxisNames | None, min_weight_size: int | None, sizes: dict[str, int]
+) -> tuple[PyTree, str]:
+    """The variables with decisions in their boxes; and the wrapper that is assumed where a model has none, in words."""
+    if any(isinstance(leaf, Planned) for _, leaf in leaves_with_path(variables)):
+        options = {"axis_name": axis_name, "min_weight_size": min_weight_size}
+        if name := next((name for name, value in options.items() if value is not None), None):
+            raise ValueError(
+                f"{name}={options[name]!r} is for models without wrappers, and modules of this one are wrapped by "
+                f"shard_module_params, which decides. Leave {name} out, or change it where the modules are wrapped."
+            )
+        return variables, ""
     axes = tuple(sizes) if axis_name is None else as_axis_names(axis_name)
     if missing := [axis for axis in axes if axis not in sizes]:
         raise ValueError(
             f"axis_name={axis_name!r}: there is no axis {missing[0]!r} in axis_sizes={sizes}. Pass one of it."
         )
-    return axes, DEFAULT_MIN_WEIGHT_SIZE if min_weight_size is None else min_weight_size
+    policy = ShardPolicy(axes, DEFAULT_MIN_WEIGHT_SIZE if min_weight_size is None else min_weight_size)
+    over, params = {axis: sizes[axis] for axis in axes}, {PARAMETERS: variables.get(PARAMETERS, {})}
+    assumed = f"shard_module_params({type(model).__name__}, {format_axes(axes)}, {policy.min_weight_size})"
+    return variables | with_unit(plan_params(params, over, policy), params), assumed
 
 
 def _parameter_row(path: str, leaf: PyTree, state: Mapping[str, ByteCount], sizes: dict[str, int]) -> LeafPlan:
