@@ -242,7 +242,7 @@ def _stack(*layers: Any) -> Any:
 
 
 def _unstacked(tree: PyTree, stacked_name: str) -> list[PyTree]:
-    leaves = trees.leaves_with_path(tree)
+    leaves, treedef = trees.flatten_with_path(tree)
     first = next((np.shape(leaf_of(leaf).value)[:1] for _, leaf in leaves), ())
     for path, leaf in leaves:
         described = f"'{stacked_name}/{path}' is {_described(leaf)}"
@@ -253,17 +253,14 @@ def _unstacked(tree: PyTree, stacked_name: str) -> list[PyTree]:
             )
         if entry_axes(leaf_of(leaf).names[0]):
             raise ValueError(f"{described}: its layers lie on different devices, and cannot be told apart on each.")
-    next_layers = trees.map_leaves(_layers_of_leaf, tree)
-    return [jax.tree.map(lambda next_layer: next_layer(), next_layers) for _ in range(first[0] if first else 0)]
+    return list(map(treedef.unflatten, zip(*(_layers_of_leaf(leaf) for _, leaf in leaves), strict=True)))
 
 
-def _layers_of_leaf(leaf: Any) -> Callable[[], Any]:
-    """A function that returns the leaf's first layer, then its second, and so on."""
-    # A function and not a list, which `jax.tree.map` would take for a part of the tree.
-    layers = _on_shards(_split, lambda spec: PartitionSpec(*spec[1:]), leaf_of(leaf).value)
+def _layers_of_leaf(leaf: Any) -> list[Any]:
+    layers: list[Any] = _on_shards(_split, lambda spec: PartitionSpec(*spec[1:]), leaf_of(leaf).value)
     if isinstance(leaf, meta.AxisMetadata):
         layers = [leaf.remove_axis(0, WHOLE_LAYER_DIM).replace_boxed(layer) for layer in layers]
-    return iter(layers).__next__
+    return layers
 
 
 def _split(stacked: Any) -> list[Any]:

@@ -44,7 +44,7 @@ from xlstm_jax.distributed.optimizers.state import (
     owner_of_state,
 )
 from xlstm_jax.distributed.plan.expert_plan import ExpertPlan, expert_plan, noting_experts
-from xlstm_jax.distributed.plan.leaf_plan import OPTIMIZER, PARAMETERS, ByteCount, LeafPlan
+from xlstm_jax.distributed.plan.leaf_plan import NO_BYTES, OPTIMIZER, PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.matrix_plan import matrix_plans
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 from xlstm_jax.wording import format_axes
@@ -102,7 +102,13 @@ def plan_sharding(
     params = balanced_over_model(variables.pop(PARAMETERS, {}), sizes)
     layout = optimizer_layout(params, mesh)
     of_params, beside = _optimizer_rows(tx, params, layout, offload)
-    rows = [_parameter_row(path, leaf, of_params[path], sizes) for path, leaf in leaves_with_path(params)]
+    rows = []
+    for path, leaf in leaves_with_path(params):
+        kept, box = _bytes_of(path, leaf, sizes), leaf_of(leaf)
+        # A gradient is as large as its parameter, and split like it.
+        fields = {"parameters": kept, "gradients": kept if box.is_differentiable else NO_BYTES, **of_params[path]}
+        fields |= _gathering(path, leaf, sizes) | {"trainable": box.trainable}
+        rows.append(_row(path, PARAMETERS, leaf, _reason(leaf), sizes, **fields))
     # Other collections (batch_stats) are whole, unless the model has boxed them.
     for collection, path, leaf in [(name, *found) for name in variables for found in leaves_with_path(variables[name])]:
         path = f"({collection}) {path}"
@@ -181,15 +187,6 @@ def _decided(
     over, params = {axis: sizes[axis] for axis in axes}, {PARAMETERS: variables.get(PARAMETERS, {})}
     assumed = f"shard_module_params({type(model).__name__}, {format_axes(axes)}, {policy.min_weight_size})"
     return variables | with_unit(plan_params(params, over, policy), params), assumed
-
-
-def _parameter_row(path: str, leaf: PyTree, state: Mapping[str, ByteCount], sizes: dict[str, int]) -> LeafPlan:
-    # A gradient is as large as its parameter, and split like it.
-    kept: dict[str, Any] = {"parameters": _bytes_of(path, leaf, sizes), **state}
-    kept["trainable"] = leaf_of(leaf).trainable
-    if leaf_of(leaf).is_differentiable:
-        kept["gradients"] = kept["parameters"]
-    return _row(path, PARAMETERS, leaf, _reason(leaf), sizes, **kept, **_gathering(path, leaf, sizes))
 
 
 def _gathered_axes(leaf: PyTree) -> set[str]:
