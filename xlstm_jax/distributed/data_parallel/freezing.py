@@ -66,6 +66,7 @@ def freeze_params(
 
     def freeze(path: str, leaf: Any) -> Any:
         leaf = frozen(leaf) if trainable is not None and not trainable(path) else leaf
+        # Frozen here, or by its wrapper (trainable=False): both are stored alike.
         return leaf if leaf_of(leaf).trainable else stored(path, leaf, dtype)
 
     found = trees.map_leaves_with_path(freeze, params)

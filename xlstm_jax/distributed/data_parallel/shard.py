@@ -24,19 +24,12 @@ from xlstm_jax.distributed.data_parallel.policy import (
 from xlstm_jax.distributed.data_parallel.reasons import PrngKeys
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.wire.communication import (
-    is_prng_key,
-    value_dtype,
-)
+from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key, value_dtype
 from xlstm_jax.distributed.data_parallel.wire.quantized import OF_PRODUCT
 
 
 def shard_params(
-    params: PyTree,
-    axis_name: AxisNames,
-    min_weight_size: int = DEFAULT_MIN_WEIGHT_SIZE,
-    *,
-    uneven: str = UNEVEN[0],
+    params: PyTree, axis_name: AxisNames, min_weight_size: int = DEFAULT_MIN_WEIGHT_SIZE, *, uneven: str = UNEVEN[0]
 ) -> PyTree:
     """Splits parameters over a mesh axis: every device keeps its shard of each leaf that is large enough.
 

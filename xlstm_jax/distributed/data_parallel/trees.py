@@ -34,6 +34,7 @@ def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree, one_leaf: On
 def map_leaves_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     """Like ``map_leaves``; ``fn`` gets the leaf's path before the leaf."""
     leaves, treedef = flatten_with_path(tree)
+    # Down to the leaves of the first tree: another box in the place of a leaf stays one value.
     others = zip(*map(treedef.flatten_up_to, rest), strict=True) if rest else [()] * len(leaves)
     return treedef.unflatten([fn(*leaf, *other) for leaf, other in zip(leaves, others, strict=True)])
 
@@ -58,6 +59,7 @@ def unbox(tree: PyTree) -> PyTree:
 
     def bare(leaf: Any) -> Any:
         box = leaf_of(leaf)
+        # Blocks have no rows of padding to cut off: what is padded is never packed.
         if not box.is_padded or box.packed:
             return box.value
         return jax.eval_shape(true_value, leaf) if isinstance(box.value, jax.ShapeDtypeStruct) else true_value(leaf)
@@ -134,6 +136,7 @@ def box_like(tree: PyTree, boxed: PyTree) -> PyTree:
 
     def boxed_like(box: Any, value: Any) -> Any:
         found = leaf_of(box)
+        # A value of the padded shape is stored as it is; one of the true shape gets its padding back.
         is_bare = found.is_padded and not found.packed and np.shape(value) == found.true_shape
         if is_bare and isinstance(value, jax.ShapeDtypeStruct):
             return rebox(box, jax.eval_shape(partial(with_padding, box), value))

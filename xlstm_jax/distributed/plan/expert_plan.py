@@ -104,6 +104,7 @@ def expert_plan(
     devices = math.prod(axis_sizes[axis] for axis in axes)
     own = [row for row in rows if row.collection == PARAMETERS and row.path.startswith(f"{path}/experts/".lstrip("/"))]
     size, stored = sum(math.prod(row.shape) for row in own), sum(row.parameters.total for row in own)
+    # A scan keeps the experts of all its layers in one leaf, and runs the module once: sizes tell how many layers.
     layers = max(size // max(of_layer, 1), 1)
     count = layers * module.num_experts
     options = (module.num_experts, module.top_k, module.capacity_factor)
@@ -112,6 +113,7 @@ def expert_plan(
 
 def experts_table(plans: Sequence[ExpertPlan]) -> RenderableType:
     """A line for each mixture; those that differ in their number alone are one."""
+    # Layers of a Python loop are alike, and differ in the number within their path.
     named: dict[str, list[str]] = {}
     for plan in plans:
         named.setdefault(str(plan), []).append(plan.path)

@@ -140,6 +140,7 @@ class LeafPlan:
             "of optimizer state": self.optimizer.per_device,
         }
         kept = [f"{format_bytes(count)} {what}" for what, count in counts.items() if count]
+        # Why there is neither gradient nor optimizer state is said where their bytes are missed.
         frozen = "" if self.trainable else "; it is frozen, without gradient and optimizer state"
         on_host = f", its host {format_bytes(self.host.per_device)} of optimizer state" if self.host.total else ""
         return f"; a device keeps {joined(kept)}{on_host}{frozen}" if kept else ""

@@ -44,6 +44,7 @@ class MatrixPlan:
     @property
     def workless_fraction(self) -> float:
         """Of the owners those that have no matrix of this form, though maybe one of another: 0 to 1."""
+        # Owners fill their places in order, so that those without a matrix are the last ones.
         return 1 - -(-self.count // self.per_owner) / self.owners if self.count else 0.0
 
     def __str__(self) -> str:
@@ -55,6 +56,7 @@ class MatrixPlan:
             return f"{what}: every device does the same work"
         places = f"{self.per_owner} place{'s' * (self.per_owner > 1)}"
         spread = f", {self.workless_fraction:.0%} of them idle" if self.workless_fraction else ""
+        # All wait for the owner whose places are all taken.
         spread += f"; the busiest has {1 / (1 - self.idle_fraction):.3g} x the mean" if self.idle_fraction else ""
         return f"{what}: {places} on each of {self.owners} owners{spread}"
 

@@ -124,6 +124,7 @@ class ShardingPlan:
     def replicated_fraction(self) -> float:
         """What of the parameters' bytes every device keeps whole: 0 to 1; on one device nothing is."""
         whole = sum(row.parameters.total for row in self.replicated)
+        # A model may have no parameters, and these no bytes.
         return whole / self.parameters.total if whole else 0.0
 
     @property
@@ -183,6 +184,7 @@ class ShardingPlan:
           ValueError: names the worst leaves, with both numbers and the cure; or a limit is no such number, NaN
             included, which everything would pass.
         """
+        # By what a limit must be, not by what it must not: NaN compares as false either way.
         if not 0 <= max_replicated_fraction <= 1:
             raise ValueError(
                 f"max_replicated_fraction={max_replicated_fraction} is no fraction from 0 to 1; pass 0.02 for 2%."

@@ -80,6 +80,7 @@ class ReduceReplicasOnce(ReduceEach):
                 "accumulation='reduce_replicas_once': no parameter has copies of its shards. Wrap with "
                 "shard_module_params(..., replicas=Replicas('dp')), or use accumulation='reduce_each'."
             )
+        # Boxes that name no copies: the scatter of a minibatch then ends at the shard of this device.
         return trees.map_leaves(lambda leaf: with_communication(leaf, replicas=None), params)
 
     def gradients(self, mean_grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> list[Any]:
@@ -269,6 +270,7 @@ def accumulated(
             warn_of_averages(aux.mean_paths, averaged_over, loss.weighted, lambda: jax.make_jaxpr(floats)(weights))
         # A scan sums these values, and the type of its carry may not change: cast all to vary over all axes.
         mean, aux = collectives.to_varying((local.loss, aux), collectives.spread_axes(axes))
+        # A loop adds the means by weight and merges cells, so the two go different ways.
         means = _Means(mean, aux.means, local.grads)
         return _OfMinibatch(means, local.weight, aux.replace(means=[])), _Handed(carry, after)
 
@@ -276,6 +278,7 @@ def accumulated(
     mean, means, mean_grads = all_of_them.means
     mean, aux = all_of_them.aux.replace(means=means).over_devices(mean, axes)
     grads = averaged(strategy.gradients(mean_grads, own, axes), params, axes)
+    # In the boxes of the state, which `readable` has replaced for the model.
     updated = trees.map_leaves(rebox, collections, trees.stored_values(handed.collections))
     return OfBatch(mean, aux if how.fold_aux is None else handed.carry, grads, updated)
 

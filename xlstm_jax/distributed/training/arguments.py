@@ -8,6 +8,7 @@ before a call         whether the state was donated: after that some releases of
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import frozen, is_box, leaf_of, split_by_model
 from xlstm_jax.distributed.data_parallel.modules import is_nnx
 from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
-from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, num_shards
+from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout
 from xlstm_jax.distributed.device_mesh.batches import any_padded
 from xlstm_jax.distributed.training.first_batch import compare_batches
 from xlstm_jax.distributed.training.mistakes import warn_of_padding
@@ -260,7 +261,7 @@ def why_not_its_state(tx: optax.GradientTransformation, opt_state: PyTree, param
 def check_global_batch(batch: PyTree, layout: BatchLayout, num_minibatches: int = 1, padding: str = WEIGHTED) -> None:
     """``check_batch`` of a batch whose rows are split over axes of the mesh, and on each device into minibatches."""
     sizes = {axis: layout.mesh.shape[axis] for axis in layout.row_axes}
-    devices = num_shards(layout.mesh, layout.row_axes)
+    devices = math.prod(sizes.values())
     divisor = f"the mesh of {sizes}, {devices} devices"
     if num_minibatches > 1:
         divisor += f" times {num_minibatches=}, {devices * num_minibatches} minibatches in all,"

@@ -138,6 +138,7 @@ class _Evaluation:
                 f"{missing[0]!r}. Pass the TrainState; to evaluate other parameters, state.replace(params=...)."
             )
         variables = {"params": state.params, "collections": collections_of(state)}
+        # Each device has its own state of the metric, so that state is split over all axes of the batch.
         mesh, of_local = self.layout.mesh, PartitionSpec(self.layout.axes)
         check_mesh_of({"state": variables, "local": local, "others": others}, mesh)
         variables["others"] = others
@@ -150,6 +151,7 @@ class _Evaluation:
 
     def _on_device(self, apply_fn: ApplyFn, variables: dict[str, PyTree], batch: PyTree, local: Local) -> Local:
         """What runs inside ``shard_map``."""
+        # A function for states without collections takes one argument fewer.
         collections = (readable(variables["collections"]),) if variables["collections"] else ()
         # Without types a layer asks here which axes split the batch, as it asks in training.
         with explained(), inside_loss(RunningLoss(evaluated_axes=self.layout.axes)), rules_of_mesh():

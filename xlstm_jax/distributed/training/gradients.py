@@ -225,6 +225,7 @@ def averaged(grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> PyTree:
         value = leaf_of(leaf).value
         if not leaf_of(leaf).trainable and leaf_of(value).is_differentiable:
             return rebox(leaf, jnp.zeros_like(value))
+        # As JAX has it for what is no float: integers, bools, keys.
         return rebox(leaf, np.zeros(np.shape(value), jax.dtypes.float0))
 
     live, put_back = trees.split_differentiable(params)

@@ -43,21 +43,13 @@ class LocalLossFn(Protocol[P]):
     def __call__(self, params: PyTree, /, *args: P.args, **kwargs: P.kwargs) -> LossOutput: ...
 
 
-class MinibatchLoss(Protocol):
-    """The loss of a minibatch; ``rng`` is None where ``accumulate_gradients`` was given none."""
+class MinibatchLossFn(Protocol):
+    """What ``accumulate_gradients`` takes: the loss of a minibatch, whose ``rng`` is None where there is none.
 
-    def __call__(self, params: PyTree, minibatch: PyTree, rng: PyTree, /) -> LossOutput: ...
+    Collections come last, where it was given some.
+    """
 
-
-class MinibatchLossWithCollections(Protocol):
-    """The loss of a minibatch, and updated collections, where ``accumulate_gradients`` was given collections."""
-
-    def __call__(
-        self, params: PyTree, minibatch: PyTree, rng: PyTree, collections: PyTree, /
-    ) -> tuple[LossOutput, PyTree]: ...
-
-
-MinibatchLossFn = MinibatchLoss | MinibatchLossWithCollections  # what ``accumulate_gradients`` takes
+    def __call__(self, params: PyTree, minibatch: PyTree, rng: PyTree, /, *collections: Any, **others: Any) -> Any: ...
 
 
 class LossFn(Protocol):

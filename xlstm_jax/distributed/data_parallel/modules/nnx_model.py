@@ -128,6 +128,7 @@ class NnxModel:
           ValueError: a variable is missing; names it.
         """
         module = self._bound(variables, rngs)
+        # A cell makes zeros for its first carry, which by type are equal on all devices.
         let_carries_vary(module, frozenset(carry_axes((variables, inputs))))
         with jax.named_scope(type(module).__name__):
             output = _method(module, method)(*inputs, **kwargs)
@@ -239,6 +240,7 @@ class NnxModel:
     def _with_value(self, path: str, leaf: Any, leaves: Mapping[str, Any], rngs: PyTree) -> Any:
         name = collection_of(leaf)
         if name is None:
+            # No variable holds it: each call makes it from the keys that it is given.
             return leaf.copy(_random_state(path, leaf, rngs))
         if (full := f"{name}/{path}") not in leaves:
             raise ValueError(

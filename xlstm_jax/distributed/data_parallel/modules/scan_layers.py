@@ -89,6 +89,7 @@ def _where_gathered(plain: Callable[..., Any], ahead: Callable[..., Any]) -> Cal
 
     @functools.wraps(plain)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # While a model is initialised nn.scan makes the parameters: there are none yet to gather.
         if self.scope is None or self.is_mutable_collection("params"):
             return plain(self, *args, **kwargs)
         # Outside of shard_map, and where no leaf is split, there is nothing to gather ahead.
@@ -130,6 +131,7 @@ def _ahead(run: Callable[..., Any], *, split_rngs: Mapping[Any, bool], in_axes: 
         path = watching(RunningUnit)[0].path
         return prefetched_scan(layer, _of_one_layer(variables), carry, per_layer, shared, path), ()
 
+    # No collection comes out: a layer is computed twice, and would write twice.
     return lift.pack(scan, ("params",), (), tuple(split_rngs), name="scan")
 
 

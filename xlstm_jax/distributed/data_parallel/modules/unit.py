@@ -161,10 +161,7 @@ def named_input(system: ModuleSystem, args: Any, kwargs: Any) -> tuple[Any, Any]
 
 
 def gather_here(
-    policy: ShardPolicy,
-    variables: PyTree,
-    module: tuple[str, ...] | None = None,
-    kernels: dict[str, Any] | None = None,
+    policy: ShardPolicy, variables: PyTree, module: tuple[str, ...] | None = None, kernels: dict[str, Any] | None = None
 ) -> PyTree:
     """What the module sees: its leaves gathered, except those that a unit within it gathers by itself.
 

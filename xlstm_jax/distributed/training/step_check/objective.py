@@ -155,6 +155,7 @@ def is_sum_over_positions(one: OneDevice, key: Any) -> bool:
 
 
 def _kind(one: OneDevice, rng: Any, mean: Found, whole: Found) -> str:
+    # Slices of such a loss have no values of their own: devices compute them together.
     if one.asks_for_axes(rng):
         return "reduced"
     n = one.devices * one.num_minibatches

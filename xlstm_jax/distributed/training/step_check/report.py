@@ -98,12 +98,7 @@ def _distance(leaf: LeafCheck) -> float:
     return math.hypot(leaf.ratio - 1, leaf.error)
 
 
-def of_leaves(
-    leaves: Sequence[LeafCheck],
-    what: str,
-    sizes: dict[str, int],
-    of_loss: Multiple,
-) -> Iterator[str]:
+def of_leaves(leaves: Sequence[LeafCheck], what: str, sizes: dict[str, int], of_loss: Multiple) -> Iterator[str]:
     """What is wrong with gradients, in a sentence for each cause.
 
     Args:
