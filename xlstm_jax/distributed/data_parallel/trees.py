@@ -59,8 +59,8 @@ def unbox(tree: PyTree) -> PyTree:
 
     def bare(leaf: Any) -> Any:
         box = leaf_of(leaf)
-        # Blocks have no rows of padding to cut off: what is padded is never packed.
-        if not box.is_padded or box.packed:
+        # What is stored in blocks is never padded, and stays as it is.
+        if not box.is_padded:
             return box.value
         return jax.eval_shape(true_value, leaf) if isinstance(box.value, jax.ShapeDtypeStruct) else true_value(leaf)
 
@@ -137,7 +137,7 @@ def box_like(tree: PyTree, boxed: PyTree) -> PyTree:
     def boxed_like(box: Any, value: Any) -> Any:
         found = leaf_of(box)
         # A value of the padded shape is stored as it is; one of the true shape gets its padding back.
-        is_bare = found.is_padded and not found.packed and np.shape(value) == found.true_shape
+        is_bare = found.is_padded and np.shape(value) == found.true_shape
         if is_bare and isinstance(value, jax.ShapeDtypeStruct):
             return rebox(box, jax.eval_shape(partial(with_padding, box), value))
         return rebox(box, with_padding(box, value) if is_bare else value)
