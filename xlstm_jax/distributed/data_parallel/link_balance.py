@@ -30,9 +30,6 @@ Order = tuple[str, ...]
 # busiest axis carry this much more than the mean.
 SHARED_ORDER_LIMIT = 1.05
 
-# All orders of more axes are too many to try; then an order is a rotation.
-MOST_PERMUTED_AXES = 3
-
 
 def balanced_orders(
     sizes: Sequence[float], given: Sequence[Order], axis_sizes: Mapping[str, int], slow_axes: Collection[str] = ()
@@ -58,7 +55,9 @@ def balanced_orders(
     orders = list(given)
     # The largest first, as one packs a trunk: small leaves even out what large leaves leave uneven.
     for leaf in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        choices = _orders(given[leaf], slow_axes)
+        slow = tuple(axis for axis in given[leaf] if axis in slow_axes)
+        fast = tuple(axis for axis in given[leaf] if axis not in slow_axes)
+        choices = [(*order, *slow) for order in permutations(fast)]
         # `min` takes the first of equally good orders, so in reverse the last: the first axis is left to modules that
         # have a single leaf, whose order is the given one.
         choices = choices[::-1] if any(total.values()) else choices[:1]
@@ -67,16 +66,6 @@ def balanced_orders(
             if axis in total:
                 total[axis] += sent
     return orders
-
-
-def _orders(axes: Order, slow_axes: Collection[str]) -> list[Order]:
-    """The orders that a leaf may have, the given order first."""
-    slow = tuple(axis for axis in axes if axis in slow_axes)
-    fast = tuple(axis for axis in axes if axis not in slow_axes)
-    if len(fast) <= MOST_PERMUTED_AXES:
-        return [(*order, *slow) for order in permutations(fast)]
-    # Rotations still make each axis the outermost once: that is the place which carries nearly everything.
-    return [(*fast[i:], *fast[:i], *slow) for i in range(len(fast))]
 
 
 def _traffic(size: float, order: Order, axis_sizes: Mapping[str, int]) -> dict[str, float]:

@@ -92,7 +92,13 @@ def shard_module_params(
       TypeError: the target is none of these (modules of ``flax.nnx``: see ``nnx_model``), or an instance
         that its parent has already named; or a dtype is none.
     """
-    _check_target(target)
+    cls = target if isinstance(target, type) else type(target)
+    if not issubclass(cls, nn.Module) and (not callable(target) or isinstance(target, type) or is_nnx(cls)):
+        what, cure = kind_of(target), "Pass (nn.Dense, 'fsdp'), say"
+        if is_nnx(cls):
+            what, cure = f"{what} of flax.nnx", "Pass nnx_model(lambda rngs: MyModule(..., rngs=rngs)) to shard_modules"
+        what = f"a Linen module, its class or a function of one, not {what}"
+        raise TypeError(f"shard_module_params takes {what}. {cure}.")
     policy = ShardPolicy(
         axis_name,
         min_weight_size,
@@ -108,16 +114,6 @@ def shard_module_params(
         cls, fields = taken_apart(target, "shard_module_params({}, axis_name)")
         return as_unit(cls, policy)(**fields)
     return as_unit(target, policy)
-
-
-def _check_target(target: Any) -> None:
-    cls = target if isinstance(target, type) else type(target)
-    if issubclass(cls, nn.Module) or (callable(target) and not isinstance(target, type) and not is_nnx(cls)):
-        return
-    what, cure = kind_of(target), "Pass (nn.Dense, 'fsdp'), say"
-    if is_nnx(cls):
-        what, cure = f"{what} of flax.nnx", "Pass nnx_model(lambda rngs: MyModule(..., rngs=rngs)) to shard_modules"
-    raise TypeError(f"shard_module_params takes a Linen module, its class or a function of one, not {what}. {cure}.")
 
 
 def is_nnx(cls: type[Any]) -> bool:

@@ -149,8 +149,9 @@ def of_wire(params: PyTree, found: Found) -> dict[str, float]:
         of_copies = box.communication.replicas.reduce_dtype if box.communication.replicas else None
         dtypes = [value_dtype(box.value).name, box.communication.grad_scatter_dtype if box.axes else None]
         dtypes += [] if of_copies in FORMATS else [of_copies]
-        rounding = sum(_rounding(str(dtype), leaf) for dtype in dtypes if dtype)
-        bounds[path] = rounding * float(np.linalg.norm(size))
+        wide = jnp.finfo(wide_dtype(value_dtype(box.value))).bits
+        narrow = (float(jnp.finfo(dtype).eps) for dtype in dtypes if dtype and jnp.finfo(dtype).bits < wide)
+        bounds[path] = 4 * sum(narrow) * float(np.linalg.norm(size))
         if of_copies in FORMATS:
             blocks = np.pad(size, (0, -size.size % BLOCK_SIZE)).reshape(-1, BLOCK_SIZE)
             largest = blocks.max(-1, keepdims=True)
@@ -158,12 +159,6 @@ def of_wire(params: PyTree, found: Found) -> dict[str, float]:
             half = FORMATS[str(of_copies)].error_bound(blocks, 2 * largest)
             bounds[path] += PACKED_TWICE / math.sqrt(3) * float(np.linalg.norm(half))
     return bounds
-
-
-def _rounding(dtype: str, leaf: Any) -> float:
-    if jnp.finfo(dtype).bits >= jnp.finfo(wide_dtype(value_dtype(leaf_of(leaf).value))).bits:
-        return 0.0
-    return float(jnp.finfo(dtype).eps) * 4
 
 
 class Multiple(NamedTuple):
