@@ -71,6 +71,7 @@ class Planned(Sharded, repr=False):
     @classmethod
     def of(cls, leaf: Any, boxed: Any, decision: Decision) -> "Planned":
         """A box for ``leaf`` with this decision added; ``boxed`` is the leaf as the decision makes it."""
+        # A leaf that stays whole gets a box, too: it carries the decision to the end of init.
         before, box = leaf if isinstance(leaf, Planned) else None, leaf_of(boxed)
         is_boxed = decision.choice.dim is not None or not box.trainable
         own = boxed if is_logical(leaf) else leaf

@@ -136,6 +136,7 @@ def _keep_but_weights(base: Policy, primitive: Any, *inputs: Any, **params: Any)
 
 def _is_table(name: str, params: dict[str, Any]) -> bool:
     """Whether a gather reads single values from a table (quantised weights), and not rows (an embedding)."""
+    # A table of quantised values is asked for each value by itself. Rows of an embedding are activations.
     return name == "gather" and math.prod(params["slice_sizes"]) == 1
 
 

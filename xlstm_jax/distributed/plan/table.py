@@ -101,6 +101,7 @@ def _module_and_leaf(path: str, row: LeafPlan, depth: int) -> tuple[str, str]:
         collection, leaf = path.split(" ", 1)
         return collection, leaf
     parts = path.split("/")
+    # The last part is always the name of the leaf.
     cut = min(depth, len(parts) - 1)
     return "/".join(parts[:cut]), "/".join(parts[cut:])
 

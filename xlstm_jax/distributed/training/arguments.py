@@ -121,6 +121,7 @@ def _check_names(takes: inspect.Signature, called: Called, collections: Mapping[
             f"step(..., others={{{missing[0]!r}: tree}})."
         )
     count, every = len(called.arguments) + bool(collections), [*takes.parameters.values()]
+    # Not those that the step fills by position: a tree of such a name would come twice.
     further = {one.name for i, one in enumerate(every) if one.kind is one.KEYWORD_ONLY or i >= count}
     unknown = [name for name in others if name not in further]
     if unknown and inspect.Parameter.VAR_KEYWORD not in [one.kind for one in every]:

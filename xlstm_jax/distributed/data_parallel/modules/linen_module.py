@@ -355,6 +355,7 @@ def _table(module: nn.Embed) -> Any:
 def _is_lookup(module: nn.Embed, method: str) -> bool:
     """Whether a method takes rows of the table as ``nn.Embed`` does; a class of the user's may do something else."""
     call = inspect.getattr_static(type(module), "__call__")
+    # Flax's own call, and none that a transformation of the model (nn.map_variables, say) has made of it.
     own = inspect.unwrap(call) is inspect.unwrap(nn.Embed.__call__) and "transform" not in _closure_of_lifted(call)
     return method == "__call__" and own and getattr(module, "promote_dtype", promote_dtype) is promote_dtype
 

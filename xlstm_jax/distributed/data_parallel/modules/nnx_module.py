@@ -176,6 +176,7 @@ class Gathered:
 
 def contents(module: nnx.Module) -> dict[str, Any]:
     """The variables and bare arrays of a module, by path as in ``blocks/0/kernel``."""
+    # A module may also hold arrays without a variable around them, which its state must not lose.
     arrays = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
     leaves = ((path, x) for path, x in nnx.iter_graph(module) if is_variable(x) or isinstance(x, arrays))
     return {path_of(path): leaf for path, leaf in leaves}
@@ -316,6 +317,7 @@ def _gathering(cls: type[nnx.Module], name: str, policy: ShardPolicy) -> Method:
 
 def _rows(module: nnx.Embed, policy: ShardPolicy, tokens: Any) -> Any:
     """What an ``nnx.Embed`` returns for its tokens, by rows of its shards; None where it is to gather them."""
+    # With another promotion than Flax's the module may make something else of its rows.
     if not is_split(module.embedding) or module.promote_dtype is not promote_dtype:
         return None
     rows = rows_of(policy, module.embedding, tokens)

@@ -250,6 +250,7 @@ class _Run:
             if not self._gathers(path, module):
                 return method(*args, **kwargs)
             plain = context.orig_method.func  # type: ignore[attr-defined]  # a partial of the method and its module
+            # Lifted as a function, call by call: the class of the module is the user's, and stays as it is.
             gathering = lifted(_as_function(plain), None, policy)
             run = by_rows_or(gathering, module, name, policy, lambda module, name, rows: rows)
             return enter(module, run, policy, args, kwargs)

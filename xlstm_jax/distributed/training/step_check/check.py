@@ -145,6 +145,7 @@ def _likely_layout(params: PyTree, batch: PyTree, mesh: Mesh, batch_spec: PyTree
     """How a user's own step splits its batch: rows over all axes but tensor-parallel ones, if these divide them."""
     if batch_spec is not None:
         return batch_layout(mesh, None, batch_spec)
+    # Devices along an axis that splits layers see the same rows.
     own = {axis for _, leaf in trees.leaves_with_path(params) for axis in leaf_of(leaf).model_axes}
     axes = tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in own)
     rows = [np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]

@@ -135,6 +135,7 @@ def _by_path(tree: PyTree) -> dict[str, jax.Array]:
 
 def _first_moments(opt_state: PyTree, params: PyTree) -> dict[str, jax.Array]:
     """The first moments in an optimizer's state, by the paths of their parameters."""
+    # optax keeps moments in trees like that of the parameters: the end of a path tells the parameter.
     paths = {path: path for path in _by_path(params)}
     moments = {path: leaf for path, leaf in _by_path(opt_state).items() if _FIRST_MOMENTS & set(path.split("/"))}
     return {str(owner_of_state(path, paths)): leaf for path, leaf in moments.items()}

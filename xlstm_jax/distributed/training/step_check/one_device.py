@@ -312,6 +312,7 @@ def _means(total: Any, weight: Any, grads: list[Any], sizes: list[Any]) -> tuple
 
 def _shaken(tree: PyTree, eps: float) -> PyTree:
     """All floats times 1 + u eps, u between -1 and 1: as much as rounding to a dtype with this eps may change them."""
+    # Always the same shake, so that the same step gets the same verdict.
     rng = np.random.default_rng(0)
 
     def shaken(x: Any) -> Any:
