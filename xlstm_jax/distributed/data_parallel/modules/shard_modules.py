@@ -121,15 +121,9 @@ class Selection:
     def __repr__(self) -> str:
         return f"larger_than({self.size})"
 
-    def chooses(self, path: str, module: nn.Module, own_size: int) -> bool:
-        """Whether the module at ``path`` is a unit; ``own_size`` values below it are no other unit's."""
-        if self.predicate:
-            return bool(self.predicate(path, module))
-        return own_size > self.size and not isinstance(module, nn.RNNCellBase)
-
-    def gathers(self, path: str, module: nn.Module, is_marked: bool) -> bool:
-        """Whether a module is to gather split parameters; ``is_marked`` where boxes say that it does."""
-        return bool(self.predicate(path, module)) if self.predicate else is_marked
+    def takes(self, path: str, module: nn.Module, by_size: bool) -> bool:
+        """Whether the module at ``path`` is a unit; ``by_size`` is the answer where there is no predicate."""
+        return bool(self.predicate(path, module)) if self.predicate else by_size
 
 
 def larger_than(size: int) -> Selection:
@@ -265,7 +259,7 @@ class _Run:
     def _gathers(self, path: str, module: nn.Module) -> bool:
         """Whether a module has split parameters to gather, and was chosen."""
         selection = self.sharding.selection
-        if not selection.gathers(path, module, True):  # before the parameters of all modules within are looked at
+        if not selection.takes(path, module, True):  # before the parameters of all modules within are looked at
             return False
         # Whether the box says this very module: it counts the names of the leaf's path below its unit.
         own = [
@@ -273,12 +267,12 @@ class _Run:
             for _, name, leaf in _parameters(module)
             if set(leaf_of(leaf).axes) & set(self.sharding.policy.axes) and is_gathered_here(f"params/{name}", leaf)
         ]
-        return bool(own) and selection.gathers(path, module, any(own))
+        return bool(own) and selection.takes(path, module, any(own))
 
     def _initialise(self, path: str, module: nn.Module, method: Callable[[], Any]) -> Any:
         """Runs a method of a module, and splits the module's parameters when it is left, if it was chosen."""
         selection, policy = self.sharding.selection, self.sharding.policy
-        with inside_unit(module, policy.axes) if selection.gathers(path, module, False) else nullcontext():
+        with inside_unit(module, policy.axes) if selection.takes(path, module, False) else nullcontext():
             result = method()
         self._seen[path] = type(module)
         # Within nn.scan, the sizes of one layer.
@@ -287,7 +281,9 @@ class _Run:
             for place, name, leaf in _parameters(module)
         }
         own_size = sum(size for leaf, size in sizes.items() if self._unit_of.get(leaf, path) == path)
-        if selection.chooses(path, module, own_size) and not (inside_map_variables() and self._is_left_out(path)):
+        # A cell would gather at every step of its loop; the RNN around it gathers once.
+        by_size = own_size > selection.size and not isinstance(module, nn.RNNCellBase)
+        if selection.takes(path, module, by_size) and not (inside_map_variables() and self._is_left_out(path)):
             # Units within were left before, and keep their parameters.
             self._has_units, self._unit_of = True, dict.fromkeys(sizes, path) | self._unit_of
             gathers_one_layer(path)
