@@ -92,7 +92,7 @@ def shard_module_params(
       TypeError: the target is none of these (modules of ``flax.nnx``: see ``nnx_model``), or an instance
         that its parent has already named; or a dtype is none.
     """
-    cls = target if isinstance(target, type) else type(target)
+    cls: Any = target if isinstance(target, type) else type(target)
     if not issubclass(cls, nn.Module) and (not callable(target) or isinstance(target, type) or is_nnx(cls)):
         what, cure = kind_of(target), "Pass (nn.Dense, 'fsdp'), say"
         if is_nnx(cls):
