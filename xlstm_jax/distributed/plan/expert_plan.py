@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from flax import linen as nn
 from rich.console import RenderableType
 
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
+from xlstm_jax.distributed.data_parallel.modules.linen_module import seeing_calls
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.model_parallel.experts import Experts
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, LeafPlan
@@ -85,14 +85,12 @@ def noting_experts() -> Iterator[dict[str, tuple[Experts, int]]]:
     """While a model runs, notes each ``Experts`` by its path, with the size of the parameters of a layer's experts."""
     found: dict[str, tuple[Experts, int]] = {}
 
-    def intercept(method: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        result, module = method(*args, **kwargs), context.module  # its parameters are there when it has run
-        if context.method_name == "__call__" and isinstance(module, Experts):
+    def note(module: Any) -> None:
+        if isinstance(module, Experts):
             own = trees.leaves_with_path(module.variables["params"]["experts"])
             found["/".join(module.path)] = module, sum(math.prod(leaf_of(leaf).true_shape) for _, leaf in own)
-        return result
 
-    with nn.intercept_methods(intercept):
+    with seeing_calls(note):
         yield found
 
 

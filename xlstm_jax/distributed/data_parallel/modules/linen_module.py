@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import jax
@@ -251,6 +251,18 @@ def watching(kind: type[Watcher]) -> list[Watcher]:
     """
     methods = linen_interceptors()
     return [watcher for method in methods if isinstance(watcher := getattr(method, "__self__", None), kind)]
+
+
+def seeing_calls(seen: Callable[[Any], None]) -> AbstractContextManager[None]:
+    """A context in which ``seen(module)`` is called when any module's ``__call__`` has returned."""
+
+    def intercept(method: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        result = method(*args, **kwargs)
+        if context.method_name == "__call__":
+            seen(context.module)
+        return result
+
+    return nn.intercept_methods(intercept)
 
 
 @dataclasses.dataclass(frozen=True)
