@@ -35,7 +35,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from benchmarks import baselines
 from benchmarks.cases import CASES, SIZES, build, mesh_axes, mesh_of, threshold
-from benchmarks.decoder import Block, Decoder, DecoderSize, Norm, decoder
+from benchmarks.decoder import Block, Decoder, DecoderSize, decoder
 from benchmarks.forecasts import installed_versions
 from benchmarks.large_models import Size
 from benchmarks.options import positive
@@ -97,7 +97,7 @@ class LoopedDecoder(Decoder):
         x = embed(tokens)
         for i in range(c.layers):
             x, _ = block(c, self.attention, self.constrain, name=f"blocks_{i}")(x)
-        return embed.attend(Norm(name="norm")(x)).astype(jnp.float32)
+        return embed.attend(nn.RMSNorm(dtype=jnp.bfloat16, name="norm")(x)).astype(jnp.float32)
 
 
 def before_seconds(name: str, layers: int, rounds: int) -> dict[str, Any]:

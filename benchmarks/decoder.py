@@ -3,8 +3,8 @@
     tokens[b, t] -- embed --> x[b, t, d] -- blocks, one nn.scan over nn.remat --> norm, head --> logits[b, t, vocab]
 
 Grouped-query attention whose kernels have heads as dims (``nn.DenseGeneral``: rank 3, and 4 stacked over layers),
-rotary positions, RMSNorm, SwiGLU, an embedding that is the head, too (``tied``), computed in bfloat16 with float32
-parameters. The model knows nothing of devices but ``constrain``, which ``jit`` needs; ``decoder`` shards it by
+rotary positions, RMSNorm, SwiGLU, an embedding that is the head, too (``tied``), computed in bfloat16 (``dtype``) with
+float32 parameters. The model knows nothing of devices but ``constrain``, which ``jit`` needs; ``decoder`` shards it by
 ``shard_modules``, ``baselines.jit_step`` by ``NamedSharding``.
 
   size              layers x d   heads, of keys   hidden   vocabulary       parameters
@@ -33,8 +33,7 @@ from xlstm_jax.distributed import shard_modules
 from xlstm_jax.distributed.forecast import Workload
 
 xla_attention: Attention = partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla")
-Linear = partial(nn.DenseGeneral, use_bias=False, dtype=jnp.bfloat16)
-Norm = partial(nn.RMSNorm, dtype=jnp.bfloat16)
+Linear = partial(nn.DenseGeneral, use_bias=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +86,7 @@ class Experts(nn.Module):
         init = nn.initializers.lecun_normal(batch_axis=(0,))
 
         def kernel(name, *shape):
-            return self.param(name, init, (c.experts, *shape)).astype(jnp.bfloat16)
+            return self.param(name, init, (c.experts, *shape)).astype(y.dtype)
 
         scores = nn.Dense(c.experts, use_bias=False, name="router")(y.astype(jnp.float32))
         second = jax.lax.top_k(scores, 2)[0][..., 1:]
@@ -104,21 +103,23 @@ class Block(nn.Module):
     attention: Attention = xla_attention
     constrain: Callable[[jax.Array], jax.Array] | None = None
     mixture: Callable[..., nn.Module] = Experts
+    dtype: Any = jnp.bfloat16
 
     @nn.compact
     def __call__(self, x, _=None):
         c, width = self.size, self.size.dim // self.size.heads
-        y = Norm(name="attention_norm")(x)
-        q = rotary(Linear((c.heads, width), name="query")(y), c.rotary_base)
-        k = rotary(Linear((c.kv_heads, width), name="key")(y), c.rotary_base)
-        v = Linear((c.kv_heads, width), name="value")(y)
-        x = x + Linear(c.dim, axis=(-2, -1), name="out")(self.attention(q, k, v))
-        y = Norm(name="mlp_norm")(x)
+        linear, norm = partial(Linear, dtype=self.dtype), partial(nn.RMSNorm, dtype=self.dtype)
+        y = norm(name="attention_norm")(x)
+        q = rotary(linear((c.heads, width), name="query")(y), c.rotary_base)
+        k = rotary(linear((c.kv_heads, width), name="key")(y), c.rotary_base)
+        v = linear((c.kv_heads, width), name="value")(y)
+        x = x + linear(c.dim, axis=(-2, -1), name="out")(self.attention(q, k, v))
+        y = norm(name="mlp_norm")(x)
         if c.experts:
             x = x + self.mixture(c, name="experts")(y)
         else:
-            y = nn.silu(Linear(c.hidden, name="gate")(y)) * Linear(c.hidden, name="up")(y)
-            x = x + Linear(c.dim, name="down")(y)
+            y = nn.silu(linear(c.hidden, name="gate")(y)) * linear(c.hidden, name="up")(y)
+            x = x + linear(c.dim, name="down")(y)
         return self.constrain(x) if self.constrain else x, None
 
 
@@ -130,6 +131,7 @@ class Decoder(nn.Module):
     remat: Any = True  # or a policy of nn.remat, or False
     constrain: Callable[[jax.Array], jax.Array] | None = None
     mixture: Callable[..., nn.Module] = Experts
+    dtype: Any = jnp.bfloat16
 
     @nn.compact
     def __call__(self, tokens):
@@ -137,12 +139,12 @@ class Decoder(nn.Module):
         if self.remat:
             block = nn.remat(Block, prevent_cse=False, policy=None if self.remat is True else self.remat)
         layers = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=c.layers)
-        embed = nn.Embed(c.vocab_size, c.dim, dtype=jnp.bfloat16, name="embed")
+        embed = nn.Embed(c.vocab_size, c.dim, dtype=self.dtype, name="embed")
         x = embed(tokens)
         x = self.constrain(x) if self.constrain else x
-        x, _ = layers(c, self.attention, self.constrain, self.mixture, name="blocks")(x, None)
-        x = Norm(name="norm")(x)
-        logits = embed.attend(x) if c.tied else Linear(c.vocab_size, name="head")(x)
+        x, _ = layers(c, self.attention, self.constrain, self.mixture, self.dtype, name="blocks")(x, None)
+        x = nn.RMSNorm(dtype=self.dtype, name="norm")(x)
+        logits = embed.attend(x) if c.tied else Linear(c.vocab_size, dtype=self.dtype, name="head")(x)
         return logits.astype(jnp.float32)
 
 
@@ -155,6 +157,7 @@ def decoder(
     context: int = CONTEXT,
     attention: Attention = xla_attention,
     remat: Any = True,
+    dtype: Any = jnp.bfloat16,
     min_weight_size: int = 2**18,
     **sharding: Any,
 ) -> Workload:
@@ -165,12 +168,12 @@ def decoder(
       devices: each has so many ``rows`` of ``context`` tokens.
       shard_axes: the ``axis_name`` of ``shard_modules``.
       attention: XLA's, or a kernel with its signature.
-      remat: of ``Decoder``.
-      min_weight_size, **sharding: further options of ``shard_modules``; gathered in bfloat16 unless they differ.
+      remat, dtype: of ``Decoder``.
+      min_weight_size, **sharding: further options of ``shard_modules``; gathered in ``dtype`` unless they differ.
     """
-    model: nn.Module = Decoder(size, attention, remat)
+    model: nn.Module = Decoder(size, attention, remat, dtype=dtype)
     if shard_axes:
-        options = {"gather_dtype": jnp.bfloat16, "min_weight_size": min_weight_size} | sharding
+        options = {"gather_dtype": dtype, "min_weight_size": min_weight_size} | sharding
         model = shard_modules(model, _is_unit, shard_axes, **options)
     tokens = jax.ShapeDtypeStruct((devices * rows, context + 1), jnp.int32)
     return Workload(model, optax.adamw(3e-4), tokens, next_token_loss, inputs=(inputs_of(tokens),))

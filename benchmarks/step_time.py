@@ -4,6 +4,7 @@
     python -m benchmarks.step_time --model tiny --rounds 5 --cases jit ours
     python -m benchmarks.step_time --redraw                      table and picture of what was measured last
     python -m benchmarks.step_time --dtype bfloat16              computed, gathered and scattered in bfloat16
+    python -m benchmarks.step_time --model decoder --cases "jit, remat" "ours, remat"    sharded from outside
     python -m benchmarks.step_time --dispatch 10 50 200          what a call costs beside jit, of so many parameters
 
 Without accelerators the devices are eight simulated CPU devices, and PyTorch runs as eight processes of one thread
@@ -27,7 +28,7 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from benchmarks import baselines
 from benchmarks.cases import WORDS, names_in_words
+from benchmarks.decoder import DecoderSize
 from benchmarks.forecasts import installed_versions
 from benchmarks.options import positive
 from benchmarks.report import (
@@ -151,6 +153,9 @@ def _runs(
     if not (chosen := [case for case in cases if case in TORCH_CASES]):
         return
     tell("starting PyTorch", len(chosen))
+    if isinstance(model.size, DecoderSize):
+        left_out |= dict.fromkeys(chosen, "PyTorch has the Transformer alone")
+        return
     if devices[0].platform != "cpu" or not is_installed():
         others = f"its processes run on the CPU, the other cases on {devices[0].device_kind}"
         left_out |= dict.fromkeys(chosen, MISSING if devices[0].platform == "cpu" else others)
@@ -190,10 +195,16 @@ def take_turns(runs: dict[str, Run], rounds: int, steps: int, tell: Callable[...
 def _of_case(case: str, seconds: dict[str, np.ndarray], tokens: int) -> dict[str, Any]:
     mine = seconds[case]
     return {
-        "ratios": {f"time over {base}": _quartiles(mine / seconds[base]) for base in BASES if base in seconds},
+        "ratios": {f"time over {base}": _quartiles(mine / seconds[base]) for base in bases_of(seconds)},
         "tokens_per_second": tokens / float(np.median(mine)),
         "seconds_per_step": _quartiles(mine) | {"rounds": mine.tolist()},
     }
+
+
+def bases_of(cases: Collection[str]) -> list[str]:
+    """What the cases are measured by; ``jit, remat`` where it stands without ``jit``."""
+    bases = [base for base in BASES if base in cases]
+    return bases if "jit" in bases or "jit, remat" not in cases else ["jit, remat", *bases]
 
 
 def _quartiles(values: np.ndarray) -> dict[str, float]:
@@ -285,7 +296,7 @@ def title_of(name: str, found: dict[str, Any]) -> str:
 
 def table(name: str, found: dict[str, Any]) -> Any:
     """Ratios of times first; quartiles of the first ratio, which are those of the machine's moods."""
-    bases = [base for base in BASES if base in found["cases"]]
+    bases = bases_of(found["cases"])
     rows = [[case, *_cells(one, bases)] for case, one in found["cases"].items()]
     columns = ["case", *(f"of {SHORT.get(base, base)}" for base in bases), "tokens/s", "ms"]
     columns[2:2] = ["quartiles"] * bool(bases)
@@ -318,7 +329,7 @@ def draw(path: Path, name: str, found: dict[str, Any]) -> None:
         figsize=(PAGE_WIDTH, 1.6 + 0.3 * len(cases) + 0.18 * len(words)), dpi=PAGE_DPI, layout="constrained"
     )
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1.3, 1))
-    base = next((base for base in BASES if base in cases), None)
+    base = next(iter(bases_of(cases)), None)
     if base:
         _bars(left, cases, [one["ratios"][f"time over {base}"] for one in cases.values()], "{:.2f}")
         left.axvline(1, color="#888888", lw=1)

@@ -18,6 +18,8 @@ import numpy as np
 
 from benchmarks import baselines
 from benchmarks.cases import REPLICA_AXIS, Case, device_shape, mesh_axes, mesh_of, threshold
+from benchmarks.decoder import SIZES as DECODERS
+from benchmarks.decoder import DecoderSize, decoder
 from benchmarks.large_models import Size, language_model
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed import Replicas
@@ -51,6 +53,7 @@ class Model:
 
 
 MODELS = {
+    "decoder": Model(DECODERS["decoder_small"], 256, 1),
     "tiny": Model(Size(64, 2, 2, 256), 32, 1),
     "small": Model(Size(256, 4, 4, 2048), 256, 1),
     "medium": Model(Size(1024, 12, 16, 32_768), 2048, 1, jnp.bfloat16),
@@ -76,8 +79,11 @@ def start_of(model: Model, devices: int) -> Start:
 
 
 def workload(model: Model, devices: int, **options: Any) -> Workload:
-    """The training of the model; ``options`` are those of ``language_model``."""
+    """The training of the model; ``options`` are those of ``language_model`` or ``decoder``."""
     options = {"min_weight_size": threshold(model.size), "gather_dtype": model.dtype} | options
+    if isinstance(model.size, DecoderSize):
+        sizes = {"devices": devices, "rows": model.rows, "context": model.context, "dtype": model.dtype}
+        return decoder(model.size, **sizes, remat=options.pop("remat", False), **options)
     large = language_model(model.size, devices=devices, **options)
     tokens = jax.ShapeDtypeStruct((model.rows * devices, model.context + 1), jnp.int32)
     return dataclasses.replace(large, model=large.model.clone(dtype=model.dtype), batch=tokens)
@@ -87,7 +93,7 @@ def build(model: Model, case: Case, devices: Sequence[jax.Device]) -> tuple[Any,
     """The step of a case and its abstract arguments.
 
     Raises:
-      ValueError: the case has no mesh of so many devices.
+      ValueError: the case has no mesh of so many devices, or cannot shard the model.
     """
     sizes = mesh_axes(case, device_shape(len(devices)))
     mesh, options = mesh_of(sizes, devices), dict(case.options)
@@ -98,6 +104,10 @@ def build(model: Model, case: Case, devices: Sequence[jax.Device]) -> tuple[Any,
         return training.build_step(mesh)
     if case.algorithm == "jit":
         return baselines.jit_step(training, mesh, threshold(model.size))
+    if isinstance(model.size, DecoderSize):
+        raise ValueError(
+            "FSDP by hand wraps modules in their source, and the decoder is one that is sharded from outside."
+        )
     (axis,) = mesh.axis_names
     return baselines.plain_step(training, mesh, threshold(model.size), axis=axis, gather_dtype=model.dtype)
 

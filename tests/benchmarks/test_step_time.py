@@ -83,6 +83,17 @@ def test_one_device_has_no_room_for_copies():
         build(MODEL, CASES["ours, HSDP"], jax.devices()[:1])
 
 
+def test_the_decoder_runs_beside_jit_with_its_layers_recomputed():
+    decoder = MODELS["decoder"]
+    assert step_time.bases_of(["jit, remat", "ours, remat"]) == ["jit, remat"]
+    assert step_time.bases_of(["jit", "jit, remat"]) == ["jit"]
+    for case in ("jit, remat", "ours, remat"):
+        step, arguments = build(decoder, CASES[case], jax.devices())
+        assert "remat" in str(step.trace(*arguments).jaxpr)
+    with pytest.raises(ValueError, match="FSDP by hand wraps modules in their source"):
+        build(decoder, CASES["flat"], jax.devices())
+
+
 # -------------------------------------------------------------------------------------------------------------- PyTorch
 
 
