@@ -34,6 +34,8 @@ from xlstm_jax.distributed.forecast.compiling.compile_process import check_compi
 from xlstm_jax.distributed.training import mistakes
 
 TESTS = Path(__file__).parent / "tests"
+BENCHMARKS = TESTS / "benchmarks"
+NEWEST = jax.__version_info__ >= (0, 12)
 
 # Tests marked with a name compile for such devices; what they need is in an extra.
 PLATFORMS = {"libtpu": "tpu", "cuda_plugin": "cuda"}
@@ -106,14 +108,20 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(tryfirst=True)  # before -m "not slow" chooses
 def pytest_collection_modifyitems(items):
-    """Marks as slow, of a test with the marker ``one_in(n)``, all cases but every n-th."""
+    """Marks as slow, of a test with the marker ``one_in(n)``, all cases but every n-th; of an older JAX every n^2-th.
+
+    And what benchmarks have compiled for TPUs, which they do with the newest JAX.
+    """
     cases = Counter()
     for item in items:
         if marker := item.get_closest_marker("one_in"):
-            test = item.nodeid.partition("[")[0]
-            if cases[test] % marker.args[0]:
+            test, (n,) = item.nodeid.partition("[")[0], marker.args
+            # n has no factor in common with the numbers of values, so neither has its square: each value is tried.
+            if cases[test] % (n if NEWEST else n**2):
                 item.add_marker("slow")
             cases[test] += 1
+        if not NEWEST and item.get_closest_marker("libtpu") and BENCHMARKS in item.path.parents:
+            item.add_marker("slow")
 
 
 def pytest_ignore_collect(collection_path):
