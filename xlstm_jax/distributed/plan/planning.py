@@ -180,9 +180,7 @@ def _decided(
         return variables, ""
     axes = tuple(sizes) if axis_name is None else as_axis_names(axis_name)
     if missing := [axis for axis in axes if axis not in sizes]:
-        raise ValueError(
-            f"axis_name={axis_name!r}: there is no axis {missing[0]!r} in axis_sizes={sizes}. Pass one of it."
-        )
+        raise ValueError(f"{axis_name=}: there is no axis {missing[0]!r} in axis_sizes={sizes}. Pass one of it.")
     policy = ShardPolicy(axes, DEFAULT_MIN_WEIGHT_SIZE if min_weight_size is None else min_weight_size)
     over, params = {axis: sizes[axis] for axis in axes}, {PARAMETERS: variables.get(PARAMETERS, {})}
     assumed = f"shard_module_params({type(model).__name__}, {format_axes(axes)}, {policy.min_weight_size})"

@@ -107,8 +107,7 @@ def _module_and_leaf(path: str, row: LeafPlan, depth: int) -> tuple[str, str]:
 
 
 def _leaves_table(plan: Any, lines: list[Line]) -> Any:
-    mesh = ", ".join(f"{axis} {size}" for axis, size in plan.axis_sizes.items())
-    offloads = bool(plan.host.total)
+    mesh, offloads = ", ".join(f"{axis} {size}" for axis, size in plan.axis_sizes.items()), bool(plan.host.total)
     table = rich_table(
         f"Sharding plan: {plan.devices} device{'s' * (plan.devices > 1)} ({mesh})",
         [*COLUMNS[:-1], *[HOST] * offloads, COLUMNS[-1]],

@@ -218,7 +218,6 @@ class NnxModel:
 
     def _seen_shapes(self, rngs: PyTree, inputs: Any, method: Any, kwargs: Any) -> dict[str, _Seen]:
         """The shapes of parameters as their units see them where the model runs, and who reads them, by path."""
-
         seen: dict[str, _Seen] = {}
 
         def note(path: str, shape: tuple[int, ...], is_lookup: bool) -> None:
