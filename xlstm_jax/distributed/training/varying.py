@@ -102,7 +102,11 @@ class _Reader:
         return [all_named_axes([eqn]).union(*inputs)] * len(eqn.outvars)
 
     def _of_scan(self, params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
-        num_consts, num_carry = _scan_counts(params)
+        if "num_consts" in params:
+            num_consts, num_carry = params["num_consts"], params["num_carry"]
+        else:  # a release of JAX with other parameters
+            of_consts, of_carry, _ = params["ft_in"].unpack()
+            num_consts, num_carry = len(of_consts), len(of_carry)
         after = num_consts + num_carry
         consts, carry, rest = inputs[:num_consts], inputs[num_consts:after], inputs[after:]
         # Sets of axes only grow from round to round, so the loop ends.
@@ -138,14 +142,6 @@ class _Reader:
 
 def _joined(*of_values: list[Axes]) -> list[Axes]:
     return [Axes().union(*axes) for axes in zip(*of_values, strict=True)]
-
-
-def _scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """How many inputs of a scan are constants, and how many its carry. JAX renamed the parameters between releases."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()
-    return len(consts), len(carry)
 
 
 def all_named_axes(eqns: Iterable[Any]) -> Axes:

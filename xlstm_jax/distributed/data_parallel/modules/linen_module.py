@@ -215,15 +215,27 @@ def _only_when_bound(plain: Method, gathering: Method, policy: ShardPolicy) -> M
         if running(policy.axes) != "plain":
             check_not_inside_reader(self)
         with noting_lookups(self, plain.__name__):
-            return enter(self, by_rows_or(gathering, self, plain.__name__, policy, _returned), policy, args, kwargs)
+            return enter(self, plain.__name__, gathering, policy, args, kwargs, _returned)
 
     return method
 
 
-def enter(module: nn.Module, gathering: Method, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
-    """Runs a lifted method of a module."""
+def enter(
+    module: nn.Module, name: str, gathering: Method, policy: ShardPolicy, args: Any, kwargs: Any, returned: Method
+) -> Any:
+    """Runs the method of this name, lifted as ``gathering``; of an ``nn.Embed`` by rows, where that sends less.
+
+    The result is then what ``returned(module, name, rows)`` makes of the rows.
+    """
+
+    def by_rows(module: nn.Embed, *args: Any, **kwargs: Any) -> Any:
+        # The method does not run where rows are looked up, so it must be Flax's own: see ``_is_lookup``.
+        rows = _rows(module, name, policy, args, kwargs)
+        return gathering(module, *args, **kwargs) if rows is None else returned(module, name, rows)
+
+    run = by_rows if isinstance(module, nn.Embed) else gathering
     with inside_unit(module, policy.axes):
-        return unit.entered(LINEN, module.name or type(module).__name__, gathering, module, args, kwargs)
+        return unit.entered(LINEN, module.name or type(module).__name__, run, module, args, kwargs)
 
 
 def taken_apart(module: nn.Module, call: str) -> tuple[type[nn.Module], dict[str, Any]]:
@@ -305,24 +317,6 @@ def inside_unit(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
 # -------------------------------------------------------------------------------------------------- rows of embeddings
 
 TABLE = "embedding"  # the name of the parameter of an ``nn.Embed``
-
-
-def by_rows_or(
-    gathering: Method, module: nn.Module, name: str, policy: ShardPolicy, returned: Callable[[nn.Module, str, Any], Any]
-) -> Method:
-    """The method ``gathering`` of this name; of an ``nn.Embed`` by rows, where that sends less.
-
-    The rows are what ``returned(module, name, rows)`` makes of them.
-    """
-    if not isinstance(module, nn.Embed):
-        return gathering
-
-    # The method does not run where rows are looked up, so it must be Flax's own: see ``_is_lookup``.
-    def run(module: nn.Embed, *args: Any, **kwargs: Any) -> Any:
-        rows = _rows(module, name, policy, args, kwargs)
-        return gathering(module, *args, **kwargs) if rows is None else returned(module, name, rows)
-
-    return run
 
 
 def _returned(module: nn.Module, method: str, result: Any) -> Any:

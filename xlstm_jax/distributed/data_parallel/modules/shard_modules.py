@@ -24,7 +24,6 @@ from xlstm_jax.common_types import AxisNames
 from xlstm_jax.distributed.data_parallel.leaf import is_gathered_here, leaf_of
 from xlstm_jax.distributed.data_parallel.modules.linen_module import (
     LINEN,
-    by_rows_or,
     enter,
     gathers_one_layer,
     inside_map_variables,
@@ -246,8 +245,7 @@ class _Run:
             plain = context.orig_method.func  # type: ignore[attr-defined]  # a partial of the method and its module
             # Lifted as a function, call by call: the class of the module is the user's, and stays as it is.
             gathering = lifted(_as_function(plain), None, policy)
-            run = by_rows_or(gathering, module, name, policy, lambda module, name, rows: rows)
-            return enter(module, run, policy, args, kwargs)
+            return enter(module, name, gathering, policy, args, kwargs, lambda module, name, rows: rows)
         finally:
             self._entered.pop()
 
