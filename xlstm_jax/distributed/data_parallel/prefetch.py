@@ -227,18 +227,16 @@ class _Scan:
         def step(index: Any, state: Any, *, goes_on: bool = True) -> Any:
             carry, ahead, kept, outputs = state
             further = self.advance(ahead, self.shards(values, index + self.depth) if goes_on else None)
-            new, out = self.compute(
-                self.arrived(ahead), self.whole(values, index), carry, _at(per_layer, index), shared
-            )
+            args = self.arrived(ahead), self.whole(values, index), carry, _at(per_layer, index), shared
+            new, out = self.compute(*args)
             return new, further, _put(kept, index, carry), _put(outputs, index, out)
 
         ahead = self.set_out(values, range(self.length))
-        one = jax.eval_shape(self.compute, self.arrived(ahead), self.whole(values, 0), carry, _at(per_layer, 0), shared)
+        args = self.arrived(ahead), self.whole(values, 0), carry, _at(per_layer, 0), shared
+        zeros = jax.tree.map(lambda x: collectives.zeros_of_type(x, x.dtype), jax.eval_shape(self.compute, *args)[1])
         # Made of the carry itself, so that by type they vary over the same axes.
-        kept = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.length, *jnp.shape(x))), carry)
-        outputs = jax.tree.map(
-            lambda x: jnp.broadcast_to(collectives.zeros_of_type(x, x.dtype), (self.length, *x.shape)), one[1]
-        )
+        stacked = lambda x: jnp.broadcast_to(x, (self.length, *jnp.shape(x)))  # noqa: E731
+        kept, outputs = jax.tree.map(stacked, (carry, zeros))
         in_loop = max(0, self.length - self.depth)
         state = _loop(in_loop, lambda i: i, step, (carry, ahead, kept, outputs))
         for index in range(in_loop, self.length):

@@ -253,10 +253,8 @@ def accumulated(
         # One minibatch draws what a batch without minibatches draws.
         key = rng if rng is None or count == 1 else jax.random.fold_in(rng, index)
         rest = (rows_at(minibatches, index), key, *([before.collections] if loss.has_collections else []))
-        if OVERWRITTEN in before.collections:
-            local = overwriting_result(loss, weights, rest, axes)
-        else:
-            local = local_result(loss, weights, axes, *rest)
+        of_device = overwriting_result if OVERWRITTEN in before.collections else local_result
+        local = of_device(loss, weights, axes, *rest)
         check_branches(local.gathered_in_branches, loss, (weights, *rest), axes)
         carry, after, aux = before.carry, before.collections, Auxiliary.of(None)
         if loss.has_collections:

@@ -176,7 +176,7 @@ def _equal_by_type(new: PyTree, of_types: list[Axes]) -> PyTree:
 
 
 def overwriting_result(
-    loss_fn: Callable[..., Loss], weights: PyTree, rest: tuple[PyTree, ...], axes: tuple[str, ...]
+    loss_fn: Callable[..., Loss], weights: PyTree, axes: tuple[str, ...], *rest: PyTree
 ) -> LocalResult:
     """``local_result`` of ``loss_fn(weights, *rest)``, where ``rest[-1]`` has the collection ``OVERWRITTEN``."""
     *others, collections = rest

@@ -4,7 +4,7 @@
   {"params": {"kernel": Sharded(W)}}        the library holds a dict of collections, of boxes and bare values, by path
 
 A split variable knows its names, how it travels, and the policy of its unit. A chosen module gets another class of the
-same name, and is not changed otherwise. When a public method is entered, ``Gathered`` gives the variables below it,
+same name, and is not changed otherwise. When a public method is entered, ``gathered`` gives the variables below it,
 except those of units within, their whole values; when the method returns, they are dropped. Read at any other time, a
 split variable gathers itself, once for each read. ``nnx.split`` keeps classes, so a model that ``nnx.jit``,
 ``nnx.remat`` or ``nnx.scan`` splits and merges still has its units.
@@ -12,7 +12,8 @@ split variable gathers itself, once for each read. ``nnx.split`` keeps classes, 
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -130,9 +131,8 @@ def _plain_type(variable: Any) -> Any:
     return getattr(type(variable), "plain_type", type(variable))
 
 
-def _turn_into(variable: Any, state: type[_Changed]) -> None:
-    kind: Any = state
-    object.__setattr__(variable, "__class__", _type_like(_plain_type(variable), kind))
+def _turn_into(variable: Any, state: Any) -> None:
+    object.__setattr__(variable, "__class__", _type_like(_plain_type(variable), state))
 
 
 def is_split(variable: Any) -> bool:
@@ -149,26 +149,22 @@ def _whole_values(variables: Mapping[str, Any]) -> dict[str, Any]:
     return {path: leaf_of(whole[path]).value for path in variables}
 
 
-class Gathered:
-    """A context in which split variables (by path) have their whole values.
+@contextmanager
+def gathered(variables: Mapping[str, Any]) -> Iterator[None]:
+    """A context in which split variables (by path) have their whole values."""
 
-    NNX refuses to write a variable that was made under another trace. This write is undone, so nobody sees it later.
-    """
-
-    def __init__(self, variables: Mapping[str, Any]) -> None:
-        self._variables = variables
-
-    def __enter__(self) -> None:
-        self._shards = {path: variable.get_raw_value() for path, variable in self._variables.items()}
-        self._set(_whole_values(self._variables), _Whole)
-
-    def __exit__(self, *error: object) -> None:
-        self._set(self._shards, _Split)
-
-    def _set(self, values: Mapping[str, Any], state: type[_Changed]) -> None:
-        for path, variable in self._variables.items():
+    def write(values: Mapping[str, Any], state: type[_Changed]) -> None:
+        # NNX refuses to write a variable that was made under another trace. This write is undone: nobody sees it later.
+        for path, variable in variables.items():
             object.__setattr__(variable, "_raw_value", values[path])
             _turn_into(variable, state)
+
+    shards = {path: variable.get_raw_value() for path, variable in variables.items()}
+    write(_whole_values(variables), _Whole)
+    try:
+        yield
+    finally:
+        write(shards, _Split)
 
 
 # ----------------------------------------------------------------------------------------------- collections by path
@@ -295,7 +291,7 @@ def _gathering(cls: type[nnx.Module], name: str, policy: ShardPolicy) -> Method:
     is_lookup = issubclass(cls, nnx.Embed) and plain is inspect.getattr_static(nnx.Embed, "__call__")
 
     def whole(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        with Gathered(_split_variables(module)):
+        with gathered(_split_variables(module)):
             return plain.__get__(module, cls)(*args, **kwargs)
 
     @functools.wraps(plain)

@@ -21,6 +21,7 @@ split the mean of the step into a multiple of the mean of one device, and a rest
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -211,8 +212,7 @@ def ratios(sample: Sample) -> tuple[dict[str, Ratio], int]:
 
     Returns the ratios, and the number of keys.
     """
-    ours: dict[str, list[np.ndarray]] = {}
-    right: dict[str, list[np.ndarray]] = {}
+    ours, right = defaultdict[str, list[np.ndarray]](list), defaultdict[str, list[np.ndarray]](list)
     found: dict[str, Ratio] = {}
     count = 0
     console = Console(stderr=True)
@@ -220,7 +220,7 @@ def ratios(sample: Sample) -> tuple[dict[str, Ratio], int]:
         for count in bar.track(range(1, MOST_KEYS + 1), description="check_step, keys"):
             for kept, new in zip((ours, right), sample(count), strict=True):
                 for path, values in new.items():
-                    kept.setdefault(path, []).append(values)
+                    kept[path].append(values)
             if count >= FEWEST_KEYS and count & (count - 1) == 0:
                 found = {path: _ratio(np.array(ours[path]), np.array(right[path])) for path in right}
                 if all(ratio.is_known for ratio in found.values()):

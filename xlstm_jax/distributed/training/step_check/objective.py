@@ -158,7 +158,6 @@ def _kind(one: OneDevice, rng: Any, mean: Found, whole: Found) -> str:
     # Slices of such a loss have no values of their own: devices compute them together.
     if one.asks_for_axes(rng):
         return "reduced"
-    n = one.devices * one.num_minibatches
     parts = [one.whole(rng, batch=part) for part in one.all_slices()]
     values = np.array([part.loss for part in parts])
     gradients = np.stack([_vector(part) for part in parts], 1)
@@ -166,7 +165,9 @@ def _kind(one: OneDevice, rng: Any, mean: Found, whole: Found) -> str:
     # A mean does not change where each row is there twice; a sum doubles, and pairs of rows count otherwise.
     twice = one.whole(rng, batch=jax.tree.map(lambda x: jnp.concatenate([x, x]) if np.ndim(x) else x, one.batch))
     scale = np.abs(values).max() + abs(whole.loss)
-    if abs((twice.loss - whole.loss) * (1 - 1 / n) - (whole.loss - mean.loss)) <= FITS * abs(whole.loss - mean.loss):
+    if abs((twice.loss - whole.loss) * (1 - 1 / len(parts)) - (whole.loss - mean.loss)) <= FITS * abs(
+        whole.loss - mean.loss
+    ):
         return "part"
     if abs(twice.loss - whole.loss) > FITS * scale:
         return "negatives"
@@ -174,7 +175,7 @@ def _kind(one: OneDevice, rng: Any, mean: Found, whole: Found) -> str:
     fit, *_ = np.linalg.lstsq(gradients, right, rcond=None)
     left = np.linalg.norm(gradients @ fit - right)
     # Few parameters could be combined to anything by chance.
-    if len(right) > 2 * n and left <= FITS * np.linalg.norm(right):
+    if len(right) > 2 * len(parts) and left <= FITS * np.linalg.norm(right):
         is_mean = abs(fit.sum() - 1) <= FITS and abs(fit @ values - whole.loss) <= FITS * scale
         return "weights" if is_mean else "function"
     return "statistic"
