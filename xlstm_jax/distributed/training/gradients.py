@@ -261,7 +261,7 @@ def _check_axes(value: jax.Array, axes: tuple[str, ...], what: str) -> None:
     # JAX would sum the gradients of leaves that do not vary over such an axis, and nobody would divide them.
     for axis in collectives.spread_axes(sorted(varying - set(axes))):
         raise ValueError(
-            f"{what} varies over {axis!r}, which the axes to average over, {axes}, leave out: gradients of whole "
+            f"the loss varies over {axis!r}, which the axes to average over, {axes}, leave out: gradients of whole "
             f"leaves would be summed over its {collectives.axis_size([axis])} devices. Name all axes along which the "
             f"batch or gathered weights differ, or reduce over {axis!r} in the model (tensor parallel)."
         )

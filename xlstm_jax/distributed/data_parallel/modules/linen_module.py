@@ -97,8 +97,9 @@ def shard_module_params(
         what, cure = kind_of(target), "Pass (nn.Dense, 'fsdp'), say"
         if is_nnx(cls):
             what, cure = f"{what} of flax.nnx", "Pass nnx_model(lambda rngs: MyModule(..., rngs=rngs)) to shard_modules"
-        what = f"a Linen module, its class or a function of one, not {what}"
-        raise TypeError(f"shard_module_params takes {what}. {cure}.")
+        raise TypeError(
+            f"shard_module_params takes a Linen module, its class or a function of one, not {what}. {cure}."
+        )
     policy = ShardPolicy(
         axis_name,
         min_weight_size,
