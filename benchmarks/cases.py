@@ -51,7 +51,7 @@ from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leav
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
 from xlstm_jax.distributed.forecast import Workload
-from xlstm_jax.distributed.forecast.fitting import default_meshes, gpu_meshes
+from xlstm_jax.distributed.forecast.fitting import default_meshes
 from xlstm_jax.distributed.hardware.topologies import Topology
 from xlstm_jax.distributed.hardware.xla_options import compiler_options
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
@@ -178,7 +178,7 @@ def mesh_axes(case: Case, shape: Sequence[int], *, gpus: bool = False) -> dict[s
     Raises:
       ValueError: a torus of one dim, or one host, has no room for copies.
     """
-    staged, *others = gpu_meshes(*shape) if gpus else default_meshes(shape)
+    staged, *others = default_meshes(shape, gpus=gpus)
     if case.mesh != "hybrid":
         return others[0] if others and case.mesh == "flat" else staged
     if not others:

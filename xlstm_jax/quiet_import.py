@@ -25,26 +25,18 @@ STDERR = 2
 
 def load_cuda_plugin_quietly() -> None:
     """Loads the plugin's libraries where they would complain; elsewhere does nothing, and does not import JAX."""
-    if not _version(PLUGIN).startswith(NOISY_RELEASE) or any(map(glob.glob, GPU_FILES)):
+    try:
+        is_noisy = version(PLUGIN).startswith(NOISY_RELEASE)
+    except PackageNotFoundError:
         return
-    with contextlib.suppress(OSError), stderr_without(NOISE):  # OSError: the program has closed its stderr
+    if not is_noisy or any(map(glob.glob, GPU_FILES)):
+        return
+    # OSError: the program has closed its stderr.
+    with contextlib.suppress(OSError, PackageNotFoundError), stderr_without(NOISE):
         import_module("jax")
-        for path in _libraries(RUNTIME):
-            ctypes.CDLL(path)
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
-def _libraries(package: str) -> list[str]:
-    try:
-        return [str(path.locate()) for path in files(package) or () if path.suffix == ".so"]
-    except PackageNotFoundError:
-        return []
+        for path in files(RUNTIME) or ():
+            if path.suffix == ".so":
+                ctypes.CDLL(str(path.locate()))
 
 
 @contextlib.contextmanager

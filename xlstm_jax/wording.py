@@ -36,6 +36,7 @@ def format_bytes(count: float) -> str:
     """
     power = min(max(int(math.log2(abs(count) or 1)) // 10, 0), len(UNITS) - 1)
     scaled = count / 1024**power
+    # From here on a number would have four digits, as 1000 MiB: the next unit takes over.
     if power and abs(scaled) >= 999.5 and power + 1 < len(UNITS):
         power, scaled = power + 1, scaled / 1024
     digits = 0 if power == 0 or abs(scaled) >= 99.95 else 1 if abs(scaled) >= 9.995 else 2
@@ -186,6 +187,7 @@ class FoldingTable(Table):
         widths = [width for line in lines for width in line.values()]
         each = zip(self.columns, widths, strict=True)
         columns = [dataclasses.replace(column, width=width, no_wrap=False) for column, width in each]
+        # A copy, as the table may be drawn again on a console of another width.
         drawn = copy.copy(self)
         if len(lines) == 1:
             drawn.columns = columns
@@ -201,15 +203,14 @@ class FoldingTable(Table):
 def _lines(columns: Sequence[Column], console: Console, options: ConsoleOptions) -> list[dict[int, int]]:
     """The widths of the columns of each line: one line if that is wide enough, else as many columns as fit in each."""
     room, unlimited = options.max_width - EDGES, options.update(width=MAX_CELL)
-    whole, folded, least = {}, {}, {}  # nothing folded; headers folded; cells, too
+    whole, least = {}, {}  # widths with nothing folded, and with everything folded that may be
     for i, column in enumerate(columns):
         header = Measurement.get(console, unlimited, column.header)
         cells = [Measurement.get(console, unlimited, cell) for cell in column.cells]
-        folded[i] = max([header.minimum, *(cell.maximum for cell in cells)])
-        whole[i] = max(header.maximum, folded[i])
+        whole[i] = max([header.maximum, *(cell.maximum for cell in cells)])
         least[i] = max([header.minimum, *(max(cell.minimum, min(cell.maximum, MIN_WIDTH)) for cell in cells)])
     if sum(least.values()) + GAP * (len(columns) - 1) <= room:
-        return [_narrowed(_narrowed(whole, folded, room), least, room)]
+        return [_narrowed(whole, least, room)]
     # There is room below each other: headers of numbers are not folded.
     least = {i: min(whole[i] if columns[i].no_wrap else least[i], room - INDENT) for i in least}
     lines: list[dict[int, int]] = [{}]
@@ -226,6 +227,7 @@ def _narrowed(widths: Mapping[int, int], least: Mapping[int, int], room: int) ->
     while sum(widths.values()) + GAP * (len(widths) - 1) > room and (
         wide := [i for i in widths if widths[i] > least[i]]
     ):
+        # A column at a time by one character: columns of equal width stay equal.
         widths[max(wide, key=lambda i: widths[i])] -= 1
     return widths
 
@@ -289,8 +291,12 @@ def notebook_html(shown: RenderableType, title: str, bars: Sequence[Bar]) -> str
     """
     longest = max((bar.size for bar in bars), default=0.0) or 1.0
     lines = [_TITLE.format(html.escape(title))] if bars else []
-    lines += [_bar_html(bar, longest) for bar in bars[:MOST_BARS]]
+    for bar in bars[:MOST_BARS]:
+        colour, percent = "#e2803a" if bar.warns else "#3f87d0", 100 * bar.size / longest
+        label, text = html.escape(bar.label), html.escape(bar.text)
+        lines.append(_BAR.format(label=label, text=text, colour=colour, percent=percent))
     lines += [_TITLE.format(f"and {len(bars) - MOST_BARS} more")] if len(bars) > MOST_BARS else []
+    # Notebooks drop style sheets, so colours stand in the tags.
     console = Console(file=io.StringIO(), width=120, record=True, force_jupyter=False)
     console.print(shown)
     table = console.export_html(inline_styles=True, code_format=JUPYTER_HTML_FORMAT)
@@ -303,8 +309,3 @@ _BAR = """\
 <span style="font-family:monospace;overflow-wrap:anywhere">{label}</span><span>{text}</span></div>
 <div style="background:rgba(127,127,127,0.25);height:0.45em;border-radius:0.2em">
 <div style="background:{colour};width:{percent:.3g}%;height:100%;border-radius:0.2em"></div></div>"""
-
-
-def _bar_html(bar: Bar, longest: float) -> str:
-    colour, percent = "#e2803a" if bar.warns else "#3f87d0", 100 * bar.size / longest
-    return _BAR.format(label=html.escape(bar.label), text=html.escape(bar.text), colour=colour, percent=percent)

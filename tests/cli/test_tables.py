@@ -143,6 +143,7 @@ def of_a_forecast_of_gpus():
 def collective(kind, modules, axes=("fsdp",), **more):
     known = {"count": 2048, "dtype": "f32", "payload_bytes": 2**31, "wire_bytes": 2.99 * 2**30, "group_size": 8}
     known |= {"stands_for": None, "op_name": "", "leaves": (), "direction": "backward", "asynchronous": False}
+    known |= {"alone_s": 0.0123, "exposed_s": 0.0012}
     return Collective(name=kind, kind=kind, modules=modules, axes=axes, **known | more)
 
 
@@ -207,7 +208,7 @@ def of_doctor():
     """With a self-test that failed by an exception, and without a single extra."""
     names = self_test.Check("make_train_step, 3 steps of AdamW, check_vma=False", "2.1e-06", "at most 1e-04", True)
     versions = {"python": "3.11.7", "jax": "0.10.2", "jax-cuda13-plugin": None}
-    everything = doctor.missing_extras({extra: ["nowhere"] for extra in doctor.EXTRAS})
+    everything = doctor.missing_extras({extra: ["nowhere"] for extra in doctor.USES})
     found = doctor.Diagnosis(versions, everything, "", "8 devices", (names, Check("JAX starts", WHY, "", False)))
     return Group(*found.tables())
 

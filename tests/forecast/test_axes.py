@@ -24,8 +24,8 @@ from xlstm_jax.distributed import (
 from xlstm_jax.distributed.forecast import CHIPS, AxisTraffic, dispatch, fit, forecast, lint, parse_topology
 from xlstm_jax.distributed.forecast.compiling.compile import StepCall
 from xlstm_jax.distributed.forecast.cost.axis_traffic import axis_traffic
+from xlstm_jax.distributed.forecast.cost.clock import Cycles
 from xlstm_jax.distributed.forecast.cost.collective_traffic import NO_OVERLAP, Collective
-from xlstm_jax.distributed.forecast.cost.cycles import LoopCycles
 from xlstm_jax.distributed.forecast.cost.live_values import live_bytes
 from xlstm_jax.distributed.forecast.hlo.program import parse
 from xlstm_jax.distributed.forecast.linting.lint import findings_of
@@ -146,7 +146,7 @@ ENTRY %main (a: s32[]) -> (s32[]) {
 def test_a_loop_beside_a_collective_takes_all_its_trips():
     program = parse(LOOP)
     loop = program.entry.by_name["loop"]
-    assert LoopCycles(program).cycles_of(program.entry, loop) == 5 * 70
+    assert Cycles(program).of(program.entry, loop).total == 5 * 70
     assert loop.estimated_cycles is None  # guard: the compiler has none for the loop itself
 
 
@@ -316,7 +316,10 @@ def test_an_estimate_counts_ragged_rows_without_padding_both_ways():
 
 
 def test_axes_of_the_model_take_dims_of_the_torus_or_of_a_host():
-    laid = lambda topology, **sizes: mesh_on(parse_topology(topology), sizes)  # noqa: E731
+    def laid(topology, **sizes):
+        place = parse_topology(topology)
+        return mesh_on(place.shape, sizes, gpus=place.platform == "cuda")
+
     assert laid("v5p:4x4x8", tp=8) == {"fsdp_x": 4, "fsdp_y": 4, "tp": 8}
     assert laid("v5p:4x4x8", tp=4, cp=8) == {"fsdp_x": 4, "tp": 4, "cp": 8}
     assert laid("v6e:16x16", tp=4) == {"fsdp_x": 16, "fsdp_y": 4, "tp": 4}

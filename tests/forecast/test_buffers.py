@@ -95,10 +95,6 @@ def test_an_excerpt_by_hand(assignment):
     assert (found.argument_bytes, found.alias_bytes) == (256 * MIB + 32768, 256 * MIB)
     assert (found.output_bytes, found.constant_bytes, found.temporary_bytes) == (256 * MIB, 4096, 142672384)
     assert found.total_bytes == 2 * 256 * MIB + 32768 + 4096 + 142672384
-    assert [(a.name, a.shape, a.donated) for a in found.arguments] == [
-        ("state.params['blocks']['kernel'].value", "f32[64,1024,1024]", True),
-        ("", "f32[8,1024]", False),
-    ]
     # The cast weights, the stack of activations, the product that becomes its sum in place (once), a counter.
     assert found.peak_live_bytes == 128 * MIB + 4 * MIB + 4 * MIB + 512
     assert [(t.bytes, t.instruction, t.path, t.direction) for t in found.temporaries] == [
@@ -199,11 +195,10 @@ def test_a_training_step_adds_up_to_xlas_own_sums(tmp_path):
     program, assignment, live_range, names = compiled(step.lower(*args), tmp_path)
     found, stats = read_memory(assignment, live_range, names), program.memory_analysis()
 
-    assert found.argument_bytes == stats.argument_size_in_bytes == sum(a.bytes for a in found.arguments)
+    assert found.argument_bytes == stats.argument_size_in_bytes
     assert found.alias_bytes == stats.alias_size_in_bytes > 0
     assert found.output_bytes == stats.output_size_in_bytes - stats.alias_size_in_bytes
     assert found.temporary_bytes == stats.temp_size_in_bytes > 0
-    assert {a.name.split("[")[0] for a in found.arguments} >= {"state.params", "batch"}
 
     used = recount(assignment, live_range)
     assert found.peak_live_bytes == max(used) <= found.temporary_bytes

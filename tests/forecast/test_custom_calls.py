@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from xlstm_jax.distributed import DeviceMeshManager
 from xlstm_jax.distributed.forecast import CHIPS, forecast
 from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
-from xlstm_jax.distributed.forecast.cost.clock import Kernels
-from xlstm_jax.distributed.forecast.cost.cycles import count_cycles, count_hbm_bytes
+from xlstm_jax.distributed.forecast.cost.clock import Cycles, Kernels
+from xlstm_jax.distributed.forecast.cost.cycles import count_hbm_bytes
 from xlstm_jax.distributed.forecast.cost.flops import count_flops
 from xlstm_jax.distributed.forecast.cost.products import executed_flops, unknown_calls
 from xlstm_jax.distributed.forecast.hlo.program import parse
@@ -83,7 +83,7 @@ def test_cudnns_attention_is_compiled_without_a_gpu_and_its_kernels_take_their_f
     assert executed_flops(program, lambda _: True) == want
     kernels = Kernels(program, H100)
     calls = [i for i in program.entry.instructions if "__cudnn$fmha" in i.attributes]
-    products = [kernels.seconds_of(program.entry, call).products for call in calls]
+    products = [kernels.of(program.entry, call).products for call in calls]
     assert len(calls) == 2 and sum(products) >= want / H100.peak_flops["bfloat16"]
     found = forecast(step, *args, topology="h100:1x2")
     assert found.flops.total == want and not any("counted as nothing" in note for note in found.notes)
@@ -120,7 +120,7 @@ def test_kernels_of_pallas_on_tpus_take_their_roofline():
     in_kernels = sum(found.flops.in_kernels.values())
     assert in_kernels >= 3.5 * 4 * 2 * 256**2 * 128 / 2  # both passes of a causal mask, and what is not skipped
     assert found.pallas_seconds >= in_kernels / CHIPS["v5e"].peak_flops["bfloat16"]
-    assert found.cycle_seconds == count_cycles(program) / CHIPS["v5e"].clock_hz + found.pallas_seconds
+    assert found.cycle_seconds == Cycles(program).total / CHIPS["v5e"].clock_hz + found.pallas_seconds
 
 
 def product_of(dtype, topology, **kinds):
@@ -166,7 +166,7 @@ def test_of_flaxs_products_in_fp8_h100_runs_the_direct_ones_in_fp8():
     def rate(program):
         """The FLOP per second of a step, were memory infinitely fast."""
         kernels = Kernels(program, dataclasses.replace(H100, hbm_bandwidth=1e30))
-        return executed_flops(program, lambda _: True) / kernels.seconds
+        return executed_flops(program, lambda _: True) / kernels.total
 
     assert rate(compiled(nn.Fp8DirectDotGeneralOp)) == pytest.approx(H100.peak_flops["float8"])
     assert rate(compiled(nn.Fp8DotGeneralOp)) == pytest.approx(H100.peak_flops["bfloat16"])

@@ -29,7 +29,7 @@ from xlstm_jax.distributed import (
 from xlstm_jax.distributed.forecast import Collective, Forecast, Roofline, Workload, forecast
 from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
 from xlstm_jax.distributed.forecast.cost.collective_traffic import Overlap
-from xlstm_jax.distributed.forecast.forecasting import exposed_seconds
+from xlstm_jax.distributed.forecast.cost.schedule import with_waits
 
 AXES = ("dp", "fsdp")
 LAYERS, WIDTH, ROWS = 3, 64, 16
@@ -136,6 +136,9 @@ def test_flops_are_those_of_the_layers():
 
 def test_json_keeps_everything():
     assert Forecast.from_json(on_cpu().to_json()) == on_cpu()
+    older = json.loads(on_cpu().to_json())
+    older["memory"]["arguments"] = [{"name": "state.params['up']", "bytes": 4}]  # of release 0.3.0
+    assert Forecast.from_json(json.dumps(older)) == on_cpu()
     with pytest.raises(ValueError, match=r"no forecast of format 2; make it anew"):
         Forecast.from_json('{"format": 1}')
 
@@ -355,7 +358,6 @@ def test_a_forecast_for_tpus_from_a_machine_without_one(on_v5e):
     weights = LAYERS * 2 * 512 * 2048 * 4 * 3
     assert replicated.memory.argument_bytes - sharded.memory.argument_bytes == pytest.approx(0.75 * weights, rel=0.02)
     assert sharded.memory.peak_live_bytes <= sharded.memory.temporary_bytes
-    assert any("params" in argument.name and "up" in argument.name for argument in sharded.memory.arguments)
 
 
 @pytest.mark.libtpu
@@ -426,12 +428,8 @@ def test_a_step_with_arguments_of_all_kinds_is_forecast_for_a_topology():
     args = params, batch | {"weight": np.zeros(ROWS, np.float32)}, True
     here, there = (forecast(step, *args, kwargs=kwargs, topology=topology) for topology in (None, "v5e:2x4"))
     assert there.flops == here.flops and there.axis_sizes == here.axis_sizes
-    donated_bytes = sum(argument.bytes for argument in there.memory.arguments if argument.donated)
-    assert there.memory.alias_bytes == donated_bytes and here.memory.alias_bytes == 2 * WIDTH * WIDTH * 4
-    donated = {argument.name: argument.donated for argument in there.memory.arguments}
-    assert donated == {"params['up']": True, "params['down']": True} | dict.fromkeys(
-        ("batch['x']", "batch['weight']", "key", "raw_key", "rate"), False
-    )
+    # Two donated matrices, padded to the tiles of a TPU.
+    assert there.memory.alias_bytes >= here.memory.alias_bytes == 2 * WIDTH * WIDTH * 4
     assert [note[:23] for note in unplaced_notes(there)] == ["Argument 1/weight has n"]
 
 
@@ -469,7 +467,7 @@ def collective(*, seconds, axes=("x",), count=1, cycles=None, asynchronous=False
 @pytest.mark.parametrize(
     "gather, exposed",
     [
-        (collective(seconds=0.1, count=3), 0.3),
+        (collective(seconds=0.1, count=3), 0.1),
         (collective(seconds=0.1, axes=None), 0.05),  # unknown groups: over the links of both dims
         (collective(seconds=0.1, asynchronous=True, cycles=1.5e9 * 0.04), 0.06),  # 40 ms of it are covered
         (collective(seconds=0.1, asynchronous=True, cycles=1.5e9), 0.0),
@@ -479,7 +477,7 @@ def collective(*, seconds, axes=("x",), count=1, cycles=None, asynchronous=False
 )
 def test_what_a_schedule_waits_for(gather, exposed):
     links = on_torus("v5e:16x16", {"x": 16}, {"y": 16})
-    assert exposed_seconds(links, gather) == pytest.approx(exposed)
+    assert with_waits(links, gather).exposed_s == pytest.approx(exposed)
 
 
 def test_a_step_takes_what_runs_and_what_it_waits_for():

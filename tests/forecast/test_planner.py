@@ -91,13 +91,13 @@ def test_meshes_that_suit_a_torus(shape, want):
     [
         ("h100:1x8", [{"fsdp": 8}]),
         ("h100:4x1", [{"fsdp": 4}]),
-        ("b200:2x8", [{"fsdp_host": 2, "fsdp_device": 8}, {"fsdp": 16}, {"dp": 2, "fsdp": 8}]),
+        ("b200:2x8", [{"fsdp_host": 2, "fsdp_device": 8}, {"fsdp": 16}, {"dp": 2, "fsdp_device": 8}]),
         (
             "h100:8x8",
             [
                 {"fsdp_host": 8, "fsdp_device": 8},
                 {"fsdp": 64},
-                {"dp": 8, "fsdp": 8},
+                {"dp": 8, "fsdp_device": 8},
                 {"dp": 2, "fsdp_host": 4, "fsdp_device": 8},
             ],
         ),

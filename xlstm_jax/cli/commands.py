@@ -13,7 +13,7 @@ import dataclasses
 import json
 import math
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from textwrap import indent
 from typing import Any, NamedTuple, Protocol
@@ -23,7 +23,6 @@ from jax.sharding import Mesh
 
 from xlstm_jax.cli.doctor import examine
 from xlstm_jax.cli.factory import AXES, VARIED, Factory, load_factory, settings_of
-from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
 from xlstm_jax.distributed.forecast.compiling.report_cache import FOLDER_VARIABLE, ReportCache, user_cache
 from xlstm_jax.distributed.forecast.fitting import SHARD_AXIS_PREFIX, Options, Trial, command_of, fit, meshes_of
@@ -76,7 +75,16 @@ def _mesh(args: Namespace, factory: Factory) -> dict[str, int]:
     mesh: dict[str, int] | None = args.mesh
     if args.topology is not None:
         topology = parse_topology(args.topology)
-        mesh = _filled(mesh, topology) if mesh else _meshes_to_try(topology, factory)[0]
+        given = mesh or _meshes_to_try(topology, factory)[0]
+        devices, known = topology.num_devices, math.prod(size for size in given.values() if size != -1)
+        mesh = {axis: devices // known if size == -1 else size for axis, size in given.items()}
+        if math.prod(mesh.values()) != devices:
+            free = "a multiple of " if -1 in given.values() else ""
+            raise ValueError(
+                f"--mesh {format_mesh(given)} takes {free}{known} devices, but {topology.name} has {devices}. Choose "
+                f"sizes whose product is {devices}, one of which may be -1 for what the others leave, or another "
+                "topology."
+            )
     if mesh is None:
         raise ValueError(
             "how many devices? Pass --mesh, as --mesh dp=4,fsdp=64, or --topology, as v5e:16x16 or h100:32x8."
@@ -85,32 +93,6 @@ def _mesh(args: Namespace, factory: Factory) -> dict[str, int]:
         raise ValueError(f"--mesh {format_mesh(mesh)}: -1 stands for the rest of a topology; pass --topology too.")
     _check_shard_axes(mesh, factory, dict(args.set))
     return mesh
-
-
-def _filled(mesh: dict[str, int], topology: Topology) -> dict[str, int]:
-    devices, known = topology.num_devices, math.prod(size for size in mesh.values() if size != -1)
-    filled = {axis: devices // known if size == -1 else size for axis, size in mesh.items()}
-    if math.prod(filled.values()) != devices:
-        free = "a multiple of " if -1 in mesh.values() else ""
-        raise ValueError(
-            f"--mesh {format_mesh(mesh)} takes {free}{known} devices, but {topology.name} has {devices}. "
-            f"{_other_sizes(mesh, devices)}, or take another topology."
-        )
-    return filled
-
-
-def _other_sizes(mesh: dict[str, int], devices: int) -> str:
-    """The cure for sizes that do not multiply to the number of devices."""
-    # An axis can be -1 if the product of all others divides the number of devices. The last such axis is proposed, the
-    # innermost, which is split over by custom.
-    given = {axis: size for axis, size in mesh.items() if size != -1}
-    known = math.prod(given.values())
-    free = [axis for axis in reversed(given) if devices % (known // given[axis]) == 0]
-    if free and len(given) == len(mesh):
-        return f"Write -1 for the size of one axis, as {format_mesh(mesh | {free[0]: -1})}"
-    sizes = ", ".join(str(size) for size in range(1, devices + 1) if devices % size == 0)
-    product = f"{'*'.join(given)} = " if len(given) > 1 else f"{next(iter(given))}="
-    return f"{product}{known} does not divide {devices}; {sizes} do. Choose one of these"
 
 
 def _check_shard_axes(mesh: dict[str, int], factory: Factory, chosen: dict[str, Any]) -> None:
@@ -163,7 +145,11 @@ def _forecast(args: Namespace, say: Say) -> tuple[Forecast, ShardingPlan, list[s
     say("building the step")
     # For a topology the mesh is abstract: its devices are not here. CPU devices are simulated before the user's code,
     # which may start JAX's devices.
-    devices = mesh if args.topology else _simulated(mesh)
+    devices: Mapping[str, int] | Mesh = mesh
+    if not args.topology:
+        size = math.prod(mesh.values())
+        simulate_cpu_devices(size)
+        devices = DeviceMeshManager.create_device_mesh(mesh, devices=jax.devices()[:size])
     workload = _workload(args, factory, mesh)
     step, abstract = workload.build_step(devices, args.minibatches)
     say(f"compiling for {args.topology or 'simulated CPU devices'}, mesh {format_mesh(mesh)}")
@@ -192,13 +178,6 @@ def _kept(cache: ReportCache | None) -> list[str]:
     if cache.hits:
         return [f"{of} had been compiled before and came from {cache.folder}; --no-cache compiles anew."]
     return [f"what was compiled is kept in {cache.folder}; --no-cache keeps nothing."]
-
-
-def _simulated(mesh: dict[str, int]) -> Mesh:
-    """The mesh over simulated CPU devices."""
-    size = math.prod(mesh.values())
-    simulate_cpu_devices(size)
-    return DeviceMeshManager.create_device_mesh(mesh, devices=jax.devices()[:size])
 
 
 # ------------------------------------------------------------------------------------------------------- the commands
@@ -324,7 +303,7 @@ class _FitProgress:
         """Called before each trial."""
         self.begun += 1
         several = f" ({self.begun - self.done} at once)" if self.begun - self.done > 1 else ""
-        self.say(f"trial {self.begun}{several}: {_said(options)}{self.last}")
+        self.say(f"trial {self.begun}{several}: {options}{self.last}")
 
     def ends(self, trial: Trial) -> None:
         """Called after each trial, in the order in which they began."""
@@ -332,17 +311,7 @@ class _FitProgress:
         took = "from the cache" if trial.took_s is None else f"compiled in {trial.took_s:.0f} s"
         what = f"{format_bytes(trial.bytes_per_device or 0)}, {took}" if trial.forecast else trial.problem
         self.last = f"; the last {took}" if trial.forecast else ""
-        self.say(f"trial {self.done}: {_said(trial.options)}: {shortened(what, MAX_LINE)}", stays=True)
-
-
-def _said(options: Options) -> str:
-    kept = "kept" if options.keep_gathered else "gathered again"
-    remat = ", remat" if options.remat else ""
-    minibatches = f", {options.num_minibatches} minibatches" if options.num_minibatches > 1 else ""
-    other = options.min_weight_size != DEFAULT_MIN_WEIGHT_SIZE
-    threshold = f", threshold {options.min_weight_size:,}" if other else ""
-    offload = ", offload" if options.offload != NO_OFFLOAD else ""
-    return f"{format_mesh(options.mesh)}, weights {kept}{remat}{minibatches}{threshold}{offload}"
+        self.say(f"trial {self.done}: {trial.options}: {shortened(what, MAX_LINE)}", stays=True)
 
 
 def run_doctor(args: Namespace, say: Say) -> Report:

@@ -12,13 +12,14 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
@@ -31,31 +32,14 @@ from xlstm_jax.cli import self_test
 from xlstm_jax.cli.self_test import Check
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
 from xlstm_jax.distributed.forecast.compiling.compile import StepCall, begin_for_topology
-from xlstm_jax.distributed.forecast.compiling.compile_process import CompileError, Pending
+from xlstm_jax.distributed.forecast.compiling.compile_process import CompileError, Pending, installed_version
 from xlstm_jax.distributed.hardware.topologies import parse_topology
 from xlstm_jax.wording import how_to_install, one_line, rich_table
 
 NEEDED = ("xlstm_jax", "jax", "jaxlib", "flax", "optax", "numpy", "rich")
-# What each extra of setup.cfg installs; jax[tpu] is libtpu, jax[cuda12-local] the plugin without CUDA's libraries.
-_CHECKPOINT, _FORECAST, _TENSORBOARD = ("orbax-checkpoint",), ("flatbuffers", "libtpu", "matplotlib"), ("tensorboardX",)
-_FORECAST_GPU = ("flatbuffers", "jax-cuda12-plugin", "matplotlib", "nvidia-cuda-nvcc-cu12")
-_TRAIN = ("matplotlib", *_CHECKPOINT)
-_TEST = ("chex", "hypothesis", "pytest", "pytest-xdist", "safetensors", "scikit-learn", "setuptools")
-_DOCS = ("datasets", "furo", "grain", "matplotlib", "myst-nb", "safetensors", "sphinx", "sphinx-copybutton")
-EXTRAS = {
-    "checkpoint": _CHECKPOINT,
-    "forecast": _FORECAST,
-    "forecast-gpu": _FORECAST_GPU,
-    "tensorboard": _TENSORBOARD,
-    "train": _TRAIN,
-    "bench": ("clu", *_TRAIN),
-    "torch": ("torch",),
-    "models": ("aqtp", "diffusers", "mamba2-jax", "transformers"),
-    "test": (*_TEST, *_FORECAST, *_TENSORBOARD, *_TRAIN),
-    "docs": (*_DOCS, *_CHECKPOINT, *_FORECAST, *_TENSORBOARD),
-    "screens": ("pillow", "playwright"),
-    "dev": ("build", "mypy", "pre-commit", "pyright", "ruff", "twine"),
-}
+USED = ("orbax-checkpoint", "flatbuffers", "libtpu", "matplotlib", "tensorboardX")  # where they are installed
+# What the extras of JAX bring that ours ask for; the plugin comes without CUDA's libraries.
+OF_JAX = {"jax[tpu]": "libtpu", "jax[cuda12-local]": "jax-cuda12-plugin"}
 # What each extra is for; the first four concern every user.
 USES = {
     "checkpoint": "Checkpointer",
@@ -105,7 +89,7 @@ class Diagnosis:
                 USES[extra],
                 f"lacks {', '.join(self.missing[extra])}" if extra in self.missing else "installed",
             ]
-            for extra in EXTRAS
+            for extra in USES
         ]
         install = [f"To install an extra: {how_to_install('NAME')}.\n"] if self.missing else []
         checks = [[c.name, c.measured, c.allowed, "ok" if c.ok else "FAILED"] for c in self.checks]
@@ -125,7 +109,7 @@ class Diagnosis:
 def examine(say: Callable[[str], None]) -> Diagnosis:
     """Looks at the machine and runs all self-tests; ``say`` shows the progress."""
     say("reading versions")
-    versions, missing = installed(), missing_extras()
+    versions, missing = installed(), missing_extras(extras())
     # matplotlib draws, and is not needed to compile.
     begun = {extra: _begin_compiling(extra) for extra in TOPOLOGIES if not set(missing.get(extra, ())) - {"matplotlib"}}
     say("starting JAX on the devices at hand")
@@ -156,24 +140,28 @@ def examine(say: Callable[[str], None]) -> Diagnosis:
 
 def installed() -> dict[str, str | None]:
     """The versions of Python, of all packages that the library needs or can use, and of JAX's installed plugins."""
-    names = (*NEEDED, *_CHECKPOINT, *_FORECAST, *_TENSORBOARD)
-    plugins = {name: found for name in PLUGINS if (found := _version(name))}
-    packages = {name: _version(name) for name in names} | plugins
+    plugins = {name: found for name in PLUGINS if (found := installed_version(name))}
+    packages = {name: installed_version(name) for name in (*NEEDED, *USED)} | plugins
     packages["xlstm_jax"] = __version__  # of the code that runs; another version may be installed
-    return {"python": platform.python_version()} | packages
+    return {"python": platform.pythoninstalled_version()} | packages
 
 
-def missing_extras(extras: Mapping[str, Sequence[str]] = EXTRAS) -> dict[str, list[str]]:
+def extras() -> dict[str, list[str]]:
+    """What each extra installs, as the metadata of the installed library say; nothing where it runs uninstalled."""
+    found: dict[str, list[str]] = {extra: [] for extra in USES}
+    for line in requires("xlstm_jax") or () if installed_version("xlstm_jax") else ():
+        # A line reads "jax[tpu]; extra == 'forecast'".
+        if match := re.match(r"([\w.-]+)(\[[\w-]+\])?.*extra == .([\w-]+)", line):
+            found[match[3]].append(OF_JAX.get(f"{match[1]}{match[2]}", match[1]))
+    return found
+
+
+def missing_extras(extras: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     """The packages that are missing, by extra: {"tensorboard": ["tensorboardX"]}."""
-    lacking = {extra: [name for name in dict.fromkeys(names) if not _version(name)] for extra, names in extras.items()}
+    lacking = {
+        extra: [name for name in dict.fromkeys(names) if not installed_version(name)] for extra, names in extras.items()
+    }
     return {extra: names for extra, names in lacking.items() if names}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _libtpu_check(installed: str | None) -> Iterator[Check]:
@@ -222,10 +210,10 @@ def _begin_compiling(extra: str) -> Pending[Any] | ImportError:
 
 def _compile_check(topology: str, job: Pending[Any] | ImportError) -> Check:
     """The check that the program compiles for devices that are not there."""
-    problem: Exception | None = job if isinstance(job, ImportError) else None
     try:
-        if isinstance(job, Pending):
-            job.result()
-    except (CompileError, TimeoutError) as error:
-        problem = error
-    return Check(f"a program compiles for {topology}", one_line(problem) if problem else "it does", "", not problem)
+        if isinstance(job, ImportError):
+            raise job
+        job.result()
+    except (ImportError, CompileError, TimeoutError) as error:
+        return Check(f"a program compiles for {topology}", one_line(error), "", False)
+    return Check(f"a program compiles for {topology}", "it does", "", True)

@@ -108,6 +108,7 @@ class Factory:
         Raises:
           FactoryError: the function raises, or does not return a ``Workload``.
         """
+        # A factory may call the axes by either name: it gets the one that it declares.
         given = dict.fromkeys(AXES, Options(mesh).shard_axes) | {"devices": math.prod(mesh.values())} | dict(varied)
         arguments = self.arguments(given, chosen)
         call = f"{self.name}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"

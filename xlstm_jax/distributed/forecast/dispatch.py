@@ -10,6 +10,7 @@ devices wait for the busiest at the next all-to-all.
     a capacity    every expert computes its capacity, whatever it gets; what is over the capacity is dropped
 """
 
+import math
 from dataclasses import dataclass
 
 from xlstm_jax.distributed.forecast.cost.axis_traffic import total_seconds
@@ -114,7 +115,14 @@ def _of(forecast: Forecast, plan: ShardingPlan, experts: ExpertPlan, imbalance: 
     own = [one for one in forecast.collectives if serves(one, experts)]
     seconds = total_seconds((one.count, one.alone_s) for one in own)
     waited_s = total_seconds((one.count, one.exposed_s) for one in own)
-    expert_s, is_ragged = _expert_seconds(forecast, plan, experts), any(one.kind == RAGGED for one in own)
+    chip, expert_s = forecast.chip, None
+    if chip and forecast.tokens:
+        # Each token goes to top_k experts. Devices that split layers have the same tokens, and compute the same.
+        equal = math.prod(plan.axis_sizes[axis] for axis, roles in plan.roles.items() if roles == ("tensor",))
+        rows = forecast.tokens * experts.top_k * equal / forecast.devices * (experts.capacity_factor or 1.0)
+        rate = peak_rate(chip.reached, next(iter(forecast.flops.by_dtype()), "bfloat16"))
+        expert_s = rows * experts.layers * FLOPS_OF_A_STEP * experts.expert_size / rate
+    is_ragged = any(one.kind == RAGGED for one in own)
     return Dispatch(experts, imbalance, sum_wire_bytes(own), seconds, waited_s, expert_s, is_ragged)
 
 
@@ -122,17 +130,3 @@ def serves(collective: Collective, experts: ExpertPlan) -> bool:
     """Whether a collective is an all-to-all of this mixture."""
     within = (collective.module + "/").startswith(experts.path + "/") or not experts.path
     return collective.kind in ALL_TO_ALL and within
-
-
-def _expert_seconds(forecast: Forecast, plan: ShardingPlan, experts: ExpertPlan) -> float | None:
-    chip = forecast.chip
-    if chip is None or not forecast.tokens:
-        return None
-    equal = 1  # devices that have the same tokens, and compute the same
-    for axis, roles in plan.roles.items():
-        equal *= plan.axis_sizes[axis] if roles == ("tensor",) else 1
-    # Each token goes to top_k experts. Devices that split layers have the same tokens, and compute the same.
-    rows = forecast.tokens * experts.top_k * equal / forecast.devices * (experts.capacity_factor or 1.0)
-    dtype = next(iter(forecast.flops.by_dtype()), "bfloat16")
-    reached = chip.reached if chip.efficiency else chip
-    return rows * experts.layers * FLOPS_OF_A_STEP * experts.expert_size / peak_rate(reached, dtype)

@@ -37,7 +37,6 @@ from rich.text import Text
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
-from xlstm_jax.distributed.data_parallel.wire.communication import HOST_AXIS
 from xlstm_jax.distributed.forecast.compiling.compile import StepCall
 from xlstm_jax.distributed.forecast.compiling.compile_process import CompileError, Pending
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, chosen_cache
@@ -48,6 +47,7 @@ from xlstm_jax.distributed.forecast.model_axes import (
     Estimate,
     estimate,
     links_of_mesh,
+    mesh_on,
     model_meshes,
     ranked,
 )
@@ -68,6 +68,7 @@ from xlstm_jax.wording import (
 
 SHARD_AXIS_PREFIX = "fsdp"
 BATCH_AXES = ("dp", SHARD_AXIS_PREFIX)  # what their names begin with
+# Below the default: whether a step gains from splitting small leaves depends on the latency of its links.
 OTHER_MIN_WEIGHT_SIZE = 2**12
 MAX_MINIBATCHES = 64
 HOST_GROUPS = (4, 2)  # hosts that share one copy: the first that divides their number
@@ -112,6 +113,13 @@ class Options:
     def shard_axes(self) -> tuple[str, ...]:
         """The axes that parameters are split over."""
         return tuple(axis for axis in self.mesh if axis.startswith(SHARD_AXIS_PREFIX))
+
+    def __str__(self) -> str:
+        kept = "kept" if self.keep_gathered else "gathered again"
+        said = [format_mesh(self.mesh), f"weights {kept}", *["remat"] * self.remat]
+        said += [f"{self.num_minibatches} minibatches"] * (self.num_minibatches > 1)
+        said += [f"threshold {self.min_weight_size:,}"] * (self.min_weight_size != DEFAULT_MIN_WEIGHT_SIZE)
+        return ", ".join([*said, *["offload"] * (self.offload != NO_OFFLOAD)])
 
 
 _WAYS = (Options({}), Options({}, keep_gathered=False), Options({}, keep_gathered=False, remat=True))
@@ -186,7 +194,12 @@ class Fit:
 
     def _repr_html_(self) -> str:
         title = f"What each device must hold, of {format_bytes(self.budget_bytes)}; what does not fit in orange"
-        return notebook_html(self.table(), title, [_bar(trial) for trial in self.trials if trial.forecast])
+        bars = [
+            Bar(str(trial.options), trial.bytes_per_device or 0, ", ".join(_row(trial)[-3:-1]), not trial.fits)
+            for trial in self.trials
+            if trial.forecast
+        ]
+        return notebook_html(self.table(), title, bars)
 
     def table(self) -> RenderableType:
         """For ``rich``: a table with one row for each trial, and the code that applies the first."""
@@ -201,12 +214,9 @@ class Fit:
         return Group(trials, *said, applied)
 
     def _code(self, trial: Trial) -> str:
-        return code_of(trial.options, self._model_axes, self.batch_specs.get(format_mesh(trial.options.mesh)))
-
-    @property
-    def _model_axes(self) -> set[str]:
-        """The model's own axes, of those that ``model_axes`` allowed: they are not all axes of the batch."""
-        return {axis for one in self.considered for axis in dict(one.mesh) if not axis.startswith(BATCH_AXES)}
+        # The model's own axes, of those that `model_axes` allowed, need not be axes of the batch.
+        own = {axis for one in self.considered for axis in dict(one.mesh) if not axis.startswith(BATCH_AXES)}
+        return code_of(trial.options, own, self.batch_specs.get(format_mesh(trial.options.mesh)))
 
     @property
     def why_mesh(self) -> str:
@@ -215,6 +225,7 @@ class Fit:
             return ""
         compiled = [one for one in self.considered if one.compiled]
         own = next(one for one in compiled if dict(one.mesh) == self.best.options.mesh)
+        # The estimate only ranks meshes: what is said to fit has been compiled.
         estimates = [one.estimate for one in self.considered if one.estimate]
         too_large = sum(known.total_bytes > self.budget_bytes for known in estimates)
         refused = len(self.considered) - len(estimates)
@@ -226,19 +237,16 @@ class Fit:
 
     def to_json(self) -> str:
         """The trials with their totals; the forecasts themselves have a ``to_json`` of their own."""
-        rows = [
-            dataclasses.asdict(trial.options)
-            | {"bytes_per_device": trial.bytes_per_device, "fits": trial.fits, "problem": trial.problem}
-            | {"step_seconds": trial.forecast.step_seconds if trial.forecast else None}
-            | {"least_step_seconds": times.least if times else None}
-            for trial in self.trials
-            for times in [trial.forecast.step_time if trial.forecast else None]
-        ]
+        rows = []
+        for trial in self.trials:
+            least, expected = (trial.forecast and trial.forecast.step_time) or (None, None)
+            told = {"bytes_per_device": trial.bytes_per_device, "fits": trial.fits, "problem": trial.problem}
+            told |= {"step_seconds": expected, "least_step_seconds": least}
+            rows.append(dataclasses.asdict(trial.options) | told)
         data = {"topology": self.topology, "budget_bytes": self.budget_bytes, "trials": rows}
-        code = self._code(self.best) if self.best else None
         data |= {"why_offload": self.why_offload, "why_mesh": self.why_mesh}
         data |= {"considered": [str(one) for one in self.considered]}
-        return json.dumps(data | {"code": code}, indent=2)
+        return json.dumps(data | {"code": self._code(self.best) if self.best else None}, indent=2)
 
 
 def _row(trial: Trial) -> list[str]:
@@ -251,12 +259,6 @@ def _row(trial: Trial) -> list[str]:
         return [*cells, "", "", shortened(trial.problem, MAX_PROBLEM)]
     fits = "yes" if trial.fits else "no"
     return [*cells, format_bytes(trial.forecast.total_bytes), f"{trial.seconds * 1e3:.1f} ms", fits]
-
-
-def _bar(trial: Trial) -> Bar:
-    options, (size, seconds, _) = zip(OPTIONS, _row(trial)[:-3], strict=True), _row(trial)[-3:]
-    label = ", ".join(f"{name} {value}" for name, value in options)
-    return Bar(label, trial.bytes_per_device or 0, f"{size}, {seconds}", not trial.fits)
 
 
 def fit(
@@ -329,7 +331,13 @@ def fit(
             step, args = build_step(options)
         call = StepCall(step, tuple(args), topology=parsed, cache=kept)
         batch_specs[format_mesh(options.mesh)] = batch_spec_of(call)
-        _check_offload(options, call.traced)  # runs the user's loss here, where it may raise anything
+        # The trace runs the user's loss here, where it may raise anything.
+        spaces = {aval.memory_space for aval in call.traced.jaxpr.in_avals}
+        if options.offload != NO_OFFLOAD and jax.memory.Space.Host not in spaces:
+            raise ValueError(
+                "nothing of this step lies on the host: build_step does not pass options.offload on, as Workload(..., "
+                "offload=options.offload) does, or the optimizer keeps nothing that is split like a parameter"
+            )
         return call
 
     def begin(call: StepCall) -> Pending[Forecast]:
@@ -365,16 +373,6 @@ def _considered(
     if not any(one.compiled for one in considered):
         raise ValueError(f"no step can be built on any mesh that model_axes allows; the first, {considered[0]}")
     return considered
-
-
-def _check_offload(options: Options, traced: jax.stages.Traced) -> None:
-    """Refuses a step of which nothing lies on the host, though its options say so."""
-    spaces = {aval.memory_space for aval in traced.jaxpr.in_avals}
-    if options.offload != NO_OFFLOAD and jax.memory.Space.Host not in spaces:
-        raise ValueError(
-            "nothing of this step lies on the host: build_step does not pass options.offload on, as Workload(..., "
-            "offload=options.offload) does, or the optimizer keeps nothing that is split like a parameter"
-        )
 
 
 @dataclass
@@ -434,6 +432,7 @@ class Search:
 
     def attempt(self, *several: Options) -> Trial:
         """More trials, side by side; returns the last. Without a forecast of the very first, a ``ValueError``."""
+        # A generator: the next step is traced while those before it compile.
         begun = (self._begun(options) for options in several)
         with contextlib.closing(side_by_side(begun, self.limit)) as done:
             for job, (options, error) in done:
@@ -475,46 +474,31 @@ def _no_forecast(options: Options, problem: str) -> ValueError:
 
 def meshes_of(topology: Topology) -> list[dict[str, int]]:
     """Meshes worth trying on a topology, the first one first."""
-    if topology.chip.torus_axes:
-        return default_meshes(topology.shape)
-    hosts, gpus = topology.shape
-    return gpu_meshes(hosts, gpus)
+    return default_meshes(topology.shape, gpus=not topology.chip.torus_axes)
 
 
-def gpu_meshes(hosts: int, gpus: int) -> list[dict[str, int]]:
-    """Meshes worth trying on so many hosts of so many GPUs each.
-
-    First two axes: by their names, weights are gathered across hosts before they are gathered within one, so that the
-    slower network carries the smallest pieces. Then one flat axis; replicas of each host; replicas of groups of hosts.
-    """
-    if 1 in (hosts, gpus):
-        return [{SHARD_AXIS_PREFIX: hosts * gpus}]
-    staged = {HOST_AXIS: hosts, f"{SHARD_AXIS_PREFIX}_device": gpus}
-    mixed = [
-        {"dp": hosts // group, **staged, HOST_AXIS: group}
-        for group in HOST_GROUPS
-        if hosts % group == 0 < hosts - group
-    ]
-    return [staged, {SHARD_AXIS_PREFIX: hosts * gpus}, {"dp": hosts, SHARD_AXIS_PREFIX: gpus}, *mixed[:1]]
-
-
-def default_meshes(shape: Sequence[int]) -> list[dict[str, int]]:
-    """Meshes worth trying on a torus of this shape; dims of size 1 are left out.
+def default_meshes(shape: Sequence[int], *, gpus: bool = False) -> list[dict[str, int]]:
+    """Meshes worth trying on a torus of this shape, or on (hosts, GPUs of each); dims of size 1 are left out.
 
     One axis for each dim comes first: over one flat axis of a large torus, XLA compiles a reduce-scatter to an
-    all-reduce of twice the bytes.
+    all-reduce of twice the bytes, and between hosts weights are gathered first, so that the slower network carries the
+    smallest pieces. Then one flat axis; copies along the first dim; of GPUs also copies of groups of hosts.
     """
     dims = [size for size in shape if size > 1]
     flat = {SHARD_AXIS_PREFIX: math.prod(dims)}
     if len(dims) <= 1:
         return [flat]
-    staged = {f"{SHARD_AXIS_PREFIX}_{'xyz'[i]}": size for i, size in enumerate(dims)}
-    hybrid = {"dp": dims[0], **dict(list(staged.items())[1:])}
-    return [staged, flat, hybrid]
+    copies = dims[:1]
+    if gpus:
+        copies += [dims[0] // group for group in HOST_GROUPS if dims[0] % group == 0 < dims[0] - group][:1]
+    wanted: list[dict[str, int]] = [{}, *({"dp": count} for count in copies)]
+    staged, *copied = [mesh for sizes in wanted if (mesh := mesh_on(shape, sizes, gpus=gpus))]
+    return [staged, flat, *copied]
 
 
 def batch_spec_of(call: StepCall) -> PartitionSpec | None:
     """How the arguments after the state are split, where all that are split at all are split alike; else None."""
+    # Scalars and keys are whole, however the batch is split.
     placed = [leaf.sharding for leaf in jax.tree.leaves(call.args[1:]) if getattr(leaf, "ndim", 0)]
     specs = {s.spec for s in placed if isinstance(s, NamedSharding) and any(map(entry_axes, s.spec))}
     return specs.pop() if len(specs) == 1 else None

@@ -26,16 +26,16 @@ from xlstm_jax.distributed.forecast import report
 from xlstm_jax.distributed.forecast.compiling.compile import Compiled, StepCall, begin_for_topology, compile_here
 from xlstm_jax.distributed.forecast.compiling.compile_process import CompileError, Pending
 from xlstm_jax.distributed.forecast.compiling.report_cache import ReportCache, chosen_cache
-from xlstm_jax.distributed.forecast.cost.axis_traffic import AxisTraffic, axis_traffic
-from xlstm_jax.distributed.forecast.cost.clock import Kernels
+from xlstm_jax.distributed.forecast.cost.axis_traffic import AxisTraffic, axis_traffic, total_seconds
+from xlstm_jax.distributed.forecast.cost.clock import Cycles, Kernels
 from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective, find_collectives, sum_wire_bytes
-from xlstm_jax.distributed.forecast.cost.cycles import HbmBytes, count_cycles, count_hbm_bytes
+from xlstm_jax.distributed.forecast.cost.cycles import HbmBytes, count_hbm_bytes
 from xlstm_jax.distributed.forecast.cost.flops import Flops, count_flops
 from xlstm_jax.distributed.forecast.cost.host import HostTraffic, host_buffers, host_traffic
 from xlstm_jax.distributed.forecast.cost.memory import Memory, memory_of_totals, operation_names, read_memory
 from xlstm_jax.distributed.forecast.cost.products import executed_flops, pallas_seconds, unknown_calls
 from xlstm_jax.distributed.forecast.cost.roofline import Range, Roofline, step_bounds
-from xlstm_jax.distributed.forecast.cost.schedule import axes_of, timed
+from xlstm_jax.distributed.forecast.cost.schedule import axes_of, timed, with_waits
 from xlstm_jax.distributed.forecast.hlo.op_names import in_shard_map
 from xlstm_jax.distributed.forecast.hlo.program import Program, parse
 from xlstm_jax.distributed.hardware.chips import CHIPS, Chip, chip_of
@@ -130,6 +130,7 @@ class Forecast:
     @property
     def fits(self) -> bool | None:
         """Whether ``total_bytes`` are available; None where either number is unknown."""
+        # What the CPU backend says of temporaries is wrong, so the sum is, too.
         if self.available_bytes is None or self.platform == "cpu":
             return None
         return self.total_bytes <= self.available_bytes
@@ -187,12 +188,14 @@ class Forecast:
     @property
     def chip(self) -> Chip | None:
         """The published figures of the device."""
+        # An absent device has the chip that its topology names; one at hand is known by its kind.
         name = self.topology.split(":")[0] if self.topology else None
         return CHIPS[name] if name else chip_of(self.device_kind)
 
     @property
     def cycle_seconds(self) -> float | None:
         """The time of all but communication: the compiler's cycles at the chip's clock, and ``pallas_seconds``."""
+        # The compiler gives kernels of Pallas no cycles: they come on top.
         clock_hz = self.chip.clock_hz if self.chip else None
         return self.cycles / clock_hz + (self.pallas_seconds or 0.0) if self.cycles and clock_hz else None
 
@@ -267,7 +270,8 @@ def _restored(kind: Any, data: Any) -> Any:
         return None if data is None else _restored(get_args(kind)[0], data)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         kinds = get_type_hints(kind)
-        return kind(**{name: _restored(kinds[name], value) for name, value in data.items()})
+        # A release may leave out what an earlier one kept.
+        return kind(**{name: _restored(kinds[name], value) for name, value in data.items() if name in kinds})
     return tuple(_restored(get_args(kind)[0], item) for item in data) if isinstance(data, list) else data
 
 
@@ -339,6 +343,7 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
         names, on_way = operation_names(program), host_buffers(program)
         memory = read_memory(compiled.buffers, compiled.live_ranges, names, host_buffers=on_way)
     else:
+        # Only the compilers in the child process write texts about buffers.
         memory = memory_of_totals(compiled.memory or {})
     # Compilers say "exhausted" of other memories too. By its own buffers the step would fit.
     if compiled.too_large and chip and memory.total_bytes <= chip.usable_hbm_bytes:
@@ -354,7 +359,8 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
         available_bytes=chip.usable_hbm_bytes if chip else None,
         collectives=tuple(find_collectives(program, compiled.axis_sizes)),
         flops=flops,
-        cycles=count_cycles(program),
+        # Sums of whole numbers; a backend without estimates has none.
+        cycles=int(Cycles(program).total) or None,
         hbm_bytes=moved,
         tokens=tokens,
         unknown_loops=tuple(dict.fromkeys(program.unknown_loops + flops.unknown_loops)),
@@ -371,25 +377,21 @@ def _with_times(forecast: Forecast, program: Program, moved: HbmBytes, links: Li
     chip, flops = links.chip, forecast.flops
     if forecast.platform == "gpu":
         least, expected = Kernels(program, chip), Kernels(program, chip.reached)
-        forecast = dataclasses.replace(
-            forecast,
-            collectives=timed(least, expected, forecast.collectives, links),
-            kernel_seconds=least.seconds,
-            expected_kernel_seconds=expected.seconds,
-        )
+        collectives = timed(least, expected, forecast.collectives, links)
+        forecast = dataclasses.replace(forecast, kernel_seconds=least.total, expected_kernel_seconds=expected.total)
     else:
+        collectives = tuple(with_waits(links, collective) for collective in forecast.collectives)
         forecast = dataclasses.replace(forecast, pallas_seconds=pallas_seconds(program, flops, chip))
     # Collectives over one set of axes share its links, so their bytes add up; other axes have links of their own.
     sent: dict[tuple[str, ...], float] = defaultdict(float)
-    for collective in forecast.collectives:
+    for collective in collectives:
         sent[axes_of(links, collective)] += collective.wire_bytes_per_step
     tokens = forecast.tokens and forecast.tokens / forecast.devices
-    collectives = tuple(_with_waits(links, collective) for collective in forecast.collectives)
     return dataclasses.replace(
         forecast,
         collectives=collectives,
         roofline=step_bounds(flops.by_dtype(), moved.total, sent, links, tokens_per_device=tokens),
-        exposed_seconds=sum(one.count * (one.exposed_s or 0.0) for one in collectives),
+        exposed_seconds=total_seconds((one.count, one.exposed_s) for one in collectives),
         host=host_traffic(program, chip),
     )
 
@@ -427,30 +429,6 @@ def shared_flops(program: Program, flops: Flops) -> float:
     nameless = executed_flops(program, lambda i: not i.op_name)
     beyond = executed_flops(program, lambda i: True) - (flops.total - flops.shared) - outside
     return outside + max(0.0, min(nameless, beyond))
-
-
-def _with_waits(links: Links, collective: Collective) -> Collective:
-    timing = collective.timing
-    alone = timing.seconds if timing else links.seconds(axes_of(links, collective), collective.wire_bytes)
-    # Of one execution, so that `count` times it is the step's.
-    waited = exposed_seconds(links, collective) / max(collective.count, 1)
-    return dataclasses.replace(collective, alone_s=alone, exposed_s=waited)
-
-
-def exposed_seconds(links: Links, collective: Collective) -> float:
-    """How long the schedule waits for a collective in a step.
-
-    An asynchronous collective of a TPU counts as hidden where the compiler gives no cycles for what runs beside it.
-    """
-    if collective.timing is not None:
-        return collective.count * collective.timing.waited_s
-    alone = links.seconds(axes_of(links, collective), collective.wire_bytes)
-    beside = collective.overlapped.cycles
-    if not collective.asynchronous:
-        return collective.count * alone
-    if beside is None or links.chip.clock_hz is None:
-        return 0.0 if collective.overlapped.instructions else collective.count * alone
-    return collective.count * max(0.0, alone - beside / links.chip.clock_hz)
 
 
 def notes_on(compiled: Compiled, flops: Flops, chip: Chip | None) -> Iterator[str]:

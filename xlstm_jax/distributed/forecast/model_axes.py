@@ -65,14 +65,13 @@ def model_meshes(topology: Topology, limits: Mapping[str, int]) -> list[dict[str
             )
     choices = [[2**i for i in range(limit.bit_length())] for limit in limits.values()]
     sizes = (dict(zip(limits, some, strict=True)) for some in itertools.product(*choices))
-    laid = (mesh_on(topology, some) for some in sizes)
+    laid = (mesh_on(topology.shape, some, gpus=not topology.chip.torus_axes) for some in sizes)
     return [mesh for mesh in laid if mesh is not None]
 
 
-def mesh_on(topology: Topology, sizes: Mapping[str, int]) -> dict[str, int] | None:
-    """A mesh with axes of these sizes, each in one dim of the topology; None where dims have no room for them."""
-    shape = [size for size in topology.shape if size > 1] or [1]
-    is_torus = bool(topology.chip.torus_axes)
+def mesh_on(shape: Sequence[int], sizes: Mapping[str, int], *, gpus: bool = False) -> dict[str, int] | None:
+    """A mesh with axes of these sizes, each in one dim of a torus or of (hosts, GPUs of each); None without room."""
+    shape = [size for size in shape if size > 1] or [1]
     left = list(shape)
     within: list[list[tuple[str, int]]] = [[] for _ in shape]
     for axis, size in sizes.items():
@@ -80,13 +79,13 @@ def mesh_on(topology: Topology, sizes: Mapping[str, int]) -> dict[str, int] | No
         order = range(len(shape)) if axis == "dp" else range(len(shape) - 1, -1, -1)
         fitting = [dim for dim in order if left[dim] % size == 0]
         # An axis that takes a whole dim of a torus can use the links that close its ring.
-        whole = [dim for dim in fitting if is_torus and left[dim] == size == shape[dim]]
+        whole = [dim for dim in fitting if not gpus and left[dim] == size == shape[dim]]
         if not fitting:
             return None
         dim = (whole or fitting)[0]
         left[dim] //= size
         within[dim].insert(0, (axis, size))
-    names = [f"fsdp_{'xyz'[dim]}" for dim in range(len(shape))] if is_torus else [HOST_AXIS, "fsdp_device"]
+    names = [HOST_AXIS, "fsdp_device"] if gpus else [f"fsdp_{'xyz'[dim]}" for dim in range(len(shape))]
     names = names[-len(shape) :]
     rest = [dim for dim in range(len(shape)) if left[dim] > 1] or [len(shape) - 1]
     mesh: dict[str, int] = {}
@@ -135,40 +134,37 @@ def estimate(call: StepCall, links: Links) -> Estimate:
     jaxpr, devices = call.traced.jaxpr, math.prod(links.axis_sizes.values())
     reached = links.chip.reached
     flops = count_flops(jaxpr, devices).by_dtype()
-    wire: dict[tuple[str, ...], float] = defaultdict(float)
-    for eqn, times in _inside_shard_map(jaxpr):
-        if eqn.primitive.name in COLLECTIVES:
+    live, wire = 0, defaultdict[tuple[str, ...], float](float)
+    for eqn, times in _equations(jaxpr):
+        if eqn.primitive.name == "shard_map":
+            # Gradients, the results, are alive when the optimizer begins.
+            (of_device,) = core.jaxprs_in_params(eqn.params)
+            live = max(live, live_bytes(of_device) + sum(nbytes(v.aval) for v in of_device.outvars))
+        elif eqn.primitive.name in COLLECTIVES:
             axes, sent = _sent(eqn, links.axis_sizes)
             if axes:
                 wire[axes] += times * links.seconds(axes, sent)
+    argument_bytes = 0
+    for leaf in jax.tree.leaves(call.args):
+        sharding = getattr(leaf, "sharding", None)
+        shape = sharding.shard_shape(leaf.shape) if isinstance(sharding, NamedSharding) else np.shape(leaf)
+        argument_bytes += math.prod(shape) * leaf.dtype.itemsize
     return Estimate(
-        argument_bytes=sum(_shard_bytes(leaf) for leaf in jax.tree.leaves(call.args)),
-        live_bytes=max((_live_bytes(part) for part in _shard_maps(jaxpr)), default=0),
+        argument_bytes=argument_bytes,
+        live_bytes=live,
         compute_s=sum(count / peak_rate(reached, dtype) for dtype, count in flops.items()),
         wire_s=dict(sorted(wire.items(), key=lambda item: -item[1])),
     )
 
 
-def _shard_maps(jaxpr: Any) -> Iterator[Any]:
-    """The programs of one device."""
+def _equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
+    """The operations of a program and of those within it, and how often each runs; an unknown length counts once."""
+    # `data_parallel.equations.all_equations` sees a shared program once: this walk counts each of its calls.
     for eqn in jaxpr.eqns:
-        for part in core.jaxprs_in_params(eqn.params):
-            yield from [part] if eqn.primitive.name == "shard_map" else _shard_maps(part)
-
-
-def _live_bytes(of_device: Any) -> int:
-    # Gradients, the results, are alive when the optimizer begins.
-    return live_bytes(of_device) + sum(nbytes(v.aval) for v in of_device.outvars)
-
-
-def _inside_shard_map(jaxpr: Any, times: int = 1, inside: bool = False) -> Iterator[tuple[Any, int]]:
-    """The operations inside of ``shard_map``, and how often each runs; a loop of unknown length counts once."""
-    for eqn in jaxpr.eqns:
-        if inside:
-            yield eqn, times
+        yield eqn, times
         runs = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
         for part in core.jaxprs_in_params(eqn.params):
-            yield from _inside_shard_map(part, runs, inside or eqn.primitive.name == "shard_map")
+            yield from _equations(part, runs)
 
 
 def _sent(eqn: Any, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], float]:
@@ -180,13 +176,6 @@ def _sent(eqn: Any, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], float]:
     sizes_of = [nbytes(v.aval) for v in (eqn.outvars if kind == "all-gather" else eqn.invars)]
     payload = min(sizes_of[:2]) if kind == RAGGED else sum(sizes_of)
     return axes, ring_bytes(kind, payload, math.prod(sizes[axis] for axis in axes))
-
-
-def _shard_bytes(leaf: Any) -> int:
-    """What a device holds of an argument."""
-    sharding = getattr(leaf, "sharding", None)
-    shape = sharding.shard_shape(leaf.shape) if isinstance(sharding, NamedSharding) else np.shape(leaf)
-    return math.prod(shape) * leaf.dtype.itemsize
 
 
 def links_of_mesh(topology: Topology, mesh: Mapping[str, int]) -> Links:
@@ -221,6 +210,7 @@ def ranked(found: Sequence[tuple[dict[str, int], Estimate | str]], budget: float
             return 2, 0.0
         return (0, known.seconds) if known.total_bytes <= budget else (1, known.total_bytes)
 
+    # What has no step has no place among the first, however few of the others there are.
     ordered, considered = sorted(found, key=key), []
     for place, (mesh, known) in enumerate(ordered):
         compiled = place < count and not isinstance(known, str)

@@ -5,6 +5,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,6 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective, executions, sum_wire_bytes
-from xlstm_jax.distributed.forecast.cost.memory import Moment
 from xlstm_jax.distributed.forecast.hlo.text import split_outside
 from xlstm_jax.wording import TIMES, Bar, format_bytes, how_to_install, rich_table
 
@@ -35,10 +35,7 @@ def tables(forecast: Any) -> RenderableType:
     parts: list[RenderableType] = [_memory_table(forecast)]
     parts += [_temporaries_table(forecast)] if forecast.memory.temporaries else []
     parts += [_axes_table(forecast), _collectives_table(forecast)]
-    if forecast.on_gpus and forecast.collectives:
-        parts += [_waiting_table(forecast)]
-    elif forecast.asynchronous_fraction:
-        parts += [_overlap_table(forecast)]
+    parts += [_waiting_table(forecast)] if forecast.roofline and forecast.collectives else []
     parts += [_time_table(forecast)]
     head, notes = Text(headline(forecast), style="bold"), [Text(note, style="italic") for note in closing(forecast)]
     return Group(head, Text(), *parts, *notes)
@@ -48,17 +45,22 @@ def headline(forecast: Any) -> str:
     """The forecast in three sentences."""
     mesh = ", ".join(f"{axis} {size}" for axis, size in forecast.axis_sizes.items())
     where = f"{forecast.topology or 'devices at hand'} ({forecast.device_kind}; mesh {mesh})"
-    return f"{where}: {_fits(forecast)}. {_sends(forecast)}{_takes(forecast)}"
-
-
-def _sends(forecast: Any) -> str:
-    sent = format_bytes(forecast.wire_bytes)
-    if not forecast.on_gpus:
-        return f"A step sends {sent} per device, {forecast.asynchronous_fraction:.0%} of it asynchronously."
-    return (
-        f"A step sends {sent} per GPU, of which {format_bytes(forecast.nic_bytes)} between hosts; "
-        f"{forecast.hidden_fraction:.0%} of it is hidden, {_milliseconds(forecast.exposed_seconds)} are waited for."
-    )
+    said, sent = f"{where}: {_fits(forecast)}. A step sends", format_bytes(forecast.wire_bytes)
+    if forecast.on_gpus:
+        said += (
+            f" {sent} per GPU, of which {format_bytes(forecast.nic_bytes)} between hosts; "
+            f"{forecast.hidden_fraction:.0%} of it is hidden, {_milliseconds(forecast.exposed_seconds)} are waited for."
+        )
+    else:
+        said += f" {sent} per device, {forecast.asynchronous_fraction:.0%} of it asynchronously."
+    if forecast.step_seconds is None:
+        return said
+    waits = f"{forecast.exposed_seconds / forecast.step_seconds:.0%} of it waiting for collectives"
+    if forecast.host:
+        waits += f", {forecast.host.waited_s / forecast.step_seconds:.0%} for the host's memory"
+    least, expected = map(_milliseconds, forecast.step_time)
+    overlapped = f"{_milliseconds(forecast.roofline.seconds)} if all overlapped ({forecast.roofline.bound}-bound)"
+    return f"{said} It takes {least} by published rates alone, {expected} expected, {waits}; at least {overlapped}."
 
 
 def _fits(forecast: Any) -> str:
@@ -69,17 +71,6 @@ def _fits(forecast: Any) -> str:
     if forecast.fits:
         return f"fits: {total} of {available} per device, {format_bytes(left)} left"
     return f"DOES NOT FIT: {total} per device, {format_bytes(-left)} more than the {available} there are"
-
-
-def _takes(forecast: Any) -> str:
-    if forecast.step_seconds is None:
-        return ""
-    waits = f"{forecast.exposed_seconds / forecast.step_seconds:.0%} of it waiting for collectives"
-    if forecast.host:
-        waits += f", {forecast.host.waited_s / forecast.step_seconds:.0%} for the host's memory"
-    least, expected = map(_milliseconds, forecast.step_time)
-    overlapped = f"{_milliseconds(forecast.roofline.seconds)} if all overlapped ({forecast.roofline.bound}-bound)"
-    return f" It takes {least} by published rates alone, {expected} expected, {waits}; at least {overlapped}."
 
 
 def closing(forecast: Any) -> list[str]:
@@ -126,6 +117,7 @@ def _temporaries_table(forecast: Any) -> RenderableType:
     alike: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for temporary in forecast.memory.temporaries:
         alike[temporary.path or "(no module)", temporary.direction, _array(temporary.shape)].append(temporary.bytes)
+    # Layers that are alike are one row: a report has as many rows as a model has kinds of layers.
     ordered = sorted(alike.items(), key=lambda item: -sum(item[1]))
     rows = [
         [path, direction, f"{len(sizes)} {TIMES} {shape}" if len(sizes) > 1 else shape, format_bytes(sum(sizes))]
@@ -188,35 +180,20 @@ def bars(forecast: Any) -> list[Bar]:
     ]
 
 
-def _overlap_table(forecast: Any) -> RenderableType:
-    """The asynchronous collectives of TPUs, the largest first, and what the schedule has beside them."""
-    hidden = sorted((c for c in forecast.collectives if c.asynchronous), key=lambda c: -c.wire_bytes_per_step)
-    clock_hz, rows = forecast.chip and forecast.chip.clock_hz, []
-    for collective in hidden[:ROWS]:
-        cycles = collective.overlapped.cycles  # by which the compiler estimates the time
-        beside = _milliseconds(collective.count * cycles / clock_hz) if cycles and clock_hz else ""
-        rows.append([*_with_what(collective), beside])
-    columns = ["collective", "for", "direction", "beside", "for as long as"]
-    return rich_table("What runs beside those that are asynchronous", columns, rows, left=4)
-
-
 def _waiting_table(forecast: Any) -> RenderableType:
-    """The collectives of GPUs, those that are waited for longest first, and what the schedule has beside them."""
-    ordered = sorted(forecast.collectives, key=lambda c: (-c.count * c.timing.waited_s, -c.wire_bytes_per_step))
+    """The collectives, those that are waited for longest first, and what the schedule has beside them."""
+    ordered = sorted(forecast.collectives, key=lambda c: (-c.count * c.exposed_s, -c.wire_bytes_per_step))
     rows = []
     for collective in ordered[:ROWS]:
-        timing, beside = collective.timing, collective.overlapped
-        each = (timing.seconds, beside.seconds, beside.product_seconds, timing.waited_s)
-        times = [_milliseconds(collective.count * seconds) for seconds in each]
-        rows.append([*_with_what(collective), *times])
-    columns = ["collective", "for", "direction", "beside", "takes", "for as long as", "products", "waited"]
+        beside = collective.overlapped
+        modules = ", ".join(dict.fromkeys(module or OUTSIDE for module in beside.modules))
+        products = [beside.product_seconds] if forecast.on_gpus else []
+        each = (collective.alone_s, beside.seconds, *products, collective.exposed_s)
+        times = [_milliseconds(collective.count * seconds) if seconds is not None else "" for seconds in each]
+        rows.append([collective.kind, _served(collective), collective.direction, modules or "nothing", *times])
+    columns = ["collective", "for", "direction", "beside", "takes", "for as long as"]
+    columns += [*["products"] * forecast.on_gpus, "waited"]
     return rich_table("What is waited for, and what runs beside", columns, rows, left=4)
-
-
-def _with_what(collective: Collective) -> list[str]:
-    """The collective, and the modules that compute beside it."""
-    beside = ", ".join(dict.fromkeys(module or OUTSIDE for module in collective.overlapped.modules))
-    return [collective.kind, _served(collective), collective.direction, beside or "nothing"]
 
 
 def _served(collective: Collective) -> str:
@@ -309,51 +286,28 @@ def _plot_memory(axes: "Axes", forecast: Any) -> None:
     if not memory.timeline:
         axes.bar(["arguments, outputs, program", "temporaries"], [base, memory.temporary_bytes / gib])
         return
-    # Arguments and outputs lie there all the time; temporaries stand on top of them.
-    end = memory.timeline[-1].point
-    axes.fill_between([0, end], 0, base, color="#d3d3d8", label="arguments, outputs, program")
-    unlabelled = set(COLORS)
-    for path, direction, moments in _spans(memory.timeline):
-        x, top = [m.point for m in moments], [base + m.live_bytes / gib for m in moments]
-        label = direction if direction in unlabelled else None
-        unlabelled.discard(direction)
-        axes.fill_between(x, base, top, color=COLORS[direction], step="post", label=label, linewidth=0)
-        if x[-1] - x[0] > end / 15:  # else the name is wider than its stretch
-            middle = (x[0] + x[-1]) / 2
-            axes.annotate(
-                path or OUTSIDE, (middle, 0), textcoords="offset points", xytext=(0, -10), fontsize=7, ha="center"
-            )
-    peak = base + memory.peak_live_bytes / gib
-    _draw_available(axes, forecast.available_bytes / gib if forecast.available_bytes else None, peak)
+    # Arguments and outputs lie there all the time; temporaries stand on top of them, each moment up to the next.
+    points = [moment.point for moment in memory.timeline]
+    end, widths = points[-1], [after - point for point, after in pairwise([*points, points[-1] + 1])]
+    axes.bar(0, base, end, align="edge", color="#d3d3d8", label="arguments, outputs, program")
+    live = [moment.live_bytes / gib for moment in memory.timeline]
+    colors = [COLORS[moment.direction] for moment in memory.timeline]
+    axes.bar(points, live, widths, base, align="edge", color=colors)
+    spans = defaultdict(list)
+    for moment in memory.timeline:
+        spans[moment.path.split("/")[0], moment.direction].append(moment.point)
+    for direction in {direction: None for _, direction in spans}:
+        axes.bar(0, 0, color=COLORS[direction], label=direction)  # for the legend
+    for (path, _), within in spans.items():
+        if within[-1] - within[0] > end / 15:  # else the name is wider than its stretch
+            below, middle = {"textcoords": "offset points", "xytext": (0, -10)}, (within[0] + within[-1]) / 2
+            axes.annotate(path or OUTSIDE, (middle, 0), fontsize=7, ha="center", **below)
+    # A device may have many times what the step takes: its limit is drawn where it is near, and always named.
+    axes.set_ylim(0, 1.25 * (base + memory.peak_live_bytes / gib))
+    if available := forecast.available_bytes:
+        axes.set_title(f"Memory, of {available / gib:.4g} GiB")
+        axes.axhline(available / gib, color="black", linewidth=1, linestyle="--", label="available")
     axes.legend(fontsize=7, loc="upper right")
-
-
-def _spans(timeline: Sequence[Moment]) -> list[tuple[str, str, list[Moment]]]:
-    """The schedule cut into spans of one top-level module and direction, each ending where the next begins.
-
-    What belongs to no module goes with what is before it, but for the end of the step, which is the optimizer.
-    """
-    last = max((i for i, moment in enumerate(timeline) if moment.path and moment.direction != "other"), default=0)
-    spans: list[tuple[str, str, list[Moment]]] = []
-    for i, moment in enumerate(timeline):
-        key = (moment.path.split("/")[0], moment.direction)
-        if spans and (key == spans[-1][:2] or (key == ("", "other") and i < last)):
-            spans[-1][2].append(moment)
-            continue
-        if spans:
-            spans[-1][2].append(moment)
-        spans.append((*key, [moment]))
-    return spans
-
-
-def _draw_available(axes: "Axes", available: float | None, peak: float) -> None:
-    top = peak * 1.25
-    if available and available <= 2 * top:
-        axes.axhline(available, color="black", linewidth=1, linestyle="--", label="available")
-        top = max(top, available * 1.1)
-    elif available:
-        axes.text(0.02, 0.95, f"{available:.4g} GiB are available", transform=axes.transAxes, fontsize=8)
-    axes.set_ylim(0, top)
 
 
 def _plot_time(axes: "Axes", forecast: Any) -> None:

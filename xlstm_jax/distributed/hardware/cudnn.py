@@ -32,18 +32,11 @@ def answered_for(chip: Chip | None) -> Iterator[None]:
             yield
         return
     has = compute_capability(chip) if chip else None
-
-    def is_at_least(capability: str) -> bool:
-        # Without a chip only shapes are wanted, and they are the same at any capability.
-        return has is None or has >= _pair(capability)
-
-    def is_equal(capability: str) -> bool:
-        return has == _pair(capability)
-
     answers = {
         "check_cudnn_version": lambda: CUDNN,
-        "check_compute_capability": is_at_least,
-        "is_cuda_compute_capability_equal": is_equal,
+        # Without a chip only shapes are wanted, and they are the same at any capability.
+        "check_compute_capability": lambda capability: has is None or has >= _pair(capability),
+        "is_cuda_compute_capability_equal": lambda capability: has == _pair(capability),
     }
     before = {name: getattr(cudnn_attention, name) for name in answers}
     lowered = dispatch.prim_requires_devices_during_lowering

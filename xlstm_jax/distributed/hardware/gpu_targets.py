@@ -5,7 +5,7 @@ h100_sxm, h200, b200, gb200). They decide which kernels the compiler can make an
 computes with the makers' figures in ``chips``, which may differ by some percent.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from xlstm_jax.distributed.hardware.chips import Chip
 
@@ -27,28 +27,23 @@ dnn_version_info { major: 9 minor: 8 }
 runtime_version { major: 12 minor: 9 patch: 0 }"""
 
 
-@dataclass(frozen=True)
-class _Target:
-    """XLA's facts about a GPU. A core is a streaming multiprocessor; memory in bytes, bandwidth in bytes/s."""
+class _Target(NamedTuple):
+    """XLA's facts about a GPU: the major version of its compute capability, its NVLinks, and values of ``_FACTS``."""
 
-    compute_capability: int  # the major version; the minor one is 0
-    core_count: int
-    fpus_per_core: int
-    shared_memory_per_core: int
-    shared_memory_per_block_optin: int
-    memory_bandwidth: int
-    device_memory_size: int
-    l2_cache_size: int
-    clock_rate_ghz: float
-    active_links: int  # NVLinks
+    compute_capability: int
+    active_links: int
+    facts: tuple[float, ...]
 
 
+# A core is a streaming multiprocessor; memory in bytes, bandwidth in bytes/s.
+_FACTS = ("core_count", "fpus_per_core", "shared_memory_per_core", "shared_memory_per_block_optin", "memory_bandwidth")
+_FACTS += ("device_memory_size", "l2_cache_size", "clock_rate_ghz")
 _TARGETS = {
-    "a100": _Target(8, 108, 64, 167936, 166912, 2039040000000, 85100068864, 41943040, 1.41, 12),
-    "h100": _Target(9, 132, 128, 233472, 232448, 3352320000000, 84942979072, 52428800, 1.98, 18),
-    "h200": _Target(9, 132, 128, 233472, 232448, 4800000000000, 151397597184, 52428800, 1.98, 18),
-    "b200": _Target(10, 148, 128, 233472, 232448, 7672320000000, 191514411008, 132644864, 1.965, 18),
-    "gb200": _Target(10, 152, 128, 233472, 232448, 7928064000000, 197897748480, 135528448, 2.062, 18),
+    "a100": _Target(8, 12, (108, 64, 167936, 166912, 2039040000000, 85100068864, 41943040, 1.41)),
+    "h100": _Target(9, 18, (132, 128, 233472, 232448, 3352320000000, 84942979072, 52428800, 1.98)),
+    "h200": _Target(9, 18, (132, 128, 233472, 232448, 4800000000000, 151397597184, 52428800, 1.98)),
+    "b200": _Target(10, 18, (148, 128, 233472, 232448, 7672320000000, 191514411008, 132644864, 1.965)),
+    "gb200": _Target(10, 18, (152, 128, 233472, 232448, 7928064000000, 197897748480, 135528448, 2.062)),
 }
 
 
@@ -67,18 +62,12 @@ def target_config(chip: Chip) -> str:
     target = _TARGETS[chip.name]
     # sm_90a and later: instructions of this generation alone, such as those of its matrix units.
     extension = " feature_extension: ACCELERATED_FEATURES" if target.compute_capability >= 9 else ""
+    facts = "\n".join(f"  {name}: {value}" for name, value in zip(_FACTS, target.facts, strict=True))
     return f"""\
 gpu_device_info {{
 {_SAME_FOR_ALL}
   cuda_compute_capability {{ major: {target.compute_capability} minor: 0{extension} }}
-  core_count: {target.core_count}
-  fpus_per_core: {target.fpus_per_core}
-  shared_memory_per_core: {target.shared_memory_per_core}
-  shared_memory_per_block_optin: {target.shared_memory_per_block_optin}
-  memory_bandwidth: {target.memory_bandwidth}
-  device_memory_size: {target.device_memory_size}
-  l2_cache_size: {target.l2_cache_size}
-  clock_rate_ghz: {target.clock_rate_ghz}
+{facts}
   device_interconnect_info {{ active_links: {target.active_links} }}
 }}
 {_VERSIONS}

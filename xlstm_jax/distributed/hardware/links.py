@@ -88,6 +88,7 @@ class Links:
         if not self.networks(axes):
             return None
         group = self._group(axes)
+        # The rates that NCCL's tests have measured, not those that makers publish.
         reached = self._switched_bandwidth(axes, nccl.NVLINK_FRACTION, nccl.network_fraction(kind, group.hosts))
         return nccl.choice(kind, group, sent, reached)
 
@@ -134,6 +135,7 @@ class Links:
         """Bytes/s of a GPU: on one host NVLink; between hosts the adapters of its group's GPUs on its host, too."""
         assert self.chip.network_bandwidth  # a GPU
         group, within = self._group(axes), of_nvlink * self.chip.link_bandwidth
+        # A ring over hosts goes through NVLink and adapters in turn: the slower one bounds it.
         if group.hosts == 1:
             return within
         return min(within, of_network * group.per_host * self.chip.network_bandwidth)

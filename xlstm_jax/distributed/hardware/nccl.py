@@ -20,7 +20,6 @@ measured on 32 hosts of 8 (NVIDIA/nccl#652).
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -107,25 +106,19 @@ def choice(kind: str, group: Group, sent: float, bus_bandwidth: float) -> Way:
       sent: bytes by each GPU around a ring; ``payload x (n-1)/n``, twice that in an all-reduce.
       bus_bandwidth: bytes/s of each GPU that NCCL reaches with large arrays.
     """
-    return min(_ways(kind, group, sent, bus_bandwidth), key=lambda way: way.seconds)
-
-
-def _ways(kind: str, group: Group, sent: float, bus_bandwidth: float) -> Iterator[Way]:
     reduces = kind == "all-reduce"
     # A ring sends (n-1)/n of the payload, twice that in an all-reduce; a tree sends the payload itself, twice.
     payload = sent * group.devices / (group.devices - 1) / (2 if reduces else 1)
-    for protocol in (LL, LL128, SIMPLE):
-        bandwidth = _ring_bandwidth(kind, group, protocol, bus_bandwidth)
-        yield Way(f"{RING} {protocol}", _ring_latency(kind, group, protocol, payload), sent / bandwidth)
-        if reduces:
-            bandwidth = _tree_bandwidth(group, protocol, payload, bus_bandwidth)
-            yield Way(f"{TREE} {protocol}", _tree_latency(group, protocol), 2 * payload / bandwidth)
+    ways = [_ring(kind, group, protocol, sent, payload, bus_bandwidth) for protocol in _POST]
+    if reduces:
+        ways += [_tree(group, protocol, payload, bus_bandwidth) for protocol in _POST]
+    return min(ways, key=lambda way: way.seconds)
 
 
-def _ring_latency(kind: str, group: Group, protocol: str, payload: float) -> float:
+def _ring(kind: str, group: Group, protocol: str, sent: float, payload: float, bus_bandwidth: float) -> Way:
     over_nvlink, over_network = _HOP[RING, protocol]
-    hops, crossing = group.devices - 1, group.hosts - 1
-    if kind == "all-reduce":
+    hops, crossing, reduces = group.devices - 1, group.hosts - 1, kind == "all-reduce"
+    if reduces:
         # An all-reduce goes around twice: a reduce-scatter, then an all-gather.
         hops, crossing = 2 * hops, 2 * group.hosts if group.hosts > 1 else 0
     elif kind in SENT_AT_ONCE:
@@ -134,34 +127,30 @@ def _ring_latency(kind: str, group: Group, protocol: str, payload: float) -> flo
     if group.hosts > 1:
         over_nvlink = max(over_nvlink, _POST[protocol])
     latency_s = _BASE[RING, protocol] + max(hops - crossing, 0) * over_nvlink + crossing * over_network
-    plateau = kind == "all-reduce" and group.hosts > 1 and payload >= _PLATEAU_BYTES * group.devices
-    return latency_s * (_PLATEAU if plateau and protocol == SIMPLE else 1.0)
+    if protocol == SIMPLE and reduces and group.hosts > 1 and payload >= _PLATEAU_BYTES * group.devices:
+        latency_s *= _PLATEAU
+    bandwidth = bus_bandwidth
+    if protocol == LL:
+        # LL sends a flag with every 4 bytes of data, so half the rate is out of reach; tuning.cc takes less still.
+        parts = 4 if group.hosts > 1 or reduces else 3
+        bandwidth = min(_LL_MOST.get(group.hosts, _LL_MOST_BEYOND), bandwidth / parts)
+    elif protocol == LL128:
+        # Of 128 bytes 120 are data. tuning.cc takes off more where a host has one GPU.
+        bandwidth *= 0.7 if group.devices < 2 * group.hosts else 0.92
+    return Way(f"{RING} {protocol}", latency_s, sent / bandwidth)
 
 
-def _tree_latency(group: Group, protocol: str) -> float:
+def _tree(group: Group, protocol: str, payload: float, bus_bandwidth: float) -> Way:
     over_nvlink, over_network = _HOP[TREE, protocol]
     # Up to the root and down again: a chain through the GPUs of a host, a binary tree over hosts.
     levels = int(math.log2(group.hosts))
-    return _BASE[TREE, protocol] + 2 * ((group.devices // group.hosts - 1) * over_nvlink + levels * over_network)
-
-
-def _ring_bandwidth(kind: str, group: Group, protocol: str, bus_bandwidth: float) -> float:
-    if protocol == LL:
-        # LL sends a flag with every 4 bytes of data, so half the rate is out of reach; tuning.cc takes less still.
-        quarter = group.hosts > 1 or kind == "all-reduce"
-        return min(_LL_MOST.get(group.hosts, _LL_MOST_BEYOND), bus_bandwidth / (4 if quarter else 3))
-    if protocol == LL128:
-        # Of 128 bytes 120 are data. tuning.cc takes off more where a host has one GPU.
-        return bus_bandwidth * (0.7 if group.devices < 2 * group.hosts else 0.92)
-    return bus_bandwidth
-
-
-def _tree_bandwidth(group: Group, protocol: str, payload: float, bus_bandwidth: float) -> float:
+    hops_s = (group.devices // group.hosts - 1) * over_nvlink + levels * over_network
     bandwidth = 0.92 * bus_bandwidth
     if protocol == LL:
         bandwidth = min(bandwidth / 3.8, _LL_MOST.get(group.hosts, _LL_MOST_BEYOND))
-    if protocol == LL128:
+    elif protocol == LL128:
         bandwidth *= 7 / 9 if group.hosts == 1 else 120 / 128
     power = int(math.log2(max(payload / 64, 1.0)))
     factors = _TREE_FACTORS[protocol]
-    return bandwidth * (factors[power] if power < len(factors) else 1.0)
+    bandwidth *= factors[power] if power < len(factors) else 1.0
+    return Way(f"{TREE} {protocol}", _BASE[TREE, protocol] + 2 * hops_s, 2 * payload / bandwidth)

@@ -42,6 +42,7 @@ class Topology:
         """
         if not self.chip.torus_axes:
             return (False,) * len(self.shape)
+        # Only the pod closes rings by its own cables; cubes are joined by optical switches.
         if self.chip.cube is None:
             return tuple(size == max(self.chip.pod) for size in self.shape)
         return (all(size and size % self.chip.cube == 0 for size in self.shape),) * len(self.shape)
@@ -55,7 +56,12 @@ class Topology:
         """Arguments of ``jax.experimental.topologies.get_topology_desc``."""
         arguments: dict[str, Any] = {"platform": self.platform}
         if self.platform == "cuda":
-            return arguments | {"topology": self._slices_of_hosts(), "target_config": target_config(self.chip)}
+            # As XLA counts GPUs: slices x hosts x GPUs per host. A slice of several hosts is one NVLink domain.
+            domains, gpus = self.shape
+            per_host = math.gcd(gpus, GPUS_OF_TRAY)
+            of_racks = (domains, gpus // per_host, per_host)
+            slices = (1, domains, gpus) if self.chip.devices_per_node == HOST else of_racks
+            return arguments | {"topology": "x".join(map(str, slices)), "target_config": target_config(self.chip)}
         arguments["topology_name"] = self.name
         if self.chip.name == "v4":
             # Both cores are one device, as JAX shows them on machines that have the chips.
@@ -64,14 +70,6 @@ class Topology:
             # One chip is less than a host, which by default has several.
             arguments["chips_per_host_bounds"] = (1, 1, 1)
         return arguments
-
-    def _slices_of_hosts(self) -> str:
-        """GPUs as XLA counts them: slices x hosts x GPUs per host. A slice of several hosts is one NVLink domain."""
-        domains, gpus = self.shape
-        if self.chip.devices_per_node == HOST:
-            return f"1x{domains}x{gpus}"
-        per_host = math.gcd(gpus, GPUS_OF_TRAY)
-        return f"{domains}x{gpus // per_host}x{per_host}"
 
 
 def parse_topology(name: str) -> Topology:
@@ -100,7 +98,13 @@ def parse_topology(name: str) -> Topology:
     if chip.devices_per_node:
         return Topology(name, chip, _hosts(name, chip.devices_per_node, shape))
     if shape not in chip.slices:
-        raise ValueError(f"topology={name!r}: there is no such slice of {chip.name}. There are {_slices(chip)}.")
+        # Slices of whole cubes are too many to list.
+        small = [shape for shape in chip.slices if not chip.cube or shape[0] < chip.cube]
+        *shapes, pod = ("x".join(map(str, shape)) for shape in (*small, chip.pod))
+        larger = f", and multiples of {chip.cube} in ascending order up to {pod}, as 4x4x8" if chip.cube else ""
+        raise ValueError(
+            f"topology={name!r}: there is no such slice of {chip.name}. There are {', '.join(shapes)}{larger}."
+        )
     return Topology(name, chip, shape)
 
 
@@ -140,10 +144,3 @@ def _hosts(name: str, per_host: int, shape: tuple[int, ...]) -> tuple[int, int]:
             f"topology={name!r} has {gpus} GPUs per {host}, but NVLink joins at most {per_host} {chip}. {example}"
         )
     return hosts, gpus
-
-
-def _slices(chip: Chip) -> str:
-    listed = [shape for shape in chip.slices if not chip.cube or shape[0] < chip.cube]
-    *shapes, pod = ("x".join(map(str, shape)) for shape in (*listed, chip.pod))
-    larger = f", and multiples of {chip.cube} in ascending order up to {pod}, as 4x4x8" if chip.cube else ""
-    return ", ".join(shapes) + larger

@@ -70,6 +70,7 @@ def compiler_options(device_kind: str, *, shape: Sequence[int] | None = None, pi
             f"device_kind={device_kind!r}: no options are known for it, but for {known}. Leave compiler_options out, "
             "or pass a dict of options that you have tried on it."
         )
+    # Without a slice an option must have been compiled on every slice of the chip.
     asked = set(chip.slices if shape is None else [in_order(shape)])
     compiled = (name for name, slices in chip.xla_options.items() if asked <= set(slices))
     # `scan_layers` gathers ahead itself: with the compiler's pipelining as well, a step waits longer.

@@ -52,27 +52,19 @@ def compile_step(folder: Path, request: dict[str, Any], mesh: Mesh) -> dict[str,
     step = export.deserialize(bytearray((folder / "step.bin").read_bytes()))
     # Without any sharding the step is for one device: that of the mesh, not the one that this process computes on.
     alone = NamedSharding(mesh, PartitionSpec()) if mesh.size == 1 else None
-    inputs = [sharding or alone for sharding in step.in_shardings_jax(mesh)]
-    args = [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=_in_its_memory(sharding, aval, request["host_memory"]))
-        for aval, sharding in zip(step.in_avals, inputs, strict=True)
-    ]
+    args = []
+    for aval, sharding in zip(step.in_avals, step.in_shardings_jax(mesh), strict=True):
+        where = sharding or alone
+        if where is not None and aval.memory_space == jax.memory.Space.Host:
+            # On a mesh without devices: absent GPUs know no memories, and would drop the kind.
+            where = NamedSharding(where.mesh.abstract_mesh, where.spec, memory_kind=request["host_memory"])
+        args.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=where))
     # An export donates nothing by itself: the function around it does.
     jitted = jax.jit(step.call, donate_argnums=request["donated"], out_shardings=step.out_shardings_jax(mesh))
     options = {"xla_dump_to": str(folder / "dump")} | OF_PLATFORM[request["topology"]["platform"]] | request["options"]
     stats = jitted.lower(*args).compile(compiler_options=options).memory_analysis()
     sizes = {name: getattr(stats, f"{name}_size_in_bytes") for name in MEMORY}
     return sizes | {"total_allocation": getattr(stats, "total_allocation_bytes", None)}  # of newer releases
-
-
-def _in_its_memory(sharding: Any, aval: Any, host_memory: str) -> Any:
-    """The sharding of an argument; for an argument in the memory of the host, with that memory.
-
-    A sharding for the host is on a mesh without devices: absent GPUs know no memories and would drop it.
-    """
-    if sharding is None or aval.memory_space != jax.memory.Space.Host:
-        return sharding
-    return NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=host_memory)
 
 
 def main(folder: Path) -> None:

@@ -132,6 +132,7 @@ class StepCall:
                 f"step must be a jax.jit function, as make_train_step returns one, not {self.step!r}; pass "
                 "jax.jit(step)."
             )
+        # JAX asks the GPU at hand about cuDNN while it traces: for an absent one its chip answers.
         with answered_for(self.topology.chip) if self.topology else nullcontext():
             return self.step.trace(*self.args, **self.kwargs)
 

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -46,8 +45,12 @@ OF_THE_COMPILER = ("JAX_", "LIBTPU_", "TPU_", "XLA_")  # variables that may chan
 # The compilers: for TPUs libtpu; for GPUs JAX's plugin for CUDA with its runtime, both of jaxlib's version, and ptxas
 # and libdevice of NVIDIA's compiler. CUDA's own libraries, 2 GB of them, are needed to run a program, not to compile.
 EXPORTER = "flatbuffers"  # what jax.export writes with
-PLUGIN, PTXAS = "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12"
+PLUGIN = "jax-cuda12-plugin"
 OF_JAXLIB = (PLUGIN, "jax-cuda12-pjrt")  # released with jaxlib, under its version
+COMPILERS = {  # by platform: the device, the extra that installs the compiler, and its packages
+    "tpu": ("TPU", "forecast", ("libtpu",)),
+    "cuda": ("GPU", "forecast-gpu", (*OF_JAXLIB, "nvidia-cuda-nvcc-cu12")),
+}
 
 RESULT = "result.json"
 # How the compilers begin to say that a program does not fit. Each has other causes too (a kernel's scratch memory, a
@@ -68,30 +71,24 @@ def check_compiler(platform: str) -> list[str]:
     Raises:
       ImportError: one is not installed, or the plugin is of another version than jaxlib.
     """
-    if platform == "tpu":
-        _check_installed(platform, [name for name in ("libtpu", EXPORTER) if find_spec(name) is None])
-        return ["jax", "jaxlib", "libtpu"]
-    _check_installed(platform, [name for name in (*OF_JAXLIB, PTXAS, EXPORTER) if _version(name) is None])
+    device, extra, packages = COMPILERS[platform]
+    if missing := [name for name in (*packages, EXPORTER) if installed_version(name) is None]:
+        raise ImportError(
+            f"compiling for a {device} topology needs {' and '.join(missing)}, on a machine without {device}s too: "
+            f"{how_to_install(extra)}."
+        )
     jaxlib = version("jaxlib")
-    if others := [f"{name} {version(name)}" for name in OF_JAXLIB if version(name) != jaxlib]:
+    if others := [f"{name} {version(name)}" for name in packages if name in OF_JAXLIB and version(name) != jaxlib]:
         wanted = " ".join(f"{name}=={jaxlib}" for name in OF_JAXLIB)
         raise ImportError(
             f"{' and '.join(others)} cannot compile with jaxlib {jaxlib}; their versions must be the same: "
             f"pip install {wanted}."
         )
-    return ["jax", "jaxlib", PLUGIN, PTXAS]
+    return ["jax", "jaxlib", *packages]
 
 
-def _check_installed(platform: str, missing: list[str]) -> None:
-    device, extra = {"tpu": ("TPU", "forecast"), "cuda": ("GPU", "forecast-gpu")}[platform]
-    if missing:
-        raise ImportError(
-            f"compiling for a {device} topology needs {' and '.join(missing)}, on a machine without {device}s too: "
-            f"{how_to_install(extra)}."
-        )
-
-
-def _version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
+    """The version of a package; None where it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -193,12 +190,18 @@ class Pending(Generic[T]):
             command = [sys.executable, "-P", compile_child.__file__, str(folder)]
             with open(folder / "log", "wb") as log:
                 self._child = subprocess.Popen(
-                    command, env=child_environment(), stdin=subprocess.PIPE, stdout=log, stderr=log
+                    # The child reads its stdin, and ends when this process does, however that ends.
+                    command,
+                    env=child_environment(),
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
                 )
         return self
 
     def is_done(self) -> bool:
         """Whether ``result`` need not wait."""
+        # A child that is late counts as done, and `result` says so.
         is_late = time.monotonic() - self._started > self.timeout_s
         return is_late or self._child is None or self._child.poll() is not None
 
@@ -232,7 +235,7 @@ class Pending(Generic[T]):
             self._folder.cleanup()
 
     def _compiled(self, child: "subprocess.Popen[bytes]") -> Texts:
-        """The texts of a child that has ended."""
+        """The result of a child that has ended, and those of XLA's texts that a forecast reads."""
         assert self._folder is not None
         folder = Path(self._folder.name)
         if child.poll() is None:
@@ -243,20 +246,15 @@ class Pending(Generic[T]):
         if not (folder / RESULT).exists():
             end = (folder / "log").read_text(errors="replace")[-2000:]
             raise CompileError(f"the compiler's process ended with exit code {child.returncode}:\n{end}")
-        return _texts_in(folder)
-
-
-def _texts_in(folder: Path) -> Texts:
-    """The child's result, and those of XLA's texts that a forecast reads."""
-    texts = {
-        RESULT: (folder / RESULT).read_text(),
-        # Of TPUs: the text after code generation has the compiler's cycles; a program that does not fit may not come so
-        # far. Of GPUs there is none.
-        "hlo": _dumped(folder, "codegen") or _dumped(folder, "optimizations"),
-        "buffers": _dumped(folder, "optimizations-buffer-assignment"),
-        "live_ranges": _dumped(folder, "optimizations-live-range"),
-    }
-    return {name: text for name, text in texts.items() if text is not None}
+        texts = {
+            RESULT: (folder / RESULT).read_text(),
+            # Of TPUs: the text after code generation has the compiler's cycles; a program that does not fit may not
+            # come so far. Of GPUs there is none.
+            "hlo": _dumped(folder, "codegen") or _dumped(folder, "optimizations"),
+            "buffers": _dumped(folder, "optimizations-buffer-assignment"),
+            "live_ranges": _dumped(folder, "optimizations-live-range"),
+        }
+        return {name: text for name, text in texts.items() if text is not None}
 
 
 def _dumped(folder: Path, name: str) -> str | None:

@@ -24,8 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
-from xlstm_jax.wording import one_line
-
 FOLDER_VARIABLE = "XLSTM_JAX_CACHE_DIR"  # a folder; empty: nothing is kept
 MAX_CACHE_BYTES = 2**30
 MAX_ENTRY_BYTES = 2**28  # of one entry's texts; those of the largest models so far have some MB, and compress to 1/9
@@ -104,6 +102,7 @@ class ReportCache:
         for path in self.folder.glob(f"*{SUFFIX}"):  # those of writers that were killed among them
             with contextlib.suppress(OSError):  # another process has just removed it
                 entries.append((path.stat().st_mtime, path.stat().st_size, path))
+        # The newest first: what lies beyond the limit is what was not read for longest.
         total = 0
         for _, size, path in sorted(entries, reverse=True):
             total += size
@@ -138,8 +137,6 @@ def _unusable(reason: str) -> NoReturn:
 
 def _check_ours_alone(path: Path, status: os.stat_result) -> None:
     """Refuses a file or folder that another user owns or may write."""
-    if not hasattr(os, "geteuid"):  # Windows, where the folder is the user's by its place
-        return
     if status.st_uid != os.geteuid():
         _unusable(f"{path} belongs to another user (number {status.st_uid})")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -171,18 +168,12 @@ def _unpacked(key: str, data: bytes) -> Texts:
     digest, content = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
     if digest != _digest(key, content):
         _unusable("an entry does not have its digest: it is damaged, or of another version")
+    # At most so many bytes, whatever the entry claims: a small one can inflate to gigabytes.
     unpacking = zlib.decompressobj()
-    try:
-        # At most so many bytes, whatever the entry claims: a small one can inflate to gigabytes.
-        plain = unpacking.decompress(content, MAX_ENTRY_BYTES)
-        texts = json.loads(plain) if unpacking.eof else None
-    except (zlib.error, ValueError, RecursionError) as error:
-        _unusable(f"an entry has its digest, and holds no texts ({one_line(error)})")
+    plain = unpacking.decompress(content, MAX_ENTRY_BYTES)
     if not unpacking.eof:
         _unusable(f"an entry is cut off, or inflates to more than {MAX_ENTRY_BYTES} bytes")
-    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
-        _unusable("an entry has its digest, and holds no texts")
-    return texts
+    return json.loads(plain)
 
 
 def _digest(key: str, content: bytes) -> bytes:

@@ -69,6 +69,7 @@ def axis_traffic(collectives: Iterable[Collective]) -> tuple[AxisTraffic, ...]:
 
 
 def _of(axes: tuple[str, ...] | None, some: list[Collective]) -> AxisTraffic:
+    # Bytes are known on every device, times only where links have published rates.
     weights, activations, other = (
         sum_wire_bytes(one for one in some if one.carries == what) for what in (WEIGHTS, ACTIVATIONS, OTHER)
     )

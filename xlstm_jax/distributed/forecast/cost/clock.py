@@ -15,10 +15,11 @@ published (``Chip``) this is the least time; by those that are reached (``Chip.r
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from xlstm_jax.distributed.forecast.cost.cycles import moved_by
+from xlstm_jax.distributed.forecast.cost.cycles import CONTROL, moved_by
 from xlstm_jax.distributed.forecast.cost.products import operand_shapes, product_flops
 from xlstm_jax.distributed.forecast.hlo.instruction import COLLECTIVES, Instruction
 from xlstm_jax.distributed.forecast.hlo.program import Computation, Program
@@ -67,48 +68,86 @@ def waits(run: Sequence[float], transfers: Sequence[Transfer]) -> list[float]:
     return waited
 
 
-# ------------------------------------------------------------------------------------------------------ kernels of GPUs
+# ------------------------------------------------------------------------------------- how long each instruction runs
 
 
 @dataclass(frozen=True)
-class Seconds:
-    """A time: in all, and the part in kernels that hold a matrix product."""
+class Spent:
+    """A time, in seconds or cycles: in all, and the part in kernels that hold a matrix product."""
 
     total: float = 0.0
     products: float = 0.0
 
-    def __add__(self, other: "Seconds") -> "Seconds":
-        return Seconds(self.total + other.total, self.products + other.products)
+    def __add__(self, other: "Spent") -> "Spent":
+        return Spent(self.total + other.total, self.products + other.products)
 
-    def __sub__(self, other: "Seconds") -> "Seconds":
-        return Seconds(self.total - other.total, self.products - other.products)
+    def __mul__(self, times: float) -> "Spent":
+        return Spent(self.total * times, self.products * times)
 
 
 @dataclass(frozen=True)
-class Kernels:
-    """The kernels of a program on a GPU."""
+class Durations:
+    """What the instructions of a program take, with all that they call; ``_alone`` says it of one that calls nothing.
+
+    A loop takes its body's time as often as it runs, a conditional that of its longest branch.
+    """
 
     program: Program
-    chip: Chip
-    _known: dict[str, Seconds] = field(default_factory=dict, repr=False)
+    _known: dict[str, Spent] = field(default_factory=dict, repr=False, kw_only=True)
+
+    called_in_line: ClassVar[Set[str]] = CONTROL
 
     @property
-    def seconds(self) -> float:
-        """The time of all kernels of a step, one after the other."""
-        return self._of_computation(self.program.entry).total
+    def total(self) -> float:
+        """All instructions of a step, one after the other."""
+        return self._of_computation(self.program.entry.name).total
 
-    def seconds_of(self, computation: Computation, instruction: Instruction) -> Seconds:
-        """The time of one execution, with all that the instruction calls."""
-        opcode = instruction.opcode
-        if opcode in ("while", "conditional", "call", "call-start", "async-start"):
-            called = [self._of_computation(self.program.computations[name]) for name in instruction.all_called]
-            if opcode == "conditional":
-                return max(called, key=lambda branch: branch.total)
-            trips = self.program.trips_of(computation, instruction) if opcode == "while" else 1
-            once = _sum(called)
-            return Seconds(once.total * trips, once.products * trips)
-        if not instruction.is_work or opcode in COLLECTIVES:
-            return Seconds()
+    def of(self, computation: Computation, instruction: Instruction) -> Spent:
+        """One execution of an instruction."""
+        if instruction.opcode not in self.called_in_line:
+            return self._alone(computation, instruction)
+        called = [self._of_computation(name) for name in instruction.all_called]
+        if instruction.opcode == "conditional":
+            return max(called, key=lambda branch: branch.total)
+        # The condition runs with each trip, as the body does.
+        trips = self.program.trips_of(computation, instruction) if instruction.opcode == "while" else 1
+        return sum(called, Spent()) * trips
+
+    def _of_computation(self, name: str) -> Spent:
+        # Layers share computations, so each is added up once, however often it is called.
+        if name not in self._known:
+            computation = self.program.computations[name]
+            each = (self.of(computation, instruction) for instruction in computation.instructions)
+            self._known[name] = sum(each, Spent())
+        return self._known[name]
+
+    def _alone(self, computation: Computation, instruction: Instruction) -> Spent:
+        raise NotImplementedError
+
+
+class Cycles(Durations):
+    """The compiler's estimates (TPUs); collectives and kernels of Pallas have none and count as 0.
+
+    The program must be parsed from ``compiled.as_text()``: files that ``xla_dump_to`` writes before code generation
+    have no estimates yet.
+    """
+
+    def _alone(self, computation: Computation, instruction: Instruction) -> Spent:
+        return Spent(instruction.estimated_cycles or 0)
+
+
+@dataclass(frozen=True)
+class Kernels(Durations):
+    """The seconds of the kernels of a program on a GPU."""
+
+    chip: Chip
+
+    # A GPU's own streams run what these start; a TPU's start runs beside the schedule and takes none of its time.
+    called_in_line = CONTROL | {"call-start", "async-start"}
+
+    def _alone(self, computation: Computation, instruction: Instruction) -> Spent:
+        if not instruction.is_work or instruction.opcode in COLLECTIVES:
+            return Spent()
         # A fusion is one kernel, also where it holds several products: they run one after the other, while its memory
         # moves.
         products = sum(
@@ -118,14 +157,4 @@ class Kernels:
         )
         memory = sum(moved_by(self.program, computation, instruction)) / self.chip.hbm_bandwidth
         seconds = max(products, memory)
-        return Seconds(seconds, seconds if products else 0.0)
-
-    def _of_computation(self, computation: Computation) -> Seconds:
-        if computation.name not in self._known:
-            times = (self.seconds_of(computation, instruction) for instruction in computation.instructions)
-            self._known[computation.name] = _sum(times)
-        return self._known[computation.name]
-
-
-def _sum(times: Iterable[Seconds]) -> Seconds:
-    return sum(times, Seconds())
+        return Spent(seconds, seconds if products else 0.0)

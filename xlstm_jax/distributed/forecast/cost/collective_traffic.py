@@ -20,12 +20,13 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from xlstm_jax.distributed.data_parallel.wire.lookup import LOOKUP_SCOPE
-from xlstm_jax.distributed.forecast.cost.cycles import LoopCycles
+from xlstm_jax.distributed.forecast.cost.clock import Cycles
 from xlstm_jax.distributed.forecast.hlo.collective_sites import Site, sites
 from xlstm_jax.distributed.forecast.hlo.dataflow import Value, downstream, origin, sources, upstream
-from xlstm_jax.distributed.forecast.hlo.device_groups import Groups, axes_of_groups, connected
+from xlstm_jax.distributed.forecast.hlo.device_groups import axes_of_groups
 from xlstm_jax.distributed.forecast.hlo.instruction import Instruction
 from xlstm_jax.distributed.forecast.hlo.op_names import (
     BACKWARD,
@@ -57,8 +58,8 @@ class Overlap:
       modules: that the compute instructions serve, in order.
       instructions: how many of them there are.
       cycles: the compiler's estimate for all of them, loops multiplied out; None where it gives none.
-      seconds: on GPUs, what they are expected to take (``kernels``); else None.
-      product_seconds: of it, the kernels that hold a matrix product.
+      seconds: what they are expected to take; None where that is not known.
+      product_seconds: of it, on GPUs, the kernels that hold a matrix product; else None.
     """
 
     modules: tuple[str, ...]
@@ -100,6 +101,13 @@ class Timing:
     def seconds(self) -> float:
         """Expected, alone."""
         return self.bytes_s + self.latency_s
+
+
+class Bandwidth(NamedTuple):
+    """Seconds of one execution of a collective: alone on its links, and waited for."""
+
+    seconds: float
+    waited_s: float
 
 
 @dataclass(frozen=True)
@@ -158,6 +166,7 @@ class Collective:
     def carries(self) -> str:
         """What it carries: "weights", gathered, or their gradients, scattered and averaged; "activations", whatever
         else is sent inside of ``shard_map``; "other", what is sent outside, as by the optimizer."""
+        # Gradients of whole leaves are averaged in the scope of `sync_gradients`, and no leaf is gathered there.
         if self.leaves or _is_in_own_scope(self.op_name):
             return WEIGHTS
         return ACTIVATIONS if in_shard_map(self.op_name) else OTHER
@@ -175,6 +184,13 @@ class Collective:
     @property
     def wire_bytes_per_step(self) -> float:
         return self.count * self.wire_bytes
+
+    @property
+    def by_bandwidth(self) -> "Bandwidth":
+        """The times of its bytes by published rates, without latency; 0 for a device without figures."""
+        if self.timing is not None:
+            return Bandwidth(self.timing.bandwidth_s, self.timing.waited_by_bandwidth_s)
+        return Bandwidth(self.alone_s or 0.0, self.exposed_s or 0.0)
 
     @property
     def is_hidden(self) -> bool:
@@ -207,12 +223,13 @@ def find_collectives(program: Program, axis_sizes: Mapping[str, int]) -> list[Co
             f"the mesh {dict(axis_sizes)} has {devices} devices, the program was compiled for "
             f"{program.num_partitions}. Pass the axis sizes of the mesh that the step was compiled on."
         )
-    cycles = LoopCycles(program)
-    return [_collective(program, site, axis_sizes, devices, cycles) for site in sites(program)]
+    cycles = Cycles(program)
+    return [_collective(program, site, axis_sizes, cycles) for site in sites(program)]
 
 
 def ring_bytes(kind: str, payload_bytes: int, group_size: int) -> float:
     """Bytes that each device sends in one execution, by the ring algorithm (see the top of this file)."""
+    # Nobody sends to itself: of n shares n - 1 travel.
     round_ = (group_size - 1) / group_size
     rounds = {"all-reduce": 2 * round_, "collective-permute": 1.0, "collective-broadcast": 1.0}
     return payload_bytes * rounds.get(kind, round_)
@@ -221,14 +238,8 @@ def ring_bytes(kind: str, payload_bytes: int, group_size: int) -> float:
 # ------------------------------------------------------------------------------------------------- describing each one
 
 
-def _collective(
-    program: Program, site: Site, axis_sizes: Mapping[str, int], devices: int, cycles: LoopCycles
-) -> Collective:
-    if site.inner.opcode.startswith("collective-permute"):
-        # A permute has pairs in place of groups: those that are connected exchange data.
-        groups: Groups = connected(site.inner.source_target_pairs) or ((0,),)
-    else:
-        groups = site.inner.groups or (tuple(range(devices)),)
+def _collective(program: Program, site: Site, axis_sizes: Mapping[str, int], cycles: Cycles) -> Collective:
+    groups = site.inner.groups or (tuple(range(math.prod(axis_sizes.values()))),)
     group_size = max(len(group) for group in groups)
     # What travels are the operands; of an all-reduce the result, as a TPU may sum in a wider dtype.
     reduces_all = site.inner.opcode.removesuffix("-start") == "all-reduce"
@@ -269,12 +280,12 @@ def _collective(
     )
 
 
-def _overlap(site: Site, loops: LoopCycles) -> Overlap:
+def _overlap(site: Site, cycles: Cycles) -> Overlap:
     work = [instruction for instruction in site.during or () if instruction.is_work]
-    estimates = (loops.cycles_of(site.computation, instruction) for instruction in work)
-    cycles = [estimate for estimate in estimates if estimate is not None]
+    # A loop that runs beside it counts with all its trips.
+    spent = sum(cycles.of(site.computation, instruction).total for instruction in work)
     modules = dict.fromkeys(module_path(instruction.op_name)[0] for instruction in work if instruction.op_name)
-    return Overlap(tuple(filter(None, modules)), len(work), sum(cycles) if cycles else None)
+    return Overlap(tuple(filter(None, modules)), len(work), int(spent) or None)
 
 
 def _op_names(program: Program, site: Site) -> tuple[str, ...]:
@@ -332,17 +343,13 @@ def _modules_served(program: Program, site: Site, names: tuple[str, ...], gather
     own = tuple(module_path(name)[0] for name in names)
     if site.own_names and not any(map(_is_in_own_scope, names)):
         return own
-    near = (
-        downstream(program, site.result(position)) if gathers else itertools.chain([value], upstream(program, value))
-        for position, value in enumerate(site.arrays)
-    )
-    return tuple(_first_module(values) or path for values, path in zip(near, own, strict=True))
-
-
-def _first_module(values: Iterable[Value]) -> str:
-    names = (value.instruction.op_name for value in values)
-    paths = (module_path(name)[0] for name in names if name and not _is_in_own_scope(name))
-    return next(filter(None, paths), "")
+    served = []
+    for position, value in enumerate(site.arrays):
+        near = downstream(program, site.result(position)) if gathers else (value, *upstream(program, value))
+        named = (other.instruction.op_name for other in near)
+        paths = (module_path(name)[0] for name in named if name and not _is_in_own_scope(name))
+        served.append(next(filter(None, paths), own[position]))
+    return tuple(served)
 
 
 def _is_in_own_scope(op_name: str) -> bool:
@@ -373,6 +380,7 @@ def _leaf(program: Program, value: Value) -> str:
 
     JAX names the arguments of a program: ``state.params['blocks']['up']['kernel'].value``.
     """
+    # Casts, copies into faster memory and slices of a stack of layers stand between the parameter and its gather.
     value = origin(program, value)
     instruction = value.instruction
     if instruction.opcode != "parameter" or not value.computation.is_entry:

@@ -19,7 +19,7 @@ evenly over the devices, as it is where every operand is sharded over the whole 
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,9 +110,14 @@ def count_flops(jaxpr: Any, num_devices: int = 1) -> Flops:
         if in_kernel:
             in_kernels[dtype] += flops / num_devices
     work = [Work(*key, flops) for key, flops in sorted(sums.items(), key=lambda item: -item[1])]
+    # Also within `shard_map` the count is of all devices (see `RUNS`), so that one division serves both.
     shared = sum(flops for (name, *_), flops in counted.items() if not in_shard_map(name)) / num_devices
+    scores: dict[str, float] = defaultdict(float)
+    for name, array, _ in (seen.pairs[i] for i in seen.summed & seen.weighing):
+        on_a_device = array.size * array.dtype.itemsize / (1 if in_shard_map(name) else num_devices)
+        scores[paths[name][0]] = max(scores[paths[name][0]], on_a_device)
     loops, opaque = (tuple(dict.fromkeys(names)) for names in (seen.loops, seen.opaque))
-    return Flops(tuple(work), loops, opaque, shared, dict(in_kernels), _scores_bytes(seen, paths, num_devices))
+    return Flops(tuple(work), loops, opaque, shared, dict(in_kernels), dict(scores))
 
 
 @dataclass(frozen=True)
@@ -154,18 +159,10 @@ class _Seen:
 
     def hand_over(self, outer: Sequence[Any], inner: Sequence[Any], *, out: bool = False) -> None:
         """Into a jaxpr of an operation, or out of it; the operation may have more operands, in front of these."""
+        # From the last: what stands in front is the index of a branch, or what a loop closes over.
         for v, w in zip(reversed(outer), reversed(inner), strict=False):
             target, source = (v, w) if out else (w, v)
             self.stems[target] = (self.of([target])[0] if out else set()) | self.of([source])[0]
-
-
-def _scores_bytes(seen: _Seen, paths: Mapping[str, tuple[str, str]], num_devices: int) -> dict[str, float]:
-    largest: dict[str, float] = defaultdict(float)
-    for i, (name, array, _) in enumerate(seen.pairs):
-        if i in seen.summed & seen.weighing:
-            on_a_device = array.size * array.dtype.itemsize / (1 if in_shard_map(name) else num_devices)
-            largest[paths[name][0]] = max(largest[paths[name][0]], on_a_device)
-    return dict(largest)
 
 
 def _flops_of(jaxpr: Any, prefix: str, seen: _Seen) -> Counts:
@@ -182,6 +179,7 @@ def _flops_of(jaxpr: Any, prefix: str, seen: _Seen) -> Counts:
         elif primitive in OPAQUE:
             seen.opaque.append(f"{name}/{primitive}")
         elif primitive == "cond":
+            # One branch runs. The count must be no less than that of any run.
             branches = [_within(eqn, branch, f"{name}/cond/branch_0_fun", seen) for branch in eqn.params["branches"]]
             inside = max(branches, key=lambda branch: sum(branch.values()))
         else:
@@ -192,6 +190,7 @@ def _flops_of(jaxpr: Any, prefix: str, seen: _Seen) -> Counts:
 
 
 def _within(eqn: Any, jaxpr: Any, prefix: str, seen: _Seen) -> Counts:
+    # Into the program before its products are met, and out of it behind them.
     seen.hand_over(eqn.invars, jaxpr.invars)
     counted = _flops_of(jaxpr, prefix, seen)
     seen.hand_over(eqn.outvars, jaxpr.outvars, out=True)
@@ -225,11 +224,6 @@ def _flops_inside(eqn: Any, name: str, seen: _Seen) -> Counts:
 # ------------------------------------- the scope of what is inside of an operation, and its runs; None where unknown
 
 
-def _shard_map(eqn: Any) -> tuple[str, int]:
-    """The work inside is one device's; times the devices over which the shapes are split it is the work of all."""
-    return "shard_map", math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
-
-
 def _pallas_call(eqn: Any) -> tuple[str, int | None]:
     grid = eqn.params["grid_mapping"].grid
     return "", math.prod(grid) if all(isinstance(size, int) for size in grid) else None
@@ -240,17 +234,16 @@ RUNS: dict[str, Callable[[Any], tuple[str, int | None]]] = {
     "remat2": lambda eqn: ("checkpoint", 1),  # jax.checkpoint, nn.remat
     "scan": lambda eqn: ("while/body", eqn.params["length"]),
     "while": lambda eqn: ("while/body", None),
-    "shard_map": _shard_map,
+    # The work inside is one device's; times the devices over which the shapes are split it is the work of all.
+    "shard_map": lambda eqn: (
+        "shard_map",
+        math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"]),
+    ),
     "pallas_call": _pallas_call,
 }
 
 
 # ------------------------------------------------------------------------------------------------ FLOP of one operation
-
-
-def _dot_general(eqn: Any) -> int:
-    """2 x size of the output x length of the contraction."""
-    return 2 * eqn.outvars[0].aval.size * _contracted_size(eqn)
 
 
 def _contracted_size(eqn: Any) -> int:
@@ -309,6 +302,7 @@ def window_taps(
     size: int, window: int, out: int, stride: int, padding: tuple[int, int], dilation: int, window_dilation: int
 ) -> int:
     """Along one dim: pairs of an output and a position of the window that is on a value of the input."""
+    # Positions before the first value and behind the last are padding; those between two values are dilation.
     position = np.arange(out)[:, None] * stride + np.arange(window) * window_dilation - padding[0]
     return int(((position >= 0) & (position <= (size - 1) * dilation) & (position % dilation == 0)).sum())
 
@@ -324,6 +318,7 @@ def attention_flops(
 
 def _cudnn_attention(eqn: Any) -> int:
     """Of [b, t, n, d] or, with the second layout, [b, n, t, d]."""
+    # Heads may share keys and values, so those of the query count.
     query, key, value = (v.aval.shape for v in eqn.invars[:3])
     long, head = (2, 1) if eqn.params["layout"] else (1, 2)
     return attention_flops(
@@ -340,7 +335,7 @@ def _cudnn_attention(eqn: Any) -> int:
 FORMULAS = {
     "dot_product_attention_fwd_wrapper": _cudnn_attention,
     "dot_product_attention_bwd_wrapper": _cudnn_attention,
-    "dot_general": _dot_general,
+    "dot_general": lambda eqn: 2 * eqn.outvars[0].aval.size * _contracted_size(eqn),
     "ragged_dot_general": _ragged_dot_general,
     "conv_general_dilated": _conv_general_dilated,
 }

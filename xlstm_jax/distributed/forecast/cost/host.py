@@ -50,9 +50,11 @@ class HostTraffic:
 def host_traffic(program: Program, chip: Chip) -> HostTraffic | None:
     """What travels to the host and back; None where nothing lies there."""
     arguments = program.entry.parameters.values()
+    # A compiled program says by the memory space of an argument where it lies.
     stored = sum(shape.nbytes for argument in arguments for shape in argument.shapes if shape.space == HOST)
     moved, waited_s = [0, 0], 0.0
     for computation, trips in main_schedules(program):
+        # Compilers for GPUs estimate no cycles: beside instructions that take no time every transfer is waited for.
         run = [(i.estimated_cycles or 0) / (chip.clock_hz or 1.0) for i in computation.instructions]
         transfers = list(_transfers(program, computation, chip))
         waited_s += trips * sum(waits(run, [transfer for *_, transfer in transfers]))
@@ -68,6 +70,8 @@ def _transfers(program: Program, computation: Computation, chip: Chip) -> Iterat
     for position, instruction in enumerate(computation.instructions):
         for way, nbytes in enumerate(moved_by(program, computation, instruction, HOST)):
             if nbytes:
+                # What ends at a later `-done` travels beside all that stands between; any other transfer ends where it
+                # begins.
                 end = end_of(computation, instruction) if instruction.opcode.endswith("-start") else position
                 yield way, nbytes, Transfer(position, end, (WAYS[way],), nbytes / chip.host_bandwidth)
 
@@ -81,6 +85,7 @@ def host_buffers(program: Program) -> frozenset[str]:
     for computation, _, instruction in scheduled(program):
         moved = moved_by(program, computation, instruction, HOST)
         if moved[IN]:
+            # What starts a copy results in (copy, original, context), any other in the copy alone.
             names |= {f"{instruction.name}{{0}}", f"{instruction.name}{{}}"}
         if moved[OUT]:
             names |= {_buffer_name(computation.by_name[name]) for name in instruction.operands}

@@ -14,8 +14,9 @@ from typing import Any
 from xlstm_jax.distributed.data_parallel.equations import COLLECTIVES, nbytes
 from xlstm_jax.private_names import core
 
-# Besides collectives, and what holds a program of its own (loops, calls, kernels): operations with operands in memory.
+# Besides what holds a program of its own (loops, calls, kernels): operations with operands in memory.
 _IN_MEMORY = {"dot_general", "ragged_dot_general", "conv_general_dilated", "gather", "scatter-add", "sort", "top_k"}
+_IN_MEMORY |= COLLECTIVES.keys()
 
 
 def live_bytes(jaxpr: Any) -> int:
@@ -27,10 +28,10 @@ def live_bytes(jaxpr: Any) -> int:
     >>> live_bytes(program.jaxpr) == 2 * 256 * 256 * 4  # both products, while the second is computed
     True
     """
-    whole = [_has_operands_in_memory(eqn) for eqn in jaxpr.eqns]
     # Arguments and results are counted where they are bound.
     given = {*jaxpr.invars, *jaxpr.constvars, *_variables(jaxpr.outvars)}
-    stored = {v for eqn, is_whole in zip(jaxpr.eqns, whole, strict=True) if is_whole for v in _of(eqn)} - given
+    whole = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in _IN_MEMORY or any(core.jaxprs_in_params(eqn.params))]
+    stored = {v for eqn in whole for v in _of(eqn)} - given
     last_read = {v: place for place, eqn in enumerate(jaxpr.eqns) for v in _of(eqn)}
     alive = most = 0
     for place, eqn in enumerate(jaxpr.eqns):
@@ -39,11 +40,6 @@ def live_bytes(jaxpr: Any) -> int:
         most = max(most, alive + within)
         alive -= sum(nbytes(v.aval) for v in stored.intersection(_of(eqn)) if last_read[v] == place)
     return most
-
-
-def _has_operands_in_memory(eqn: Any) -> bool:
-    name = eqn.primitive.name
-    return name in _IN_MEMORY or name in COLLECTIVES or any(True for _ in core.jaxprs_in_params(eqn.params))
 
 
 def _of(eqn: Any) -> list[Any]:

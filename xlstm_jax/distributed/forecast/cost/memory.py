@@ -41,16 +41,6 @@ _LAYOUT = re.compile(r"(?<=\])\{[^}]*\}")
 
 
 @dataclass(frozen=True)
-class Argument:
-    """An argument of the program on one device: ``name`` as in ``state.params['head']['kernel']``, "" if unknown."""
-
-    name: str
-    shape: str
-    bytes: int
-    donated: bool  # an output is written over it
-
-
-@dataclass(frozen=True)
 class Temporary:
     """A buffer that is live at the peak, by what was written into it. ``first`` and ``last`` are schedule points."""
 
@@ -87,7 +77,6 @@ class Memory:
       peak_point: the point of the schedule where most bytes of that allocation are in use.
       peak_live_bytes: the bytes in use there.
       temporaries: what uses them, largest first; their bytes add up to ``peak_live_bytes``.
-      arguments: largest first.
       timeline: use over the schedule, the peak among its points.
       resident_peak_bytes: the most bytes in use, without the buffers of host transfers; None where that is not known.
     """
@@ -100,7 +89,6 @@ class Memory:
     peak_point: int = 0
     peak_live_bytes: int = 0
     temporaries: tuple[Temporary, ...] = ()
-    arguments: tuple[Argument, ...] = ()
     timeline: tuple[Moment, ...] = ()
     resident_peak_bytes: int | None = None
 
@@ -129,25 +117,24 @@ class _Operation(NamedTuple):
     direction: str = OTHER
 
 
-_Operations = Mapping[str, _Operation]  # by the name of the instruction
+_Operations = defaultdict[str, _Operation]  # by the name of the instruction
 
 
 class _Value(NamedTuple):
-    """What an instruction, or an element of its result, writes into an allocation: its range of bytes."""
+    """What an instruction writes into an allocation: its range of bytes, and the points at which it is live."""
 
-    name: str
-    element: str
+    instruction: str
+    element: str  # of the instruction's result: "{1}", "{}"
     shape: str
     start: int
     stop: int
+    first: int = 0
+    last: int = 0
 
-
-class _Live(NamedTuple):
-    """A temporary, and the first and last point of the schedule at which it is live."""
-
-    value: _Value
-    first: int
-    last: int
+    @property
+    def name(self) -> str:
+        """As the live ranges call it."""
+        return self.instruction + self.element
 
 
 @dataclass(frozen=True)
@@ -187,13 +174,14 @@ def read_memory(
       ValueError: a text does not have the known form, or the two are not of one program.
     """
     paths = module_paths(filter(None, op_names.values()))
-    operations = {instruction: _Operation(name, *paths[name]) for instruction, name in op_names.items() if name}
+    named = {instruction: _Operation(name, *paths[name]) for instruction, name in op_names.items() if name}
+    operations = defaultdict(_Operation, named)
     # On-chip memory (VMEM) has allocations of its own, of another color.
     allocations = [a for a in _allocations(buffer_assignment) if a.color == HBM]
     sums = {kind: sum(a.bytes for a in allocations if a.kind == kind) for kind in KINDS}
     schedule, ranges = _live_ranges(live_range)
     temporaries = _temporaries(allocations, ranges)
-    resident = [live for live in temporaries if live.value.name + live.value.element not in host_buffers]
+    resident = [live for live in temporaries if live.name not in host_buffers]
     live_bytes = _live_bytes(temporaries, len(schedule))
     peak = int(live_bytes.argmax())
     return Memory(
@@ -205,7 +193,6 @@ def read_memory(
         peak_point=peak,
         peak_live_bytes=int(live_bytes[peak]),
         temporaries=_temporaries_at(peak, temporaries, operations),
-        arguments=_arguments(allocations, operations),
         timeline=_timeline(live_bytes, schedule, operations, points),
         resident_peak_bytes=int(_live_bytes(resident, len(schedule)).max()),
     )
@@ -234,7 +221,13 @@ def _allocations(text: str) -> list[_Allocation]:
     allocations: list[_Allocation] = []
     for line in text.splitlines():
         if header := _ALLOCATION.match(line):
-            allocations.append(_allocation(int(header[1]), header[2]))
+            flags, color = header[2], _COLOR.search(header[2])
+            is_parameter, live_out = ", parameter " in flags, "maybe-live-out" in flags
+            kind = "argument" if is_parameter else "output" if live_out else "temporary"
+            for other in ("constant", "thread-local"):  # thread-local: scratch of a reduction's scalar function
+                kind = other if f", {other}" in flags else kind
+            space = int(color[1]) if color else HBM
+            allocations.append(_Allocation(int(header[1]), kind, space, is_parameter and live_out))
         elif value := _VALUE.match(line):
             name, element, _, size, offset, shape = value.groups()
             end = int(offset) + int(size)
@@ -242,14 +235,6 @@ def _allocations(text: str) -> list[_Allocation]:
     if not allocations:
         raise ValueError(f"This is no buffer assignment of XLA: no line begins an allocation: {text[:80]!r}.")
     return allocations
-
-
-def _allocation(size: int, flags: str) -> _Allocation:
-    color, is_parameter, live_out = _COLOR.search(flags), ", parameter " in flags, "maybe-live-out" in flags
-    kind = "argument" if is_parameter else "output" if live_out else "temporary"
-    for other in ("constant", "thread-local"):  # thread-local: scratch of a reduction's scalar function
-        kind = other if f", {other}" in flags else kind
-    return _Allocation(size, kind, int(color[1]) if color else HBM, is_parameter and live_out)
 
 
 def _live_ranges(text: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
@@ -267,53 +252,44 @@ def _live_ranges(text: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
     return [schedule.get(point, "") for point in range(last + 1)], ranges
 
 
-def _temporaries(allocations: Iterable[_Allocation], ranges: Mapping[str, tuple[int, int]]) -> list[_Live]:
+def _temporaries(allocations: Iterable[_Allocation], ranges: Mapping[str, tuple[int, int]]) -> list[_Value]:
     """All temporaries, their allocations laid one behind the other."""
     # Offsets are those within an allocation. Laid one behind the other, ranges of different allocations do not meet.
     temporaries, base = [], 0
     for allocation in (a for a in allocations if a.kind == "temporary"):
         for value in allocation.values:
-            if (name := value.name + value.element) not in ranges:
+            if value.name not in ranges:
                 raise ValueError(
-                    f"The buffer assignment has a temporary {name} of {value.stop - value.start} bytes, which is not "
-                    f"in the live-range text; it knows {len(ranges)} values. Pass both texts of one and the same "
+                    f"The buffer assignment has a temporary {value.name} of {value.stop - value.start} bytes, which is "
+                    f"not in the live-range text; it knows {len(ranges)} values. Pass both texts of one and the same "
                     "program."
                 )
-            moved = value._replace(start=base + value.start, stop=base + value.stop)
-            temporaries.append(_Live(moved, *ranges[name]))
+            first, last = ranges[value.name]
+            moved = {"start": base + value.start, "stop": base + value.stop}
+            temporaries.append(value._replace(**moved, first=first, last=last))
         base += allocation.bytes
     return temporaries
-
-
-def _arguments(allocations: Iterable[_Allocation], operations: _Operations) -> tuple[Argument, ...]:
-    # The first value of an allocation is the parameter itself; others are written over it later.
-    arguments = [
-        Argument(operations.get(a.values[0].name, _Operation()).name, a.values[0].shape, a.bytes, a.donated)
-        for a in allocations
-        if a.kind == "argument"
-    ]
-    return tuple(sorted(arguments, key=lambda argument: -argument.bytes))
 
 
 # -------------------------------------------------------------------------------------------------- the use over time
 
 
-def _stretches(temporaries: Sequence[_Live]) -> tuple[np.ndarray, list[slice]]:
+def _stretches(temporaries: Sequence[_Value]) -> tuple[np.ndarray, list[slice]]:
     """The bytes of the stretches into which the ends of all temporaries cut their memory, and the stretches of each."""
     # Between two neighbouring edges all bytes are used alike, so a stretch is counted as one, however many bytes it
     # has.
-    edges = np.unique([edge for value, *_ in temporaries for edge in (value.start, value.stop)])
-    return np.diff(edges), [slice(*np.searchsorted(edges, (value.start, value.stop))) for value, *_ in temporaries]
+    edges = np.unique([edge for value in temporaries for edge in (value.start, value.stop)])
+    return np.diff(edges), [slice(*np.searchsorted(edges, (value.start, value.stop))) for value in temporaries]
 
 
-def _live_bytes(temporaries: Sequence[_Live], points: int) -> np.ndarray:
+def _live_bytes(temporaries: Sequence[_Value], points: int) -> np.ndarray:
     """At each point the bytes that any temporary uses; bytes that several share count once."""
     widths, stretches = _stretches(temporaries)
     users, live = np.zeros(len(widths), np.int64), np.zeros(points, np.int64)
     starting, ending = defaultdict(list), defaultdict(list)
-    for (_, first, last), used in zip(temporaries, stretches, strict=True):
-        starting[first].append(used)
-        ending[last].append(used)
+    for value, used in zip(temporaries, stretches, strict=True):
+        starting[value.first].append(used)
+        ending[value.last].append(used)
     for point in range(points):
         for used in starting[point]:
             users[used] += 1
@@ -323,12 +299,12 @@ def _live_bytes(temporaries: Sequence[_Live], points: int) -> np.ndarray:
     return live
 
 
-def _temporaries_at(point: int, temporaries: Sequence[_Live], operations: _Operations) -> tuple[Temporary, ...]:
+def _temporaries_at(point: int, temporaries: Sequence[_Value], operations: _Operations) -> tuple[Temporary, ...]:
     """The buffers in use at a point. Where some overlap, the larger one has the bytes."""
     by_range = defaultdict(list)
     widths, stretches = _stretches(temporaries)
     for live, used in zip(temporaries, stretches, strict=True):
-        by_range[live.value.start, live.value.stop].append((live, used))
+        by_range[live.start, live.stop].append((live, used))
     free, found = np.ones(len(widths), bool), []
     # The largest ranges first: a value that is written in place into a part of another is the other's.
     for _, sharing in sorted(by_range.items(), key=lambda item: (item[0][0] - item[0][1], item[0])):
@@ -341,10 +317,10 @@ def _temporaries_at(point: int, temporaries: Sequence[_Live], operations: _Opera
     return tuple(sorted(found, key=lambda temporary: -temporary.bytes))
 
 
-def _history(sharing: Sequence[_Live], point: int) -> list[_Live]:
+def _history(sharing: Sequence[_Value], point: int) -> list[_Value]:
     """Of the values in one range of bytes: those live at the point, then those that touch these in time, and so on."""
     first, last = point, point
-    history: list[_Live] = []
+    history: list[_Value] = []
     # In place of a value that ends another one begins, in the same bytes: a carry through the trips of a loop, or an
     # update in place. All of them are one buffer.
     while more := [live for live in sharing if live not in history and live.first <= last and first <= live.last]:
@@ -353,17 +329,17 @@ def _history(sharing: Sequence[_Live], point: int) -> list[_Live]:
     return history
 
 
-def _temporary(size: int, history: Sequence[_Live], point: int, operations: _Operations) -> Temporary:
+def _temporary(size: int, history: Sequence[_Value], point: int, operations: _Operations) -> Temporary:
     """Named after the value whose name says most: one live at the point, before one in a module, before any other."""
 
-    def information(live: _Live) -> tuple[bool, bool, bool]:
-        operation = operations.get(live.value.name, _Operation())
+    def information(live: _Value) -> tuple[bool, bool, bool]:
+        operation = operations[live.instruction]
         is_named = bool(operation.name)
         return live.first <= point <= live.last and is_named, bool(operation.path), is_named
 
-    value = max(history, key=information).value
+    value = max(history, key=information)
     first, last = min(live.first for live in history), max(live.last for live in history)
-    return Temporary(size, value.shape, value.name, *operations.get(value.name, _Operation()), first, last)
+    return Temporary(size, value.shape, value.instruction, *operations[value.instruction], first, last)
 
 
 def _timeline(live: np.ndarray, schedule: Sequence[str], operations: _Operations, points: int) -> tuple[Moment, ...]:

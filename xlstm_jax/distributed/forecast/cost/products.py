@@ -76,6 +76,7 @@ def product_flops(computation: Computation, instruction: Instruction) -> int:
         return 2 * math.prod(instruction.shapes[0].dims) * math.prod(left.dims[dim] for dim in contracted)
     if target not in _CUDNN:
         return 0
+    # Each value of the output sums over the values of the kernel for one feature.
     output, kernel = _CUDNN[target]
     arrays = [*operand_shapes(computation, instruction)[:2], instruction.shapes[0]]
     labels = _DIM_LABELS.search(instruction.attributes)
@@ -126,6 +127,7 @@ def cudnn_attention_flops(computation: Computation, instruction: Instruction) ->
         return 0
     *heads, queries, keys = map(int, json.loads(scores[1]))
     query, _, value = (computation.by_name[name].shapes[0] for name in instruction.operands[:3])
+    # Forward the first product contracts features of queries, the second makes those of values.
     features = query.dims[-1], value.dims[-1]
     causal, window = "CAUSAL" in settings.get("mask_type", ""), int(settings.get("sliding_window_length", 0))
     backward = "Backward" in target_of(instruction)

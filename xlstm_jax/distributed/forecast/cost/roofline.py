@@ -79,7 +79,9 @@ def step_bounds(
     """
     chip = links.chip
     compute_s = sum(count / peak_rate(chip, dtype) for dtype, count in flops.items())
+    # Axes have links of their own, which work side by side: the busiest decides.
     wire_s = links.busiest_seconds({axes: sent for axes, sent in wire_bytes.items() if sent})
+    # Compute grows with the tokens and the traffic of weights does not, so the two times are equal at this multiple.
     ridge = tokens_per_device * wire_s / compute_s if tokens_per_device is not None and compute_s else None
     total, memory_s = sum(flops.values()), hbm_bytes / chip.hbm_bandwidth
     return Roofline(compute_s, memory_s, wire_s, total, hbm_bytes, sum(wire_bytes.values()), ridge)

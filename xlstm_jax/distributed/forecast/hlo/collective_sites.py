@@ -83,7 +83,9 @@ def _sites_at(program: Program, computation: Computation, trips: int, at: Instru
         collectives = list(_collectives_in(program, at))
     else:
         return
-    during = _during(computation, at) if collectives and at.opcode.endswith("-start") else None
+    during = None
+    if collectives and at.opcode.endswith("-start") and not _IS_SYNC.search(at.attributes):
+        during = computation.instructions[computation.position[at.name] + 1 : end_of(computation, at)]
     role = _role_in_chain(program, at) if collectives and at.opcode == "fusion" else None
     if role == "start":  # the chain counts here, once
         during, collectives = _during_chain(program, computation, at, _chain(collectives[0][1])), collectives[:1]
@@ -91,7 +93,10 @@ def _sites_at(program: Program, computation: Computation, trips: int, at: Instru
         return
     for within, inner in collectives:
         kind = inner.opcode.removesuffix("-start")
-        if at.opcode == "fusion" and role is None and kind == "all-reduce" and _is_sliced(within, inner):
+        users = within.users.get(inner.name, ())
+        # A TPU's compiler writes a reduce-scatter as a fusion that keeps a device's own shard of an all-reduce.
+        is_sliced = users and all(user.opcode == "dynamic-slice" and position == 0 for user, position in users)
+        if at.opcode == "fusion" and role is None and kind == "all-reduce" and is_sliced:
             kind = "reduce-scatter"
         yield Site(computation, trips, at, kind, inner, within, during)
 
@@ -106,12 +111,6 @@ def _collectives_in(program: Program, caller: Instruction) -> Iterator[tuple[Com
                 yield from _collectives_in(program, instruction)
 
 
-def _is_sliced(computation: Computation, reduced: Instruction) -> bool:
-    """Whether a fusion keeps only a device's own shard of an all-reduce."""
-    users = computation.users.get(reduced.name, ())
-    return bool(users) and all(user.opcode == "dynamic-slice" and position == 0 for user, position in users)
-
-
 def _chain(inner: Instruction) -> str | None:
     match = _CHAIN.search(inner.attributes)
     return match[1] if match else None
@@ -121,16 +120,10 @@ def _role_in_chain(program: Program, fusion: Instruction) -> str | None:
     """ "start", "middle" or "done" of a collective that is spread over several fusions; None for any other fusion."""
     for name in fusion.called.get("calls", ()):
         for instruction in program.computations[name].instructions:
+            # The two ends hold a custom call; the fusions between them know the chain by its number alone.
             if match := _ASYNC_FUSION.search(instruction.attributes):
                 return match[1].lower()
     return "middle" if any(_chain(inner) is not None for _, inner in _collectives_in(program, fusion)) else None
-
-
-def _during(computation: Computation, start: Instruction) -> tuple[Instruction, ...] | None:
-    """What is scheduled between the start of an asynchronous operation and its end; None where it waits at once."""
-    if _IS_SYNC.search(start.attributes):
-        return None
-    return computation.instructions[computation.position[start.name] + 1 : end_of(computation, start)]
 
 
 def end_of(computation: Computation, start: Instruction) -> int:

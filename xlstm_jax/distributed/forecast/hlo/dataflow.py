@@ -5,6 +5,7 @@
 %w = while(%t), body=...   upstream:   a gradient that a loop has stacked: the operations in its body
 """
 
+import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from xlstm_jax.distributed.forecast.hlo.instruction import COLLECTIVES, Instruction
 from xlstm_jax.distributed.forecast.hlo.program import Computation, Program
 
+_MAIN_FIRST = re.compile('"(ConcatBitcast|AsyncCollectiveDone)"')
 MAX_VISITED = 2000  # values per search; what serves a collective is within some ten
 
 
@@ -26,10 +28,6 @@ class Value:
     @property
     def instruction(self) -> Instruction:
         return self.computation.by_name[self.name]
-
-    @property
-    def key(self) -> tuple[str, str, tuple[int, ...]]:
-        return (self.computation.name, self.name, self.element)
 
 
 def upstream(program: Program, value: Value) -> Iterator[Value]:
@@ -48,11 +46,11 @@ def _walk(
     step: Callable[[Program, Value], list[Value]],
     through: Collection[str] | None = None,
 ) -> Iterator[Value]:
-    queue, seen = deque([value]), {value.key}
+    queue, seen = deque([value]), {value}
     while queue and len(seen) < MAX_VISITED:
         for neighbour in step(program, queue.popleft()):
-            if neighbour.key not in seen:
-                seen.add(neighbour.key)
+            if neighbour not in seen:
+                seen.add(neighbour)
                 if through is None or neighbour.instruction.opcode in through:
                     queue.append(neighbour)
                 yield neighbour
@@ -63,20 +61,18 @@ def origin(program: Program, value: Value) -> Value:
 
     For an update written into a larger array this is the update's origin; for what a loop carries, the value before it.
     """
-    while (before := sources(program, value)) and (len(before) == 1 or _has_main_source(program, value)):
+    while before := sources(program, value):
+        instruction = value.instruction
+        # A TPU brings an array into VMEM in slices, and puts them side by side; what ends an asynchronous gather reads
+        # the shard, then its buffers. Of a loop's carry and of an update the first source is the main one, too.
+        is_carry = instruction.opcode == "parameter" and any(
+            caller.opcode == "while" for _, caller in program.callers[value.computation.name]
+        )
+        is_update = instruction.opcode == "dynamic-update-slice" or _MAIN_FIRST.search(instruction.attributes)
+        if len(before) > 1 and not (is_carry or is_update):
+            break
         value = before[0]
     return value
-
-
-def _has_main_source(program: Program, value: Value) -> bool:
-    """Whether the first of several sources is the one to follow."""
-    instruction = value.instruction
-    if instruction.opcode == "parameter":
-        return any(caller.opcode == "while" for _, caller in program.callers[value.computation.name])
-    # A TPU brings an array into VMEM in slices, and puts them side by side; what ends an asynchronous gather reads the
-    # shard, then its buffers.
-    targets = ('"ConcatBitcast"', '"AsyncCollectiveDone"')
-    return instruction.opcode == "dynamic-update-slice" or any(name in instruction.attributes for name in targets)
 
 
 def sources(program: Program, value: Value) -> list[Value]:
@@ -118,8 +114,15 @@ def _sources_of_parameter(program: Program, value: Value) -> list[Value]:
 
 def uses(program: Program, value: Value) -> list[Value]:
     """What is directly made from a value."""
-    users = _out_of_its_computation(program, value) if value.instruction.is_root else []
-    for user, position in value.computation.users.get(value.name, ()):
+    computation, users = value.computation, []
+    # The root of a computation is the result of what calls it, and in a loop the parameter of the next trip.
+    for caller, call in program.callers[computation.name] if value.instruction.is_root else ():
+        if call.opcode == "while" and computation.name in call.called["body"]:
+            users.append(Value(computation, computation.parameters[0].name, value.element))
+            users.append(Value(caller, call.name, value.element))
+        elif call.opcode == "conditional" or _is_call(call):
+            users.append(Value(caller, call.name, value.element))
+    for user, position in computation.users.get(value.name, ()):
         users += _used_by(program, value, user, position)
     return users
 
@@ -145,18 +148,6 @@ def _used_by(program: Program, value: Value, user: Instruction, position: int) -
 def _carries_several(instruction: Instruction) -> bool:
     """Whether it is a collective in which several arrays travel together, each to an element of its result."""
     return instruction.opcode.removesuffix("-start") in COLLECTIVES and len(instruction.operands) > 1
-
-
-def _out_of_its_computation(program: Program, value: Value) -> list[Value]:
-    """The root of a computation is the result of what calls it, and in a loop the parameter of the next trip."""
-    results = []
-    for caller, call in program.callers[value.computation.name]:
-        if call.opcode == "while" and value.computation.name in call.called["body"]:
-            results.append(Value(value.computation, value.computation.parameters[0].name, value.element))
-            results.append(Value(caller, call.name, value.element))
-        elif call.opcode == "conditional" or _is_call(call):
-            results.append(Value(caller, call.name, value.element))
-    return results
 
 
 def _is_call(instruction: Instruction) -> bool:

@@ -7,7 +7,6 @@ HLO text lists them, computes them, or names them by the axes of a mesh; all thr
 An id is the position of a device in the flattened mesh, whose last axis runs fastest.
 """
 
-import functools
 import itertools
 import math
 import re
@@ -18,9 +17,8 @@ import numpy as np
 from xlstm_jax.distributed.forecast.hlo.text import integers
 
 Groups = tuple[tuple[int, ...], ...]
-_Sets = frozenset[frozenset[int]]
 
-_PAIRS = re.compile(r"source_target_pairs=\{(.*?\})\}")
+_PAIRS = re.compile(r"source_target_pairs=\{(.*?\}|)\}")  # of a permute, in place of groups
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _LISTED = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
 _MESH = re.compile(
@@ -31,11 +29,13 @@ _MESH_GROUP_AXIS = re.compile(r"['\"]?([\w.\-]+)['\"]?(?::\((\d+)\)(\d+))?")
 
 
 def replica_groups(attributes: str) -> Groups:
-    """The devices of each group; () where all devices form one.
+    """The devices of each group that exchanges data; () where all devices form one.
 
     Raises:
       ValueError: the groups have a form that is not known here.
     """
+    if match := _PAIRS.search(attributes):
+        return _connected(_listed(match[1])) or ((0,),)
     if "replica_groups=" not in attributes:
         return ()
     if match := _LISTED.search(attributes):
@@ -53,6 +53,7 @@ def _listed(text: str) -> Groups:
 
 
 def _iota(dims: str, permutation: str | None) -> np.ndarray:
+    # <=[2,4]T(1,0): the ids in order, as an array of these dims, which are then exchanged.
     sizes = integers(dims)
     ids = np.arange(math.prod(sizes)).reshape(sizes)
     return ids.transpose(integers(permutation)) if permutation else ids
@@ -84,14 +85,8 @@ def _groups_along(ids: np.ndarray, grouped: Sequence[bool]) -> Groups:
     return tuple(map(tuple, ids.transpose(order).reshape(-1, in_group).tolist()))
 
 
-def source_target_pairs(attributes: str) -> Groups:
-    """(from, to) of a collective-permute; () for any other."""
-    match = _PAIRS.search(attributes)
-    return _listed(match[1]) if match else ()
-
-
-def connected(pairs: Groups) -> Groups:
-    """The devices that pairs connect, as groups: those between which a collective-permute moves data."""
+def _connected(pairs: Groups) -> Groups:
+    """The devices that pairs (from, to) connect: those between which a collective-permute moves data."""
     group: dict[int, set[int]] = {}
     for pair in pairs:
         # Devices of one group share one set; a pair that connects two groups puts all of them into a new set.
@@ -105,19 +100,13 @@ def axes_of_groups(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, 
 
     Axes of size 1 are left out, as nothing travels along them.
     """
-    return _axes_of_groups(frozenset(map(frozenset, groups)), tuple(axis_sizes.items()))
-
-
-@functools.lru_cache(maxsize=256)
-def _axes_of_groups(
-    groups: frozenset[frozenset[int]], axis_sizes: tuple[tuple[str, int], ...]
-) -> tuple[str, ...] | None:
-    sizes = {axis: size for axis, size in axis_sizes if size > 1}
+    sizes = {axis: size for axis, size in axis_sizes.items() if size > 1}
     ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+    wanted = set(map(frozenset, groups))
     # There are few axes, so every set of them is tried, the smallest first.
     for axes in (axes for n in range(len(sizes) + 1) for axes in itertools.combinations(sizes, n)):
-        if {len(group) for group in groups} == {math.prod(sizes[axis] for axis in axes)}:
+        if {len(group) for group in wanted} == {math.prod(sizes[axis] for axis in axes)}:
             along = _groups_along(ids, [axis in axes for axis in sizes])
-            if groups == frozenset(map(frozenset, along)):
+            if wanted == set(map(frozenset, along)):
                 return axes
     return None

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from xlstm_jax.distributed.forecast.hlo.device_groups import Groups, replica_groups, source_target_pairs
+from xlstm_jax.distributed.forecast.hlo.device_groups import Groups, replica_groups
 from xlstm_jax.distributed.forecast.hlo.text import bytes_of, integers, split_outside
 
 HBM, HOST = 0, 5  # memory spaces
@@ -115,6 +115,7 @@ class Instruction:
         """Names of computations by role: calls, body, condition, to_apply, branches."""
         roles: dict[str, tuple[str, ...]] = {}
         for role, name, several in _CALLED.findall(self.attributes):
+            # A conditional over a bool names two computations, one over an index a list of them.
             key = "branches" if role.startswith(("branch", "true", "false")) else role
             roles[key] = roles.get(key, ()) + ((name,) if name else tuple(_OPERAND.findall(several)))
         return roles
@@ -128,11 +129,6 @@ class Instruction:
     def groups(self) -> Groups:
         """Device ids of a collective by group, as positions in the flattened mesh; () for all devices in one group."""
         return replica_groups(self.attributes)
-
-    @cached_property
-    def source_target_pairs(self) -> Groups:
-        """(from, to) of a collective-permute."""
-        return source_target_pairs(self.attributes)
 
     @cached_property
     def estimated_cycles(self) -> int | None:

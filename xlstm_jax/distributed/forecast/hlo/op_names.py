@@ -73,6 +73,7 @@ def module_path(op_name: str) -> tuple[str, str]:
         "other"      the rest: the optimizer, arguments, what the compiler made up or left the beginning of the name
                      out of.
     """
+    # Instructions that copy an argument bear its name, which looks like a path and is in no module.
     if ARGUMENT.search(op_name):
         return "", OTHER
     scopes, transforms = _scopes(op_name.split(";")[0])
@@ -143,7 +144,10 @@ def _module_names(scopes: list[str]) -> list[str]:
     path: list[str] = []
     for before, scope, after in zip(["", *scopes], scopes, [*scopes[1:], ""], strict=False):
         if scope == "checkpoint":
-            path = _without_repetition(path)
+            # In a backward pass JAX writes the path of a `nn.remat` twice: the repeated end goes.
+            lengths = range(len(path) // 2, 0, -1)
+            repeated = next((n for n in lengths if path[-n:] == path[-2 * n : -n]), 0)
+            path = path[: len(path) - repeated]
         if scope in CALLS or CALL_OF.match(scope) or "->" in scope or _is_control_flow(before, scope, after):
             continue
         method = METHOD.match(scope)
@@ -154,13 +158,6 @@ def _module_names(scopes: list[str]) -> list[str]:
         elif not before.startswith(f"{scope}."):
             path.append(method[1] if method else scope)
     return path
-
-
-def _without_repetition(path: list[str]) -> list[str]:
-    """The path without a repeated end: in a backward pass JAX writes the path of a ``nn.remat`` twice."""
-    lengths = range(len(path) // 2, 0, -1)
-    repeated = next((n for n in lengths if path[-n:] == path[-2 * n : -n]), 0)
-    return path[: len(path) - repeated]
 
 
 def _is_control_flow(before: str, scope: str, after: str) -> bool:

@@ -31,7 +31,7 @@ _UPWARDS, _DOWNWARDS = ("LT", "LE", "NE"), ("GT", "GE", "NE")
 _INCLUSIVE = {"LE": 1, "GE": -1}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a program has one of each name: to compare their texts would take long
 class Computation:
     """A list of instructions in the order of their schedule.
 
@@ -260,6 +260,7 @@ def trip_count(computations: Mapping[str, Computation], caller: Computation, loo
       computations: of the program, by name.
       caller: the computation that the loop is in.
     """
+    # Compilers for CPUs and GPUs write it down.
     if known := _KNOWN.search(loop.attributes):
         return int(known[1])
     # What follows reads the form in which a TPU's compiler leaves loops of known length (see the top of this file).
@@ -285,11 +286,10 @@ def _count(start: int, bound: int, step: int, direction: str) -> int | None:
     """The numbers start, start + step, ... for which the comparison with the bound holds; None where all do."""
     if step == 0 or direction not in (_UPWARDS if step > 0 else _DOWNWARDS):
         return None
-    distance = bound + _INCLUSIVE.get(direction, 0) - start
+    numbers = range(start, bound + _INCLUSIVE.get(direction, 0), step)
     # By != a loop ends only if the counter meets the bound exactly.
-    if direction == "NE" and (distance % step or distance // step < 0):
-        return None
-    return max(0, -(-distance // step))
+    ends = direction != "NE" or start + len(numbers) * step == bound
+    return len(numbers) if ends else None
 
 
 def _element(computation: Computation, name: str, index: int) -> str:

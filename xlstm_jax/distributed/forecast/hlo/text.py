@@ -27,6 +27,7 @@ def split_outside(text: str, separator: str, brackets: str = "()[]{}") -> list[s
     """
     parts, depth = [""], 0
     for char in text:
+        # Brackets open at even places of `brackets` and close at odd ones.
         place = brackets.find(char)
         depth += 0 if place < 0 else 1 - 2 * (place % 2)
         if char == separator and depth == 0:

@@ -114,27 +114,22 @@ def lint(
     causes = defaultdict(list)
     for finding in (finding for rule in RULES.values() for finding in findings_of(rule, step)):
         causes[finding.rule, _NUMBER.sub("", finding.text), finding.cure].append(finding)
-    return [_as_one(alike) for alike in causes.values()]
+    merged = []
+    for first, *others in causes.values():
+        if others:
+            sizes = [f"{one.where} ({format_bytes(one.bytes)})" if one.bytes else one.where for one in others]
+            where = ", ".join(dict.fromkeys(one.where for one in (first, *others)))
+            text = f"{first.text} These are the numbers of {first.where}; likewise {', '.join(sizes)}."
+            nbytes = sum(one.bytes for one in (first, *others))
+            first = dataclasses.replace(first, where=where, text=text, bytes=nbytes)
+        merged.append(first)
+    return merged
 
 
 def findings_of(rule: Rule, step: Step) -> list[Finding]:
     """What a rule finds, the largest first."""
     findings = [Finding(rule.name, f.where, f.text, f.cure or rule.cure, round(f.bytes)) for f in rule.find(step)]
     return sorted(findings, key=lambda finding: -finding.bytes)
-
-
-def _as_one(findings: Sequence[Finding]) -> Finding:
-    """One finding that lists all findings of a cause, the largest first."""
-    first, *others = findings
-    if not others:
-        return first
-    more = ", ".join(f"{other.where} ({format_bytes(other.bytes)})" if other.bytes else other.where for other in others)
-    return dataclasses.replace(
-        first,
-        where=", ".join(dict.fromkeys(finding.where for finding in findings)),
-        text=f"{first.text} These are the numbers of {first.where}; likewise {more}.",
-        bytes=sum(finding.bytes for finding in findings),
-    )
 
 
 def raise_if(findings: Iterable[Finding], rules: Iterable[str] | None = None) -> None:
@@ -147,6 +142,7 @@ def raise_if(findings: Iterable[Finding], rules: Iterable[str] | None = None) ->
       LintError: there is one; its text lists all that count.
       ValueError: a rule of that name does not exist; lists those that do.
     """
+    # A string alone is a name, and not a list of letters.
     wanted = list(RULES) if rules is None else [rules] if isinstance(rules, str) else list(rules)
     if unknown := [name for name in wanted if name not in RULES]:
         raise ValueError(f"rules: there is no rule {unknown[0]!r}; there are {', '.join(RULES)}.")

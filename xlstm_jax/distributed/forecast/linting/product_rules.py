@@ -34,6 +34,7 @@ def wide_products(step: Step) -> Iterator[Defect]:
         wide = sum(directions.values())
         if wide < MIN_WIDE_FRACTION * flops.total:
             continue
+        # A chip may multiply both dtypes at one rate: then float32 costs bytes alone.
         times = [] if chip is None else [wide / peak_rate(chip, dtype) * 1e3 for dtype in (WIDE, NARROW)]
         slower = f", {times[0]:.3g} ms at least where {NARROW} takes {times[1]:.3g}" if len(set(times)) > 1 else ""
         yield Defect(

@@ -19,7 +19,6 @@ from xlstm_jax.distributed.forecast.hlo.op_names import FORWARD, in_shard_map
 from xlstm_jax.distributed.forecast.hlo.text import float_bytes_of
 from xlstm_jax.distributed.forecast.linting import product_rules, split_rules
 from xlstm_jax.distributed.forecast.linting.step import Defect, Step, shared_name, size_of
-from xlstm_jax.distributed.hardware.chips import Chip
 from xlstm_jax.distributed.hardware.links import NETWORK, NVLINK
 from xlstm_jax.distributed.plan.leaf_plan import LeafPlan
 from xlstm_jax.wording import format_bytes, format_fraction, listed, path_pattern
@@ -30,7 +29,6 @@ MIN_REPLICATED_BYTES = 2**20
 # Of the bytes that a device sends in a step. Where a TPU's compiler reduces small arrays by an all-reduce whatever the
 # mesh, they are up to 7% of a well-made step.
 MAX_ALL_REDUCED_FRACTION = 0.075
-MIN_EXPOSED_FRACTION = 0.05
 MIN_WAITED_FRACTION = 0.05  # of a step's time
 MANY = 8  # collectives in a step, of which fewer are not worth a change of the model
 FLAT_LATENCY_S = 1e-4  # of a ring over hosts and GPUs, from which on two rings, 28 us and their hops, are faster
@@ -71,13 +69,17 @@ def repeated_gathers(step: Step) -> Iterator[Defect]:
         repeats = [repeat for row in rows if (repeat := _repeat(step, row)).wasted]
         if repeats:
             executed, needed, wasted = (sum(column) for column in zip(*repeats, strict=True))
-            planned = f"{step.num_minibatches} x {sum(row.uses for row in rows)}"
+            uses, minibatches = sum(row.uses for row in rows), step.num_minibatches
             yield Defect(
                 name,
-                f"is gathered {executed} times in a step, where {planned} uses need {needed}: at most one gather in "
-                f"forward and one in backward each. The rest sends {format_bytes(wasted)} per device.",
+                f"is gathered {executed} times in a step, where {minibatches} x {uses} uses need {needed}: at most one "
+                f"gather in forward and one in backward each. The rest sends {format_bytes(wasted)} per device.",
                 wasted,
-                _repeat_cure(rows, step.num_minibatches),
+                "Call the module once in a step, put only one nn.remat around it (reshard_after_forward=True is one), "
+                "or wrap the loop around it rather than its body; if the step goes through more than "
+                f"{minibatches} minibatches, pass their number to lint, as num_minibatches."
+                if uses
+                else "By the plan it stays whole: make the plan of the model that the step trains.",
             )
 
 
@@ -96,16 +98,6 @@ def _repeat(step: Step, row: LeafPlan) -> _Repeat:
     return max(repeats, key=lambda repeat: repeat.wasted)
 
 
-def _repeat_cure(rows: Sequence[LeafPlan], num_minibatches: int) -> str:
-    if not any(row.uses for row in rows):
-        return "By the plan it stays whole: make the plan of the model that the step trains."
-    return (
-        "Call the module once in a step, put only one nn.remat around it (reshard_after_forward=True is one), or wrap "
-        "the loop around it rather than its body; if the step goes through more than "
-        f"{num_minibatches} minibatches, pass their number to lint, as num_minibatches."
-    )
-
-
 def wide_gathers(step: Step) -> Iterator[Defect]:
     """A leaf travels in a wider dtype than its wrapper asked for."""
     for name, rows in step.groups:
@@ -115,6 +107,7 @@ def wide_gathers(step: Step) -> Iterator[Defect]:
         if wide := [(row, gather) for row, gather in pairs if float_bytes_of(gather.dtype) > row.gather_itemsize]:
             (row, gather), *_ = wide
             sent = sum_wire_bytes(gather for _, gather in wide)
+            # Traffic is in proportion to the width of a value.
             asked = sum(g.wire_bytes_per_step * r.gather_itemsize / float_bytes_of(g.dtype) for r, g in wide)
             yield Defect(
                 name,
@@ -289,60 +282,30 @@ def _whole_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Defect:
 
 
 def exposed_collectives(step: Step) -> Iterator[Defect]:
-    """Nothing is scheduled beside a collective; on GPUs, the schedule waits for its bytes."""
-    forecast = step.forecast
-    if step.on_cpu:
-        return  # nothing is asynchronous there
-    if forecast.on_gpus:
-        yield from _waited_for(step)
-        return
-    exposed = [c for c in forecast.collectives if not (c.asynchronous and c.overlapped.instructions)]
-    for where, members in step.merged(exposed):
-        kind, sent = members[0].kind, sum_wire_bytes(members)
-        if sent < max(MIN_EXPOSED_FRACTION * forecast.wire_bytes, 1):
-            continue
-        share_s = sent / forecast.wire_bytes * forecast.roofline.wire_s if forecast.roofline else None
-        seconds = "" if share_s is None else f", some {share_s * 1e3:.2g} ms of the links"
-        yield Defect(
-            where,
-            f"the step waits for its {kind}, with nothing scheduled beside it: {executions(members)} times in a "
-            f"step, {format_bytes(sent)} per device, {step.share_of_traffic(sent)} of the step's traffic{seconds}.",
-            sent,
-            _overlap_cure(forecast.chip, kind) + _narrower(members),
-        )
-
-
-def _overlap_cure(chip: Chip | None, kind: str) -> str:
-    more = "More tokens per device make it a smaller part of the step."
-    # Without SparseCores the options hide gathers alone.
-    if chip and chip.xla_options and (chip.sparse_cores or kind == "all-gather"):
-        return (
-            f"Compile with compiler_options(device_kind), as make_train_step does for compiler_options='auto'. {more}"
-        )
-    return more
-
-
-# ----------------------------------------------------------------------------------- GPUs, by the times of the forecast
-
-
-def _waited_for(step: Step) -> Iterator[Defect]:
-    """Collectives for whose bytes a step waits: by default XLA has one collective under way at a time."""
-    waited = [c for c in step.forecast.collectives if c.timing and c.timing.waited_by_bandwidth_s > 0]
+    """Collectives for whose bytes a step waits; of a CPU, on which nothing is asynchronous, no times are known."""
+    waited = [c for c in step.forecast.collectives if c.by_bandwidth.waited_s > 0]
     for where, members in step.merged(waited):
-        seconds = sum(c.count * c.timing.waited_by_bandwidth_s for c in members if c.timing)
-        takes = sum(c.count * c.timing.bandwidth_s for c in members if c.timing)
+        seconds = sum(c.count * c.by_bandwidth.waited_s for c in members)
         if seconds < MIN_WAITED_FRACTION * step.seconds:
             continue
-        sent = sum_wire_bytes(members)
+        kind, sent = members[0].kind, sum_wire_bytes(members)
+        takes = sum(c.count * c.by_bandwidth.seconds for c in members)
+        # By default XLA has one collective of a GPU under way at a time. Of a TPU without SparseCores its options hide
+        # gathers alone.
+        chip = step.forecast.chip
+        helps = chip and (not chip.torus_axes or (chip.xla_options and (chip.sparse_cores or kind == "all-gather")))
         yield Defect(
             where,
-            f"the step waits {seconds * 1e3:.3g} ms for its {members[0].kind}, of the {takes * 1e3:.3g} ms that its "
-            f"bytes take: {executions(members)} times in a step, {format_bytes(sent)} per GPU, "
-            f"{step.share_of_traffic(sent)} of the step's traffic.",
+            f"the step waits {seconds * 1e3:.3g} ms for its {kind}, of the {takes * 1e3:.3g} ms that its bytes take: "
+            f"{executions(members)} times in a step, {format_bytes(sent)} per device, {step.share_of_traffic(sent)} of "
+            "the step's traffic.",
             sent,
-            "Let XLA have more collectives under way than one, its default, and begin gathers a layer ahead, by "
-            "compiler_options='auto' for make_train_step; else take more tokens per GPU.",
+            f"{OVERLAP_OPTIONS if helps else ''}More tokens per device make it a smaller part of the step."
+            f"{_narrower(members)}",
         )
+
+
+# ---------------------------------------------------------------------------------------- GPUs, by latency and by hosts
 
 
 def small_collectives(step: Step) -> Iterator[Defect]:
@@ -377,6 +340,7 @@ def hosts_last(step: Step) -> Iterator[Defect]:
             within = [gather for gather, networks in gathers if networks == (NVLINK,)]
             for across in (gather for gather, networks in gathers if networks == (NETWORK,)):
                 before = [g for g in within if step.uses_at_once(g) < step.uses_at_once(across)]
+                # A collective that carries several leaves is met once for each.
                 share = 1 / len(across.leaves)
                 wasted += share * across.wire_bytes_per_step * (1 - 1 / before[0].group_size) if before else 0.0
         if wasted:
@@ -468,6 +432,7 @@ def needless_offload(step: Step) -> Iterator[Defect]:
 
 # ------------------------------------------------------------------------------------------------------------ the table
 
+OVERLAP_OPTIONS = "Pass compiler_options='auto' to make_train_step, which has more collectives under way at once. "
 IN_TWO_STAGES = (
     f"Give the mesh an axis across hosts and one within, {{{HOST_AXIS!r}: hosts, 'fsdp_device': GPUs of a host}} as "
     "DeviceMeshManager.create_fsdp_mesh does, and axis_name both."

@@ -27,6 +27,7 @@ def split_across_hosts(step: Step) -> Iterator[Defect]:
         and any("tensor" in step.plan.roles.get(axis, ()) for axis in one.axes or ())
     ]
     for traffic in axis_traffic(crossing):
+        # Only GPUs have a timing: a slice of TPUs is one torus, and no host is behind a slower network.
         if (traffic.seconds or 0.0) >= MIN_FRACTION * step.seconds:
             yield Defect(
                 format_axes(traffic.axes or ()),
@@ -70,6 +71,7 @@ def uneven_experts(step: Step) -> Iterator[Defect]:
 
 
 def _imbalance(step: Step, found: Dispatch) -> Iterator[Defect]:
+    # With a capacity rows are dropped, without one all devices wait: either way the router is uneven.
     cure = "Weight load_balancing_loss more, or split over fewer devices: several experts of a device even out."
     seconds, where = found.imbalance_s or 0.0, found.experts.path
     if seconds > 0 and seconds >= MIN_FRACTION * step.seconds:
