@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from xlstm_jax.distributed import DeviceMeshManager
 from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
-from xlstm_jax.distributed.forecast.hlo.device_groups import axes_of_groups, connected, replica_groups
+from xlstm_jax.distributed.forecast.hlo.device_groups import axes_of_groups, replica_groups
 from xlstm_jax.distributed.forecast.hlo.instruction import parse_instruction
 from xlstm_jax.distributed.forecast.hlo.program import parse
 
@@ -347,8 +347,10 @@ def test_groups_that_follow_no_axes_have_none():
 
 
 def test_pairs_connect_the_devices_of_a_ring_or_a_chain():
-    assert connected(((0, 1), (1, 2), (2, 3), (4, 5), (5, 6), (6, 7))) == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert connected(((0, 4), (4, 0), (1, 5), (5, 1))) == ((0, 4), (1, 5))
+    chains = "source_target_pairs={{0,1},{1,2},{2,3},{4,5},{5,6},{6,7}}"
+    assert replica_groups(chains) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert replica_groups("source_target_pairs={{0,4},{4,0},{1,5},{5,1}}, metadata={a}") == ((0, 4), (1, 5))
+    assert replica_groups("source_target_pairs={}, metadata={{a}}") == ((0,),)
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "action": "append", "default": [], "type": parse_setting, "metavar": "name=value",
         "help": "an argument of the factory, as remat=True; may be given several times",
     },
-    "--topology": {"metavar": "chip:shape", "help": "as v5e:16x16 or h100:32x8; {topology}"},
+    "--topology": {
+        "metavar": "chip:shape",
+        "help": "the devices, as v5e:16x16 or h100:32x8. Without it plan takes what --mesh says; forecast and lint "
+        "take simulated CPU devices, whose collectives are the same and whose schedule is another",
+    },
     "--mesh": {
         "type": parse_mesh, "metavar": "axis=size,...",
         "help": "axes and sizes, outermost first, as dp=4,fsdp=64; one may be -1. Parameters are split over the axes "
@@ -153,12 +157,11 @@ STEP = (*TRAINING, "--minibatches", "--offload", "--compiler-options", "--no-cac
 
 
 class Command(NamedTuple):
-    """The help of a command: what it shows, what exit code 1 means, its options, and a remark on --topology."""
+    """The help of a command: what it shows, what exit code 1 means, and its options."""
 
     text: str
     bad: str
     options: tuple[str, ...] = ()
-    topology: str = ""
 
 
 COMMANDS = {
@@ -166,26 +169,14 @@ COMMANDS = {
         "what is split, why not where it is not, and what each device keeps",
         "a check is not met, or --diff finds something",
         (*TRAINING, "--offload", "--explain", "--diff", "--max-replicated-fraction", "--max-bytes-per-device"),
-        "not needed with --mesh",
     ),
-    "forecast": Command(
-        "memory, traffic and time of a compiled step",
-        "it does not fit",
-        (*STEP, "--out"),
-        "without it, simulated CPU devices: collectives alone",
-    ),
+    "forecast": Command("memory, traffic and time of a compiled step", "it does not fit", (*STEP, "--out")),
     "fit": Command(
         "options of the step that fit, the fastest first; compiles several times",
         "nothing fits",
         (*TRAINING, "--model-axes", "--budget", "--jobs", "--no-cache"),
-        "the devices to fit into",
     ),
-    "lint": Command(
-        "what in a compiled step costs more than it need",
-        "there are findings",
-        (*STEP, "--rules"),
-        "without it, simulated CPU devices, whose schedule is another",
-    ),
+    "lint": Command("what in a compiled step costs more than it need", "there are findings", (*STEP, "--rules")),
     "doctor": Command("versions, devices, extras, and self-tests: 17 s of processor time", "something failed"),
 }
 
@@ -211,10 +202,8 @@ def make_parser() -> Parser:
             allow_abbrev=False,
         )
         for option in ("--json", "--traceback", *said.options):
-            settings = OPTIONS[option]
-            if option == "--topology":
-                settings = settings | {"help": settings["help"].format(topology=said.topology)}
-                settings["required"] = name == "fit"
+            # Only a search needs devices that it can fit into.
+            settings = OPTIONS[option] | ({"required": True} if (name, option) == ("fit", "--topology") else {})
             command.add_argument(option, **settings)
     return parser
 

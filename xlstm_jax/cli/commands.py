@@ -10,6 +10,7 @@ All but ``run_doctor`` begin with the user's factory.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 from argparse import Namespace
@@ -268,15 +269,21 @@ def run_fit(args: Namespace, say: Say) -> Report:
         workload = factory.workload(options.mesh, chosen, options.offload, settings_of(options))
         return workload.build_step(options.mesh, options.num_minibatches)
 
-    cache, progress = _cache(args), _FitProgress(say)
+    cache, done = _cache(args), itertools.count(1)
+
+    def ends(trial: Trial) -> None:
+        took = "from the cache" if trial.took_s is None else f"compiled in {trial.took_s:.0f} s"
+        what = f"{format_bytes(trial.bytes_per_device or 0)}, {took}" if trial.forecast else trial.problem
+        say(f"trial {next(done)}: {trial.options}: {shortened(what, MAX_LINE)}", stays=True)
+
     found = fit(
         build_step,
         args.topology,
         args.budget,
         meshes=None if args.model_axes and not args.mesh else meshes,
         model_axes=args.model_axes,
-        on_trial=progress.begins,
-        on_done=progress.ends,
+        on_trial=lambda options: say(f"compiling {options}"),
+        on_done=ends,
         jobs=args.jobs,
         cache=cache or False,
     )
@@ -290,28 +297,6 @@ def run_fit(args: Namespace, say: Say) -> Report:
     command = command_of(found.best.options, args.factory, args.topology, factory.arguments(varied, chosen))
     again = f"and to see all of it:\n\n{indent(command, '    ')}\n"
     return Report(lambda: [found.table(), again], found.to_json, (), tuple(_kept(cache)))
-
-
-class _FitProgress:
-    """Says what ``fit`` compiles now; for each trial that is done, says the outcome and how long it took."""
-
-    def __init__(self, say: Say) -> None:
-        self.say = say
-        self.begun, self.done, self.last = 0, 0, ""
-
-    def begins(self, options: Options) -> None:
-        """Called before each trial."""
-        self.begun += 1
-        several = f" ({self.begun - self.done} at once)" if self.begun - self.done > 1 else ""
-        self.say(f"trial {self.begun}{several}: {options}{self.last}")
-
-    def ends(self, trial: Trial) -> None:
-        """Called after each trial, in the order in which they began."""
-        self.done += 1
-        took = "from the cache" if trial.took_s is None else f"compiled in {trial.took_s:.0f} s"
-        what = f"{format_bytes(trial.bytes_per_device or 0)}, {took}" if trial.forecast else trial.problem
-        self.last = f"; the last {took}" if trial.forecast else ""
-        self.say(f"trial {self.done}: {trial.options}: {shortened(what, MAX_LINE)}", stays=True)
 
 
 def run_doctor(args: Namespace, say: Say) -> Report:

@@ -143,7 +143,7 @@ def installed() -> dict[str, str | None]:
     plugins = {name: found for name in PLUGINS if (found := installed_version(name))}
     packages = {name: installed_version(name) for name in (*NEEDED, *USED)} | plugins
     packages["xlstm_jax"] = __version__  # of the code that runs; another version may be installed
-    return {"python": platform.pythoninstalled_version()} | packages
+    return {"python": platform.python_version()} | packages
 
 
 def extras() -> dict[str, list[str]]:

@@ -240,9 +240,10 @@ class Fit:
         rows = []
         for trial in self.trials:
             least, expected = (trial.forecast and trial.forecast.step_time) or (None, None)
-            told = {"bytes_per_device": trial.bytes_per_device, "fits": trial.fits, "problem": trial.problem}
-            told |= {"step_seconds": expected, "least_step_seconds": least}
-            rows.append(dataclasses.asdict(trial.options) | told)
+            sizes = {"bytes_per_device": trial.bytes_per_device}
+            times = {"step_seconds": expected, "least_step_seconds": least}
+            told = {"fits": trial.fits, "problem": trial.problem}
+            rows.append(dataclasses.asdict(trial.options) | sizes | told | times)
         data = {"topology": self.topology, "budget_bytes": self.budget_bytes, "trials": rows}
         data |= {"why_offload": self.why_offload, "why_mesh": self.why_mesh}
         data |= {"considered": [str(one) for one in self.considered]}

@@ -90,9 +90,12 @@ def mesh_on(shape: Sequence[int], sizes: Mapping[str, int], *, gpus: bool = Fals
     rest = [dim for dim in range(len(shape)) if left[dim] > 1] or [len(shape) - 1]
     mesh: dict[str, int] = {}
     for dim in range(len(shape)):
+        own = dict(within[dim])
+        if "dp" in own:
+            mesh["dp"] = own.pop("dp")  # around the rest of its dim, which sends more
         if dim in rest:
             mesh["fsdp" if len(shape) == 1 else names[dim]] = left[dim]
-        mesh |= dict(within[dim])
+        mesh |= own
     return mesh
 
 

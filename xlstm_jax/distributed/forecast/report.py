@@ -293,20 +293,23 @@ def _plot_memory(axes: "Axes", forecast: Any) -> None:
     live = [moment.live_bytes / gib for moment in memory.timeline]
     colors = [COLORS[moment.direction] for moment in memory.timeline]
     axes.bar(points, live, widths, base, align="edge", color=colors)
+    for direction in dict.fromkeys(moment.direction for moment in memory.timeline):
+        axes.bar(0, 0, color=COLORS[direction], label=direction)  # for the legend
+    # What is recomputed alternates with the backward pass of the same module: one name stands below both.
     spans = defaultdict(list)
     for moment in memory.timeline:
-        spans[moment.path.split("/")[0], moment.direction].append(moment.point)
-    for direction in {direction: None for _, direction in spans}:
-        axes.bar(0, 0, color=COLORS[direction], label=direction)  # for the legend
+        part = "backward" if moment.direction == "recompute" else moment.direction
+        spans[moment.path.split("/")[0], part].append(moment.point)
     for (path, _), within in spans.items():
         if within[-1] - within[0] > end / 15:  # else the name is wider than its stretch
-            below, middle = {"textcoords": "offset points", "xytext": (0, -10)}, (within[0] + within[-1]) / 2
+            below: dict[str, Any] = {"textcoords": "offset points", "xytext": (0, -10)}
+            middle = (within[0] + within[-1]) / 2
             axes.annotate(path or OUTSIDE, (middle, 0), fontsize=7, ha="center", **below)
     # A device may have many times what the step takes: its limit is drawn where it is near, and always named.
     axes.set_ylim(0, 1.25 * (base + memory.peak_live_bytes / gib))
     if available := forecast.available_bytes:
         axes.set_title(f"Memory, of {available / gib:.4g} GiB")
-        axes.axhline(available / gib, color="black", linewidth=1, linestyle="--", label="available")
+        axes.axhline(available / gib, color="black", linewidth=1, linestyle="--")
     axes.legend(fontsize=7, loc="upper right")
 
 

@@ -36,8 +36,8 @@ class _Target(NamedTuple):
 
 
 # A core is a streaming multiprocessor; memory in bytes, bandwidth in bytes/s.
-_FACTS = ("core_count", "fpus_per_core", "shared_memory_per_core", "shared_memory_per_block_optin", "memory_bandwidth")
-_FACTS += ("device_memory_size", "l2_cache_size", "clock_rate_ghz")
+_FACTS = "core_count fpus_per_core shared_memory_per_core shared_memory_per_block_optin memory_bandwidth".split()
+_FACTS += ["device_memory_size", "l2_cache_size", "clock_rate_ghz"]
 _TARGETS = {
     "a100": _Target(8, 12, (108, 64, 167936, 166912, 2039040000000, 85100068864, 41943040, 1.41)),
     "h100": _Target(9, 18, (132, 128, 233472, 232448, 3352320000000, 84942979072, 52428800, 1.98)),

@@ -54,7 +54,7 @@ def compile_step(folder: Path, request: dict[str, Any], mesh: Mesh) -> dict[str,
     alone = NamedSharding(mesh, PartitionSpec()) if mesh.size == 1 else None
     args = []
     for aval, sharding in zip(step.in_avals, step.in_shardings_jax(mesh), strict=True):
-        where = sharding or alone
+        where: Any = sharding or alone
         if where is not None and aval.memory_space == jax.memory.Space.Host:
             # On a mesh without devices: absent GPUs know no memories, and would drop the kind.
             where = NamedSharding(where.mesh.abstract_mesh, where.spec, memory_kind=request["host_memory"])

@@ -189,13 +189,9 @@ class Pending(Generic[T]):
             # -P: the folder of the child's program, with the files of the library in it, stays off the path.
             command = [sys.executable, "-P", compile_child.__file__, str(folder)]
             with open(folder / "log", "wb") as log:
+                # The child reads its stdin, and ends when this process does, however that ends.
                 self._child = subprocess.Popen(
-                    # The child reads its stdin, and ends when this process does, however that ends.
-                    command,
-                    env=child_environment(),
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=log,
+                    command, env=child_environment(), stdin=subprocess.PIPE, stdout=log, stderr=log
                 )
         return self
 

@@ -109,9 +109,8 @@ class Durations:
         called = [self._of_computation(name) for name in instruction.all_called]
         if instruction.opcode == "conditional":
             return max(called, key=lambda branch: branch.total)
-        # The condition runs with each trip, as the body does.
-        trips = self.program.trips_of(computation, instruction) if instruction.opcode == "while" else 1
-        return sum(called, Spent()) * trips
+        # The condition of a loop runs with each trip, as the body does.
+        return sum(called, Spent()) * self.program.trips_of(computation, instruction)
 
     def _of_computation(self, name: str) -> Spent:
         # Layers share computations, so each is added up once, however often it is called.

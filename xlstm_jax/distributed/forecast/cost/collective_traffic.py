@@ -360,13 +360,12 @@ def _pieces_in_loops(program: Program, site: Site) -> int:
     """Into how many pieces a loop after the gather cuts what was gathered; 1 without such a loop."""
     # A gather in front of a loop over layers brings the weights of all layers: in each trip the loop cuts out those of
     # one. A slice that runs as often as the gather itself is not such a loop's.
-    trips = {computation.name: count for computation, count in program.executed()}
     pieces = [
         _size(piece.computation.by_name[piece.instruction.operands[0]]) // max(_size(piece.instruction), 1)
         for position in range(len(site.arrays))
         for piece in downstream(program, site.result(position), through=_SAME_VALUES)
         if piece.instruction.opcode == "dynamic-slice"
-        and trips.get(program.schedule_of(piece.computation), 1) > site.trips
+        and program.trips[program.schedule_of(piece.computation)] > site.trips
     ]
     return max(pieces, default=1)
 

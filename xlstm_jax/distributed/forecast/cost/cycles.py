@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from xlstm_jax.distributed.forecast.hlo.instruction import HBM, Instruction, Shape
-from xlstm_jax.distributed.forecast.hlo.program import MAIN_THREAD, Computation, Program
+from xlstm_jax.distributed.forecast.hlo.program import Computation, Program
 
 _ALIASING = re.compile(r"output_to_operand_aliasing=\{(.*?\))\}")
 _ALIASED = re.compile(r"\{(\d*)\}: \(\d+")
@@ -50,16 +50,9 @@ def count_hbm_bytes(program: Program) -> HbmBytes:
     return HbmBytes(reads, writes)
 
 
-def main_schedules(program: Program) -> Iterator[tuple[Computation, int]]:
-    """What the main thread runs, and how often; what runs beside it counts where it is started."""
-    for computation, trips in program.executed():
-        if computation.thread == MAIN_THREAD and computation.name not in program.asynchronous:
-            yield computation, trips
-
-
 def scheduled(program: Program) -> Iterator[tuple[Computation, int, Instruction]]:
-    """The instructions of ``main_schedules``."""
-    for computation, trips in main_schedules(program):
+    """The instructions that run one after the other, each with its computation and how often that runs."""
+    for computation, trips in program.schedules():
         for instruction in computation.instructions:
             yield computation, trips, instruction
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from xlstm_jax.distributed.forecast.cost.clock import Transfer, waits
-from xlstm_jax.distributed.forecast.cost.cycles import main_schedules, moved_by, scheduled
+from xlstm_jax.distributed.forecast.cost.cycles import moved_by, scheduled
 from xlstm_jax.distributed.forecast.hlo.collective_sites import end_of
-from xlstm_jax.distributed.forecast.hlo.instruction import HOST, Instruction
+from xlstm_jax.distributed.forecast.hlo.instruction import HOST
 from xlstm_jax.distributed.forecast.hlo.program import Computation, Program
 from xlstm_jax.distributed.hardware.chips import Chip
 
@@ -53,7 +53,7 @@ def host_traffic(program: Program, chip: Chip) -> HostTraffic | None:
     # A compiled program says by the memory space of an argument where it lies.
     stored = sum(shape.nbytes for argument in arguments for shape in argument.shapes if shape.space == HOST)
     moved, waited_s = [0, 0], 0.0
-    for computation, trips in main_schedules(program):
+    for computation, trips in program.schedules():
         # Compilers for GPUs estimate no cycles: beside instructions that take no time every transfer is waited for.
         run = [(i.estimated_cycles or 0) / (chip.clock_hz or 1.0) for i in computation.instructions]
         transfers = list(_transfers(program, computation, chip))
@@ -87,13 +87,8 @@ def host_buffers(program: Program) -> frozenset[str]:
         if moved[IN]:
             # What starts a copy results in (copy, original, context), any other in the copy alone.
             names |= {f"{instruction.name}{{0}}", f"{instruction.name}{{}}"}
-        if moved[OUT]:
-            names |= {_buffer_name(computation.by_name[name]) for name in instruction.operands}
+        for value in map(computation.by_name.__getitem__, instruction.operands if moved[OUT] else ()):
+            # An element of a tuple is known by what has made the tuple.
+            is_element = value.opcode == "get-tuple-element"
+            names.add(f"{value.operands[0]}{{{value.tuple_index}}}" if is_element else f"{value.name}{{}}")
     return frozenset(names)
-
-
-def _buffer_name(value: Instruction) -> str:
-    """An array by what has made it; an element of a tuple by the maker of the tuple."""
-    if value.opcode == "get-tuple-element":
-        return f"{value.operands[0]}{{{value.tuple_index}}}"
-    return f"{value.name}{{}}"

@@ -265,8 +265,8 @@ def _temporaries(allocations: Iterable[_Allocation], ranges: Mapping[str, tuple[
                     "program."
                 )
             first, last = ranges[value.name]
-            moved = {"start": base + value.start, "stop": base + value.stop}
-            temporaries.append(value._replace(**moved, first=first, last=last))
+            start, stop = base + value.start, base + value.stop
+            temporaries.append(value._replace(start=start, stop=stop, first=first, last=last))
         base += allocation.bytes
     return temporaries
 

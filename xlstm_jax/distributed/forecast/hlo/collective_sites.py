@@ -69,9 +69,7 @@ class Site:
 
 def sites(program: Program) -> Iterator[Site]:
     """Every site of the program, callers before those they call."""
-    for computation, trips in program.executed():
-        if computation.name in program.asynchronous:
-            continue  # counted where it is started
+    for computation, trips in program.schedules():
         for instruction in computation.instructions:
             yield from _sites_at(program, computation, trips, instruction)
 

@@ -18,7 +18,7 @@ from xlstm_jax.distributed.forecast.hlo.text import integers
 
 Groups = tuple[tuple[int, ...], ...]
 
-_PAIRS = re.compile(r"source_target_pairs=\{(.*?\}|)\}")  # of a permute, in place of groups
+_PAIRS = re.compile(r"source_target_pairs=\{(|.*?\})\}")  # of a permute, in place of groups
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _LISTED = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
 _MESH = re.compile(
@@ -35,7 +35,12 @@ def replica_groups(attributes: str) -> Groups:
       ValueError: the groups have a form that is not known here.
     """
     if match := _PAIRS.search(attributes):
-        return _connected(_listed(match[1])) or ((0,),)
+        group: dict[int, set[int]] = {}
+        for pair in _listed(match[1]):
+            # Devices of one group share one set; a pair that connects two groups puts all of them into a new set.
+            merged = {other for device in pair for other in group.get(device, {device})}
+            group.update(dict.fromkeys(merged, merged))
+        return tuple(sorted({tuple(sorted(devices)) for devices in group.values()})) or ((0,),)
     if "replica_groups=" not in attributes:
         return ()
     if match := _LISTED.search(attributes):
@@ -83,16 +88,6 @@ def _groups_along(ids: np.ndarray, grouped: Sequence[bool]) -> Groups:
     order = sorted(range(ids.ndim), key=grouped.__getitem__)  # the dims of a group come last
     in_group = math.prod(size for size, inside in zip(ids.shape, grouped, strict=True) if inside)
     return tuple(map(tuple, ids.transpose(order).reshape(-1, in_group).tolist()))
-
-
-def _connected(pairs: Groups) -> Groups:
-    """The devices that pairs (from, to) connect: those between which a collective-permute moves data."""
-    group: dict[int, set[int]] = {}
-    for pair in pairs:
-        # Devices of one group share one set; a pair that connects two groups puts all of them into a new set.
-        merged = {other for device in pair for other in group.get(device, {device})}
-        group.update(dict.fromkeys(merged, merged))
-    return tuple(sorted({tuple(sorted(devices)) for devices in group.values()}))
 
 
 def axes_of_groups(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, ...] | None:

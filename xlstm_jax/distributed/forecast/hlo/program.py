@@ -22,8 +22,7 @@ from functools import cached_property
 
 from xlstm_jax.distributed.forecast.hlo.instruction import Instruction, element, parse_instruction
 
-MAIN_THREAD = "main"
-_END = re.compile(r'\}(?:, execution_thread="(\w+)")?\s*$')
+_END = re.compile(r'\}(?:, execution_thread="\w+")?\s*$')
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _DIRECTION = re.compile(r"direction=(\w+)")
@@ -33,16 +32,11 @@ _INCLUSIVE = {"LE": 1, "GE": -1}
 
 @dataclass(frozen=True, eq=False)  # a program has one of each name: to compare their texts would take long
 class Computation:
-    """A list of instructions in the order of their schedule.
-
-    Attributes:
-      thread: "main", or what runs beside it, such as "sparsecore".
-    """
+    """A list of instructions in the order of their schedule."""
 
     name: str
     instructions: tuple[Instruction, ...] = field(repr=False)
     is_entry: bool = False
-    thread: str = MAIN_THREAD
 
     @cached_property
     def by_name(self) -> dict[str, Instruction]:
@@ -94,14 +88,22 @@ class Program:
         taken), and what is called or runs asynchronously; not the insides of fusions, nor reducers. A loop of unknown
         length counts as one trip and is listed in ``unknown_loops``.
         """
+        return ((computation, self.trips[computation.name]) for computation in self._callers_first)
+
+    def schedules(self) -> Iterator[tuple[Computation, int]]:
+        """``executed`` without what runs beside the schedule of its caller: that counts where it is started."""
+        return ((computation, trips) for computation, trips in self.executed() if computation.name not in self.beside)
+
+    @cached_property
+    def trips(self) -> dict[str, int]:
+        """How often each computation runs in a step, by its name."""
         # Callers come first: when a computation is reached, all that call it have added their trips.
         trips = defaultdict(int, {self.entry.name: 1})
         for computation in self._callers_first:
             for instruction in computation.instructions:
-                times = self._loops.get((computation.name, instruction.name), 1)
                 for name in _executed_callees(instruction):
-                    trips[name] += trips[computation.name] * (1 if times is None else times)
-            yield computation, trips[computation.name]
+                    trips[name] += trips[computation.name] * self.trips_of(computation, instruction)
+        return trips
 
     @cached_property
     def unknown_loops(self) -> tuple[str, ...]:
@@ -121,12 +123,13 @@ class Program:
             if instruction.opcode == "while"
         }
 
-    def trips_of(self, computation: Computation, loop: Instruction) -> int:
-        """How often a loop's body runs; 1 where that is unknown."""
-        return self._loops[computation.name, loop.name] or 1
+    def trips_of(self, computation: Computation, caller: Instruction) -> int:
+        """How often an instruction runs what it calls: of a loop its trips; 1 of any other, and where unknown."""
+        trips = self._loops.get((computation.name, caller.name))
+        return 1 if trips is None else trips
 
     @cached_property
-    def asynchronous(self) -> frozenset[str]:
+    def beside(self) -> frozenset[str]:
         """Names of the computations that an async-start or call-start starts beside the schedule of its caller."""
         # Callers come first, so one pass also finds what is called by a computation that runs beside the schedule.
         beside: set[str] = set()
@@ -221,9 +224,9 @@ def _computations(body: str) -> Iterator[Computation]:
         if name is None:
             if line.endswith("{") and (match := _COMPUTATION.match(line)):
                 name, is_entry, lines = match[2], bool(match[1]), []
-        elif end := _END.match(line):
+        elif _END.match(line):
             instructions = [instruction for text in lines if (instruction := parse_instruction(text))]
-            yield Computation(name, _with_elements(instructions), is_entry, end[1] or MAIN_THREAD)
+            yield Computation(name, _with_elements(instructions), is_entry)
             name = None
         elif lines and line[:1].strip():  # the description of a Pallas kernel has line breaks
             lines[-1] += line
