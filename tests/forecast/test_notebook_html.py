@@ -115,7 +115,7 @@ def test_a_fit_has_a_bar_for_each_trial():
     failed = Trial(Options({"fsdp": 4}), None, False, problem="4 devices do not divide 6 rows")
     rows = Page(Fit("v5e:2x4", 2**30, (*trials, failed))._repr_html_()).rows
     assert [row[2:] for row in rows] == [(BLUE, 50), (ORANGE, 100)]
-    assert rows[1][0].startswith("mesh dp=2,fsdp=4, threshold") and format_bytes(larger.total_bytes) in rows[1][1]
+    assert rows[1][0].startswith("dp=2,fsdp=4, weights kept") and format_bytes(larger.total_bytes) in rows[1][1]
 
 
 def test_a_checked_step_has_a_bar_for_each_leaf_wrong_ones_first():

@@ -332,13 +332,7 @@ def fit(
             step, args = build_step(options)
         call = StepCall(step, tuple(args), topology=parsed, cache=kept)
         batch_specs[format_mesh(options.mesh)] = batch_spec_of(call)
-        # The trace runs the user's loss here, where it may raise anything.
-        spaces = {aval.memory_space for aval in call.traced.jaxpr.in_avals}
-        if options.offload != NO_OFFLOAD and jax.memory.Space.Host not in spaces:
-            raise ValueError(
-                "nothing of this step lies on the host: build_step does not pass options.offload on, as Workload(..., "
-                "offload=options.offload) does, or the optimizer keeps nothing that is split like a parameter"
-            )
+        _check_offload(options, call.traced)  # the trace runs the user's loss here, where it may raise anything
         return call
 
     def begin(call: StepCall) -> Pending[Forecast]:
@@ -374,6 +368,16 @@ def _considered(
     if not any(one.compiled for one in considered):
         raise ValueError(f"no step can be built on any mesh that model_axes allows; the first, {considered[0]}")
     return considered
+
+
+def _check_offload(options: Options, traced: jax.stages.Traced) -> None:
+    """Refuses a step of which nothing lies on the host, though its options say so."""
+    spaces = {aval.memory_space for aval in traced.jaxpr.in_avals}
+    if options.offload != NO_OFFLOAD and jax.memory.Space.Host not in spaces:
+        raise ValueError(
+            "nothing of this step lies on the host: build_step does not pass options.offload on, as Workload(..., "
+            "offload=options.offload) does, or the optimizer keeps nothing that is split like a parameter"
+        )
 
 
 @dataclass

@@ -14,6 +14,7 @@ Kernels of Pallas and custom calls that nobody knows (``products``) count with t
 published (``Chip``) this is the least time; by those that are reached (``Chip.reached``) the one that is expected.
 """
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
@@ -86,7 +87,7 @@ class Spent:
 
 
 @dataclass(frozen=True)
-class Durations:
+class Durations(ABC):
     """What the instructions of a program take, with all that they call; ``_alone`` says it of one that calls nothing.
 
     A loop takes its body's time as often as it runs, a conditional that of its longest branch.
@@ -120,8 +121,8 @@ class Durations:
             self._known[name] = sum(each, Spent())
         return self._known[name]
 
-    def _alone(self, computation: Computation, instruction: Instruction) -> Spent:
-        raise NotImplementedError
+    @abstractmethod
+    def _alone(self, computation: Computation, instruction: Instruction) -> Spent: ...
 
 
 class Cycles(Durations):

@@ -224,11 +224,6 @@ def _flops_inside(eqn: Any, name: str, seen: _Seen) -> Counts:
 # ------------------------------------- the scope of what is inside of an operation, and its runs; None where unknown
 
 
-def _pallas_call(eqn: Any) -> tuple[str, int | None]:
-    grid = eqn.params["grid_mapping"].grid
-    return "", math.prod(grid) if all(isinstance(size, int) for size in grid) else None
-
-
 RUNS: dict[str, Callable[[Any], tuple[str, int | None]]] = {
     "jit": lambda eqn: (f"jit({eqn.params['name']})", 1),
     "remat2": lambda eqn: ("checkpoint", 1),  # jax.checkpoint, nn.remat
@@ -239,7 +234,10 @@ RUNS: dict[str, Callable[[Any], tuple[str, int | None]]] = {
         "shard_map",
         math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"]),
     ),
-    "pallas_call": _pallas_call,
+    "pallas_call": lambda eqn: (
+        "",
+        None if eqn.params["grid_mapping"].num_dynamic_grid_bounds else math.prod(eqn.params["grid_mapping"].grid),
+    ),
 }
 
 

@@ -117,7 +117,8 @@ class _Operation(NamedTuple):
     direction: str = OTHER
 
 
-_Operations = defaultdict[str, _Operation]  # by the name of the instruction
+_UNKNOWN = _Operation()
+_Operations = Mapping[str, _Operation]  # by the name of the instruction
 
 
 class _Value(NamedTuple):
@@ -174,8 +175,7 @@ def read_memory(
       ValueError: a text does not have the known form, or the two are not of one program.
     """
     paths = module_paths(filter(None, op_names.values()))
-    named = {instruction: _Operation(name, *paths[name]) for instruction, name in op_names.items() if name}
-    operations = defaultdict(_Operation, named)
+    operations = {instruction: _Operation(name, *paths[name]) for instruction, name in op_names.items() if name}
     # On-chip memory (VMEM) has allocations of its own, of another color.
     allocations = [a for a in _allocations(buffer_assignment) if a.color == HBM]
     sums = {kind: sum(a.bytes for a in allocations if a.kind == kind) for kind in KINDS}
@@ -333,18 +333,18 @@ def _temporary(size: int, history: Sequence[_Value], point: int, operations: _Op
     """Named after the value whose name says most: one live at the point, before one in a module, before any other."""
 
     def information(live: _Value) -> tuple[bool, bool, bool]:
-        operation = operations[live.instruction]
+        operation = operations.get(live.instruction, _UNKNOWN)
         is_named = bool(operation.name)
         return live.first <= point <= live.last and is_named, bool(operation.path), is_named
 
     value = max(history, key=information)
     first, last = min(live.first for live in history), max(live.last for live in history)
-    return Temporary(size, value.shape, value.instruction, *operations[value.instruction], first, last)
+    return Temporary(size, value.shape, value.instruction, *operations.get(value.instruction, _UNKNOWN), first, last)
 
 
 def _timeline(live: np.ndarray, schedule: Sequence[str], operations: _Operations, points: int) -> tuple[Moment, ...]:
     """The highest point of each of at most ``points`` equal stretches, with the module that ran last."""
-    running, current = [], _Operation()
+    running, current = [], _UNKNOWN
     for instruction in schedule:
         current = operations.get(instruction, current)
         running.append((current.path, current.direction))
