@@ -359,7 +359,7 @@ def test_what_fails_at_the_very_first_options_is_an_error_with_its_cause():
     with pytest.raises(ValueError, match=f"{first}KeyError: 'missing' .*forecast/test_planner.py, line") as raised:
         searched(1300, build=broken)
     assert isinstance(raised.value.__cause__, KeyError)
-    with pytest.raises(ValueError, match=f"{first}unsupported"):
+    with pytest.raises(ValueError, match=f"{first}.*unsupported"):
         searched(1300, refused)
 
 
