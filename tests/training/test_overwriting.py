@@ -297,10 +297,14 @@ def weighted_loss(params, apply_fn, x, rng, collections):
     return (jnp.sum(weights * jnp.mean((out - x[:, :4]) ** 2, -1)), jnp.sum(weights)), updated
 
 
-@pytest.mark.parametrize("loss, x", [(loss_fn, X), (weighted_loss, X.at[-8:].set(0))], ids=["mean", "padding"])
-def test_check_step_computes_with_the_scales_of_a_mean_over_devices(loss, x):
+@pytest.mark.parametrize(
+    "wrap, loss, x",
+    [(fsdp, loss_fn, X), (fsdp, weighted_loss, X.at[-8:].set(0)), (fsdp(gather_dtype=NARROW), loss_fn, X)],
+    ids=["mean", "padding", "kernels that products round"],
+)
+def test_check_step_computes_with_the_scales_of_a_mean_over_devices(wrap, loss, x):
     """Of a device's own mean the gradients would be eight times as large, and clipped where fp8 ends."""
-    state = create_train_state(Fp8(fsdp), optax.sgd(0.05), mesh_of(2, 4), jax.random.key(0), x, batch_axes=AXES)
+    state = create_train_state(Fp8(wrap), optax.sgd(0.05), mesh_of(2, 4), jax.random.key(0), x, batch_axes=AXES)
     step = make_train_step(loss, mesh_of(2, 4), AXES, weighted=loss is weighted_loss)
     state, _ = step(state, x, jax.random.key(2))
     found = check_step(step, state, x, jax.random.key(2))

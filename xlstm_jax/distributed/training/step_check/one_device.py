@@ -30,7 +30,7 @@ from xlstm_jax.distributed.data_parallel.gather import gather_params
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, split_by_model, true_value
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
-from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN
+from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN, products_of
 from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, num_shards
 from xlstm_jax.distributed.training.accumulation import rows_at, split_rows
@@ -105,8 +105,15 @@ class OneDevice:
         self.paths = [path for path, leaf in trees.leaves_with_path(state.params) if leaf_of(leaf).is_differentiable]
         live = list(map(true_value, self._leaves))
         rest = [leaf for _, leaf in trees.leaves_with_path(state.params) if not leaf_of(leaf).is_differentiable]
-        rounded = [_rounded_on_mesh(leaf, mesh) for leaf in self._leaves]
         self._rest, kept = rest, collections_of(state)
+        # A kernel that travels as its fp8 product rounds it is rounded by the product on one device, too.
+        by_product = {product.kernel.removeprefix("params/") for product in products_of(kept)}
+        rounded = [
+            None
+            if path in by_product and leaf_of(leaf).communication.quantises_products
+            else _rounded_on_mesh(leaf, mesh)
+            for path, leaf in zip(self.paths, self._leaves, strict=True)
+        ]
         self._of_others = trees.map_leaves(lambda leaf: _spec_of_model(split_by_model(leaf)), dict(others))
         arrived = trees.map_leaves(lambda leaf: _arrived(split_by_model(leaf), mesh), dict(others))
         weights = _Weights(live, rounded, list(map(true_value, rest)), arrived)
