@@ -89,22 +89,6 @@ def test_a_state_comes_back_on_another_mesh_and_old_steps_go(make, tmp_path):
     assert {folder.name for folder in tmp_path.iterdir() if folder.is_dir()} == {"2", "3"}
 
 
-def test_a_step_of_version_0_1_is_refused_and_left(tmp_path):
-    """Its record has no number of the step."""
-    with Checkpointer(tmp_path, backend=NumpyBackend) as checkpointer:
-        for step in (1, 2):
-            checkpointer.save(step, {"n": step})
-    for step in (1, 2):
-        path = tmp_path / str(step) / "record.json"
-        content = json.loads(path.read_text())
-        path.write_text(json.dumps({name: content[name] for name in ("leaves", "digest")}))
-    with Checkpointer(tmp_path, backend=NumpyBackend) as checkpointer:
-        for ask in (checkpointer.restore, checkpointer.restore_params, lambda state: checkpointer.save(3, state)):
-            with pytest.raises(ValueError, match=r"2/record\.json was written in the format of version 0\.1, which"):
-                ask({"n": 0})
-    assert {folder.name for folder in tmp_path.iterdir() if folder.is_dir()} == {"1", "2"}
-
-
 @pytest.mark.parametrize("make, damaged", [(OrbaxBackend, "leaves/metadata"), (NumpyBackend, "arrays.npz")])
 def test_a_damaged_step_is_passed_over_and_moved_away(make, damaged, tmp_path):
     state = some_state(mesh_of(1, 8))

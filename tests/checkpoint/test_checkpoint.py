@@ -277,7 +277,10 @@ def test_sums_of_shards_are_the_checksum_of_the_whole(spec, dtype):
     values = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16, 3)) * 100).astype(dtype)
     array = jax.device_put(values, NamedSharding(mesh_of(2, 4), spec))
     sums = checksums.SavedSums(
-        {"w": array, "scalar": jax.device_put(jnp.int32(7), array.sharding.mesh.devices[0, 0])}, 1, "here"
+        {"w": array, "scalar": jax.device_put(jnp.int32(7), array.sharding.mesh.devices[0, 0])},
+        timeout_s=1,
+        place="here",
+        all_write=False,
     )
     sums.begin()
     assert sums.result() == checksum_each({"w": array, "scalar": np.int32(7)})

@@ -15,7 +15,6 @@ ROW = re.compile(r"\*\*`([^`]+)`\*\*")
 EXCUSED = {
     "cli/command_line.py:_report": "goes on as it came: SIGTERM",
     "cli/command_line.py:end": "SIGTERM as an exception, which has no text",
-    "distributed/checkpoint/checkpointer.py:check": "goes on as it came: a step in the format of version 0.1",
     "distributed/checkpoint/errors.py:read": "caught by its caller, which says what was read",
     "distributed/checkpoint/folders.py:new_folder": "goes on as it came: an error of the save",
     "distributed/checkpoint/writer.py:_opened": "goes on as it came: an error of the system",

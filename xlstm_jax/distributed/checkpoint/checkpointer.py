@@ -26,7 +26,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checkpoint import record, steps
 from xlstm_jax.distributed.checkpoint.backend import Arrays, Json, MakeBackend
 from xlstm_jax.distributed.checkpoint.checksums import SavedSums, checksum_each
-from xlstm_jax.distributed.checkpoint.errors import CheckpointError, OtherVersionError, read_together
+from xlstm_jax.distributed.checkpoint.errors import CheckpointError, read_together
 from xlstm_jax.distributed.checkpoint.orbax_backend import OrbaxBackend
 from xlstm_jax.distributed.checkpoint.writer import Writer
 from xlstm_jax.distributed.data_parallel.trees import check_alive
@@ -160,7 +160,7 @@ class Checkpointer:
         self._check_same_experiment(described)
         placed = {path: array for path, array in arrays.items() if path not in local}
         # The bits are held before the save begins: when it returns the caller may donate the buffers.
-        sums = SavedSums(placed, self.async_timeout_s, self.place)
+        sums = SavedSums(placed, self.async_timeout_s, self.place, all_write=self.on_own_disk)
 
         def content() -> Json:
             return record.to_json(record.with_sums(described, local_sums | sums.result()), step)
@@ -213,8 +213,6 @@ class Checkpointer:
         def check() -> None:
             try:
                 there = self._read_record(newest)
-            except OtherVersionError:  # its tree cannot be compared
-                raise
             except (ValueError, OSError):  # damage must not keep a new run from saving; `restore` reports it
                 return
             record.check_same_tree(entries, there, f"step {newest} in {self.directory}")
@@ -248,8 +246,8 @@ class Checkpointer:
             warning says that the state was saved with another optimizer than the target's, of the same shapes.)
         Raises:
           CheckpointError: there is no such step, or the step (with None: every step) is damaged; says how.
-          ValueError: a step is sound but holds another tree; names the leaf, and both shapes or dtypes. Or the step has
-            the format of version 0.1. Or processes restore different steps. (All of these are raised in all processes.)
+          ValueError: a step is sound but holds another tree; names the leaf, and both shapes or dtypes. Or processes
+            restore different steps. (Both are raised in all processes.)
           OSError: the system could not read a step (too many open files, no answer from a server); the step is not
             damaged.
           TimeoutError: a process did not come, or did not finish reading, within ``peer_timeout_s`` of another.
@@ -357,17 +355,11 @@ class Checkpointer:
         return dict(zip(likes, found, strict=True)), entries
 
     def _read_record(self, step: int) -> record.Record:
-        file = self.directory / str(step) / self._backend.record_file
         try:
-            content = self._backend.read_record(step)
-            if not record.is_of_version_0_1(content):
-                return record.from_json(content, step)
+            return record.from_json(self._backend.read_record(step), step)
         except ValueError as error:
+            file = self.directory / str(step) / self._backend.record_file
             raise ValueError(f"{file} cannot be read: {error}") from None
-        raise OtherVersionError(
-            f"{file} was written in the format of version 0.1, which this version does not read. Carry the parameters "
-            "over by export_safetensors of the version that wrote it, or take another directory."
-        )
 
     def _read_arrays(self, step: int, entries: record.Record, likes: record.Leaves) -> Arrays:
         """The stored array of each leaf. Arrays without values are not stored, and made here."""
@@ -400,23 +392,23 @@ class Checkpointer:
         """Opens the directory for writing, or again after a restore has found damaged steps."""
         if self._writer is not None and self._writer.is_open and not self._damaged:
             return self._writer
+
+        def locked_and_cleared() -> Writer:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            is_first = self.on_own_disk or jax.process_index() == 0
+            if self._writer is None:
+                limit = self.async_timeout_s
+                self._writer = Writer(self.directory, self._backend, self, self._own_steps, limit, locks=is_first)
+            if is_first:
+                steps.clear(self.directory, self._backend, self._damaged)
+            return self._writer
+
         # First the lock, then the clearing, then the backend. Only the holder of the lock may move or remove folders,
         # and orbax lists the steps when it is opened: it must not list a step that is moved away afterwards.
-        writer = self._together(self._open_and_clear, CheckpointError, "open a directory of checkpoints for writing")
+        writer = self._together(locked_and_cleared, CheckpointError, "open a directory of checkpoints for writing")
         self._damaged.clear()
         writer.open()
         return writer
-
-    def _open_and_clear(self) -> Writer:
-        """The directory's writer. Process 0 locks the directory, and moves damaged steps and empty folders away."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        is_first = self.on_own_disk or jax.process_index() == 0
-        if self._writer is None:
-            limit = self.async_timeout_s
-            self._writer = Writer(self.directory, self._backend, self, self._own_steps, limit, locks=is_first)
-        if is_first:
-            steps.clear(self.directory, self._backend, self._damaged)
-        return self._writer
 
 
 def at_least_1(name: str, value: int) -> int:

@@ -15,7 +15,7 @@ training thread:
                    on an accelerator   the device starts to compute the checksum, and ends before any later step
                    on a CPU            a view of its memory: no donation overwrites memory that has a view
   in background  the checksums of the views; the sum of all checksums of this process, modulo 2^32; process 0 adds up
-                 the sums of all processes, and tells the others
+                 the sums of all processes, and tells the others where each writes a record of its own
 
 Each part of an array has one copy with ``replica_id`` 0, and the process that holds this copy sums it. There is no
 collective: the devices may be in the next step, whose collectives wait for each other.
@@ -26,7 +26,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -111,17 +111,16 @@ def _words(x: Any) -> jax.Array:
 
 
 def checksum_each(arrays: Arrays) -> Sums:
-    """The checksum of every array. Devices compute those of placed arrays, each from its shard."""
+    """The checksum of every array, from shards where they are; [] where devices have read copies that differ."""
     # One program for each dtype, shape and sharding, run one after the other. A single program for all leaves would
     # compile each leaf of a deep model anew; several in flight can wait for each other for ever on simulated devices.
-    return {path: _of_all_copies(checksum_program(array)(_as_words(array))) for path, array in arrays.items()}
-
-
-def _of_all_copies(sums: jax.Array) -> list[int]:
-    """The sums; none if devices have read copies that differ."""
-    # Each device sums the copy that it has read itself, perhaps from the disk of its own host.
-    first, *others = [np.asarray(shard.data).tolist() for shard in sums.addressable_shards]
-    return [] if any(other != first for other in others) else first
+    sums: Sums = {}
+    for path, array in arrays.items():
+        found = checksum_program(array)(_as_words(array))
+        # Each device sums the copy that it has read itself, perhaps from the disk of its own host.
+        first, *others = [np.asarray(shard.data).tolist() for shard in found.addressable_shards]
+        sums[path] = [] if any(other != first for other in others) else first
+    return sums
 
 
 def checksum_program(array: Any) -> Callable[[Any], jax.Array]:
@@ -166,10 +165,12 @@ class SavedSums:
       timeout_s: how long processes wait for the sums of the others.
       place: where the arrays are saved, by a name that all processes have. Saves to several places go on at once, and
         not in the same order in all processes; those to one place go on one after the other.
+      all_write: every process writes the record, and needs the sums. Else process 0 alone has them, and no other
+        process waits for it.
     """
 
-    def __init__(self, arrays: Mapping[str, jax.Array], timeout_s: float, place: str) -> None:
-        self._paths, self._timeout_s = list(arrays), timeout_s
+    def __init__(self, arrays: Mapping[str, jax.Array], timeout_s: float, place: str, *, all_write: bool) -> None:
+        self._paths, self._timeout_s, self._all_write = list(arrays), timeout_s, all_write
         state: Any = job
         several = jax.process_count() > 1
         kind = f"checksums/{digest(place)}"
@@ -182,13 +183,13 @@ class SavedSums:
         self._begun.set()
 
     def result(self) -> Sums:
-        """The checksums of the arrays, in all processes. Call it once."""
+        """The checksums of the arrays, in each process that writes them. Call it once, in all processes."""
         self._begun.wait()
         sums = {path: [0, 0] for path in self._paths}
         while self._parts:
             # Popped, to let go of the view: JAX cannot reuse a buffer's memory while it has one.
             part = self._parts.pop()
-            found = _program()(_as_words(part.held), part.origin, part.strides) if part.is_view else part.held
+            found = _sums_of_part(_as_words(part.held), part.origin, part.strides) if part.is_view else part.held
             _add(sums, part.path, np.asarray(found).tolist())
         return sums if self._store is None else self._of_all(sums, self._store)
 
@@ -205,12 +206,13 @@ class SavedSums:
 
         if store.me != 0:
             store.post(f"sums/{store.me}", json.dumps(own))
-            return sums_of(0, "sums")
+            return sums_of(0, "sums") if self._all_write else own
         for process in store.processes[1:]:
             for path, found in sums_of(process, f"sums/{process}").items():
                 _add(own, path, found)
         store.delete_previous()
-        store.post("sums", json.dumps(own))
+        if self._all_write:
+            store.post("sums", json.dumps(own))
         return own
 
 
@@ -218,9 +220,7 @@ def _add(sums: Sums, path: str, found: list[int]) -> None:
     sums[path] = [(one + other) % 2**32 for one, other in zip(sums[path], found, strict=True)]
 
 
-@cache
-def _program() -> Any:
-    return jax.jit(checksum_of_part)
+_sums_of_part = jax.jit(checksum_of_part)
 
 
 def is_in_host_memory(device: Device) -> bool:
@@ -235,6 +235,6 @@ def _parts(path: str, array: jax.Array) -> list[_Part]:
             # Cut modulo 2^32, as positions are: NumPy refuses to make a uint32 of a larger number.
             origin = np.array([place.start or 0 for place in shard.index], np.uint64).astype(np.uint32)
             is_view = is_in_host_memory(shard.device)
-            held = np.asarray(shard.data) if is_view else _program()(shard.data, origin, strides)
+            held = np.asarray(shard.data) if is_view else _sums_of_part(shard.data, origin, strides)
             parts.append(_Part(path, held, origin, strides, is_view))
     return parts

@@ -35,10 +35,6 @@ class CheckpointError(RuntimeError):
     """
 
 
-class OtherVersionError(ValueError):
-    """A step is sound, but was written in a format that this version does not read."""
-
-
 class _SystemError(Exception):
     """An error of the system, in this process."""
 
@@ -63,15 +59,13 @@ def read_together(work: Callable[[], Result], where: str, what: str, timeout_s: 
 
     Raises:
       OSError: an error of the system in one process, whatever the others report; names ``where``.
-      OtherVersionError: else, the step is of another version. CheckpointError: else, damage.
+      CheckpointError: else, damage.
       TimeoutError: a process has not done its work within ``timeout_s`` of this one; says which.
     """
 
     def read() -> Result:
         try:
             return work()
-        except OtherVersionError:
-            raise
         except Exception as error:
             kind = _SystemError if is_of_the_system(error) else CheckpointError
             raise kind(cause_of(error)) from error
@@ -79,7 +73,7 @@ def read_together(work: Callable[[], Result], where: str, what: str, timeout_s: 
     try:
         # The last kind of these wins. A storage that fails may look like damage in one process and like an error of the
         # system in another; if damage won, an older step would be taken although the newest is sound.
-        return fail_together(read, (CheckpointError, OtherVersionError, _SystemError), what, timeout_s)
+        return fail_together(read, (CheckpointError, _SystemError), what, timeout_s)
     except _SystemError as error:
         raise OSError(
             f"{where} could not be read: {error}. That is an error of the system and no damage, so no older step was "

@@ -189,12 +189,6 @@ def from_json(content: Json, step: int) -> Record:
     return record
 
 
-def is_of_version_0_1(content: Json) -> bool:
-    """Whether a record is sound and in the format of version 0.1, which has no number of the step."""
-    is_so = isinstance(content, dict) and content.keys() == {"leaves", "digest"}
-    return is_so and content["digest"] == _digest(content["leaves"])
-
-
 def saved_as(content: Json) -> int | None:
     """The number of the step that a record was saved as; None if it is not there with its digest."""
     if not isinstance(content, dict) or type(number := content.get("step")) is not int:
@@ -269,19 +263,15 @@ def warn_if_other_optimizer(where: str, entries: Record, state: PyTree) -> None:
     """Warns if the saved ``opt_state`` has the name of another optimizer than the target's."""
     for begin, wanted in _optimizers_of(state).items():
         saved = entries.get(_first(entries, begin) or "", {}).get(OPTIMIZER, wanted)
-        if not _mean_the_same(saved, wanted):
+        one, other = (name.rpartition(" of optax ")[0] for name in (saved, wanted))
+        # Our `muon` and optax's exchange states.
+        if one != other and not ("muon" in one and "muon" in other):
             warnings.warn(
                 f"{where}: '{_first(entries, begin)}' was saved with the optimizer {saved}, and is read into the state "
                 f"of {wanted}, whose moments may mean something else. To begin the optimizer anew, read the parameters "
                 "alone, by restore_params.",
                 stacklevel=USERS_LINE,
             )
-
-
-def _mean_the_same(one: str, other: str) -> bool:
-    """Whether two names mean one optimizer, whatever its version. Our ``muon`` and optax's exchange states."""
-    names = [name.rpartition(" of optax ")[0] for name in (one, other)]
-    return names[0] == names[1] or all("muon" in name for name in names)
 
 
 def check_same_tree(entries: Record, newest: Record, where: str) -> None:
