@@ -192,7 +192,7 @@ class NearCheckpointer:
 
     def wait(self) -> None:
         """Waits until the last saves are on disk, near ones on both; raises a ``CheckpointError`` if one failed."""
-        for tier in self._tiers():
+        for tier in filter(None, (self._near, self.far)):
             tier.wait()
 
     def close(self) -> None:
@@ -205,18 +205,11 @@ class NearCheckpointer:
             self._receiver = None
             self.far.close()
 
-    def _tiers(self) -> list[Checkpointer]:
-        return [self.far] if self._near is None else [self._near, self.far]
-
     # ------------------------------------------------------------------------------------------------- among processes
 
     @property
-    def _me(self) -> int:
-        return jax.process_index()
-
-    @property
     def _place(self) -> str:
-        return places(self._peers)[self._me]
+        return places(self._peers)[jax.process_index()]
 
     @property
     def _layouts(self) -> str:
@@ -236,12 +229,14 @@ class NearCheckpointer:
     def _open(self, layout: str) -> None:
         """Meets the other processes, and makes the ``Checkpointer`` of this process's folder for its layout."""
         fail_together(self._close_near, CheckpointError, "finish the last near save", self.far.peer_timeout_s)
+        # Once nothing is being sent: what lies on the disks is then what each process says.
         self._meet(layout)
         self._layout = layout
         own = self._root / self._place / self._layouts / layout
         backend = partial(ShardFiles, copy=self._copy)
         far = self.far
         self._near = _OnOwnDisk(own, 1, KEPT, far.async_timeout_s, peer_timeout_s=far.peer_timeout_s, backend=backend)
+        # The folder has another path in each process, and the place is one name for all.
         self._near.place = f"near {far.directory}"
         for left in (self._root / self._place).glob(f"*/*/*{UNFINISHED}"):  # by a killed job
             shutil.rmtree(left)
@@ -291,10 +286,9 @@ class NearCheckpointer:
 
     def _copy(self, step: int) -> None:
         """Sends this process's shards of a step to the disk of another process, if that is needed."""
-        buddy = buddies(self._peers)[self._me]
-        if buddy is not None:
-            held = Held(self._place, self._layouts, self._peers[self._me].layout, step)
-            self._send(held, buddy)
+        me = jax.process_index()
+        if (buddy := buddies(self._peers)[me]) is not None:
+            self._send(Held(self._place, self._layouts, self._peers[me].layout, step), buddy)
 
     def _send(self, held: Held, to: int) -> None:
         there = held._replace(place=places(self._peers)[to])
@@ -323,7 +317,7 @@ class NearCheckpointer:
 
         def send_own() -> None:
             for held, sender, receiver in moves:
-                if sender == self._me:
+                if sender == jax.process_index():
                     self._send(held, receiver)
 
         what = f"bring step {step} to the disks that lack it"
@@ -388,7 +382,9 @@ def buddies(peers: Sequence[Peer]) -> list[int | None]:
 
     None if processes that do not fail with it hold the same shards, or if there are no other processes.
     """
-    groups = _fail_together(peers)
+    # The largest parts that there are several of: slices, else racks or hosts, else processes.
+    named = (names for names in zip(*(peer.fails_with for peer in peers), strict=True) if len(set(names)) > 1)
+    groups = [str(name) for name in next(named, (f"{process:06}" for process in range(len(peers))))]
     ring = sorted(range(len(peers)), key=lambda process: groups[process])
     # So far on in the ring no process fails with this one, unless more than half of all do.
     stride = max(Counter(groups).values())
@@ -399,14 +395,6 @@ def buddies(peers: Sequence[Peer]) -> list[int | None]:
         if not any(peers[other].layout == peers[me].layout for other in others):
             found[me] = next(iter(others), None)
     return found
-
-
-def _fail_together(peers: Sequence[Peer]) -> list[str]:
-    """For each process the name of what fails with it: of the largest such parts that there are several of."""
-    for names in zip(*(peer.fails_with for peer in peers), strict=True):
-        if len(set(names)) > 1:
-            return [str(name) for name in names]
-    return [f"{process:06}" for process in range(len(peers))]
 
 
 def transfers(peers: Sequence[Peer], step: int) -> list[tuple[Held, int, int]]:

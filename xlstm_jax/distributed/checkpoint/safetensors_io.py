@@ -118,8 +118,7 @@ def export_safetensors(
     fail_together(lambda: _check_free(target), FileExistsError)
     files = _files(leaves, target, max_file_bytes)
     # A generator: each leaf is gathered when it is written, and the memory is used again for the next.
-    room = _Room()
-    arrays = (leaves[name].values(room) for names in files.values() for name in names)
+    arrays = (leaves[name].values() for names in files.values() for name in names)
 
     def write() -> None:
         try:
@@ -153,23 +152,10 @@ class _ToBeStored(NamedTuple):
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.leaf.dtype.itemsize
 
-    def values(self, room: "_Room") -> np.ndarray:
-        """The whole tensor, in every process; perhaps in ``room``, until the next one."""
+    def values(self) -> np.ndarray:
+        """The whole tensor, in every process."""
         leaf = self.leaf if self.layer is None else self.leaf[self.layer]
-        return np.ascontiguousarray(self.place.to_tensor(_whole(leaf, room)))
-
-
-class _Room:
-    """Memory for one array at a time: new memory for each leaf would take longer than to gather and to write it."""
-
-    def __init__(self) -> None:
-        self._bytes = np.empty(0, np.uint8)
-
-    def of(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        size = math.prod(shape) * dtype.itemsize
-        if size > self._bytes.size:
-            self._bytes = np.empty(size, np.uint8)
-        return self._bytes[:size].view(dtype).reshape(shape)
+        return np.ascontiguousarray(self.place.to_tensor(_whole(leaf)))
 
 
 def _as_stored(leaves: Leaves, names: NameMap | None) -> dict[str, _ToBeStored]:
@@ -230,7 +216,7 @@ def _files(leaves: Mapping[str, _ToBeStored], target: Path, max_file_bytes: int)
     return {target.with_name(f"{stem}-{i:05}-of-{count:05}{SUFFIX}"): names for i, names in enumerate(groups, start=1)}
 
 
-def _whole(leaf: Any, room: _Room) -> np.ndarray:
+def _whole(leaf: Any) -> np.ndarray:
     if not isinstance(leaf, jax.Array):
         return np.ascontiguousarray(leaf)
     if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
@@ -238,7 +224,7 @@ def _whole(leaf: Any, room: _Room) -> np.ndarray:
     shards = {str(shard.index): shard for shard in leaf.addressable_shards}
     if len(shards) == 1:
         return _on_host(next(iter(shards.values())).data)
-    whole = room.of(leaf.shape, leaf.dtype)
+    whole = np.empty(leaf.shape, leaf.dtype)
     for shard in shards.values():
         whole[shard.index] = _on_host(shard.data)
     return whole

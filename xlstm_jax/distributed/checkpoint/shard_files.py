@@ -60,6 +60,7 @@ class ShardFiles:
 
     def save(self, step: int, arrays: Arrays, record: Callable[[], Json]) -> None:
         shards = list(_shards_of(arrays))
+        # All copies begin before the first is waited for.
         for _, data in shards:
             if not isinstance(data, np.ndarray) and not all(map(is_in_host_memory, data.devices())):
                 data.copy_to_host_async()
@@ -72,6 +73,7 @@ class ShardFiles:
         try:
             with new_folder(self._directory / str(step)) as folder:
                 with zipfile.ZipFile(folder / SHARDS, "w") as file:
+                    # Popped, so that the memory of a shard is free again when the shard is written.
                     while held:
                         name, data = held.pop()
                         with file.open(name, "w", force_zip64=True) as member:

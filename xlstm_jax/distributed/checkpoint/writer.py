@@ -158,22 +158,20 @@ class Writer:
             yield
         except Exception as error:
             self._steps.discard(step)
-            hints = self._clock_jump(error) + self._space_left()
-            message = f"saving step {step} to {self.directory} failed: {cause_of(error)}. {hints}"
+            message = f"saving step {step} to {self.directory} failed: {cause_of(error)}. {self._hints(error)}"
             raise CheckpointError(message + "Steps saved before it are untouched.") from error
 
-    def _clock_jump(self, error: Exception) -> str:
-        """A hint if the system's clock, by which orbax measures its timeout, jumped during the save."""
-        passed, really = time.time() - self._begun[0], time.monotonic() - self._begun[1]
-        if not isinstance(error, TimeoutError) or passed - really < _JUMP_S:
-            return ""
-        return f"The system's clock jumped ahead by {passed - really:.0f} s in the meantime; save again. "
-
-    def _space_left(self) -> str:
-        """A hint at a full disk, of which the processes that could write see a timeout only."""
-        if is_url(self.directory) or not Path(self.directory).exists():
-            return ""
-        return f"The disk has {shutil.disk_usage(self.directory).free / 1e6:.1f} MB left. "
+    def _hints(self, error: Exception) -> str:
+        """What may have made a save fail, and does not show in its error."""
+        hints = ""
+        # Orbax measures its timeout by the system's clock.
+        jump = time.time() - self._begun[0] - (time.monotonic() - self._begun[1])
+        if isinstance(error, TimeoutError) and jump >= _JUMP_S:
+            hints = f"The system's clock jumped ahead by {jump:.0f} s in the meantime; save again. "
+        # Of a full disk the processes that could write see a timeout only.
+        if not is_url(self.directory) and Path(self.directory).exists():
+            hints += f"The disk has {shutil.disk_usage(self.directory).free / 1e6:.1f} MB left. "
+        return hints
 
 
 # ------------------------------------------------------------------------------------------------------------ the lock
