@@ -72,6 +72,7 @@ class BatchLayout:
 
         def own(leaf: Any, spec: PartitionSpec) -> Any:
             for dim, entry in enumerate(spec):
+                # The numbers along the axes of a dim are digits, that of the outermost axis the first.
                 place = 0
                 for axis in entry_axes(entry):
                     place = place * self.mesh.shape[axis] + places[axis]
@@ -93,6 +94,7 @@ class BatchLayout:
 
     def _by_leaf(self, batch: PyTree) -> list[PartitionSpec]:
         """The spec of each leaf of the batch."""
+        # JAX's own errors are of tree structures, and name no leaf.
         try:
             return jax.tree.leaves(jax.tree.broadcast(self.spec, batch))
         except (ValueError, TypeError, KeyError):
@@ -153,6 +155,7 @@ def batch_layout(
     rows = {path: entries[0] for path, entries in specs.items() if entries}
     if not axes:
         raise ValueError(f"batch_spec={batch_spec} splits nothing; name an axis, as P('fsdp') or P('fsdp', 'cp').")
+    # Rows of all leaves are the same examples, and one weight stands for each of them.
     first = next(iter(rows))
     for path, of_rows in rows.items():
         if of_rows != rows[first]:
@@ -178,6 +181,7 @@ def _named(path: str, spec: Any, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, 
             "of axes and None is needed: P(('dp', 'fsdp'), 'cp'), with P = jax.sharding.PartitionSpec."
         )
     entries = tuple(map(entry_axes, spec))
+    # `shard_map` refuses both of the following too, and names neither the argument nor the leaf.
     axes = [axis for entry in entries for axis in entry]
     if missing := [axis for axis in axes if axis not in mesh.shape]:
         raise ValueError(

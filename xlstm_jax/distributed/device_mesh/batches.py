@@ -75,6 +75,7 @@ def shard_batch(
     here = len(shards_of.get(jax.process_index(), ()))
     if not here:
         raise ValueError(f"process {jax.process_index()} has no device in the mesh {dict(mesh.shape)}.")
+    # Each process knows the number of all rows without asking: processes hand in as many for each shard.
     rows = _common_rows(batch)
     padded = _padded_rows(rows, here, pad, axes)
     all_rows = padded // here * num_shards(mesh, axes)
@@ -82,12 +83,14 @@ def shard_batch(
     def to_global(leaf: PyTree, spec: PartitionSpec) -> jax.Array:
         if np.ndim(leaf) == 0:
             return jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec()), np.asarray(leaf), ())
+        # On the host: on devices every other number of rows would compile a program.
         if padded > len(leaf):
             leaf = np.pad(np.asarray(leaf), [(0, padded - len(leaf))] + [(0, 0)] * (np.ndim(leaf) - 1))
         # In a dim that is as long here as in all, JAX takes each device's part of what this process has.
         return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), leaf, (all_rows, *np.shape(leaf)[1:]))
 
     specs = layout.specs(batch)
+    # Before any array is made: processes with other shapes would wait for each other in the next step for ever.
     if len(shards_of) > 1:
         _agree_on_batch(batch, padded, mesh, layout, timeout_s)
     sharded = jax.tree.map(to_global, batch, specs)
@@ -99,7 +102,8 @@ def shard_batch(
     return sharded, to_global((np.arange(padded) < rows).astype(np.float32), PartitionSpec(axes))
 
 
-# What shard_batch has padded and somebody still holds: the leaf, its rows, and their number with padding.
+# What shard_batch has padded and somebody still holds: the leaf, its rows, and their number with padding. By weak
+# references, since a batch must not outlive its step; a step that ignores the weights can be warned of so.
 _padded: list[tuple[weakref.ref[jax.Array], int, int]] = []
 
 
@@ -159,6 +163,7 @@ def _shards_of_processes(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, frozens
     shard_of: Mapping[Device, Any] = NamedSharding(mesh, PartitionSpec(axes)).devices_indices_map((shards,))
     for device, (shard,) in shard_of.items():
         held[device.process_index] = held.get(device.process_index, frozenset()) | {shard.start or 0}
+    # Each shard belongs to one set alone, or a process would need rows that differ from those of another in part.
     different = set(held.values())
     if len(set(map(len, different))) > 1 or sum(map(len, different)) > shards:
         numbers = {process: sorted(own) for process, own in held.items()}
@@ -182,6 +187,7 @@ def _check_containers(value: Any, path: str = "batch") -> None:
             )
         for index, child in enumerate(value):
             _check_containers(child, f"{path}[{index}]")
+    # A dataclass that is not registered is a leaf to JAX.
     elif is_dataclass(value) and any(leaf is value for leaf in jax.tree.leaves(value)):
         name = type(value).__name__
         raise TypeError(
@@ -219,6 +225,7 @@ def _padded_rows(rows: int, here: int, pad: bool | int, axes: tuple[str, ...]) -
         if pad < max(rows, 1) or pad % here:
             raise ValueError(f"pad={pad} rows for {rows} rows on {where}: at least as many, and a multiple of {here}.")
         return int(pad)
+    # At least a row for each shard: a process may have none left, and its devices take part all the same.
     up = max(padded_size(rows, here), here)
     if pad is False and up != rows:
         down = f"{rows // here * here} or " if rows > here else ""
@@ -250,6 +257,7 @@ def _agree_on_batch(batch: PyTree, rows: int, mesh: Mesh, layout: BatchLayout, t
         _batches_seen[mesh] = number, of_this
         return
     _batches_seen[mesh] = number, None  # if the comparison raises, the next batch is compared again
+    # Scalars by value, too: each process puts its own on its devices, as a value that all have.
     scalars = {path: text for path, leaf in leaves if np.ndim(leaf) == 0 for text in entries_of(leaf).values()}
     entries = {"rows for each process": str(rows)} | shapes | scalars
     entries |= {"mesh": f"{dict(mesh.shape)}, split over {split}", "number of the batch": str(number)}

@@ -70,6 +70,7 @@ def _how_to_make(mesh: Any) -> str:
 def with_usual_names(sizes: Any) -> dict[str, int] | None:
     """Sizes without names under those that meshes mostly have, as (2, 4) -> {"dp": 2, "fsdp": 4}; None for others."""
     values: list[Any] = list(sizes) if isinstance(sizes, list | tuple) else [sizes]
+    # Not by isinstance, to which True is an integer.
     if not values or not all(type(size) is int for size in values):
         return None
     return dict(zip(USUAL_AXES.get(len(values), [f"axis_{i}" for i in range(len(values))]), values, strict=True))
@@ -80,6 +81,7 @@ def check_no_explicit_mesh() -> None:
 
     >>> check_no_explicit_mesh()  # nothing is set here
     """
+    # Types of arrays carry the mesh that is set here, and JAX refuses to mix them with others far from the cause.
     mesh = jax.sharding.get_abstract_mesh()
     explicit = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit]
     if explicit:

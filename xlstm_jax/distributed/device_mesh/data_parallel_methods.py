@@ -121,6 +121,7 @@ class DataParallel(nnx.Module):
         axes = as_axis_names(axis_name)
         if not collectives.manual_axes() and not any(map(collectives.is_bound, axes)):
             return gradients
+        # The mean first, also for a sum: it alone is right in both modes, whether JAX has summed already or not.
         means = sync_gradients(gradients, axes)
         if reduce_type == "mean":
             return means

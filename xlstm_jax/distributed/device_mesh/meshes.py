@@ -59,10 +59,16 @@ class DeviceMeshManager:
         array = _array_of(jax.devices() if devices is None else devices)
         sizes = filled_sizes(dict(pairs), array.size)
         count = math.prod(sizes)
+        # The order by topology is one of all devices; a list of devices is an order that somebody has chosen.
         if devices is None and count == array.size:
             return mesh_by_topology(sizes, names, jax.devices())
-        if devices is None:
-            _check_every_process_has_one(array[:count], array.size)
+        left_out = set(range(jax.process_count())) - {device.process_index for device in array[:count]}
+        # Devices that somebody lists may be those of some processes on purpose.
+        if devices is None and left_out:
+            raise ValueError(
+                f"the first {count} of {array.size} devices leave process {min(left_out)} without a device in the "
+                f"mesh, where it could take no part in the run. Use all {array.size}, or start fewer processes."
+            )
         return Mesh(array[:count].reshape(sizes), names, axis_types=auto_types(names))
 
     @staticmethod
@@ -148,6 +154,7 @@ def _named_sizes(mesh_shape: Any) -> list[tuple[str, int]]:
 
 def _array_of(devices: Any) -> np.ndarray:
     """The devices as an array of one dim, each of them once."""
+    # By the attributes that are read, not by class: a device of a topology need not be a `jax.Device`.
     array = np.asarray(devices, object).ravel()
     if wrong := [device for device in array if not (hasattr(device, "id") and hasattr(device, "process_index"))]:
         raise TypeError(f"devices holds {wrong[0]!r}, a {type(wrong[0]).__name__}; pass devices, as jax.devices()[:4].")
@@ -166,16 +173,6 @@ def _mesh_of_first(name: str, num_devices: int | None) -> Mesh:
             f"num_devices={num_devices!r} for the axis {name!r}: there are {count} devices, 1 to {count} fit."
         )
     return DeviceMeshManager.create_device_mesh({name: count if num_devices is None else num_devices})
-
-
-def _check_every_process_has_one(devices: np.ndarray, count: int) -> None:
-    """Raises where the first of ``count`` devices are those of some processes only."""
-    left_out = set(range(jax.process_count())) - {device.process_index for device in devices}
-    if left_out:
-        raise ValueError(
-            f"the first {devices.size} of {count} devices leave process {min(left_out)} without a device in the mesh, "
-            f"where it could take no part in the run. Use all {count}, or start fewer processes."
-        )
 
 
 def is_size(size: Any) -> bool:
@@ -206,9 +203,11 @@ def _nearest(sizes: Collection[int], count: int) -> list[tuple[int, ...]]:
     """The shapes of ``count`` devices that are closest to ``sizes``, by the factors between them; -1 is any size."""
 
     def distance(shape: tuple[int, ...]) -> float:
+        # By factors: 4 is as far from 8 as 16 is.
         return sum(abs(math.log(new / old)) for new, old in zip(shape, sizes, strict=True) if old != -1)
 
-    # All but the last size are tried; the last is what they leave.
+    # All but the last size are tried; the last is what they leave. Not all, where there are many axes and devices: this
+    # is for the text of an error.
     divisors = [size for size in range(1, count + 1) if count % size == 0]
     firsts = itertools.islice(itertools.product(divisors, repeat=len(sizes) - 1), SHAPES_TRIED)
     shapes = ((*first, count // math.prod(first)) for first in firsts if count % math.prod(first) == 0)

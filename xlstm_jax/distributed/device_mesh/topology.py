@@ -39,7 +39,7 @@ def mesh_by_topology(sizes: tuple[int, ...], names: tuple[str, ...], devices: Se
             f"{'processes' if by_process else 'slices'} have different numbers of devices: {dict(units)}. Pass the "
             "devices in the order that you want, as devices=jax.devices()."
         )
-    # Each axis is a product of a part across units and a part within.
+    # Each axis is a product of a part across units and a part within, which JAX lays out apart.
     outer = crossing_sizes(sizes, len(units))
     inner = tuple(size // part for size, part in zip(sizes, outer, strict=True))
     ordered = mesh_utils.create_hybrid_device_mesh(
@@ -62,8 +62,9 @@ def _units(devices: Sequence[Device]) -> tuple[Counter[int], bool]:
     """The units that slow links connect, with the number of devices in each; and whether the units are processes.
 
     JAX numbers the slices of a TPU job and, on other platforms, the hosts (or groups of them behind one fast switch).
-    On one host, or where it knows of none, it is the processes; but a slice of a TPU is one torus across its hosts.
+    On one host, or where it knows of none, it is the processes.
     """
+    # A slice of a TPU is one torus across its hosts, so its processes are no units.
     slices = Counter(_slice(device) for device in devices)
     if len(slices) > 1 or devices[0].platform == "tpu":
         return slices, False
@@ -71,6 +72,7 @@ def _units(devices: Sequence[Device]) -> tuple[Counter[int], bool]:
 
 
 def _slice(device: Device) -> int:
+    # Not every platform has the number.
     return getattr(device, "slice_index", None) or 0
 
 
@@ -86,6 +88,7 @@ def fsdp_layout(devices: Sequence[Device]) -> tuple[np.ndarray, tuple[str, ...]]
     on_torus = devices[0].platform == "tpu"
     located = _on_torus(devices) if on_torus else _on_hosts(devices)
     sizes = [1 + max(column) for column in zip(*located, strict=True)]
+    # As many places as devices, each in a place of its own: then no place is empty.
     if math.prod(sizes) != len(located):
         hosts = f"hosts hold different numbers of them, {dict(_units(devices)[0])}. Pass as many of each"
         what = _gap(devices, located, sizes) if on_torus else hosts
@@ -96,6 +99,7 @@ def fsdp_layout(devices: Sequence[Device]) -> tuple[np.ndarray, tuple[str, ...]]
     array = np.empty(sizes, object)
     for coordinates, device in located.items():
         array[coordinates] = device
+    # An axis of one device would split nothing, and every collective over the axes would name it.
     names = [name for name, size in zip(TORUS if on_torus else HOSTS, sizes, strict=True) if size > 1]
     return array.reshape([size for size in sizes if size > 1] or [1]), tuple(names if len(names) > 1 else [FSDP_AXIS])
 
@@ -134,6 +138,7 @@ def _gap(devices: Sequence[Device], located: Mapping[Coordinates, Device], sizes
 def _on_hosts(devices: Sequence[Device]) -> dict[Coordinates, Device]:
     """Devices by host and number within the host."""
     by_process = _units(devices)[1]
+    # Hosts that JAX numbers as slices may have several processes each.
     hosts = defaultdict(list)
     for device in devices:
         hosts[device.process_index if by_process else _slice(device)].append(device)

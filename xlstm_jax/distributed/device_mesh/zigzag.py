@@ -59,6 +59,7 @@ def from_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
 
 def _reordered(batch: PyTree, order_of: Callable[[int], np.ndarray], dim: int) -> PyTree:
     """The batch in another order along a dim; the order is that of a sequence of this length."""
+    # What has no such dim has no tokens: it stays as it is.
     found = [(path, x) for path, x in trees.leaves_with_path(batch) if -np.ndim(x) <= dim < np.ndim(x)]
     for path, x in found:
         if x.shape[dim] != (length := found[0][1].shape[dim]):
