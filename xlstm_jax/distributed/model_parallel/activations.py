@@ -53,6 +53,7 @@ def parts_of_params(axis_name: str, caller: str) -> int:
     Raises:
       ValueError: the mesh has no such axis.
     """
+    # In `init` no axis is bound: parameters are made whole, under the mesh that says how they will be stored.
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or collectives.manual_axes() or collectives.is_bound(axis_name):
         return devices_here(axis_name, caller)
@@ -82,6 +83,7 @@ def enter_split(x: Array, axis_name: str, *, caller: str = "enter_split") -> Arr
     if (n := devices_here(axis_name, caller)) == 1:
         return x
     check_equal(x, axis_name, n, caller)
+    # The transpose of this cast is the sum over devices.
     if collectives.is_tracked(axis_name):
         return collectives.to_varying(x, (axis_name,))
     return equal_in(x, (axis_name,))

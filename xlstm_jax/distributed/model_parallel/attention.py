@@ -57,6 +57,7 @@ class SplitAttention(Split):
                 f"{self._called}: num_kv_heads={kv_heads} key heads do not divide num_heads={heads} query "
                 "heads, so no group of queries shares a key head."
             )
+        # Key heads may be fewer than devices, which then compute the same; query heads never are.
         counts = {"query": heads, "key": kv_heads, "value": kv_heads}
         layers = [
             ColumnDense((count, self.head_dim), **self._how(), copied=name != "query", name=name)

@@ -66,6 +66,7 @@ class _How:
     def positions(self, length: int) -> np.ndarray:
         """[n, t]: the positions of the tokens that each device has."""
         order = np.arange(total := self.devices * length)
+        # By parts, not devices: in `check_step` one device has the chunks of all, one part after the other.
         if self.layout == "zigzag":
             order = zigzag_positions(np.arange(self.parts)[:, None], self.parts, np.arange(total // self.parts))
         return order.reshape(-1, length)
@@ -98,7 +99,7 @@ def context_positions(length: int, axis: AxisNames = "cp", layout: str = LAYOUTS
 
 
 def _layout_here(layout: str, axes: tuple[str, ...]) -> str:
-    """Chunks 0 and 1 of one device lie as in any sequence, whose length may be odd."""
+    # Chunks 0 and 1 of one device lie as in any sequence, whose length may be odd.
     return LAYOUTS[0] if layout == "zigzag" and _parts(axes) == 1 else layout
 
 
@@ -183,15 +184,8 @@ def context_attention(
     """
     axes = collectives.bound_or_none(as_axis_names(axis), caller="context_attention")
     seen = (int(window), int(window)) if isinstance(window, int | np.integer) else window
-    how = _How(
-        axes,
-        _layout_here(layout, axes),
-        causal,
-        seen,
-        1 / math.sqrt(query.shape[-1]) if scale is None else scale,
-        block_size,
-        _parts(axes),
-    )
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    how = _How(axes, _layout_here(layout, axes), causal, seen, scale, block_size, _parts(axes))
     _check(query, key, value, segment_ids, how, impl, kernel)
     # Cast here, outside of the ring's own rule: its cotangents then vary as its inputs do.
     over = frozenset(collectives.spread_axes(axes)).union(*map(collectives.varying_axes, (query, key, value)))
@@ -208,13 +202,16 @@ def _by_gather(query: Array, key: Array, value: Array, segments: Array | None, h
     key, value = (collectives.all_gather(x, 1, how.axes) for x in (key, value))
     all_segments = None if segments is None else collectives.all_gather(segments, 1, how.axes)
     places = _own_positions(how, length), jnp.asarray(how.positions(length).ravel(), jnp.int32)
+    # All conditions are in the mask: a kernel's own options take keys to lie in the order of the queries.
     mask = _visible(how, *places, segments, all_segments)
     return kernel(query, key, value, mask=mask, is_causal=False, local_window_size=None, scale=how.scale)
 
 
 def _by_ulysses(query: Array, key: Array, value: Array, segments: Array | None, how: _How, kernel: Kernel) -> Array:
-    n, length = how.devices, query.shape[1]
-    copies = _copies(query.shape[2], key.shape[2], n)
+    n, length, groups = how.devices, query.shape[1], query.shape[2] // key.shape[2]
+    # The fewest copies of each key head with which every device gets as many, and those of its query heads.
+    copies = next(c for c in range(1, groups + 1) if groups % c == 0 and key.shape[2] * c % n == 0)
+    # In the natural order, which the kernel's causal mask and window take for granted.
     order = how.positions(length).ravel()
     natural = np.argsort(order)
 
@@ -242,12 +239,6 @@ def _in_order(values: Array, order: np.ndarray) -> Array:
     return values if (np.diff(order) == 1).all() else values[:, order]
 
 
-def _copies(heads: int, key_heads: int, devices: int) -> int:
-    """How often each key head is copied, so that every device gets as many, and those of its query heads."""
-    groups = heads // key_heads
-    return next(n for n in range(1, groups + 1) if groups % n == 0 and key_heads * n % devices == 0)
-
-
 def _visible(
     how: _How, of_queries: Array, of_keys: Array, query_segments: Array | None, key_segments: Array | None
 ) -> Array | None:
@@ -263,7 +254,8 @@ def _visible(
 
 
 def _any_visible(how: _How, of_queries: Array, of_keys: Array) -> Array:
-    """Whether a query of a block may see a key of another by its position: a block that is hidden is passed over."""
+    """Whether a query of a block may see a key of another by its position."""
+    # From the ends of the blocks alone: a hidden block costs four comparisons, and no product.
     nearest, farthest = of_keys.min() - of_queries.max(), of_keys.max() - of_queries.min()
     left, right = how.window or (math.inf, math.inf)
     right = min(right, 0) if how.causal else right
@@ -283,6 +275,7 @@ def _ring(query: Array, key: Array, value: Array, segments: Array | None, how: _
 def _ring_fwd(query: Array, key: Array, value: Array, segments: Array | None, how: _How) -> tuple[Array, PyTree]:
     blocks, of_queries, arrived = _in_blocks(query, key, value, segments, how)
     wide = jnp.promote_types(query.dtype, jnp.float32)
+    # All three begin as zeros of the queries, and so vary over devices as they do: a scan keeps its carry's type.
     zeros = jnp.zeros_like(blocks[..., 0], wide)
     state = zeros + HIDDEN, zeros, jnp.zeros((*zeros.shape, value.shape[-1]), wide) + zeros[..., None]
     for step in range(steps := _steps(how, query.shape[1])):
@@ -301,6 +294,7 @@ def _ring_bwd(how: _How, kept: PyTree, d_out: Array) -> tuple[Array, Array, Arra
     blocks, of_queries, arrived = _in_blocks(query, key, value, segments, how)
     wide = normalizer.dtype
     through = _query_blocks(d_out, key.shape[2], how)
+    # The sum over all keys of p (dO V^T), which the softmax's gradient subtracts, is O dO: known before the first key.
     correction = (_query_blocks(out, key.shape[2], how).astype(wide) * through.astype(wide)).sum(-1)
     of_result = through, normalizer, correction
     d_query, *d_arrived = (jnp.zeros_like(x, wide) for x in (blocks, *arrived[:2]))
@@ -318,12 +312,14 @@ def _ring_bwd(how: _How, kept: PyTree, d_out: Array) -> tuple[Array, Array, Arra
     return *(_from_blocks(x).astype(like.dtype) for x, like in shapes), None  # type: ignore[return-value]
 
 
+# A rule of its own, since JAX would keep the logits of all blocks of all steps for the backward pass.
 _ring = jax.custom_vjp(_ring, nondiff_argnums=(4,))
 _ring.defvjp(_ring_fwd, _ring_bwd)
 
 
 def _steps(how: _How, length: int) -> int:
     """How many devices' keys a device needs: all, or those that a window reaches back to."""
+    # In the zigzag layout the tokens before a device's second chunk lie on devices behind it as well.
     if how.causal and how.window and how.layout == "contiguous":
         return min(how.devices, 1 + math.ceil(how.window[0] / length))
     return how.devices
@@ -332,6 +328,7 @@ def _steps(how: _How, length: int) -> int:
 def _block_length(how: _How, length: int) -> int:
     """The divisor nearest to the block size; of half the tokens in the zigzag layout, whose halves lie apart."""
     length = length // 2 if how.layout == "zigzag" else length
+    # A divisor, so that no block needs padding and a mask for it.
     divisors = [size for size in range(1, length + 1) if length % size == 0]
     return min(divisors, key=lambda size: abs(math.log(size / how.block_size)))
 
@@ -347,11 +344,9 @@ def _in_blocks(query: Array, key: Array, value: Array, segments: Array | None, h
 
 
 def _positions_in_blocks(how: _How, query: Array, step: int) -> Array:
-    """Positions of the keys of a step, tied to the queries by a barrier.
-
-    Masks depend on positions alone. Where layers are a loop, JAX would compute those of all blocks ahead, as they need
-    no activation, and keep them: as large as all logits.
-    """
+    """Positions of the keys of a step, tied to the queries by a barrier."""
+    # Masks depend on positions alone. Where layers are a loop, JAX would compute those of all blocks ahead, as they
+    # need no activation, and keep them: as large as all logits.
     length = query.shape[1]
     positions, _ = lax.optimization_barrier((_own_positions(how, length, step), query[:1, :1, :1, :1]))
     return positions.reshape(-1, _block_length(how, length))
@@ -390,6 +385,7 @@ def _merge(how: _How, state: PyTree, queries: Array, of_queries: Any, arrived: A
 def _attend(how: _How, query: Array, key: Array, value: Array, places: Any, state: PyTree) -> PyTree:
     largest, total, out = state
     logits, mask = _logits(how, query, key, places)
+    # Old and new terms are brought to the larger of the two exponents, so that none overflows.
     new = jnp.maximum(largest, logits.max(-1))
     weights = jnp.exp(logits - new[..., None])
     if mask is not None:  # where a query has seen nothing but hidden keys so far, these exponentials are 1
@@ -435,11 +431,12 @@ def _terms(
 ) -> tuple[Array, tuple[Array, Array]]:
     """With p the softmax and D the ``correction``: dV = p^T dO, dS = p (dO V^T - D), dQ = dS K, dK = dS^T Q."""
     (d_out, normalizer, correction), (d_key, d_value) = result, d_keys
+    # The softmax again, from the one number that was kept for each query; hidden logits give 0.
     logits, _ = _logits(how, query, key, places)
     softmax = jnp.exp(logits - normalizer[..., None])
     d_value += _product("bgrqk,bgrqd->bgkd", softmax.astype(value.dtype), d_out.astype(value.dtype))
     d_logits = softmax * (_product("bgrqd,bgkd->bgrqk", d_out, value) - correction[..., None]) * how.scale
-    d_logits = d_logits.astype(query.dtype)
+    d_logits = d_logits.astype(query.dtype)  # matrix units multiply narrow operands, and add in float32
     d_key += _product("bgrqk,bgrqd->bgkd", d_logits, query)
     return d_query + _product("bgrqk,bgkd->bgrqd", d_logits, key), (d_key, d_value)
 

@@ -92,7 +92,7 @@ def split_param(
         box = leaf_of(leaf)
         value = collectives.own_shard(box.value, dim, (axis_name,)) if here > 1 else box.value
         if axis_name not in jax.sharding.get_abstract_mesh().shape:
-            return rebox(leaf, value)  # on one device
+            return rebox(leaf, value)  # on one device, where a name of an axis that is not there would be refused
         names = (*box.names[:dim], axis_name, *box.names[dim + 1 :])
         if box.names[dim] not in (None, axis_name) or (axis_name in box.axes and box.names[dim] is None):
             raise ValueError(
@@ -183,11 +183,11 @@ def row_product(
 
 
 def _scattered_in_a_ring(x: Array, kernel: Array, axis_name: str, dim: int, product: Product) -> Array:
-    """The sum of a share of the tokens goes from device to device, each of which adds its term, and ends where it is
-    kept."""
+    """The sum of a share of the tokens goes round, each device adding its term, and ends where it is kept."""
     n, me = collectives.axis_size((axis_name,)), collectives.axis_index((axis_name,))
     size, total = x.shape[dim] // n, None
     for step in range(n):
+        # The term does not read the sum that arrives, so the compiler may do both at a time.
         kept_by = (me + n - 1 - step) % n  # of the sum that this device now holds
         term = product(lax.dynamic_slice_in_dim(x, kept_by * size, size, dim), kernel)
         total = term if total is None else collectives.shift(total, (axis_name,)) + term
@@ -217,8 +217,7 @@ def _contracted(x: Array, kernel: Array, count: int, precision: Any) -> Array:
 
 
 def _flat_init(init: Callable[..., Any], count: int) -> Callable[..., Array]:
-    """As ``nn.DenseGeneral`` has it: values are drawn for a matrix (a vector, of a bias), and reshaped in their box."""
-
+    # As `nn.DenseGeneral` has it: values are drawn for a matrix (of a bias, a vector), whose fan-in scales them.
     def reshaped(rng: Array, shape: tuple[int, ...], dtype: Any) -> Any:
         flat = (math.prod(shape[:count]), math.prod(shape[count:]))
         leaf = init(rng, flat if count else flat[1:], dtype)

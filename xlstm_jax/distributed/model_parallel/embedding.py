@@ -64,6 +64,7 @@ class SplitEmbed(nn.Module):
 
     def attend(self, query: Array) -> Array:
         """Logits for hidden [..., d]: those of this device's entries, [..., V / n]."""
+        # Every device has the logits of its own entries: the loss adds over devices, and no logits travel.
         query, table = promote_dtype(query, self.table(), dtype=self.dtype)
         caller = f"'{'/'.join(self.path)}'"
         return column_products(query, [table.T], self.axis_name, sequence_dim=self.sequence_dim, caller=caller)[0]

@@ -74,6 +74,7 @@ def apply_by_group(expert: Expert, params: PyTree, rows: Array, sizes: Array, bl
     """
     if block_size < 1:
         raise ValueError(f"apply_by_group: block_size={block_size} must be a positive number of rows.")
+    # Cast here, outside of the rule: its cotangents then vary over devices as its inputs do.
     axes = frozenset().union(*(collectives.varying_axes(x) for x in jax.tree.leaves((params, rows, sizes))))
     params, rows, sizes = collectives.to_varying((params, rows, sizes.astype(jnp.int32)), sorted(axes))
     return _by_group(params, rows, sizes, expert, min(block_size, max(len(rows), 1)))
@@ -122,6 +123,7 @@ def _by_group_bwd(expert: Expert, block: int, kept: PyTree, d_out: Array) -> tup
             d_params = jax.tree.map(lambda total, x: total + x.astype(total.dtype), d_params, of_params)
             return lax.dynamic_update_slice_in_dim(d_rows, of_rows, at, 0), d_params
 
+        # In float32: a narrow sum over many blocks would stop growing.
         zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), of_one)
         d_rows, d_params = lax.fori_loop(0, -(-size // block), of_one_block, (d_rows, zeros))
         return d_rows, jax.tree.map(lambda total, x: total.astype(x.dtype), d_params, of_one)
@@ -130,17 +132,18 @@ def _by_group_bwd(expert: Expert, block: int, kept: PyTree, d_out: Array) -> tup
     return d_params, _up_to(sizes, d_rows[: len(rows)]), None
 
 
+# A rule of its own: JAX does not differentiate loops whose number of turns is known at run time only.
 _by_group = jax.custom_vjp(_by_group, nondiff_argnums=(3, 4))
 _by_group.defvjp(_by_group_fwd, _by_group_bwd)
 
 
 def _with_block(rows: Array, block: int) -> Array:
-    """With a block of zeros behind, so that each block that begins within the rows ends within."""
+    # A block of zeros behind: JAX would move a block that ends beyond the rows, and take other rows.
     return jnp.concatenate([rows, jnp.zeros_like(rows[:1], shape=(block, *rows.shape[1:]))])
 
 
 def _up_to(sizes: Array, rows: Array) -> Array:
-    """Rows behind all groups as zeros."""
+    # Rows behind all groups as zeros: no expert has computed them.
     return _where_rows(jnp.arange(len(rows)) < sizes.sum(), rows, 0)
 
 
@@ -188,7 +191,7 @@ def mix_experts(
     order = jnp.argsort(chosen, stable=True)
     sizes = jnp.zeros(experts, jnp.int32).at[chosen].add(1)
     own_experts = partial(apply_by_group, expert, params, block_size=block_size)
-    sent = rows[order // k]
+    sent = rows[order // k]  # choice c is one of token c // k
     if collectives.spread_axes(axes):
         most = len(rows) * min(k, experts // collectives.axis_size(axes))
         results = _exchanged(own_experts, sent, sizes, axes, most)
@@ -213,7 +216,8 @@ def _fits(routing: Routing) -> Array:
 
 
 def _combined(results: Array, routing: Routing) -> Array:
-    """[n, k, e] -> [n, e]; NaN for a token whose choices do not fit."""
+    """[n, k, e] -> [n, e]."""
+    # NaN, not 0: a router that chooses wrongly must not pass for one that drops tokens.
     sums = jnp.einsum("nke,nk->ne", results, routing.weights.astype(results.dtype))
     return _where_rows(_fits(routing), sums, jnp.nan)
 
@@ -307,16 +311,14 @@ def mix_experts_with_capacity(
 
 
 def _slots(chosen: Array, *, experts: int, capacity: int) -> tuple[Array, Array]:
-    """Of one group: the row in each slot [E, C], and the place of each choice [n, k]; choices of E take none.
-
-    Nothing is read from a slot without a row. It has the first row that counts, as the derivative of an expert at zeros
-    may be infinite (a norm), and 0 times it is NaN.
-    """
+    """Of one group: the row in each slot [E, C], and the place of each choice [n, k]; choices of E take none."""
     n, k = chosen.shape
     by_rank = chosen.T.ravel()  # first choices first
     order = jnp.argsort(by_rank, stable=True)
     sizes = jnp.zeros(experts, jnp.int32).at[by_rank].add(1)
     starts, slot = starts_of(sizes), jnp.arange(capacity)
+    # A slot without a row has the first row that counts, and is not read. Zeros would not do: the derivative of an
+    # expert there may be infinite (a norm), and 0 times it is NaN.
     sources = order[jnp.where(slot < sizes[:, None], starts[:, None] + slot, 0)] % n
     places = jnp.argsort(order) - starts[by_rank]
     return sources, places.reshape(k, n).T
@@ -433,6 +435,7 @@ class Experts(nn.Module):
         return out
 
     def _sow_losses(self, routing: Routing, weights: Array | None) -> None:
+        # What `init` sows would become a part of the state.
         if self.is_initializing():
             return
         bound = collectives.spread_axes(collectives.manual_axes())
@@ -512,7 +515,8 @@ class Experts(nn.Module):
         return params
 
     def _init_experts(self, rng: Array, axes: tuple[str, ...], rows: Array) -> PyTree:
-        """Each expert by a key of its own, the same on any number of devices; boxed with the axis in front."""
+        """Each expert by a key of its own; boxed with the axis in front."""
+        # All keys on each device, which keeps its own: the same values on any number of devices.
         keys = collectives.own_shard(jax.random.split(rng, self.num_experts), 0, axes)
         module, row = self.module.clone(parent=None, name=None), jnp.zeros_like(rows[:1])
         with apart_from_model():

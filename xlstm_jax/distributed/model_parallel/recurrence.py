@@ -63,6 +63,7 @@ def recurrence_over_axis(
             f"state of {state.shape}. The decay must broadcast to it (with dims of 1 behind a decay for each head), "
             "and initial have its shape."
         )
+    # A step that decays by 1 and adds the state: combined with the first device's, it begins there.
     first = jnp.ones_like(decay), initial
     # A wider decay makes the states between devices wider.
     return scan_over_axis(_linear, (decay, state), axis, first=first, reverse=reverse)[1].astype(state.dtype)
@@ -97,10 +98,10 @@ def scan_over_axis(
     if n == 1:
         return first
     first, step = collectives.to_varying((first, step), axes)
+    # Backward is forward with devices counted from the end.
     rank, direction = (n - 1 - index, -1) if reverse else (index, 1)
 
     def after_those_of(distance: int, step: PyTree) -> PyTree:
-        """The step after that of the device ``distance`` before it; as it is where there is no such device."""
         arrived = collectives.shift(step, axes, direction * distance, ring=False)
         # Where nothing has arrived, zeros may have no gradient (logarithms): the device's own step stands for them.
         before = _where(rank >= distance, arrived, step)

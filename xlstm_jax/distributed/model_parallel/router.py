@@ -49,6 +49,7 @@ def route_tokens(logits: Array, top_k: int, *, normalize: bool = False) -> Routi
         )
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     weights, experts = lax.top_k(jax.nn.softmax(logits), top_k)
+    # Of the softmax over all experts, so that the router has a gradient also where one expert is taken.
     return Routing(experts, weights / weights.sum(-1, keepdims=True) if normalize else weights, logits)
 
 
@@ -77,6 +78,7 @@ def load_balancing_loss(
     # tell that a total is equal on all devices, as it would then count once.
     sums = collectives.to_varying([chosen, weights.sum() * routing.experts.shape[1]], axes)
     chosen, total = collectives.psum(sums, [axes, axes])
+    # The count of choices has no gradient; the loss acts through the probabilities.
     share = lax.stop_gradient(chosen / jnp.where(total > 0, total, 1))
     return experts * jnp.sum(share * _mean(jax.nn.softmax(routing.logits), weights))
 

@@ -8,8 +8,7 @@ becomes what ``on_split_input`` makes of it.
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -154,8 +153,11 @@ class _Run:
             return method(*args, **kwargs)
         kind = None if is_on_split_input(cls) else self.splitting.kind_of(path, cls in PLAIN)
         if is_on_split_input(cls) or kind == "whole":
-            with self._apart():
-                return method(*args, **kwargs)
+            # Until it returns, modules run of which it is known how their parameters get their gradients.
+            before, self._column = self._column, None
+            result = method(*args, **kwargs)
+            self._column = before
+            return result
         if kind is None:
             if name != "setup":
                 self._check_between(path, module)
@@ -171,20 +173,14 @@ class _Run:
             object.__setattr__(module, "axis_name", self.splitting.axis_name)
         return getattr(module, name)(*args, **kwargs)
 
-    @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """While a module runs of which it is known how its parameters get their gradients."""
-        before, self._column = self._column, None
-        try:
-            yield
-        finally:
-            self._column = before
-
     def _check_between(self, path: str, module: nn.Module) -> None:
         axis = self.splitting.axis_name
         is_split = self._column is not None and devices_here(axis, f"'{path}'") > 1
+        # Its own parameters alone: those of a module within are looked at when that one runs.
+        own = [leaf for leaf in module.variables.get("params", {}).values() if not isinstance(leaf, Mapping)]
+        has_params = any(leaf_of(leaf).is_differentiable for leaf in own)
         # With types JAX sums the gradients itself.
-        if is_split and not collectives.is_tracked(axis) and _has_params(module):
+        if is_split and not collectives.is_tracked(axis) and has_params:
             raise ValueError(
                 f"split_modules: '{path}' ({type(module).__name__}) has whole parameters, and runs after "
                 f"'{self._column}' is split by columns, before a layer is split by rows. Where its input is each "
@@ -209,15 +205,10 @@ def _check_plain(path: str, module: Any, kind: str) -> None:
             )
 
 
-def _has_params(module: nn.Module) -> bool:
-    """Whether a module has parameters with gradients that are not those of a module within."""
-    own = module.variables.get("params", {}).values()
-    return any(leaf_of(leaf).is_differentiable for leaf in own if not isinstance(leaf, Mapping))
-
-
 _inside_class = functools.cache(on_split_input)
 
 
+# Cached, since JAX traces anew for each new class.
 @functools.cache
 def _split_class(plain: Any, kind: str) -> type[nn.Module]:
     """A subclass of the plain layer, as which ``shard_modules`` may choose it, with the name that it had."""
@@ -235,6 +226,7 @@ def _subclass(cls: type[nn.Module], splitting: _Splitting) -> Any:
 def _intercepted(plain: Callable[..., Any], splitting: _Splitting) -> Callable[..., Any]:
     @functools.wraps(plain)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Unbound, or within another method of this model: there is nothing to intercept, or it is already.
         if self.scope is None or any(run.splitting is splitting for run in watching(_Run)):
             return plain(self, *args, **kwargs)
         with nn.intercept_methods(_Run(splitting, len(self.path)).intercept):
