@@ -89,7 +89,13 @@ class MeshState:
 
     def of_this_process(self) -> Synced:
         """What the devices of this process have seen together; no other process takes part."""
-        rows = {name: _own_rows(x) for name, x in self.local.vectors.items()}
+
+        def own_rows(x: jax.Array) -> list[jax.Array]:  # [1, k] each, on the device of the first
+            # By row number: along other axes of the mesh lie copies of a row, and one copy counts.
+            rows = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
+            return jax.device_put([rows[start] for start in sorted(rows)], _first_shards(x)[0].device)
+
+        rows = {name: own_rows(x) for name, x in self.local.vectors.items()}
         return Synced(_merge_rows(self.local.layout, rows), self.local.layout)
 
     def to(self, device: Place) -> None:
@@ -223,14 +229,6 @@ def _merge(layout: Layout, a: Vectors, b: Vectors) -> Vectors:
 @functools.partial(jax.jit, static_argnums=0)
 def _merge_rows(layout: Layout, rows: dict[str, list[jax.Array]]) -> Vectors:
     return layout.merge_rows({name: jnp.concatenate(some) for name, some in rows.items()})
-
-
-def _own_rows(x: jax.Array) -> list[jax.Array]:
-    """The rows of this process, [1, k] each, on the device of the first."""
-    first = _first_shards(x)[0]
-    # By row number: along other axes of the mesh lie copies of a row, and one copy counts.
-    rows = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
-    return jax.device_put([rows[start] for start in sorted(rows)], first.device)
 
 
 def _first_shards(x: jax.Array) -> list[jax.Shard]:

@@ -112,23 +112,18 @@ class BinnedRanking(PureMetric):
         # thousand float32 would be off by up to 1e-4.
         reached = {name: jax.lax.associative_scan(Total.merge, total, reverse=True) for name, total in cells.items()}
         fractions = {name: ratio(total.value, reached[name].value[0], 0) for name, total in cells.items()}
-        auroc, auroc_bound = _auroc(fractions, reached)
-        precision, precision_bound = _average_precision(fractions["positive"], reached)
+        p, n = fractions["positive"], fractions["negative"]
+        # A negative's share of the positives that score higher: those above its bin, and half of those in it.
+        higher = ratio(_above(reached["positive"]).value, reached["positive"].value[0], 0)
+        auroc = Total.of(n * (higher + p / 2)).value
+        precision, precision_bound = _average_precision(p, reached)
         some = {name: total.value[0] != 0 for name, total in reached.items()}
         return {
             "auroc": jnp.where(some["positive"] & some["negative"], auroc, self.empty_auroc),
-            "auroc_error_bound": auroc_bound,
+            "auroc_error_bound": Total.of(p * n / 2).value,
             "average_precision": jnp.where(some["positive"], precision, self.empty_average_precision),
             "average_precision_error_bound": precision_bound,
         }
-
-
-def _auroc(fractions: dict[str, jax.Array], reached: Cells) -> tuple[jax.Array, jax.Array]:
-    """(area, bound of its error), from each bin's fraction of weight and weight in and above it."""
-    p, n = fractions["positive"], fractions["negative"]
-    total = reached["positive"]
-    higher = ratio(_above(total).value, total.value[0], 0)
-    return Total.of(n * (higher + p / 2)).value, Total.of(p * n / 2).value
 
 
 def _average_precision(p: jax.Array, reached: Cells) -> tuple[jax.Array, jax.Array]:

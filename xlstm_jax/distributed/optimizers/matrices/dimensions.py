@@ -238,8 +238,11 @@ def choices_of(given: Any, params: PyTree) -> dict[str, MatrixChoice]:
     shapes = whole_shapes(params)
     if given is None:
         return choose_matrices(shapes)
-    tree = given(params) if callable(given) else given
-    found, _ = trees.flatten_with_path(_each_leaf(tree, params), _is_dims)
+    # None is no leaf to JAX, and here it says that a leaf is no matrix.
+    prefix, treedef = trees.flatten_with_path(given(params) if callable(given) else given, _is_dims)
+    below: Sequence[Any] = treedef.flatten_up_to(params)
+    each = [trees.map_leaves(lambda leaf, dims=dims: dims, sub) for (_, dims), sub in zip(prefix, below, strict=True)]
+    found, _ = trees.flatten_with_path(jax.tree.unflatten(treedef, each), _is_dims)
     choices = {}
     for path, dims in ((path, dims) for path, dims in found if path in shapes):
         check_dims(path, shapes[path], dims)
@@ -249,11 +252,3 @@ def choices_of(given: Any, params: PyTree) -> dict[str, MatrixChoice]:
 
 def _is_dims(node: Any) -> bool:
     return node is None or isinstance(node, MuonDimensionNumbers)
-
-
-def _each_leaf(tree: PyTree, params: PyTree) -> PyTree:
-    """Dims for each leaf from dims for each leaf or subtree."""
-    prefix, treedef = trees.flatten_with_path(tree, _is_dims)
-    below: Sequence[Any] = treedef.flatten_up_to(params)
-    each = [trees.map_leaves(lambda leaf, dims=dims: dims, sub) for (_, dims), sub in zip(prefix, below, strict=True)]
-    return jax.tree.unflatten(treedef, each)
