@@ -320,7 +320,7 @@ class Checkpointer:
 
     def _candidates(self, step: int | None, found: Mapping[int, steps.StepFolder]) -> list[int]:
         """The steps to try, newest first."""
-        sound, lost = sorted((n for n in found if found[n].may_be_read), reverse=True), _all_of(found)
+        sound, lost = sorted((n for n in found if not found[n].problem), reverse=True), _all_of(found)
         if step is None and sound:
             return sound
         if step is not None and operator.index(step) in sound:

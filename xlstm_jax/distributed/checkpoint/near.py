@@ -155,7 +155,7 @@ class NearCheckpointer:
         self._open(layout_of(abstract_state))
         whole = whole_steps(self._peers)
         near = whole.get(self._layouts, set())
-        far = {number for number, found in self.far.steps_of_process_0().items() if found.may_be_read}
+        far = {number for number, found in self.far.steps_of_process_0().items() if not found.problem}
         wanted = [
             (number, tier)
             for number in sorted(near | far, reverse=True)

@@ -115,7 +115,13 @@ def export_safetensors(
         if str(dtype := _dtype_or_type(leaf)) not in CODES:
             raise TypeError(f"'{name}' of type {dtype} cannot be written to safetensors; it takes {sorted(CODES)}.")
     target = _target(path)
-    fail_together(lambda: _check_free(target), FileExistsError)
+
+    def check_free() -> None:
+        for file in (target, _index_file(target)):
+            if file.exists():
+                raise FileExistsError(f"{file} exists; remove it with its files, or choose another path")
+
+    fail_together(check_free, FileExistsError)
     files = _files(leaves, target, max_file_bytes)
     # A generator: each leaf is gathered when it is written, and the memory is used again for the next.
     arrays = (leaves[name].values() for names in files.values() for name in names)
@@ -191,12 +197,6 @@ def _hidden(file: Path) -> Path:
     return file.with_name(f".{file.name}.tmp")
 
 
-def _check_free(target: Path) -> None:
-    for file in (target, _index_file(target)):
-        if file.exists():
-            raise FileExistsError(f"{file} exists; remove it with its files, or choose another path")
-
-
 def _files(leaves: Mapping[str, _ToBeStored], target: Path, max_file_bytes: int) -> dict[Path, list[str]]:
     """The tensors of each file: in the order of the tree, a new file where one would be too large."""
     groups: list[list[str]] = []
@@ -248,13 +248,14 @@ def _write_files(
         for file, names in files.items():
             with _new_file(_hidden(file)) as opened, ThreadPoolExecutor(1) as syncing:
                 opened.write(_header_of({name: leaves[name] for name in names}))
-                synced = None
+                synced: Future[None] | None = None
                 for _ in names:
                     # As bytes: bfloat16 and float8 arrays have no buffer that Python can write.
                     opened.write(next(arrays).reshape(-1).view(np.uint8).data)
                     # The disk works while the next leaf is gathered; all at once at the end would take longer.
                     if synced is None or synced.done():
-                        synced = syncing.submit(_sync_after, synced, opened.fileno())
+                        _ = synced and synced.result()  # raises its error, if it has one
+                        synced = syncing.submit(os.fsync, opened.fileno())
                 _ = synced and synced.result()
         if index_file in written:
             with _new_file(_hidden(index_file)) as opened:
@@ -265,12 +266,6 @@ def _write_files(
     finally:
         for file in written:
             _hidden(file).unlink(missing_ok=True)
-
-
-def _sync_after(before: Future[None] | None, file: int) -> None:
-    if before is not None:
-        before.result()  # its error is told once
-    os.fsync(file)
 
 
 def _header_of(leaves: Mapping[str, _ToBeStored]) -> bytes:

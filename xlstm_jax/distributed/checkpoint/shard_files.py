@@ -11,7 +11,7 @@ import json
 import shutil
 import threading
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -59,13 +59,20 @@ class ShardFiles:
         del arrays  # bits are bits
 
     def save(self, step: int, arrays: Arrays, record: Callable[[], Json]) -> None:
-        shards = list(_shards_of(arrays))
+        # By name, so that a shard that several devices hold is written once.
+        shards: dict[str, np.ndarray | jax.Array] = {}
+        for path, array in arrays.items():
+            if isinstance(array, jax.Array):
+                parts = {bounds_of(shard.index, array.shape): shard.data for shard in array.addressable_shards}
+            else:
+                parts = {tuple((0, size) for size in array.shape): array}
+            shards |= {_name(path, bounds): data for bounds, data in parts.items()}
         # All copies begin before the first is waited for.
-        for _, data in shards:
+        for data in shards.values():
             if not isinstance(data, np.ndarray) and not all(map(is_in_host_memory, data.devices())):
                 data.copy_to_host_async()
         # On a CPU a view of the device's memory, which a donation then leaves alone; else a copy on the host.
-        held = [(name, np.asarray(data)) for name, data in shards]
+        held = [(name, np.asarray(data)) for name, data in shards.items()]
         self._thread = threading.Thread(target=self._write, args=(step, held, record), daemon=True)
         self._thread.start()
 
@@ -135,16 +142,6 @@ class ShardFiles:
                 return jax.make_array_from_callback(like.shape, like.sharding, part)
 
             return {path: array(path, like) for path, like in wanted.items()}
-
-
-def _shards_of(arrays: Arrays) -> Iterator[tuple[str, np.ndarray | jax.Array]]:
-    """Each shard of this process once, by its name in the file."""
-    for path, array in arrays.items():
-        if not isinstance(array, jax.Array):
-            yield _name(path, tuple((0, size) for size in array.shape)), array
-            continue
-        shards = {bounds_of(shard.index, array.shape): shard.data for shard in array.addressable_shards}
-        yield from ((_name(path, bounds), data) for bounds, data in shards.items())
 
 
 def _name(path: str, bounds: Bounds) -> str:

@@ -68,10 +68,6 @@ class StepFolder(NamedTuple):
     saved_as: int
     problem: str = ""
 
-    @property
-    def may_be_read(self) -> bool:
-        return not self.problem
-
 
 def steps_in(directory: Directory, backend: Backend, *, read_records: bool) -> dict[int, StepFolder]:
     """The folders that are named like a committed step, by number; records, if they are read, show renamed folders."""
@@ -109,7 +105,7 @@ def _folder(path: Path, record_file: str) -> StepFolder | None:
 
 
 def newest(steps: Mapping[int, StepFolder]) -> int | None:
-    return max((number for number, found in steps.items() if found.may_be_read), default=None)
+    return max((number for number, found in steps.items() if not found.problem), default=None)
 
 
 def lost_after(steps: Mapping[int, StepFolder], number: int) -> dict[int, str]:
@@ -126,9 +122,5 @@ def clear(directory: Directory, backend: Backend, damaged: set[int]) -> None:
         if found.problem == EMPTY and not os.path.islink(folder):
             folder.rmdir()
         elif found.problem or number in damaged:
-            folder.rename(_free_name(directory / f"{number}.damaged"))
-
-
-def _free_name(path: Directory) -> Directory:
-    names = [path.name, *(f"{path.name}-{i}" for i in range(2, 1000))]
-    return next(free for name in names if not os.path.lexists(free := path.with_name(name)))
+            free = (directory / f"{number}.damaged{count}" for count in ("", *(f"-{i}" for i in range(2, 1000))))
+            folder.rename(next(path for path in free if not os.path.lexists(path)))

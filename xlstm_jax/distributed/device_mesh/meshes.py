@@ -74,12 +74,12 @@ class DeviceMeshManager:
     @staticmethod
     def create_data_parallel_mesh(num_devices: int | None = None) -> Mesh:
         """A mesh with the one axis "data" over all devices, or the first ``num_devices``."""
-        return _mesh_of_first("data", num_devices)
+        return DeviceMeshManager.create_device_mesh({"data": -1 if num_devices is None else num_devices})
 
     @staticmethod
     def create_model_parallel_mesh(num_devices: int) -> Mesh:
         """A mesh with the one axis "model" over the first ``num_devices`` devices."""
-        return _mesh_of_first("model", num_devices)
+        return DeviceMeshManager.create_device_mesh({"model": num_devices})
 
     @staticmethod
     def create_hybrid_mesh(data_parallel_size: int, model_parallel_size: int) -> Mesh:
@@ -164,15 +164,6 @@ def _array_of(devices: Any) -> np.ndarray:
             "jax.devices()[:4]; or leave devices out, for all."
         )
     return array
-
-
-def _mesh_of_first(name: str, num_devices: int | None) -> Mesh:
-    count = jax.device_count()
-    if num_devices is not None and not (is_size(num_devices) and num_devices <= count):
-        raise ValueError(
-            f"num_devices={num_devices!r} for the axis {name!r}: there are {count} devices, 1 to {count} fit."
-        )
-    return DeviceMeshManager.create_device_mesh({name: count if num_devices is None else num_devices})
 
 
 def is_size(size: Any) -> bool:

@@ -270,18 +270,13 @@ def sync_states(states: list[Local]) -> list[Synced]:
     own = [Synced(jax.tree.map(lambda x: x[0], state.vectors), state.layout) for state in states]
     leaves, structure = jax.tree.flatten(own)
     # Gathered rows merge as pairs (high, low), at full precision, but arrive from all devices.
-    if not axes or collectives.axis_size(axes) * sum(leaf.nbytes for leaf in leaves) > GATHER_BYTES:
-        return _all_reduce(own, axes)
-    gathered = jax.tree.unflatten(structure, collectives.all_gather_stacked(leaves, axes))
-    return [state.replace(vectors=state.layout.merge_rows(state.vectors)) for state in gathered]
-
-
-def _all_reduce(states: list[Synced], axes: tuple[str, ...]) -> list[Synced]:
-    """One collective per (operation, dtype), on the pieces that a plain all-reduce merges."""
-    groups = [state.layout.groups_of(state.vectors) for state in states]
+    if axes and collectives.axis_size(axes) * sum(leaf.nbytes for leaf in leaves) <= GATHER_BYTES:
+        gathered = jax.tree.unflatten(structure, collectives.all_gather_stacked(leaves, axes))
+        return [state.replace(vectors=state.layout.merge_rows(state.vectors)) for state in gathered]
+    groups = [state.layout.groups_of(state.vectors) for state in own]
     merged = iter(all_reduce_cells([cell for some in groups for cell in some.values()], axes))
     after = [{group: next(merged) for group in some} for some in groups]
-    return [state.replace(vectors=state.layout.vectors_of(some)) for state, some in zip(states, after, strict=True)]
+    return [state.replace(vectors=state.layout.vectors_of(some)) for state, some in zip(own, after, strict=True)]
 
 
 def all_reduce_cells(cells: list[Any], axes: tuple[str, ...]) -> list[Any]:
