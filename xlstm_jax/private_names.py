@@ -22,13 +22,14 @@ try:
     from jax._src.config import _check_vma as types_are_checked
     from jax._src.config import traceback_in_locations_limit
     from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention
-    from jax._src.distributed import global_state as job
+    from jax._src.distributed import global_state
     from jax.extend import core
     from jax.extend.core.primitives import mul_p
     from jax.extend.random import define_prng_impl
     from jax.interpreters import batching, mlir
 
     register_atexit = threading._register_atexit  # type: ignore[attr-defined]
+    job: Any = global_state  # its fields are typed as None, which they are before the process joins
     _interceptors, _context = _linen._global_interceptor_stack, _linen._context
 except (ImportError, AttributeError) as error:
     raise ImportError(

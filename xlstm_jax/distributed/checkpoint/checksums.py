@@ -171,10 +171,9 @@ class SavedSums:
 
     def __init__(self, arrays: Mapping[str, jax.Array], timeout_s: float, place: str, *, all_write: bool) -> None:
         self._paths, self._timeout_s, self._all_write = list(arrays), timeout_s, all_write
-        state: Any = job
         several = jax.process_count() > 1
         kind = f"checksums/{digest(place)}"
-        self._store = Store(kind, state.process_id, range(state.num_processes)) if several else None
+        self._store = Store(kind, job.process_id, range(job.num_processes)) if several else None
         self._parts = [part for path, array in arrays.items() for part in _parts(path, array)]
         self._begun = threading.Event()
 

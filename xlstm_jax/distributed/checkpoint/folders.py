@@ -144,10 +144,9 @@ def send(folder: Path, address: list[Any], to: str, timeout_s: float) -> None:
 
 def _own_host() -> str:
     """The address by which other processes reach this host."""
-    state: Any = job
-    host, _, port = (state.coordinator_address or "localhost:1").rpartition(":")
+    host, _, port = (job.coordinator_address or "localhost:1").rpartition(":")
     host = host.strip("[]")
-    if not state.process_id:  # the others know it by this name
+    if not job.process_id:  # the others know it by this name
         return host
     # Nothing is sent: the system only says from which of its addresses it would be.
     family, kind, *_, to = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]

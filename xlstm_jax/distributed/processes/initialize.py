@@ -173,8 +173,8 @@ def _has_joined(member: Membership) -> bool:
     """Whether this process has joined already; raises ``RuntimeError`` if it has joined as another member."""
     if not jax.distributed.is_initialized():
         return False
-    state = job  # jax.process_index() would start the devices
-    now = state.coordinator_address, state.num_processes, state.process_id
+    # Not by jax.process_index(), which would start the devices.
+    now = job.coordinator_address, job.num_processes, job.process_id
     if now != member[:3]:
         raise RuntimeError(
             f"initialize_distributed: this is process {now[2]} of {now[1]} at {now[0]} already, and cannot become "

@@ -43,11 +43,10 @@ def leave(code: int, reason: str = "") -> None:
     """
     # `sys.exit` would run JAX's `atexit`, which waits in a barrier for processes that wait for this one.
     if reason and _has_peers():
-        state: Any = job
         why = shortened(one_line(reason).rstrip("."), MAX_REASON)
-        text = f"process {state.process_id} has left with exit code {code}: {why}"
-        others = [process for process in range(state.num_processes) if process != state.process_id]
-        in_time(lambda: _post(state.client, others, text), POST_TIMEOUT_S)
+        text = f"process {job.process_id} has left with exit code {code}: {why}"
+        others = [process for process in range(job.num_processes) if process != job.process_id]
+        in_time(lambda: _post(job.client, others, text), POST_TIMEOUT_S)
         _let_others_leave()
     _flush()
     os._exit(code)
@@ -77,8 +76,7 @@ def _has_peers() -> bool:
 
 @cache
 def _start_listening() -> None:
-    state: Any = job
-    listener = threading.Thread(target=_listen, args=(state.client, state.process_id), name="peers", daemon=True)
+    listener = threading.Thread(target=_listen, args=(job.client, job.process_id), name="peers", daemon=True)
     listener.start()
     # Called before Python joins the threads that are no daemons, and after functions that are registered later, such as
     # that of a checkpointer, which waits for its last save.
@@ -122,13 +120,12 @@ def _at_the_end(listener: threading.Thread) -> None:
     """Leaves if an exception ends the program; else ends the listening thread."""
     if not _has_peers():
         return
-    state = job
     error = getattr(sys, "last_value", None)  # set where Python prints what nobody caught
     if error is not None:
         code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED
         leave(code, f"{type(error).__name__}: {error}")
     # The thread waits in C++, and must have returned before the interpreter is torn down.
-    in_time(lambda: _post(state.client, [state.process_id], ""), POST_TIMEOUT_S)
+    in_time(lambda: _post(job.client, [job.process_id], ""), POST_TIMEOUT_S)
     listener.join(POST_TIMEOUT_S)
 
 

@@ -66,8 +66,7 @@ def assert_same_everywhere(
     versions = {"python": platform.python_version()} | {name: metadata.version(name) for name in COMPARED_PACKAGES}
     entries = entries_of(value) | {f"version of {name}": version for name, version in versions.items()} | jax_settings()
     if jax.distributed.is_initialized():
-        state = job
-        compare(entries, what, state.process_id, range(state.num_processes), timeout_s)
+        compare(entries, what, job.process_id, range(job.num_processes), timeout_s)
 
 
 def compare(entries: Mapping[str, str], what: str, me: int, processes: Sequence[int], timeout_s: float) -> None:

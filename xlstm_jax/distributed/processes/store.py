@@ -15,7 +15,6 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -34,8 +33,7 @@ class Store:
 
     def __init__(self, kind: str, me: int, processes: Sequence[int]) -> None:
         self.me, self.processes = me, processes
-        state: Any = job
-        self._client = state.client
+        self._client = job.client
         self._folder = f"xlstm_jax/{kind}/{digest(str(list(processes)))}"
         self._number = self._client.key_value_increment(f"{self._folder}/count/{me}", 1)
 
