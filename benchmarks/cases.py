@@ -56,10 +56,12 @@ from xlstm_jax.distributed.hardware.topologies import Topology
 from xlstm_jax.distributed.hardware.xla_options import compiler_options
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
 
-# The large models; 1.3B with kernels of rank 3 and 4; one for trying things out, and for tests; decoders, of images.
-OF_HIGHER_RANK = "1.3B_heads"
+# The large models; 1.3B with kernels of rank 3 and 4; one with the vocabulary of Llama 3; one for trying things out and
+# for tests; decoders, of images.
+OF_HIGHER_RANK, OF_LARGE_VOCABULARY = "1.3B_heads", "8B_128k"
 SIZES: dict[str, Size] = LARGE_SIZES | {
     OF_HIGHER_RANK: dataclasses.replace(LARGE_SIZES["1.3B"], block="transformer_heads"),
+    OF_LARGE_VOCABULARY: Size(4096, 32, 32, 128_256),
     "small": Size(256, 2, 2, 2048),
     **DECODERS,
     **VISION,
@@ -115,6 +117,7 @@ CASES: dict[str, Case] = {
     "ours, one order": Case("ours", "staged", options=OURS, one_order=True),
     "ours, float32": Case("ours", "staged", options=REMAT),
     "ours, chunked head": Case("ours", "staged", options=OURS | {"chunked_head": True}),
+    "ours, head by pieces": Case("ours", "staged", options=OURS | {"chunked_head": True, "by_pieces": True}),
     "ours, dots": Case("ours", "staged", options=OURS | {"remat": remat_policy("dots")}),
     "ours, gathered again": Case("ours", "staged", options=OURS | {"remat": False, "reshard_after_forward": True}),
     "ours, no remat": Case("ours", "staged", options=OURS | {"remat": False}),
@@ -156,6 +159,7 @@ WORDS = {
     "one order": "all leaves gathered in one order of the axes, not rotated",
     "float32": "gradients scattered in float32, not bfloat16",
     "chunked head": "the loss by chunks of the vocabulary",
+    "head by pieces": "the same, of which each chunk is gathered by itself",
     "dots": "results of matrix products kept",
     "gathered again": "activations kept, weights gathered again",
     "HSDP": "copies along the first dim",

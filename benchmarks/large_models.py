@@ -68,6 +68,7 @@ def language_model(
     shard_axes: tuple[str, ...] = (),
     remat: bool | RematPolicy = False,
     chunked_head: bool = False,
+    by_pieces: bool = False,
     prefetch: bool = False,
     attention: Attention | None = None,
     constrain: Callable[[jax.Array], jax.Array] | None = None,
@@ -82,6 +83,7 @@ def language_model(
       shard_axes: the ``axis_name`` of ``shard_module_params``.
       remat, prefetch, attention, constrain: of ``LanguageModel``.
       chunked_head: whether the loss is taken chunk by chunk of the vocabulary, or from all logits.
+      by_pieces: of the head, with ``chunked_head``.
       min_weight_size, **sharding: further options of ``shard_module_params``; gathered in bfloat16 unless they differ.
     """
     sharding = {"gather_dtype": jnp.bfloat16, "min_weight_size": min_weight_size} | sharding
@@ -97,6 +99,7 @@ def language_model(
         constrain=constrain,
         prefetch=prefetch,
         attention=attention,
+        by_pieces=by_pieces,
     )
     tokens = jax.ShapeDtypeStruct((devices, CONTEXT + 1), jnp.int32)
     loss = chunked_next_token_loss if chunked_head else next_token_loss

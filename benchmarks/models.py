@@ -384,6 +384,7 @@ class LanguageModel(nn.Module):
     1]``, one after the other, and a cache that ``init`` on ``tokens[b, t]`` has made for t of them. With
     ``prefetch=True`` the layers are ``scan_layers``, each of which is computed again. ``attention`` of the Transformer
     is a kernel in place of ``causal_attention``; ``product`` is the ``dot_general_cls`` of the blocks' projections.
+    ``by_pieces`` is that of the head.
     """
 
     block: str
@@ -400,6 +401,7 @@ class LanguageModel(nn.Module):
     prefetch: bool = False
     attention: Attention | None = None
     product: Any = None
+    by_pieces: bool = False
 
     def __call__(self, tokens, *, train: bool = False):
         x, head = self._hidden_and_head(tokens, train)
@@ -418,7 +420,8 @@ class LanguageModel(nn.Module):
         x, _ = self.blocks(wrap, deterministic=not train)(x)
         x = nn.RMSNorm(**dtypes(self.dtype), name="final_norm")(x)
         start = nn.initializers.normal(0.1 * self.dim**-0.5)  # near the uniform guess, ln(vocab_size) nats
-        return x, wrap(LMHead)(self.vocab_size, **dtypes(self.dtype), kernel_init=start, name="head")
+        options = {"kernel_init": start, "by_pieces": self.by_pieces, "name": "head"}
+        return x, wrap(LMHead)(self.vocab_size, **dtypes(self.dtype), **options)
 
     def blocks(self, wrap: ModuleWrapper, deterministic: bool) -> nn.Module:
         """All layers as one module; the parameters of layer l are index l of every leaf."""

@@ -37,6 +37,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import (
 )
 from xlstm_jax.distributed.data_parallel.wire.gather_array import GATHER_SCOPE, gather_dims, gathered_by_hand
 from xlstm_jax.distributed.data_parallel.wire.lookup import LOOKUP_SCOPE, by_rows, look_up
+from xlstm_jax.distributed.data_parallel.wire.pieces import Pieces
 from xlstm_jax.distributed.data_parallel.wire.quantized import PackedAlong
 from xlstm_jax.distributed.data_parallel.wire.tracing import inside_branch, running_loss
 
@@ -434,32 +435,55 @@ def shard_to_gather(leaf: Any, axes: tuple[str, ...], path: str = "") -> Any:
 
 
 def gives_rows(box: Sharded, how: Communication) -> bool:
-    """Whether a lookup may ask for rows of a table: one dim is split, and values travel as floats."""
-    split = [entry for entry in box.names if entry]
-    is_float = not box.packed and jnp.issubdtype(value_dtype(box.value), jnp.inexact)
-    return (
-        box.looked_up
-        and is_float
-        and len(box.names) == 2
-        and len(split) == 1
-        and not box.model_axes
-        and not (how.format_of(box.value))
-    )
+    """Whether a lookup may ask for rows of a table."""
+    return box.looked_up and _gives_parts(box, how)
 
 
-def look_up_rows(leaf: Any, indices: jax.Array, axes: tuple[str, ...], how: Communication, path: str = "") -> Any:
-    """The rows of a table at ``indices``; None where it sends less to gather the table, or where it must be gathered.
+def _gives_parts(box: Sharded, how: Communication) -> bool:
+    """Whether parts of a matrix may be sent instead of all: one dim is split, and values travel as floats."""
+    is_float = not box.packed and jnp.issubdtype(value_dtype(box.value), jnp.inexact) and not how.format_of(box.value)
+    is_own = not box.model_axes and not box.read_as_stored
+    return is_float and is_own and len(box.names) == 2 and sum(map(bool, box.names)) == 1
+
+
+def _split_here(box: Sharded, *operands: jax.Array) -> tuple[int, tuple[str, ...]] | None:
+    """The dim of a matrix that is split here, and over which axes; None where only a gather of all of it is exact.
 
     In a branch of ``lax.cond`` gathers are refused where they are made. Under ``vmap`` nothing here tells how many
     examples there are.
     """
-    box, how = leaf_of(leaf), how.or_else(leaf_of(leaf).communication)
-    if not gives_rows(box, how) or not isinstance(box.value, Tracer) or not indices.size:
+    if not isinstance(box.value, Tracer) or not all(map(collectives.is_bound, box.axes)):
         return None
-    dim = next(dim for dim, entry in enumerate(box.names) if entry)
     over = collectives.spread_axes(box.axes)
-    if not over or not set(over) <= set(axes) or collectives.is_batched(indices) or inside_branch():
+    if not over or any(map(collectives.is_batched, operands)) or inside_branch():
         return None
+    return next(dim for dim, entry in enumerate(box.names) if entry), over
+
+
+def pieces_of(box: Sharded, along: int, *operands: jax.Array) -> tuple[jax.Array, Pieces] | None:
+    """The shard of a matrix, and how pieces of it are gathered: parts of its dim ``along``; None where it goes whole.
+
+    ``operands`` are the arrays that it is read with.
+    """
+    how = box.communication
+    split = _split_here(box, box.value, *operands) if _gives_parts(box, how) else None
+    # Padding of the other dim would have to be cut off each piece.
+    if split is None or (box.is_padded and split[0] != along):
+        return None
+    collectives.check_bound(how.copied_axes, caller="pieces of a parameter, replicas of it")
+    how.dtypes(box.value)  # refused here, not in the backward pass
+    (dim, over), held = split, box.value.shape[along]
+    size = box.unpadded_sizes[along] or held * (collectives.axis_size(over) if dim == along else 1)
+    return _as_read(box, box.value), Pieces(along, size, held, dim, over, how, box.trainable)
+
+
+def look_up_rows(leaf: Any, indices: jax.Array, axes: tuple[str, ...], how: Communication, path: str = "") -> Any:
+    """The rows of a table at ``indices``; None where to gather the table sends less, or is the only exact way."""
+    box, how = leaf_of(leaf), how.or_else(leaf_of(leaf).communication)
+    split = _split_here(box, indices) if gives_rows(box, how) and indices.size else None
+    if split is None or not set(split[1]) <= set(axes):
+        return None
+    dim, over = split
     collectives.check_bound(how.copied_axes, caller=f"the lookup of rows of '{path}', replicas of it")
     sent, summed = (jnp.dtype(dtype).itemsize for dtype in how.dtypes(box.value, path))
     summed *= box.trainable

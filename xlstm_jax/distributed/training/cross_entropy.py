@@ -13,6 +13,9 @@ and rounded once; chunks of tokens would read and write a float32 array of the k
 
 Of a kernel that is split over a mesh axis by entries of V each device reads its own part so. Four numbers per token
 then travel, the normaliser, the label's logit, the largest logit and its entry, and no logits.
+
+Of a kernel that is sharded (FSDP), a chunk may be gathered just before it is used, and its gradient scattered right
+after: the kernel is then never whole on a device, nor is its gradient. It is gathered a second time in backward.
 """
 
 from collections.abc import Callable
@@ -26,7 +29,15 @@ from flax.linen.dtypes import promote_dtype
 from jax import Array, lax
 
 from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, pieces_of
 from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.gather_array import (
+    Primal,
+    check_one_gradient_of_one_batch,
+    gradient_of_shard,
+    shard_as_sent,
+)
+from xlstm_jax.distributed.data_parallel.wire.pieces import Pieces
 from xlstm_jax.distributed.model_parallel.activations import devices_here, enter_split, gather_tokens, leave_split
 from xlstm_jax.distributed.model_parallel.dense import column_products, split_param
 
@@ -53,13 +64,14 @@ class TokenLosses(NamedTuple):
 
 def chunked_cross_entropy(
     hidden: Array,
-    kernel: Array,
+    kernel: Array | Sharded,
     labels: Array,
     *,
     vocab_dim: int = 1,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     vocab_axis: str | None = None,
     sequence_dim: int | None = None,
+    dtype: Any = None,
 ) -> TokenLosses:
     """Cross-entropy of ``softmax(hidden @ kernel)`` for each token, holding ``chunk_size`` logits per token at a time.
 
@@ -73,7 +85,10 @@ def chunked_cross_entropy(
 
     Args:
       hidden: [..., d]. Leading dims are kept apart, so that ``jit`` may split them.
-      kernel: [d, V], whole, as it is in a module that ``shard_module_params`` has wrapped.
+      kernel: [d, V], whole, as it is in a module that ``shard_module_params`` has wrapped. Or this device's shard in
+        its box, as it is in ``state.params`` inside ``shard_map``: each chunk is then gathered just before its
+        products, and its gradient scattered right after. What cannot go so (formats of blocks, under ``vmap``)
+        is gathered whole.
       labels: integers [...]. A negative one (-100 by custom) marks a token that does not count: its loss is 0 and it
         takes no gradient; divide the sum of losses by the number of the others. One of V or more has the loss NaN.
       vocab_dim: the kernel's dim of the vocabulary; 0 for the table [V, d] of an ``nn.Embed``.
@@ -82,24 +97,28 @@ def chunked_cross_entropy(
         whole, and equal on its devices.
       sequence_dim: with ``vocab_axis``, the dim of tokens along which ``hidden`` is split over that axis; the labels
         and the result are whole.
+      dtype: of the products; None: the wider of hidden's and kernel's.
     Raises:
       ValueError: shapes do not fit each other, the chunk size is not positive, or ``vocab_axis`` is not bound.
       TypeError: the labels are no integers.
     """
-    hidden, kernel, labels = jnp.asarray(hidden), jnp.asarray(kernel), jnp.asarray(labels)
-    dtype = jnp.promote_types(hidden.dtype, kernel.dtype)
+    hidden, labels = jnp.asarray(hidden), jnp.asarray(labels)
+    kernel = kernel if isinstance(kernel, Sharded) and not vocab_axis else jnp.asarray(kernel)
+    dtype = jnp.promote_types(hidden.dtype, kernel.dtype) if dtype is None else jnp.dtype(dtype)
     parts = devices_here(vocab_axis, "chunked_cross_entropy") if vocab_axis else 1
     hidden = _entered(hidden.astype(dtype), vocab_axis, sequence_dim)
     _check(hidden, kernel, labels, vocab_dim, chunk_size)
+    stored, pieces = _read_as(kernel, vocab_dim, dtype, hidden, labels)
     # Cast to varying here, outside the custom rule: its cotangents then vary like its inputs, and JAX transposes the
-    # cast into the sum over devices.
-    axes = frozenset().union(*map(collectives.varying_axes, (hidden, kernel, labels)))
-    labels, size = labels.astype(jnp.promote_types(labels.dtype, jnp.int32)), kernel.shape[vocab_dim]
+    # cast into the sum over devices. The cast of a shard over its copies is made within, where their mean is taken.
+    axes = frozenset(pieces.axes).union(pieces.copied_axes, *map(collectives.varying_axes, (hidden, stored, labels)))
+    labels, size = labels.astype(jnp.promote_types(labels.dtype, jnp.int32)), pieces.size
     first = collectives.axis_index((vocab_axis,)) * size if vocab_axis and parts > 1 else None
     # A label of another part is no entry of this one, and its logit is read as 0: the sum over parts has it once.
     own_labels = labels if first is None else labels - first
-    arrays = collectives.to_varying((hidden, kernel.astype(dtype), own_labels), sorted(axes))
-    found = _differentiable_read(*arrays, vocab_dim, int(chunk_size))
+    hidden, own_labels = collectives.to_varying((hidden, own_labels), sorted(axes))
+    stored = collectives.to_varying(stored, sorted(axes.difference(pieces.copied_axes)))
+    found = _differentiable_read(hidden, stored, own_labels, pieces, max(1, int(chunk_size) // pieces.parts))
     if vocab_axis and first is not None:
         found = _over_all_parts(found, first, vocab_axis)
     log_normalizer, label_logit, likeliest, _ = found
@@ -107,6 +126,13 @@ def chunked_cross_entropy(
     # A label beyond the vocabulary is a mistake of the data, and NaN shows it: its logit was read as 0.
     loss = jnp.where(labels < size * parts, log_normalizer - label_logit, jnp.nan)
     return TokenLosses(jnp.where(counts, loss, 0), jnp.where(counts, log_normalizer, 0), counts & (likeliest == labels))
+
+
+def _read_as(kernel: Array | Sharded, vocab_dim: int, dtype: Any, *operands: Array) -> tuple[Array, Pieces]:
+    """The kernel, or this device's shard, and how it is read."""
+    size = kernel.shape[vocab_dim]
+    found = pieces_of(kernel, vocab_dim, *operands) if isinstance(kernel, Sharded) else None
+    return found or (jnp.asarray(kernel).astype(dtype), Pieces(vocab_dim, size, size))
 
 
 def _entered(hidden: Array, vocab_axis: str | None, sequence_dim: int | None) -> Array:
@@ -140,7 +166,7 @@ def _over_all_parts(found: Arrays, first: Array, axis: str) -> Arrays:
     return reference + jnp.log(total), leave_split(label_logit, axis), likeliest, highest
 
 
-def _check(hidden: Array, kernel: Array, labels: Array, vocab_dim: int, chunk_size: int) -> None:
+def _check(hidden: Array, kernel: Array | Sharded, labels: Array, vocab_dim: int, chunk_size: int) -> None:
     if kernel.ndim != 2 or vocab_dim not in (0, 1):
         raise ValueError(
             f"kernel of shape {kernel.shape} with {vocab_dim=}: it must be [d, V] with vocab_dim=1, or [V, d], an "
@@ -162,53 +188,64 @@ def _check(hidden: Array, kernel: Array, labels: Array, vocab_dim: int, chunk_si
         raise ValueError(f"chunk_size={chunk_size!r} is not a positive number of entries of the vocabulary.")
 
 
-def _read_logits(hidden: Array, kernel: Array, labels: Array, vocab_dim: int, chunk_size: int) -> Arrays:
-    """(logsumexp of the logits, the label's logit or 0 where it has none, the index of the largest, and it), [...]."""
-    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+def _read_logits(hidden: Array, kernel: Array, labels: Array, pieces: Pieces, chunk_size: int) -> Arrays:
+    """(logsumexp of the logits, the label's logit or 0 where it has none, the index of the largest, and it), [...].
+
+    ``kernel`` is as stored, ``chunk_size`` the entries of each chunk that a device holds.
+    """
+    wide, sent = jnp.promote_types(hidden.dtype, jnp.float32), shard_as_sent(kernel, pieces.how)
 
     def read(carry: PyTree, start: Any, size: int) -> PyTree:
         largest, total, label_logit, likeliest = carry
-        logits = _logits(hidden, lax.dynamic_slice_in_dim(kernel, start, size, vocab_dim), vocab_dim)
+        logits = _logits(hidden, pieces.gathered(sent, start, size).astype(hidden.dtype), pieces, start, size)
         highest = logits.max(axis=-1)
         new = jnp.maximum(largest, highest)
         # The sum so far is relative to the old maximum; it is brought to the new one, so that nothing overflows.
         total = total * jnp.exp(largest - new) + jnp.exp(logits - new[..., None]).sum(axis=-1)
-        label_logit += jnp.where(_is_label(labels, start, size), logits, 0).sum(axis=-1)
-        likeliest = jnp.where(highest > largest, start + jnp.argmax(logits, axis=-1).astype(jnp.int32), likeliest)
-        return new, total, label_logit, likeliest
+        label_logit += jnp.where(_is_label(labels, pieces, start, size), logits, 0).sum(axis=-1)
+        entry = pieces.entries(start, size, jnp.argmax(logits, axis=-1))
+        # Of equal logits the first entry wins; that of a later chunk may come before, where several devices have part.
+        is_first = (highest > largest) | ((highest == largest) & (entry < likeliest))
+        return new, total, label_logit, jnp.where(is_first, entry, likeliest)
 
     zeros = jnp.zeros_like(labels, wide)
     # Made of the labels, so that under check_vma the carry varies over the axes of the tokens.
     carry = (zeros - jnp.inf, zeros, zeros, jnp.zeros_like(labels, jnp.int32))
-    largest, total, label_logit, likeliest = _over_chunks(read, carry, kernel.shape[vocab_dim], chunk_size)
+    largest, total, label_logit, likeliest = _over_chunks(read, carry, pieces.held, chunk_size)
     return largest + jnp.log(total), label_logit, likeliest, largest
 
 
-def _read_logits_fwd(hidden: Array, kernel: Array, labels: Array, vocab_dim: int, chunk_size: int) -> tuple[Any, Any]:
-    out = _read_logits(hidden, kernel, labels, vocab_dim, chunk_size)
+def _read_logits_fwd(hidden: Array, kernel: Array, labels: Array, pieces: Pieces, chunk_size: int) -> tuple[Any, Any]:
+    out = _read_logits(hidden, kernel, labels, pieces, chunk_size)
     return out, (hidden, kernel, labels, out[0])
 
 
-def _read_logits_bwd(vocab_dim: int, chunk_size: int, kept: Arrays, cotangents: Arrays) -> tuple[Array, Array, None]:
+def _read_logits_bwd(pieces: Pieces, chunk_size: int, kept: Arrays, cotangents: Arrays) -> tuple[Array, Any, None]:
     hidden, kernel, labels, log_normalizer = kept
     d_normalizer, d_label_logit, *_ = cotangents
+    primal, sent = Primal.of(kernel), shard_as_sent(kernel, pieces.how)
+    check_one_gradient_of_one_batch("", primal, d_normalizer, pieces.axes)
     wide, tokens = log_normalizer.dtype, tuple(range(hidden.ndim - 1))
 
     def add(carry: PyTree, start: Any, size: int) -> PyTree:
         d_hidden, d_kernel = carry
-        chunk = lax.dynamic_slice_in_dim(kernel, start, size, vocab_dim)
+        chunk = pieces.gathered(sent, start, size).astype(hidden.dtype)
         # Logits are computed again, chunk by chunk: to keep them would take what the loop saves.
-        softmax = jnp.exp(_logits(hidden, chunk, vocab_dim) - log_normalizer[..., None])
+        softmax = jnp.exp(_logits(hidden, chunk, pieces, start, size) - log_normalizer[..., None])
         # The derivative of the normaliser by a logit is its softmax; the label's logit is a logit itself.
-        of_label = jnp.where(_is_label(labels, start, size), d_label_logit[..., None], 0)
+        of_label = jnp.where(_is_label(labels, pieces, start, size), d_label_logit[..., None], 0)
         d_logits = (softmax * d_normalizer[..., None] + of_label).astype(hidden.dtype)
-        d_hidden += _product(d_logits, chunk, (d_logits.ndim - 1,), (vocab_dim,), wide)
-        factors = (hidden, d_logits) if vocab_dim else (d_logits, hidden)
-        d_chunk = _product(*factors, tokens, tokens, wide).astype(kernel.dtype)
-        return d_hidden, lax.dynamic_update_slice_in_dim(d_kernel, d_chunk, start, vocab_dim)
+        d_hidden += _product(d_logits, chunk, (d_logits.ndim - 1,), (pieces.along,), wide)
+        if not pieces.trainable:
+            return d_hidden, d_kernel
+        factors = (hidden, d_logits) if pieces.along else (d_logits, hidden)
+        d_chunk = pieces.scattered(_product(*factors, tokens, tokens, wide), primal).astype(d_kernel.dtype)
+        return d_hidden, lax.dynamic_update_slice_in_dim(d_kernel, d_chunk, start, pieces.along)
 
-    carry = (jnp.zeros_like(hidden, wide), jnp.zeros_like(kernel))
-    d_hidden, d_kernel = _over_chunks(add, carry, kernel.shape[vocab_dim], chunk_size)
+    summed = pieces.how.dtypes(kernel)[1] if pieces.axes else kernel.dtype
+    carry = (jnp.zeros_like(hidden, wide), jnp.zeros_like(sent, summed) if pieces.trainable else None)
+    d_hidden, d_kernel = _over_chunks(add, carry, pieces.held, chunk_size)
+    d_kernel = gradient_of_shard(d_kernel, pieces.how, primal) if pieces.trainable else None
     return d_hidden.astype(hidden.dtype), d_kernel, None
 
 
@@ -225,15 +262,18 @@ def _over_chunks(fn: Callable[[PyTree, Any, int], PyTree], carry: PyTree, total:
     return fn(carry, looped, total - looped) if total > looped else carry
 
 
-def _logits(hidden: Array, chunk: Array, vocab_dim: int) -> Array:
-    """[..., d], a chunk of the kernel -> [..., c] in float32 or wider."""
+def _logits(hidden: Array, chunk: Array, pieces: Pieces, start: Any, size: int) -> Array:
+    """[..., d], a chunk of the kernel -> [..., c] in float32 or wider; -inf for padding."""
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    return _product(hidden, chunk, (hidden.ndim - 1,), (1 - vocab_dim,), wide)
+    logits = _product(hidden, chunk, (hidden.ndim - 1,), (1 - pieces.along,), wide)
+    if pieces.held * pieces.parts == pieces.size:
+        return logits
+    return jnp.where(pieces.entries(start, size) < pieces.size, logits, -jnp.inf)
 
 
-def _is_label(labels: Array, start: Any, size: int) -> Array:
+def _is_label(labels: Array, pieces: Pieces, start: Any, size: int) -> Array:
     """[...] -> [..., c]: which entry of a chunk is the token's label."""
-    return labels[..., None] == start + jnp.arange(size, dtype=jnp.int32)
+    return labels[..., None] == pieces.entries(start, size)
 
 
 def _product(a: Array, b: Array, dims_a: tuple[int, ...], dims_b: tuple[int, ...], dtype: Any) -> Array:
@@ -258,6 +298,8 @@ class LMHead(nn.Module):
       features: V, the entries of the vocabulary.
       dtype: of the products, None: that of hidden and kernel; ``param_dtype``, ``kernel_init``: as in ``nn.Dense``.
       chunk_size, vocab_axis, sequence_dim: see ``chunked_cross_entropy``. ``vocab_axis`` splits the kernel.
+      by_pieces: whether ``losses`` of a wrapped head gathers a sharded kernel chunk by chunk: it is never whole on a
+        device, nor is its gradient, and it is gathered once more.
     """
 
     features: int
@@ -267,6 +309,7 @@ class LMHead(nn.Module):
     chunk_size: int = DEFAULT_CHUNK_SIZE
     vocab_axis: str | None = None
     sequence_dim: int | None = None
+    by_pieces: bool = False
 
     def __call__(self, hidden: Array) -> Array:
         """Logits [..., V] for hidden [..., d], in ``dtype``: to sample from; those of a device's own entries."""
@@ -277,7 +320,20 @@ class LMHead(nn.Module):
 
     def losses(self, hidden: Array, labels: Array) -> TokenLosses:
         """The losses of labels [...] given hidden [..., d]: to train on."""
-        hidden, kernel = self._operands(hidden)
+        return self._losses(*self._operands(hidden), labels)
+
+    @nn.nowrap
+    def from_shards(self, method: str, shards: dict[str, Sharded], *args: Any, **kwargs: Any) -> TokenLosses | None:
+        """``losses`` of a kernel that is read by pieces; None where it is to be gathered. A wrapped head calls it."""
+        kernel = shards.get("kernel") if self.by_pieces and method == "losses" else None
+        if kernel is None or not pieces_of(kernel, 1, *args, *kwargs.values()):
+            return None
+        return self._losses_of_shard(kernel, *args, **kwargs)
+
+    def _losses_of_shard(self, kernel: Sharded, hidden: Array, labels: Array) -> TokenLosses:
+        return self._losses(promote_dtype(hidden, dtype=self.dtype)[0], kernel, labels)
+
+    def _losses(self, hidden: Array, kernel: Array | Sharded, labels: Array) -> TokenLosses:
         return chunked_cross_entropy(
             hidden,
             kernel,
@@ -285,6 +341,7 @@ class LMHead(nn.Module):
             chunk_size=self.chunk_size,
             vocab_axis=self.vocab_axis,
             sequence_dim=self.sequence_dim,
+            dtype=self.dtype,
         )
 
     @nn.compact

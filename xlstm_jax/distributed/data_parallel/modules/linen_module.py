@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from flax.linen.transforms import lift_transform
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel.leaf import is_ours, leaf_of
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_ours, leaf_of
 from xlstm_jax.distributed.data_parallel.modules import unit
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, ModuleSystem, gather_here, running, shard_here
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN, ShardPolicy
@@ -224,17 +224,19 @@ def _only_when_bound(plain: Method, gathering: Method, policy: ShardPolicy) -> M
 def enter(
     module: nn.Module, name: str, gathering: Method, policy: ShardPolicy, args: Any, kwargs: Any, returned: Method
 ) -> Any:
-    """Runs the method of this name, lifted as ``gathering``; of an ``nn.Embed`` by rows, where that sends less.
+    """Runs the method of this name, lifted as ``gathering``, or what computes the same from shards, if there is such.
 
-    The result is then what ``returned(module, name, rows)`` makes of the rows.
+    An ``nn.Embed`` looks up rows, where that sends less. The result is then what ``returned`` makes of it, given the
+    module and the name, too.
     """
 
-    def by_rows(module: nn.Embed, *args: Any, **kwargs: Any) -> Any:
-        # The method does not run where rows are looked up, so it must be Flax's own: see ``_is_lookup``.
-        rows = _rows(module, name, policy, args, kwargs)
-        return gathering(module, *args, **kwargs) if rows is None else returned(module, name, rows)
+    def from_shards(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # The method itself does not run then, so it must be the one whose result is computed: see ``_is_own``.
+        compute = _rows if isinstance(module, nn.Embed) else _from_shards
+        found = compute(module, name, policy, args, kwargs)
+        return gathering(module, *args, **kwargs) if found is None else returned(module, name, found)
 
-    run = by_rows if isinstance(module, nn.Embed) else gathering
+    run = from_shards if isinstance(module, nn.Embed | ReadsShards) else gathering
     with inside_unit(module, policy.axes):
         return unit.entered(LINEN, module.name or type(module).__name__, run, module, args, kwargs)
 
@@ -315,9 +317,32 @@ def inside_unit(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
         raise
 
 
-# -------------------------------------------------------------------------------------------------- rows of embeddings
+# ------------------------------------------------------------------------------- what is computed without a gather
 
 TABLE = "embedding"  # the name of the parameter of an ``nn.Embed``
+
+
+@runtime_checkable
+class ReadsShards(Protocol):
+    """A module that can compute from the shards of its own parameters, as ``LMHead`` does by pieces of its kernel."""
+
+    def from_shards(self, method: str, shards: dict[str, Sharded], *args: Any, **kwargs: Any) -> Any:
+        """What a method returns for its arguments, from shards by name; None where they are to be gathered for it."""
+        ...
+
+
+def _from_shards(module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
+    """What a module that ``ReadsShards`` returns; None where it is to gather them."""
+    cls = next(cls for cls in type(module).__mro__ if "from_shards" in vars(cls))
+    if module.is_initializing() or running(policy.axes) != "manual" or not _is_own(module, method, cls):
+        return None
+    how, own = dataclasses.replace(policy.communication, replicas=None), module.variables.get("params", {})
+    shards = {
+        name: leaf.replace(communication=how.or_else(leaf.communication))
+        for name, leaf in own.items()
+        if isinstance(leaf, Sharded) and set(leaf.axes) <= set(policy.axes)
+    }
+    return module.from_shards(method, shards, *args, **kwargs)
 
 
 def _returned(module: nn.Module, method: str, result: Any) -> Any:
@@ -360,11 +385,19 @@ def _table(module: nn.Embed) -> Any:
 
 
 def _is_lookup(module: nn.Embed, method: str) -> bool:
-    """Whether a method takes rows of the table as ``nn.Embed`` does; a class of the user's may do something else."""
-    call = inspect.getattr_static(type(module), "__call__")
-    # Flax's own call, and none that a transformation of the model (nn.map_variables, say) has made of it.
-    own = inspect.unwrap(call) is inspect.unwrap(nn.Embed.__call__) and "transform" not in _closure_of_lifted(call)
-    return method == "__call__" and own and getattr(module, "promote_dtype", promote_dtype) is promote_dtype
+    """Whether a method takes rows of the table as ``nn.Embed`` does."""
+    is_call = method == "__call__" and _is_own(module, method, nn.Embed)
+    return is_call and getattr(module, "promote_dtype", promote_dtype) is promote_dtype
+
+
+def _is_own(module: nn.Module, method: str, cls: type[nn.Module]) -> bool:
+    """Whether a method is that of ``cls``, as nobody has changed it.
+
+    A class of the user's may do something else, and so may a transformation of the model (nn.map_variables, say).
+    """
+    found = inspect.getattr_static(type(module), method)
+    is_of_class = inspect.unwrap(found) is inspect.unwrap(getattr(cls, method))
+    return is_of_class and "transform" not in _closure_of_lifted(found)
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused

@@ -245,7 +245,7 @@ class _Run:
             plain = context.orig_method.func  # type: ignore[attr-defined]  # a partial of the method and its module
             # Lifted as a function, call by call: the class of the module is the user's, and stays as it is.
             gathering = lifted(_as_function(plain), None, policy)
-            return enter(module, name, gathering, policy, args, kwargs, lambda module, name, rows: rows)
+            return enter(module, name, gathering, policy, args, kwargs, lambda module, name, result: result)
         finally:
             self._entered.pop()
 

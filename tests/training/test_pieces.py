@@ -1,0 +1,359 @@
+"""A head that is read by pieces: losses and gradients of the whole kernel, which is never whole on a device."""
+
+import math
+import re
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_allclose, assert_array_equal
+
+from tests.support import (
+    KEPT,
+    assert_same_params,
+    fsdp,
+    gradients_are_those_of_one_device,
+    on_mesh,
+    train_on_one_device,
+)
+from xlstm_jax.distributed import (
+    DeviceMeshManager,
+    Replicas,
+    create_train_state,
+    init_sharded,
+    make_train_step,
+    shard_modules,
+)
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
+from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication
+from xlstm_jax.distributed.training.cross_entropy import LMHead, chunked_cross_entropy
+
+VOCAB, DIM, ROWS, LENGTH = 48, 16, 16, 3
+BATCH = ("x", "y")
+# With what is asked of the wire, how far gradients may be from those of one device, relative to the largest.
+WIRES = {
+    "float32": (DEFAULT_COMMUNICATION, 2e-6),
+    "gathered in bfloat16": (Communication("bfloat16"), 2e-2),
+    "scattered in bfloat16": (Communication(None, "bfloat16"), 2e-2),
+    "scattered in float16": (Communication("bfloat16", "float16"), 2e-2),
+}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return DeviceMeshManager.create_device_mesh({"x": 2, "y": 4})
+
+
+def example(vocab=VOCAB):
+    """hidden, kernel, labels; rows differ in scale, some labels do not count."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden = jax.random.normal(keys[0], (ROWS, LENGTH, DIM)) * (1 + jnp.arange(ROWS))[:, None, None] / 4
+    labels = jax.random.randint(keys[2], (ROWS, LENGTH), 0, vocab).at[::5, 1].set(-100)
+    return hidden, jax.random.normal(keys[1], (DIM, vocab)) / 4, labels
+
+
+def weighted_loss(hidden, kernel, labels, **options):
+    """A scalar in which tokens and both differentiable outputs weigh differently; and which labels were likeliest."""
+    found = chunked_cross_entropy(hidden, kernel, labels, **options)
+    weight = 1 + labels % 3
+    return jnp.sum(found.loss * weight + 0.1 * found.log_normalizer**2), found.correct
+
+
+def on_devices(mesh, check_vma, names, how=DEFAULT_COMMUNICATION, *, whole=False, chunk_size=16, vocab_dim=1):
+    """A function of (hidden, kernel, labels): losses of devices, which labels were likeliest, both gradients.
+
+    The gradient of the kernel is the mean over devices that split it, or hold copies; over others, it is summed.
+    """
+
+    def losses(hidden, shard, labels):
+        box = Sharded(shard, names, communication=how)
+        read = jnp.asarray(box) if whole else box
+        loss, correct = weighted_loss(hidden, read, labels, chunk_size=chunk_size, vocab_dim=vocab_dim)
+        return loss, correct
+
+    def run(hidden, shard, labels):
+        (loss, correct), grads = jax.value_and_grad(losses, argnums=(0, 1), has_aux=True)(hidden, shard, labels)
+        return loss[None], correct, *grads
+
+    split = P(*names)
+    return on_mesh(run, mesh, check_vma, (P(BATCH), split, P(BATCH)), (P(BATCH), P(BATCH), P(BATCH), split))
+
+
+def close(got, want, tolerance):
+    assert got.dtype == want.dtype
+    assert_allclose(got, want, rtol=0, atol=tolerance * np.abs(want).max())
+
+
+# ---------------------------------------------------------------------------------------------------------- exactness
+
+
+@pytest.mark.one_in(7)
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("vocab_dim", [1, 0])
+@pytest.mark.parametrize("dim", ["vocabulary", "features"])
+@pytest.mark.parametrize("axes", [("x", "y"), ("y", "x")], ids=str)
+def test_losses_and_gradients_are_those_of_one_device(mesh, axes, dim, vocab_dim, check_vma, wire):
+    (how, tolerance), (hidden, kernel, labels) = WIRES[wire], example()
+    names = tuple(axes if i == (vocab_dim if dim == "vocabulary" else 1 - vocab_dim) else None for i in (0, 1))
+    if how.gather_dtype:  # a cast of the kernel is no mistake of the loss
+        kernel = kernel.astype(how.gather_dtype).astype(jnp.float32)
+    kernel = kernel if vocab_dim else kernel.T
+    run = on_devices(mesh, check_vma, names, how, vocab_dim=vocab_dim)
+    loss, correct, *grads = run(hidden, kernel, labels)
+    of_one = partial(weighted_loss, vocab_dim=vocab_dim)
+    (want, likeliest), wanted = jax.value_and_grad(of_one, argnums=(0, 1), has_aux=True)(hidden, kernel, labels)
+    assert_allclose(loss.sum(), want, rtol=1e-6)
+    assert_array_equal(correct, likeliest)
+    assert 0 < correct.sum() < correct.size
+    close(grads[0], wanted[0], 2e-6)
+    close(8 * grads[1], wanted[1], tolerance)  # the mean, of a loss that is a sum over devices
+    assert not np.allclose(grads[1], wanted[1], rtol=0.1)  # guard: a sum would be seen
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("names", [(None, "y"), ("y", None)], ids=str)
+@pytest.mark.parametrize(
+    "replicas", [None, Replicas("x"), Replicas("x", "bfloat16")], ids=["other axis", "copies", "narrow"]
+)
+def test_along_other_axes_the_gradient_is_that_of_a_kernel_that_is_gathered(mesh, replicas, names, check_vma):
+    how = Communication(replicas=replicas)
+    (got, *_, pieces), (want, *_, gathered) = (
+        on_devices(mesh, check_vma, names, how, whole=whole)(*example()) for whole in (False, True)
+    )
+    assert_allclose(got, want, rtol=1e-6)
+    close(pieces, gathered, 1e-2 if replicas and replicas.reduce_dtype else 2e-6)
+
+
+def test_of_equal_logits_the_first_entry_is_the_likeliest(mesh):
+    """Pieces hold entries of all devices: a later piece has entries that come before those of an earlier one."""
+    hidden, kernel, _ = example()
+    labels = jnp.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % VOCAB
+    for likeliest in (0, 7, 11):
+        tied = jnp.zeros_like(kernel).at[:, likeliest:].set(1.0)
+        found = on_devices(mesh, True, (None, BATCH))(jnp.ones_like(hidden), tied, labels)
+        assert_array_equal(found[1], labels == likeliest)
+
+
+def test_labels_that_do_not_count_and_labels_beyond_the_vocabulary(mesh):
+    hidden, kernel, labels = example()
+    labels = labels.at[3, 0].set(VOCAB).at[4, 0].set(-1)
+    run = on_mesh(
+        lambda hidden, shard, labels: chunked_cross_entropy(
+            hidden, Sharded(shard, (None, BATCH)), labels, chunk_size=16
+        ),
+        mesh,
+        True,
+        (P(BATCH), P(None, BATCH), P(BATCH)),
+        P(BATCH),
+    )
+    found, want = run(hidden, kernel, labels), chunked_cross_entropy(hidden, kernel, labels)
+    assert_allclose(found.loss, want.loss, rtol=1e-5, atol=1e-6)
+    assert np.isnan(found.loss[3, 0]) and found.loss[4, 0] == 0 and np.isnan(found.loss).sum() == 1
+
+
+# ------------------------------------------------------------------------------------------------------------ the head
+
+
+class Model(nn.Module):
+    """Embedding, dense layer, head."""
+
+    wrap: object = lambda module: module
+    vocab: int = VOCAB
+    by_pieces: bool = True
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, batch):
+        tokens, labels = batch[:, :-1], batch[:, 1:]
+        x = nn.tanh(self.wrap(nn.Dense)(DIM, name="dense")(self.wrap(nn.Embed)(self.vocab, DIM, name="embed")(tokens)))
+        head = nn.remat(self.wrap(LMHead), methods=["losses"]) if self.remat else self.wrap(LMHead)
+        return head(self.vocab, chunk_size=16, by_pieces=self.by_pieces, name="head").losses(x, labels=labels).loss
+
+
+def model_loss(params, apply_fn, batch, rng=None):
+    return apply_fn({"params": params}, batch).mean()
+
+
+def batch_of(vocab, rows=ROWS):
+    return jax.random.randint(jax.random.key(1), (rows, LENGTH + 1), 0, vocab)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    "vocab, changes",
+    [
+        (VOCAB, {}),
+        (VOCAB, {"wrap": partial(fsdp, axis_name=BATCH, replicas=None, reshard_after_forward=True)}),
+        (VOCAB, {"remat": True}),
+        (37, {}),
+        (37, {"wrap": partial(fsdp, axis_name="y", min_weight_size=64, uneven="pad", replicas=Replicas("x"))}),
+    ],
+    ids=["vocabulary", "gathered again", "recomputed", "features", "padding and copies"],
+)
+def test_a_head_by_pieces_has_the_gradients_of_one_device(mesh, vocab, changes, check_vma):
+    plain = Model(vocab=vocab)
+    model = Model(**({"vocab": vocab, "wrap": partial(fsdp, axis_name=BATCH)} | changes))
+    params = gradients_are_those_of_one_device(
+        model, plain, model_loss, mesh, BATCH, batch_of(vocab), check_vma=check_vma
+    )
+    split = params["head"]["kernel"]
+    assert split.axes and (split.names[0] is None) == (vocab == VOCAB or split.is_padded)
+
+
+@pytest.mark.parametrize("names", [(None, BATCH), (BATCH, None)], ids=str)
+@pytest.mark.parametrize("trainable", [True, False], ids=["trained", "frozen"])
+def test_no_array_of_a_program_has_the_size_of_the_kernel(mesh, trainable, names):
+    """The largest array is a piece, its gradient, or the logits of a piece; of a frozen kernel nothing is scattered."""
+    hidden, kernel, labels = example(480)
+
+    def run(hidden, shard, labels, *, whole):
+        def loss(hidden, shard):
+            box = Sharded(shard, names, trainable=trainable)
+            return weighted_loss(hidden, jnp.asarray(box) if whole else box, labels, chunk_size=16)[0]
+
+        return jax.grad(loss, argnums=(0, 1))(hidden, shard)
+
+    split = P(*names)
+    largest, scatters = {}, {}
+    for whole in (False, True):
+        step = on_mesh(partial(run, whole=whole), mesh, True, (P(BATCH), split, P(BATCH)), (P(BATCH), split))
+        text = step.lower(hidden, kernel, labels).compile().as_text()
+        shapes = re.findall(r"[a-z]+\d+\[([\d,]+)\]", text)
+        largest[whole] = max(math.prod(map(int, shape.split(","))) for shape in shapes)
+        scatters[whole] = len(re.findall(r" reduce-scatter(?:-start)?\(", text))
+    assert largest[False] <= max(DIM * 16, kernel.size // 8)
+    assert largest[True] == kernel.size  # guard
+    assert scatters == dict.fromkeys((False, True), 2 * trainable)
+
+
+class Doubled(LMHead):
+    """Its losses are twice those of the head."""
+
+    def losses(self, hidden, labels):
+        found = super().losses(hidden, labels)
+        return found._replace(loss=2 * found.loss)
+
+
+@pytest.mark.parametrize(
+    "wrap", [fsdp, lambda cls, **options: shard_modules(cls, LMHead, "y", 32)], ids=["own", "outside"]
+)
+def test_losses_of_ones_own_run_on_a_kernel_that_is_gathered(mesh, wrap):
+    hidden, _, labels = example()
+    losses = {}
+    for name, cls in {"plain": LMHead, "own": Doubled}.items():
+        head = wrap(cls, axis_name="y")(VOCAB, by_pieces=True)
+        params = init_sharded(head, mesh, jax.random.key(0), hidden, batch_axes=BATCH)
+        run = on_mesh(
+            partial(head.apply, method="losses"),
+            mesh,
+            True,
+            (nn.get_partition_spec(params), P(BATCH), P(BATCH)),
+            P(BATCH),
+        )
+        losses[name] = run(params, hidden, labels).loss
+    assert_allclose(losses["own"], 2 * losses["plain"], rtol=1e-5, atol=1e-6)
+
+
+def from_outside(**options):
+    return shard_modules(Model(**options), (nn.Embed, nn.Dense, LMHead), BATCH, 32)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_head_of_a_model_that_is_sharded_from_outside_trains_in_minibatches(mesh, check_vma):
+    """Each minibatch scatters its own gradient; the step is that of one device."""
+    plain, batch = Model(), batch_of(VOCAB, rows=32)
+    start = jax.jit(plain.init)(jax.random.key(0), batch)["params"]
+    state = create_train_state(from_outside(), KEPT, mesh, jax.random.key(0), batch, batch_axes=BATCH)
+    step = make_train_step(model_loss, mesh, BATCH, num_minibatches=2, check_vma=check_vma)
+    grads = step(state, batch, jax.random.key(0))[0].opt_state
+    assert_same_params(grads, train_on_one_device(plain, KEPT, start, model_loss, batch)[1])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        from_outside,
+        partial(Model, partial(fsdp, axis_name=BATCH)),
+        partial(Model, partial(fsdp, axis_name=BATCH), remat=True),
+    ],
+    ids=["from outside", "in its source", "recomputed"],
+)
+def test_only_a_head_by_pieces_gathers_no_whole_kernel(mesh, make):
+    def sizes_gathered(**options):
+        batch = batch_of(VOCAB)
+        state = create_train_state(make(**options), KEPT, mesh, jax.random.key(0), batch, batch_axes=BATCH)
+        text = make_train_step(model_loss, mesh, BATCH).lower(state, batch, jax.random.key(0)).as_text()
+        found = re.findall(r"all_gather.*-> tensor<((?:\d+x)+)f32>", text)
+        return [math.prod(map(int, shape[:-1].split("x"))) for shape in found]
+
+    pieces, whole = sizes_gathered(), sizes_gathered(by_pieces=False)
+    assert DIM * VOCAB in whole and DIM * VOCAB not in pieces
+    assert pieces.count(DIM * 16) >= whole.count(DIM * 16) + 2  # in forward and in backward
+
+
+# ------------------------------------------------------------------------------------------------- what goes as a whole
+
+
+def in_a_branch(losses):
+    return lambda hidden, box, labels: jax.lax.cond(labels[0, 0] >= 0, losses, losses, hidden, box, labels)
+
+
+def for_each_row(losses):
+    return lambda hidden, box, labels: jax.vmap(lambda *row: losses(row[0], box, row[1]))(hidden, labels)
+
+
+@pytest.mark.parametrize(
+    "around, fields",
+    [
+        (lambda losses: losses, {"communication": Communication("int8")}),
+        (lambda losses: losses, {"model_axes": ("y",), "read_as_stored": True}),
+        (lambda losses: losses, {"true_sizes": (DIM - 1, None), "names": (BATCH, None)}),
+        (in_a_branch, {}),
+        (for_each_row, {}),
+    ],
+    ids=["blocks", "an axis of the model", "padded features", "a branch", "examples by themselves"],
+)
+def test_what_cannot_go_by_pieces_is_gathered_whole(mesh, around, fields):
+    """The program is that of a kernel which has been gathered."""
+    fields = {"names": (None, BATCH)} | fields
+
+    def run(hidden, shard, labels, *, whole):
+        box = Sharded(shard, **fields)
+        width = box.shape[0]
+
+        def losses(hidden, box, labels):
+            read = jnp.asarray(box) if whole else box
+            return chunked_cross_entropy(hidden, read, labels, chunk_size=16).loss
+
+        return around(losses)(hidden[..., :width], box, labels)
+
+    def program(whole):
+        specs = P(BATCH), P(*fields["names"]), P(BATCH)
+        return on_mesh(partial(run, whole=whole), mesh, True, specs, P(BATCH)).lower(*example()).as_text()
+
+    assert program(whole=False) == program(whole=True)
+    assert "dot_general" in program(whole=True)
+
+
+def test_outside_of_shard_map_values_are_global():
+    hidden, kernel, labels = example()
+    found = chunked_cross_entropy(hidden, Sharded(kernel, (None, BATCH)), labels, chunk_size=16)
+    assert_array_equal(found.loss, chunked_cross_entropy(hidden, kernel, labels, chunk_size=16).loss)
+
+
+def test_a_gradient_within_the_loss_is_refused(mesh):
+    """As of a gather: it would be averaged over devices, while those of whole leaves would not be."""
+    model = Model(partial(fsdp, axis_name=BATCH))
+    batch = batch_of(VOCAB)
+    state = create_train_state(model, KEPT, mesh, jax.random.key(0), batch, batch_axes=BATCH)
+
+    def loss(params, apply_fn, batch, rng):
+        return jax.grad(model_loss)(params, apply_fn, batch)["dense"]["bias"].sum()
+
+    with pytest.raises(ValueError, match="is taken in a loss function, which is differentiated"):
+        make_train_step(loss, mesh, BATCH)(state, batch, jax.random.key(0))
