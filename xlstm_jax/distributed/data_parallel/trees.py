@@ -33,10 +33,11 @@ def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree, one_leaf: On
 
 def map_leaves_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     """Like ``map_leaves``; ``fn`` gets the leaf's path before the leaf."""
-    leaves, treedef = flatten_with_path(tree)
-    # Down to the leaves of the first tree: another box in the place of a leaf stays one value.
-    others = zip(*map(treedef.flatten_up_to, rest), strict=True) if rest else [()] * len(leaves)
-    return treedef.unflatten([fn(*leaf, *other) for leaf, other in zip(leaves, others, strict=True)])
+
+    def named(path: tuple[Any, ...], *leaves: Any) -> Any:
+        return fn(path_string(path), *leaves)
+
+    return jax.tree_util.tree_map_with_path(named, tree, *rest, is_leaf=is_box)
 
 
 def path_string(path: tuple[Any, ...]) -> str:

@@ -108,16 +108,9 @@ def typed_kernel(fn: Callable[P, R]) -> Callable[P, R]:
 
 def _traced(fn: Callable[..., Any], *args: Any) -> tuple[core.Jaxpr, list[Any], Any]:
     """The program of ``fn(*args)``, traced without types; what it closes over; the structure of its results."""
-    found = []
-
-    def flat(*args: Any) -> list[Any]:
-        values, structure = jax.tree.flatten(fn(*args))
-        found.append(structure)
-        return values
-
     with types_are_checked(False):
-        closed = jax.make_jaxpr(flat)(*jax.tree.map(_shape, args))
-    return closed.jaxpr, closed.consts, found[-1]
+        closed, results = jax.make_jaxpr(fn, return_shape=True)(*jax.tree.map(_shape, args))
+    return closed.jaxpr, closed.consts, jax.tree.structure(results)
 
 
 def _check_alone(jaxpr: core.Jaxpr, consts: list[Any], name: str) -> None:
