@@ -131,8 +131,7 @@ def as_unit(target: Any, policy: ShardPolicy) -> Any:
     new = lifted(target, methods_to_lift(target), policy)
     for name in methods_to_lift(target):
         setattr(new, name, _only_when_bound(getattr(target, name), getattr(new, name), policy))
-    # Linen names submodules after their class, so another name would rename the parameters of the whole model. And it
-    # makes an __init__ for each class, without what a decorator has put around that of the target.
+    # Linen names submodules after their class, so another name would rename the parameters of the whole model.
     for name in ("__name__", "__qualname__", "__module__", "__init__"):
         setattr(new, name, getattr(target, name))
     return new
@@ -146,6 +145,9 @@ def lifted(target: Any, methods: list[str] | None, policy: ShardPolicy) -> Any:
     """A class with these methods lifted, or a function of a module (``methods=None``)."""
     gather, shard = MapOfLeaves(_gathered, policy), functools.partial(shard_here, policy)
     new = nn.map_variables(target, ["params", OVERWRITTEN], gather, shard, mutable=True, methods=methods)
+    if methods is not None:
+        # Linen makes an __init__ for each class, without what a decorator has put around that of the target.
+        new.__init__ = target.__init__
     # Dropping stands around the gather, which then runs again with all else that is computed again.
     return lift_transform(unit.dropping, new, LINEN, policy, methods=methods) if policy.reshard_after_forward else new
 
