@@ -140,11 +140,11 @@ def test_a_topology_of_gpus_is_hosts_by_gpus(name, shape, told):
 @pytest.mark.parametrize(
     "name, problem",
     [
-        ("h100:0x8", "has 0 hosts of 8 GPUs: .* For 4 hosts of 8: 'h100:4x8'"),
-        ("h200:4x0", "has 4 hosts of 0 GPUs"),
-        ("b200:2x16", "has 16 GPUs per host, but NVLink joins at most 8 b200. For 4 hosts"),
-        ("gb200:2x80", "has 80 GPUs per NVLink domain, but NVLink joins at most 72 gb200.* 'gb200:4x72'"),
-        ("a100:2x2x2", "a100 is hosts x GPUs per host, two numbers"),
+        ("h100:0x8", "'h100:0x8' is not hosts x GPUs of each, .* For 4 hosts of 8: 'h100:4x8'"),
+        ("h200:4x0", "NVLink joins 1 to 8 h200"),
+        ("b200:2x16", "NVLink joins 1 to 8 b200. For 4 hosts"),
+        ("gb200:2x80", "is not NVLink domains x GPUs of each, of which NVLink joins 1 to 72 gb200.* 'gb200:4x72'"),
+        ("a100:2x2x2", "is not hosts x GPUs of each"),
     ],
 )
 def test_hosts_that_there_are_not_are_refused(name, problem):

@@ -133,14 +133,10 @@ def _hosts(name: str, per_host: int, shape: tuple[int, ...]) -> tuple[int, int]:
     """(hosts, GPUs per host)"""
     chip = name.partition(":")[0]
     host = "NVLink domain" if per_host > HOST else "host"
-    example = f"For 4 {host}s of {per_host}: '{chip}:4x{per_host}'."
     hosts, gpus, *more = (1, *shape) if len(shape) == 1 else shape
-    if more:
-        raise ValueError(f"topology={name!r}: {chip} is {host}s x GPUs per {host}, two numbers. {example}")
-    if not hosts or not gpus:
-        raise ValueError(f"topology={name!r} has {hosts} {host}s of {gpus} GPUs: there is nothing to run on. {example}")
-    if gpus > per_host:
+    if more or not hosts or not 0 < gpus <= per_host:
         raise ValueError(
-            f"topology={name!r} has {gpus} GPUs per {host}, but NVLink joins at most {per_host} {chip}. {example}"
+            f"topology={name!r} is not {host}s x GPUs of each, of which NVLink joins 1 to {per_host} {chip}. For 4 "
+            f"{host}s of {per_host}: '{chip}:4x{per_host}'."
         )
     return hosts, gpus
