@@ -69,25 +69,22 @@ def moved_by(program: Program, computation: Computation, instruction: Instructio
     if callee := _callee(program, instruction):
         read = sum(
             # Two readers may each need slices of a value, but never more than all of it is read.
-            min(_in(space, operand.shapes), _needed(program, callee, callee.parameters[number]))
+            min(_nbytes(operand.shapes, space), _needed(program, callee, callee.parameters[number]))
             for number, operand in enumerate(operands)
         )
         return int(read), _written_by(program, callee, instruction, results, space)
     opcode = instruction.opcode.removesuffix("-start")
     if opcode in _SLICES:
-        return _total(results[:1]) if _in(space, operands[0].shapes) else 0, _in(space, results[:1])
+        return _nbytes(results[:1]) if _nbytes(operands[0].shapes, space) else 0, _nbytes(results[:1], space)
     if opcode in _UPDATES:
         updates = operands[_UPDATES[opcode]].shapes
-        return _in(space, updates), _total(updates) if _in(space, results) else 0
-    return sum(_in(space, operand.shapes) for operand in set(operands)), _in(space, results)
+        return _nbytes(updates, space), _nbytes(updates) if _nbytes(results, space) else 0
+    return sum(_nbytes(operand.shapes, space) for operand in set(operands)), _nbytes(results, space)
 
 
-def _in(space: int, shapes: Iterable[Shape]) -> int:
-    return sum(shape.nbytes for shape in shapes if shape.space == space)
-
-
-def _total(shapes: Iterable[Shape]) -> int:
-    return sum(shape.nbytes for shape in shapes)
+def _nbytes(shapes: Iterable[Shape], space: int | None = None) -> int:
+    """The bytes of arrays, of those in a memory alone where one is given."""
+    return sum(shape.nbytes for shape in shapes if space in (None, shape.space))
 
 
 def _results(instruction: Instruction, operands: list[Instruction]) -> tuple[Shape, ...]:
@@ -114,7 +111,7 @@ def _needed(program: Program, computation: Computation, instruction: Instruction
         if user.opcode in _SAME_BYTES:
             needed += _needed(program, computation, user)
         elif user.opcode in _SLICES and position == 0:
-            needed += _total(user.shapes)
+            needed += _nbytes(user.shapes)
         elif user.opcode in _UPDATES and position == 0:
             needed += 0 if _is_result(computation, user) else math.inf
         elif user.opcode == "fusion" and (callee := _callee(program, user)):
@@ -159,6 +156,6 @@ def _update(program: Program, computation: Computation, name: str, whole: int) -
     if instruction.opcode == "parameter":
         return 0
     if instruction.opcode in _UPDATES:
-        return _total(computation.by_name[instruction.operands[_UPDATES[instruction.opcode]]].shapes)
+        return _nbytes(computation.by_name[instruction.operands[_UPDATES[instruction.opcode]]].shapes)
     callee = _callee(program, instruction) if instruction.opcode == "fusion" else None
     return _update(program, callee, callee.root.name, whole) if callee else whole
