@@ -203,8 +203,8 @@ def make_parser() -> Parser:
         )
         for option in ("--json", "--traceback", *said.options):
             # Only a search needs devices that it can fit into.
-            settings = OPTIONS[option] | ({"required": True} if (name, option) == ("fit", "--topology") else {})
-            command.add_argument(option, **settings)
+            needed: dict[str, Any] = {"required": True} if (name, option) == ("fit", "--topology") else {}
+            command.add_argument(option, **OPTIONS[option], **needed)
     return parser
 
 
