@@ -228,7 +228,7 @@ def test_no_array_of_a_program_has_the_size_of_the_kernel(mesh, trainable, names
         scatters[whole] = len(re.findall(r" reduce-scatter(?:-start)?\(", text))
     assert largest[False] <= max(DIM * 16, kernel.size // 8)
     assert largest[True] == kernel.size  # guard
-    assert scatters == dict.fromkeys((False, True), 2 * trainable)
+    assert [bool(scatters[whole]) for whole in (False, True)] == [trainable, trainable]
 
 
 class Doubled(LMHead):

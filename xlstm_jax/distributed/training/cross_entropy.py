@@ -195,9 +195,9 @@ def _read_logits(hidden: Array, kernel: Array, labels: Array, pieces: Pieces, ch
     """
     wide, sent = jnp.promote_types(hidden.dtype, jnp.float32), shard_as_sent(kernel, pieces.how)
 
-    def read(carry: PyTree, start: Any, size: int) -> PyTree:
+    def read(carry: PyTree, chunk: Array, start: Any, size: int) -> PyTree:
         largest, total, label_logit, likeliest = carry
-        logits = _logits(hidden, pieces.gathered(sent, start, size).astype(hidden.dtype), pieces, start, size)
+        logits = _logits(hidden, chunk.astype(hidden.dtype), pieces, start, size)
         highest = logits.max(axis=-1)
         new = jnp.maximum(largest, highest)
         # The sum so far is relative to the old maximum; it is brought to the new one, so that nothing overflows.
@@ -211,7 +211,7 @@ def _read_logits(hidden: Array, kernel: Array, labels: Array, pieces: Pieces, ch
     zeros = jnp.zeros_like(labels, wide)
     # Made of the labels, so that under check_vma the carry varies over the axes of the tokens.
     carry = (zeros - jnp.inf, zeros, zeros, jnp.zeros_like(labels, jnp.int32))
-    largest, total, label_logit, likeliest = _over_chunks(read, carry, pieces.held, chunk_size)
+    largest, total, label_logit, likeliest = _over_chunks(read, carry, sent, pieces, chunk_size)
     return largest + jnp.log(total), label_logit, likeliest, largest
 
 
@@ -227,9 +227,8 @@ def _read_logits_bwd(pieces: Pieces, chunk_size: int, kept: Arrays, cotangents: 
     check_one_gradient_of_one_batch("", primal, d_normalizer, pieces.axes)
     wide, tokens = log_normalizer.dtype, tuple(range(hidden.ndim - 1))
 
-    def add(carry: PyTree, start: Any, size: int) -> PyTree:
-        d_hidden, d_kernel = carry
-        chunk = pieces.gathered(sent, start, size).astype(hidden.dtype)
+    def add(carry: PyTree, chunk: Array, start: Any, size: int) -> PyTree:
+        (d_hidden, d_kernel), chunk = carry, chunk.astype(hidden.dtype)
         # Logits are computed again, chunk by chunk: to keep them would take what the loop saves.
         softmax = jnp.exp(_logits(hidden, chunk, pieces, start, size) - log_normalizer[..., None])
         # The derivative of the normaliser by a logit is its softmax; the label's logit is a logit itself.
@@ -244,7 +243,7 @@ def _read_logits_bwd(pieces: Pieces, chunk_size: int, kept: Arrays, cotangents: 
 
     summed = pieces.how.dtypes(kernel)[1] if pieces.axes else kernel.dtype
     carry = (jnp.zeros_like(hidden, wide), jnp.zeros_like(sent, summed) if pieces.trainable else None)
-    d_hidden, d_kernel = _over_chunks(add, carry, pieces.held, chunk_size)
+    d_hidden, d_kernel = _over_chunks(add, carry, sent, pieces, chunk_size)
     d_kernel = gradient_of_shard(d_kernel, pieces.how, primal) if pieces.trainable else None
     return d_hidden.astype(hidden.dtype), d_kernel, None
 
@@ -253,13 +252,27 @@ _differentiable_read = jax.custom_vjp(_read_logits, nondiff_argnums=(3, 4))
 _differentiable_read.defvjp(_read_logits_fwd, _read_logits_bwd)
 
 
-def _over_chunks(fn: Callable[[PyTree, Any, int], PyTree], carry: PyTree, total: int, chunk_size: int) -> PyTree:
-    """``carry = fn(carry, start, size)`` over all chunks, the last being what is left: one loop, and one call."""
-    looped = total // chunk_size * chunk_size
-    if looped:
-        starts = jnp.arange(0, looped, chunk_size, dtype=jnp.int32)
-        carry, _ = lax.scan(lambda carry, start: (fn(carry, start, chunk_size), None), carry, starts)
-    return fn(carry, looped, total - looped) if total > looped else carry
+def _over_chunks(
+    fn: Callable[[PyTree, Array, Any, int], PyTree], carry: PyTree, sent: Array, pieces: Pieces, chunk_size: int
+) -> PyTree:
+    """``carry = fn(carry, chunk, start, size)`` over all chunks, the last being what is left: a loop, and calls."""
+    count, left = divmod(pieces.held, chunk_size)
+    starts, end = jnp.arange(count, dtype=jnp.int32) * chunk_size, count * chunk_size
+
+    def gathered(start: Any, size: int = chunk_size) -> Array:
+        return pieces.gathered(sent, start, size)
+
+    def ahead(state: PyTree, start: Any) -> tuple[PyTree, None]:
+        # A loop's operations overlap with others of the same iteration alone: the next chunk travels during this one's.
+        carry, chunk = state
+        return (fn(carry, chunk, start, chunk_size), gathered(start + chunk_size)), None
+
+    if pieces.axes and count:
+        (carry, chunk), _ = lax.scan(ahead, (carry, gathered(0)), starts[:-1])
+        carry = fn(carry, chunk, end - chunk_size, chunk_size)
+    elif count:
+        carry, _ = lax.scan(lambda carry, start: (fn(carry, gathered(start), start, chunk_size), None), carry, starts)
+    return fn(carry, gathered(end, left), end, left) if left else carry
 
 
 def _logits(hidden: Array, chunk: Array, pieces: Pieces, start: Any, size: int) -> Array:
