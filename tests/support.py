@@ -167,9 +167,12 @@ def equations(jaxpr: Any, within: tuple[str, ...] = ()) -> list[tuple[tuple[str,
 
 
 def bytes_by_axis(plan, axis_sizes):
-    """Bytes over each axis in one gather of every leaf of a plan, by walking through its stages."""
+    """Bytes over each axis in one gather of every leaf of a plan, by walking through its stages.
+
+    A table of which rows are looked up does not travel.
+    """
     load = dict.fromkeys(axis_sizes, 0.0)
-    for row in plan.rows:
+    for row in (row for row in plan.rows if not row.row_bytes):
         axes = next((entry_axes(entry) for entry in row.names if entry), ())
         piece = np.prod(row.shape) / np.prod([axis_sizes[axis] for axis in axes])
         for axis in reversed(axes):

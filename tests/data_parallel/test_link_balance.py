@@ -79,6 +79,37 @@ def test_plan_and_state_have_the_same_orders_and_a_model_trains_as_on_one_device
     assert min(jax.tree.leaves(moved)) > 1e-4  # guard: each leaf has moved by far more than the tolerance
 
 
+class OfTokens(nn.Module):
+    """A table that is far larger than the two layers together, and is the head, too, or is not."""
+
+    tied: bool
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(1024, 32, name="embed")
+        x = embed(tokens)
+        x = x + nn.Dense(32, name="down")(nn.tanh(nn.Dense(64, name="up")(x)))
+        return embed.attend(x) if self.tied else x
+
+
+@pytest.mark.parametrize("planned", [True, False], ids=["plan", "state"])
+@pytest.mark.parametrize("tied", [False, True], ids=["looked up", "tied"])
+def test_a_table_that_is_looked_up_by_rows_counts_as_nothing(tied, planned):
+    sizes, tokens = {"x": 2, "y": 2}, jnp.zeros((8, 4), jnp.int32)
+    model = shard_modules(OfTokens(tied), (nn.Dense, nn.Embed), tuple(sizes), min_weight_size=2**8)
+    if planned:
+        names = {row.path: row.names for row in plan_sharding(model, sizes, tokens).rows}
+    else:
+        mesh = DeviceMeshManager.create_device_mesh(sizes, devices=jax.devices()[:4])
+        state = create_train_state(
+            model, optax.sgd(1.0), mesh, jax.random.key(1), tokens, batch_axes=("x", "y"), whole_ok=True
+        )
+        names = {path: leaf_of(leaf).names for path, leaf in leaves_with_path(state.params)}
+    outermost = {entry_axes(next(filter(None, names[f"{name}/kernel"])))[0] for name in ("up", "down")}
+    # A table that is gathered takes one axis, and both layers the other.
+    assert len(outermost) == (1 if tied else 2)
+
+
 def test_axes_of_the_model_and_slow_axes_stay_where_they_are():
     size, names = (64, 64), ("tp", None)
     leaf = link_balance.leaf_of(nn.Partitioned(np.zeros(size), names)).replace(model_axes=("tp",))

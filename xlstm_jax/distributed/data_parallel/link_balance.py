@@ -6,6 +6,9 @@ B / n_0 (n_1 - 1) / n_1: nearly all over the outermost. Each axis of a torus is 
 in which axis is their outermost, by bytes: a step waits for the busiest link.
 
 Slow axes, which cross hosts or slices, stay innermost: they are gathered first, when what is sent is smallest.
+
+A table of which lookups ask for rows (``wire/lookup.py``) counts as nothing: rows and a few columns travel in its
+place. With so many tokens that it is gathered after all, products take far longer than the links.
 """
 
 import math
@@ -19,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.leaf import is_ours, leaf_of
+from xlstm_jax.distributed.data_parallel.leaf import gives_rows, is_ours, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.quantized import sent_itemsize
@@ -127,6 +130,8 @@ def _travelling_bytes(leaf: Any) -> float:
     """Bytes of a whole leaf in one gather and, unless it is frozen, in the reduce-scatter of its gradient."""
     box = leaf_of(leaf)
     shape = np.shape(box.value)
+    if gives_rows(box, box.communication):
+        return 0.0
     if box.packed:
         return float(box.stored_bytes)
     gathered, summed = box.communication.dtypes(box.value)
