@@ -51,8 +51,12 @@ def inputs_of(tokens):
 def next_token_loss(params, apply_fn, tokens, rng):
     """Mean cross-entropy of each token given those before it, from all logits."""
     del rng
-    logits = apply_fn({"params": params}, tokens[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+    logits, labels = apply_fn({"params": params}, tokens[:, :-1]), tokens[:, 1:]
+    # Of a batch dim of one row JAX makes a slice of the lookup of labels, and XLA on TPU then adds its gradient to a
+    # second float32 copy of the logits' gradient (docs/howto/slow_step.md). ``jit`` sees the rows of all devices.
+    if len(labels) == 1:
+        logits, labels = logits[0], labels[0]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 def chunked_next_token_loss(params, apply_fn, tokens, rng):

@@ -1,5 +1,6 @@
 """The benchmarks' models: attention and losses that hold no square and no logits, and are the plain ones."""
 
+import re
 from functools import partial
 
 import jax
@@ -13,7 +14,7 @@ from numpy.testing import assert_allclose
 
 from benchmarks import decoder, lora, vision
 from benchmarks.cases import CASES, WORDS, counts, exists, names_in_words, training
-from benchmarks.large_models import Size, language_model
+from benchmarks.large_models import Size, language_model, next_token_loss
 from benchmarks.models import LanguageModel, causal_attention
 from benchmarks.step_time import STEP_WORDS, TORCH_CASES
 from benchmarks.step_time_variants import CASES as STEP_CASES
@@ -125,6 +126,28 @@ def test_options_of_the_large_models_leave_loss_and_gradient_alone(shard_axes, r
     assert_allclose(got, want, rtol=2e-3)  # the logits of the plain loss are rounded to bfloat16
     for g, w in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
         close(g, w, 5e-2)
+
+
+def test_the_loss_of_one_row_scatters_into_logits_without_its_dim():
+    table = jax.random.normal(jax.random.key(0), (16, 16))
+    tokens = jax.random.randint(jax.random.key(1), (2, 9), 0, 16)
+
+    def loss(table, tokens):
+        return next_token_loss(table, lambda variables, inputs: variables["params"][inputs], tokens, None)
+
+    rows = [jax.value_and_grad(loss)(table, tokens[i : i + 1]) for i in (0, 1)]
+    jax.tree.map(partial(assert_allclose, rtol=1e-5), jax.value_and_grad(loss)(table, tokens), mean_of(rows))
+
+    def dims(count):  # of what labels' gradients are added to: their lookup is the one with batching dims
+        lowered = jax.jit(jax.grad(loss)).lower(table, tokens[:count]).as_text()
+        scatters = re.findall(r"input_batching_dims = \[[\d, ]+\].*?tensor<([\dx]+)xf32>", lowered, re.DOTALL)
+        return {len(shape.split("x")) for shape in scatters}
+
+    assert dims(1) == {2} and dims(2) == {3}
+
+
+def mean_of(trees):
+    return jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *trees)
 
 
 def attention_of_each_group(q, k, v):
