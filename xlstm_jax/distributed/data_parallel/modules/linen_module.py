@@ -234,7 +234,7 @@ def enter(
 
     def from_shards(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # The method itself does not run then, so it must be the one whose result is computed: see ``_is_own``.
-        compute = _rows if isinstance(module, nn.Embed) else _from_shards
+        compute: Method = _rows if isinstance(module, nn.Embed) else _from_shards
         found = compute(module, name, policy, args, kwargs)
         return gathering(module, *args, **kwargs) if found is None else returned(module, name, found)
 
