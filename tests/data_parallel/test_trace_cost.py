@@ -1,7 +1,7 @@
 """What comes before a step, and between steps: counted, as times are not the same twice.
 
 Equal layers of a Python loop share the functions by which their weights are gathered and their gradients scattered.
-A call of a step runs a fixed number of functions of the library, however large the state is.
+A call of a step runs a fixed number of functions of the library, however large the state is, and one for each box.
 """
 
 import re
@@ -20,9 +20,12 @@ from tests.support import AXES, mesh_of
 from xlstm_jax.distributed import create_train_state, make_train_step, shard_modules
 from xlstm_jax.distributed.data_parallel import gather_array_with_mean_grads
 from xlstm_jax.distributed.data_parallel.equations import all_equations
+from xlstm_jax.distributed.data_parallel.leaf import is_box
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 
 KINDS = ("all_gather", "reduce_scatter")
 LIBRARY = xlstm_jax.__path__[0]
+MAKES_A_BOX = "_of_parts"
 
 
 class Loop(nn.Module):
@@ -125,7 +128,25 @@ def calls_of_a_step(layers):
     return called
 
 
+def boxes_of(tree):
+    return [leaf for _, leaf in leaves_with_path(tree) if is_box(leaf)]
+
+
 def test_a_call_runs_as_many_functions_however_large_the_state_is():
-    called = calls_of_a_step(5)
-    assert called == calls_of_a_step(2)
-    assert 0 < len(called) <= 25, called
+    few, many = ([name for name in calls_of_a_step(layers) if name != MAKES_A_BOX] for layers in (2, 5))
+    assert few == many
+    assert 0 < len(many) <= 20, many
+
+
+def test_a_call_makes_each_box_once():
+    _, (state, _, _) = step_of(5)
+    assert calls_of_a_step(5).count(MAKES_A_BOX) == len(boxes_of(state)) > 5
+
+
+def test_a_step_returns_the_structure_that_it_was_given():
+    """The fields of boxes are then compared by identity, at each call."""
+    step, (state, x, rng) = step_of(2)
+    after, _ = step(jax.tree.map(jnp.copy, state), x, rng)
+    pairs = [(vars(a), vars(b)) for a, b in zip(*(boxes_of(tree) for tree in (state, after)), strict=True)]
+    assert all(a is b for a, b in pairs)
+    assert len(pairs) > 2  # guard

@@ -28,6 +28,7 @@ from flax.core import meta
 from jax.core import Tracer
 
 from xlstm_jax.distributed.data_parallel.logical_names import is_logical, layer_name, mesh_names
+from xlstm_jax.distributed.data_parallel.quick_box import QuickBox
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import (
@@ -44,7 +45,7 @@ from xlstm_jax.distributed.data_parallel.wire.tracing import inside_branch, runn
 # --------------------------------------------------------------------------------------------------------- one leaf
 
 
-class Sharded(meta.Partitioned[Any]):
+class Sharded(QuickBox):
     """An array and what is known of it: the box that this library makes, and what ``leaf_of`` makes of any leaf.
 
     Fields, all static but ``value``:

@@ -382,8 +382,8 @@ class CheckedStep:
         named = self._named(args, kwargs)
         if named.get("others"):
             _check_others(named["others"], [named.get(name) for name in self._donated])
-        for name, argument in named.items():
-            if any(map(_is_deleted, _some_leaves(name, argument))):
+        for name in DONATED:
+            if name in named and any(map(_is_deleted, _some_leaves(name, named[name]))):
                 raise _deleted(name, name)
         # Once for each step: processes wait for each other here.
         if not self._has_compared and "batch" in named:
@@ -391,16 +391,16 @@ class CheckedStep:
             if not any(map(why_no_array, jax.tree.leaves(named["batch"]))):
                 compare_batches(named["batch"], self._mesh)
             self._has_compared = True
-        returned = self._explained(self._jitted, args, kwargs)
+        returned = self._explained(self._jitted, named, args, kwargs)
         if any_padded() and not self._is_weighted():
             warn_of_padding(named.get("batch"))
         return returned
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        return self._explained(self._jitted.lower, args, kwargs)
+        return self._explained(self._jitted.lower, self._named(args, kwargs), args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        return self._explained(self._jitted.trace, args, kwargs)
+        return self._explained(self._jitted.trace, self._named(args, kwargs), args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # which copy looks for before there is a function to ask
@@ -417,8 +417,7 @@ class CheckedStep:
             )
         return named
 
-    def _explained(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        named = self._named(args, kwargs)
+    def _explained(self, fn: Any, named: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = named.get("batch")
         # Shardings compare faster than their specs are read: a step pays a few microseconds.
         shardings = tuple(map(_sharding, jax.tree.leaves(batch)))
@@ -447,7 +446,7 @@ def _sharding(leaf: Any) -> Any:
 def _some_leaves(name: str, argument: Any) -> Iterable[Any]:
     """One array of each tree that a step donates as a whole: to check all of them takes as long as to call the step."""
     if name != "state":
-        return jax.tree.leaves(argument)[:1] if name == "local" else ()
+        return jax.tree.leaves(argument)[:1]
     first = getattr(argument, "params", None)
     while isinstance(first, dict) and first:  # to flatten the tree would take as long as a call, too
         first = next(iter(first.values()))
