@@ -164,13 +164,16 @@ class Model(nn.Module):
 
     wrap: object = lambda module: module
     vocab: int = VOCAB
+    dim: int = DIM
     by_pieces: bool = True
     remat: bool = False
 
     @nn.compact
     def __call__(self, batch):
         tokens, labels = batch[:, :-1], batch[:, 1:]
-        x = nn.tanh(self.wrap(nn.Dense)(DIM, name="dense")(self.wrap(nn.Embed)(self.vocab, DIM, name="embed")(tokens)))
+        x = nn.tanh(
+            self.wrap(nn.Dense)(self.dim, name="dense")(self.wrap(nn.Embed)(self.vocab, self.dim, name="embed")(tokens))
+        )
         head = nn.remat(self.wrap(LMHead), methods=["losses"]) if self.remat else self.wrap(LMHead)
         return head(self.vocab, chunk_size=16, by_pieces=self.by_pieces, name="head").losses(x, labels=labels).loss
 
@@ -191,18 +194,19 @@ def batch_of(vocab, rows=ROWS):
         (VOCAB, {"wrap": partial(fsdp, axis_name=BATCH, replicas=None, reshard_after_forward=True)}),
         (VOCAB, {"remat": True}),
         (37, {}),
-        (37, {"wrap": partial(fsdp, axis_name="y", min_weight_size=64, uneven="pad", replicas=Replicas("x"))}),
+        (37, {"dim": 18, "wrap": partial(fsdp, axis_name="y", uneven="pad", replicas=Replicas("x"))}),
     ],
     ids=["vocabulary", "gathered again", "recomputed", "features", "padding and copies"],
 )
 def test_a_head_by_pieces_has_the_gradients_of_one_device(mesh, vocab, changes, check_vma):
-    plain = Model(vocab=vocab)
+    plain = Model(vocab=vocab, dim=changes.get("dim", DIM))
     model = Model(**({"vocab": vocab, "wrap": partial(fsdp, axis_name=BATCH)} | changes))
     params = gradients_are_those_of_one_device(
         model, plain, model_loss, mesh, BATCH, batch_of(vocab), check_vma=check_vma
     )
     split = params["head"]["kernel"]
     assert split.axes and (split.names[0] is None) == (vocab == VOCAB or split.is_padded)
+    assert split.is_padded == ("dim" in changes)  # guard
 
 
 @pytest.mark.parametrize("names", [(None, BATCH), (BATCH, None)], ids=str)
