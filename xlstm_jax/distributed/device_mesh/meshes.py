@@ -74,12 +74,12 @@ class DeviceMeshManager:
     @staticmethod
     def create_data_parallel_mesh(num_devices: int | None = None) -> Mesh:
         """A mesh with the one axis "data" over all devices, or the first ``num_devices``."""
-        return DeviceMeshManager.create_device_mesh({"data": -1 if num_devices is None else num_devices})
+        return _mesh_of_first("data", num_devices)
 
     @staticmethod
     def create_model_parallel_mesh(num_devices: int) -> Mesh:
         """A mesh with the one axis "model" over the first ``num_devices`` devices."""
-        return DeviceMeshManager.create_device_mesh({"model": num_devices})
+        return _mesh_of_first("model", num_devices)
 
     @staticmethod
     def create_hybrid_mesh(data_parallel_size: int, model_parallel_size: int) -> Mesh:
@@ -141,6 +141,15 @@ class DeviceMeshManager:
             "device_kind": mesh.devices.flat[0].device_kind,
             "axes_across_processes": [name for name, cross in zip(mesh.axis_names, crossing, strict=True) if cross],
         }
+
+
+def _mesh_of_first(name: str, num_devices: int | None) -> Mesh:
+    count = jax.device_count()
+    if num_devices is not None and not (is_size(num_devices) and num_devices <= count):
+        raise ValueError(
+            f"num_devices={num_devices!r} for the axis {name!r}: there are {count} devices, 1 to {count} fit."
+        )
+    return DeviceMeshManager.create_device_mesh({name: count if num_devices is None else num_devices})
 
 
 def _named_sizes(mesh_shape: Any) -> list[tuple[str, int]]:
