@@ -226,6 +226,16 @@ TABLES = {
 made = made_once(TABLES)
 
 
+def test_a_collective_whose_wait_is_not_known_comes_last_and_has_no_time():
+    found = forecast_of_a_tpu()
+    first, *others = found.collectives
+    collectives = (dataclasses.replace(first, alone_s=None, exposed_s=None), *others)
+    tables = tables_in(dataclasses.replace(found, collectives=collectives).table())
+    (table,) = [table for table in tables if "waited for" in str(table.title)]
+    kinds, *_, waited = ([plain(cell) for cell in column.cells] for column in table.columns)
+    assert kinds[-1] == "all-gather" and waited[-1] == "" and all(waited[:-1])
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", TABLES)
 def test_every_cell_of_every_table_is_shown_in_full(name, width):

@@ -428,8 +428,9 @@ def test_a_step_with_arguments_of_all_kinds_is_forecast_for_a_topology():
     args = params, batch | {"weight": np.zeros(ROWS, np.float32)}, True
     here, there = (forecast(step, *args, kwargs=kwargs, topology=topology) for topology in (None, "v5e:2x4"))
     assert there.flops == here.flops and there.axis_sizes == here.axis_sizes
-    # Two donated matrices, padded to the tiles of a TPU.
-    assert there.memory.alias_bytes >= here.memory.alias_bytes == 2 * WIDTH * WIDTH * 4
+    # The two donated matrices and no other argument; a TPU pads rows to 128 values.
+    assert here.memory.alias_bytes == 2 * WIDTH * WIDTH * 4
+    assert there.memory.alias_bytes == 2 * WIDTH * 128 * 4
     assert [note[:23] for note in unplaced_notes(there)] == ["Argument 1/weight has n"]
 
 
@@ -472,8 +473,9 @@ def collective(*, seconds, axes=("x",), count=1, cycles=None, asynchronous=False
         (collective(seconds=0.1, asynchronous=True, cycles=1.5e9 * 0.04), 0.06),  # 40 ms of it are covered
         (collective(seconds=0.1, asynchronous=True, cycles=1.5e9), 0.0),
         (collective(seconds=0.1, asynchronous=True), 0.0),  # no cycles are known of what runs beside
+        (collective(seconds=0.1, asynchronous=True, cycles=0), 0.1),
     ],
-    ids=["waited for", "unknown groups", "partly hidden", "hidden", "hidden by something"],
+    ids=["waited for", "unknown groups", "partly hidden", "hidden", "hidden by something", "beside nothing"],
 )
 def test_what_a_schedule_waits_for(gather, exposed):
     links = on_torus("v5e:16x16", {"x": 16}, {"y": 16})

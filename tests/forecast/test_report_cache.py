@@ -93,6 +93,11 @@ UNUSABLE = {
     "too large": (lambda path: os.truncate(path, 2**28 + 1), "has 268435457 bytes, more than the 268435456"),
     "of zeros": (planted(zlib.compress(b'{"hlo":"' + bytes(2**20) + b'"}')), "inflates to more than 1000000 bytes"),
     "cut off": (planted(zlib.compress(b"{}")[:-1]), "is cut off"),
+    "not zlib": (planted(b"xx"), "holds no texts .Error -3"),
+    "not JSON": (planted(zlib.compress(b"{")), "holds no texts .Expecting"),
+    "deep": (planted(zlib.compress(b"[" * 100_000)), "holds no texts .maximum recursion|holds no texts"),
+    "a list": (planted(zlib.compress(b"[1]")), "holds no texts"),
+    "of numbers": (planted(zlib.compress(b'{"hlo": 1}')), "holds no texts"),
 }
 
 

@@ -441,6 +441,44 @@ def test_a_gather_on_the_sparsecore_runs_beside_the_schedule(nameless):
     assert (c.overlapped.modules, c.overlapped.instructions, c.overlapped.cycles) == (("blocks/down",), 1, 45110)
 
 
+LOOP_BESIDE = """
+%body (p: (s32[])) -> (s32[]) {
+  %p = (s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  ROOT %t = (s32[]) tuple(%next)
+}
+
+%cond (q: (s32[])) -> pred[] {
+  %q = (s32[]) parameter(0)
+  %j = s32[] get-tuple-element(%q), index=0
+  %n = s32[] constant(TRIPS)
+  ROOT %lt = pred[] compare(%j, %n), direction=LT
+}
+"""
+LOOP_CALLED = """  %zero = s32[] constant(0)
+  %init = (s32[]) tuple(%zero)
+  %loop = (s32[]) while(%init), condition=%cond, body=%body
+"""
+
+
+@pytest.mark.parametrize("trips, cycles", [(0, 0), (5, None)])
+def test_a_gather_is_not_hidden_behind_a_loop_that_does_not_run(trips, cycles):
+    """And may be behind one that runs, of which the compiler says nothing."""
+    lines = SPARSECORE_ENTRY.replace("multiply(%fusion.9", "multiply(%p.1").splitlines(keepends=True)
+    entry = "".join(LOOP_CALLED if "%fusion.9 =" in line else line for line in lines)
+    (c,) = rows(tpu(SPARSECORE + LOOP_BESIDE.replace("TRIPS", str(trips)), entry))
+    assert c.asynchronous and (c.overlapped.instructions, c.overlapped.cycles) == (1, cycles)
+
+
+@pytest.mark.parametrize("estimate, cycles", [('"estimated_cycles":"0"', 0), ("", None)])
+def test_an_estimate_of_no_cycles_is_an_estimate(estimate, cycles):
+    entry = SPARSECORE_ENTRY.replace('"estimated_cycles":"45110"', estimate)
+    (c,) = rows(tpu(SPARSECORE, entry))
+    assert (c.overlapped.instructions, c.overlapped.cycles) == (1, cycles)
+
+
 def test_a_gather_that_the_sparsecore_calls_counts_once():
     """What runs there may itself call the computation that holds the collective."""
     wrapped = """

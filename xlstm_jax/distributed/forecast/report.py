@@ -182,7 +182,7 @@ def bars(forecast: Any) -> list[Bar]:
 
 def _waiting_table(forecast: Any) -> RenderableType:
     """The collectives, those that are waited for longest first, and what the schedule has beside them."""
-    ordered = sorted(forecast.collectives, key=lambda c: (-c.count * c.exposed_s, -c.wire_bytes_per_step))
+    ordered = sorted(forecast.collectives, key=lambda c: (-c.count * (c.exposed_s or 0.0), -c.wire_bytes_per_step))
     rows = []
     for collective in ordered[:ROWS]:
         beside = collective.overlapped

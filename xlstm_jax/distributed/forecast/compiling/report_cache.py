@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
+from xlstm_jax.wording import one_line
+
 FOLDER_VARIABLE = "XLSTM_JAX_CACHE_DIR"  # a folder; empty: nothing is kept
 MAX_CACHE_BYTES = 2**30
 MAX_ENTRY_BYTES = 2**28  # of one entry's texts; those of the largest models so far have some MB, and compress to 1/9
@@ -168,12 +170,18 @@ def _unpacked(key: str, data: bytes) -> Texts:
     digest, content = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
     if digest != _digest(key, content):
         _unusable("an entry does not have its digest: it is damaged, or of another version")
-    # At most so many bytes, whatever the entry claims: a small one can inflate to gigabytes.
     unpacking = zlib.decompressobj()
-    plain = unpacking.decompress(content, MAX_ENTRY_BYTES)
+    try:
+        # At most so many bytes, whatever the entry claims: a small one can inflate to gigabytes.
+        plain = unpacking.decompress(content, MAX_ENTRY_BYTES)
+        texts = json.loads(plain) if unpacking.eof else None
+    except (zlib.error, ValueError, RecursionError) as error:
+        _unusable(f"an entry has its digest, and holds no texts ({one_line(error)})")
     if not unpacking.eof:
         _unusable(f"an entry is cut off, or inflates to more than {MAX_ENTRY_BYTES} bytes")
-    return json.loads(plain)
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+        _unusable("an entry has its digest, and holds no texts")
+    return texts
 
 
 def _digest(key: str, content: bytes) -> bytes:

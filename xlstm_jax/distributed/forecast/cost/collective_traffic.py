@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from xlstm_jax.distributed.data_parallel.wire.lookup import LOOKUP_SCOPE
 from xlstm_jax.distributed.forecast.cost.clock import Cycles
+from xlstm_jax.distributed.forecast.cost.cycles import CONTROL
 from xlstm_jax.distributed.forecast.hlo.collective_sites import Site, sites
 from xlstm_jax.distributed.forecast.hlo.dataflow import Value, downstream, origin, sources, upstream
 from xlstm_jax.distributed.forecast.hlo.device_groups import axes_of_groups
@@ -36,7 +37,7 @@ from xlstm_jax.distributed.forecast.hlo.op_names import (
     in_shard_map,
     module_path,
 )
-from xlstm_jax.distributed.forecast.hlo.program import Program
+from xlstm_jax.distributed.forecast.hlo.program import Computation, Program
 
 MIXED = "mixed"
 RAGGED = "ragged-all-to-all"
@@ -57,7 +58,8 @@ class Overlap:
     Attributes:
       modules: that the compute instructions serve, in order.
       instructions: how many of them there are.
-      cycles: the compiler's estimate for all of them, loops multiplied out; None where it gives none.
+      cycles: the compiler's estimate for all of them, loops multiplied out; None where they would be 0, and some
+        have none.
       seconds: what they are expected to take; None where that is not known.
       product_seconds: of it, on GPUs, the kernels that hold a matrix product; else None.
     """
@@ -285,7 +287,18 @@ def _overlap(site: Site, cycles: Cycles) -> Overlap:
     # A loop that runs beside it counts with all its trips.
     spent = sum(cycles.of(site.computation, instruction).total for instruction in work)
     modules = dict.fromkeys(module_path(instruction.op_name)[0] for instruction in work if instruction.op_name)
-    return Overlap(tuple(filter(None, modules)), len(work), int(spent) or None)
+    known = spent or (work and not any(_lacks_cycles(cycles.program, site.computation, each) for each in work))
+    return Overlap(tuple(filter(None, modules)), len(work), int(spent) if known else None)
+
+
+def _lacks_cycles(program: Program, computation: Computation, instruction: Instruction) -> bool:
+    """Whether the compiler gives no estimate for an instruction, or for one that it runs; "0" is one."""
+    if instruction.opcode not in CONTROL:
+        return instruction.estimated_cycles is None
+    if not program.trips_of(computation, instruction):
+        return False
+    called = (program.computations[name] for name in instruction.all_called)
+    return any(_lacks_cycles(program, inner, each) for inner in called for each in inner.instructions if each.is_work)
 
 
 def _op_names(program: Program, site: Site) -> tuple[str, ...]:

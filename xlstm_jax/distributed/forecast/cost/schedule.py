@@ -27,11 +27,12 @@ def axes_of(links: Links, collective: Collective) -> tuple[str, ...]:
 def with_waits(links: Links, collective: Collective) -> Collective:
     """A collective of TPUs with its times.
 
-    An asynchronous one counts as hidden where the compiler gives no cycles for what runs beside it.
+    An asynchronous one counts as hidden where the compiler gives no cycles for something that runs beside it, and none
+    but zeros for the rest.
     """
     alone = waited = links.seconds(axes_of(links, collective), collective.wire_bytes)
     beside = collective.overlapped
-    if beside.cycles and links.chip.clock_hz:
+    if beside.cycles is not None and links.chip.clock_hz:
         seconds = beside.cycles / links.chip.clock_hz
         beside, waited = dataclasses.replace(beside, seconds=seconds), max(0.0, alone - seconds)
     elif beside.instructions:
