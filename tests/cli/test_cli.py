@@ -757,6 +757,26 @@ def test_doctor_says_what_to_install():
     assert f"To install an extra: {how_to_install('NAME')}." in " ".join(out.getvalue().split())
 
 
+def test_doctor_without_metadata_knows_no_extras_and_compiles_nothing(monkeypatch):
+    monkeypatch.setattr(doctor, "installed_version", lambda name: None)
+    missing = doctor.missing_extras(doctor.extras())
+    assert missing is None and doctor._compiling_extras(missing) == []
+    assert doctor._compiling_extras({}) == list(doctor.TOPOLOGIES)  # guard: with all installed it compiles
+    found = doctor.Diagnosis(doctor.installed(), missing, "", "8 devices", ())
+    out = io.StringIO()
+    for part in found.tables():
+        cli.console(file=out, width=120).print(part)
+    assert out.getvalue().count("not known: the library runs uninstalled") == len(doctor.USES)
+    assert "To install" not in out.getvalue() and json.loads(found.to_json())["missing"] is None
+
+
+def test_doctor_skips_an_extra_that_only_the_installed_version_has(monkeypatch):
+    lines = ["numpy", "tensorboardX; extra == 'tensorboard'", "other; extra == 'of-another-version'"]
+    monkeypatch.setattr(doctor, "installed_version", lambda name: "0.1")
+    monkeypatch.setattr(doctor, "requires", lambda name: lines)
+    assert doctor.extras() == {extra: [] for extra in doctor.USES} | {"tensorboard": ["tensorboardX"]}
+
+
 def test_a_comparison_fails_on_what_is_off_and_on_nan():
     want = {"a": [1.0, 2.0], "b": [1e-3, 0.0]}
     assert self_test.within("same", want, want).ok

@@ -68,14 +68,14 @@ class Diagnosis:
 
     Attributes:
       versions: of Python and of packages; None for packages that are not installed.
-      missing: the packages that are missing, by extra.
+      missing: the packages that are missing, by extra; None where the library runs uninstalled, so nobody knows.
       devices: the devices at hand, as "8 x NVIDIA H100 (gpu)"; "" if JAX cannot start.
       tested_on: the devices of the self-tests.
       checks: the results of the self-tests.
     """
 
     versions: dict[str, str | None]
-    missing: dict[str, list[str]]
+    missing: dict[str, list[str]] | None
     devices: str
     tested_on: str
     checks: tuple[Check, ...]
@@ -83,14 +83,7 @@ class Diagnosis:
     def tables(self) -> list[object]:
         """The diagnosis as ``rich`` renderables and strings."""
         versions = [[name, found or "not installed"] for name, found in self.versions.items()]
-        extras = [
-            [
-                f"[{extra}]",
-                USES[extra],
-                f"lacks {', '.join(self.missing[extra])}" if extra in self.missing else "installed",
-            ]
-            for extra in USES
-        ]
+        extras = [[f"[{extra}]", use, self._state(extra)] for extra, use in USES.items()]
         install = [f"To install an extra: {how_to_install('NAME')}.\n"] if self.missing else []
         checks = [[c.name, c.measured, c.allowed, "ok" if c.ok else "FAILED"] for c in self.checks]
         return [
@@ -101,6 +94,11 @@ class Diagnosis:
             rich_table(f"Self-tests, on {self.tested_on}", ["test", "measured", "allowed", "result"], checks, left=3),
         ]
 
+    def _state(self, extra: str) -> str:
+        if self.missing is None:
+            return "not known: the library runs uninstalled"
+        return f"lacks {', '.join(self.missing[extra])}" if extra in self.missing else "installed"
+
     def to_json(self) -> str:
         """The diagnosis as JSON."""
         return json.dumps(dataclasses.asdict(self), indent=1)
@@ -110,8 +108,7 @@ def examine(say: Callable[[str], None]) -> Diagnosis:
     """Looks at the machine and runs all self-tests; ``say`` shows the progress."""
     say("reading versions")
     versions, missing = installed(), missing_extras(extras())
-    # matplotlib draws, and is not needed to compile.
-    begun = {extra: _begin_compiling(extra) for extra in TOPOLOGIES if not set(missing.get(extra, ())) - {"matplotlib"}}
+    begun = {extra: _begin_compiling(extra) for extra in _compiling_extras(missing)}
     say("starting JAX on the devices at hand")
     with ThreadPoolExecutor() as beside:
         # Begun before it is known whether it is needed: on a machine without accelerators that saves its whole time.
@@ -123,7 +120,8 @@ def examine(say: Callable[[str], None]) -> Diagnosis:
         tested_on = f"{len(kinds)} x {kinds[0]}" if several else f"{self_test.MAX_DEVICES} simulated CPU devices"
         say(f"training a small model on {tested_on} and on one device")
         tested = run_child("parity", dict(os.environ)) if several else simulated.result()
-    say(f"waiting for the compilers for {' and '.join(TOPOLOGIES[extra] for extra in begun)}")
+    if begun:
+        say(f"waiting for the compilers for {' and '.join(TOPOLOGIES[extra] for extra in begun)}")
     return Diagnosis(
         versions=versions,
         missing=missing,
@@ -146,18 +144,24 @@ def installed() -> dict[str, str | None]:
     return {"python": platform.python_version()} | packages
 
 
-def extras() -> dict[str, list[str]]:
-    """What each extra installs, as the metadata of the installed library say; nothing where it runs uninstalled."""
+def extras() -> dict[str, list[str]] | None:
+    """What each extra installs, as the metadata of the installed library say; None where it runs uninstalled."""
+    if not installed_version("xlstm_jax"):
+        return None
     found: dict[str, list[str]] = {extra: [] for extra in USES}
-    for line in requires("xlstm_jax") or () if installed_version("xlstm_jax") else ():
-        # A line reads "jax[tpu]; extra == 'forecast'".
-        if match := re.match(r"([\w.-]+)(\[[\w-]+\])?.*extra == .([\w-]+)", line):
+    for line in requires("xlstm_jax") or ():
+        # A line reads "jax[tpu]; extra == 'forecast'". Another version than the one that runs may be installed, with
+        # extras that this one does not have.
+        match = re.match(r"([\w.-]+)(\[[\w-]+\])?.*extra == .([\w-]+)", line)
+        if match and match[3] in found:
             found[match[3]].append(OF_JAX.get(f"{match[1]}{match[2]}", match[1]))
     return found
 
 
-def missing_extras(extras: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """The packages that are missing, by extra: {"tensorboard": ["tensorboardX"]}."""
+def missing_extras(extras: Mapping[str, Sequence[str]] | None) -> dict[str, list[str]] | None:
+    """The packages that are missing, by extra: {"tensorboard": ["tensorboardX"]}; None where extras are not known."""
+    if extras is None:
+        return None
     lacking = {
         extra: [name for name in dict.fromkeys(names) if not installed_version(name)] for extra, names in extras.items()
     }
@@ -196,6 +200,14 @@ def _checks(name: str, found: dict[str, Any]) -> Sequence[Check]:
     if "error" in found:
         return [Check(name, found["error"], "", False)]
     return [Check(**check) for check in found.get("checks", ())]
+
+
+def _compiling_extras(missing: Mapping[str, Sequence[str]] | None) -> list[str]:
+    """The extras whose compilers are there; none where nobody knows."""
+    if missing is None:
+        return []
+    # matplotlib draws, and is not needed to compile.
+    return [extra for extra in TOPOLOGIES if not set(missing.get(extra, ())) - {"matplotlib"}]
 
 
 def _begin_compiling(extra: str) -> Pending[Any] | ImportError:
