@@ -31,7 +31,7 @@ from xlstm_jax.distributed.forecast.hlo.program import parse
 from xlstm_jax.distributed.forecast.linting.lint import findings_of
 from xlstm_jax.distributed.forecast.linting.rules import RULES
 from xlstm_jax.distributed.forecast.linting.step import Step
-from xlstm_jax.distributed.forecast.model_axes import Estimate, estimate, mesh_on, model_meshes, ranked
+from xlstm_jax.distributed.forecast.model_axes import Estimate, estimate, links_of_mesh, mesh_on, model_meshes, ranked
 from xlstm_jax.distributed.hardware.links import Links
 from xlstm_jax.distributed.model_parallel import (
     Experts,
@@ -318,7 +318,7 @@ def test_an_estimate_counts_ragged_rows_without_padding_both_ways():
 def test_axes_of_the_model_take_dims_of_the_torus_or_of_a_host():
     def laid(topology, **sizes):
         place = parse_topology(topology)
-        return mesh_on(place.shape, sizes, gpus=place.platform == "cuda")
+        return mesh_on(place.shape, sizes, gpus=place.platform == "cuda", wraps=place.wraps)
 
     assert laid("v5p:4x4x8", tp=8) == {"fsdp_x": 4, "fsdp_y": 4, "tp": 8}
     assert laid("v5p:4x4x8", tp=4, cp=8) == {"fsdp_x": 4, "tp": 4, "cp": 8}
@@ -329,6 +329,25 @@ def test_axes_of_the_model_take_dims_of_the_torus_or_of_a_host():
     assert all(math.prod(mesh.values()) == 32 for mesh in model_meshes(parse_topology("h100:4x8"), {"tp": 8, "cp": 4}))
     with pytest.raises(ValueError, match="'fsdp' must be no axis of FSDP"):
         model_meshes(parse_topology("h100:4x8"), {"fsdp": 2})
+
+
+@pytest.mark.parametrize(
+    "topology, mesh, per_second",
+    [
+        ("v5e:8x8", {"dp": 2, "fsdp_x": 4, "fsdp_y": 8}, 45e9),
+        ("v5e:16x16", {"fsdp_x": 8, "dp": 2, "fsdp_y": 16}, 45e9),
+        ("v6e:16x16", {"fsdp_x": 8, "dp": 2, "fsdp_y": 16}, 90e9),
+        ("v5p:8x8x8", {"fsdp_x": 4, "dp": 2, "fsdp_y": 8, "fsdp_z": 8}, 90e9),
+        ("h100:4x8", {"dp": 2, "fsdp_host": 2, "fsdp_device": 8}, None),
+    ],
+)
+def test_copies_leave_fsdp_the_fastest_links_of_their_dim(topology, mesh, per_second):
+    """Around FSDP's axis on a line; within it on a closed ring, of which it would be half otherwise."""
+    place = parse_topology(topology)
+    (found,) = [mesh for mesh in model_meshes(place, {"dp": 2}) if "dp" in mesh and mesh["dp"] == 2]
+    assert list(found.items()) == list(mesh.items())
+    if per_second:
+        assert 1e9 / links_of_mesh(place, found).seconds(("fsdp_x",), 1e9) == pytest.approx(per_second)
 
 
 def test_values_are_alive_from_where_they_are_made_to_where_they_are_read_last():
