@@ -203,14 +203,15 @@ class FoldingTable(Table):
 def _lines(columns: Sequence[Column], console: Console, options: ConsoleOptions) -> list[dict[int, int]]:
     """The widths of the columns of each line: one line if that is wide enough, else as many columns as fit in each."""
     room, unlimited = options.max_width - EDGES, options.update(width=MAX_CELL)
-    whole, least = {}, {}  # widths with nothing folded, and with everything folded that may be
+    whole, folded, least = {}, {}, {}  # nothing folded; headers folded; cells, too
     for i, column in enumerate(columns):
         header = Measurement.get(console, unlimited, column.header)
         cells = [Measurement.get(console, unlimited, cell) for cell in column.cells]
-        whole[i] = max([header.maximum, *(cell.maximum for cell in cells)])
+        folded[i] = max([header.minimum, *(cell.maximum for cell in cells)])
+        whole[i] = max(header.maximum, folded[i])
         least[i] = max([header.minimum, *(max(cell.minimum, min(cell.maximum, MIN_WIDTH)) for cell in cells)])
     if sum(least.values()) + GAP * (len(columns) - 1) <= room:
-        return [_narrowed(whole, least, room)]
+        return [_narrowed(_narrowed(whole, folded, room), least, room)]
     # There is room below each other: headers of numbers are not folded.
     least = {i: min(whole[i] if columns[i].no_wrap else least[i], room - INDENT) for i in least}
     lines: list[dict[int, int]] = [{}]

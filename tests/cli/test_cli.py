@@ -249,9 +249,9 @@ SHAPE, VALUE = (
 # Of each error: the numbers or names that it must give, and the cure.
 ERRORS = {
     "plan --mesh dp=4,fsdp=32 --topology v5e:16x16": ("training", "takes 128 devices, but v5e:16x16 has 256", "-1"),
-    "plan --mesh dp=3,fsdp=-1 --topology v5e:2x4": ("training", "a multiple of 3 devices", "product is 8"),
-    "plan --mesh dp=3,x=2,fsdp=-1 --topology v5e:2x4": ("training", "a multiple of 6 devices", "product is 8"),
-    "plan --mesh dp=3,fsdp=4 --topology v5e:2x4": ("training", "takes 12 devices", "one of which may be -1"),
+    "plan --mesh dp=3,fsdp=-1 --topology v5e:2x4": ("training", "dp=3 does not divide 8", "1, 2, 4, 8 do"),
+    "plan --mesh dp=3,x=2,fsdp=-1 --topology v5e:2x4": ("training", "dp*x = 6 does not divide 8", "1, 2, 4, 8 do"),
+    "plan --mesh dp=3,fsdp=4 --topology v5e:2x4": ("training", "takes 12 devices", "as dp=-1,fsdp=4"),
     "plan --mesh dp=4,fspd=64": (
         "training",
         "no axis begins with fsdp",

@@ -255,6 +255,14 @@ def test_rows_of_any_shape_are_shown_in_full(width):
         assert not missing(rich_table("Some", headers, rows, left=left, right=columns - left), width), (columns, rows)
 
 
+def test_headers_fold_before_cells():
+    cell = "the schedule waits for it likewise"
+    table = rich_table("", ["weights", "a long header of several words", "bytes"], [[cell, "few", "22 MiB"]], left=2)
+    lines = shown(table, 60)
+    assert times_whole(lines, cell) == 1
+    assert times_whole(lines, "a long header of several words") == 0  # guard: something had to fold
+
+
 def test_a_word_longer_than_the_terminal_breaks_and_nothing_of_it_is_lost():
     word = "0123456789" * 9
     lines = shown(rich_table("", ["path", "bytes"], [[word, "22 MiB"]]), 40)

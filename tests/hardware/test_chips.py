@@ -14,7 +14,7 @@ import pytest
 
 from xlstm_jax.distributed.forecast.compiling.compile_process import CHILD_ENVIRONMENT
 from xlstm_jax.distributed.forecast.cost.roofline import step_bounds
-from xlstm_jax.distributed.hardware.chips import CHIPS, chip_of, slices_up_to
+from xlstm_jax.distributed.hardware.chips import CHIPS, Chip, chip_of, slices_up_to
 from xlstm_jax.distributed.hardware.gpu_targets import target_config
 from xlstm_jax.distributed.hardware.links import Links
 from xlstm_jax.distributed.hardware.topologies import parse_topology
@@ -54,6 +54,14 @@ def test_compute_to_wire_ratio_is_the_published_one(name, ratio):
 )
 def test_a_chip_by_its_device_kind(device_kind, name):
     assert chip_of(device_kind) is CHIPS[name]
+
+
+def test_figures_of_a_chip_keep_their_places():
+    """Users add a chip of their own by position too."""
+    v5e = CHIPS["v5e"]
+    figures = (v5e.name, v5e.device_kinds, v5e.hbm_bytes, v5e.usable_hbm_bytes, v5e.peak_flops, v5e.hbm_bandwidth)
+    links = (v5e.clock_hz, v5e.link_bandwidth, v5e.torus_axes, v5e.host_bandwidth)
+    assert Chip(*figures, *links, slices=v5e.slices, xla_options=v5e.xla_options) == v5e
 
 
 def test_a_device_without_figures_has_no_chip():

@@ -76,16 +76,7 @@ def _mesh(args: Namespace, factory: Factory) -> dict[str, int]:
     mesh: dict[str, int] | None = args.mesh
     if args.topology is not None:
         topology = parse_topology(args.topology)
-        given = mesh or _meshes_to_try(topology, factory)[0]
-        devices, known = topology.num_devices, math.prod(size for size in given.values() if size != -1)
-        mesh = {axis: devices // known if size == -1 else size for axis, size in given.items()}
-        if math.prod(mesh.values()) != devices:
-            free = "a multiple of " if -1 in given.values() else ""
-            raise ValueError(
-                f"--mesh {format_mesh(given)} takes {free}{known} devices, but {topology.name} has {devices}. Choose "
-                f"sizes whose product is {devices}, one of which may be -1 for what the others leave, or another "
-                "topology."
-            )
+        mesh = _filled(mesh, topology) if mesh else _meshes_to_try(topology, factory)[0]
     if mesh is None:
         raise ValueError(
             "how many devices? Pass --mesh, as --mesh dp=4,fsdp=64, or --topology, as v5e:16x16 or h100:32x8."
@@ -94,6 +85,32 @@ def _mesh(args: Namespace, factory: Factory) -> dict[str, int]:
         raise ValueError(f"--mesh {format_mesh(mesh)}: -1 stands for the rest of a topology; pass --topology too.")
     _check_shard_axes(mesh, factory, dict(args.set))
     return mesh
+
+
+def _filled(mesh: dict[str, int], topology: Topology) -> dict[str, int]:
+    devices, known = topology.num_devices, math.prod(size for size in mesh.values() if size != -1)
+    filled = {axis: devices // known if size == -1 else size for axis, size in mesh.items()}
+    if math.prod(filled.values()) != devices:
+        free = "a multiple of " if -1 in mesh.values() else ""
+        raise ValueError(
+            f"--mesh {format_mesh(mesh)} takes {free}{known} devices, but {topology.name} has {devices}. "
+            f"{_other_sizes(mesh, devices)}, or take another topology."
+        )
+    return filled
+
+
+def _other_sizes(mesh: dict[str, int], devices: int) -> str:
+    """The cure for sizes that do not multiply to the number of devices."""
+    # An axis can be -1 if the product of all others divides the number of devices. The last such axis is proposed, the
+    # innermost, which is split over by custom.
+    given = {axis: size for axis, size in mesh.items() if size != -1}
+    known = math.prod(given.values())
+    free = [axis for axis in reversed(given) if devices % (known // given[axis]) == 0]
+    if free and len(given) == len(mesh):
+        return f"Write -1 for the size of one axis, as {format_mesh(mesh | {free[0]: -1})}"
+    sizes = ", ".join(str(size) for size in range(1, devices + 1) if devices % size == 0)
+    product = f"{'*'.join(given)} = " if len(given) > 1 else f"{next(iter(given))}="
+    return f"{product}{known} does not divide {devices}; {sizes} do. Choose one of these"
 
 
 def _check_shard_axes(mesh: dict[str, int], factory: Factory, chosen: dict[str, Any]) -> None:

@@ -74,10 +74,10 @@ class Chip:
     usable_hbm_bytes: int
     peak_flops: Mapping[str, float]
     hbm_bandwidth: float
+    clock_hz: float | None
     link_bandwidth: float
+    torus_axes: int
     host_bandwidth: float
-    clock_hz: float | None = None
-    torus_axes: int = 0
     network_bandwidth: float | None = None
     efficiency: Efficiency | None = None
     devices_per_node: int | None = None
@@ -176,26 +176,28 @@ CHIPS: dict[str, Chip] = {
         ),
         Chip(
             "a100", ("NVIDIA A100-SXM4-80GB",), int(80e9), int(80e9), _peaks(312e12, 624e12, float32=156e12), 2.039e12,
-            link_bandwidth=3e11, host_bandwidth=3.2e10, network_bandwidth=2.5e10, efficiency=A100_REACHES,
-            devices_per_node=8,
+            clock_hz=None, link_bandwidth=3e11, torus_axes=0, host_bandwidth=3.2e10,
+            network_bandwidth=2.5e10, efficiency=A100_REACHES, devices_per_node=8,
         ),
         Chip(
-            "h100", ("NVIDIA H100 80GB HBM3",), int(80e9), int(80e9), HOPPER, 3.35e12, link_bandwidth=4.5e11,
-            host_bandwidth=6.4e10, network_bandwidth=5e10, efficiency=H100_REACHES, devices_per_node=8,
+            "h100", ("NVIDIA H100 80GB HBM3",), int(80e9), int(80e9), HOPPER, 3.35e12,
+            clock_hz=None, link_bandwidth=4.5e11, torus_axes=0, host_bandwidth=6.4e10,
+            network_bandwidth=5e10, efficiency=H100_REACHES, devices_per_node=8,
         ),
         Chip(
-            "h200", ("NVIDIA H200",), int(141e9), int(141e9), HOPPER, 4.8e12, link_bandwidth=4.5e11,
-            host_bandwidth=6.4e10, network_bandwidth=5e10, efficiency=H100_REACHES, devices_per_node=8,
+            "h200", ("NVIDIA H200",), int(141e9), int(141e9), HOPPER, 4.8e12,
+            clock_hz=None, link_bandwidth=4.5e11, torus_axes=0, host_bandwidth=6.4e10,
+            network_bandwidth=5e10, efficiency=H100_REACHES, devices_per_node=8,
         ),
         Chip(
             "b200", ("NVIDIA B200",), int(180e9), int(180e9), _peaks(2.25e15, 4.5e15, float8=4.5e15, float32=1.125e15),
-            8e12, link_bandwidth=9e11, host_bandwidth=6.4e10, network_bandwidth=5e10, efficiency=H100_REACHES,
-            devices_per_node=8,
+            8e12, clock_hz=None, link_bandwidth=9e11, torus_axes=0, host_bandwidth=6.4e10,
+            network_bandwidth=5e10, efficiency=H100_REACHES, devices_per_node=8,
         ),
         Chip(
             "gb200", ("NVIDIA GB200",), int(186e9), int(186e9), _peaks(2.5e15, 5e15, float8=5e15, float32=1.25e15),
-            8e12, link_bandwidth=9e11, host_bandwidth=2.25e11, network_bandwidth=5e10, efficiency=H100_REACHES,
-            devices_per_node=72,
+            8e12, clock_hz=None, link_bandwidth=9e11, torus_axes=0, host_bandwidth=2.25e11,
+            network_bandwidth=5e10, efficiency=H100_REACHES, devices_per_node=72,
         ),
     )
 }  # fmt: skip
