@@ -26,6 +26,7 @@ from xlstm_jax.distributed.forecast.compiling.compile import StepCall
 from xlstm_jax.distributed.forecast.cost.axis_traffic import axis_traffic
 from xlstm_jax.distributed.forecast.cost.clock import Cycles
 from xlstm_jax.distributed.forecast.cost.collective_traffic import NO_OVERLAP, Collective
+from xlstm_jax.distributed.forecast.cost.cycles import count_hbm_bytes
 from xlstm_jax.distributed.forecast.cost.live_values import live_bytes
 from xlstm_jax.distributed.forecast.hlo.program import parse
 from xlstm_jax.distributed.forecast.linting.lint import findings_of
@@ -148,6 +149,33 @@ def test_a_loop_beside_a_collective_takes_all_its_trips():
     loop = program.entry.by_name["loop"]
     assert Cycles(program).of(program.entry, loop).total == 5 * 70
     assert loop.estimated_cycles is None  # guard: the compiler has none for the loop itself
+
+
+BRANCHES = """\
+HloModule jit_f, is_scheduled=true
+
+%short (p: f32[1024]) -> f32[1024] {
+  %p = f32[1024] parameter(0)
+  ROOT %one = f32[1024] negate(%p), backend_config={"estimated_cycles":"30"}
+}
+
+%long (q: f32[1024]) -> f32[1024] {
+  %q = f32[1024] parameter(0)
+  ROOT %other = f32[1024] negate(%q), backend_config={"estimated_cycles":"100"}
+}
+
+ENTRY %main (w: pred[], a: f32[1024]) -> f32[1024] {
+  %w = pred[] parameter(0)
+  %a = f32[1024] parameter(1)
+  ROOT %if = f32[1024] conditional(%w, %a, %a), true_computation=%short, false_computation=%long
+}
+"""
+
+
+def test_a_conditional_takes_its_longest_branch_and_moves_the_bytes_of_all():
+    program = parse(BRANCHES)
+    assert Cycles(program).total == 100
+    assert count_hbm_bytes(program).total == 2 * 2 * 1024 * 4  # both branches read and write their array
 
 
 # -------------------------------------------------------------------------------------------- roles, and who owns what
