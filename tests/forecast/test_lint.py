@@ -5,6 +5,7 @@ import dataclasses
 import io
 from collections.abc import Callable
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import flax.linen as nn
@@ -29,7 +30,7 @@ from xlstm_jax.distributed import (
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.trees import map_leaves
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch
-from xlstm_jax.distributed.forecast import Forecast, Workload, forecast
+from xlstm_jax.distributed.forecast import CHIPS, Forecast, Workload, forecast
 from xlstm_jax.distributed.forecast.linting import product_rules
 from xlstm_jax.distributed.forecast.linting.lint import Finding, LintError, findings_of, lint, raise_if, table
 from xlstm_jax.distributed.forecast.linting.rules import MIN_KEPT_BYTES, RULES, _narrower
@@ -460,6 +461,29 @@ def test_collectives_that_the_step_waits_for(on_a_square_torus):
     assert all("of the step's traffic." in f.text for f in findings)
     of_gathers = [f for f in findings if "for its all-gather" in f.text]
     assert of_gathers and not any("grad_scatter_dtype" in f.cure for f in of_gathers)
+
+
+@pytest.mark.parametrize(
+    "waits, named",
+    [
+        ({"a": 0.02, "b": 0.021, "c": 0.015, "d": 0.005}, ["a", "b", "c"]),  # 6.1 % of the step, none of them 5
+        ({"a": 0.02, "b": 0.021, "d": 0.005}, []),  # 4.6 %
+        ({f"{name}_module": 0.004 for name in "abcdefghijklmn"} | {"o": 0.006}, ["o"]),
+        ({"a": 0.0}, []),
+    ],
+    ids=["several", "too little", "many short ones", "hidden"],
+)
+def test_waits_of_many_modules_add_up(waits, named):
+    gather = next(c for c in cached().collectives if c.kind == "all-gather")
+    each_one = {"count": 1, "alone_s": 0.1, "timing": None}
+    collectives = [
+        dataclasses.replace(gather, leaves=(f"{name}/kernel",), exposed_s=seconds, **each_one)
+        for name, seconds in waits.items()
+    ]
+    known = {"collectives": collectives, "step_seconds": 1.0, "wire_bytes": 1e9, "chip": CHIPS["v5e"]}
+    findings = findings_of(RULES["exposed-collective"], Step(SimpleNamespace(**known), plan_of(), 1, False))
+    assert [finding.where for finding in findings] == [f"{name}/kernel" for name in named]
+    assert all("'auto' to make_train_step, or compiler_options(device_kind) to a" in f.cure for f in findings)
 
 
 def test_a_scatter_of_float32_gradients_names_the_dtype_that_halves_it():

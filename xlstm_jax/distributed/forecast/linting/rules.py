@@ -30,6 +30,7 @@ MIN_REPLICATED_BYTES = 2**20
 # mesh, they are up to 7% of a well-made step.
 MAX_ALL_REDUCED_FRACTION = 0.075
 MIN_WAITED_FRACTION = 0.05  # of a step's time
+MIN_NAMED_FRACTION = 0.01  # of it, for one module's part in what a step waits for
 MANY = 8  # collectives in a step, of which fewer are not worth a change of the model
 FLAT_LATENCY_S = 1e-4  # of a ring over hosts and GPUs, from which on two rings, 28 us and their hops, are faster
 MIN_SHARED_BYTES = 2**20
@@ -284,9 +285,13 @@ def _whole_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Defect:
 def exposed_collectives(step: Step) -> Iterator[Defect]:
     """Collectives for whose bytes a step waits; of a CPU, on which nothing is asynchronous, no times are known."""
     waited = [c for c in step.forecast.collectives if c.by_bandwidth.waited_s > 0]
-    for where, members in step.merged(waited):
-        seconds = sum(c.count * c.by_bandwidth.waited_s for c in members)
-        if seconds < MIN_WAITED_FRACTION * step.seconds:
+    groups = [(where, members, _waited_s(members)) for where, members in step.merged(waited)]
+    # Waits of many modules add up, so all of them together decide. The longest always has a name.
+    if not groups or _waited_s(waited) < MIN_WAITED_FRACTION * step.seconds:
+        return
+    least = min(MIN_NAMED_FRACTION * step.seconds, max(seconds for *_, seconds in groups))
+    for where, members, seconds in groups:
+        if seconds < least:
             continue
         kind, sent = members[0].kind, sum_wire_bytes(members)
         takes = sum(c.count * c.by_bandwidth.seconds for c in members)
@@ -303,6 +308,10 @@ def exposed_collectives(step: Step) -> Iterator[Defect]:
             f"{OVERLAP_OPTIONS if helps else ''}More tokens per device make it a smaller part of the step."
             f"{_narrower(members)}",
         )
+
+
+def _waited_s(collectives: Iterable[Collective]) -> float:
+    return sum(c.count * c.by_bandwidth.waited_s for c in collectives)
 
 
 # ---------------------------------------------------------------------------------------- GPUs, by latency and by hosts
@@ -432,7 +441,10 @@ def needless_offload(step: Step) -> Iterator[Defect]:
 
 # ------------------------------------------------------------------------------------------------------------ the table
 
-OVERLAP_OPTIONS = "Pass compiler_options='auto' to make_train_step, which has more collectives under way at once. "
+OVERLAP_OPTIONS = (
+    "Pass compiler_options='auto' to make_train_step, or compiler_options(device_kind) to a jax.jit of your own: more "
+    "collectives are under way at once. "
+)
 IN_TWO_STAGES = (
     f"Give the mesh an axis across hosts and one within, {{{HOST_AXIS!r}: hosts, 'fsdp_device': GPUs of a host}} as "
     "DeviceMeshManager.create_fsdp_mesh does, and axis_name both."
