@@ -11,6 +11,7 @@ import functools
 import io
 import re
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,13 +28,13 @@ from xlstm_jax.cli.self_test import Check
 from xlstm_jax.distributed.forecast import CHIPS, Forecast
 from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective, Overlap, Timing
 from xlstm_jax.distributed.forecast.cost.flops import Flops, Work
-from xlstm_jax.distributed.forecast.cost.memory import Memory, Temporary
+from xlstm_jax.distributed.forecast.cost.memory import Memory, Moment, Temporary
 from xlstm_jax.distributed.forecast.cost.roofline import Roofline
 from xlstm_jax.distributed.forecast.fitting import Fit, Options, Trial
 from xlstm_jax.distributed.forecast.forecasting import CPU_NOTE, GPU_NOTE, rates_note
 from xlstm_jax.distributed.forecast.linting.lint import Finding
 from xlstm_jax.distributed.forecast.linting.lint import table as lint_table
-from xlstm_jax.distributed.forecast.report import _array
+from xlstm_jax.distributed.forecast.report import _array, _owners
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.wording import MIN_WIDTH, rich_table
 
@@ -295,6 +296,36 @@ def test_what_travels_together_is_said_to(leaves, modules, said):
     together = collective("all-gather", modules, leaves=leaves)
     (row,) = cells_of(tables_in(dataclasses.replace(forecast_of_a_tpu(), collectives=(together,)).table())[3])[2:3]
     assert row == said
+
+
+def schedule(*stretches):
+    """A timeline of (module, direction, moments)."""
+    moments = [(path, direction) for path, direction, count in stretches for _ in range(count)]
+    return tuple(Moment(point, 2**30, path, direction) for point, (path, direction) in enumerate(moments))
+
+
+def test_names_below_the_picture_of_memory_stand_apart(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    outside, ahead, back = ("", "other", 3), ("blocks/up", "forward", 12), ("blocks/up", "backward", 12)
+    timeline = schedule(
+        *(("embed", "forward", 10), outside, ahead, outside, ahead, ("embed", "forward", 1), ("head", "forward", 4)),
+        *(("a_name_without_room_for_it", "backward", 9), outside, ("blocks/up", "recompute", 3), back, outside),
+        *(back, ("embed", "backward", 9), ("", "other", 20)),
+    )
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, dpi: figures.append(figure))
+    found = forecast_of_a_tpu()
+    dataclasses.replace(found, memory=dataclasses.replace(found.memory, timeline=timeline)).plot(tmp_path / "a.png")
+    figures[0].draw_without_rendering()
+    texts = sorted(figures[0].axes[0].texts, key=lambda text: text.xy[0])
+    assert [text.get_text() for text in texts] == ["embed", "blocks", "blocks", "outside of modules"]
+    boxes = [text.get_window_extent() for text in texts]
+    assert all(left.x1 < right.x0 for left, right in pairwise(boxes))
+
+
+def test_what_belongs_to_no_module_goes_with_what_is_before_it():
+    timeline = schedule(("a/b", "forward", 1), ("", "other", 2), ("a/b", "backward", 1), ("", "other", 1))
+    assert _owners(timeline) == [("a", "forward")] * 3 + [("a", "backward"), ("", "other")]
 
 
 def test_a_tuple_is_told_by_the_number_of_its_arrays():

@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective, executions, sum_wire_bytes
+from xlstm_jax.distributed.forecast.cost.memory import Moment
 from xlstm_jax.distributed.forecast.hlo.text import split_outside
 from xlstm_jax.wording import TIMES, Bar, format_bytes, how_to_install, rich_table
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 ROWS = 12  # of each table; the rest is summed up in a last one
 NAMED = 3  # of the leaves that travel together
 OUTSIDE = "outside of modules"
+LETTERS = 75  # of the names of modules, which fit below the picture of memory
 DOES_NOT_FIT = (
     "What is said of traffic and time holds for the program that the compiler made all the same, in which it may "
     "compute and gather again what it could not keep."
@@ -291,26 +293,46 @@ def _plot_memory(axes: "Axes", forecast: Any) -> None:
     end, widths = points[-1], [after - point for point, after in pairwise([*points, points[-1] + 1])]
     axes.bar(0, base, end, align="edge", color="#d3d3d8", label="arguments, outputs, program")
     live = [moment.live_bytes / gib for moment in memory.timeline]
-    colors = [COLORS[moment.direction] for moment in memory.timeline]
-    axes.bar(points, live, widths, base, align="edge", color=colors)
-    for direction in dict.fromkeys(moment.direction for moment in memory.timeline):
+    owners = _owners(memory.timeline)
+    axes.bar(points, live, widths, base, align="edge", color=[COLORS[direction] for _, direction in owners])
+    for direction in dict.fromkeys(direction for _, direction in owners):
         axes.bar(0, 0, color=COLORS[direction], label=direction)  # for the legend
-    # What is recomputed alternates with the backward pass of the same module: one name stands below both.
-    spans = defaultdict(list)
-    for moment in memory.timeline:
-        part = "backward" if moment.direction == "recompute" else moment.direction
-        spans[moment.path.split("/")[0], part].append(moment.point)
-    for (path, _), within in spans.items():
-        if within[-1] - within[0] > end / 15:  # else the name is wider than its stretch
-            below: dict[str, Any] = {"textcoords": "offset points", "xytext": (0, -10)}
-            middle = (within[0] + within[-1]) / 2
-            axes.annotate(path or OUTSIDE, (middle, 0), fontsize=7, ha="center", **below)
+    for name, middle in _names_below(owners, points):
+        axes.annotate(name, (middle, 0), fontsize=7, ha="center", textcoords="offset points", xytext=(0, -10))
     # A device may have many times what the step takes: its limit is drawn where it is near, and always named.
     axes.set_ylim(0, 1.25 * (base + memory.peak_live_bytes / gib))
     if available := forecast.available_bytes:
         axes.set_title(f"Memory, of {available / gib:.4g} GiB")
         axes.axhline(available / gib, color="black", linewidth=1, linestyle="--")
     axes.legend(fontsize=7, loc="upper right")
+
+
+def _owners(timeline: Sequence[Moment]) -> list[tuple[str, str]]:
+    """The top-level module and the direction of each moment.
+
+    What belongs to no module goes with what is before it, but for the end of the step, which is the optimizer.
+    """
+    last = max((i for i, moment in enumerate(timeline) if moment.path and moment.direction != "other"), default=0)
+    owners: list[tuple[str, str]] = []
+    for i, moment in enumerate(timeline):
+        owner = (moment.path.split("/")[0], moment.direction)
+        owners.append(owners[-1] if owners and owner == ("", "other") and i < last else owner)
+    return owners
+
+
+def _names_below(owners: Sequence[tuple[str, str]], points: Sequence[int]) -> list[tuple[str, float]]:
+    """Names of modules with their places: the middle of the longest run of each; none over another."""
+    # What is recomputed alternates with the backward pass of the same module: one name stands below both.
+    parts = [(path, "backward" if direction == "recompute" else direction) for path, direction in owners]
+    starts = [i for i in range(len(parts)) if i == 0 or parts[i] != parts[i - 1]]
+    runs = [(points[after] - points[i], i, after) for i, after in pairwise([*starts, len(parts) - 1])]
+    placed: dict[tuple[str, str], tuple[str, float]] = {}
+    for length, i, after in sorted(runs, reverse=True):
+        name, middle = parts[i][0] or OUTSIDE, (points[i] + points[after]) / 2
+        near = [n for n, m in placed.values() if abs(m - middle) < points[-1] * (len(name) + len(n) + 2) / 2 / LETTERS]
+        if length > points[-1] / 15 and parts[i] not in placed and not near:
+            placed[parts[i]] = (name, middle)
+    return list(placed.values())
 
 
 def _plot_time(axes: "Axes", forecast: Any) -> None:
