@@ -760,8 +760,8 @@ def test_doctor_says_what_to_install():
 def test_doctor_without_metadata_knows_no_extras_and_compiles_nothing(monkeypatch):
     monkeypatch.setattr(doctor, "installed_version", lambda name: None)
     missing = doctor.missing_extras(doctor.extras())
-    assert missing is None and doctor._compiling_extras(missing) == []
-    assert doctor._compiling_extras({}) == list(doctor.TOPOLOGIES)  # guard: with all installed it compiles
+    assert missing is None and doctor.compilers_at_hand(missing) == []
+    assert doctor.compilers_at_hand({}) == list(doctor.TOPOLOGIES)  # guard: with all installed it compiles
     found = doctor.Diagnosis(doctor.installed(), missing, "", "8 devices", ())
     out = io.StringIO()
     for part in found.tables():

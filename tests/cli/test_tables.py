@@ -34,7 +34,7 @@ from xlstm_jax.distributed.forecast.fitting import Fit, Options, Trial
 from xlstm_jax.distributed.forecast.forecasting import CPU_NOTE, GPU_NOTE, rates_note
 from xlstm_jax.distributed.forecast.linting.lint import Finding
 from xlstm_jax.distributed.forecast.linting.lint import table as lint_table
-from xlstm_jax.distributed.forecast.report import _array, _owners
+from xlstm_jax.distributed.forecast.report import _array, owners_of
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.wording import MIN_WIDTH, rich_table
 
@@ -325,7 +325,7 @@ def test_names_below_the_picture_of_memory_stand_apart(monkeypatch, tmp_path):
 
 def test_what_belongs_to_no_module_goes_with_what_is_before_it():
     timeline = schedule(("a/b", "forward", 1), ("", "other", 2), ("a/b", "backward", 1), ("", "other", 1))
-    assert _owners(timeline) == [("a", "forward")] * 3 + [("a", "backward"), ("", "other")]
+    assert owners_of(timeline) == [("a", "forward")] * 3 + [("a", "backward"), ("", "other")]
 
 
 def test_a_tuple_is_told_by_the_number_of_its_arrays():

@@ -88,29 +88,25 @@ def _mesh(args: Namespace, factory: Factory) -> dict[str, int]:
 
 
 def _filled(mesh: dict[str, int], topology: Topology) -> dict[str, int]:
-    devices, known = topology.num_devices, math.prod(size for size in mesh.values() if size != -1)
+    """The mesh with its -1 filled in; refuses sizes that do not multiply to the number of devices, with a cure."""
+    given = {axis: size for axis, size in mesh.items() if size != -1}
+    devices, known = topology.num_devices, math.prod(given.values())
     filled = {axis: devices // known if size == -1 else size for axis, size in mesh.items()}
-    if math.prod(filled.values()) != devices:
-        free = "a multiple of " if -1 in mesh.values() else ""
-        raise ValueError(
-            f"--mesh {format_mesh(mesh)} takes {free}{known} devices, but {topology.name} has {devices}. "
-            f"{_other_sizes(mesh, devices)}, or take another topology."
-        )
-    return filled
-
-
-def _other_sizes(mesh: dict[str, int], devices: int) -> str:
-    """The cure for sizes that do not multiply to the number of devices."""
+    if math.prod(filled.values()) == devices:
+        return filled
     # An axis can be -1 if the product of all others divides the number of devices. The last such axis is proposed, the
     # innermost, which is split over by custom.
-    given = {axis: size for axis, size in mesh.items() if size != -1}
-    known = math.prod(given.values())
-    free = [axis for axis in reversed(given) if devices % (known // given[axis]) == 0]
-    if free and len(given) == len(mesh):
-        return f"Write -1 for the size of one axis, as {format_mesh(mesh | {free[0]: -1})}"
+    free = [axis for axis in given if len(given) == len(mesh) and devices % (known // given[axis]) == 0]
     sizes = ", ".join(str(size) for size in range(1, devices + 1) if devices % size == 0)
     product = f"{'*'.join(given)} = " if len(given) > 1 else f"{next(iter(given))}="
-    return f"{product}{known} does not divide {devices}; {sizes} do. Choose one of these"
+    cure = f"{product}{known} does not divide {devices}; {sizes} do. Choose one of these"
+    if free:
+        cure = f"Write -1 for the size of one axis, as {format_mesh(mesh | {free[-1]: -1})}"
+    multiple = "a multiple of " if -1 in mesh.values() else ""
+    raise ValueError(
+        f"--mesh {format_mesh(mesh)} takes {multiple}{known} devices, but {topology.name} has {devices}. "
+        f"{cure}, or take another topology."
+    )
 
 
 def _check_shard_axes(mesh: dict[str, int], factory: Factory, chosen: dict[str, Any]) -> None:

@@ -83,7 +83,9 @@ class Diagnosis:
     def tables(self) -> list[object]:
         """The diagnosis as ``rich`` renderables and strings."""
         versions = [[name, found or "not installed"] for name, found in self.versions.items()]
-        extras = [[f"[{extra}]", use, self._state(extra)] for extra, use in USES.items()]
+        lacking = {extra: f"lacks {', '.join(names)}" for extra, names in (self.missing or {}).items()}
+        others = "not known: the library runs uninstalled" if self.missing is None else "installed"
+        extras = [[f"[{extra}]", use, lacking.get(extra, others)] for extra, use in USES.items()]
         install = [f"To install an extra: {how_to_install('NAME')}.\n"] if self.missing else []
         checks = [[c.name, c.measured, c.allowed, "ok" if c.ok else "FAILED"] for c in self.checks]
         return [
@@ -94,11 +96,6 @@ class Diagnosis:
             rich_table(f"Self-tests, on {self.tested_on}", ["test", "measured", "allowed", "result"], checks, left=3),
         ]
 
-    def _state(self, extra: str) -> str:
-        if self.missing is None:
-            return "not known: the library runs uninstalled"
-        return f"lacks {', '.join(self.missing[extra])}" if extra in self.missing else "installed"
-
     def to_json(self) -> str:
         """The diagnosis as JSON."""
         return json.dumps(dataclasses.asdict(self), indent=1)
@@ -108,7 +105,7 @@ def examine(say: Callable[[str], None]) -> Diagnosis:
     """Looks at the machine and runs all self-tests; ``say`` shows the progress."""
     say("reading versions")
     versions, missing = installed(), missing_extras(extras())
-    begun = {extra: _begin_compiling(extra) for extra in _compiling_extras(missing)}
+    begun = {extra: _begin_compiling(extra) for extra in compilers_at_hand(missing)}
     say("starting JAX on the devices at hand")
     with ThreadPoolExecutor() as beside:
         # Begun before it is known whether it is needed: on a machine without accelerators that saves its whole time.
@@ -202,7 +199,7 @@ def _checks(name: str, found: dict[str, Any]) -> Sequence[Check]:
     return [Check(**check) for check in found.get("checks", ())]
 
 
-def _compiling_extras(missing: Mapping[str, Sequence[str]] | None) -> list[str]:
+def compilers_at_hand(missing: Mapping[str, Sequence[str]] | None) -> list[str]:
     """The extras whose compilers are there; none where nobody knows."""
     if missing is None:
         return []

@@ -293,11 +293,11 @@ def _plot_memory(axes: "Axes", forecast: Any) -> None:
     end, widths = points[-1], [after - point for point, after in pairwise([*points, points[-1] + 1])]
     axes.bar(0, base, end, align="edge", color="#d3d3d8", label="arguments, outputs, program")
     live = [moment.live_bytes / gib for moment in memory.timeline]
-    owners = _owners(memory.timeline)
+    owners = owners_of(memory.timeline)
     axes.bar(points, live, widths, base, align="edge", color=[COLORS[direction] for _, direction in owners])
     for direction in dict.fromkeys(direction for _, direction in owners):
         axes.bar(0, 0, color=COLORS[direction], label=direction)  # for the legend
-    for name, middle in _names_below(owners, points):
+    for name, middle in names_below(owners, points):
         axes.annotate(name, (middle, 0), fontsize=7, ha="center", textcoords="offset points", xytext=(0, -10))
     # A device may have many times what the step takes: its limit is drawn where it is near, and always named.
     axes.set_ylim(0, 1.25 * (base + memory.peak_live_bytes / gib))
@@ -307,7 +307,7 @@ def _plot_memory(axes: "Axes", forecast: Any) -> None:
     axes.legend(fontsize=7, loc="upper right")
 
 
-def _owners(timeline: Sequence[Moment]) -> list[tuple[str, str]]:
+def owners_of(timeline: Sequence[Moment]) -> list[tuple[str, str]]:
     """The top-level module and the direction of each moment.
 
     What belongs to no module goes with what is before it, but for the end of the step, which is the optimizer.
@@ -320,7 +320,7 @@ def _owners(timeline: Sequence[Moment]) -> list[tuple[str, str]]:
     return owners
 
 
-def _names_below(owners: Sequence[tuple[str, str]], points: Sequence[int]) -> list[tuple[str, float]]:
+def names_below(owners: Sequence[tuple[str, str]], points: Sequence[int]) -> list[tuple[str, float]]:
     """Names of modules with their places: the middle of the longest run of each; none over another."""
     # What is recomputed alternates with the backward pass of the same module: one name stands below both.
     parts = [(path, "backward" if direction == "recompute" else direction) for path, direction in owners]
