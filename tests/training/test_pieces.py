@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.errors import ScopeParamShapeError
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 
@@ -263,6 +264,58 @@ def test_losses_of_ones_own_run_on_a_kernel_that_is_gathered(mesh, wrap):
     assert_allclose(losses["own"], 2 * losses["plain"], rtol=1e-5, atol=1e-6)
 
 
+class Scaled(LMHead):
+    """A head of twice the logits, and with a method of its own."""
+
+    def scores(self, hidden, labels):
+        return -self.losses(hidden, labels).loss
+
+    @nn.compact
+    def _operands(self, hidden):
+        hidden, kernel = super()._operands(hidden)
+        return 2 * hidden, kernel
+
+
+@pytest.mark.parametrize("by_pieces", [False, True])
+def test_a_subclass_is_gathered_for_what_it_has_changed_and_for_its_own_methods(mesh, by_pieces):
+    hidden, _, labels = example()
+    params = LMHead(VOCAB).init(jax.random.key(0), hidden)
+    head = fsdp(Scaled, axis_name="y")(VOCAB, by_pieces=by_pieces)
+    split = init_sharded(head, mesh, jax.random.key(0), hidden, batch_axes=BATCH)
+    specs = nn.get_partition_spec(split), P(BATCH), P(BATCH)
+    want = LMHead(VOCAB).apply(params, 2 * hidden, labels, method="losses").loss
+    for method, sign in {"losses": 1, "scores": -1}.items():
+        run = on_mesh(lambda *args, method=method: head.apply(*args, method=method), mesh, True, specs, P(BATCH))
+        found = run(split, hidden, labels)
+        assert_allclose(getattr(found, "loss", found), sign * want, rtol=1e-5, atol=1e-5)
+
+
+class Files(nn.Dense):
+    """A user's layer with a name that means something else here."""
+
+    @classmethod
+    def from_shards(cls, files):
+        raise AssertionError
+
+
+def test_a_name_alone_makes_no_module_compute_from_shards(mesh):
+    layer, x = fsdp(Files, axis_name="y")(32), jnp.ones((ROWS, DIM))
+    params = init_sharded(layer, mesh, jax.random.key(0), x, batch_axes=BATCH)
+    run = on_mesh(layer.apply, mesh, True, (nn.get_partition_spec(params), P(BATCH)), P(BATCH))
+    want = nn.Dense(32).apply(nn.Dense(32).init(jax.random.key(0), x), x)
+    assert_allclose(run(params, x), want, rtol=1e-6)
+
+
+def test_a_kernel_of_another_vocabulary_is_refused(mesh):
+    hidden, _, labels = example()
+    head, other = (fsdp(LMHead, axis_name="y")(size, by_pieces=True) for size in (VOCAB, VOCAB + 16))
+    params = init_sharded(head, mesh, jax.random.key(0), hidden, batch_axes=BATCH)
+    specs = nn.get_partition_spec(params), P(BATCH), P(BATCH)
+    run = on_mesh(partial(other.apply, method="losses"), mesh, True, specs, P(BATCH))
+    with pytest.raises(ScopeParamShapeError, match=r"\(16, 64\)"):
+        run(params, hidden, labels)
+
+
 def from_outside(**options):
     return shard_modules(Model(**options), (nn.Embed, nn.Dense, LMHead), BATCH, 32)
 
@@ -359,5 +412,5 @@ def test_a_gradient_within_the_loss_is_refused(mesh):
     def loss(params, apply_fn, batch, rng):
         return jax.grad(model_loss)(params, apply_fn, batch)["dense"]["bias"].sum()
 
-    with pytest.raises(ValueError, match="is taken in a loss function, which is differentiated"):
+    with pytest.raises(ValueError, match=r"'head/kernel', of shape .* is taken in a loss function"):
         make_train_step(loss, mesh, BATCH)(state, batch, jax.random.key(0))

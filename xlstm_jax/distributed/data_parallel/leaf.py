@@ -461,7 +461,7 @@ def _split_here(box: Sharded, *operands: jax.Array) -> tuple[int, tuple[str, ...
     return next(dim for dim, entry in enumerate(box.names) if entry), over
 
 
-def pieces_of(box: Sharded, along: int, *operands: jax.Array) -> tuple[jax.Array, Pieces] | None:
+def pieces_of(box: Sharded, along: int, *operands: jax.Array, path: str = "") -> tuple[jax.Array, Pieces] | None:
     """The shard of a matrix, and how pieces of it are gathered: parts of its dim ``along``; None where it goes whole.
 
     ``operands`` are the arrays that it is read with.
@@ -471,11 +471,12 @@ def pieces_of(box: Sharded, along: int, *operands: jax.Array) -> tuple[jax.Array
     # Padding of the other dim would have to be cut off each piece.
     if split is None or (box.is_padded and split[0] != along):
         return None
-    collectives.check_bound(how.copied_axes, caller="pieces of a parameter, replicas of it")
-    how.dtypes(box.value)  # refused here, not in the backward pass
+    named = f"'{path}'" if path else "a parameter"
+    collectives.check_bound(how.copied_axes, caller=f"pieces of {named}, replicas of it")
+    how.dtypes(box.value, path or None)  # refused here, not in the backward pass
     (dim, over), held = split, box.value.shape[along]
     size = box.unpadded_sizes[along] or held * (collectives.axis_size(over) if dim == along else 1)
-    return _as_read(box, box.value), Pieces(along, size, held, dim, over, how, box.trainable)
+    return _as_read(box, box.value), Pieces(along, size, held, dim, over, how, box.trainable, path)
 
 
 def look_up_rows(leaf: Any, indices: jax.Array, axes: tuple[str, ...], how: Communication, path: str = "") -> Any:

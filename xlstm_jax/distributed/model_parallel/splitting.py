@@ -1,9 +1,8 @@
 """``split_modules``: dense layers of a model are split from outside, without an edit of its source.
 
 The new model has a class that differs in one thing: its public methods run under an interceptor, which Linen calls
-where a module is entered. A chosen ``nn.Dense`` or ``nn.DenseGeneral`` then becomes a subclass that multiplies as a
-``ColumnDense`` or a ``RowDense`` does, under the same name and with the same parameters. A module between the two
-becomes what ``on_split_input`` makes of it.
+where a module is entered. A chosen ``nn.Dense`` or ``nn.DenseGeneral`` becomes a subclass that multiplies as a
+``ColumnDense`` or ``RowDense`` does, and a module between the two becomes what ``on_split_input`` makes of it.
 """
 
 import functools
@@ -155,9 +154,10 @@ class _Run:
         if is_on_split_input(cls) or kind == "whole":
             # Until it returns, modules run of which it is known how their parameters get their gradients.
             before, self._column = self._column, None
-            result = method(*args, **kwargs)
-            self._column = before
-            return result
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._column = before
         if kind is None:
             if name != "setup":
                 self._check_between(path, module)

@@ -19,7 +19,7 @@ after: the kernel is then never whole on a device, nor is its gradient. It is ga
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from jax import Array, lax
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, pieces_of
+from xlstm_jax.distributed.data_parallel.modules import ReadsShards
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.gather_array import (
     Primal,
@@ -72,6 +73,7 @@ def chunked_cross_entropy(
     vocab_axis: str | None = None,
     sequence_dim: int | None = None,
     dtype: Any = None,
+    path: str = "",
 ) -> TokenLosses:
     """Cross-entropy of ``softmax(hidden @ kernel)`` for each token, holding ``chunk_size`` logits per token at a time.
 
@@ -98,6 +100,7 @@ def chunked_cross_entropy(
       sequence_dim: with ``vocab_axis``, the dim of tokens along which ``hidden`` is split over that axis; the labels
         and the result are whole.
       dtype: of the products; None: the wider of hidden's and kernel's.
+      path: of a boxed shard, for errors.
     Raises:
       ValueError: shapes do not fit each other, the chunk size is not positive, or ``vocab_axis`` is not bound.
       TypeError: the labels are no integers.
@@ -108,7 +111,7 @@ def chunked_cross_entropy(
     parts = devices_here(vocab_axis, "chunked_cross_entropy") if vocab_axis else 1
     hidden = _entered(hidden.astype(dtype), vocab_axis, sequence_dim)
     _check(hidden, kernel, labels, vocab_dim, chunk_size)
-    stored, pieces = _read_as(kernel, vocab_dim, dtype, hidden, labels)
+    stored, pieces = _read_as(kernel, vocab_dim, dtype, path, hidden, labels)
     # Cast to varying here, outside the custom rule: its cotangents then vary like its inputs, and JAX transposes the
     # cast into the sum over devices. The cast of a shard over its copies is made within, where their mean is taken.
     axes = frozenset(pieces.axes).union(pieces.copied_axes, *map(collectives.varying_axes, (hidden, stored, labels)))
@@ -128,10 +131,10 @@ def chunked_cross_entropy(
     return TokenLosses(jnp.where(counts, loss, 0), jnp.where(counts, log_normalizer, 0), counts & (likeliest == labels))
 
 
-def _read_as(kernel: Array | Sharded, vocab_dim: int, dtype: Any, *operands: Array) -> tuple[Array, Pieces]:
+def _read_as(kernel: Array | Sharded, vocab_dim: int, dtype: Any, path: str, *operands: Array) -> tuple[Array, Pieces]:
     """The kernel, or this device's shard, and how it is read."""
     size = kernel.shape[vocab_dim]
-    found = pieces_of(kernel, vocab_dim, *operands) if isinstance(kernel, Sharded) else None
+    found = pieces_of(kernel, vocab_dim, *operands, path=path) if isinstance(kernel, Sharded) else None
     return found or (jnp.asarray(kernel).astype(dtype), Pieces(vocab_dim, size, size))
 
 
@@ -224,7 +227,7 @@ def _read_logits_bwd(pieces: Pieces, chunk_size: int, kept: Arrays, cotangents: 
     hidden, kernel, labels, log_normalizer = kept
     d_normalizer, d_label_logit, *_ = cotangents
     primal, sent = Primal.of(kernel), shard_as_sent(kernel, pieces.how)
-    check_one_gradient_of_one_batch("", primal, d_normalizer, pieces.axes)
+    check_one_gradient_of_one_batch(pieces.path, primal, d_normalizer, pieces.axes)
     wide, tokens = log_normalizer.dtype, tuple(range(hidden.ndim - 1))
 
     def add(carry: PyTree, chunk: Array, start: Any, size: int) -> PyTree:
@@ -296,7 +299,7 @@ def _product(a: Array, b: Array, dims_a: tuple[int, ...], dims_b: tuple[int, ...
 # ------------------------------------------------------------------------------------------------------------ the layer
 
 
-class LMHead(nn.Module):
+class LMHead(nn.Module, ReadsShards):
     """``nn.Dense(features, use_bias=False)`` that can also compute losses without its logits.
 
     The parameter, ``kernel[d, features]``, has the name and the initial values that it has in ``nn.Dense``, so that
@@ -314,6 +317,8 @@ class LMHead(nn.Module):
       by_pieces: whether ``losses`` of a wrapped head gathers a sharded kernel chunk by chunk: it is never whole on a
         device, nor is its gradient, and it is gathered once more.
     """
+
+    read_by: ClassVar[dict[str, tuple[str, ...]]] = {"losses": ("_losses", "_operands")}
 
     features: int
     dtype: Any = None
@@ -336,14 +341,17 @@ class LMHead(nn.Module):
         return self._losses(*self._operands(hidden), labels)
 
     @nn.nowrap
-    def from_shards(self, method: str, shards: dict[str, Sharded], *args: Any, **kwargs: Any) -> TokenLosses | None:
+    def from_shards(
+        self, method: str, shards: dict[str, Sharded], hidden: Any = None, labels: Any = None
+    ) -> TokenLosses | None:
         """``losses`` of a kernel that is read by pieces; None where it is to be gathered. A wrapped head calls it."""
-        kernel = shards.get("kernel") if self.by_pieces and method == "losses" else None
-        if kernel is None or not pieces_of(kernel, 1, *args, *kwargs.values()):
+        del method
+        kernel = shards.get("kernel") if self.by_pieces else None
+        # A kernel of another shape is gathered, and refused by Linen.
+        if kernel is None or labels is None or kernel.shape != (np.shape(hidden)[-1], self.features):
             return None
-        return self._losses_of_shard(kernel, *args, **kwargs)
-
-    def _losses_of_shard(self, kernel: Sharded, hidden: Array, labels: Array) -> TokenLosses:
+        if not pieces_of(kernel, 1, hidden, labels):
+            return None
         return self._losses(promote_dtype(hidden, dtype=self.dtype)[0], kernel, labels)
 
     def _losses(self, hidden: Array, kernel: Array | Sharded, labels: Array) -> TokenLosses:
@@ -355,6 +363,7 @@ class LMHead(nn.Module):
             vocab_axis=self.vocab_axis,
             sequence_dim=self.sequence_dim,
             dtype=self.dtype,
+            path="/".join((*self.path, "kernel")),
         )
 
     @nn.compact

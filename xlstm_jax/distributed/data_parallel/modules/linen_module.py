@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import numpy as np
@@ -324,19 +324,26 @@ def inside_unit(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
 TABLE = "embedding"  # the name of the parameter of an ``nn.Embed``
 
 
-@runtime_checkable
-class ReadsShards(Protocol):
-    """A module that can compute from the shards of its own parameters, as ``LMHead`` does by pieces of its kernel."""
+class ReadsShards:
+    """The base of modules that can compute from shards of their own parameters: ``LMHead``, by pieces of its kernel.
+
+    ``read_by`` has the methods for which ``from_shards`` may stand, each with the methods that it is made of: where a
+    subclass has changed one of these, parameters are gathered for the method, as for any other.
+    """
+
+    read_by: ClassVar[dict[str, tuple[str, ...]]] = {}
 
     def from_shards(self, method: str, shards: dict[str, Sharded], *args: Any, **kwargs: Any) -> Any:
         """What a method returns for its arguments, from shards by name; None where they are to be gathered for it."""
-        ...
+        raise NotImplementedError
 
 
 def _from_shards(module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
     """What a module that ``ReadsShards`` returns; None where it is to gather them."""
+    if not (made_of := module.read_by.get(method)) or module.is_initializing() or running(policy.axes) != "manual":
+        return None
     cls = next(cls for cls in type(module).__mro__ if "from_shards" in vars(cls))
-    if module.is_initializing() or running(policy.axes) != "manual" or not _is_own(module, method, cls):
+    if not all(_is_own(module, name, cls) for name in (method, *made_of)):
         return None
     how, own = dataclasses.replace(policy.communication, replicas=None), module.variables.get("params", {})
     shards = {

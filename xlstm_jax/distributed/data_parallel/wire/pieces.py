@@ -33,6 +33,7 @@ class Pieces:
       axes: over which it is split; () for a matrix that is whole: then nothing travels.
       how: dtypes and copies.
       trainable: whether it takes a gradient.
+      path: of the leaf, for errors.
     """
 
     along: int
@@ -42,6 +43,7 @@ class Pieces:
     axes: tuple[str, ...] = ()
     how: Communication = DEFAULT_COMMUNICATION
     trainable: bool = True
+    path: str = ""
 
     @property
     def copied_axes(self) -> tuple[str, ...]:
