@@ -1,14 +1,17 @@
 """The library's box is what ``flax.struct`` would make of it, for JAX, Flax, pickles and copies alike."""
 
 import copy
+import copyreg
 import dataclasses
+import functools
+import io
 import pickle
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import linen as nn
-from flax import serialization
+from flax import serialization, struct
 
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
@@ -83,9 +86,51 @@ def test_a_box_that_was_replaced_leaves_the_other_as_it_was():
     assert equal(REMADE, MADE)
 
 
-def test_a_state_dict_of_other_fields_is_refused():
-    with pytest.raises(ValueError, match="Unknown field"):
-        serialization.from_state_dict(MADE, {"value": VALUE, "names": ()})
+class FlaxPickler(pickle.Pickler):
+    """Pickles ``Sharded`` as version 0.3.0 did, where Flax registered it: an empty box, and the dict of its fields."""
+
+    def __init__(self, file, fields):
+        super().__init__(file)
+        self.fields = fields
+
+    def reducer_override(self, one):
+        return (copyreg.__newobj__, (Sharded,), self.fields) if isinstance(one, Sharded) else NotImplemented
+
+
+def test_a_pickle_of_version_0_3_0_is_read():
+    fields = {field.name: getattr(MADE, field.name) for field in dataclasses.fields(MADE)}
+    assert AsFlaxHasIt(VALUE, ("fsdp",)).__reduce_ex__(4)[2].keys() == {"value", "names", "mesh"}  # guard: so they are
+    for state in (fields, {name: fields[name] for name in fields if name != "looked_up"}):  # before a field was added
+        FlaxPickler(file := io.BytesIO(), state).dump(MADE)
+        box = pickle.loads(file.getvalue())
+        assert equal(box, MADE)
+        assert equal(jax.tree.map(lambda x: x, box), MADE)
+        assert jax.tree.structure(box) == jax.tree.structure(MADE)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_each_protocol_of_pickle_reads_a_box(protocol):
+    assert equal(pickle.loads(pickle.dumps(REMADE, protocol)), MADE)
+
+
+@pytest.mark.parametrize(
+    ("value", "state"),
+    [
+        (VALUE, {"value": VALUE, "names": (), "mesh": None}),
+        (VALUE, {"names": ()}),
+        ({"rows": VALUE}, {"value": {"columns": VALUE}}),
+    ],
+    ids=["unknown", "missing", "within"],
+)
+def test_errors_of_state_dicts_are_those_of_flax(value, state):
+    said = []
+    for box in (Sharded(value, ("fsdp",)), AsFlaxHasIt(value, ("fsdp",))):
+        with pytest.raises(ValueError, match=r"field|keys") as error:
+            serialization.from_state_dict({"dense": {"kernel": box}}, {"dense": {"kernel": state}})
+        said.append(str(error.value).replace(type(box).__name__, "THE BOX"))
+    assert said[0] == said[1]
+    assert "/dense/kernel" in said[0]
+    assert ("THE BOX" in said[0]) == (value is VALUE)
 
 
 def test_a_class_of_a_user_is_registered_too():
@@ -95,3 +140,51 @@ def test_a_class_of_a_user_is_registered_too():
     box = jax.tree.map(lambda x: x + 1, Box(VALUE, ("fsdp",)))
     assert type(box) is Box
     assert box.names == ("fsdp",)
+
+
+def test_a_class_of_a_user_stays_registered_under_the_decorator_of_flax():
+    class Box(Sharded):
+        pass
+
+    assert struct.dataclass(Box) is Box
+    assert equal(jax.tree.map(lambda x: x, Box(VALUE, ("fsdp",))), Box(VALUE, ("fsdp",)))
+
+
+class HasPostInit:
+    def __post_init__(self):
+        pass
+
+
+class HasCached:
+    @functools.cached_property
+    def total(self):
+        return self.value.sum()
+
+
+@pytest.mark.parametrize(
+    ("bases", "members", "message"),
+    [
+        ((), {"__post_init__": HasPostInit.__post_init__}, r"Box has an __init__ or __post_init__, .* class method"),
+        ((), {"__init__": lambda self, value: None}, r"Box has an __init__ or __post_init__, .* class method"),
+        ((HasPostInit,), {}, r"Box has an __init__ or __post_init__, .* class method"),
+        ((), {"total": vars(HasCached)["total"]}, r"Box\.total is a cached_property: .* Make it a property"),
+        ((HasCached,), {}, r"Box\.total is a cached_property: .* Make it a property"),
+        ((), {"scale": 1.0, "__annotations__": {"scale": float}}, r"Box\.scale would be no leaf .*pytree_node=False"),
+    ],
+)
+def test_a_class_that_jax_would_make_wrongly_is_refused(bases, members, message):
+    with pytest.raises(TypeError, match=message):
+        type("Box", (*bases, Sharded), members)
+
+
+def test_a_class_of_a_user_may_have_static_fields_and_properties():
+    class Box(Sharded):
+        scale: float = struct.field(default=1.0, pytree_node=False)
+
+        @property
+        def total(self):
+            return self.scale * self.value.sum()
+
+    box = Box(VALUE, ("fsdp",), scale=2.0)
+    ones = jax.tree.map(jnp.ones_like, box)
+    assert (box.total, ones.total) == (56.0, 16.0)

@@ -8,10 +8,10 @@ tree share the dict of their fields. They can, because a box is frozen.
 
 import dataclasses
 import operator
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
-from flax import serialization, struct
+from flax import serialization
 from flax.core import meta
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
@@ -33,8 +33,11 @@ class QuickBox(meta.Partitioned[Any]):
     __slots__ = (VALUE, "_parts")
 
     def __init_subclass__(cls, **options: Any) -> None:
+        _refuse_methods(cls)
         # Not ``super()``: Flax would register the class its own way, and JAX takes one registration.
         dataclasses.dataclass(frozen=True, **options)(cls)
+        _refuse_more_leaves(cls)
+        cls._flax_dataclass = True  # type: ignore[attr-defined]  # ``struct.dataclass`` then leaves it as it is
         cls.replace = _replaced  # type: ignore[assignment]
         register_pytree_with_keys(cls, _parts_with_key, partial(_of_parts, cls), _parts_of)
         serialization.register_serialization_state(cls, _to_state_dict, _from_state_dict)
@@ -42,11 +45,32 @@ class QuickBox(meta.Partitioned[Any]):
     def __post_init__(self) -> None:
         _set_parts(self, ((self.value,), (_Fields(vars(self)),)))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _called, (type(self), {VALUE: self.value, **vars(self)})
+    def __getstate__(self) -> dict[str, Any]:  # as a box of Flax, and of version 0.3.0, is pickled
+        return {VALUE: self.value, **vars(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        type(self).__init__(self, **state)
 
     def to_nnx_metadata(self) -> dict[str, Any]:
         return {VALUE: self.value, **super().to_nnx_metadata()}
+
+
+def _refuse_methods(cls: type[QuickBox]) -> None:
+    """Those that a box which JAX makes would lack, or share; a class that is mixed in may bring them too."""
+    found = {name: one for base in reversed(cls.__mro__) for name, one in vars(base).items()}
+    if "__init__" in vars(cls) or found["__post_init__"] is not QuickBox.__post_init__:
+        why = "has an __init__ or __post_init__, which JAX does not call when it makes a box"
+        raise TypeError(f"{cls.__name__} {why}. Make it a class method that returns a box.")
+    for name, one in found.items():
+        if isinstance(one, cached_property):
+            raise TypeError(f"{cls.__name__}.{name} is a cached_property: boxes would share it. Make it a property.")
+
+
+def _refuse_more_leaves(cls: type[QuickBox]) -> None:
+    for field in dataclasses.fields(cls):
+        if field.name != VALUE and field.metadata.get("pytree_node", True):
+            cure = "Declare it by flax.struct.field(pytree_node=False)."
+            raise TypeError(f"{cls.__name__}.{field.name} would be no leaf of a tree, as only value is. {cure}")
 
 
 def _replaced(box: QuickBox, **updates: Any) -> Any:
@@ -54,10 +78,6 @@ def _replaced(box: QuickBox, **updates: Any) -> Any:
     if updates.keys() == {VALUE}:  # shares its fields with this one
         return _of_parts(type(box), _parts_of(box)[1], (updates[VALUE],))
     return dataclasses.replace(box, **updates)
-
-
-def _called(cls: type[QuickBox], fields: dict[str, Any]) -> QuickBox:
-    return cls(**fields)
 
 
 # A frozen class does not refuse these.
@@ -79,17 +99,15 @@ def _parts_with_key(box: QuickBox) -> tuple[tuple[tuple[Any, Any]], tuple[_Field
     return ((GetAttrKey(VALUE), value),), fields
 
 
-@struct.dataclass
-class _OfStateDict:
-    """A box as Flax's state dicts have it; its errors are Flax's."""
-
-    value: Any
-
-
-def _to_state_dict(box: QuickBox) -> Any:
-    return serialization.to_state_dict(_OfStateDict(box.value))
+def _to_state_dict(box: QuickBox) -> dict[str, Any]:
+    return {VALUE: serialization.to_state_dict(box.value)}
 
 
 def _from_state_dict(box: QuickBox, state: dict[str, Any]) -> Any:
-    restored: Any = serialization.from_state_dict(_OfStateDict(box.value), state)
-    return box.replace(value=restored.value)
+    of, path = f"while restoring an instance of {type(box).__name__}", serialization.current_path()  # as Flax says it
+    if VALUE not in state:
+        raise ValueError(f"Missing field {VALUE} in state dict {of}, at path {path}")
+    value = serialization.from_state_dict(box.value, state[VALUE], name=VALUE)
+    if others := ",".join(name for name in state if name != VALUE):
+        raise ValueError(f'Unknown field(s) "{others}" in state dict {of} at path {path}')
+    return box.replace(value=value)
