@@ -36,7 +36,10 @@ class QuickBox(meta.Partitioned[Any]):
         _refuse_methods(cls)
         # Not ``super()``: Flax would register the class its own way, and JAX takes one registration.
         dataclasses.dataclass(frozen=True, **options)(cls)
-        _refuse_more_leaves(cls)
+        for field in dataclasses.fields(cls):
+            if field.name != VALUE and field.metadata.get("pytree_node", True):
+                cure = "Declare it by flax.struct.field(pytree_node=False)."
+                raise TypeError(f"{cls.__name__}.{field.name} would be no leaf of a tree, as only value is. {cure}")
         cls._flax_dataclass = True  # type: ignore[attr-defined]  # ``struct.dataclass`` then leaves it as it is
         cls.replace = _replaced  # type: ignore[assignment]
         register_pytree_with_keys(cls, _parts_with_key, partial(_of_parts, cls), _parts_of)
@@ -64,13 +67,6 @@ def _refuse_methods(cls: type[QuickBox]) -> None:
     for name, one in found.items():
         if isinstance(one, cached_property):
             raise TypeError(f"{cls.__name__}.{name} is a cached_property: boxes would share it. Make it a property.")
-
-
-def _refuse_more_leaves(cls: type[QuickBox]) -> None:
-    for field in dataclasses.fields(cls):
-        if field.name != VALUE and field.metadata.get("pytree_node", True):
-            cure = "Declare it by flax.struct.field(pytree_node=False)."
-            raise TypeError(f"{cls.__name__}.{field.name} would be no leaf of a tree, as only value is. {cure}")
 
 
 def _replaced(box: QuickBox, **updates: Any) -> Any:
