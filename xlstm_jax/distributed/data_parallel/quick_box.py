@@ -33,7 +33,16 @@ class QuickBox(meta.Partitioned[Any]):
     __slots__ = (VALUE, "_parts")
 
     def __init_subclass__(cls, **options: Any) -> None:
-        _refuse_methods(cls)
+        # A box that JAX makes would lack or share these; a class that is mixed in may bring them too.
+        found = {name: one for base in reversed(cls.__mro__) for name, one in vars(base).items()}
+        if "__init__" in vars(cls) or found["__post_init__"] is not QuickBox.__post_init__:
+            why = "has an __init__ or __post_init__, which JAX does not call when it makes a box"
+            raise TypeError(f"{cls.__name__} {why}. Make it a class method that returns a box.")
+        for name, one in found.items():
+            if isinstance(one, cached_property):
+                raise TypeError(
+                    f"{cls.__name__}.{name} is a cached_property: boxes would share it. Make it a property."
+                )
         # Not ``super()``: Flax would register the class its own way, and JAX takes one registration.
         dataclasses.dataclass(frozen=True, **options)(cls)
         for field in dataclasses.fields(cls):
@@ -56,17 +65,6 @@ class QuickBox(meta.Partitioned[Any]):
 
     def to_nnx_metadata(self) -> dict[str, Any]:
         return {VALUE: self.value, **super().to_nnx_metadata()}
-
-
-def _refuse_methods(cls: type[QuickBox]) -> None:
-    """Those that a box which JAX makes would lack, or share; a class that is mixed in may bring them too."""
-    found = {name: one for base in reversed(cls.__mro__) for name, one in vars(base).items()}
-    if "__init__" in vars(cls) or found["__post_init__"] is not QuickBox.__post_init__:
-        why = "has an __init__ or __post_init__, which JAX does not call when it makes a box"
-        raise TypeError(f"{cls.__name__} {why}. Make it a class method that returns a box.")
-    for name, one in found.items():
-        if isinstance(one, cached_property):
-            raise TypeError(f"{cls.__name__}.{name} is a cached_property: boxes would share it. Make it a property.")
 
 
 def _replaced(box: QuickBox, **updates: Any) -> Any:
