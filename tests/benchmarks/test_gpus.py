@@ -34,7 +34,7 @@ COUNTS = counts(SIZES[SIZE])
     [
         ("ours", (32, 8), {"fsdp_host": 32, "fsdp_device": 8}),
         ("jit", (32, 8), {"fsdp": 256}),
-        ("ours, HSDP", (32, 8), {"dp": 32, "fsdp": 8}),
+        ("ours, HSDP", (32, 8), {"dp": 32, "fsdp_device": 8}),
         ("flat, HSDP", (32, 8), {"dp": 32, "fsdp": 8}),
         ("ours", (1, 8), {"fsdp": 8}),
     ],

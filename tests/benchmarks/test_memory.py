@@ -57,7 +57,7 @@ def test_phases_are_told_by_direction_and_place():
         moment(4, 8, "backward"),
         moment(5, 6, "other"),
     )
-    found = Memory(0, 0, 0, 9, 0, 2, 9, (), (), timeline)
+    found = Memory(0, 0, 0, 9, 0, 2, 9, (), timeline)
     assert phases(found) == {"forward": 5, "backward": 9, "optimizer": 6}
 
 
