@@ -167,9 +167,9 @@ class HasCached:
         ((), {"__post_init__": HasPostInit.__post_init__}, r"Box has an __init__ or __post_init__, .* class method"),
         ((), {"__init__": lambda self, value: None}, r"Box has an __init__ or __post_init__, .* class method"),
         ((HasPostInit,), {}, r"Box has an __init__ or __post_init__, .* class method"),
-        ((), {"total": vars(HasCached)["total"]}, r"Box\.total is a cached_property: .* Make it a property"),
-        ((HasCached,), {}, r"Box\.total is a cached_property: .* Make it a property"),
-        ((), {"scale": 1.0, "__annotations__": {"scale": float}}, r"Box\.scale would be no leaf .*pytree_node=False"),
+        ((), {"total": vars(HasCached)["total"]}, r"Box: total is a cached_property, .* Make it a property"),
+        ((HasCached,), {}, r"Box: total is a cached_property, .* Make it a property"),
+        ((), {"scale": 1.0, "__annotations__": {"scale": float}}, r"Box: scale would be no leaf .*pytree_node=False"),
     ],
 )
 def test_a_class_that_jax_would_make_wrongly_is_refused(bases, members, message):

@@ -23,6 +23,7 @@ EXCUSED = {
     "distributed/data_parallel/leaf.py:as_sharded": "an interface; subclasses have it",
     "distributed/data_parallel/leaf.py:replace": "an interface; subclasses have it",
     "distributed/data_parallel/leaf.py:replace_boxed": "an interface; subclasses have it",
+    "distributed/data_parallel/modules/linen_module.py:from_shards": "an interface; modules have it",
     "distributed/data_parallel/modules/linen_module.py:inside_unit": "goes on as it came: Flax's own",
     "distributed/forecast/compiling/child.py:make_mesh": "goes on as it came: the compiler's own",
     "distributed/forecast/compiling/compile.py:_export": "goes on as it came: JAX's own",

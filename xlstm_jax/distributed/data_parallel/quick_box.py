@@ -37,18 +37,21 @@ class QuickBox(meta.Partitioned[Any]):
         found = {name: one for base in reversed(cls.__mro__) for name, one in vars(base).items()}
         if "__init__" in vars(cls) or found["__post_init__"] is not QuickBox.__post_init__:
             why = "has an __init__ or __post_init__, which JAX does not call when it makes a box"
-            raise TypeError(f"{cls.__name__} {why}. Make it a class method that returns a box.")
+            raise TypeError(f"the class of boxes {cls.__name__} {why}. Make it a class method that returns a box.")
         for name, one in found.items():
             if isinstance(one, cached_property):
                 raise TypeError(
-                    f"{cls.__name__}.{name} is a cached_property: boxes would share it. Make it a property."
+                    f"the class of boxes {cls.__name__}: {name} is a cached_property, which boxes would share. Make it "
+                    "a property."
                 )
         # Not ``super()``: Flax would register the class its own way, and JAX takes one registration.
         dataclasses.dataclass(frozen=True, **options)(cls)
         for field in dataclasses.fields(cls):
             if field.name != VALUE and field.metadata.get("pytree_node", True):
-                cure = "Declare it by flax.struct.field(pytree_node=False)."
-                raise TypeError(f"{cls.__name__}.{field.name} would be no leaf of a tree, as only value is. {cure}")
+                raise TypeError(
+                    f"the class of boxes {cls.__name__}: {field.name} would be no leaf of a tree, as only value is. "
+                    "Declare it by flax.struct.field(pytree_node=False)."
+                )
         cls._flax_dataclass = True  # type: ignore[attr-defined]  # ``struct.dataclass`` then leaves it as it is
         cls.replace = _replaced  # type: ignore[assignment]
         register_pytree_with_keys(cls, _parts_with_key, partial(_of_parts, cls), _parts_of)
