@@ -350,7 +350,8 @@ class LMHead(nn.Module, ReadsShards):
         # A kernel of another shape is gathered, and refused by Linen.
         if kernel is None or labels is None or kernel.shape != (np.shape(hidden)[-1], self.features):
             return None
-        if not pieces_of(kernel, 1, hidden, labels):
+        # Refusals name the leaf here already: this asks before the loss does.
+        if not pieces_of(kernel, 1, hidden, labels, path="/".join((*self.path, "kernel"))):
             return None
         return self._losses(promote_dtype(hidden, dtype=self.dtype)[0], kernel, labels)
 
