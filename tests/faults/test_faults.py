@@ -15,7 +15,7 @@ import pytest
 from tests.faults import job
 from tests.faults.report import record
 
-GONE_S = 2.0  # after a death or an exception
+GONE_S = 3.0  # after a death or an exception
 TIMEOUT_S = 5  # of a step and a save, here
 TOLD_S = 5.0
 DISK_BYTES = 400_000  # of a disk that two or three checkpoints fill

@@ -15,7 +15,7 @@ from tests.faults.report import record
 
 ROUNDS = {2: 34, 4: 16}  # by the number of processes
 PHASES = ("start-up", "step", "save")
-GONE_S = 2.0
+GONE_S = 3.0
 START_TIMEOUT_S = 15  # who is left before all have joined waits that long for the others
 STARTING_GONE_S = START_TIMEOUT_S + 15.0  # of the rest of the start-up, compilation included
 
