@@ -119,7 +119,7 @@ def test_a_commit_is_bounded_and_told_until_it_ends(tmp_path, monkeypatch):
                 CheckpointError, match=r"saving step 2 .*not on disk within async_timeout_s=1 s.*goes on"
             ):
                 ask()
-        assert 1 < time.monotonic() - begun < 4 and not may_write(tmp_path)
+        assert 1 < time.monotonic() - begun < 10 and not may_write(tmp_path)
         ends.set()
         while checkpointer._backend.is_saving():
             time.sleep(0.01)
