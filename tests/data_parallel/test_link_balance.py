@@ -138,3 +138,20 @@ def test_which_axes_cross_hosts_is_kept_where_a_call_does_not_say_it():
     how = Communication(gather_dtype="bfloat16", inter_host_axes=("host",))
     assert Communication().or_else(how) == how
     assert how.or_else(Communication(grad_scatter_dtype="float32")).inter_host_axes == ("host",)
+
+
+@pytest.mark.parametrize("count, orders", [(1, 1), (3, 6), (4, 24), (8, 336)])
+def test_of_many_axes_few_orders_are_tried_and_links_are_in_balance(monkeypatch, count, orders):
+    """All orders of eight axes are 40,320 for each leaf, which took seconds."""
+    axis_sizes = {f"axis_{i}": 2 for i in range(count)}
+    tried, traffic = [], link_balance._traffic
+    monkeypatch.setattr(link_balance, "_traffic", lambda *args: tried.append(args[1]) or traffic(*args))
+    sizes = [1e6 * (1 + i % 7) for i in range(20)]
+    found = link_balance.balanced_orders(sizes, [tuple(axis_sizes)] * 20, axis_sizes)
+    assert len(set(tried)) == orders
+    load = dict.fromkeys(axis_sizes, 0.0)
+    for size, order in zip(sizes, found, strict=True):
+        assert sorted(order) == sorted(axis_sizes)
+        for axis, sent in traffic(size, order, axis_sizes).items():
+            load[axis] += sent
+    assert max(load.values()) <= 1.05 * np.mean(list(load.values()))
