@@ -157,6 +157,32 @@ def test_labels_that_do_not_count_and_labels_beyond_the_vocabulary(mesh):
     assert np.isnan(found.loss[3, 0]) and found.loss[4, 0] == 0 and np.isnan(found.loss).sum() == 1
 
 
+@pytest.mark.parametrize("names", [(None, BATCH), (BATCH, None)], ids=str)
+@pytest.mark.parametrize("replicas", [None, Replicas("x")], ids=["two axes", "copies"])
+def test_padding_has_no_gradient_where_the_loss_is_not_finite(mesh, replicas, names):
+    """Else it would become NaN, and stay so when the entries that count are restored or replaced."""
+    hidden, kernel, labels = example(37)
+    along, axes = names.index(None) ^ 1, "y" if replicas else BATCH
+    stored = 40
+    kernel = jnp.pad(kernel, ((0, 0), (0, stored - 37)))
+    kernel, vocab_dim = (kernel, 1) if along else (kernel.T, 0)
+    names = tuple(axes if name else None for name in names)
+
+    def run(hidden, shard, labels):
+        def loss(shard):
+            sizes = tuple(37 if dim == along else None for dim in (0, 1))
+            box = Sharded(shard, names, communication=Communication(replicas=replicas), true_sizes=sizes)
+            return weighted_loss(hidden, box, labels, chunk_size=16, vocab_dim=vocab_dim)[0]
+
+        return jax.grad(loss)(shard)
+
+    grads = on_mesh(run, mesh, False, (P(BATCH), P(*names), P(BATCH)), P(*names))
+    for bad in (jnp.nan, jnp.inf):
+        found = np.moveaxis(grads(hidden.at[1, 2, 3].set(bad), kernel, labels), along, 0)
+        assert_array_equal(found[37:], 0)
+        assert np.isnan(found[:37]).any()  # guard
+
+
 # ------------------------------------------------------------------------------------------------------------ the head
 
 

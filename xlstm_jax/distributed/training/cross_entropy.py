@@ -247,7 +247,8 @@ def _read_logits_bwd(pieces: Pieces, chunk_size: int, kept: Arrays, cotangents: 
     summed = pieces.how.dtypes(kernel)[1] if pieces.axes else kernel.dtype
     carry = (jnp.zeros_like(hidden, wide), jnp.zeros_like(sent, summed) if pieces.trainable else None)
     d_hidden, d_kernel = _over_chunks(add, carry, sent, pieces, chunk_size)
-    d_kernel = gradient_of_shard(d_kernel, pieces.how, primal) if pieces.trainable else None
+    if pieces.trainable:
+        d_kernel = gradient_of_shard(pieces.without_padding(d_kernel), pieces.how, primal)
     return d_hidden.astype(hidden.dtype), d_kernel, None
 
 

@@ -74,3 +74,11 @@ class Pieces:
         with jax.named_scope(GATHER_SCOPE):
             terms = terms_to_scatter(gradient, self.axes, self.how, primal)
             return collectives.reduce_scatter(terms, self.dim, self.axes)
+
+    def without_padding(self, gradient: jax.Array) -> jax.Array:
+        """The gradient of this device's shard, with zeros in the padding: there it is NaN where the loss is NaN."""
+        if self.held * self.parts == self.size:
+            return gradient
+        first = collectives.axis_index(self.axes) * self.held
+        own = first + lax.broadcasted_iota(jnp.int32, gradient.shape, self.along)
+        return jnp.where(own < self.size, gradient, 0)
