@@ -27,11 +27,13 @@ from xlstm_jax.distributed import (
     create_train_state,
     init_sharded,
     make_train_step,
+    plan_sharding,
     shard_modules,
 )
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication
 from xlstm_jax.distributed.training.cross_entropy import LMHead, chunked_cross_entropy
+from xlstm_jax.wording import format_bytes
 
 VOCAB, DIM, ROWS, LENGTH = 48, 16, 16, 3
 BATCH = ("x", "y")
@@ -377,6 +379,33 @@ def test_only_a_head_by_pieces_gathers_no_whole_kernel(mesh, make):
     pieces, whole = sizes_gathered(), sizes_gathered(by_pieces=False)
     assert DIM * VOCAB in whole and DIM * VOCAB not in pieces
     assert pieces.count(DIM * 16) >= whole.count(DIM * 16) + 2  # in forward and in backward
+
+
+@pytest.mark.parametrize("make", [from_outside, partial(Model, partial(fsdp, axis_name=BATCH))], ids=["outside", "own"])
+@pytest.mark.parametrize("vocab, entries", [(VOCAB, 16), (37, 16), (8, 8)], ids=["vocabulary", "features", "one piece"])
+def test_a_plan_says_how_large_pieces_are(mesh, make, vocab, entries):
+    rows = {}
+    for by_pieces in (False, True):
+        plan = plan_sharding(make(vocab=vocab, by_pieces=by_pieces), dict(mesh.shape), batch_of(vocab))
+        rows[by_pieces] = plan.row("head/kernel")
+    assert rows[True].dims == ((1,) if vocab == VOCAB else (0,))
+    assert (rows[False].piece_bytes, rows[True].piece_bytes) == (0, DIM * entries * 4)
+    assert f"pieces of {format_bytes(DIM * entries * 4)}" in rows[True].sentence(8)
+    assert "pieces" not in rows[False].sentence(8) and "at a time" in str(plan)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda cls, **options: fsdp(cls, **options, gather_dtype="int8"),
+        lambda cls, **options: fsdp(Scaled if cls is LMHead else cls, **options),
+    ],
+    ids=["blocks", "losses of its own"],
+)
+def test_a_plan_says_nothing_of_pieces_where_the_kernel_is_gathered_whole(mesh, wrap):
+    model = Model(partial(wrap, axis_name=BATCH))
+    row = plan_sharding(model, dict(mesh.shape), batch_of(VOCAB)).row("head/kernel")
+    assert row.uses and not row.piece_bytes
 
 
 # ------------------------------------------------------------------------------------------------- what goes as a whole

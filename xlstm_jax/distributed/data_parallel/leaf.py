@@ -440,6 +440,12 @@ def gives_rows(box: Sharded, how: Communication) -> bool:
     return box.looked_up and _gives_parts(box, how)
 
 
+def gives_pieces(box: Sharded, along: int) -> bool:
+    """Whether a matrix may be gathered by pieces: parts of its dim ``along``."""
+    # Padding of the other dim would have to be cut off each piece.
+    return _gives_parts(box, box.communication) and (not box.is_padded or bool(box.names[along]))
+
+
 def _gives_parts(box: Sharded, how: Communication) -> bool:
     """Whether parts of a matrix may be sent instead of all: one dim is split, and values travel as floats."""
     is_float = not box.packed and jnp.issubdtype(value_dtype(box.value), jnp.inexact) and not how.format_of(box.value)
@@ -467,9 +473,8 @@ def pieces_of(box: Sharded, along: int, *operands: jax.Array, path: str = "") ->
     ``operands`` are the arrays that it is read with.
     """
     how = box.communication
-    split = _split_here(box, box.value, *operands) if _gives_parts(box, how) else None
-    # Padding of the other dim would have to be cut off each piece.
-    if split is None or (box.is_padded and split[0] != along):
+    split = _split_here(box, box.value, *operands) if gives_pieces(box, along) else None
+    if split is None:
         return None
     named = f"'{path}'" if path else "a parameter"
     collectives.check_bound(how.copied_axes, caller=f"pieces of {named}, replicas of it")

@@ -49,6 +49,8 @@ class LeafPlan:
         Packed blocks ("int8", say) count as they are sent; unpacked, the leaf takes what its own dtype takes.
       row_bytes: of the table of an embedding that nothing but lookups reads, what a row takes while it travels: a
         lookup sends rows instead of the table where these are fewer bytes. 0 where the leaf is gathered in any case.
+      piece_bytes: of a kernel that its head reads by pieces (``LMHead(by_pieces=True)``), what a piece takes on each
+        device: a loss gathers pieces instead of the kernel, in forward and again in backward. Else 0.
       gather_dtype, grad_scatter_dtype: of communication; None where nothing is gathered.
       gathered_with: the path of the module with whose parameters it is gathered, "" for the model itself; None where
         nothing is gathered.
@@ -74,6 +76,7 @@ class LeafPlan:
     uses: int = 0
     gathered_bytes: int = 0
     row_bytes: int = 0
+    piece_bytes: int = 0
     gather_dtype: str | None = None
     grad_scatter_dtype: str | None = None
     gathered_with: str | None = None
@@ -152,4 +155,6 @@ class LeafPlan:
         with_what = f", with all of the module {self.gathered_with!r}" if self.gathered_with else ""
         size = format_bytes(self.gathered_bytes)
         rows = f", or looks up rows of {format_bytes(self.row_bytes)} where it sends less so" if self.row_bytes else ""
-        return f", and gathers {size} in {self.gather_dtype} {times} in a forward pass{with_what}{rows}"
+        pieces = f", or, for losses, pieces of {format_bytes(self.piece_bytes)} in forward and again in backward"
+        parts = rows + pieces * bool(self.piece_bytes)
+        return f", and gathers {size} in {self.gather_dtype} {times} in a forward pass{with_what}{parts}"

@@ -2,21 +2,24 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 import optax
+from flax import linen as nn
 from jax.sharding import AbstractMesh
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, Model, PyTree
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
-from xlstm_jax.distributed.data_parallel.leaf import gives_rows, leaf_of
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, gives_pieces, gives_rows, leaf_of
 from xlstm_jax.distributed.data_parallel.link_balance import balanced_over_model
 from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
+from xlstm_jax.distributed.data_parallel.modules.linen_module import ReadsShards, reads_shards
 from xlstm_jax.distributed.data_parallel.placement import HOST_MEMORY, partition_specs
 from xlstm_jax.distributed.data_parallel.planned import Decision, Planned, planning_mesh
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, ShardPolicy, padded_size
@@ -48,6 +51,8 @@ from xlstm_jax.distributed.plan.leaf_plan import NO_BYTES, OPTIMIZER, PARAMETERS
 from xlstm_jax.distributed.plan.matrix_plan import matrix_plans
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 from xlstm_jax.wording import format_axes
+
+Piece = tuple[int, int]  # the dim that a piece is part of, and how many of its entries a piece has
 
 
 def plan_sharding(
@@ -92,8 +97,9 @@ def plan_sharding(
     """
     sizes = _checked_sizes(axis_sizes)
     mesh = planning_mesh(sizes)
-    # What a mixture of experts is cannot be read off its parameters: each one tells when it is initialised.
-    with noting_experts() as mixtures:
+    # What a mixture of experts is cannot be read off its parameters: each one tells when it is initialised. Nor can how
+    # a head reads its kernel.
+    with noting_experts() as mixtures, _noting_pieces() as pieces:
         freeze = partial(with_frozen, trainable=trainable, frozen_dtype=frozen_dtype)
         variables = _planned_init(model, mesh, rng, inputs, kwargs, freeze)
     variables, assumed = _decided(model, variables, axis_name, min_weight_size, sizes)
@@ -107,7 +113,7 @@ def plan_sharding(
         kept, box = _bytes_of(path, leaf, sizes), leaf_of(leaf)
         # A gradient is as large as its parameter, and split like it.
         fields = {"parameters": kept, "gradients": kept if box.is_differentiable else NO_BYTES, **of_params[path]}
-        fields |= _gathering(path, leaf, sizes) | {"trainable": box.trainable}
+        fields |= _gathering(path, leaf, sizes, pieces.get(path)) | {"trainable": box.trainable}
         rows.append(_row(path, PARAMETERS, leaf, _reason(leaf), sizes, **fields))
     # Other collections (batch_stats) are whole, unless the model has boxed them.
     for collection, path, leaf in [(name, *found) for name in variables for found in leaves_with_path(variables[name])]:
@@ -117,6 +123,21 @@ def plan_sharding(
     experts = tuple(expert_plan(path, *mixture, sizes, rows) for path, mixture in mixtures.items())
     roles = _roles(params, experts, sizes)
     return ShardingPlan(sizes, assumed, (*rows, *beside), matrix_plans(layout.reports), experts, roles)
+
+
+@contextmanager
+def _noting_pieces() -> Iterator[dict[str, Piece]]:
+    """While a model is initialised, notes by their paths the parameters that modules read by pieces, and how."""
+    found: dict[str, Piece] = {}
+
+    def note(method: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        module = context.module
+        if isinstance(module, ReadsShards) and any(reads_shards(module, name) for name in module.read_by):
+            found.update({"/".join((*module.path, name)): piece for name, piece in module.pieces().items()})
+        return method(*args, **kwargs)
+
+    with nn.intercept_methods(note):
+        yield found
 
 
 def _roles(params: PyTree, experts: Sequence[ExpertPlan], sizes: dict[str, int]) -> dict[str, tuple[str, ...]]:
@@ -246,8 +267,8 @@ def _reason(leaf: PyTree) -> Reason:
     return OfSeveral(tuple((format_axes(axes), decision.choice.reason) for axes, decision in deciding.items()))
 
 
-def _gathering(path: str, leaf: PyTree, sizes: dict[str, int]) -> dict[str, Any]:
-    """The fields of a row that say what its wrapped module gathers."""
+def _gathering(path: str, leaf: PyTree, sizes: dict[str, int], pieces: Piece | None) -> dict[str, Any]:
+    """The fields of a row that say what its wrapped module gathers; ``pieces`` as ``_noting_pieces`` has them."""
     found = leaf_of(leaf)
     shape = found.true_shape if found.packed else tuple(found.value.shape)
     decisions = leaf.decisions if isinstance(leaf, Planned) else ()
@@ -274,10 +295,21 @@ def _gathering(path: str, leaf: PyTree, sizes: dict[str, int]) -> dict[str, Any]
         "uses": max(Counter(decision.axes for decision, _ in splits).values()) * layers,
         "gathered_bytes": sent,
         "row_bytes": sent // last.shape[0] if gives_rows(found, found.communication) else 0,
+        "piece_bytes": sent * _entries(found, pieces, last, sizes) // stored[pieces[0]] if pieces else 0,
         "gather_dtype": dtype,
         "grad_scatter_dtype": last.grad_scatter_dtype if found.trainable else None,
         "gathered_with": "/".join(path.split("/")[: -found.unit_depth]) if found.unit_depth else None,
     }
+
+
+def _entries(box: Sharded, pieces: Piece, last: Decision, sizes: dict[str, int]) -> int:
+    """How many entries of its dim each piece of a matrix has; 0 where it is gathered whole."""
+    along, entries = pieces
+    # Another module's gather, or that of several wrappers, brings the whole kernel.
+    if box.unit_depth != 1 or not set(box.axes) <= set(last.axes) or not gives_pieces(box, along):
+        return 0
+    parts = _count(entry_axes(box.names[along]), sizes)
+    return min(max(1, entries // parts) * parts, box.value.shape[along])
 
 
 def _gathered_as(leaf: PyTree) -> str:

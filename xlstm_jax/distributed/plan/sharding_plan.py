@@ -22,7 +22,10 @@ LINES_OF_A_LEAF = (  # of the JSON, each with the fields in it
     ("names", "parts"),
     ("reason",),
     (*COUNTED, "host"),
-    ("use_shape", "uses", "gathered_bytes", "row_bytes", "gather_dtype", "grad_scatter_dtype", "gathered_with"),
+    (
+        *("use_shape", "uses", "gathered_bytes", "row_bytes", "piece_bytes"),
+        *("gather_dtype", "grad_scatter_dtype", "gathered_with"),
+    ),
 )
 MAX_REPLICATED_FRACTION = 0.02
 WORST_SHOWN = 3

@@ -143,6 +143,8 @@ def _cells(line: Line, offloads: bool) -> list[Any]:
     gathered = f"{format_bytes(row.gathered_bytes)}{_times(row.uses * line.count)}" if row.uses else ""
     if row.row_bytes:
         gathered += ", or rows"
+    if row.piece_bytes:
+        gathered += f", or {format_bytes(row.piece_bytes)} at a time"
     # Gathered when the model is entered, it is in memory until the model is left.
     if row.gathered_with == "" and line.module:
         gathered += " (top)"

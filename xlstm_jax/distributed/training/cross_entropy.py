@@ -342,6 +342,11 @@ class LMHead(nn.Module, ReadsShards):
         return self._losses(*self._operands(hidden), labels)
 
     @nn.nowrap
+    def pieces(self) -> dict[str, tuple[int, int]]:
+        """The kernel, by chunks of the vocabulary, or nothing."""
+        return {"kernel": (1, self.chunk_size)} if self.by_pieces else {}
+
+    @nn.nowrap
     def from_shards(
         self, method: str, shards: dict[str, Sharded], hidden: Any = None, labels: Any = None
     ) -> TokenLosses | None:

@@ -333,6 +333,11 @@ class ReadsShards:
 
     read_by: ClassVar[dict[str, tuple[str, ...]]] = {}
 
+    @nn.nowrap
+    def pieces(self) -> dict[str, tuple[int, int]]:
+        """The parameters that it reads by pieces: for each the dim they are parts of, and its entries in a piece."""
+        return {}
+
     def from_shards(self, method: str, shards: dict[str, Sharded], *args: Any, **kwargs: Any) -> Any:
         """What a method returns for its arguments, from shards by name; None where they are to be gathered for it."""
         raise NotImplementedError
@@ -340,10 +345,7 @@ class ReadsShards:
 
 def _from_shards(module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
     """What a module that ``ReadsShards`` returns; None where it is to gather them."""
-    if not (made_of := module.read_by.get(method)) or module.is_initializing() or running(policy.axes) != "manual":
-        return None
-    cls = next(cls for cls in type(module).__mro__ if "from_shards" in vars(cls))
-    if not all(_is_own(module, name, cls) for name in (method, *made_of)):
+    if module.is_initializing() or running(policy.axes) != "manual" or not reads_shards(module, method):
         return None
     how, own = dataclasses.replace(policy.communication, replicas=None), module.variables.get("params", {})
     shards = {
@@ -352,6 +354,13 @@ def _from_shards(module: Any, method: str, policy: ShardPolicy, args: Any, kwarg
         if isinstance(leaf, Sharded) and set(leaf.axes) <= set(policy.axes)
     }
     return module.from_shards(method, shards, *args, **kwargs)
+
+
+def reads_shards(module: ReadsShards, method: str) -> bool:
+    """Whether ``from_shards`` may stand for a method: nobody has changed what it computes."""
+    cls = next(cls for cls in type(module).__mro__ if "from_shards" in vars(cls))
+    made_of = module.read_by.get(method, ())
+    return bool(made_of) and all(_is_own(module, name, cls) for name in (method, *made_of))
 
 
 def _returned(module: nn.Module, method: str, result: Any) -> Any:
