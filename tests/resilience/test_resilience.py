@@ -120,7 +120,8 @@ def test_a_stuck_peer_ends_both_processes_with_the_stacks_of_their_threads(start
     assert seconds_from(time_of_fault(stuck), [healthy, stuck]) < STEP_TIMEOUT_S + 2 + BUSY_S
     hung = stuck if stuck.popen.returncode == EXIT_HUNG else healthy
     assert re.search(
-        rf"process [01] of 2: .*step [{FAULT_STEP}{FAULT_STEP + 1}] has taken [3-7]\.\d s, more than its 3 s", hung.errors()
+        rf"process [01] of 2: .*step [{FAULT_STEP}{FAULT_STEP + 1}] has taken [3-7]\.\d s, more than its 3 s",
+        hung.errors(),
     )
     assert "resilience_process.py" in hung.errors() and "most recent call first" in hung.errors()
 
