@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 
 from tests.house.test_docs import ROOT
 
@@ -14,6 +15,26 @@ def test_its_times_of_a_step_are_those_of_the_results():
     for name in ("ours", "ours, gathered again", "ours, remat", "jit, remat", "FSDP2", "FSDP2, weights kept"):
         found = cases[name]["ratios"]["time over jit"]
         assert "{median:.2f} ({low:.2f} to {high:.2f})".format(**found) in words, name
+
+
+def test_where_it_is_behind_is_as_the_results_have_it():
+    rows = json.loads((ROOT / "benchmarks/results/peers/peers.json").read_text())["models"]
+    pairs = [(topology.partition(":")[0], pair) for there in rows.values() for topology, pair in there.items()]
+
+    def behind(what):
+        chips = Counter(chip for chip, pair in pairs if pair["ours"][what] > pair["jit"][what])
+        return {chip: {1: "one", 2: "two", 3: "three", len(rows): "all"}[count] for chip, count in chips.items()}
+
+    memory = sum(pair["ours"]["total_bytes"] > pair["jit"]["total_bytes"] for _, pair in pairs)
+    words = " ".join(README.split())
+    [(models, on_v5p, on_v5e, on_v6e, count)] = re.findall(
+        r"behind on v5e with (\w+) of the models, in waiting on v5p with (\w+), on v5e with (\w+) and on v6e with (\w+)"
+        rf", and in memory in (\d+) of {len(pairs)} rows",
+        words,
+    )
+    assert behind("step_seconds") == {"v5e": models}
+    assert behind("waited_seconds") == {"v5p": on_v5p, "v5e": on_v5e, "v6e": on_v6e}
+    assert int(count) == memory
 
 
 def test_it_names_the_version():
