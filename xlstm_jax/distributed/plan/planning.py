@@ -2,15 +2,13 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 import optax
-from flax import linen as nn
 from jax.sharding import AbstractMesh
 from jax.typing import DTypeLike
 
@@ -19,7 +17,7 @@ from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, gives_pieces, gives_rows, leaf_of
 from xlstm_jax.distributed.data_parallel.link_balance import balanced_over_model
 from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
-from xlstm_jax.distributed.data_parallel.modules.linen_module import ReadsShards, reads_shards
+from xlstm_jax.distributed.data_parallel.modules.linen_module import Piece, noting_pieces
 from xlstm_jax.distributed.data_parallel.placement import HOST_MEMORY, partition_specs
 from xlstm_jax.distributed.data_parallel.planned import Decision, Planned, planning_mesh
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, ShardPolicy, padded_size
@@ -51,8 +49,6 @@ from xlstm_jax.distributed.plan.leaf_plan import NO_BYTES, OPTIMIZER, PARAMETERS
 from xlstm_jax.distributed.plan.matrix_plan import matrix_plans
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 from xlstm_jax.wording import format_axes
-
-Piece = tuple[int, int]  # the dim that a piece is part of, and how many of its entries a piece has
 
 
 def plan_sharding(
@@ -99,7 +95,7 @@ def plan_sharding(
     mesh = planning_mesh(sizes)
     # What a mixture of experts is cannot be read off its parameters: each one tells when it is initialised. Nor can how
     # a head reads its kernel.
-    with noting_experts() as mixtures, _noting_pieces() as pieces:
+    with noting_experts() as mixtures, noting_pieces() as pieces:
         freeze = partial(with_frozen, trainable=trainable, frozen_dtype=frozen_dtype)
         variables = _planned_init(model, mesh, rng, inputs, kwargs, freeze)
     variables, assumed = _decided(model, variables, axis_name, min_weight_size, sizes)
@@ -123,21 +119,6 @@ def plan_sharding(
     experts = tuple(expert_plan(path, *mixture, sizes, rows) for path, mixture in mixtures.items())
     roles = _roles(params, experts, sizes)
     return ShardingPlan(sizes, assumed, (*rows, *beside), matrix_plans(layout.reports), experts, roles)
-
-
-@contextmanager
-def _noting_pieces() -> Iterator[dict[str, Piece]]:
-    """While a model is initialised, notes by their paths the parameters that modules read by pieces, and how."""
-    found: dict[str, Piece] = {}
-
-    def note(method: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        module = context.module
-        if isinstance(module, ReadsShards) and any(reads_shards(module, name) for name in module.read_by):
-            found.update({"/".join((*module.path, name)): piece for name, piece in module.pieces().items()})
-        return method(*args, **kwargs)
-
-    with nn.intercept_methods(note):
-        yield found
 
 
 def _roles(params: PyTree, experts: Sequence[ExpertPlan], sizes: dict[str, int]) -> dict[str, tuple[str, ...]]:
@@ -268,7 +249,7 @@ def _reason(leaf: PyTree) -> Reason:
 
 
 def _gathering(path: str, leaf: PyTree, sizes: dict[str, int], pieces: Piece | None) -> dict[str, Any]:
-    """The fields of a row that say what its wrapped module gathers; ``pieces`` as ``_noting_pieces`` has them."""
+    """The fields of a row that say what its wrapped module gathers; ``pieces`` as ``noting_pieces`` has them."""
     found = leaf_of(leaf)
     shape = found.true_shape if found.packed else tuple(found.value.shape)
     decisions = leaf.decisions if isinstance(leaf, Planned) else ()

@@ -322,6 +322,7 @@ def inside_unit(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
 # ------------------------------------------------------------------------------- what is computed without a gather
 
 TABLE = "embedding"  # the name of the parameter of an ``nn.Embed``
+Piece = tuple[int, int]  # the dim of a parameter that a piece is part of, and how many of its entries a piece has
 
 
 class ReadsShards:
@@ -334,8 +335,8 @@ class ReadsShards:
     read_by: ClassVar[dict[str, tuple[str, ...]]] = {}
 
     @nn.nowrap
-    def pieces(self) -> dict[str, tuple[int, int]]:
-        """The parameters that it reads by pieces: for each the dim they are parts of, and its entries in a piece."""
+    def pieces(self) -> dict[str, Piece]:
+        """The parameters that it reads by pieces, by name."""
         return {}
 
     def from_shards(self, method: str, shards: dict[str, Sharded], *args: Any, **kwargs: Any) -> Any:
@@ -361,6 +362,21 @@ def reads_shards(module: ReadsShards, method: str) -> bool:
     cls = next(cls for cls in type(module).__mro__ if "from_shards" in vars(cls))
     made_of = module.read_by.get(method, ())
     return bool(made_of) and all(_is_own(module, name, cls) for name in (method, *made_of))
+
+
+@contextmanager
+def noting_pieces() -> Iterator[dict[str, Piece]]:
+    """While a model is initialised, notes by their paths the parameters that modules read by pieces, and how."""
+    found: dict[str, Piece] = {}
+
+    def note(method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        module = context.module
+        if isinstance(module, ReadsShards) and any(reads_shards(module, name) for name in module.read_by):
+            found.update({"/".join((*module.path, name)): piece for name, piece in module.pieces().items()})
+        return method(*args, **kwargs)
+
+    with nn.intercept_methods(note):
+        yield found
 
 
 def _returned(module: nn.Module, method: str, result: Any) -> Any:
