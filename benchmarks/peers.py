@@ -3,6 +3,7 @@
     python -m benchmarks.peers                                   all; hours of compilation, kept for the next time
     python -m benchmarks.peers --redraw                          tables and picture of what is kept
     python -m benchmarks.peers --sizes decoder_small --topologies v5e:2x4 --out DIR --kept DIR
+    python -m benchmarks.peers --sizes decoder_0.8B,layers=27,heads=18 --out DIR      a model with other dims
 
 The models are the benchmark's own Transformer, and three as their users write them, in plain Flax, sharded from
 outside: a decoder, a mixture of experts, and a vision transformer with its layers in a Python loop. Each side, ``jit``
@@ -21,6 +22,7 @@ Both sides are read by one function, ``figures``, from what ``forecasts`` keeps 
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import math
@@ -299,9 +301,24 @@ def _label(axes: Any, drawn: Any, pairs: list[Mapping[str, Row]], name: str) -> 
 # ----------------------------------------------------------------------------------------------------------------- runs
 
 
+def size_named(name: str) -> str:
+    """A name of ``SIZES``, to which it adds those of other dims: ``decoder_0.8B,layers=27,heads=18``."""
+    known, *changes = name.split(",")
+    if known not in SIZES:
+        raise argparse.ArgumentTypeError(f"{known!r} is none of {', '.join(SIZES)}.")
+    dims = [field.name for field in dataclasses.fields(SIZES[known]) if field.name != "block"]
+    pairs = [change.split("=") for change in changes]
+    if wrong := [pair for pair in pairs if len(pair) != 2 or pair[0] not in dims or not pair[1].isdecimal()]:
+        raise argparse.ArgumentTypeError(f"{'='.join(wrong[0])!r} is no dim with its size; {known} has {dims}.")
+    if pairs:
+        SIZES[name] = dataclasses.replace(SIZES[known], **{dim: int(size) for dim, size in pairs})
+    return name
+
+
 def parser() -> argparse.ArgumentParser:
     new = argparse.ArgumentParser("peers", description="Four models beside jit on five clusters.")
-    new.add_argument("--sizes", nargs="+", choices=SIZES, default=list(MODELS), help="models (default: the four)")
+    what = "models (default: the four); with other dims: decoder_0.8B,layers=27,heads=18"
+    new.add_argument("--sizes", nargs="+", type=size_named, default=list(MODELS), help=what)
     new.add_argument("--topologies", nargs="+", default=list(TOPOLOGIES), help="as v5e:16x16, h100:32x8")
     new.add_argument("--cases", nargs="+", choices=CASES, help="only these of each side's cases")
     new.add_argument("--out", type=Path, default=OUT, help="folder of the JSON file and the picture")

@@ -1,6 +1,7 @@
 """The benchmark of peers: targets as they are judged, its command in small, and what its pages say of its results."""
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 
@@ -57,6 +58,19 @@ def test_the_command_compares_both_sides_with_a_kernel(kept, tmp_path, capsys):
     assert [found[side]["case"] for side in peers.SIDES] == COMPARED
     assert all(found[side]["step_seconds"] > found[side]["waited_seconds"] > 0 for side in peers.SIDES)
     assert told["targets"]["step"]["of"] == 1 and (tmp_path / "peers.png").stat().st_size > 10_000
+
+
+def test_sizes_that_are_not_in_the_repository_are_compared_too(monkeypatch, capsys):
+    name = "decoder_small,layers=3,vocab_size=1000"
+    monkeypatch.delitem(SIZES, name, raising=False)
+    assert peers.parser().parse_args(["--sizes", SIZE, name]).sizes == [SIZE, name]
+    assert SIZES[name] == dataclasses.replace(SIZES["decoder_small"], layers=3, vocab_size=1000)
+    assert peers.sides_of(name, "v5e:2x4") == peers.ON_TPUS
+    del SIZES[name]
+    for wrong, told in {"decoder_2B": "is none of", "decoder_small,depth=3": "no dim", "1.3B,layers": "no dim"}.items():
+        with pytest.raises(SystemExit):
+            peers.parser().parse_args(["--sizes", wrong])
+        assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("case", ["jit, kernel", "ours, kernel"])
