@@ -435,20 +435,21 @@ def shard_to_gather(leaf: Any, axes: tuple[str, ...], path: str = "") -> Any:
     return gathered_by_hand(_as_read(leaf, box.value), tuple(axis for axis in axes if axis in own), path)
 
 
-def gives_rows(box: Sharded, how: Communication) -> bool:
+def gives_rows(box: Sharded) -> bool:
     """Whether a lookup may ask for rows of a table."""
-    return box.looked_up and _gives_parts(box, how)
+    return box.looked_up and _gives_parts(box)
 
 
 def gives_pieces(box: Sharded, along: int) -> bool:
     """Whether a matrix may be gathered by pieces: parts of its dim ``along``."""
     # Padding of the other dim would have to be cut off each piece.
-    return _gives_parts(box, box.communication) and (not box.is_padded or bool(box.names[along]))
+    return _gives_parts(box) and (not box.is_padded or bool(box.names[along]))
 
 
-def _gives_parts(box: Sharded, how: Communication) -> bool:
+def _gives_parts(box: Sharded) -> bool:
     """Whether parts of a matrix may be sent instead of all: one dim is split, and values travel as floats."""
-    is_float = not box.packed and jnp.issubdtype(value_dtype(box.value), jnp.inexact) and not how.format_of(box.value)
+    is_float = not (box.packed or box.communication.format_of(box.value))
+    is_float = is_float and jnp.issubdtype(value_dtype(box.value), jnp.inexact)
     is_own = not box.model_axes and not box.read_as_stored
     return is_float and is_own and len(box.names) == 2 and sum(map(bool, box.names)) == 1
 
@@ -480,17 +481,16 @@ def pieces_of(box: Sharded, along: int, *operands: jax.Array, path: str = "") ->
     collectives.check_bound(how.copied_axes, caller=f"pieces of {named}, replicas of it")
     how.dtypes(box.value, path or None)  # refused here, not in the backward pass
     (dim, over), held = split, box.value.shape[along]
-    size = box.unpadded_sizes[along] or held * (collectives.axis_size(over) if dim == along else 1)
-    return _as_read(box, box.value), Pieces(along, size, held, dim, over, how, box.trainable, path)
+    return _as_read(box, box.value), Pieces(along, box.shape, held, dim, over, how, box.trainable, path)
 
 
-def look_up_rows(leaf: Any, indices: jax.Array, axes: tuple[str, ...], how: Communication, path: str = "") -> Any:
+def look_up_rows(box: Sharded, indices: Any, path: str = "") -> jax.Array | None:
     """The rows of a table at ``indices``; None where to gather the table sends less, or is the only exact way."""
-    box, how = leaf_of(leaf), how.or_else(leaf_of(leaf).communication)
-    split = _split_here(box, indices) if gives_rows(box, how) and indices.size else None
-    if split is None or not set(split[1]) <= set(axes):
+    are_indices = isinstance(indices, jax.Array) and jnp.issubdtype(indices.dtype, jnp.integer) and indices.size
+    split = _split_here(box, indices) if are_indices and gives_rows(box) else None
+    if split is None:
         return None
-    dim, over = split
+    (dim, over), how = split, box.communication
     collectives.check_bound(how.copied_axes, caller=f"the lookup of rows of '{path}', replicas of it")
     sent, summed = (jnp.dtype(dtype).itemsize for dtype in how.dtypes(box.value, path))
     summed *= box.trainable
@@ -510,7 +510,7 @@ def look_up_rows(leaf: Any, indices: jax.Array, axes: tuple[str, ...], how: Comm
     if lookup is None:
         return None
     with jax.named_scope(LOOKUP_SCOPE):
-        return look_up(_as_read(leaf, box.value), indices, lookup)
+        return look_up(_as_read(box, box.value), indices, lookup)
 
 
 def as_gathered(leaf: Any, value: Any, names: tuple[AxisEntry, ...], axes: tuple[str, ...], how: Communication) -> Any:

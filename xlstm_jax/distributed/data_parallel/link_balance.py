@@ -135,7 +135,7 @@ def _travelling_bytes(leaf: Any) -> float:
     """Bytes of a whole leaf in one gather and, unless it is frozen, in the reduce-scatter of its gradient."""
     box = leaf_of(leaf)
     shape = np.shape(box.value)
-    if gives_rows(box, box.communication):
+    if gives_rows(box):
         return 0.0
     if box.packed:
         return float(box.stored_bytes)

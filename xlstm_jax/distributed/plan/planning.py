@@ -275,7 +275,7 @@ def _gathering(path: str, leaf: PyTree, sizes: dict[str, int], pieces: Piece | N
         "use_shape": last.shape,
         "uses": max(Counter(decision.axes for decision, _ in splits).values()) * layers,
         "gathered_bytes": sent,
-        "row_bytes": sent // last.shape[0] if gives_rows(found, found.communication) else 0,
+        "row_bytes": sent // last.shape[0] if gives_rows(found) else 0,
         "piece_bytes": sent * _entries(found, pieces, last, sizes) // stored[pieces[0]] if pieces else 0,
         "gather_dtype": dtype,
         "grad_scatter_dtype": last.grad_scatter_dtype if found.trainable else None,
@@ -298,8 +298,7 @@ def _gathered_as(leaf: PyTree) -> str:
     found = leaf_of(leaf)
     if found.packed:
         return found.packed.format_name
-    how = found.communication
-    return how.format_of(found.value) or str(np.dtype(how.dtypes(found.value)[0]))
+    return found.communication.format_of(found.value) or str(np.dtype(found.communication.dtypes(found.value)[0]))
 
 
 def _optimizer_rows(

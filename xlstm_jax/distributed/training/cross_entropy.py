@@ -73,7 +73,6 @@ def chunked_cross_entropy(
     vocab_axis: str | None = None,
     sequence_dim: int | None = None,
     dtype: Any = None,
-    path: str = "",
 ) -> TokenLosses:
     """Cross-entropy of ``softmax(hidden @ kernel)`` for each token, holding ``chunk_size`` logits per token at a time.
 
@@ -100,18 +99,44 @@ def chunked_cross_entropy(
       sequence_dim: with ``vocab_axis``, the dim of tokens along which ``hidden`` is split over that axis; the labels
         and the result are whole.
       dtype: of the products; None: the wider of hidden's and kernel's.
-      path: of a boxed shard, for errors.
     Raises:
       ValueError: shapes do not fit each other, the chunk size is not positive, or ``vocab_axis`` is not bound.
       TypeError: the labels are no integers.
     """
-    hidden, labels = jnp.asarray(hidden), jnp.asarray(labels)
     kernel = kernel if isinstance(kernel, Sharded) and not vocab_axis else jnp.asarray(kernel)
-    dtype = jnp.promote_types(hidden.dtype, kernel.dtype) if dtype is None else jnp.dtype(dtype)
+    if kernel.ndim != 2 or vocab_dim not in (0, 1):
+        raise ValueError(
+            f"kernel of shape {kernel.shape} with {vocab_dim=}: it must be [d, V] with vocab_dim=1, or [V, d], an "
+            "embedding's table, with vocab_dim=0."
+        )
+    read = pieces_of(kernel, vocab_dim, hidden, labels) if isinstance(kernel, Sharded) else None
+    read = read or _as_one_piece(jnp.asarray(kernel), vocab_dim)
+    return _token_losses(hidden, *read, labels, chunk_size, vocab_axis, sequence_dim, dtype)
+
+
+def _as_one_piece(kernel: Array, vocab_dim: int) -> tuple[Array, Pieces]:
+    """A kernel that is whole, and how it is read: nothing of it travels."""
+    return kernel, Pieces(vocab_dim, kernel.shape, kernel.shape[vocab_dim])
+
+
+def _token_losses(
+    hidden: Array,
+    stored: Array,
+    pieces: Pieces,
+    labels: Array,
+    chunk_size: int,
+    vocab_axis: str | None,
+    sequence_dim: int | None,
+    dtype: Any,
+) -> TokenLosses:
+    """``chunked_cross_entropy`` of a kernel that is ``stored`` so and read as ``pieces`` says."""
+    hidden, labels = jnp.asarray(hidden), jnp.asarray(labels)
+    dtype = jnp.promote_types(hidden.dtype, pieces.how.dtypes(stored)[0]) if dtype is None else jnp.dtype(dtype)
     parts = devices_here(vocab_axis, "chunked_cross_entropy") if vocab_axis else 1
     hidden = _entered(hidden.astype(dtype), vocab_axis, sequence_dim)
-    _check(hidden, kernel, labels, vocab_dim, chunk_size)
-    stored, pieces = _read_as(kernel, vocab_dim, dtype, path, hidden, labels)
+    _check(hidden, pieces, labels, chunk_size)
+    # Of a shard the pieces are cast, as they arrive.
+    stored = stored if pieces.axes else stored.astype(dtype)
     # Cast to varying here, outside the custom rule: its cotangents then vary like its inputs, and JAX transposes the
     # cast into the sum over devices. The cast of a shard over its copies is made within, where their mean is taken.
     axes = frozenset(pieces.axes).union(pieces.copied_axes, *map(collectives.varying_axes, (hidden, stored, labels)))
@@ -129,13 +154,6 @@ def chunked_cross_entropy(
     # A label beyond the vocabulary is a mistake of the data, and NaN shows it: its logit was read as 0.
     loss = jnp.where(labels < size * parts, log_normalizer - label_logit, jnp.nan)
     return TokenLosses(jnp.where(counts, loss, 0), jnp.where(counts, log_normalizer, 0), counts & (likeliest == labels))
-
-
-def _read_as(kernel: Array | Sharded, vocab_dim: int, dtype: Any, path: str, *operands: Array) -> tuple[Array, Pieces]:
-    """The kernel, or this device's shard, and how it is read."""
-    size = kernel.shape[vocab_dim]
-    found = pieces_of(kernel, vocab_dim, *operands, path=path) if isinstance(kernel, Sharded) else None
-    return found or (jnp.asarray(kernel).astype(dtype), Pieces(vocab_dim, size, size))
 
 
 def _entered(hidden: Array, vocab_axis: str | None, sequence_dim: int | None) -> Array:
@@ -169,16 +187,12 @@ def _over_all_parts(found: Arrays, first: Array, axis: str) -> Arrays:
     return reference + jnp.log(total), leave_split(label_logit, axis), likeliest, highest
 
 
-def _check(hidden: Array, kernel: Array | Sharded, labels: Array, vocab_dim: int, chunk_size: int) -> None:
-    if kernel.ndim != 2 or vocab_dim not in (0, 1):
+def _check(hidden: Array, pieces: Pieces, labels: Array, chunk_size: int) -> None:
+    dim = pieces.shape[1 - pieces.along]
+    if hidden.shape[-1:] != (dim,):
         raise ValueError(
-            f"kernel of shape {kernel.shape} with {vocab_dim=}: it must be [d, V] with vocab_dim=1, or [V, d], an "
-            "embedding's table, with vocab_dim=0."
-        )
-    if not hidden.ndim or hidden.shape[-1] != kernel.shape[1 - vocab_dim]:
-        raise ValueError(
-            f"hidden of shape {hidden.shape} does not fit kernel of shape {kernel.shape} with {vocab_dim=}: its last "
-            f"dim must be {kernel.shape[1 - vocab_dim]}. (For a table [V, d] pass vocab_dim=0.)"
+            f"hidden of shape {hidden.shape} does not fit kernel of shape {pieces.shape} with "
+            f"vocab_dim={pieces.along}: its last dim must be {dim}. (For a table [V, d] pass vocab_dim=0.)"
         )
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(
@@ -339,7 +353,8 @@ class LMHead(nn.Module, ReadsShards):
 
     def losses(self, hidden: Array, labels: Array) -> TokenLosses:
         """The losses of labels [...] given hidden [..., d]: to train on."""
-        return self._losses(*self._operands(hidden), labels)
+        hidden, kernel = self._operands(hidden)
+        return self._losses(hidden, *_as_one_piece(kernel, 1), labels)
 
     @nn.nowrap
     def pieces(self) -> dict[str, tuple[int, int]]:
@@ -352,25 +367,16 @@ class LMHead(nn.Module, ReadsShards):
     ) -> TokenLosses | None:
         """``losses`` of a kernel that is read by pieces; None where it is to be gathered. A wrapped head calls it."""
         del method
-        kernel = shards.get("kernel") if self.by_pieces else None
+        kernel = shards.get("kernel") if self.by_pieces and not self.vocab_axis else None
         # A kernel of another shape is gathered, and refused by Linen.
         if kernel is None or labels is None or kernel.shape != (np.shape(hidden)[-1], self.features):
             return None
-        # Refusals name the leaf here already: this asks before the loss does.
-        if not pieces_of(kernel, 1, hidden, labels, path="/".join((*self.path, "kernel"))):
-            return None
-        return self._losses(promote_dtype(hidden, dtype=self.dtype)[0], kernel, labels)
+        read = pieces_of(kernel, 1, hidden, labels, path="/".join((*self.path, "kernel")))
+        return self._losses(hidden, *read, labels) if read else None
 
-    def _losses(self, hidden: Array, kernel: Array | Sharded, labels: Array) -> TokenLosses:
-        return chunked_cross_entropy(
-            hidden,
-            kernel,
-            labels,
-            chunk_size=self.chunk_size,
-            vocab_axis=self.vocab_axis,
-            sequence_dim=self.sequence_dim,
-            dtype=self.dtype,
-            path="/".join((*self.path, "kernel")),
+    def _losses(self, hidden: Array, stored: Array, pieces: Pieces, labels: Array) -> TokenLosses:
+        return _token_losses(
+            hidden, stored, pieces, labels, self.chunk_size, self.vocab_axis, self.sequence_dim, self.dtype
         )
 
     @nn.compact

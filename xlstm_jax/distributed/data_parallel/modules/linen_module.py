@@ -21,7 +21,7 @@ from flax.linen.transforms import lift_transform
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_ours, leaf_of
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_ours, leaf_of, look_up_rows
 from xlstm_jax.distributed.data_parallel.modules import unit
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, ModuleSystem, gather_here, running, shard_here
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN, ShardPolicy
@@ -233,9 +233,7 @@ def enter(
     """
 
     def from_shards(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # The method itself does not run then, so it must be the one whose result is computed: see ``_is_own``.
-        compute: Method = _rows if isinstance(module, nn.Embed) else _from_shards
-        found = compute(module, name, policy, args, kwargs)
+        found = _from_shards(module, name, policy, args, kwargs)
         return gathering(module, *args, **kwargs) if found is None else returned(module, name, found)
 
     run = from_shards if isinstance(module, nn.Embed | ReadsShards) else gathering
@@ -344,8 +342,20 @@ class ReadsShards:
         raise NotImplementedError
 
 
+class Lookup(ReadsShards):
+    """For an ``nn.Embed``, which is ``self`` here: it asks for rows of its table, where that sends less."""
+
+    read_by: ClassVar[dict[str, tuple[str, ...]]] = {"__call__": ()}
+
+    def from_shards(self: Any, method: str, shards: dict[str, Sharded], *args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != 1 or TABLE not in shards or not _promotes_as_flax(self):
+            return None
+        rows = look_up_rows(shards[TABLE], args[0], "/".join((*self.path, TABLE)))
+        return rows if rows is None else promote_dtype(rows, dtype=self.dtype, inexact=False)[0]
+
+
 def _from_shards(module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
-    """What a module that ``ReadsShards`` returns; None where it is to gather them."""
+    """What a module returns that can compute from shards; None where it is to gather them."""
     if module.is_initializing() or running(policy.axes) != "manual" or not reads_shards(module, method):
         return None
     how, own = dataclasses.replace(policy.communication, replicas=None), module.variables.get("params", {})
@@ -354,14 +364,16 @@ def _from_shards(module: Any, method: str, policy: ShardPolicy, args: Any, kwarg
         for name, leaf in own.items()
         if isinstance(leaf, Sharded) and set(leaf.axes) <= set(policy.axes)
     }
-    return module.from_shards(method, shards, *args, **kwargs)
+    reader: Any = Lookup if isinstance(module, nn.Embed) else type(module)
+    return reader.from_shards(module, method, shards, *args, **kwargs)
 
 
-def reads_shards(module: ReadsShards, method: str) -> bool:
+def reads_shards(module: Any, method: str) -> bool:
     """Whether ``from_shards`` may stand for a method: nobody has changed what it computes."""
-    cls = next(cls for cls in type(module).__mro__ if "from_shards" in vars(cls))
-    made_of = module.read_by.get(method, ())
-    return bool(made_of) and all(_is_own(module, name, cls) for name in (method, *made_of))
+    is_embed = isinstance(module, nn.Embed)
+    cls: Any = nn.Embed if is_embed else next(cls for cls in type(module).__mro__ if "from_shards" in vars(cls))
+    made_of = (Lookup if is_embed else cls).read_by.get(method)
+    return made_of is not None and all(_is_own(module, name, cls) for name in (method, *made_of))
 
 
 @contextmanager
@@ -389,16 +401,6 @@ def _returned(module: nn.Module, method: str, result: Any) -> Any:
     return nn.module.wrap_method_once(returns)(module)
 
 
-def _rows(module: nn.Embed, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
-    """What an ``nn.Embed`` returns for its tokens, by rows of its shards; None where it is to gather them."""
-    if kwargs or len(args) != 1 or module.is_initializing():
-        return None
-    if (table := _table(module)) is None or not _is_lookup(module, method):
-        return None
-    rows = unit.rows_of(policy, table, args[0], "/".join((*module.path, TABLE)))
-    return rows if rows is None else promote_dtype(rows, dtype=module.dtype, inexact=False)[0]
-
-
 @contextmanager
 def noting_lookups(module: nn.Module, method: str) -> Iterator[None]:
     """While a method of a unit runs that, initialising it, boxes its table: says whether one lookup alone reads it.
@@ -408,8 +410,9 @@ def noting_lookups(module: nn.Module, method: str) -> Iterator[None]:
     before = _table(module) if isinstance(module, nn.Embed) and module.is_initializing() else None
     yield
     if isinstance(module, nn.Embed) and module.is_initializing() and (after := _table(module)) is not None:
+        is_lookup = method == "__call__" and _is_own(module, method, nn.Embed) and _promotes_as_flax(module)
         # A second lookup has the table that was gathered for the first: together they may ask for more than the table.
-        module.put_variable("params", TABLE, after.replace(looked_up=_is_lookup(module, method) and before is None))
+        module.put_variable("params", TABLE, after.replace(looked_up=is_lookup and before is None))
 
 
 def _table(module: nn.Embed) -> Any:
@@ -418,10 +421,9 @@ def _table(module: nn.Embed) -> Any:
     return leaf if is_ours(leaf) else None
 
 
-def _is_lookup(module: nn.Embed, method: str) -> bool:
-    """Whether a method takes rows of the table as ``nn.Embed`` does."""
-    is_call = method == "__call__" and _is_own(module, method, nn.Embed)
-    return is_call and getattr(module, "promote_dtype", promote_dtype) is promote_dtype
+def _promotes_as_flax(module: nn.Embed) -> bool:
+    """Whether it makes the same of rows that ``nn.Embed`` makes of the whole table."""
+    return getattr(module, "promote_dtype", promote_dtype) is promote_dtype
 
 
 def _is_own(module: nn.Module, method: str, cls: type[nn.Module]) -> bool:

@@ -23,7 +23,7 @@ from flax.core import meta
 from flax.nnx.bridge import variables as bridge
 from flax.nnx.nn.dtypes import promote_dtype
 
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, SplitVariable, leaf_of, read_value
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, SplitVariable, leaf_of, look_up_rows, read_value
 from xlstm_jax.distributed.data_parallel.modules.unit import (
     Method,
     ModuleSystem,
@@ -31,7 +31,7 @@ from xlstm_jax.distributed.data_parallel.modules.unit import (
     entered,
     gather_here,
     public_methods,
-    rows_of,
+    running,
 )
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire import collectives
@@ -55,10 +55,9 @@ class _Changed:
 
     def set_value(self: Any, value: Any, *, index: Any = ...) -> None:
         del value, index
-        names = self.get_metadata(BOX).names
         raise ValueError(
-            f"the model writes a parameter that is split as {names}. Write it outside of the model: by "
-            "the optimizer, or in the variables that the model is applied to."
+            f"the model writes a parameter that is split as {self.get_metadata(BOX).names}. Write it outside of the "
+            "model: by the optimizer, or in the variables that the model is applied to."
         )
 
 
@@ -314,9 +313,10 @@ def _gathering(cls: type[nnx.Module], name: str, policy: ShardPolicy) -> Method:
 def _rows(module: nnx.Embed, policy: ShardPolicy, tokens: Any) -> Any:
     """What an ``nnx.Embed`` returns for its tokens, by rows of its shards; None where it is to gather them."""
     # With another promotion than Flax's the module may make something else of its rows.
-    if not is_split(module.embedding) or module.promote_dtype is not promote_dtype:
+    if not is_split(module.embedding) or module.promote_dtype is not promote_dtype or running(policy.axes) != "manual":
         return None
-    rows = rows_of(policy, module.embedding, tokens)
+    table = leaf_of(module.embedding)
+    rows = look_up_rows(table, tokens) if set(table.axes) <= set(policy.axes) else None
     return rows if rows is None else promote_dtype((rows,), dtype=module.dtype, inexact=False)[0]
 
 

@@ -31,7 +31,6 @@ from xlstm_jax.distributed.data_parallel.leaf import (
     is_box,
     is_gathered_here,
     leaf_of,
-    look_up_rows,
     path_in_model,
     read_value,
     whole_value,
@@ -242,16 +241,6 @@ def _of_products(
         scales[product.kernel] = place, next_scale(leaf_of(scale).value, leaf_of(history).value)
         shards[product.history] = box.value.astype(how.dtypes(box.value)[0])
     return scales, shards
-
-
-def rows_of(policy: ShardPolicy, table: Any, tokens: Any, path: str = "") -> jax.Array | None:
-    """What a unit that is an embedding returns for its tokens, by rows of its shards; None where it is to gather."""
-    if running(policy.axes) != "manual":
-        return None
-    if not isinstance(tokens, jax.Array) or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        return None
-    # The box says which copies there are, not the wrapper: as where the table is gathered, in ``gather_here``.
-    return look_up_rows(table, tokens, policy.axes, replace(policy.communication, replicas=None), path)
 
 
 def split_over(leaf: Any, axes: tuple[str, ...]) -> tuple[str, ...]:

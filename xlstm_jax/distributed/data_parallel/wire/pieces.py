@@ -27,7 +27,7 @@ class Pieces:
 
     Attributes:
       along: the dim that pieces are parts of.
-      size: of this dim, without padding.
+      shape: of the whole matrix, without padding.
       held: the entries of this dim that a device holds, padding included.
       dim: the dim that is split.
       axes: over which it is split; () for a matrix that is whole: then nothing travels.
@@ -37,13 +37,18 @@ class Pieces:
     """
 
     along: int
-    size: int
+    shape: tuple[int, ...]
     held: int
     dim: int = 0
     axes: tuple[str, ...] = ()
     how: Communication = DEFAULT_COMMUNICATION
     trainable: bool = True
     path: str = ""
+
+    @property
+    def size(self) -> int:
+        """The entries of this dim on all devices, without padding."""
+        return self.shape[self.along]
 
     @property
     def copied_axes(self) -> tuple[str, ...]:
