@@ -52,6 +52,7 @@ from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
 from xlstm_jax.distributed.forecast import Workload
 from xlstm_jax.distributed.forecast.fitting import default_meshes
+from xlstm_jax.distributed.hardware.chips import CHIPS
 from xlstm_jax.distributed.hardware.topologies import Topology
 from xlstm_jax.distributed.hardware.xla_options import compiler_options
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
@@ -188,7 +189,7 @@ def mesh_axes(case: Case, shape: Sequence[int], *, gpus: bool = False) -> dict[s
     Raises:
       ValueError: a torus of one dim, or one host, has no room for copies.
     """
-    staged, *others = default_meshes(shape, gpus=gpus)
+    staged, *others = default_meshes(Topology("", CHIPS["h100" if gpus else "v5e"], tuple(shape)))
     if case.mesh != "hybrid":
         return others[0] if others and case.mesh == "flat" else staged
     if not others:

@@ -44,7 +44,6 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from benchmarks import baselines
 from benchmarks.cases import WORDS, names_in_words
-from benchmarks.decoder import DecoderSize
 from benchmarks.forecasts import installed_versions
 from benchmarks.options import positive
 from benchmarks.report import (
@@ -59,7 +58,7 @@ from benchmarks.report import (
     STRONG,
     save,
 )
-from benchmarks.step_time_variants import CASES, MODELS, Model, Start, start_of, started, state_of
+from benchmarks.step_time_variants import CASES, MODELS, TORCH_CASES, Model, Start, start_of, started, state_of
 from benchmarks.torch_processes import MISSING, is_installed, torch_processes
 from xlstm_jax.distributed import DeviceMeshManager, shard_modules
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
@@ -69,7 +68,6 @@ from xlstm_jax.wording import rich_table
 
 OUT = Path(__file__).parent / "results" / "step_time"
 SIMULATED_DEVICES = 8
-TORCH_CASES = ("FSDP2", "FSDP2, weights kept")
 STEP_WORDS = WORDS | {
     "ours": "this library, over one axis",
     "FSDP2": "PyTorch's, between processes on the same cores",
@@ -144,6 +142,8 @@ def _runs(
     tell: Callable[..., None],
 ) -> Iterator[tuple[str, Run]]:
     """The cases that can run here; why not, of the others."""
+    left_out |= {case: why for case in cases if (why := model.why_not(case))}
+    cases = [case for case in cases if case not in left_out]
     for case in (case for case in cases if case in CASES):
         tell(f"compiling {case}")
         try:
@@ -153,9 +153,6 @@ def _runs(
     if not (chosen := [case for case in cases if case in TORCH_CASES]):
         return
     tell("starting PyTorch", len(chosen))
-    if isinstance(model.size, DecoderSize):
-        left_out |= dict.fromkeys(chosen, "PyTorch has the Transformer alone")
-        return
     if devices[0].platform != "cpu" or not is_installed():
         others = f"its processes run on the CPU, the other cases on {devices[0].device_kind}"
         left_out |= dict.fromkeys(chosen, MISSING if devices[0].platform == "cpu" else others)

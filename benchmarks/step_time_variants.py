@@ -28,6 +28,7 @@ from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leav
 from xlstm_jax.distributed.forecast import Workload
 
 REMAT = {"remat": True}
+TORCH_CASES = ("FSDP2", "FSDP2, weights kept")
 RESHARD = {"reshard_after_forward": True}
 CASES: dict[str, Case] = {
     "replicated": Case("replicated"),
@@ -50,6 +51,15 @@ class Model:
     context: int
     rows: int
     dtype: Any = jnp.float32
+
+    def why_not(self, case: str) -> str | None:
+        """Why there is no such case of the model; None where there is one."""
+        if not isinstance(self.size, DecoderSize):
+            return None
+        if case in TORCH_CASES:
+            return "PyTorch has the Transformer alone"
+        by_hand = "FSDP by hand wraps modules in their source, and the decoder is one that is sharded from outside."
+        return by_hand if CASES[case].algorithm == "flat" else None
 
 
 MODELS = {
@@ -93,7 +103,7 @@ def build(model: Model, case: Case, devices: Sequence[jax.Device]) -> tuple[Any,
     """The step of a case and its abstract arguments.
 
     Raises:
-      ValueError: the case has no mesh of so many devices, or cannot shard the model.
+      ValueError: the case has no mesh of so many devices.
     """
     sizes = mesh_axes(case, device_shape(len(devices)))
     mesh, options = mesh_of(sizes, devices), dict(case.options)
@@ -104,10 +114,6 @@ def build(model: Model, case: Case, devices: Sequence[jax.Device]) -> tuple[Any,
         return training.build_step(mesh)
     if case.algorithm == "jit":
         return baselines.jit_step(training, mesh, threshold(model.size))
-    if isinstance(model.size, DecoderSize):
-        raise ValueError(
-            "FSDP by hand wraps modules in their source, and the decoder is one that is sharded from outside."
-        )
     (axis,) = mesh.axis_names
     return baselines.plain_step(training, mesh, threshold(model.size), axis=axis, gather_dtype=model.dtype)
 

@@ -345,8 +345,7 @@ def test_an_estimate_counts_ragged_rows_without_padding_both_ways():
 
 def test_axes_of_the_model_take_dims_of_the_torus_or_of_a_host():
     def laid(topology, **sizes):
-        place = parse_topology(topology)
-        return mesh_on(place.shape, sizes, gpus=place.platform == "cuda", wraps=place.wraps)
+        return mesh_on(parse_topology(topology), sizes)
 
     assert laid("v5p:4x4x8", tp=8) == {"fsdp_x": 4, "fsdp_y": 4, "tp": 8}
     assert laid("v5p:4x4x8", tp=4, cp=8) == {"fsdp_x": 4, "tp": 4, "cp": 8}

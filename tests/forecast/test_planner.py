@@ -36,9 +36,9 @@ from xlstm_jax.distributed.forecast.fitting import (
     code_of,
     default_meshes,
     fit,
-    meshes_of,
 )
-from xlstm_jax.distributed.hardware.topologies import parse_topology
+from xlstm_jax.distributed.hardware.chips import CHIPS
+from xlstm_jax.distributed.hardware.topologies import Topology, parse_topology
 from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD
 
 BUDGET = 45 * 2**20
@@ -68,6 +68,10 @@ def build_step(options, rows=8):
     return Workload(model, optax.sgd(1e-3), x, loss_fn).build_step(options.mesh, options.num_minibatches)
 
 
+def torus(*shape):
+    return Topology("of any shape", CHIPS["v5p"], shape)
+
+
 @pytest.mark.parametrize(
     "shape, want",
     [
@@ -82,7 +86,7 @@ def build_step(options, rows=8):
     ids=str,
 )
 def test_meshes_that_suit_a_torus(shape, want):
-    assert default_meshes(shape) == want
+    assert default_meshes(torus(*shape)) == want
     assert Options(want[-1]).shard_axes == tuple(axis for axis in want[-1] if axis != "dp")
 
 
@@ -101,20 +105,20 @@ def test_meshes_that_suit_a_torus(shape, want):
                 {"dp": 2, "fsdp_host": 4, "fsdp_device": 8},
             ],
         ),
-        ("v5e:2x4", default_meshes((2, 4))),
+        ("v5e:2x4", default_meshes(torus(2, 4))),
     ],
     ids=str,
 )
 def test_meshes_that_suit_a_topology(topology, want):
     """Of GPUs: the axis across hosts is one of those that are gathered first."""
-    found = meshes_of(parse_topology(topology))
+    found = default_meshes(parse_topology(topology))
     assert found == want and [list(mesh) for mesh in found] == [list(mesh) for mesh in want]
     assert {axis for mesh in found for axis in mesh if axis.endswith("host")} <= set(INTER_HOST_AXES)
 
 
 # ---------------------------------------------------------------------------------------------------------- the search
 
-STAGED, FLAT, HYBRID = default_meshes((4, 8))
+STAGED, FLAT, HYBRID = default_meshes(torus(4, 8))
 KEPT, AGAIN, REMAT = Options(STAGED), Options(STAGED, keep_gathered=False), Options(STAGED, 2**18, False, True)
 
 

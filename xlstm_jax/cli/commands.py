@@ -26,7 +26,7 @@ from xlstm_jax.cli.doctor import examine
 from xlstm_jax.cli.factory import AXES, VARIED, Factory, load_factory, settings_of
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
 from xlstm_jax.distributed.forecast.compiling.report_cache import FOLDER_VARIABLE, ReportCache, user_cache
-from xlstm_jax.distributed.forecast.fitting import SHARD_AXIS_PREFIX, Options, Trial, command_of, fit, meshes_of
+from xlstm_jax.distributed.forecast.fitting import SHARD_AXIS_PREFIX, Options, Trial, command_of, default_meshes, fit
 from xlstm_jax.distributed.forecast.forecasting import Forecast, forecast
 from xlstm_jax.distributed.forecast.linting.lint import lint, table
 from xlstm_jax.distributed.forecast.linting.rules import RULES
@@ -126,7 +126,7 @@ def _check_shard_axes(mesh: dict[str, int], factory: Factory, chosen: dict[str, 
 def _meshes_to_try(topology: Topology, factory: Factory) -> list[dict[str, int]]:
     """The meshes that ``fit`` tries by default, if the factory takes the axes to split over; else one flat axis."""
     # A factory without an argument for them names its axes itself, and most likely "fsdp".
-    return meshes_of(topology) if factory.axes_name else [{SHARD_AXIS_PREFIX: topology.num_devices}]
+    return default_meshes(topology) if factory.axes_name else [{SHARD_AXIS_PREFIX: topology.num_devices}]
 
 
 def _say_what_it_ignores(factory: Factory, varied: Sequence[str], say: Say) -> None:

@@ -318,7 +318,7 @@ def fit(
     if model_axes is not None:
         considered = _considered(build_step, parsed, model_axes, budget)
         meshes = [dict(one.mesh) for one in considered if one.compiled]
-    meshes = meshes_of(parsed) if meshes is None else meshes
+    meshes = default_meshes(parsed) if meshes is None else meshes
     if not meshes:
         raise ValueError(
             "meshes is empty; give at least one, as {'fsdp': 8}, or None for those that suit the topology."
@@ -477,27 +477,22 @@ def _no_forecast(options: Options, problem: str) -> ValueError:
     return ValueError(f"no forecast of the first options, {options}: {problem}")
 
 
-def meshes_of(topology: Topology) -> list[dict[str, int]]:
-    """Meshes worth trying on a topology, the first one first."""
-    return default_meshes(topology.shape, gpus=not topology.chip.torus_axes)
-
-
-def default_meshes(shape: Sequence[int], *, gpus: bool = False) -> list[dict[str, int]]:
-    """Meshes worth trying on a torus of this shape, or on (hosts, GPUs of each); dims of size 1 are left out.
+def default_meshes(topology: Topology) -> list[dict[str, int]]:
+    """Meshes worth trying on a topology, the first one first; dims of size 1 are left out.
 
     One axis for each dim comes first: over one flat axis of a large torus, XLA compiles a reduce-scatter to an
     all-reduce of twice the bytes, and between hosts weights are gathered first, so that the slower network carries the
     smallest pieces. Then one flat axis; copies along the first dim; of GPUs also copies of groups of hosts.
     """
-    dims = [size for size in shape if size > 1]
+    dims = [size for size in topology.shape if size > 1]
     flat = {SHARD_AXIS_PREFIX: math.prod(dims)}
     if len(dims) <= 1:
         return [flat]
     copies = dims[:1]
-    if gpus:
+    if topology.platform == "cuda":
         copies += [dims[0] // group for group in HOST_GROUPS if dims[0] % group == 0 < dims[0] - group][:1]
     wanted: list[dict[str, int]] = [{}, *({"dp": count} for count in copies)]
-    staged, *copied = [mesh for sizes in wanted if (mesh := mesh_on(shape, sizes, gpus=gpus))]
+    staged, *copied = [mesh for sizes in wanted if (mesh := mesh_on(topology, sizes))]
     return [staged, flat, *copied]
 
 

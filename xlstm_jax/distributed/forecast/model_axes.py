@@ -65,20 +65,15 @@ def model_meshes(topology: Topology, limits: Mapping[str, int]) -> list[dict[str
             )
     choices = [[2**i for i in range(limit.bit_length())] for limit in limits.values()]
     sizes = (dict(zip(limits, some, strict=True)) for some in itertools.product(*choices))
-    gpus = not topology.chip.torus_axes
-    laid = (mesh_on(topology.shape, some, gpus=gpus, wraps=topology.wraps) for some in sizes)
+    laid = (mesh_on(topology, some) for some in sizes)
     return [mesh for mesh in laid if mesh is not None]
 
 
-def mesh_on(
-    shape: Sequence[int], sizes: Mapping[str, int], *, gpus: bool = False, wraps: Sequence[bool] = ()
-) -> dict[str, int] | None:
-    """A mesh with axes of these sizes, each in one dim of a torus or of (hosts, GPUs of each); None without room.
-
-    ``wraps`` says which dims are closed rings; by default none is.
-    """
-    rings = [ring for size, ring in zip(shape, wraps or [False] * len(shape), strict=True) if size > 1] or [False]
-    shape = [size for size in shape if size > 1] or [1]
+def mesh_on(topology: Topology, sizes: Mapping[str, int]) -> dict[str, int] | None:
+    """A mesh with axes of these sizes, each in one dim of a torus or of (hosts, GPUs of each); None without room."""
+    gpus = topology.platform == "cuda"
+    dims = [(size, ring) for size, ring in zip(topology.shape, topology.wraps, strict=True) if size > 1] or [(1, False)]
+    shape = [size for size, _ in dims]
     left = list(shape)
     within: list[list[tuple[str, int]]] = [[] for _ in shape]
     for axis, size in sizes.items():
@@ -98,7 +93,7 @@ def mesh_on(
     mesh: dict[str, int] = {}
     for dim in range(len(shape)):
         own = dict(within[dim])
-        if "dp" in own and not rings[dim]:
+        if "dp" in own and not dims[dim][1]:
             # Around the rest of its dim, which sends more. Of a closed ring the rest must reach all around to be one.
             mesh["dp"] = own.pop("dp")
         if dim in rest:
