@@ -19,7 +19,6 @@ from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, gather_leaf, is_box, leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 from xlstm_jax.distributed.data_parallel.wire.gather_array import GATHER_SCOPE
 
@@ -51,8 +50,8 @@ def gather_params(
     Raises:
       ValueError: an axis is not bound, or a dtype does not fit a leaf; names the leaf.
     """
-    axes, given = as_axis_names(axis_name), Communication.of(gather_dtype, grad_scatter_dtype)
-    collectives.check_bound(axes, caller="gather_params")
+    axes = collectives.bound_axes(axis_name, caller="gather_params")
+    given = Communication.of(gather_dtype, grad_scatter_dtype)
     with jax.named_scope(GATHER_SCOPE):
         return trees.map_leaves_with_path(
             lambda path, leaf: gather_leaf(leaf, axes, given, path) if is_box(leaf) else leaf, params
@@ -90,8 +89,7 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     Raises:
       ValueError: an axis is not bound; lists those that are.
     """
-    axes = as_axis_names(axis_names)
-    collectives.check_bound(axes, caller="sync_gradients")
+    axes = collectives.bound_axes(axis_names, caller="sync_gradients")
     live, put_back = trees.split_differentiable(grads)
     values: list[jax.Array] = []
     axes_left: list[list[str]] = []

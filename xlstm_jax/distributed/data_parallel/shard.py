@@ -23,7 +23,6 @@ from xlstm_jax.distributed.data_parallel.policy import (
 )
 from xlstm_jax.distributed.data_parallel.reasons import PrngKeys
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key, value_dtype
 from xlstm_jax.distributed.data_parallel.wire.quantized import OF_PRODUCT
 
@@ -54,8 +53,7 @@ def shard_params(
     Raises:
       ValueError: an axis is not bound; lists the axes that are.
     """
-    axes = as_axis_names(axis_name)
-    collectives.check_bound(axes, caller="shard_params")
+    axes = collectives.bound_axes(axis_name, caller="shard_params")
     return box_shards(params, ShardPolicy(axes, min_weight_size, uneven=uneven))
 
 
@@ -163,8 +161,7 @@ def split_array_over_mesh(x: jax.Array, axis_name: AxisNames, split_axis: int) -
     Raises:
       ValueError: an axis is not bound; ``x`` has no such dim, or N does not divide it.
     """
-    axes = as_axis_names(axis_name)
-    collectives.check_bound(axes, caller="split_array_over_mesh")
+    axes = collectives.bound_axes(axis_name, caller="split_array_over_mesh")
     if not -x.ndim <= split_axis < x.ndim:
         raise ValueError(f"split_array_over_mesh: {split_axis=} is no dim of an array of shape {x.shape}.")
     size, count = x.shape[split_axis], collectives.axis_size(axes)

@@ -45,6 +45,11 @@ def path_string(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/") or "."
 
 
+def named_leaf(argument: str, path: str) -> str:
+    """A leaf of an argument as one writes it: ``batch['x']``; the argument itself where it is one leaf."""
+    return argument if path == "." else f"{argument}['{path}']"
+
+
 def unbox(tree: PyTree) -> PyTree:
     """The tree without boxes, and without the padding of ``uneven="pad"``: leaves have the shapes of the plain model.
 

@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.placement import spread_spec
 from xlstm_jax.distributed.data_parallel.policy import padded_size
-from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, path_string
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, named_leaf, path_string
 from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
 from xlstm_jax.distributed.device_mesh.checks import check_mesh, mesh_axes
 from xlstm_jax.wording import kind_of, listed
@@ -105,7 +105,7 @@ class BatchLayout:
             ) from None
 
     def _of(self, path: str, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
-        name = "batch" if path == "." else f"batch['{path}']"
+        name = named_leaf("batch", path)
         if not shape:
             return PartitionSpec()
         if not len(spec):
@@ -174,7 +174,7 @@ def num_shards(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
 
 def _named(path: str, spec: Any, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], ...]:
     """The axes of each dim of a spec, all of them axes of the mesh."""
-    name = "batch_spec" if path == "." else f"batch_spec['{path}']"
+    name = named_leaf("batch_spec", path)
     if not isinstance(spec, PartitionSpec) or PartitionSpec.UNCONSTRAINED in tuple(spec):
         raise TypeError(
             f"{name} is {kind_of(spec) if not isinstance(spec, PartitionSpec) else spec}, and a PartitionSpec of names "

@@ -21,7 +21,6 @@ from jax.typing import ArrayLike, DTypeLike
 
 from xlstm_jax.common_types import AxisNames, Metrics, PyTree
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key, wide_dtype
 
 DEFAULT_AXIS = "batch"
@@ -173,7 +172,7 @@ def reduce_mean_collective(
     Returns:
       The means, equal on all devices (by type, too); integers and bools as float32, other dtypes kept.
     """
-    return _over_devices(metrics, "mean", _bound(axis_name, "reduce_mean_collective"), weight)
+    return _over_devices(metrics, "mean", collectives.bound_axes(axis_name, caller="reduce_mean_collective"), weight)
 
 
 def reduce_sum_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS) -> Metrics:
@@ -185,7 +184,7 @@ def reduce_sum_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS)
     >>> jax.pmap(lambda x: reduce_sum_collective({"n": x}), axis_name="batch")(jnp.arange(8))["n"][0]
     Array(28, dtype=int32)
     """
-    return _over_devices(metrics, "sum", _bound(axis_name, "reduce_sum_collective"))
+    return _over_devices(metrics, "sum", collectives.bound_axes(axis_name, caller="reduce_sum_collective"))
 
 
 def reduce_max_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS) -> Metrics:
@@ -194,7 +193,7 @@ def reduce_max_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS)
     >>> jax.pmap(lambda x: reduce_max_collective({"peak": x}), axis_name="batch")(jnp.arange(8))["peak"][0]
     Array(7, dtype=int32)
     """
-    return _over_devices(metrics, "max", _bound(axis_name, "reduce_max_collective"))
+    return _over_devices(metrics, "max", collectives.bound_axes(axis_name, caller="reduce_max_collective"))
 
 
 def reduce_min_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS) -> Metrics:
@@ -203,7 +202,7 @@ def reduce_min_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS)
     >>> jax.pmap(lambda x: reduce_min_collective({"least": x}), axis_name="batch")(jnp.arange(8))["least"][0]
     Array(0, dtype=int32)
     """
-    return _over_devices(metrics, "min", _bound(axis_name, "reduce_min_collective"))
+    return _over_devices(metrics, "min", collectives.bound_axes(axis_name, caller="reduce_min_collective"))
 
 
 def reduce_custom_collective(
@@ -222,7 +221,7 @@ def reduce_custom_collective(
     >>> {name: float(x[0]) for name, x in jax.pmap(step, axis_name="batch")(jnp.arange(8.0)).items()}
     {'loss': 3.5, 'n': 16.0, 'peak': 7.0}
     """
-    axes = _bound(axis_name, "reduce_custom_collective")
+    axes = collectives.bound_axes(axis_name, caller="reduce_custom_collective")
     return _reduce_each(metrics, reduce_fn, lambda leaves, operation: _over_devices(leaves, operation, axes, weight))
 
 
@@ -234,13 +233,9 @@ def all_gather(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS) -> Metrics
     >>> jax.pmap(lambda x: all_gather({"loss": x}), axis_name="batch")(jnp.arange(8))["loss"][0]
     Array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32)
     """
-    return _on_arrays(metrics, partial(collectives.all_gather_stacked, axes=_bound(axis_name, "all_gather")))
-
-
-def _bound(axis_name: AxisNames, caller: str) -> tuple[str, ...]:
-    axes = as_axis_names(axis_name)
-    collectives.check_bound(axes, caller=caller)
-    return axes
+    return _on_arrays(
+        metrics, partial(collectives.all_gather_stacked, axes=collectives.bound_axes(axis_name, caller="all_gather"))
+    )
 
 
 def _on_arrays(tree: PyTree, fn: Callable[[list[jax.Array]], list[jax.Array]]) -> PyTree:
@@ -253,18 +248,16 @@ def _on_arrays(tree: PyTree, fn: Callable[[list[jax.Array]], list[jax.Array]]) -
 
 
 def _over_devices(tree: PyTree, operation: str, axes: tuple[str, ...], weight: ArrayLike | None = None) -> PyTree:
-    """The arrays of a tree reduced over devices; the rest stays."""
-    mean, other = partial(_means, axes=axes, weight=weight), partial(_reduced, operation=operation, axes=axes)
-    return _on_arrays(tree, mean if operation == "mean" else other)
+    """The arrays of a tree reduced over devices, sums in the dtype of ``jnp.sum``; the rest stays."""
 
+    def reduced(arrays: list[jax.Array]) -> list[jax.Array]:
+        dtypes = [_sum_dtype(array.dtype) if operation == "sum" else array.dtype for array in arrays]
+        # Extrema would survive a narrow dtype. Widened, they share one collective with the float32 arrays.
+        wide = [array.astype(wide_dtype(_sum_dtype(array.dtype))) for array in arrays]
+        out = collectives.all_reduce([operation] * len(wide), wide, axes)
+        return [value.astype(dtype) for value, dtype in zip(out, dtypes, strict=True)]
 
-def _reduced(arrays: list[jax.Array], operation: str, axes: tuple[str, ...]) -> list[jax.Array]:
-    """The arrays reduced in a dtype that is fit for it, and returned in their own; sums as ``jnp.sum`` does."""
-    dtypes = [_sum_dtype(array.dtype) if operation == "sum" else array.dtype for array in arrays]
-    # Extrema would survive a narrow dtype. Widened, they share one collective with the float32 arrays.
-    wide = [array.astype(wide_dtype(_sum_dtype(array.dtype))) for array in arrays]
-    out = collectives.all_reduce([operation] * len(wide), wide, axes)
-    return [value.astype(dtype) for value, dtype in zip(out, dtypes, strict=True)]
+    return _on_arrays(tree, partial(_means, axes=axes, weight=weight) if operation == "mean" else reduced)
 
 
 def _sum_dtype(dtype: DTypeLike) -> np.dtype:

@@ -27,7 +27,6 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.gather import gather_params
 from xlstm_jax.distributed.data_parallel.leaf import frozen, leaf_of, rebox, split_by_model, with_communication
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.communication import dtype_name, wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN
 from xlstm_jax.distributed.data_parallel.wire.gather_array import reduce_over_replicas
@@ -65,8 +64,11 @@ class ReduceOnce(ReduceEach):
 
     def gradients(self, mean_grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> list[Any]:
         live = varying_leaves(trees.split_differentiable(params)[0], axes)
+        # Gathered in the dtype of summed gradients: the transpose then does not narrow gradients.
+        dtypes = [wide_dtype(leaf_of(leaf).communication.dtypes(leaf_of(leaf).value)[0]) for leaf in live]
+        wide = [with_communication(x, gather_dtype=dtype_name(dtype)) for x, dtype in zip(live, dtypes, strict=True)]
         # A gather is linear: its transpose, taken at any values, makes the gradient of shards from that of weights.
-        weights, transpose = jax.vjp(lambda live: _gathered(live, axes), [_gathered_wide(leaf) for leaf in live])
+        weights, transpose = jax.vjp(lambda live: _gathered(live, axes), wide)
         (grads,) = transpose(_as_gradients_of(weights, mean_grads))
         return _as_gradients_of(live, grads)
 
@@ -112,12 +114,6 @@ def _gathered(params: PyTree, axes: tuple[str, ...]) -> PyTree:
         return gather_params(leaf, over) if over else leaf
 
     return trees.map_leaves(gather, params)
-
-
-def _gathered_wide(leaf: Any) -> Any:
-    """The leaf, set to be gathered in the dtype of summed gradients: the transpose then does not narrow gradients."""
-    dtype, _ = leaf_of(leaf).communication.dtypes(leaf_of(leaf).value)
-    return with_communication(leaf, gather_dtype=dtype_name(wide_dtype(dtype)))
 
 
 # ---------------------------------------------------------------------------------------------- the gradient of a batch
@@ -175,8 +171,7 @@ def accumulate_gradients(
         "reduce_replicas_once" needs copies; or a collection would differ between devices, or has changed its shape.
       TypeError: the auxiliary output has an integer, whose average is hardly meant; names the leaf.
     """
-    axes = as_axis_names(axis_names)
-    collectives.check_bound(axes, caller="accumulate_gradients")
+    axes = collectives.bound_axes(axis_names, caller="accumulate_gradients")
     how = Accumulation(axes, num_minibatches, accumulation, fold_aux if has_aux else None)
     check_batch(batch, num_minibatches, f"{num_minibatches=}")
     loss = LossFunction(loss_fn, weighted, has_aux, bool(collections))

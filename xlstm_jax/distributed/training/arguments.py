@@ -22,6 +22,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import frozen, is_box, leaf_of, split_by_model
 from xlstm_jax.distributed.data_parallel.modules import is_nnx
+from xlstm_jax.distributed.data_parallel.trees import named_leaf
 from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout
 from xlstm_jax.distributed.device_mesh.batches import any_padded
@@ -309,11 +310,6 @@ def check_batch(batch: PyTree, count: int, divisor: str, padding: str = WEIGHTED
             )
 
 
-def named_leaf(argument: str, path: str) -> str:
-    """A leaf of an argument as one writes it: ``batch['x']``."""
-    return argument if path == "." else f"{argument}['{path}']"
-
-
 def _check_no_list_of_numbers(batch: PyTree) -> None:
     """To JAX a list of 64 numbers is 64 scalars, and every device would get all of them: hardly what was meant."""
     # By the path of the list: all of its entries must be numbers, since a list of arrays is a tree like another.
@@ -391,16 +387,16 @@ class CheckedStep:
             if not any(map(why_no_array, jax.tree.leaves(named["batch"]))):
                 compare_batches(named["batch"], self._mesh)
             self._has_compared = True
-        returned = self._explained(self._jitted, named, args, kwargs)
+        returned = self._explained(named, functools.partial(self._jitted, *args, **kwargs))
         if any_padded() and not self._is_weighted():
             warn_of_padding(named.get("batch"))
         return returned
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        return self._explained(self._jitted.lower, self._named(args, kwargs), args, kwargs)
+        return self._explained(self._named(args, kwargs), functools.partial(self._jitted.lower, *args, **kwargs))
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        return self._explained(self._jitted.trace, self._named(args, kwargs), args, kwargs)
+        return self._explained(self._named(args, kwargs), functools.partial(self._jitted.trace, *args, **kwargs))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # which copy looks for before there is a function to ask
@@ -417,7 +413,8 @@ class CheckedStep:
             )
         return named
 
-    def _explained(self, fn: Any, named: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _explained(self, named: dict[str, Any], call: Callable[[], Any]) -> Any:
+        """What ``call()`` returns, which hands in the arguments ``named``; its errors name the one that JAX refuses."""
         batch = named.get("batch")
         # Shardings compare faster than their specs are read: a step pays a few microseconds.
         shardings = tuple(map(_sharding, jax.tree.leaves(batch)))
@@ -430,7 +427,7 @@ class CheckedStep:
             )
         self._placed.add(shardings)
         try:
-            return fn(*args, **kwargs)
+            return call()
         except (TypeError, ValueError, RuntimeError) as error:
             # Only after a failure: to look at all leaves takes as long as a call.
             elsewhere = "incompatible devices" in str(error)

@@ -50,8 +50,7 @@ def fold_rng_over_axis(rng: jax.Array, axis_name: AxisNames) -> jax.Array:
     >>> len(set(draws.tolist()))  # the mesh has 4 devices along "fsdp"
     4
     """
-    axes = as_axis_names(axis_name)
-    collectives.check_bound(axes, caller="fold_rng_over_axis")
+    axes = collectives.bound_axes(axis_name, caller="fold_rng_over_axis")
     return jax.random.fold_in(rng, collectives.axis_index(axes))
 
 

@@ -163,17 +163,13 @@ class StepOptions:
     learning_rate: LearningRate = False
     whole_ok: bool = False
 
-    @property
-    def mesh(self) -> Mesh | AbstractMesh:
-        return self.layout.mesh
-
     def step(
         self, state: Any, batch: PyTree, rng: jax.Array, local: PyTree = None, *, others: Others = None
     ) -> tuple[Any, ...]:
         """What ``jit`` traces: ``(state, metrics)``, and with a metric its state."""
         check_no_explicit_mesh()
         others = {} if others is None else others
-        check_call(state, rng, local, self.mesh, self.metric, others)
+        check_call(state, rng, local, self.layout.mesh, self.metric, others)
         check_global_batch(batch, self.layout, self.accumulation.num_minibatches)
         check_takes(self.loss.fn, LOSS_FN, collections_of(state), others)
         # One key serves the whole run: each step folds its number into it, and each device its index.
@@ -185,7 +181,7 @@ class StepOptions:
         # From here on arrays are global: norms and the optimizer's moments are those of whole leaves.
         metrics = {"loss": result.loss, "grad_norm": global_norm(result.grads)}
         value_fn = _value_fn(state.params, lambda params: on_mesh(params, *rest))
-        after = updated_state(state, result.grads, result.loss, value_fn, self.mesh, result.collections)
+        after = updated_state(state, result.grads, result.loss, value_fn, self.layout.mesh, result.collections)
         metrics |= skip_counts(after.opt_state)
         metrics |= learning_rates(self.learning_rate, state.opt_state, after.opt_state, state.step)
         if self.metric is not None:
@@ -195,8 +191,8 @@ class StepOptions:
     def _on_mesh(self, state: Any, batch: PyTree, others: Mapping[str, PyTree]) -> Callable[..., OfBatch]:
         """Loss and gradients by ``shard_map``: of (params, batch, rng, local, collections, others), as ``OfBatch``."""
         # The axes of the batch; `whole` is the spec of what is the same on all devices.
-        kept, axes, whole = collections_of(state), self.accumulation.axes, PartitionSpec()
-        specs, of_kept = placement.partition_specs(state.params, self.mesh), placement.partition_specs(kept, self.mesh)
+        kept, axes, whole, mesh = collections_of(state), self.accumulation.axes, PartitionSpec(), self.layout.mesh
+        specs, of_kept, of_others = [placement.partition_specs(tree, mesh) for tree in (state.params, kept, others)]
         # Numbers beside the loss are the same on all devices; each device has its own state of a metric.
         of_aux = whole if self.metric is None else PartitionSpec(axes)
 
@@ -212,22 +208,20 @@ class StepOptions:
             loss = replace(self.loss, fn=loss_fn, has_collections=bool(kept))
             return accumulated(loss, params, batch, rng, self.accumulation, local, kept)
 
-        of_others = placement.partition_specs(others, self.mesh)
         in_specs = specs, self.layout.in_specs(batch), whole, of_aux, of_kept, of_others
         out_specs = OfBatch._make((whole, of_aux, specs, of_kept))
-        return jax.shard_map(
-            on_device, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma
-        )
+        return jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma)
 
     def _warn(self, state: Any, others: PyTree, jaxpr: Callable[[], Any], stacks: Stacks) -> None:
         """Warns of mistakes that run; ``jaxpr()`` traces loss and gradients."""
+        mesh = self.layout.mesh
         # While JAX traces, so that a step that runs pays nothing.
         warn_of_options(state.tx, self.loss.weighted, self.learning_rate)
-        warn_of_idle_axes(self.mesh, self.accumulation.axes, (state.params, collections_of(state), others), jaxpr)
+        warn_of_idle_axes(mesh, self.accumulation.axes, (state.params, collections_of(state), others), jaxpr)
         if not self.whole_ok:
-            warn_if_nothing_is_split(state.params, self.mesh)
-            warn_of_gathered_stacks(stacks, self.mesh)
-            warn_of_whole_trees(others, self.mesh)
+            warn_if_nothing_is_split(state.params, mesh)
+            warn_of_gathered_stacks(stacks, mesh)
+            warn_of_whole_trees(others, mesh)
 
 
 def _checked_aux(aux: Any, metrics: Metrics) -> Metrics:

@@ -225,7 +225,9 @@ class _Run:
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """For ``nn.intercept_methods``: enters a module by its outermost public method."""
         module, name, policy = context.module, context.method_name, self.sharding.policy
-        if self._is_apart() or module.scope is None or not is_public(name, LINEN):
+        watchers = watching(object)
+        is_apart = _Apart in map(type, watchers[: watchers.index(self)])  # none of the model's own modules
+        if is_apart or module.scope is None or not is_public(name, LINEN):
             return method(*args, **kwargs)
         # Linen looks at the setup of what nn.scan has made, before it is called.
         if not hasattr(type(module), name) or module.path[: len(self.root)] != self.root:
@@ -244,15 +246,10 @@ class _Run:
                 return method(*args, **kwargs)
             plain = context.orig_method.func  # type: ignore[attr-defined]  # a partial of the method and its module
             # Lifted as a function, call by call: the class of the module is the user's, and stays as it is.
-            gathering = lifted(_as_function(plain), None, policy)
+            gathering = lifted(lambda module, *args, **kwargs: plain(module, *args, **kwargs), None, policy)
             return enter(module, name, gathering, policy, args, kwargs, lambda module, name, result: result)
         finally:
             self._entered.pop()
-
-    def _is_apart(self) -> bool:
-        """Whether what runs now is none of the model's own modules."""
-        watchers = watching(object)
-        return _Apart in map(type, watchers[: watchers.index(self)])
 
     def _gathers(self, path: str, module: nn.Module) -> bool:
         """Whether a module has split parameters to gather, and was chosen."""
@@ -318,15 +315,6 @@ class _Run:
             f"shard_modules: where={self.sharding.where!r} chooses none of the modules of {type(model).__name__}: "
             f"'' (the model itself), {', '.join(there[:SHOWN])}{more}. Pass a class or a predicate of one of these."
         )
-
-
-def _as_function(plain: Method) -> Method:
-    """A method as a function of a module, which Linen then lifts as one."""
-
-    def sharded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return plain(module, *args, **kwargs)
-
-    return sharded
 
 
 def _nothing(module: nn.Module) -> None:

@@ -22,7 +22,8 @@ import numpy as np
 from flax.core.tracers import current_trace
 from jax import lax
 
-from xlstm_jax.common_types import PyTree
+from xlstm_jax.common_types import AxisNames, PyTree
+from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.communication import widened
 
 Key = TypeVar("Key")
@@ -54,6 +55,13 @@ def check_bound(axes: Sequence[str], *, caller: str) -> None:
     unbound = [axis for axis in axes if not is_bound(axis)]
     if unbound:
         raise ValueError(unbound_message(unbound[0], caller))
+
+
+def bound_axes(axis_name: AxisNames, *, caller: str) -> tuple[str, ...]:
+    """An axis, or several, as a tuple of axes; raises a ``ValueError`` if one is not bound."""
+    axes = as_axis_names(axis_name)
+    check_bound(axes, caller=caller)
+    return axes
 
 
 def bound_or_none(axes: tuple[str, ...], *, caller: str) -> tuple[str, ...]:
@@ -138,19 +146,14 @@ def types_tell(axis: str, value: Any) -> bool:
 
     ``nn.scan`` traces a layer twice, first for its shapes: then all arguments are typed as equal everywhere.
     """
-    return is_tracked(axis) and not _is_for_shapes(value)
-
-
-def _is_for_shapes(tracer: Any) -> bool:
-    """Whether ``nn.scan`` traces for shapes."""
     # JAX exports no name for a trace: in 0.10 the name of its class tells, later its debug info.
-    trace = getattr(tracer, "_trace", None)
+    trace = getattr(value, "_trace", None)
     while trace is not None:
         debug_info = getattr(getattr(trace, "frame", None), "debug_info", None)
         if type(trace).__name__ == "JaxprTrace" or getattr(debug_info, "traced_for", None) == "flax scan":
-            return True
+            return False
         trace = getattr(trace, "parent_trace", None)
-    return False
+    return is_tracked(axis)
 
 
 def is_batched(value: Any) -> bool:
@@ -383,17 +386,13 @@ def all_gather_stacked(values: Sequence[Any], axes: Sequence[str]) -> list[jax.A
         return lax.all_gather(words, tuple(axes), tiled=True, to="invarying" if is_tracked(axes[0]) else "varying")
 
     rows = _as_one_vector_each(gather, [None] * len(values), [_as_words(value) for value in values])
-    return [_from_words(row, value) for row, value in zip(rows, values, strict=True)]
+    wide = [row.view(_word_dtype(value.dtype)) for row, value in zip(rows, values, strict=True)]
+    return [row.astype(x.dtype).reshape(-1, *x.shape) for row, x in zip(wide, values, strict=True)]
 
 
 def _as_words(value: jax.Array) -> jax.Array:
     """[...] -> [w] of uint32."""
     return value.ravel().astype(_word_dtype(value.dtype)).view(jnp.uint32)
-
-
-def _from_words(rows: jax.Array, like: jax.Array) -> jax.Array:
-    """[n, w] of uint32 -> [n, ...] with the shape and dtype of ``like``."""
-    return rows.view(_word_dtype(like.dtype)).astype(like.dtype).reshape(-1, *like.shape)
 
 
 def _word_dtype(dtype: Any) -> Any:
