@@ -168,8 +168,7 @@ def missing_extras(extras: Mapping[str, Sequence[str]] | None) -> dict[str, list
 def _libtpu_check(installed: str | None) -> Iterator[Check]:
     """The check that an installed libtpu is the version that this JAX asks for; none without a libtpu."""
     # The requirement reads "libtpu==0.0.17.*; extra == 'tpu'".
-    wanted = next((line for line in requires("jax") or () if line.startswith("libtpu")), "")
-    wanted = wanted.partition(";")[0].strip()
+    wanted = next((line for line in requires("jax") or () if line.startswith("libtpu")), "").partition(";")[0].strip()
     if installed and wanted:
         same = installed.startswith(wanted.partition("==")[2].removesuffix("*"))
         yield Check("libtpu is the one that JAX asks for", installed, wanted, same)

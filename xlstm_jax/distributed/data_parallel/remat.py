@@ -106,20 +106,21 @@ def remat_policy(base: str | Policy | None = None, *, offload: Sequence[str] = (
 @functools.cache
 def _policy(base: Policy, offloaded: tuple[str, ...]) -> Policy:
     keep = functools.partial(_keep_but_weights, base)
-    return functools.partial(_offload_or, keep, offloaded) if offloaded else keep
-
-
-def _offload_or(keep: Policy, offloaded: tuple[str, ...], primitive: Any, *inputs: Any, **params: Any) -> Any:
-    if primitive.name != "name":
-        return keep(primitive, *inputs, **params)
-    # Of names alone: JAX has no policy that offloads some values and asks another one about the rest.
+    if not offloaded:
+        return keep
     to_host = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=offloaded,
         offload_src="device",
         offload_dst=HOST_MEMORY,
     )
-    return to_host(primitive, *inputs, **params) if params["name"] in offloaded else keep(primitive, *inputs, **params)
+
+    def offload_or_keep(primitive: Any, *inputs: Any, **params: Any) -> Any:
+        # JAX has no policy that offloads some values, by their names, and asks another one about the rest.
+        goes = primitive.name == "name" and params["name"] in offloaded
+        return (to_host if goes else keep)(primitive, *inputs, **params)
+
+    return offload_or_keep
 
 
 def _keep_but_weights(base: Policy, primitive: Any, *inputs: Any, **params: Any) -> Any:

@@ -67,13 +67,20 @@ class MeshState:
 
     def add_own(self, seen: Vectors, on_all_processes: bool = False) -> None:
         """Merges what this process has seen into its first row. Process 0 merges what all have seen."""
+
+        def with_row(x: jax.Array, row: jax.Array) -> jax.Array:
+            # Assembled from shards: a program over the mesh would wait for the other processes.
+            new = {shard.device: jax.device_put(row, shard.device) for shard in _first_shards(x)}
+            shards = [new.get(shard.device, shard.data) for shard in x.addressable_shards]
+            return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
+
         # All processes pass the same global array, and each would add it to a row of its own.
         if not on_all_processes or jax.process_index() == 0:
             row = jax.tree.map(lambda x: _first_shards(x)[0].data, self.local.vectors)
             # On the devices of the first row alone: a program over the mesh would wait for the other processes.
             seen = jax.device_put(jax.tree.map(lambda x: x[None], seen), jax.tree.leaves(row)[0].sharding)
             merged = _merge(self.local.layout, row, seen)
-            self._set_local(jax.tree.map(_with_first_row, self.local.vectors, merged))
+            self._set_local(jax.tree.map(with_row, self.local.vectors, merged))
         self.synced = None
 
     def add_rows(self, rows: Vectors) -> None:
@@ -235,13 +242,6 @@ def _first_shards(x: jax.Array) -> list[jax.Shard]:
     """The shards of the first row of this process; more than one where other mesh axes repeat it."""
     first = min(shard.index[0].start or 0 for shard in x.addressable_shards)
     return [shard for shard in x.addressable_shards if (shard.index[0].start or 0) == first]
-
-
-def _with_first_row(x: jax.Array, row: jax.Array) -> jax.Array:
-    # Assembled from shards: a program over the mesh would wait for the other processes.
-    new = {shard.device: jax.device_put(row, shard.device) for shard in _first_shards(x)}
-    shards = [new.get(shard.device, shard.data) for shard in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

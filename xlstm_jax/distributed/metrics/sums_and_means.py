@@ -105,19 +105,16 @@ class WeightedMean(PureMetric):
         return {"total": Total.identity(), "weight": Total.identity()}
 
     def observe(self, values: ArrayLike, weight: ArrayLike | None = None) -> Cells:
-        return {"total": Total.of(values, weight), "weight": _weight_of(values, weight)}
+        total, shape = Total.of(values, weight), jnp.shape(values)
+        if weight is None:
+            # Shapes are known while tracing, so nothing is summed at run time.
+            weights = jnp.asarray(math.prod(shape), wide_float())
+        else:
+            weights = jnp.broadcast_to(like_rows(weight, jnp.asarray(values)).astype(wide_float()), shape)
+        return {"total": total, "weight": Total.of(weights)}
 
     def result(self, cells: Cells) -> jax.Array:
         return ratio(cells["total"].value, cells["weight"].value, self.empty_value)
-
-
-def _weight_of(values: ArrayLike, weight: ArrayLike | None) -> Total:
-    """The weight of all values together: their number, where no weight is given."""
-    if weight is None:
-        # Shapes are known while tracing, so nothing is summed at run time.
-        return Total.of(jnp.asarray(math.prod(jnp.shape(values)), wide_float()))
-    rows = like_rows(weight, jnp.asarray(values)).astype(wide_float())
-    return Total.of(jnp.broadcast_to(rows, jnp.shape(values)))
 
 
 def ratio(numerator: jax.Array, denominator: jax.Array, empty_value: float) -> jax.Array:
@@ -184,19 +181,20 @@ class GlobalNorm(PureMetric):
         return Total.identity()
 
     def observe(self, tree: PyTree) -> Cells:
-        squares = jax.tree.leaves(map_leaves(self._square, tree))
+        axes = as_axis_names(self.axes) if self.axes else ()
+
+        def square(leaf: Any) -> jax.Array:
+            value = jnp.asarray(leaf_of(leaf).value).astype(wide_float())
+            split = set(leaf_of(leaf).axes) | collectives.varying_axes(leaf_of(leaf).value)
+            # All devices along these axes observe the same entries: a share of each adds up to one whole.
+            whole_along = [axis for axis in axes if axis not in split]
+            return Total.of(jnp.abs(value) ** 2).value / collectives.axis_size(whole_along)
+
+        squares = jax.tree.leaves(map_leaves(square, tree))
         return Total.of(jnp.stack(squares)) if squares else Total.identity()
 
-    def _square(self, leaf: Any) -> jax.Array:
-        value = jnp.asarray(leaf_of(leaf).value).astype(wide_float())
-        split = set(leaf_of(leaf).axes) | collectives.varying_axes(leaf_of(leaf).value)
-        axes = as_axis_names(self.axes) if self.axes else ()
-        # All devices along these axes observe the same entries: a share of each adds up to one whole.
-        whole_along = [axis for axis in axes if axis not in split]
-        return Total.of(jnp.abs(value) ** 2).value / collectives.axis_size(whole_along)
-
     def check_observed(self, observed: PyTree, axes: tuple[str, ...]) -> None:
-        # With axes, `_square` divides by the devices that hold the same, so a declared axis counts nothing twice.
+        # With axes, `observe` divides by the devices that hold the same, so a declared axis counts nothing twice.
         if not self.axes:
             super().check_observed(observed, axes)
 

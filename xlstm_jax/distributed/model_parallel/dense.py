@@ -230,8 +230,7 @@ def _whole_along(axis_name: str, init: Callable[..., Any]) -> Callable[..., Any]
     """The initialiser of a parameter that is whole along the axis, also where its names would split it there."""
 
     def without(rng: Array, shape: tuple[int, ...], dtype: Any) -> Any:
-        leaf = init(rng, shape, dtype)
-        box = leaf_of(leaf)
+        box = leaf_of(leaf := init(rng, shape, dtype))
         if axis_name not in box.axes:
             return leaf
         kept = [tuple(axis for axis in entry_axes(entry) if axis != axis_name) for entry in box.names]

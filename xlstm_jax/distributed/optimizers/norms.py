@@ -53,17 +53,10 @@ def global_norm(tree: PyTree) -> jax.Array:
     return jnp.sqrt(sum(sums, start=jnp.float32(0)))
 
 
-def _sum_over_devices(values: list[jax.Array], axes: AxesOfEach) -> list[jax.Array]:
-    """Sums ``values[i]`` over ``axes[i]``; its gradient is for a loss that is averaged over devices.
-
-    The transpose of a sum over N devices is the sum of their cotangents. Each device's loss contains the whole norm,
-    and the mean over devices counts it once: so the mean of the cotangents is right, and their sum N times too large.
-    """
-    return collectives.psum(values, axes)
-
-
-def _sum_fwd(values: list[jax.Array], axes: AxesOfEach) -> tuple[list[jax.Array], list[jax.Array]]:
-    return collectives.psum(values, axes), values
+# Sums values[i] over axes[i]; its gradient is for a loss that is averaged over devices. The transpose of a sum over N
+# devices is the sum of their cotangents. Each device's loss contains the whole norm, and the mean over devices counts
+# it once: so the mean of the cotangents is right, and their sum N times too large.
+_differentiable_sum = jax.custom_vjp(collectives.psum, nondiff_argnums=(1,))
 
 
 def _sum_bwd(axes: AxesOfEach, values: list[jax.Array], cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
@@ -79,8 +72,7 @@ def _sum_bwd(axes: AxesOfEach, values: list[jax.Array], cotangents: list[jax.Arr
     return ([mean(*of_one) for of_one in zip(means, values, axes, strict=True)],)
 
 
-_differentiable_sum = jax.custom_vjp(_sum_over_devices, nondiff_argnums=(1,))
-_differentiable_sum.defvjp(_sum_fwd, _sum_bwd)
+_differentiable_sum.defvjp(lambda values, axes: (collectives.psum(values, axes), values), _sum_bwd)
 
 
 def _axes_of_values(path: str, leaf: PyTree) -> frozenset[str]:

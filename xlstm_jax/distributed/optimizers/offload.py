@@ -68,17 +68,12 @@ def on_host(shardings: PyTree, opt_state: PyTree, params: PyTree, offload: Offlo
 
     def placed(path: str, leaf: PyTree, sharding: NamedSharding) -> NamedSharding:
         owner = owner_of_state(path, by_path)
-        return sharding.with_memory_kind(placement.HOST_MEMORY) if _is_large(leaf, owner) else sharding
+        sizes = [math.prod(np.shape(leaf_of(x).value)) for x in (leaf, owner)]
+        # The state of owners has the shapes of groups, so no path names a parameter to compare it with.
+        is_large = is_owned(leaf) or (owner is not None and leaf_of(owner).axes and sizes[0] >= sizes[1])
+        return sharding.with_memory_kind(placement.HOST_MEMORY) if is_large else sharding
 
     return trees.map_leaves_with_path(placed, opt_state, shardings)
-
-
-def _is_large(leaf: PyTree, owner: PyTree) -> bool:
-    # The state of owners has the shapes of groups, so no path names a parameter to compare it with.
-    if is_owned(leaf):
-        return True
-    shapes = [np.shape(leaf_of(x).value) for x in (leaf, owner)]
-    return owner is not None and bool(leaf_of(owner).axes) and math.prod(shapes[0]) >= math.prod(shapes[1])
 
 
 def is_on_host(value: Any) -> bool:

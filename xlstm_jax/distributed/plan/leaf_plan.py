@@ -1,16 +1,27 @@
 """What a sharding plan says of one leaf: where it lies, why, and what that costs."""
 
+import json
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from xlstm_jax.distributed.data_parallel.reasons import Reason
+from xlstm_jax.distributed.data_parallel.reasons import Reason, reason_from_json
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.quantized import sent_itemsize
 from xlstm_jax.wording import format_axes, format_bytes, joined
 
 PARAMETERS, OPTIMIZER = "params", "optimizer"  # collections of rows; the others are the model's own, as "batch_stats"
 COUNTED = ("parameters", "gradients", "optimizer", "other")  # of what a row counts the bytes
+LINES = (  # of the JSON, each with the fields in it: what it is, where it lies, why, what it takes, and what travels
+    ("collection", "dtype", "shape", "trainable"),
+    ("names", "parts"),
+    ("reason",),
+    (*COUNTED, "host"),
+    (
+        *("use_shape", "uses", "gathered_bytes", "row_bytes", "piece_bytes"),
+        *("gather_dtype", "grad_scatter_dtype", "gathered_with"),
+    ),
+)
 
 
 class ByteCount(NamedTuple):
@@ -86,6 +97,22 @@ class LeafPlan:
     other: ByteCount = NO_BYTES
     trainable: bool = True
     host: ByteCount = NO_BYTES
+
+    def to_json(self) -> str:
+        """The leaf with its path, in a few lines of a plan's JSON."""
+        fields = vars(self) | {"reason": self.reason.to_json()}
+        lines = ({name: fields[name] for name in line} for line in LINES)
+        body = ",\n".join("      " + json.dumps(line)[1:-1] for line in lines)
+        return f"    {json.dumps(self.path)}: {{\n{body}\n    }}"
+
+    @classmethod
+    def from_json(cls, path: str, leaf: dict[str, Any]) -> "LeafPlan":
+        """The leaf at a path, of what ``json`` has read there."""
+        counts = {kind: ByteCount(*leaf[kind]) for kind in (*COUNTED, "host")}
+        shapes = {name: tuple(leaf[name]) for name in ("shape", "use_shape")}
+        names = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in leaf["names"])
+        fields: dict[str, Any] = leaf | counts | shapes | {"names": names, "reason": reason_from_json(leaf["reason"])}
+        return cls(path=path, **fields)
 
     @property
     def dims(self) -> tuple[int, ...]:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from rich.console import RenderableType
 
-from xlstm_jax.distributed.data_parallel.reasons import reason_from_json
 from xlstm_jax.distributed.plan.expert_plan import ExpertPlan
 from xlstm_jax.distributed.plan.leaf_plan import COUNTED, PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.matrix_plan import MatrixPlan
@@ -17,16 +16,6 @@ from xlstm_jax.distributed.plan.table import plan_bars, plan_table
 from xlstm_jax.wording import format_bytes, format_fraction, format_mesh, notebook_html, plain_text, read_json
 
 FORMAT_VERSION = 3
-LINES_OF_A_LEAF = (  # of the JSON, each with the fields in it
-    ("collection", "dtype", "shape", "trainable"),
-    ("names", "parts"),
-    ("reason",),
-    (*COUNTED, "host"),
-    (
-        *("use_shape", "uses", "gathered_bytes", "row_bytes", "piece_bytes"),
-        *("gather_dtype", "grad_scatter_dtype", "gathered_with"),
-    ),
-)
 MAX_REPLICATED_FRACTION = 0.02
 WORST_SHOWN = 3
 
@@ -154,10 +143,9 @@ class ShardingPlan:
 
     def __repr__(self) -> str:
         parameters, per_device = map(format_bytes, self.parameters)
-        whole = f"{len(self.replicated)} of {len(self.rows)} leaves whole"
         return (
-            f"<ShardingPlan on {format_mesh(self.axis_sizes)}: {whole}; "
-            f"parameters {parameters}, {per_device} per device; all {format_bytes(self.bytes_per_device)} per device>"
+            f"<ShardingPlan on {format_mesh(self.axis_sizes)}: {len(self.replicated)} of {len(self.rows)} leaves whole;"
+            f" parameters {parameters}, {per_device} per device; all {format_bytes(self.bytes_per_device)} per device>"
         )
 
     def _repr_html_(self) -> str:
@@ -236,7 +224,7 @@ class ShardingPlan:
         head |= {"experts": [vars(plan) for plan in self.experts], "roles": dict(self.roles)}
         # By hand: json.dumps with an indent would give each number a line of its own.
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
-        leaves = ",\n".join(map(_leaf_json, self.rows))
+        leaves = ",\n".join(row.to_json() for row in self.rows)
         return "\n".join(["{", *lines, '  "leaves": {', leaves, "  }", "}"]) + "\n"
 
     @classmethod
@@ -256,7 +244,7 @@ class ShardingPlan:
                 f"a plan of format {version!r}; this release reads format {FORMAT_VERSION}. Write it again with "
                 "plan_sharding(...).to_json()."
             )
-        rows = tuple(_leaf_from_json(path, leaf) for path, leaf in data["leaves"].items())
+        rows = tuple(LeafPlan.from_json(path, leaf) for path, leaf in data["leaves"].items())
         matrices = tuple(MatrixPlan.from_json(fields) for fields in data["matrices"])
         plan = cls(
             axis_sizes=data["axis_sizes"],
@@ -290,19 +278,3 @@ def _compared(plan: ShardingPlan) -> dict[str, dict[str, Any]]:
 def _totals(plan: ShardingPlan) -> dict[str, Any]:
     counts = {kind: list(getattr(plan, kind)) for kind in COUNTED}
     return counts | {"bytes_per_device": plan.bytes_per_device, "replicated_fraction": plan.replicated_fraction}
-
-
-def _leaf_json(row: LeafPlan) -> str:
-    """One leaf: a line for what it is, where it lies, why, what it takes, and what travels."""
-    fields = vars(row) | {"reason": row.reason.to_json()}
-    lines = ({name: fields[name] for name in line} for line in LINES_OF_A_LEAF)
-    body = ",\n".join("      " + json.dumps(line)[1:-1] for line in lines)
-    return f"    {json.dumps(row.path)}: {{\n{body}\n    }}"
-
-
-def _leaf_from_json(path: str, leaf: dict[str, Any]) -> LeafPlan:
-    counts = {kind: ByteCount(*leaf[kind]) for kind in (*COUNTED, "host")}
-    shapes = {name: tuple(leaf[name]) for name in ("shape", "use_shape")}
-    names = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in leaf["names"])
-    fields: dict[str, Any] = leaf | counts | shapes | {"names": names, "reason": reason_from_json(leaf["reason"])}
-    return LeafPlan(path=path, **fields)

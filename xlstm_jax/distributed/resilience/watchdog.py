@@ -106,7 +106,13 @@ class Watchdog:
 
     def _end(self, reason: str, code: int) -> None:
         text = f"\n{self._name}: {reason}. The process ends with exit code {code}; the stacks of its threads:\n"
-        in_time(lambda: _write_all(text.encode() + _stacks()), WRITE_TIMEOUT_S)
+
+        def write() -> None:
+            data = text.encode() + _stacks()
+            while data:
+                data = data[os.write(_STDERR, data) :]
+
+        in_time(write, WRITE_TIMEOUT_S)
         leave(code, reason)
 
 
@@ -133,8 +139,3 @@ def _stacks() -> bytes:
     os.close(writer)
     with open(reader, "rb") as stacks:
         return stacks.read()
-
-
-def _write_all(data: bytes) -> None:
-    while data:
-        data = data[os.write(_STDERR, data) :]

@@ -27,6 +27,7 @@ from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
 from xlstm_jax.distributed.data_parallel.modules import noting_stacks
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
+from xlstm_jax.distributed.device_mesh.batch_layout import num_shards
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.hardware.cudnn import answered_for
 from xlstm_jax.distributed.optimizers.inside import check_transform
@@ -211,8 +212,7 @@ def jitted_init(
             return variables
 
     def input_sharding(x: Any) -> NamedSharding:
-        count = math.prod(mesh.shape[axis] for axis in axes)
-        splits = np.ndim(x) > 0 and np.shape(x)[0] % count == 0
+        splits = np.ndim(x) > 0 and np.shape(x)[0] % num_shards(mesh, axes) == 0
         return NamedSharding(mesh, PartitionSpec(axes) if splits else PartitionSpec())
 
     given = (NamedSharding(mesh, PartitionSpec()), jax.tree.map(input_sharding, inputs))
@@ -405,7 +405,10 @@ def _title_and_rows(state: Any) -> tuple[str, list[list[str]]]:
         if leaves := [leaf_of(leaf).value for _, leaf in trees.leaves_with_path(getattr(state, name))]:
             count = sum(map(_bytes, leaves), ByteCount())
             rows.append([name, str(len(leaves)), format_bytes(count.total), format_bytes(count.per_device)])
-    return f"{type(state).__name__} {_step(state.step)}", rows
+    # An abstract state, a traced one and one that a step has taken over have no number to show.
+    known = not isinstance(state.step, Tracer) and not (isinstance(state.step, jax.Array) and state.step.is_deleted())
+    known = known and hasattr(state.step, "__int__")
+    return f"{type(state).__name__} {f'at step {int(state.step)}' if known else 'without values'}", rows
 
 
 def _bars(state: Any) -> list[Bar]:
@@ -421,12 +424,6 @@ def _bars(state: Any) -> list[Bar]:
         for (name, size), paths in alike.items()
     ]
     return [Bar(name, size, format_bytes(size)) for name, size in sorted(named, key=lambda both: -both[1])]
-
-
-def _step(step: Any) -> str:
-    """An abstract state, a traced one and one that a step has taken over have no number to show."""
-    known = not isinstance(step, Tracer) and not (isinstance(step, jax.Array) and step.is_deleted())
-    return f"at step {int(step)}" if known and hasattr(step, "__int__") else "without values"
 
 
 def _bytes(value: PyTree) -> ByteCount:

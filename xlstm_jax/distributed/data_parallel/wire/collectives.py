@@ -386,8 +386,8 @@ def all_gather_stacked(values: Sequence[Any], axes: Sequence[str]) -> list[jax.A
         return lax.all_gather(words, tuple(axes), tiled=True, to="invarying" if is_tracked(axes[0]) else "varying")
 
     rows = _as_one_vector_each(gather, [None] * len(values), [_as_words(value) for value in values])
-    wide = [row.view(_word_dtype(value.dtype)) for row, value in zip(rows, values, strict=True)]
-    return [row.astype(x.dtype).reshape(-1, *x.shape) for row, x in zip(wide, values, strict=True)]
+    pairs = zip(rows, values, strict=True)
+    return [row.view(_word_dtype(x.dtype)).astype(x.dtype).reshape(-1, *x.shape) for row, x in pairs]
 
 
 def _as_words(value: jax.Array) -> jax.Array:

@@ -64,11 +64,10 @@ def _is_done(job: "Pending[Any] | None") -> bool:
 
 def room_for_jobs() -> int:
     """How many compilations this machine can run at once: by its cores, and by the memory that is free now."""
-    cores = len(os.sched_getaffinity(0))
     # What compilers took so far in this search is the best guess at what the next will take.
     largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 2**10  # of those that have ended
     free = free_bytes()
-    for_cores = max(1, cores // CORES_OF_ONE)
+    for_cores = max(1, len(os.sched_getaffinity(0)) // CORES_OF_ONE)
     return for_cores if free is None else max(1, min(for_cores, free // max(CHILD_BYTES, largest)))
 
 

@@ -69,10 +69,7 @@ class LintError(ValueError):
 
 def table(findings: Sequence[Finding]) -> RenderableType:
     """The findings as a table for ``rich``."""
-    rows = [
-        [finding.rule, finding.where, f"{finding.text} {finding.cure}", format_bytes(finding.bytes)]
-        for finding in findings
-    ]
+    rows = [[one.rule, one.where, f"{one.text} {one.cure}", format_bytes(one.bytes)] for one in findings]
     return rich_table(_counted(findings), ["rule", "where", "what, and what to do", "bytes"], rows, left=3)
 
 

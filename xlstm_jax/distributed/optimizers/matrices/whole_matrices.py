@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -79,7 +78,20 @@ def on_whole_matrices(
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         del params
         choices: Mapping[str, MatrixChoice] = choices_of(dimension_numbers, updates)
-        updates, kept = map_groups(partial(_of_groups, tx, dtype), updates, choices, state.of_owners)
+        of_each: PyTree = jax.vmap(tx.update)
+
+        def of_groups(groups: Sequence[MatrixGroup], values: Values, state: Mapping[str, PyTree]) -> Any:
+            new: Values = {}
+            kept: dict[str, PyTree] = {}
+            for name, group in named_groups(groups).items():
+                with jax.named_scope(f"whole_{group.name}"):
+                    matrices = to_owners(group, values, dtype)
+                    updates, new_state = of_each(matrices, trees.stored_values(state[name]))
+                    new |= from_owners(group, updates, dtype)
+                kept[name] = trees.map_leaves(rebox, state[name], new_state)
+            return new, kept
+
+        updates, kept = map_groups(of_groups, updates, choices, state.of_owners)
         return updates, OnWholeMatricesState(kept)
 
     return optax.GradientTransformation(init, update)
@@ -109,22 +121,3 @@ def _state_of(tx: optax.GradientTransformation, group: MatrixGroup, place: Place
         # Zeros are equal on all devices. Later states are not, and a state keeps its type.
         state = collectives.to_varying(state, axes)
     return jax.tree.map(boxed, state)
-
-
-def _of_groups(
-    tx: optax.GradientTransformation,
-    exchange_dtype: str | None,
-    groups: Sequence[MatrixGroup],
-    values: Values,
-    state: Mapping[str, PyTree],
-) -> tuple[Values, dict[str, PyTree]]:
-    new: Values = {}
-    kept = {}
-    update: PyTree = jax.vmap(tx.update)
-    for name, group in named_groups(groups).items():
-        with jax.named_scope(f"whole_{group.name}"):
-            matrices = to_owners(group, values, exchange_dtype)
-            updates, new_state = update(matrices, trees.stored_values(state[name]))
-            new |= from_owners(group, updates, exchange_dtype)
-        kept[name] = trees.map_leaves(rebox, state[name], new_state)
-    return new, kept
