@@ -1,10 +1,12 @@
 """How large and how tangled the library is: ``python -m tests.measures`` prints the table of docs/architecture.md.
 
-Most rows are read off the source. Three are read off what runs: functions and files between ``step.lower`` and the
-backward rule of the gather, and how often a value comes back to a file while it is handed on.
+Most rows are read off the source. Four are read off what runs: functions and files between ``step.lower`` and the
+backward rule of the gather, and how often values come back to a file while they are handed on: the model through
+``create_train_state``, and the step and its arguments through ``forecast``.
 """
 
 import ast
+import dataclasses
 import itertools
 import re
 import statistics
@@ -97,10 +99,10 @@ def names_imported(source: str) -> Iterator[str]:
             yield from [f"{module}{alias.name}" for alias in node.names]
 
 
-def calls(run: Callable[[], Any], until: str = "", value: Any = None) -> list[CodeType]:
+def calls(run: Callable[[], Any], until: str = "", values: tuple[Any, ...] = ()) -> list[CodeType]:
     """The library's functions in the order in which ``run`` calls them, up to the first call of ``until``.
 
-    With ``value``, those alone that are given it as an argument.
+    With ``values``, those alone that are given one of them: as an argument, in a tuple, or in an object that holds it.
     """
     seen: list[CodeType] = []
 
@@ -110,7 +112,7 @@ def calls(run: Callable[[], Any], until: str = "", value: Any = None) -> list[Co
         done = until and seen and seen[-1].co_name == until
         if event == "call" and not done and code.co_filename.startswith(f"{PACKAGE}/"):
             names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-            if value is None or any(frame.f_locals.get(name) is value for name in names):
+            if not values or any(_has(frame.f_locals.get(name), values) for name in names):
                 seen.append(code)
 
     sys.setprofile(on_event)
@@ -121,9 +123,18 @@ def calls(run: Callable[[], Any], until: str = "", value: Any = None) -> list[Co
     return seen
 
 
-def climbs(run: Callable[[], Any], value: Any) -> int:
-    """How often ``value`` comes back to a file that has had it, after another file has had it."""
-    files = [file for file, _ in itertools.groupby(code.co_filename for code in calls(run, value=value))]
+def _has(argument: Any, values: tuple[Any, ...], depth: int = 2) -> bool:
+    """Whether an argument is one of the values, or holds one: a ``StepCall`` has a tuple of them."""
+    if any(argument is value for value in values):
+        return True
+    is_object = dataclasses.is_dataclass(argument) and not isinstance(argument, type)
+    inner = argument if isinstance(argument, tuple) else getattr(argument, "__dict__", {}).values() if is_object else ()
+    return depth > 0 and any(_has(one, values, depth - 1) for one in inner)
+
+
+def climbs(run: Callable[[], Any], *values: Any) -> int:
+    """How often one of ``values`` comes back to a file that has had one, after another file has had one."""
+    files = [file for file, _ in itertools.groupby(code.co_filename for code in calls(run, values=values))]
     return len(files) - len(set(files))
 
 
@@ -170,6 +181,7 @@ def of_what_runs() -> dict[str, float]:
     from flax import linen as nn
 
     from xlstm_jax.distributed import DeviceMeshManager, create_train_state, make_train_step, shard_modules
+    from xlstm_jax.distributed.forecast import forecast
 
     mesh = DeviceMeshManager.create_device_mesh({"fsdp": jax.device_count()})
     model = shard_modules(nn.Sequential([nn.Dense(64), nn.gelu, nn.Dense(64)]), nn.Dense, "fsdp", min_weight_size=0)
@@ -183,13 +195,16 @@ def of_what_runs() -> dict[str, float]:
         return create_train_state(model, optax.adamw(1e-3), mesh, jax.random.key(0), batch, batch_axes=("fsdp",))
 
     up = climbs(make_state, model)
-    state, step = make_state(), make_train_step(loss, mesh, batch_axes=("fsdp",))
-    way = calls(lambda: step.lower(state, batch, jax.random.key(1)), until="_gather_bwd")
+    step, arguments = make_train_step(loss, mesh, batch_axes=("fsdp",)), (make_state(), batch, jax.random.key(1))
+    way = calls(lambda: step.lower(*arguments), until="_gather_bwd")
     assert way[-1].co_name == "_gather_bwd", "the step never reached the gather's backward rule"
     return {
         "functions from `step.lower` to the gather's backward rule": len(set(way)),
         "files on that way": len({code.co_filename for code in way}),
         "climbs of `model` through `create_train_state`": up,
+        "climbs of a step and its arguments through `forecast`": climbs(
+            lambda: forecast(step, *arguments), step, *arguments
+        ),
     }
 
 

@@ -1,14 +1,20 @@
 """The library grows where somebody says so: its measures are those of docs/architecture.md, or better."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
-from tests.measures import calls, code_lines, cycles_of_entries, of_the_source
+from tests.measures import _has, calls, climbs, code_lines, cycles_of_entries, of_the_source
 
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 MORE_IS_BETTER = "lines that are comments, %"
 FREE = {"files", "functions", "private functions"}  # neither more nor fewer is better
 LEEWAY = 0.01  # for mending
+
+
+@dataclass
+class Held:
+    args: tuple
 
 
 def test_no_measure_is_worse_than_the_page_says():
@@ -55,4 +61,13 @@ def test_calls_are_those_of_the_library_up_to_the_one_that_is_asked_for():
 
     names = [code.co_name for code in calls(lambda: wording.format_bytes(2048))]
     assert names[0] == "format_bytes"
-    assert calls(lambda: wording.format_bytes(2048), value=names) == []
+    assert calls(lambda: wording.format_bytes(2048), values=(names,)) == []
+
+
+def test_values_are_followed_into_tuples_and_objects_that_hold_them():
+    from xlstm_jax import wording
+
+    given = {"fsdp": 8}
+    assert calls(lambda: wording.format_mesh(given), values=(given,))[0].co_name == "format_mesh"
+    assert _has(Held(("other", given)), (given,)) and not _has(Held(({"fsdp": 8},)), (given,))
+    assert climbs(lambda: [wording.format_mesh(given), wording.format_mesh(given)], given) == 0  # in one file
