@@ -18,6 +18,7 @@ leaves too: bare arrays, boxes of Flax, variables of NNX. ``leaf_of`` is the one
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import fields, replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -259,7 +260,18 @@ BOXES = (meta.Partitioned, SplitVariable)  # values in boxes that carry axis nam
 
 def is_box(leaf: Any) -> bool:
     """Whether ``leaf`` is a value in a box that carries axis names."""
-    return isinstance(leaf, BOXES)
+    return _is_of_boxes(type(leaf))  # type: ignore[arg-type]  # mypy: a class might not be hashable
+
+
+@cache  # walks ask it of each node of a tree, and Flax's box is an abstract class, whose answers are slow
+def _is_of_boxes(cls: type[Any]) -> bool:
+    return issubclass(cls, BOXES)
+
+
+@cache
+def _whole(ndim: int) -> Sharded:
+    """The box of a bare array, without the array."""
+    return Sharded(None, (None,) * ndim)
 
 
 def is_ours(leaf: Any) -> bool:
@@ -273,12 +285,14 @@ def leaf_of(leaf: Any) -> Sharded:
     ``names`` has an entry for each dim, None where the box has none for it. A box has more names than dims around the
     scalar that an optimizer keeps for each leaf of a boxed tree; they are left out.
     """
-    if type(leaf) is Sharded and not leaf.model_axes and len(leaf.names) == np.ndim(leaf.value):
-        return leaf  # as nearly all are, and thousands of times in a trace
+    # As nearly all are, and thousands of times in a trace: ``np.ndim`` would take as long as all the rest.
+    if type(leaf) is Sharded and not leaf.model_axes and len(leaf.names) == getattr(leaf.value, "ndim", None):
+        return leaf
+    if not is_box(leaf):
+        ndim = getattr(leaf, "ndim", None)
+        return _whole(np.ndim(leaf) if ndim is None else ndim).replace(value=leaf)
     if isinstance(leaf, SplitVariable):
         return leaf.as_sharded
-    if not isinstance(leaf, meta.Partitioned):
-        return Sharded(leaf, (None,) * np.ndim(leaf))
     ndim = np.ndim(leaf.value)
     names = (mesh_names(leaf) + (None,) * ndim)[:ndim]
     if not isinstance(leaf, Sharded):

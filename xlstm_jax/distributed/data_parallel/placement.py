@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -74,7 +74,7 @@ def shardings(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     >>> shardings(nn.Partitioned(jnp.ones((16, 32)), (None, "fsdp")), mesh).shard_shape((16, 32))
     (16, 8)
     """
-    return jax.tree.map(partial(NamedSharding, mesh), partition_specs(tree, mesh))
+    return jax.tree.map(cache(partial(NamedSharding, mesh)), partition_specs(tree, mesh))
 
 
 def bytes_per_device(tree: PyTree) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.tree_util import DictKey, keystr
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, rebox, split_by_model, true_value, with_padding
@@ -42,7 +43,9 @@ def map_leaves_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) ->
 
 def path_string(path: tuple[Any, ...]) -> str:
     """A key path as people write it: ``blocks/mlp/kernel``; ``.`` for a tree that is one leaf."""
-    return jax.tree_util.keystr(path, simple=True, separator="/") or "."
+    # Nearly all are names in dicts, and there are many: JAX takes five times as long.
+    names = [key.key if type(key) is DictKey and type(key.key) is str else keystr((key,), simple=True) for key in path]
+    return "/".join(names) or "."
 
 
 def named_leaf(argument: str, path: str) -> str:

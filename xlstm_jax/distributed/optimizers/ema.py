@@ -20,7 +20,7 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype, wide_dtype
 from xlstm_jax.distributed.optimizers.inside import check_transform
-from xlstm_jax.distributed.optimizers.state import values_of
+from xlstm_jax.distributed.optimizers.state import states_of
 from xlstm_jax.wording import kind_of
 
 
@@ -104,7 +104,7 @@ def ema_params(opt_state: PyTree, params: PyTree) -> PyTree:
     Raises:
       ValueError: there is no average in ``opt_state``, or several; or its leaf has another shape than the parameter.
     """
-    averages = values_of(opt_state, WithEmaState, "ema")
+    averages = [state.ema for state in states_of(opt_state, WithEmaState)]
     if len(averages) != 1:
         raise ValueError(
             f"ema_params: the optimizer's state holds {len(averages)} averages of weights, where one is needed. Put "

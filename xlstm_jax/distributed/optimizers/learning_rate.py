@@ -49,8 +49,8 @@ def learning_rates(source: LearningRate, before: PyTree, after: PyTree, step: An
     """
     # `inject_hyperparams` stores the rate that an update has used, so the state after it has the rate; a schedule's
     # rate is that of the count before.
-    if source is True:
-        return _injected(after)
+    if not callable(source) and not isinstance(source, Mapping):
+        return _injected(after) if source else {}
     # A parameter may be called "count", too, and is a dict's entry in the moments.
     counts = _found(before, "count", lambda path: getattr(path[-1], "tuple_name", None) == "ScaleByScheduleState")
 
@@ -61,7 +61,7 @@ def learning_rates(source: LearningRate, before: PyTree, after: PyTree, step: An
 
     if isinstance(source, Mapping):
         return {f"{LEARNING_RATE}/{group}": at_count(schedule, group) for group, schedule in source.items()}
-    return {LEARNING_RATE: at_count(source, None)} if callable(source) else {}
+    return {LEARNING_RATE: at_count(source, None)}
 
 
 def _injected(opt_state: PyTree) -> Metrics:

@@ -20,7 +20,7 @@ from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.optimizers.inside import check_transform
 from xlstm_jax.distributed.optimizers.norms import check_averaged
-from xlstm_jax.distributed.optimizers.state import values_of
+from xlstm_jax.distributed.optimizers.state import states_of
 
 SKIPPED_STEPS = "skipped_steps"
 SKIPPED_IN_A_ROW = "skipped_in_a_row"
@@ -89,16 +89,13 @@ def skip_counts(opt_state: PyTree) -> Metrics:
     Raises:
       ValueError: there are several: each decides for its own part of the parameters, and a step is half applied.
     """
-    counts: Metrics = {}
-    for name in (SKIPPED_STEPS, SKIPPED_IN_A_ROW):
-        found = values_of(opt_state, SkipNonfiniteState, name)
-        if len(found) > 1:
-            raise ValueError(
-                f"skip_nonfinite stands in this optimizer {len(found)} times, and each of them would decide for its "
-                "own gradients. Put one around the whole: skip_nonfinite(optax.chain(...)), or optax.partition(...)."
-            )
-        counts.update((name, value) for value in found)
-    return counts
+    found = states_of(opt_state, SkipNonfiniteState)
+    if len(found) > 1:
+        raise ValueError(
+            f"skip_nonfinite stands in this optimizer {len(found)} times, and each of them would decide for its "
+            "own gradients. Put one around the whole: skip_nonfinite(optax.chain(...)), or optax.partition(...)."
+        )
+    return {name: getattr(state, name) for state in found for name in (SKIPPED_STEPS, SKIPPED_IN_A_ROW)}
 
 
 def _all_finite(gradients: PyTree, loss: Any) -> jax.Array:

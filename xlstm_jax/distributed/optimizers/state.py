@@ -7,7 +7,7 @@ moment sees its whole matrix. Its state of a parameter is padded and split over 
 """
 
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -20,6 +20,8 @@ from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox, true_value,
 from xlstm_jax.distributed.data_parallel.policy import choose_shard_dim
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.optimizers.matrices.layout import ParameterLayout, is_owned, laid_out
+
+State = TypeVar("State", bound=tuple[Any, ...])
 
 
 def owner_of_state(path: str, params: dict[str, Any]) -> Any | None:
@@ -40,14 +42,14 @@ def owners(opt_state: PyTree, params: PyTree) -> list[str]:
     return [owner_of_state(path, paths) or path for path, _ in trees.leaves_with_path(opt_state)]
 
 
-def values_of(opt_state: PyTree, state_type: type, name: str) -> list[Any]:
-    """The field ``name`` of each state of a type, such as ``SkipNonfiniteState``, wherever it lies in ``opt_state``."""
+def states_of(opt_state: PyTree, state_type: type[State]) -> list[State]:
+    """The states of a type, such as ``SkipNonfiniteState``, wherever they lie in ``opt_state``, or in each other."""
 
-    def is_it(path: tuple[Any, ...], _: Any) -> bool:
-        # By name, since optax passes the name of the tuple and not its class.
-        return getattr(path[-1], "tuple_name", None) == state_type.__name__
+    def is_it(node: Any) -> bool:
+        return isinstance(node, state_type)
 
-    return [value for _, value in optax.tree.get_all_with_path(opt_state, name, filtering=is_it)]
+    found = list(filter(is_it, jax.tree.leaves(opt_state, is_leaf=is_it)))
+    return found + [state for outer in found for state in states_of(tuple(outer), state_type)]
 
 
 def trainable(tree: PyTree) -> PyTree:
@@ -65,6 +67,8 @@ def with_trainable(tree: PyTree, values: PyTree) -> PyTree:
 def stored_state(opt_state: PyTree, params: PyTree) -> PyTree:
     """An optimizer's state as it is stored: a leaf with a padded parameter's true shape is padded and boxed like it."""
     by_path = dict(trees.leaves_with_path(params))
+    if not any(leaf_of(leaf).is_padded for leaf in by_path.values()):
+        return opt_state
 
     def stored(path: str, leaf: PyTree) -> PyTree:
         owner = owner_of_state(path, by_path)

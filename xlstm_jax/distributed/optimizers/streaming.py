@@ -46,7 +46,10 @@ _Carry = tuple[dict[int, jax.Array], _Values]  # of a loop over rows: moments by
 
 
 def streamed(
-    update: Callable[[PyTree], tuple[PyTree, PyTree]], opt_state: PyTree, shardings: PyTree, owners: Sequence[str]
+    update: Callable[[PyTree], tuple[PyTree, PyTree]],
+    opt_state: PyTree,
+    shardings: PyTree,
+    owners: Callable[[], Sequence[str]],
 ) -> tuple[PyTree, PyTree]:
     """``update(opt_state)``, whose leaves on the host come to the device and go back in groups.
 
@@ -54,16 +57,16 @@ def streamed(
       update: takes a state on the device and returns the next one, of the same structure, and anything else.
       opt_state: a state of which some leaves lie on the host; without any it is updated as it is.
       shardings: of all its leaves.
-      owners: for each leaf the name of the parameter that it belongs to; leaves of one owner come together.
+      owners: returns for each leaf the name of the parameter that it belongs to; leaves of one owner come together.
     Returns:
       What ``update`` returns; leaves that were on the host are there again.
     """
     treedef: Any
     leaves, treedef = jax.tree.flatten(opt_state)
-    described = zip(leaves, jax.tree.leaves(shardings), owners, strict=True)
-    moments = [_Moment(i, *facts) for i, facts in enumerate(described) if is_on_host(facts[0])]
-    if not moments:
+    if not any(map(is_on_host, leaves)):
         return update(opt_state)
+    described = zip(leaves, jax.tree.leaves(shardings), owners(), strict=True)
+    moments = [_Moment(i, *facts) for i, facts in enumerate(described) if is_on_host(facts[0])]
     structure: list[Any] = []
 
     def on_device(*fetched: jax.Array) -> list[jax.Array]:

@@ -375,7 +375,7 @@ def _with_update(state: State, grads: PyTree, mesh: Mesh | AbstractMesh, **extra
         return jax.lax.with_sharding_constraint(opt_state, where), fields
 
     # Without offload this is `update` itself.
-    opt_state, fields = streamed(update, state.opt_state, where, owners(state.opt_state, state.params))
+    opt_state, fields = streamed(update, state.opt_state, where, partial(owners, state.opt_state, state.params))
     return state.replace(**fields, opt_state=opt_state)
 
 

@@ -538,5 +538,6 @@ def _closure_of_lifted(method: Any) -> dict[str, Any]:
     """What Flax has left of the transformation that made a method, around which there may be wrappers."""
     found: dict[str, Any] = {}
     while inspect.isfunction(method) and "transform" not in found:
-        found, method = dict(inspect.getclosurevars(method).nonlocals), getattr(method, "__wrapped__", None)
+        cells = zip(method.__code__.co_freevars, method.__closure__ or (), strict=True)
+        found, method = {name: cell.cell_contents for name, cell in cells}, getattr(method, "__wrapped__", None)
     return found

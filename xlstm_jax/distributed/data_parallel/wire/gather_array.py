@@ -7,6 +7,7 @@
 steps one by one.
 """
 
+import inspect
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -104,7 +105,7 @@ class Primal:
 def _gather(
     x: jax.Array, scale: jax.Array | None, dim: int, axes: tuple[str, ...], how: Communication, path: str = ""
 ) -> jax.Array:
-    return _gather_fwd(x, scale, dim, axes, how, path)[0]
+    return _whole(x, scale, dim, axes, how)
 
 
 def _gather_fwd(
@@ -123,6 +124,9 @@ def _gather_bwd(
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)
+_rules: tuple[Any, ...] = (_gather.fun, _gather_fwd, _gather_bwd)
+for _rule in _rules:
+    _rule.__signature__ = inspect.signature(_rule)  # for which JAX asks four times at each call
 
 
 # Functions of their own for JAX: of all leaves of one shape, as of layers in a Python loop, each is traced and lowered
