@@ -397,6 +397,8 @@ def is_gathered_here(path: str, leaf: Any) -> bool:
 
 def true_value(leaf: Any) -> Any:
     """The value, whole or global, of a leaf without its padding, and unpacked."""
+    if not is_box(leaf):
+        return leaf
     box = leaf_of(leaf)
     value = box.packed.unpack(box.value) if box.packed else box.value
     return value[tuple(map(slice, box.true_shape))] if box.is_padded else value
