@@ -269,9 +269,9 @@ def _is_of_boxes(cls: type[Any]) -> bool:
 
 
 @cache
-def _whole(ndim: int) -> Sharded:
-    """The box of a bare array, without the array."""
-    return Sharded(None, (None,) * ndim)
+def _whole(ndim: int) -> Any:
+    """The structure of a tree that is a bare array in a box."""
+    return jax.tree.structure(Sharded(0, (None,) * ndim))
 
 
 def is_ours(leaf: Any) -> bool:
@@ -290,7 +290,7 @@ def leaf_of(leaf: Any) -> Sharded:
         return leaf
     if not is_box(leaf):
         ndim = getattr(leaf, "ndim", None)
-        return _whole(np.ndim(leaf) if ndim is None else ndim).replace(value=leaf)
+        return _whole(np.ndim(leaf) if ndim is None else ndim).unflatten((leaf,))
     if isinstance(leaf, SplitVariable):
         return leaf.as_sharded
     ndim = np.ndim(leaf.value)
