@@ -48,7 +48,7 @@ def states_of(opt_state: PyTree, state_type: type[State]) -> list[State]:
     def is_it(node: Any) -> bool:
         return isinstance(node, state_type)
 
-    found = list(filter(is_it, jax.tree.leaves(opt_state, is_leaf=is_it)))
+    found = [node for _, node in trees.flatten_with_path(opt_state, is_it)[0] if is_it(node)]
     return found + [state for outer in found for state in states_of(tuple(outer), state_type)]
 
 
