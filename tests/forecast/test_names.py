@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import linen as nn
 from flax import traverse_util
+from jax.sharding import PartitionSpec as P
 
 from tests.models import LanguageModel
-from tests.support import fsdp, mesh_of
-from xlstm_jax.distributed import abstract_train_state, make_train_step, unbox
+from tests.support import fsdp, mesh_of, on_mesh
+from xlstm_jax.distributed import abstract_train_state, make_train_step, shard_modules, unbox
 from xlstm_jax.distributed.forecast.hlo.op_names import module_path, module_paths
 
 STEP = "jit(step)/shard_map"
@@ -113,3 +115,18 @@ def test_every_weight_of_a_compiled_step_is_found_under_its_parameter_path(block
     gathers = {place for name, place in paths.items() if re.search(r"gather_params/jit\(_whole\)/all_gather$", name)}
     assert ("blocks", "recompute") in gathers
     assert {path for path, _ in found} <= {"/".join(kernel) for kernel in kernels} | {"blocks", ""}
+
+
+def test_modules_that_are_sharded_from_outside_have_their_own_paths():
+    model = shard_modules(nn.Sequential([nn.Dense(32), nn.Dense(16)]), nn.Dense, "fsdp", min_weight_size=2)
+
+    def loss(params, x):
+        return jnp.mean(model.apply({"params": params}, x) ** 2)
+
+    def grads(x):
+        return jax.grad(loss)(model.init(jax.random.key(0), x)["params"], x)
+
+    text = on_mesh(grads, mesh_of(1, 8), False, P("fsdp"), P()).lower(jnp.ones((8, 16))).compile().as_text()
+    paths = module_paths(re.findall(r'op_name="([^"]*)"', text))
+    found = {place for name, (place, _) in paths.items() if name.endswith("dot_general")}
+    assert found == {"layers_0", "layers_1"}

@@ -66,8 +66,10 @@ def test_calls_are_those_of_the_library_up_to_the_one_that_is_asked_for():
 
 def test_values_are_followed_into_tuples_and_objects_that_hold_them():
     from xlstm_jax import wording
+    from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
 
     given = {"fsdp": 8}
     assert calls(lambda: wording.format_mesh(given), values=(given,))[0].co_name == "format_mesh"
     assert _has(Held(("other", given)), (given,)) and not _has(Held(({"fsdp": 8},)), (given,))
     assert climbs(lambda: [wording.format_mesh(given), wording.format_mesh(given)], given) == 0  # in one file
+    assert climbs(lambda: [wording.format_mesh(given), entry_axes(given), wording.format_mesh(given)], given) == 1

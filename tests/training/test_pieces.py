@@ -159,9 +159,10 @@ def test_labels_that_do_not_count_and_labels_beyond_the_vocabulary(mesh):
     assert np.isnan(found.loss[3, 0]) and found.loss[4, 0] == 0 and np.isnan(found.loss).sum() == 1
 
 
+@pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("names", [(None, BATCH), (BATCH, None)], ids=str)
 @pytest.mark.parametrize("replicas", [None, Replicas("x")], ids=["two axes", "copies"])
-def test_padding_has_no_gradient_where_the_loss_is_not_finite(mesh, replicas, names):
+def test_padding_has_no_gradient_where_the_loss_is_not_finite(mesh, replicas, names, check_vma):
     """Else it would become NaN, and stay so when the entries that count are restored or replaced."""
     hidden, kernel, labels = example(37)
     along, axes = names.index(None) ^ 1, "y" if replicas else BATCH
@@ -178,7 +179,7 @@ def test_padding_has_no_gradient_where_the_loss_is_not_finite(mesh, replicas, na
 
         return jax.grad(loss)(shard)
 
-    grads = on_mesh(run, mesh, False, (P(BATCH), P(*names), P(BATCH)), P(*names))
+    grads = on_mesh(run, mesh, check_vma, (P(BATCH), P(*names), P(BATCH)), P(*names))
     for bad in (jnp.nan, jnp.inf):
         found = np.moveaxis(grads(hidden.at[1, 2, 3].set(bad), kernel, labels), along, 0)
         assert_array_equal(found[37:], 0)

@@ -29,9 +29,9 @@ from xlstm_jax.distributed.data_parallel.wire.quantized import sent_itemsize
 
 Order = tuple[str, ...]
 
-# A place further in carries at most half of what the place before it carries: the first places decide the balance, and
-# all orders of eight axes would be 40,320.
-PLACES_TRIED = 3
+# All orders of six axes are 720, and of eight 40,320: of more than six only the outermost places are tried, which carry
+# most.
+ALL_TRIED, PLACES_TRIED = 6, 3
 
 # The layers of a Python loop keep one order, so that JAX traces and XLA compiles one layer, unless that makes the
 # busiest axis carry this much more than the mean.
@@ -44,7 +44,7 @@ def balanced_orders(
     """For each leaf the order of its axes, outermost first, so that the busiest axis carries as little as possible.
 
     The largest leaf keeps the order given. The others follow by size, each in the order under which the busiest axis
-    carries least. Of more than four axes each three are tried as the outermost, before the others in the order given.
+    carries least. Of more than six axes each three are tried as the outermost, before the others in the order given.
 
     Args:
       sizes: bytes of each leaf.
@@ -64,7 +64,7 @@ def balanced_orders(
     for leaf in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         slow = tuple(axis for axis in given[leaf] if axis in slow_axes)
         fast = tuple(axis for axis in given[leaf] if axis not in slow_axes)
-        first = permutations(fast, min(PLACES_TRIED, len(fast)))
+        first = permutations(fast, len(fast) if len(fast) <= ALL_TRIED else PLACES_TRIED)
         choices = [(*outer, *(axis for axis in fast if axis not in outer), *slow) for outer in first]
         # `min` takes the first of equally good orders, so in reverse the last: the first axis is left to modules that
         # have a single leaf, whose order is the given one.

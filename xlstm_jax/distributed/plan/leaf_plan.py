@@ -101,7 +101,9 @@ class LeafPlan:
     def to_json(self) -> str:
         """The leaf with its path, in a few lines of a plan's JSON."""
         fields = vars(self) | {"reason": self.reason.to_json()}
-        lines = ({name: fields[name] for name in line} for line in LINES)
+        if not self.piece_bytes:
+            del fields["piece_bytes"]  # which version 0.3.0 does not know
+        lines = ({name: fields[name] for name in line if name in fields} for line in LINES)
         body = ",\n".join("      " + json.dumps(line)[1:-1] for line in lines)
         return f"    {json.dumps(self.path)}: {{\n{body}\n    }}"
 

@@ -360,7 +360,7 @@ def _from_shards(module: Any, method: str, policy: ShardPolicy, args: Any, kwarg
         return None
     how, own = dataclasses.replace(policy.communication, replicas=None), module.variables.get("params", {})
     shards = {
-        name: leaf.replace(communication=how.or_else(leaf.communication))
+        name: leaf_of(leaf).replace(communication=how.or_else(leaf.communication))
         for name, leaf in own.items()
         if isinstance(leaf, Sharded) and set(leaf.axes) <= set(policy.axes)
     }

@@ -10,6 +10,7 @@ split variable gathers itself, once for each read. ``nnx.split`` keeps classes, 
 ``nnx.remat`` or ``nnx.scan`` splits and merges still has its units.
 """
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Iterator, Mapping
@@ -316,7 +317,11 @@ def _rows(module: nnx.Embed, policy: ShardPolicy, tokens: Any) -> Any:
     if not is_split(module.embedding) or module.promote_dtype is not promote_dtype or running(policy.axes) != "manual":
         return None
     table = leaf_of(module.embedding)
-    rows = look_up_rows(table, tokens) if set(table.axes) <= set(policy.axes) else None
+    if not set(table.axes) <= set(policy.axes):
+        return None
+    # The box says which copies there are, not the wrapper: as where the table is gathered, in ``gather_here``.
+    how = dataclasses.replace(policy.communication, replicas=None).or_else(table.communication)
+    rows = look_up_rows(table.replace(communication=how), tokens)
     return rows if rows is None else promote_dtype((rows,), dtype=module.dtype, inexact=False)[0]
 
 

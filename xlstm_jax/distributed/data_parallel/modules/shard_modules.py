@@ -245,8 +245,13 @@ class _Run:
             if not self._gathers(path, module):
                 return method(*args, **kwargs)
             plain = context.orig_method.func  # type: ignore[attr-defined]  # a partial of the method and its module
+
+            # Its name is that of a method in the names of operations, of which a forecast reads modules.
+            def sharded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                return plain(module, *args, **kwargs)
+
             # Lifted as a function, call by call: the class of the module is the user's, and stays as it is.
-            gathering = lifted(lambda module, *args, **kwargs: plain(module, *args, **kwargs), None, policy)
+            gathering = lifted(sharded, None, policy)
             return enter(module, name, gathering, policy, args, kwargs, lambda module, name, result: result)
         finally:
             self._entered.pop()

@@ -442,8 +442,8 @@ def needless_offload(step: Step) -> Iterator[Defect]:
 # ------------------------------------------------------------------------------------------------------------ the table
 
 OVERLAP_OPTIONS = (
-    "If the step was compiled without, pass compiler_options='auto' to make_train_step, or "
-    "compiler_options(device_kind) to a jax.jit of your own: more collectives are under way at once. "
+    "If the step was compiled without them, pass XLA's options: compiler_options='auto' to make_train_step, or "
+    "compiler_options(device_kind) to a jax.jit of your own. More collectives are then under way at once. "
 )
 IN_TWO_STAGES = (
     f"Give the mesh an axis across hosts and one within, {{{HOST_AXIS!r}: hosts, 'fsdp_device': GPUs of a host}} as "
