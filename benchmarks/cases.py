@@ -80,7 +80,7 @@ class Case:
       algorithm: "replicated", "jit", "flat" or "ours".
       mesh: "flat", "staged" or "hybrid".
       tuned: whether it is compiled with ``compiler_options``.
-      xla_options: others that it is compiled with.
+      xla_options: others that it is compiled with, besides those if it is tuned.
       options: of ``training``.
       kernel: attention is a fused kernel, see ``attention_kernel``.
       one_order: gathers every leaf in the order of the mesh, where the library rotates it: what rotation is worth.
@@ -142,6 +142,14 @@ OF_KERNEL = (
 OF_KERNEL += ("ours, one axis", "ours, one axis, combined", "ours, ahead")
 CASES |= {f"{name}, kernel": dataclasses.replace(CASES[name], kernel=True) for name in OF_KERNEL}
 
+# Four times the scratch memory (VMEM) that XLA gives a product by default; v5e has 128 MiB.
+MORE_VMEM = {"xla_tpu_scoped_vmem_limit_kib": 2**16}
+CASES |= {
+    name.replace(case, f"{case}, more VMEM"): dataclasses.replace(CASES[name], xla_options=MORE_VMEM)
+    for case in ("jit", "jit, options", "ours, options")
+    for name in (case, f"{case}, kernel")
+}
+
 OF_HEADS = ("ours, head by pieces", "ours, options, chunked head", "ours, options, head by pieces")
 ON_TPUS = tuple(
     name for name, case in CASES.items() if not case.xla_options and not case.kernel and name not in OF_HEADS
@@ -160,6 +168,7 @@ WORDS = {
     "combined": "with the same, and gathers and scatters of up to 128 MiB combined",
     "one axis": "one axis of all devices in place of two",
     "ahead": "scan_layers, which gathers layers ahead itself",
+    "more VMEM": "with 64 MiB of scratch memory for a product, not 16",
     "kernel": "attention of cuDNN on GPUs, flash attention on TPUs",
     "remat": "activations computed again",
     "no remat": "activations and gathered weights kept",
@@ -317,7 +326,7 @@ def options_of(case: Case, place: Topology) -> dict[str, Any] | None:
     """XLA's options for a case."""
     if not case.tuned:
         return dict(case.xla_options) or None
-    return compiler_options(place.chip.device_kinds[0], shape=place.shape)
+    return {**compiler_options(place.chip.device_kinds[0], shape=place.shape), **case.xla_options}
 
 
 @functools.cache

@@ -52,8 +52,11 @@ MODELS = {
 }
 TOPOLOGIES = ("v5e:16x16", "v5p:4x4x8", "v6e:16x16", "h100:4x8", "h100:32x8")
 SIDES = ("jit", "ours")
-ON_TPUS = {"jit": ("jit, kernel", "jit, options, kernel"), "ours": ("ours, kernel", "ours, options, kernel")}
-WITHOUT_KERNEL = {"jit": ("jit", "jit, options"), "ours": ("ours", "ours, options")}
+ON_TPUS = {"jit": ("jit", "jit, options"), "ours": ("ours", "ours, options")}
+ON_V5E = {
+    "jit": (*ON_TPUS["jit"], "jit, more VMEM", "jit, options, more VMEM"),
+    "ours": (*ON_TPUS["ours"], "ours, options, more VMEM"),
+}
 ON_GPUS = {
     "jit": ("jit, kernel", "jit, options, kernel", "jit, best options, kernel"),
     "ours": tuple(
@@ -69,9 +72,11 @@ Rows = dict[str, dict[str, dict[str, Row]]]  # model -> topology -> side -> its 
 
 def sides_of(model: str, topology: str) -> Mapping[str, tuple[str, ...]]:
     """The cases of each side."""
-    if forecasts.on_gpus(parse_topology(topology)):
+    place = parse_topology(topology)
+    if forecasts.on_gpus(place):
         return ON_GPUS
-    return ON_TPUS if SIZES[model].causal else WITHOUT_KERNEL
+    sides = ON_V5E if place.chip.name == "v5e" else ON_TPUS
+    return {side: tuple(f"{case}{', kernel' * SIZES[model].causal}" for case in cases) for side, cases in sides.items()}
 
 
 def figures(case: str, found: Mapping[str, Any]) -> Row:

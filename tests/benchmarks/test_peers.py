@@ -65,7 +65,10 @@ def test_sizes_that_are_not_in_the_repository_are_compared_too(monkeypatch, caps
     monkeypatch.setitem(SIZES, name, None)  # so that it is taken back
     assert peers.parser().parse_args(["--sizes", SIZE, name]).sizes == [SIZE, name]
     assert SIZES[name] == dataclasses.replace(SIZES["decoder_small"], layers=3, vocab_size=1000)
-    assert peers.sides_of(name, "v5e:2x4") == peers.ON_TPUS
+    cases = "ours, kernel", "ours, options, kernel"
+    assert peers.sides_of(name, "v6e:2x4")["ours"] == cases
+    assert peers.sides_of(name, "v5e:2x4")["ours"] == (*cases, "ours, options, more VMEM, kernel")
+    assert peers.sides_of("vit_L16", "v6e:2x4") == peers.ON_TPUS
     for wrong, told in {"decoder_2B": "is none of", "decoder_small,depth=3": "no dim", "1.3B,layers": "no dim"}.items():
         with pytest.raises(SystemExit):
             peers.parser().parse_args(["--sizes", wrong])

@@ -89,3 +89,6 @@ def test_options_are_those_of_the_slice_for_jit_and_for_ours():
         theirs, ours = (options_of(CASES[f"{peer}, options"], place) for peer in ("jit", "ours"))
         assert theirs == ours and ("xla_tpu_enable_async_all_to_all" in ours) == (topology != "v5e:16x16")
         assert options_of(CASES["jit"], place) is options_of(CASES["ours"], place) is None
+        more = {"xla_tpu_scoped_vmem_limit_kib": 65536}
+        assert options_of(CASES["jit, more VMEM"], place) == more
+        assert options_of(CASES["ours, options, more VMEM, kernel"], place) == ours | more
