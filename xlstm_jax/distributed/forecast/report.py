@@ -118,10 +118,7 @@ def _memory_table(forecast: Any) -> RenderableType:
 def _temporaries_table(forecast: Any) -> RenderableType:
     alike: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for temporary in forecast.memory.temporaries:
-        shape = temporary.shape  # as the compiler writes it
-        if shape.startswith("("):  # such as a loop carries
-            shape = f"tuple of {len(split_outside(shape[1:-1], ','))} arrays"
-        alike[temporary.path or "(no module)", temporary.direction, shape].append(temporary.bytes)
+        alike[temporary.path or "(no module)", temporary.direction, _array(temporary.shape)].append(temporary.bytes)
     # Layers that are alike are one row: a report has as many rows as a model has kinds of layers.
     ordered = sorted(alike.items(), key=lambda item: -sum(item[1]))
     rows = [
@@ -209,6 +206,13 @@ def _served(collective: Collective) -> str:
     if leaves or collective.module or len(modules) < 2:
         return "".join(leaves) or collective.module or "(no module)"
     return f"{len(modules)} modules together"
+
+
+def _array(shape: str) -> str:
+    """The shape as the compiler writes it; for a tuple, such as a loop carries, only how many arrays it holds."""
+    if not shape.startswith("("):
+        return shape
+    return f"tuple of {len(split_outside(shape[1:-1], ','))} arrays"
 
 
 def _counts(members: Sequence[Collective], on_gpus: bool) -> list[str]:
