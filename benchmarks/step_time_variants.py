@@ -29,6 +29,7 @@ from xlstm_jax.distributed.forecast import Workload
 
 REMAT = {"remat": True}
 TORCH_CASES = ("FSDP2", "FSDP2, weights kept")
+NOT_BY_HAND = "FSDP by hand wraps modules in their source, and the decoder is one that is sharded from outside."
 RESHARD = {"reshard_after_forward": True}
 CASES: dict[str, Case] = {
     "replicated": Case("replicated"),
@@ -58,8 +59,7 @@ class Model:
             return None
         if case in TORCH_CASES:
             return "PyTorch has the Transformer alone"
-        by_hand = "FSDP by hand wraps modules in their source, and the decoder is one that is sharded from outside."
-        return by_hand if CASES[case].algorithm == "flat" else None
+        return NOT_BY_HAND if CASES[case].algorithm == "flat" else None
 
 
 MODELS = {
@@ -103,7 +103,7 @@ def build(model: Model, case: Case, devices: Sequence[jax.Device]) -> tuple[Any,
     """The step of a case and its abstract arguments.
 
     Raises:
-      ValueError: the case has no mesh of so many devices.
+      ValueError: the case has no mesh of so many devices, or cannot shard the model.
     """
     sizes = mesh_axes(case, device_shape(len(devices)))
     mesh, options = mesh_of(sizes, devices), dict(case.options)
@@ -114,6 +114,8 @@ def build(model: Model, case: Case, devices: Sequence[jax.Device]) -> tuple[Any,
         return training.build_step(mesh)
     if case.algorithm == "jit":
         return baselines.jit_step(training, mesh, threshold(model.size))
+    if isinstance(model.size, DecoderSize):
+        raise ValueError(NOT_BY_HAND)
     (axis,) = mesh.axis_names
     return baselines.plain_step(training, mesh, threshold(model.size), axis=axis, gather_dtype=model.dtype)
 

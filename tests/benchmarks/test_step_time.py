@@ -91,6 +91,8 @@ def test_the_decoder_runs_beside_jit_with_its_layers_recomputed():
         step, arguments = build(decoder, CASES[case], jax.devices())
         assert "remat" in str(step.trace(*arguments).jaxpr)
         assert decoder.why_not(case) is None
+    with pytest.raises(ValueError, match="FSDP by hand wraps modules in their source"):
+        build(decoder, CASES["flat"], jax.devices())
     assert str(decoder.why_not("flat")).startswith("FSDP by hand wraps modules in their source")
     assert str(decoder.why_not("FSDP2")).startswith("PyTorch has the Transformer alone")
     assert not any(map(MODEL.why_not, [*CASES, "FSDP2"]))

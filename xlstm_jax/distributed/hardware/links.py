@@ -136,5 +136,6 @@ class Links:
         assert self.chip.network_bandwidth  # a GPU
         group, within = self._group(axes), of_nvlink * self.chip.link_bandwidth
         # A ring over hosts goes through NVLink and adapters in turn: the slower one bounds it.
-        network = of_network * group.per_host * self.chip.network_bandwidth
-        return within if group.hosts == 1 else min(within, network)
+        if group.hosts == 1:
+            return within
+        return min(within, of_network * group.per_host * self.chip.network_bandwidth)

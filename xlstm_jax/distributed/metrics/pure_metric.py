@@ -233,7 +233,8 @@ class PureMetric(ABC):
 
     def _check_own(self, state: _State) -> None:
         # Abstract: `compute` outside of jit would otherwise make the arrays of a state for a comparison.
-        if state.layout != (layout := Layout(jax.eval_shape(self.identity))):
+        layout = Layout(jax.eval_shape(self.identity))
+        if state.layout != layout:
             raise ValueError(
                 f"the state is that of another metric, or of other shapes: it has the {state.layout}, and this metric "
                 f"the {layout}."
@@ -288,7 +289,8 @@ def all_reduce_cells(cells: list[Any], axes: tuple[str, ...]) -> list[Any]:
 
 
 def _check_one_device(state: Local) -> None:
-    if (rows := {leaf.shape[0] for leaf in jax.tree.leaves(state.vectors)}) - {1}:
+    rows = {leaf.shape[0] for leaf in jax.tree.leaves(state.vectors)}
+    if rows - {1}:
         raise ValueError(
             f"the state holds the values of {max(rows)} devices. Call this inside shard_map, with "
             f"PartitionSpec({state.axes}) as the spec of the state; it then holds one."

@@ -230,7 +230,8 @@ def _whole_along(axis_name: str, init: Callable[..., Any]) -> Callable[..., Any]
     """The initialiser of a parameter that is whole along the axis, also where its names would split it there."""
 
     def without(rng: Array, shape: tuple[int, ...], dtype: Any) -> Any:
-        box = leaf_of(leaf := init(rng, shape, dtype))
+        leaf = init(rng, shape, dtype)
+        box = leaf_of(leaf)
         if axis_name not in box.axes:
             return leaf
         kept = [tuple(axis for axis in entry_axes(entry) if axis != axis_name) for entry in box.names]

@@ -358,12 +358,9 @@ def _from_shards(module: Any, method: str, policy: ShardPolicy, args: Any, kwarg
     """What a module returns that can compute from shards; None where it is to gather them."""
     if module.is_initializing() or running(policy.axes) != "manual" or not reads_shards(module, method):
         return None
-    how, own = dataclasses.replace(policy.communication, replicas=None), module.variables.get("params", {})
-    shards = {
-        name: leaf_of(leaf).replace(communication=how.or_else(leaf.communication))
-        for name, leaf in own.items()
-        if isinstance(leaf, Sharded) and set(leaf.axes) <= set(policy.axes)
-    }
+    own = module.variables.get("params", {})
+    read = {name: unit.shard_to_read(policy, leaf) for name, leaf in own.items() if isinstance(leaf, Sharded)}
+    shards = {name: shard for name, shard in read.items() if shard is not None}
     reader: Any = Lookup if isinstance(module, nn.Embed) else type(module)
     return reader.from_shards(module, method, shards, *args, **kwargs)
 

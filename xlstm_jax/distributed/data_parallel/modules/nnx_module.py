@@ -10,7 +10,6 @@ split variable gathers itself, once for each read. ``nnx.split`` keeps classes, 
 ``nnx.remat`` or ``nnx.scan`` splits and merges still has its units.
 """
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Iterator, Mapping
@@ -33,6 +32,7 @@ from xlstm_jax.distributed.data_parallel.modules.unit import (
     gather_here,
     public_methods,
     running,
+    shard_to_read,
 )
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire import collectives
@@ -316,12 +316,8 @@ def _rows(module: nnx.Embed, policy: ShardPolicy, tokens: Any) -> Any:
     # With another promotion than Flax's the module may make something else of its rows.
     if not is_split(module.embedding) or module.promote_dtype is not promote_dtype or running(policy.axes) != "manual":
         return None
-    table = leaf_of(module.embedding)
-    if not set(table.axes) <= set(policy.axes):
-        return None
-    # The box says which copies there are, not the wrapper: as where the table is gathered, in ``gather_here``.
-    how = dataclasses.replace(policy.communication, replicas=None).or_else(table.communication)
-    rows = look_up_rows(table.replace(communication=how), tokens)
+    table = shard_to_read(policy, module.embedding)
+    rows = None if table is None else look_up_rows(table, tokens)
     return rows if rows is None else promote_dtype((rows,), dtype=module.dtype, inexact=False)[0]
 
 

@@ -27,6 +27,7 @@ from jax.core import Tracer
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.leaf import (
     BOXES,
+    Sharded,
     gather_leaf,
     is_box,
     is_gathered_here,
@@ -241,6 +242,15 @@ def _of_products(
         scales[product.kernel] = place, next_scale(leaf_of(scale).value, leaf_of(history).value)
         shards[product.history] = box.value.astype(how.dtypes(box.value)[0])
     return scales, shards
+
+
+def shard_to_read(policy: ShardPolicy, leaf: Any) -> Sharded | None:
+    """A leaf's shard, set to travel as its unit would gather it; None where the unit would not gather all of it."""
+    box = leaf_of(leaf)
+    if not set(box.axes) <= set(policy.axes):
+        return None
+    # The box says which copies there are, as in ``gather_here``.
+    return box.replace(communication=replace(policy.communication, replicas=None).or_else(box.communication))
 
 
 def split_over(leaf: Any, axes: tuple[str, ...]) -> tuple[str, ...]:

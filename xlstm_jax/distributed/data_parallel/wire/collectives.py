@@ -146,14 +146,19 @@ def types_tell(axis: str, value: Any) -> bool:
 
     ``nn.scan`` traces a layer twice, first for its shapes: then all arguments are typed as equal everywhere.
     """
+    return is_tracked(axis) and not _is_for_shapes(value)
+
+
+def _is_for_shapes(tracer: Any) -> bool:
+    """Whether ``nn.scan`` traces for shapes."""
     # JAX exports no name for a trace: in 0.10 the name of its class tells, later its debug info.
-    trace = getattr(value, "_trace", None)
+    trace = getattr(tracer, "_trace", None)
     while trace is not None:
         debug_info = getattr(getattr(trace, "frame", None), "debug_info", None)
         if type(trace).__name__ == "JaxprTrace" or getattr(debug_info, "traced_for", None) == "flax scan":
-            return False
+            return True
         trace = getattr(trace, "parent_trace", None)
-    return is_tracked(axis)
+    return False
 
 
 def is_batched(value: Any) -> bool:

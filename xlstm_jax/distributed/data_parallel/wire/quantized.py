@@ -96,12 +96,7 @@ def _packed(values: jax.Array, format_name: str) -> jax.Array:
     # No clipping: rounding changes a scale by 2^-8 of it at most, so the largest value becomes 127.498 at most, and
     # rounds to 127 (7.03 to 7 in int4; 449.8 to 448 in float8).
     scaled = blocks / jnp.where(scales == 0, 1, scales)[..., None]
-    codes, bits = (
-        _encoded(scaled.reshape(*lead, count * block), format_name),
-        lax.bitcast_convert_type(scales, jnp.uint32),
-    )
-    # The high bytes and the low bytes of scales, apart: TPUs have no cheap way to lay single bytes side by side.
-    return jnp.concatenate([codes, (bits >> 24).astype(jnp.uint8), (bits >> 16 & 0xFF).astype(jnp.uint8)], -1)
+    return jnp.concatenate([_encoded(scaled.reshape(*lead, count * block), format_name), *_scale_bytes(scales)], -1)
 
 
 def unpack(packed: jax.Array, format_name: str, size: int, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -137,6 +132,12 @@ def _scales_of(blocks: jax.Array, largest_code: float) -> jax.Array:
     # scale that is sent.
     scales = lax.reduce_precision(largest / largest_code, exponent_bits=8, mantissa_bits=7)
     return jnp.where(jnp.isfinite(largest), jnp.where(scales < _TINY, 0, scales), jnp.nan)
+
+
+def _scale_bytes(scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The high bytes and the low bytes of scales, apart: TPUs have no cheap way to lay single bytes side by side."""
+    bits = lax.bitcast_convert_type(scales, jnp.uint32)
+    return (bits >> 24).astype(jnp.uint8), (bits >> 16 & 0xFF).astype(jnp.uint8)
 
 
 def _encoded(scaled: jax.Array, format_name: str) -> jax.Array:
