@@ -124,8 +124,12 @@ def recording(history: jax.Array, shard: jax.Array) -> jax.Array:
     return history
 
 
+def _recording_fwd(history: jax.Array, shard: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return history, jnp.max(jnp.abs(shard)).astype(history.dtype)
+
+
 def _recording_bwd(largest: jax.Array, after: jax.Array) -> tuple[jax.Array, None]:
     return after.at[0].set(collectives.to_varying(largest, collectives.varying_axes(after))), None
 
 
-recording.defvjp(lambda history, shard: (history, jnp.max(jnp.abs(shard)).astype(history.dtype)), _recording_bwd)
+recording.defvjp(_recording_fwd, _recording_bwd)

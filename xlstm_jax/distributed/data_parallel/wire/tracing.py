@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -72,7 +71,14 @@ class RunningLoss:
 _running_loss: ContextVar[RunningLoss] = ContextVar("_running_loss", default=RunningLoss())  # noqa: B039  # never filled
 
 
-running_loss = _running_loss.get  # the loss function that runs; a ``RunningLoss`` without axes if none does
+def inside_loss(loss: RunningLoss) -> contextlib.AbstractContextManager[None]:
+    """A context in which ``loss`` is the loss function that runs."""
+    return set_context(_running_loss, loss)
+
+
+def running_loss() -> RunningLoss:
+    """The loss function that runs; a ``RunningLoss`` without axes if none does."""
+    return _running_loss.get()
 
 
 @contextlib.contextmanager
@@ -83,9 +89,6 @@ def set_context(variable: ContextVar[Any], value: Any) -> Iterator[None]:
         yield
     finally:
         variable.reset(token)
-
-
-inside_loss = partial(set_context, _running_loss)  # a context in which a ``RunningLoss`` is the one that runs
 
 
 # JAX's functions that trace branches, with their files: a user's function may be called `cond`, too.

@@ -45,11 +45,15 @@ def _linear(forward: Any, transpose: Any, static: tuple[Any, ...], x: Array, arr
     return forward(x, *(arrays.get(i, value) for i, value in enumerate(static)))
 
 
+def _linear_fwd(forward: Any, transpose: Any, static: tuple[Any, ...], x: Array, arrays: dict[int, Array]) -> Any:
+    return _linear(forward, transpose, static, x, arrays), arrays
+
+
 def _linear_bwd(forward: Any, transpose: Any, static: tuple[Any, ...], arrays: dict[int, Array], d_y: Array) -> Any:
     return _linear(transpose, forward, static, d_y, arrays), None
 
 
-_linear.defvjp(lambda *operands: (_linear(*operands), operands[-1]), _linear_bwd)
+_linear.defvjp(_linear_fwd, _linear_bwd)
 
 
 def _as_it_is(x: Array, axes: tuple[str, ...]) -> Array:

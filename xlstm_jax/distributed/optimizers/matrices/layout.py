@@ -6,9 +6,9 @@ do not tell: ``make_train_step`` and ``create_train_state`` set the layout for t
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
@@ -55,7 +55,9 @@ class MatrixReport:
 _LAYOUT: ContextVar[ParameterLayout | None] = ContextVar("layout of the parameters that are optimized", default=None)
 
 
-laid_out = partial(set_context, _LAYOUT)  # a context: optimizers that run within it know a ``ParameterLayout``
+def laid_out(layout: ParameterLayout) -> AbstractContextManager[None]:
+    """Optimizers that run within it know this layout."""
+    return set_context(_LAYOUT, layout)
 
 
 def report_matrices(rule: str, params: PyTree, choices: Mapping[str, MatrixChoice], any_order: bool) -> None:

@@ -63,21 +63,24 @@ def constant_like(rng: Any, u: float = CHOICES[0]) -> Any:
 
 @cache
 def _constant() -> Any:
-    """The kind of key that is [the number of splits before it, the 32 bits that it draws]."""
     return define_prng_impl(
-        key_shape=(_WORDS,),
-        seed=lambda word: jnp.stack([jnp.uint32(0), jnp.asarray(word, jnp.uint32)]),
-        split=_split,
-        fold_in=lambda key, data: key,
-        random_bits=_bits,
-        name="constant",
-        tag="same",
+        key_shape=(_WORDS,), seed=_seed, split=_split, fold_in=_fold_in, random_bits=_bits, name="constant", tag="same"
     )
+
+
+def _seed(word: Any) -> jax.Array:
+    """A key is [the number of splits before it, the 32 bits that it draws]."""
+    return jnp.stack([jnp.uint32(0), jnp.asarray(word, jnp.uint32)])
 
 
 def _split(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     # All keys of a split are equal, so that rows and devices draw alike; only the count of splits goes on.
     return jnp.broadcast_to(key.at[0].add(jnp.uint32(1)), (*shape, _WORDS))
+
+
+def _fold_in(key: jax.Array, data: Any) -> jax.Array:
+    del data
+    return key
 
 
 def _bits(key: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
@@ -112,10 +115,13 @@ def traced(jaxpr: Any) -> Traced:
         axes = axes.union(named_axes(eqn))
         # A key of the constant kind shows in its dtype; any other is one that the loss has made or closes over.
         if eqn.primitive.name in _DRAWING:
-            keys = [var.aval.dtype for var in eqn.invars if hasattr(var.aval, "dtype") and is_prng_key(var.aval)]
-            draws, foreign = True, foreign or not any("same" in str(dtype) for dtype in keys)
+            draws, foreign = True, foreign or not any(map(_is_constant, eqn.invars))
         for var in eqn.outvars:
             dtype = value_dtype(var.aval) if hasattr(var.aval, "dtype") else None
             if dtype is not None and jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 16:
                 eps = max(eps, float(jnp.finfo(dtype).eps))
     return Traced(draws, foreign, axes, eps)
+
+
+def _is_constant(atom: Any) -> bool:
+    return is_prng_key(atom.aval) and "same" in str(atom.aval.dtype) if hasattr(atom.aval, "dtype") else False

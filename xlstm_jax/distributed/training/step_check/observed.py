@@ -113,14 +113,16 @@ def _run(step: Callable[..., Any], state: State, given: PyTree) -> tuple[State, 
     )
 
 
+def _nothing_yet(params: PyTree) -> PyTree:
+    return {"grads": jax.tree.map(jnp.zeros_like, params), "updates": jnp.zeros(())}
+
+
 def _keep(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
     del params, extra
     return jax.tree.map(jnp.zeros_like, updates), {"grads": updates, "updates": state["updates"] + 1}
 
 
-_KEEP_GRADIENTS = optax.GradientTransformationExtraArgs(
-    lambda params: {"grads": jax.tree.map(jnp.zeros_like, params), "updates": jnp.zeros(())}, _keep
-)
+_KEEP_GRADIENTS = optax.GradientTransformationExtraArgs(_nothing_yet, _keep)
 
 
 def _as_seen(opt_state: PyTree) -> PyTree:
