@@ -1,4 +1,4 @@
-"""How large and how tangled the library is: ``python -m tests.measures`` prints the table of docs/architecture.md.
+"""How large and how tangled the library is: ``python -m tests.measures`` prints a table.
 
 Most rows are read off the source. Four are read off what runs: functions and files between ``step.lower`` and the
 backward rule of the gather, and how often values come back to a file while they are handed on: the model through

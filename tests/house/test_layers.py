@@ -2,7 +2,6 @@
 
 import ast
 import re
-import statistics
 from collections import defaultdict
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -114,19 +113,3 @@ def test_the_package_itself_imports_nothing_but_what_comes_before_jax():
     assert list(names_imported((PACKAGE / "__init__.py").read_text())) == [
         "xlstm_jax.quiet_import.load_cuda_plugin_quietly"
     ]
-
-
-def body_lines(function):
-    """The lines of a function below its signature and its docstring."""
-    body = function.body[ast.get_docstring(function) is not None :]
-    return body[-1].end_lineno - body[0].lineno + 1 if body else 0
-
-
-def test_files_and_functions_stay_small():
-    assert not {module: n for module, path in MODULES.items() if (n := len(path.read_text().splitlines())) > 600}
-    # Without comments, so that a comment that says why never competes with this limit.
-    texts = [re.sub(r"^ *#.*\n", "", path.read_text(), flags=re.MULTILINE) for path in FILES]
-    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
-    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
-    assert not {function.name: n for function in functions if (n := body_lines(function)) > 45}
-    assert statistics.median(function.end_lineno - function.lineno + 1 for function in functions) <= 6
