@@ -24,7 +24,7 @@ from pathlib import Path
 TOP = Path(__file__).resolve().parents[1]
 DIST = TOP / "dist"
 PYTHONS = ("3.11", "3.12", "3.13")
-INSTALLED = "checkpoint,tensorboard"  # of the other extras it is tried whether their packages fit together
+INSTALLED = "checkpoint"  # of the other extras it is tried whether their packages fit together
 NUMBER = re.compile(r"\d+\.\d+\.\d+")
 WHERE = "import sys, xlstm_jax.distributed; print(xlstm_jax.__file__)"
 

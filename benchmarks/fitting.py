@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from benchmarks.job import CHECKPOINTS, Job, TrainConfig
+from benchmarks.run_log import RunLog
 from benchmarks.text import fixed_windows, random_windows
 from xlstm_jax.distributed import (
     LoopGuard,
@@ -48,7 +49,6 @@ from xlstm_jax.distributed.hardware.chips import peak_rate
 from xlstm_jax.distributed.metrics import (
     Compose,
     Local,
-    MetricLogger,
     Perplexity,
     StatefulMetric,
     Sum,
@@ -237,7 +237,7 @@ def compile_programs(job: Job, run: Run) -> Programs:
 
 
 def fit(
-    job: Job, run: Run, guard: LoopGuard, checkpointer: Checkpointer | None, logger: MetricLogger, console: Console
+    job: Job, run: Run, guard: LoopGuard, checkpointer: Checkpointer | None, log: RunLog, console: Console
 ) -> tuple[Run, list[dict[str, float]]]:
     """All steps that are left, under a progress bar; fewer after SIGTERM. The last row always has a held-out loss.
 
@@ -262,7 +262,7 @@ def fit(
                 row, local = programs.log_step(local)
                 row |= {"grad_norm": metrics["grad_norm"]} | speed.row(position)
                 row |= held_out_row(programs, state, config.ema > 0) if due else {}
-                logger.log(position, row)
+                log.write(position, row)
                 rows.append({"step": position} | row)
                 _show(progress, task, rows)
             if checkpointer and (stop or last or position % config.checkpoint_every == 0):
@@ -271,7 +271,7 @@ def fit(
                     run, saved = Run(state, programs.sync(local), position, run.rng), True
                     local = train_metric().as_local(run.metrics, job.batch_axes, job.mesh)
                     check_replicas(state)  # rather than save the copy of the first device for all
-                    logger.flush()  # so that no row before the checkpoint is lost with this process
+                    log.flush()  # so that no row before the checkpoint is lost with this process
                     checkpointer.save(position, tuple(run), force=stop or last)
             if stop:
                 break
@@ -316,7 +316,7 @@ class _Speed:
 
 
 def _show(progress: Progress, task: Any, rows: list[dict[str, Any]]) -> None:
-    """On the progress bar: the row before the last, which has arrived, since the logger has just written it."""
+    """On the progress bar: the row before the last, which has arrived, since the log has just written it."""
     if len(rows) < 2:
         return
     row = rows[-2]

@@ -31,7 +31,7 @@ from benchmarks.cases import OURS, SIZES, mesh_axes, threshold, training
 from benchmarks.forecasts import on_gpus
 from benchmarks.large_models import Size
 from benchmarks.report import bars, draw_losses, panels
-from benchmarks.train_lm import read_rows
+from benchmarks.run_log import read_rows
 from xlstm_jax.distributed import muon
 from xlstm_jax.distributed.forecast import CompileError, Forecast, forecast, parse_topology
 from xlstm_jax.distributed.optimizers import matrix_dimensions

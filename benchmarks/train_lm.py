@@ -51,10 +51,10 @@ from benchmarks.job import METRICS, OPTIMIZERS, Job, TrainConfig, parse_mesh, pr
 from benchmarks.models import BLOCKS
 from benchmarks.options import not_negative, positive
 from benchmarks.report import comparison_table, draw_loss, draw_memory, memory_table
+from benchmarks.run_log import RunLog, read_rows
 from benchmarks.text import byte_frequency_loss, fixed_windows
 from xlstm_jax.distributed import LoopGuard, NonFiniteError, ema_params
 from xlstm_jax.distributed.checkpoint.checkpointer import CheckpointError
-from xlstm_jax.distributed.metrics import MetricLogger
 
 SAMPLE_PROMPT = "def "
 SAMPLE_TEMPERATURE = 0.8
@@ -101,8 +101,8 @@ def run(job: Job, console: Console) -> Result | None:
             write_config(out / "config.json", job, start.state)
         introduce(job, start, memory, console)
         resume_step = (int(start.position) or -1) if config.resume else None
-        with MetricLogger(out, resume_step=resume_step) as logger:
-            end, rows = fit(job, start, guard, checkpointer, logger, console)
+        with RunLog(out, resume_step) as log:
+            end, rows = fit(job, start, guard, checkpointer, log, console)
             if end.position < config.steps:
                 console.print(how_to_go_on(config, int(end.position)), highlight=False, markup=False, soft_wrap=True)
                 return None
@@ -134,11 +134,6 @@ def how_to_go_on(config: TrainConfig, step: int) -> str:
     own_out = config.out != str(Path(config.checkpoint_dir, METRICS))
     options += ["--out", str(config.out)] if own_out else []
     return f"{stopped}; go on with {shlex.join(options)} --resume"
-
-
-def read_rows(out: Path) -> list[dict[str, float]]:
-    """What ``metrics.jsonl`` holds, of this run and those that it goes on from."""
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def generate(job: Job, params: Any, prompt: str, rng: jax.Array) -> bytes:
@@ -250,9 +245,7 @@ def conclude(result: Result, console: Console) -> None:
     console.print(comparison_table(result.held_out_loss, result.baseline))
     if speeds := [row["tokens_per_s"] for row in result.rows if "tokens_per_s" in row]:
         console.print(speed_in_words(speeds, [row["mfu"] for row in result.rows if "mfu" in row]), highlight=False)
-    console.print(
-        f"metrics.csv, metrics.jsonl, loss.png, memory.png and config.json are in {result.out}", highlight=False
-    )
+    console.print(f"metrics.csv, loss.png, memory.png and config.json are in {result.out}", highlight=False)
 
 
 def speed_in_words(tokens_per_s: Sequence[float], mfu: Sequence[float]) -> str:

@@ -1,6 +1,6 @@
-"""One of two processes with two devices each: ``python -m tests.metric_process ID PORT FOLDER``.
+"""One of two processes with two devices each: ``python -m tests.metric_process ID PORT``.
 
-It prints what it computed, and logs to FOLDER/ID.
+It prints what it computed.
 """
 
 import json
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from xlstm_jax.distributed import DeviceMeshManager, simulate_cpu_devices
 from xlstm_jax.distributed import metrics as m
 
-RANK, PORT, FOLDER = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+RANK, PORT = int(sys.argv[1]), sys.argv[2]
 simulate_cpu_devices(2)
 jax.distributed.initialize(f"127.0.0.1:{PORT}", num_processes=2, process_id=RANK)
 
@@ -89,26 +89,12 @@ def accumulators(mesh, values):
     return {"accumulators": [total.value, largest.value, *count.value.addressable_data(0)]}
 
 
-def log(values, whole):
-    """What a logger refuses is what it says in both processes."""
-    refused = ""
-    with m.MetricLogger(f"{FOLDER}/{RANK}", tensorboard=False) as logger:
-        logger.log(1, {"whole": whole, "loss": 0.5})
-        try:
-            logger.log(2, {"train": {"split": values}})
-        except ValueError as error:
-            refused = str(error)
-        logger.log(3, {"whole": whole})
-    return refused
-
-
 def main():
     mesh = DeviceMeshManager.create_device_mesh({"batch": 4})
     place = NamedSharding(mesh, P("batch"))
     values, weights = (jax.make_array_from_callback((12,), place, lambda i, x=x: x[i]) for x in (VALUES, WEIGHTS))
     out = functions(mesh, values, weights) | states(mesh, values, weights) | accumulators(mesh, values)
-    refused = log(values, jax.jit(lambda x: x[:2], out_shardings=NamedSharding(mesh, P()))(values))
-    print(json.dumps({name: [float(x) for x in numbers] for name, numbers in out.items()} | {"refused": refused}))
+    print(json.dumps({name: [float(x) for x in numbers] for name, numbers in out.items()}))
 
 
 if __name__ == "__main__":

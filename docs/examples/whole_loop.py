@@ -32,7 +32,6 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.metrics import (
     Compose,
-    MetricLogger,
     WeightedMean,
     make_log_step,
 )
@@ -106,6 +105,16 @@ def evaluate(state):
     return log_step(local)[0]
 
 
+def kept_rows(folder, done):
+    """The file of rows, without those of steps that are computed again."""
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    kept = [line for line in lines if json.loads(line)["step"] <= done]
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(f"{line}\n" for line in kept))
+    return file
+
+
 def train(folder, sigterm_at=None):
     """Trains to the last step, or to SIGTERM; returns the state."""
     key = jax.random.key(0)
@@ -116,10 +125,8 @@ def train(folder, sigterm_at=None):
         if saver.latest_step() is not None:  # it was stopped
             state, local, done = saver.restore((state, local, 0))
             print(f"continues after step {done}")
-        with (
-            LoopGuard(step_timeout_s=60) as guard,
-            MetricLogger(folder, resume_step=done or -1) as logger,
-        ):
+        rows = kept_rows(folder, done)
+        with LoopGuard(step_timeout_s=60) as guard, rows.open("a") as log:
             for number in range(done + 1, STEPS + 1):
                 batch = shard_batch(examples([0, number]), mesh, AXES)
                 state, metrics, local = train_step(state, batch, key, local)
@@ -131,8 +138,8 @@ def train(folder, sigterm_at=None):
                         seen, local = log_step(local)
                         held_out = evaluate(state)
                         row = metrics | {"train": seen, "eval": held_out}
-                        logger.log(number, row)
-                        logger.flush()  # no row before a checkpoint is lost
+                        row = {"step": number} | jax.tree.map(float, row)
+                        print(json.dumps(row), file=log, flush=True)
                         print(
                             f"step {number:3d} of {STEPS}"
                             f"  loss {seen['loss']:.3f}"
@@ -175,7 +182,7 @@ size = {"figsize": (7, 3.2), "layout": "constrained"}
 fig, (left, right) = plt.subplots(1, 2, **size)
 steps = [row["step"] for row in rows]
 for name, label in [("train", "training"), ("eval", "held-out")]:
-    losses = [row[f"{name}/loss"] for row in rows]
+    losses = [row[name]["loss"] for row in rows]
     left.plot(steps, losses, marker="o", label=label)
 left.axvline(50, color="gray", linestyle=":")
 left.text(51, left.get_ylim()[1], "SIGTERM", color="gray", va="top")

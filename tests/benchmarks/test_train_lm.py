@@ -17,6 +17,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from benchmarks import fitting, models, text, train_lm
 from benchmarks.job import _with_folders, prepare
 from benchmarks.models import LanguageModel, chunkwise_mlstm
+from benchmarks.run_log import read_rows
 from xlstm_jax.distributed import shard_module_params, unbox
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.resilience.watchdog import Watchdog
@@ -254,7 +255,6 @@ def test_a_run_leaves_metrics_config_and_pictures(runs):
     assert_array_equal([np.float32(row["loss"]) for row in rows], np.float32(result.losses))
     assert_allclose([float(row["perplexity"]) for row in rows], np.exp(result.losses), rtol=1e-6)
     assert [int(float(row["tokens"])) for row in rows] == [8 * 32] * TINY.steps
-    assert len((result.out / "metrics.jsonl").read_text().splitlines()) == TINY.steps
     assert [bool(row["held_out_loss"]) for row in rows] == [False, False, True, False, False, True]
     assert json.loads((result.out / "config.json").read_text())["mesh"] == {"fsdp": 8}
     for picture in ("loss.png", "memory.png"):
@@ -317,10 +317,10 @@ def test_a_run_that_sigterm_has_stopped_goes_on_with_the_options_that_are_printe
     options = re.search(pattern, capsys.readouterr().out, re.MULTILINE)[1]
     assert train_lm.main([*given, *options.split()]) == 0
     assert "going on after step 2" in capsys.readouterr().out
-    (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
-    assert [row["step"] for row in train_lm.read_rows(metrics.parent)] == [3]
+    (metrics,) = tmp_path.glob("runs/*/metrics.csv")
+    assert [row["step"] for row in read_rows(metrics.parent)] == [3]
     assert train_lm.main([*given, *options.split()]) == 0  # there is nothing left to do
-    assert [row["step"] for row in train_lm.read_rows(metrics.parent)] == [3]
+    assert [row["step"] for row in read_rows(metrics.parent)] == [3]
 
     # The first save compiles: it has a time of its own, and later ones that of a step.
     assert of_saves == [fitting.FIRST_SAVE_S, 60, fitting.FIRST_SAVE_S]
@@ -355,7 +355,7 @@ def test_two_processes_have_the_losses_of_one_and_a_finished_folder_is_not_overw
     for shown in ("sharded, fsdp=4", "a whole copy", "byte frequencies", "a sample"):
         assert shown in done.stdout
     assert done.stdout.count("held-out text, and how the model goes on") == 2
-    rows = train_lm.read_rows(tmp_path / "run/metrics")
+    rows = read_rows(tmp_path / "run/metrics")
     assert_allclose([row["loss"] for row in rows], one.losses, rtol=2e-5)
     assert exit_code(arguments) == 2 and "Go on with it by --resume" in capsys.readouterr().err
 

@@ -749,11 +749,11 @@ def test_doctor_knows_the_extras_that_setup_cfg_has():
 
 def test_doctor_says_what_to_install():
     assert doctor.missing_extras({"one": ("jax",), "two": ("jax", "no-such-package")}) == {"two": ["no-such-package"]}
-    found = doctor.Diagnosis(doctor.installed(), {"tensorboard": ["tensorboardX"]}, "", "8 devices", ())
+    found = doctor.Diagnosis(doctor.installed(), {"checkpoint": ["orbax-checkpoint"]}, "", "8 devices", ())
     out = io.StringIO()
     for part in found.tables():
         cli.console(file=out, width=cli.WIDTH).print(part)
-    assert re.search(r"\[tensorboard\] .* lacks tensorboardX", out.getvalue())
+    assert re.search(r"\[checkpoint\] .* lacks orbax-checkpoint", out.getvalue())
     assert f"To install an extra: {how_to_install('NAME')}." in " ".join(out.getvalue().split())
 
 
@@ -771,10 +771,10 @@ def test_doctor_without_metadata_knows_no_extras_and_compiles_nothing(monkeypatc
 
 
 def test_doctor_skips_an_extra_that_only_the_installed_version_has(monkeypatch):
-    lines = ["numpy", "tensorboardX; extra == 'tensorboard'", "other; extra == 'of-another-version'"]
+    lines = ["numpy", "orbax-checkpoint; extra == 'checkpoint'", "other; extra == 'of-another-version'"]
     monkeypatch.setattr(doctor, "installed_version", lambda name: "0.1")
     monkeypatch.setattr(doctor, "requires", lambda name: lines)
-    assert doctor.extras() == {extra: [] for extra in doctor.USES} | {"tensorboard": ["tensorboardX"]}
+    assert doctor.extras() == {extra: [] for extra in doctor.USES} | {"checkpoint": ["orbax-checkpoint"]}
 
 
 def test_a_comparison_fails_on_what_is_off_and_on_nan():
@@ -794,7 +794,7 @@ def test_a_child_that_cannot_start_is_a_failed_check():
 
 def test_a_failed_check_is_bad_news_and_a_missing_extra_is_none(monkeypatch):
     failed = self_test.within("gradients", {"a": [1.0]}, {"a": [2.0]})
-    some = doctor.Diagnosis({}, {"tensorboard": ["tensorboardX"]}, "", "", (failed, Check("values", "0", "1", True)))
+    some = doctor.Diagnosis({}, {"checkpoint": ["orbax-checkpoint"]}, "", "", (failed, Check("values", "0", "1", True)))
     for found, refusals in ((some, ("failed: gradients.",)), (dataclasses.replace(some, checks=some.checks[1:]), ())):
         monkeypatch.setattr(commands, "examine", lambda say, found=found: found)
         assert commands.run_doctor(None, print).refusals == refusals

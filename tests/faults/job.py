@@ -21,6 +21,8 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.run_log import TABLE, read_rows
+
 ROOT = Path(__file__).parents[2]
 COMPILED_ONCE = {  # All jobs of a suite run the same programs; JAX compiles each of them once.
     "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp(prefix="compiled-")),
@@ -124,12 +126,9 @@ def started(
 
 def steps_done(folder: Path) -> int:
     """The last step with a row; the row of a step is written when the next one is due."""
-    rows = folder / "run/metrics/metrics.jsonl"
-    lines = rows.read_text().splitlines() if rows.exists() else []
-    try:
-        return json.loads(lines[-1])["step"] if lines else 0
-    except json.JSONDecodeError:
-        return json.loads(lines[-2])["step"] if len(lines) > 1 else 0
+    metrics = folder / "run/metrics"
+    rows = read_rows(metrics) if (metrics / TABLE).exists() else []
+    return int(rows[-1]["step"]) if rows else 0
 
 
 def committed(folder: Path) -> int:

@@ -8,7 +8,6 @@ training     tokens per second and MFU of the training job
 """
 
 import dataclasses
-import json
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from rich.progress import Progress
 from benchmarks import memory, step_time
 from benchmarks.cases import CASES, SIZES, build
 from benchmarks.forecasts import forecast_case, installed_versions
+from benchmarks.run_log import read_rows
 from benchmarks.step_time_variants import MODELS
 from tests.gpu.compiled_text import instructions
 from xlstm_jax.distributed.hardware import chip_of, compiler_options
@@ -98,7 +98,7 @@ def training(options: str = TRAINING) -> dict[str, float]:
         run = subprocess.run(command, capture_output=True, text=True, timeout=TRAINING_S)
         if run.returncode:
             return {"exit code": run.returncode, "problem": run.stderr[-1000:]}
-        return json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+        return read_rows(out)[-1]
 
 
 def failures(found: dict[str, Any]) -> list[str]:

@@ -26,7 +26,7 @@ PUBLIC_IN_0_1 = {
         gather_array_with_mean_grads gather_params shard_module_params shard_params sync_gradients""",
     "xlstm_jax.distributed.metrics": """
         Accuracy Binary BinnedRanking Compose ConfusionMatrix Count DistributedMetrics FBeta GlobalNorm
-        Local Max Maximum Metric MetricAccumulator MetricLogger MetricReduceOp Min Minimum Multiclass
+        Local Max Maximum Metric MetricAccumulator MetricReduceOp Min Minimum Multiclass
         Multilabel Perplexity Precision PureMetric Recall StatefulMetric Sum Synced Throughput Total
         WeightedMean all_gather collect_from_devices make_log_step reduce_custom reduce_custom_collective
         reduce_max reduce_max_collective reduce_mean reduce_mean_collective reduce_min reduce_min_collective

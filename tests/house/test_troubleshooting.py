@@ -30,7 +30,6 @@ EXCUSED = {
     "distributed/forecast/compiling/report_cache.py:_unusable": "becomes a part of one warning, or of ``problem``",
     "distributed/forecast/compiling/report_cache.py:_write_whole": "goes on as it came: an error of the system",
     "distributed/forecast/linting/lint.py:raise_if": "its text is the findings, which docs/lint.md has by rule",
-    "distributed/metrics/metric_logger.py:__exit__": "goes on as it came: an error of the last row",
     "distributed/processes/store.py:read": "goes on as it came: the coordination service's own",
     "distributed/processes/together.py:fail_together": "goes on as it came: the texts of all processes, joined",
     "distributed/resilience/loop_guard.py:__exit__": "goes on as it came: the loop's own",

@@ -20,7 +20,7 @@ from tests.support import blocks_of
 from xlstm_jax.cli import doctor
 
 SOURCES = ("pyproject.toml", "setup.cfg", "setup.py", "README.md", "LICENSE", "MANIFEST.in", "CHANGELOG.md")
-EXTRAS = {extra: (doctor.extras() or {})[extra] for extra in ("forecast", "tensorboard")}  # Flax needs orbax
+EXTRAS = {extra: (doctor.extras() or {})[extra] for extra in ("forecast",)}  # Flax needs orbax
 WHERE = "import sys, xlstm_jax; print(xlstm_jax.__file__); print(*sys.path, sep='\\n')"
 
 

@@ -1,4 +1,4 @@
-"""The three interfaces of metrics, and the logger, in two real processes with two devices each, over loopback."""
+"""The three interfaces of metrics in two real processes with two devices each, over loopback."""
 
 import json
 import socket
@@ -17,16 +17,11 @@ MEAN = np.average(VALUES, weights=WEIGHTS)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("logs")
-
-
-@pytest.fixture(scope="module")
-def printed(folder):
+def printed():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    commands = [[sys.executable, "-m", "tests.metric_process", str(rank), str(port), str(folder)] for rank in range(2)]
+    commands = [[sys.executable, "-m", "tests.metric_process", str(rank), str(port)] for rank in range(2)]
     running = [
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for command in commands
@@ -55,12 +50,3 @@ WANT = {
 def test_both_processes_have_the_numbers_of_all_four_devices(printed, name):
     for process in printed:
         np.testing.assert_allclose(process[name], WANT[name], rtol=1e-6)
-
-
-def test_only_process_0_logs_and_both_refuse_what_one_cannot_read(printed, folder):
-    for process in printed:
-        assert process["refused"].startswith("metrics['train/split'], float32 of shape (12,), lies with NamedSharding")
-        assert "Reduce it over the mesh in the jitted step" in process["refused"]
-    assert [path.name for path in folder.iterdir()] == ["0"]
-    rows = [json.loads(line) for line in (folder / "0" / "metrics.jsonl").read_text().splitlines()]
-    assert rows == [{"step": 1, "whole": [1.0, 4.0], "loss": 0.5}, {"step": 3, "whole": [1.0, 4.0]}]

@@ -37,7 +37,7 @@ from xlstm_jax.distributed.hardware.topologies import parse_topology
 from xlstm_jax.wording import how_to_install, one_line, rich_table
 
 NEEDED = ("xlstm_jax", "jax", "jaxlib", "flax", "optax", "numpy", "rich")
-USED = ("orbax-checkpoint", "flatbuffers", "libtpu", "matplotlib", "tensorboardX")  # where they are installed
+USED = ("orbax-checkpoint", "flatbuffers", "libtpu", "matplotlib")  # where they are installed
 # What the extras of JAX bring that ours ask for; the plugin comes without CUDA's libraries.
 OF_JAX = {"jax[tpu]": "libtpu", "jax[cuda12-local]": "jax-cuda12-plugin"}
 # What each extra is for; the first four concern every user.
@@ -45,7 +45,6 @@ USES = {
     "checkpoint": "Checkpointer",
     "forecast": "forecasts for TPUs, and pictures",
     "forecast-gpu": "the same for GPUs",
-    "tensorboard": "MetricLogger's event files",
     "train": "the training job of benchmarks/",
     "bench": "benchmarks/metrics.py",
     "torch": "PyTorch in benchmarks/step_time.py",
@@ -156,7 +155,7 @@ def extras() -> dict[str, list[str]] | None:
 
 
 def missing_extras(extras: Mapping[str, Sequence[str]] | None) -> dict[str, list[str]] | None:
-    """The packages that are missing, by extra: {"tensorboard": ["tensorboardX"]}; None where extras are not known."""
+    """Returns the missing packages by extra, {"bench": ["clu"]}, or None where extras are not known."""
     if extras is None:
         return None
     lacking = {

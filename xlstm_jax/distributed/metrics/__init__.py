@@ -4,7 +4,6 @@
   pure_metric     states for the training step, as pure functions: empty -> update ... update -> sync -> compute
   stateful        metrics that keep such a state themselves, for loops outside of the step
   sums_and_means, classification, ranking    the metrics
-  metric_logger   values to files without stalling the device
 
 Below them: ``cells`` are values that merge without losing count, ``layout`` puts the cells of a state into one vector
 per dtype, and ``mesh_state`` is the state of a stateful metric.
@@ -22,7 +21,6 @@ from xlstm_jax.distributed.metrics.classification import (
     Recall,
 )
 from xlstm_jax.distributed.metrics.distributed_metrics import DistributedMetrics
-from xlstm_jax.distributed.metrics.metric_logger import MetricLogger
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric, Synced, make_log_step
 from xlstm_jax.distributed.metrics.ranking import BinnedRanking
 from xlstm_jax.distributed.metrics.reductions import (
@@ -64,7 +62,6 @@ __all__ = [
     "Max",
     "Metric",
     "MetricAccumulator",
-    "MetricLogger",
     "MetricReduceOp",
     "Min",
     "Multiclass",

@@ -301,7 +301,7 @@ def make_log_step(metric: PureMetric, mesh: Mesh, axes: AxisNames) -> Callable[[
     """A jitted function for log steps: ``log_step(local) -> (values, empty local)``.
 
     It syncs, computes and empties. The state, of ``metric.empty(axes, mesh)``, is donated. The values are equal on all
-    devices and need not be waited for; hand them to ``MetricLogger``.
+    devices. Read them an interval later, so that the device does not wait for the host: ``docs/howto/log.md``.
 
     >>> from xlstm_jax.distributed.metrics import Sum
     >>> log_step = make_log_step(Sum(), mesh, ("dp", "fsdp"))

@@ -56,8 +56,8 @@ class LoopGuard:
     Every process of a run makes a guard and calls the same methods. In a single process an exception propagates as
     usual. If an exception leaves the block in a run of several processes, the process ends at once with code 13 (130
     after Ctrl-C, its own code after ``sys.exit``): an enclosing ``with`` or ``finally`` does not run. So put a
-    checkpointer, which waits for other processes as it closes, outside of the guard, and a ``MetricLogger``, which
-    writes files, inside.
+    checkpointer, which waits for other processes as it closes, outside of the guard, and a writer of metrics, which
+    closes files, inside.
 
     Ctrl-C works as SIGTERM does: ``should_stop`` is True, the loop saves and leaves the block, and the block ends the
     program by ``SystemExit(130)``. A second Ctrl-C is a ``KeyboardInterrupt``; so is the first in a loop that never
