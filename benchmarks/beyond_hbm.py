@@ -34,7 +34,7 @@ OUT = Path(__file__).parent / "results" / "beyond_hbm"
 TOPOLOGIES = ("v5e:4x4", "h100:1x8")
 GIB = 2**30
 RATE, DECAY = 3e-4, 0.999
-OF_BASE = ("float32", "bfloat16", "int8", "int4")
+OF_BASE = ("float32", "bfloat16")
 
 
 def trained(**changes: Any) -> Callable[..., Workload]:

@@ -91,7 +91,7 @@ def main() -> None:
     options.add_argument("--size", choices=SIZES, default="7B", help="the model (default: 7B)")
     options.add_argument("--topology", default="v5e:2x4", help="chips that need not be there (default: v5e:2x4)")
     given = options.parse_args()
-    for frozen_dtype in (None, "float32", "bfloat16", "int8", "int4"):
+    for frozen_dtype in (None, "float32", "bfloat16"):
         name = "all weights trained" if frozen_dtype is None else f"LoRA on {frozen_dtype}"
         found = measured(given.size, frozen_dtype, given.topology)
         print(name, *(f"{what} {value:.3g}" for what, value in found.items()), sep=", ", flush=True)

@@ -24,7 +24,7 @@ from xlstm_jax.wording import rich_table
 
 FILE = OUT / "quantized.json"
 BASE = "float32"
-FORMATS = {"int8": "int8", "float8": "float8_e4m3fn", "int4": "int4"}
+FORMATS = {"int8": "int8", "float8": "float8_e4m3fn"}
 
 
 def trainings() -> dict[str, Training]:

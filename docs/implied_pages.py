@@ -50,6 +50,7 @@ KEYWORDS = {
     "howto/profile": ("MFU", "profiler"),
     "howto/export": ("safetensors", "export"),
     "howto/freeze": ("freeze", "fine-tuning"),
+    "howto/quantised_base": ("QLoRA", "qwix", "int4", "quantise weights"),
     "howto/mesh": ("mesh", "HSDP"),
     "howto/test_a_step": ("test", "debug"),
     "howto/evaluate_elsewhere": ("another mesh",),

@@ -1,4 +1,4 @@
-"""LoRA on a quantised base.
+"""LoRA on a frozen base.
 
     python docs/examples/lora.py
 
@@ -109,8 +109,8 @@ export_safetensors(base.params, f"{folder}/base")
 print(f"loss when counting by one: {of_base[0]:.2f} -> {of_base[-1]:.4f}")
 
 
-# ---- Adapters on the base, in int8
-frozen = {"trainable": lambda path: "lora_" in path, "frozen_dtype": "int8"}
+# ---- Adapters on the base, in bfloat16
+frozen = {"trainable": lambda path: "lora_" in path, "frozen_dtype": "bfloat16"}
 adapted = Model(LoRADense)
 state = create_train_state(
     adapted, optax.adamw(1e-2), mesh, *inputs, batch_axes=AXES, **frozen
@@ -130,8 +130,8 @@ def with_base(params, base):
     }
 
 
-packed = jax.jit(partial(freeze_params, **frozen))
-state = state.replace(params=packed(with_base(state.params, read)))
+narrowed = jax.jit(partial(freeze_params, **frozen))
+state = state.replace(params=narrowed(with_base(state.params, read)))
 
 sizes, like = dict(mesh.shape), inputs[1]
 plan = plan_sharding(adapted, sizes, like, tx=optax.adamw(1e-2), **frozen)
@@ -164,7 +164,7 @@ tokens = jax.ShapeDtypeStruct((8, 2048), jnp.int32)
 adamw = optax.adamw(1e-4)
 large = partial(Model, width=8192, layers=32, vocabulary=32768)
 plans = {"all weights": plan_sharding(large(), sizes, tokens, tx=adamw)}
-for dtype in ("float32", "bfloat16", "int8", "int4"):
+for dtype in ("float32", "bfloat16"):
     with_lora, options = large(LoRADense), frozen | {"frozen_dtype": dtype}
     plan = plan_sharding(with_lora, sizes, tokens, tx=adamw, **options)
     plans[f"LoRA on {dtype}"] = plan

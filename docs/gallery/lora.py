@@ -1,6 +1,6 @@
 """LoRA: a model that reads digits learns to read them in a mirror, by small adapters.
 
-The weights of the base are frozen and stored in eight bits, without gradient and
+The weights of the base are frozen and stored in 16 bits, without gradient and
 moments. Two narrow matrices beside each of them are all that is trained.
 """
 
@@ -74,8 +74,8 @@ image = batch_of(0, mirrored=False)["image"]
 given = (optax.adamw(2e-3), mesh, jax.random.key(0), image)
 base, learned = train(create_train_state(Reader(), *given, batch_axes=AXES), False, 1)
 
-# ---- The base under the adapters: each device packs its own shards into int8.
-frozen = {"trainable": lambda path: "lora_" in path, "frozen_dtype": "int8"}
+# ---- The base under the adapters: each device casts its own shards to bfloat16.
+frozen = {"trainable": lambda path: "lora_" in path, "frozen_dtype": "bfloat16"}
 adapted = Reader(LoRADense)
 state = create_train_state(adapted, *given, batch_axes=AXES, **frozen)
 both = {name: state.params[name] | base.params[name] for name in base.params}

@@ -30,10 +30,10 @@ def test_whether_it_fits_comes_first_and_a_problem_is_shown(tmp_path):
     assert (tmp_path / "7B.png").stat().st_size > 5_000
 
 
-@pytest.mark.parametrize("case", ["an average, on the host", "LoRA on int8"])
+@pytest.mark.parametrize("case", ["an average, on the host", "LoRA on bfloat16"])
 def test_cases_are_what_their_names_say(case):
     options = {"devices": 8, "shard_axes": ("fsdp",), "remat": True, "chunked_head": True}
     workload = beyond_hbm.CASES[case](SIZES["small"], **options)
     assert workload.offload.optimizer_state == ("on the host" in case)
-    assert workload.frozen_dtype == ("int8" if "int8" in case else None)
+    assert workload.frozen_dtype == ("bfloat16" if "LoRA" in case else None)
     assert (workload.trainable is not None) == ("LoRA" in case)

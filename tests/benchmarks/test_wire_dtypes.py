@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import lora_seeds, wire_dtypes
-from benchmarks.job import prepare
+from benchmarks import wire_dtypes
 from benchmarks.ring_sums import KINDS, WIRE, bounds, gradients, reduced_mean, relative_error
 from benchmarks.wire_dtypes import BFLOAT16_BITS, Training
 
@@ -80,15 +79,3 @@ def test_what_is_kept_is_drawn_again(tmp_path, capsys):
         wire_dtypes.trainings()
     )
     assert (tmp_path / "wire_dtypes.png").stat().st_size > 50_000
-
-
-@pytest.mark.slow
-def test_adapters_are_trained_on_a_base_of_each_dtype_and_on_it_alone(tmp_path, monkeypatch):
-    path = tmp_path / "text.txt"
-    path.write_text("the cat sat on the mat. " * 400)
-    monkeypatch.setattr(lora_seeds, "DTYPES", ("bfloat16", "int8"))
-    job = prepare(dataclasses.replace(TINY, data=(str(path),), mesh={"fsdp": 8}))
-    assert lora_seeds.upper(job).text.train.tobytes() == job.text.train.tobytes().upper()
-    (found,) = lora_seeds.run(job, steps=6, seeds=(0,))
-    assert found["bfloat16"] < found["base"] - 0.01
-    assert 0 < abs(found["int8"] - found["bfloat16"]) < 0.05

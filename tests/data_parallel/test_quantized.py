@@ -57,7 +57,7 @@ from xlstm_jax.distributed.forecast.cost.collective_traffic import find_collecti
 from xlstm_jax.distributed.forecast.hlo.program import parse
 
 FLOAT32_STEPS = 1 + 1e-5  # a quotient and two products in float32, each off by 2^-24 of itself
-MOST_OF_BFLOAT16 = {"int8": 0.52, "float8_e4m3fn": 0.52, "int4": 0.27}
+MOST_OF_BFLOAT16 = 0.52
 every_format = pytest.mark.parametrize("format_name", FORMATS)
 both_modes = pytest.mark.parametrize("check_vma", [True, False])
 
@@ -127,15 +127,15 @@ def test_a_packed_row_takes_the_bytes_that_are_said(format_name):
     for size in (1, 2, 50, 64, 1000, 4096):
         rows = jax.ShapeDtypeStruct((2, size), jnp.bfloat16)
         packed = jax.eval_shape(partial(pack, format_name=format_name), rows)
-        assert (packed.shape, packed.dtype) == ((2, packed_size(size, format_name)), jnp.uint8)
-    assert packed_size(4096, format_name) <= MOST_OF_BFLOAT16[format_name] * 2 * 4096
+        assert (packed.shape, packed.dtype) == ((2, packed_size(size)), jnp.uint8)
+    assert packed_size(4096) <= MOST_OF_BFLOAT16 * 2 * 4096
 
 
 # ----------------------------------------------------------------------------------------------------- what is gathered
 
 
 @pytest.mark.parametrize("shape", [(8, 256), (128, 6), (3, 5, 64), (40,)], ids=str)
-@pytest.mark.parametrize("format_name", ["int8", "int4"])
+@pytest.mark.parametrize("format_name", ["int8", "float8_e4m3fn"])
 def test_shards_are_unpacked_where_they_stood(format_name, shape):
     dim = len(shape) - 1 if shape[0] == 3 else 0
     shards = [values(shape, seed) for seed in range(2)]
@@ -143,7 +143,7 @@ def test_shards_are_unpacked_where_they_stood(format_name, shape):
     packed = jax.jit(lambda shards: [packing.pack(shard) for shard in shards])(shards)
     assert {p.size for p in packed} == {packing.sent_bytes}
     scales = 2 * -(-math.prod(shape) // BLOCK_SIZE)
-    assert packing.sent_bytes <= math.prod(shape) * FORMATS[format_name].bits / 8 + scales + BLOCK_SIZE
+    assert packing.sent_bytes <= math.prod(shape) + scales + BLOCK_SIZE
     got = jax.jit(packing.unpack)(np.concatenate(packed))
     want = np.concatenate(shards, dim)
     bound = FORMATS[format_name].error_bound(want, np.abs(want).max())

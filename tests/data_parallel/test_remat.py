@@ -125,7 +125,7 @@ MODULES = {
     "transposed": fsdp(Tied),
     "dequantised": fsdp(Dequantised),
     "named": fsdp(Named),
-    "packed for the gather": fsdp(partial(Mlp, dtype=jnp.bfloat16), gather_dtype="int4"),
+    "packed for the gather": fsdp(partial(Mlp, dtype=jnp.bfloat16), gather_dtype="int8"),
 }
 every_module = pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
 in_and_out_of_scan = pytest.mark.parametrize("scan", [True, False], ids=["scan", "loop"])

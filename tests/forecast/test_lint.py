@@ -190,11 +190,11 @@ def test_a_gather_in_a_wider_dtype_than_was_asked_for():
     assert up.bytes == 2 * LAYERS * LAYER * 3 // 4 and "travels as f32, where its wrapper asked for float16" in up.text
 
 
-def test_a_float_where_blocks_of_4_bits_were_asked_for():
-    packed = Model(wrap=partial(wrap, gather_dtype="int4"))
+def test_a_float_where_blocks_of_8_bits_were_asked_for():
+    packed = Model(wrap=partial(wrap, gather_dtype="int8"))
     wide = Model(wrap=partial(wrap, gather_dtype=jnp.float16))
     finding = next(f for f in lint(cached(wide), plan_of(packed)) if "blocks/up/kernel" in f.where)
-    assert "travels as f16, where its wrapper asked for int4" in finding.text and finding.rule == "wide-gather"
+    assert "travels as f16, where its wrapper asked for int8" in finding.text and finding.rule == "wide-gather"
 
 
 def test_a_narrower_gather_than_was_asked_for_is_welcome():

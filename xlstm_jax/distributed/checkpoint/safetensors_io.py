@@ -45,8 +45,6 @@ from xlstm_jax.distributed.checkpoint.record import (
     target_leaves,
 )
 from xlstm_jax.distributed.checkpoint.tensor_names import NameMap, StoredAt, StoredLeaf, stored_at
-from xlstm_jax.distributed.data_parallel.leaf import unpacked
-from xlstm_jax.distributed.data_parallel.trees import map_leaves
 from xlstm_jax.distributed.processes.together import fail_together
 from xlstm_jax.wording import is_unicode, listed
 
@@ -104,7 +102,7 @@ def export_safetensors(
     >>> import_safetensors(folder, {"mlp": {"kernel": np.zeros((2, 3))}})["mlp"]["kernel"].tolist()
     [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     """
-    leaves = _as_stored(bare_leaves(map_leaves(unpacked, params)), names)
+    leaves = _as_stored(bare_leaves(params), names)
     for name, leaf in leaves.items():
         if name == METADATA:
             raise ValueError(

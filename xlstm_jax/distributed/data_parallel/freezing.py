@@ -16,9 +16,8 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, frozen, leaf_of, rebox, unpacked
-from xlstm_jax.distributed.data_parallel.wire.communication import cast_dtype, dtype_name, packed_format
-from xlstm_jax.distributed.data_parallel.wire.quantized import FORMATS, PackedAlong, dim_to_pack
+from xlstm_jax.distributed.data_parallel.leaf import frozen, leaf_of, rebox
+from xlstm_jax.distributed.data_parallel.wire.communication import cast_dtype, dtype_name
 from xlstm_jax.wording import kind_of
 
 Trainable = Callable[[str], Any]
@@ -44,9 +43,8 @@ def freeze_params(
       trainable: a predicate of a leaf's path, as "blocks/attention/kernel"; if it is false, the leaf is frozen. Leaves
         that are frozen already stay frozen; with None no others are.
       frozen_dtype: the dtype in which frozen leaves are stored; None: they stay as they are. A floating dtype has 16
-        bits or more; leaves are gathered in it, unless their ``gather_dtype`` says otherwise. "int8", "float8_e4m3fn"
-        and "int4" are blocks of bytes with scales (see docs/quantized.md), which are gathered as they are stored;
-        leaves that are whole, padded, or not filled by blocks stay as they are.
+        bits or more; leaves are gathered in it, unless their ``gather_dtype`` says otherwise. (A base in 8 or 4 bits:
+        docs/howto/quantised_base.md.)
     Returns:
       The tree, with frozen leaves, split or whole, in boxes with ``trainable=False``; all others as they were.
     Raises:
@@ -57,8 +55,8 @@ def freeze_params(
         raise TypeError(
             f"trainable is {kind_of(trainable)}; pass a predicate of a leaf's path, as lambda path: 'lora' in path."
         )
-    dtype = dtype_name(frozen_dtype, "frozen_dtype", FORMATS)
-    if dtype and dtype not in FORMATS and jnp.finfo(dtype).bits < NARROWEST_BITS:
+    dtype = dtype_name(frozen_dtype, "frozen_dtype")
+    if dtype and jnp.finfo(dtype).bits < NARROWEST_BITS:
         raise ValueError(
             f"frozen_dtype={dtype!r} has {jnp.finfo(dtype).bits} bits, which without scales most weights do not fit. "
             "Pass 'bfloat16'."
@@ -80,19 +78,11 @@ def freeze_params(
 
 
 def stored(path: str, leaf: Any, dtype: str | None) -> Any:
-    """A frozen leaf as it is stored: in blocks of bytes only if it is split, not padded, and fills the blocks."""
+    """Returns a frozen leaf in the dtype in which it is stored."""
     if dtype is None:
         return leaf
-    leaf = unpacked(leaf)
-    box = leaf_of(leaf)
-    if not isinstance(leaf, Sharded) or not packed_format(box.value, dtype):
-        return rebox(leaf, box.value.astype(cast_dtype(box.value, dtype, "frozen_dtype", path)))
-    # Along a dim that is split, a block would lie on two devices, and its scale on one.
-    dim = None if box.is_padded else dim_to_pack(box.value.shape, list(map(bool, box.names)))
-    if dim is None:
-        return leaf
-    how = PackedAlong(dtype, dim, box.value.shape[dim], str(box.value.dtype))
-    return leaf.replace(value=how.pack(box.value), packed=how)
+    value = leaf_of(leaf).value
+    return rebox(leaf, value.astype(cast_dtype(value, dtype, "frozen_dtype", path)))
 
 
 def with_frozen(variables: PyTree, trainable: Trainable | None, frozen_dtype: DTypeLike | None) -> PyTree:

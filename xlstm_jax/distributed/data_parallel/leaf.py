@@ -40,7 +40,6 @@ from xlstm_jax.distributed.data_parallel.wire.communication import (
 from xlstm_jax.distributed.data_parallel.wire.gather_array import GATHER_SCOPE, gather_dims, gathered_by_hand
 from xlstm_jax.distributed.data_parallel.wire.lookup import LOOKUP_SCOPE, by_rows, look_up
 from xlstm_jax.distributed.data_parallel.wire.pieces import Pieces
-from xlstm_jax.distributed.data_parallel.wire.quantized import PackedAlong
 from xlstm_jax.distributed.data_parallel.wire.tracing import inside_branch, running_loss
 
 # --------------------------------------------------------------------------------------------------------- one leaf
@@ -60,7 +59,6 @@ class Sharded(QuickBox):
         experts).
       trainable: False for a frozen leaf, which has no gradient wherever it is read. A frozen leaf that is whole has a
         box only to say this; its names are all None.
-      packed: how a frozen leaf is stored as blocks of bytes. The bytes travel; the reader unpacks them.
       read_as_stored: True for what is left after a gather over some of the axes: the module reads the shard (tensor
         parallel).
       looked_up: True for the table of an embedding that one lookup alone has read while the model was initialised:
@@ -80,7 +78,6 @@ class Sharded(QuickBox):
     unit_depth: int = struct.field(default=0, pytree_node=False)
     model_axes: tuple[str, ...] = struct.field(default=(), pytree_node=False)
     trainable: bool = struct.field(default=True, pytree_node=False)
-    packed: PackedAlong | None = struct.field(default=None, pytree_node=False)
     read_as_stored: bool = struct.field(default=False, pytree_node=False)
     looked_up: bool = struct.field(default=False, pytree_node=False)
 
@@ -123,9 +120,7 @@ class Sharded(QuickBox):
 
     def _shape_of_parts(self, counts: list[int]) -> tuple[int, ...]:
         """The shape of the values without padding, of ``counts`` such parts along each dim."""
-        stored = np.shape(self.value)
-        stored = self.packed.true_shape(stored) if self.packed else stored
-        dims = zip(stored, counts, self.unpadded_sizes, strict=True)
+        dims = zip(np.shape(self.value), counts, self.unpadded_sizes, strict=True)
         return tuple(size * count if true is None else true for size, count, true in dims)
 
     @property
@@ -172,9 +167,6 @@ class Sharded(QuickBox):
 
     @property
     def dtype(self) -> Any:
-        if self.packed:
-            value = self.packed.value
-            return self.communication.dtypes(value)[0] if self._axes_to_read() else value.dtype
         return self.communication.dtypes(self.value)[0] if self._axes_to_read() else value_dtype(self.value)
 
     @property
@@ -215,12 +207,6 @@ class Sharded(QuickBox):
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "Sharded":
         index = index % len(self.names)
-        if self.packed and index >= len(self.names) + self.packed.dim:
-            raise ValueError(
-                f"a frozen parameter with the names {self.names} is packed as {self.packed.format_name} along dim "
-                f"{len(self.names) + self.packed.dim}, and dim {index} is that of its layers. Give nn.scan its layers "
-                "along dim 0, or freeze this parameter in a floating dtype."
-            )
         sizes = self.true_sizes and self.true_sizes[:index] + self.true_sizes[index + 1 :]
         # Flax's own compares with the name that was added, which rules may have changed.
         return self.replace(names=self.names[:index] + self.names[index + 1 :], true_sizes=sizes)
@@ -372,12 +358,6 @@ def split_along(
     )
 
 
-def unpacked(leaf: Any) -> Any:
-    """The leaf as an array of floats, with the rounding of its packed form; itself where it is not packed."""
-    box = leaf_of(leaf)
-    return box.replace(value=box.packed.unpack(box.value), packed=None) if box.packed else leaf
-
-
 # --------------------------------------------------------------------------------------------------- whose to gather
 
 
@@ -396,12 +376,11 @@ def is_gathered_here(path: str, leaf: Any) -> bool:
 
 
 def true_value(leaf: Any) -> Any:
-    """The value, whole or global, of a leaf without its padding, and unpacked."""
+    """Returns the value of a leaf, replicated or global, without its padding."""
     if not is_box(leaf):
         return leaf
     box = leaf_of(leaf)
-    value = box.packed.unpack(box.value) if box.packed else box.value
-    return value[tuple(map(slice, box.true_shape))] if box.is_padded else value
+    return box.value[tuple(map(slice, box.true_shape))] if box.is_padded else box.value
 
 
 def with_padding(leaf: Any, value: Any) -> Any:
@@ -464,8 +443,8 @@ def gives_pieces(box: Sharded, along: int) -> bool:
 
 def _gives_parts(box: Sharded) -> bool:
     """Whether parts of a matrix may be sent instead of all: one dim is split, and values travel as floats."""
-    is_float = not (box.packed or box.communication.format_of(box.value))
-    is_float = is_float and jnp.issubdtype(value_dtype(box.value), jnp.inexact)
+    in_blocks = box.communication.format_of(box.value) is not None
+    is_float = not in_blocks and jnp.issubdtype(value_dtype(box.value), jnp.inexact)
     is_own = not box.model_axes and not box.read_as_stored
     return is_float and is_own and len(box.names) == 2 and sum(map(bool, box.names)) == 1
 
@@ -532,7 +511,6 @@ def look_up_rows(box: Sharded, indices: Any, path: str = "") -> jax.Array | None
 def as_gathered(leaf: Any, value: Any, names: tuple[AxisEntry, ...], axes: tuple[str, ...], how: Communication) -> Any:
     """What ``gather_leaf`` returns for ``value``, which was gathered over ``axes``; ``names`` still split it."""
     box = leaf_of(leaf)
-    value = box.packed.unpack(value, how.dtypes(box.packed.value)[0]) if box.packed else value
     if box.is_padded:
         sizes = zip(box.true_sizes, names, strict=True)
         value = value[tuple(slice(size if entry is None else None) for size, entry in sizes)]

@@ -137,8 +137,6 @@ def _travelling_bytes(leaf: Any) -> float:
     shape = np.shape(box.value)
     if gives_rows(box):
         return 0.0
-    if box.packed:
-        return float(box.stored_bytes)
     gathered, summed = box.communication.dtypes(box.value)
     sent = sent_itemsize(box.communication.format_of(box.value) or np.dtype(gathered).name)
     return math.prod(shape) * (sent + (np.dtype(summed).itemsize if box.is_differentiable else 0))

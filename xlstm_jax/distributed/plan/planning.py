@@ -204,7 +204,7 @@ def _row(path: str, collection: str, leaf: PyTree, reason: Reason, sizes: dict[s
         path=path,
         collection=collection,
         shape=shape,
-        dtype=found.packed.format_name if found.packed else str(found.value.dtype),
+        dtype=str(found.value.dtype),
         names=found.names,
         parts=_count(found.axes, sizes),
         reason=reason,
@@ -229,8 +229,7 @@ def _bytes_of(path: str, leaf: PyTree, sizes: dict[str, int]) -> ByteCount:
     itemsize = value_dtype(value).itemsize
     # Per device what is stored counts; in all, what the model has.
     stored = math.prod(value.shape) * itemsize  # with the padding of a dim that the axes do not divide
-    total = stored if found.packed else math.prod(found.true_shape) * itemsize
-    return ByteCount(total, stored // _count(found.axes, sizes))
+    return ByteCount(math.prod(found.true_shape) * itemsize, stored // _count(found.axes, sizes))
 
 
 def _reason(leaf: PyTree) -> Reason:
@@ -251,7 +250,7 @@ def _reason(leaf: PyTree) -> Reason:
 def _gathering(path: str, leaf: PyTree, sizes: dict[str, int], pieces: Piece | None) -> dict[str, Any]:
     """The fields of a row that say what its wrapped module gathers; ``pieces`` as ``noting_pieces`` has them."""
     found = leaf_of(leaf)
-    shape = found.true_shape if found.packed else tuple(found.value.shape)
+    shape = tuple(found.value.shape)
     decisions = leaf.decisions if isinstance(leaf, Planned) else ()
     splits = [(decision, dim) for decision in decisions if (dim := decision.choice.dim) is not None]
     gathered = {axis for decision, _ in splits for axis in decision.axes}
@@ -269,8 +268,6 @@ def _gathering(path: str, leaf: PyTree, sizes: dict[str, int], pieces: Piece | N
     shard = [size // _count(entry_axes(entry), sizes) for size, entry in zip(stored, last.names, strict=True)]
     dtype = last.gather_dtype if found.trainable else _gathered_as(leaf)
     sent = _count(seen & gathered, sizes) * sent_bytes(shard, dim, dtype)
-    if found.packed:  # as it is stored, for all layers
-        sent = found.stored_bytes // _count(set(found.axes) - gathered, sizes) // layers
     return {
         "use_shape": last.shape,
         "uses": max(Counter(decision.axes for decision, _ in splits).values()) * layers,
@@ -296,8 +293,6 @@ def _entries(box: Sharded, pieces: Piece, last: Decision, sizes: dict[str, int])
 def _gathered_as(leaf: PyTree) -> str:
     """The dtype, or the format of blocks, in which a leaf is gathered as it is now."""
     found = leaf_of(leaf)
-    if found.packed:
-        return found.packed.format_name
     return found.communication.format_of(found.value) or str(np.dtype(found.communication.dtypes(found.value)[0]))
 
 

@@ -246,11 +246,6 @@ class NnxModel:
                 f"the variables have no '{full}', which the model has; they have the collections "
                 f"{sorted({other.partition('/')[0] for other in leaves})}. Pass all that model.init returns."
             )
-        if leaf_of(leaves[full]).packed:
-            raise ValueError(
-                f"'{full}' is stored as {leaves[full].packed.format_name}, and modules of flax.nnx read what is "
-                "stored. Freeze it in a floating dtype: frozen_dtype='bfloat16'."
-            )
         policy = self.units.get(self._unit_of_param[path]) if path in self._unit_of_param else None
         return with_leaf(leaf, leaves[full], policy) if is_variable(leaf) else leaves[full]
 

@@ -230,7 +230,7 @@ def _of_products(
                 "others={'teacher': freeze_params(params, lambda path: False)}."
             )
         here = is_gathered_here(product.kernel, kernel) and bool(split_over(kernel, policy.axes))
-        if not here or box.packed or not how.quantises_products:
+        if not here or not how.quantises_products:
             continue
         if axes := split_over(scale, policy.axes):
             raise ValueError(

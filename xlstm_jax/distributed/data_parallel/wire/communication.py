@@ -45,7 +45,7 @@ class Replicas:
     Attributes:
       axis_name: an axis or a tuple of axes, which the parameters are not split over.
       reduce_dtype: dtype in which the copies' gradients are summed; None: float32, or the gradient's own where that is
-        wider. "int8", "float8_e4m3fn" and "int4" are sent in blocks with scales, and summed in float32.
+        wider. "int8" and "float8_e4m3fn" are sent in blocks with scales, and summed in float32.
       shard_optimizer_state: split the optimizer's state over these axes too (ZeRO-1): 1/R of its bytes on each device,
         for an all-gather of the updated shards in every step.
     """

@@ -60,7 +60,7 @@ def gather_array_with_mean_grads(
       axis: the dim d along which the shards are concatenated.
       axis_name: an axis or a tuple of axes, outermost first. One all-gather per axis, the innermost first.
       gather_dtype: dtype that is sent, and of the result; None: x's own. With the dtype in which the module computes
-        nothing is left to cast (and to save for the backward pass). "int8", "float8_e4m3fn" and "int4" are sent in
+        nothing is left to cast (and to save for the backward pass). "int8" and "float8_e4m3fn" are sent in
         blocks with scales (see docs/quantized.md); the result then has x's own dtype, and its gradient, which passes
         as if nothing had been rounded, is scattered as that of any other.
       grad_scatter_dtype: dtype in which the gradient is summed; None: float32, or x's own where that is wider. It is

@@ -1,7 +1,6 @@
-"""Floats packed into bytes, block by block: rows of floats, and arrays that are sent or stored in 8 or 4 bits.
+"""Packs floats into bytes, block by block: rows of floats, and arrays that are sent in 8 bits.
 
   gather   W[d_fsdp, f] -- Packing --> rows of bytes -- all-gather, each stage --> -- unpack --> W[d, f]
-  stored   W[d_fsdp, f] -- PackedAlong --> bytes[d_fsdp, p] -- all-gather --> bytes[d, p] -- unpack --> W[d, f]
 
 A packed shard stays packed through all stages of a gather, and is unpacked at its reader: each value is rounded once.
 
@@ -10,13 +9,8 @@ A packed shard stays packed through all stages of a gather, and is unpacked at i
 
 Each row, along the last dim, is packed by itself, in blocks of ``BLOCK_SIZE`` values that follow each other. A scale is
 the largest absolute value of its block, divided by the largest code; it is rounded to bfloat16 *before* the codes are
-computed, so that it is exactly what ``unpack`` multiplies by. A row takes
-
-  int8, float8_e4m3fn   r + 2 r / 64 bytes: 0.516 of bfloat16's
-  int4                  r / 2 + 2 r / 64 bytes: 0.266 of bfloat16's
-
-(a row of fewer than 64 values is one shorter block), and one array holds it all, so that a gather stays one collective.
-Two 4-bit codes share a byte by arithmetic, not by a dtype of 4 bits, which some compilers widen on the wire.
+computed, so that it is exactly what ``unpack`` multiplies by. A row takes r + 2 r / 64 bytes, 0.516 of bfloat16's (a
+row of fewer than 64 values is one shorter block), and one array holds it all, so that a gather stays one collective.
 
 The error of a value x in a block with the largest absolute value m is at most ``error_bound``. Zeros stay zeros. Where
 m is below ``smallest``, all of the block becomes zero; where it is not finite, all of the block becomes NaN, so that a
@@ -35,15 +29,14 @@ from jax.typing import ArrayLike
 
 BLOCK_SIZE = 64
 _SCALE_BYTES = 2
-_MOST_PADDING = 1 / 128  # of a row: a share that keeps 8 bits below 0.52 of bfloat16's bytes, and 4 bits below 0.27
+_MOST_PADDING = 1 / 128  # of a row: a share that keeps a row below 0.52 of bfloat16's bytes
 _HALF_ULP = 2.0**-8  # of bfloat16, in which scales are rounded
 _TINY = float(np.finfo(np.float32).tiny)  # smaller scales would be flushed to zero on some platforms, not on others
 
 
 class Format(NamedTuple):
-    """The codes of a format: their bits, the largest code, and the spacing relative to a code and next to zero."""
+    """The codes of a format: the largest code, and the spacing relative to a code and next to zero."""
 
-    bits: int
     largest: float
     relative_spacing: float
     least_spacing: float
@@ -64,9 +57,8 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    "int8": Format(8, 127.0, 0.0, 1.0),
-    "float8_e4m3fn": Format(8, 448.0, 2.0**-3, 2.0**-9),
-    "int4": Format(4, 7.0, 0.0, 1.0),
+    "int8": Format(127.0, 0.0, 1.0),
+    "float8_e4m3fn": Format(448.0, 2.0**-3, 2.0**-9),
 }
 
 OF_PRODUCT = "float8_e4m3fn of its product"  # in plans: the kernel of an fp8 product, with one scale; see fp8_product
@@ -75,10 +67,10 @@ OF_PRODUCT = "float8_e4m3fn of its product"  # in plans: the kernel of an fp8 pr
 PACK_SCOPES = {f"{way}_{name}": name for way in ("pack", "unpack") for name in FORMATS}
 
 
-def packed_size(size: int, format_name: str) -> int:
+def packed_size(size: int) -> int:
     """Bytes of a row of ``size`` values, packed: their codes, up to a whole number of blocks, and the scales."""
     blocks, block = _blocks_of(size)
-    return blocks * (block * FORMATS[format_name].bits // 8 + _SCALE_BYTES)
+    return blocks * (block + _SCALE_BYTES)
 
 
 def pack(values: jax.Array, format_name: str) -> jax.Array:
@@ -94,7 +86,7 @@ def _packed(values: jax.Array, format_name: str) -> jax.Array:
     blocks = values.reshape(*lead, count, block)
     scales = _scales_of(blocks, FORMATS[format_name].largest)
     # No clipping: rounding changes a scale by 2^-8 of it at most, so the largest value becomes 127.498 at most, and
-    # rounds to 127 (7.03 to 7 in int4; 449.8 to 448 in float8).
+    # rounds to 127 (449.8 to 448 in float8).
     scaled = blocks / jnp.where(scales == 0, 1, scales)[..., None]
     return jnp.concatenate([_encoded(scaled.reshape(*lead, count * block), format_name), *_scale_bytes(scales)], -1)
 
@@ -120,8 +112,8 @@ def fills_blocks(size: int) -> bool:
 
 
 def _blocks_of(size: int) -> tuple[int, int]:
-    """How many blocks a row has, and of how many values: an even number, as two 4-bit codes share a byte."""
-    block = min(BLOCK_SIZE, size + size % 2)
+    """Returns the number of blocks of a row, and the number of values in each."""
+    block = min(BLOCK_SIZE, size)
     return (-(-size // block), block) if block else (0, BLOCK_SIZE)
 
 
@@ -141,69 +133,21 @@ def _scale_bytes(scales: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _encoded(scaled: jax.Array, format_name: str) -> jax.Array:
-    """[..., r], values within the codes' range -> uint8 [..., r] or, for 4 bits, [..., r / 2]."""
+    """[..., r], values within the codes' range -> uint8 [..., r]."""
     if format_name == "float8_e4m3fn":
         return lax.bitcast_convert_type(scaled.astype(jnp.float8_e4m3fn), jnp.uint8)
     # Rounded first: the cast to an integer truncates.
-    codes = lax.bitcast_convert_type(jnp.round(scaled).astype(jnp.int8), jnp.uint8)
-    if format_name == "int8":
-        return codes
-    # A byte holds a value of each half of the row: putting neighbours into one byte would shuffle all values.
-    first, second = jnp.split(codes & 0xF, 2, -1)
-    return first | (second << 4)
+    return lax.bitcast_convert_type(jnp.round(scaled).astype(jnp.int8), jnp.uint8)
 
 
 def _decoded(codes: jax.Array, format_name: str) -> jax.Array:
     """The inverse of ``_encoded``: float32 [..., r]."""
     if format_name == "float8_e4m3fn":
         return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
-    if format_name == "int8":
-        return lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.float32)
-    nibbles = jnp.concatenate([codes & 0xF, codes >> 4], -1).astype(jnp.int32)
-    return ((nibbles ^ 8) - 8).astype(jnp.float32)  # the upper bit is the sign
+    return lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.float32)
 
 
 # ------------------------------------------------------------------------------------------------------------ arrays
-
-
-class PackedAlong(NamedTuple):
-    """How a packed array is stored: packed along a dim that no axis splits; all other dims stay as they are.
-
-    Each row is packed by itself. So the packed array has the same shards as the unpacked array, on any mesh.
-    """
-
-    format_name: str
-    dim: int  # from the end, so that layers in front of it change nothing
-    size: int  # of the dim, unpacked
-    dtype: str  # of the values
-
-    def pack(self, value: jax.Array) -> jax.Array:
-        """[..., size, ...] -> uint8 [..., packed_size(size), ...]."""
-        return jnp.moveaxis(pack(jnp.moveaxis(value, self.dim, -1), self.format_name), -1, self.dim)
-
-    def unpack(self, packed: jax.Array, dtype: Any = None) -> jax.Array:
-        """The inverse; the values have ``dtype``, by default their own."""
-        rows = jnp.moveaxis(packed, self.dim, -1)
-        return jnp.moveaxis(unpack(rows, self.format_name, self.size, dtype or self.dtype), -1, self.dim)
-
-    @property
-    def value(self) -> jax.ShapeDtypeStruct:
-        """An abstract scalar of the values' dtype, for which ``Communication.dtypes`` gives the dtypes of the leaf."""
-        return jax.ShapeDtypeStruct((), self.dtype)
-
-    def true_shape(self, packed_shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the values."""
-        dim = len(packed_shape) + self.dim
-        return (*packed_shape[:dim], self.size, *packed_shape[dim + 1 :])
-
-
-def dim_to_pack(shape: Sequence[int], is_split: Sequence[bool]) -> int | None:
-    """The dim of a matrix to pack along, -1 or -2: the last that is not split and that blocks fill; None without any.
-
-    Dims in front of the last two may be layers, which a scan takes apart.
-    """
-    dims = [dim for dim in (-1, -2) if len(shape) >= 2 and not is_split[dim] and fills_blocks(shape[dim])]
-    return dims[0] if dims and any(is_split) else None
 
 
 class Packing(NamedTuple):
@@ -228,7 +172,7 @@ class Packing(NamedTuple):
     def sent_bytes(self) -> int:
         """Bytes of a packed shard."""
         rows, size = self.matrix
-        return rows * packed_size(size, self.format_name)
+        return rows * packed_size(size)
 
     def pack(self, shard: jax.Array) -> jax.Array:
         """The shard as uint8 [rows, bytes]: gathered along dim 0, in as many stages as there are."""
@@ -257,4 +201,4 @@ def sent_itemsize(dtype: str) -> float:
     """Bytes of a value in a gather dtype; a packed value has its part of its block's scale."""
     if dtype == OF_PRODUCT:
         return 1
-    return packed_size(BLOCK_SIZE, dtype) / BLOCK_SIZE if dtype in FORMATS else np.dtype(dtype).itemsize
+    return packed_size(BLOCK_SIZE) / BLOCK_SIZE if dtype in FORMATS else np.dtype(dtype).itemsize

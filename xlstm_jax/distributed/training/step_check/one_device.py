@@ -74,7 +74,7 @@ class Found(NamedTuple):
 
 
 class _Weights(NamedTuple):
-    """The parameters: ``base`` are trainable, ``rounded`` the same after a gather in 8 or 4 bits, or None; ``rest`` are
+    """The parameters: ``base`` are trainable, ``rounded`` the same after a gather in 8 bits, or None; ``rest`` are
     not. ``others`` are further trees of the step, as they are gathered."""
 
     base: list[Any]
@@ -353,7 +353,7 @@ def _spec_of_model(leaf: Any) -> PartitionSpec:
 
 
 def _as_gathered(leaf: Any, value: Any, start: Any, rounded: Any) -> Any:
-    """The value in the dtype of its gather; rounded as a gather in 8 or 4 bits rounds it, if ``rounded`` is given."""
+    """The value in the dtype of its gather; rounded as a gather in 8 bits rounds it, if ``rounded`` is given."""
     if rounded is not None:
         # The value of the rounded weight, and the gradient of the weight itself: as the gather passes it.
         return rounded + (value - lax.stop_gradient(start))
@@ -368,7 +368,7 @@ def _arrived(leaf: Any, mesh: Mesh) -> Any:
 
 
 def _rounded_on_mesh(leaf: Any, mesh: Mesh) -> Any:
-    """A leaf after its gather in 8 or 4 bits, whose rounding depends on the shards; None for other leaves."""
+    """A leaf after its gather in 8 bits, whose rounding depends on the shards; None for other leaves."""
     over = leaf_of(leaf).gathered_axes
     if not over or leaf_of(leaf).communication.format_of(leaf_of(leaf).value) is None:
         return None
