@@ -30,7 +30,7 @@ from xlstm_jax.distributed import (
     make_train_step,
     value_and_grad,
 )
-from xlstm_jax.distributed.data_parallel import rename, split_array_over_mesh, stack_params, trees, unstack_params
+from xlstm_jax.distributed.data_parallel import rename, split_array_over_mesh, stack_layers, trees, unstack_layers
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
 
 LOOP, SCAN = "block_{}", "blocks"
@@ -57,12 +57,12 @@ def test_a_state_of_a_loop_goes_on_as_one_of_a_scan():
     loop, scan = states()
     step = make_train_step(mean_loss, mesh_of(2, 4), AXES)
     loop, _ = step(jax.tree.map(jnp.copy, loop), data(), jax.random.key(1))
-    stacked = stack_params(jax.tree.map(jnp.copy, loop), LOOP, SCAN).replace(apply_fn=scan.apply_fn)
+    stacked = stack_layers(jax.tree.map(jnp.copy, loop), LOOP, SCAN).replace(apply_fn=scan.apply_fn)
     assert described(stacked.params) == described(scan.params)
     assert described(stacked.opt_state) == described(scan.opt_state)
     assert any(leaf_of(leaf).is_padded for _, leaf in trees.leaves_with_path(scan.params))  # guard
 
-    back = unstack_params(stacked, SCAN, LOOP)
+    back = unstack_layers(stacked, SCAN, LOOP)
     assert described(back.params) == described(loop.params)
     jax.tree.map(np.testing.assert_array_equal, back.params, loop.params)
 
@@ -71,7 +71,7 @@ def test_a_state_of_a_loop_goes_on_as_one_of_a_scan():
     np.testing.assert_allclose(of_scan["loss"], of_loop["loss"], rtol=FLOAT32_ROUNDING)
     # AdamW makes a step of lr=0.01 out of a gradient however small, so a gradient that is rounding alone may differ by
     # a hundredth of it here.
-    assert_same_params(unstack_params(stacked.params, SCAN, LOOP), loop.params, 1e-3)
+    assert_same_params(unstack_layers(stacked.params, SCAN, LOOP), loop.params, 1e-3)
 
 
 def test_a_checkpoint_of_a_loop_is_restored_into_a_scan_on_another_mesh(tmp_path):
@@ -81,13 +81,13 @@ def test_a_checkpoint_of_a_loop_is_restored_into_a_scan_on_another_mesh(tmp_path
     model = Model(fsdp(axis_name=AXES), scan=True)
     target = abstract_train_state(model, TX, mesh_of(1, 4), jax.random.key(0), data()["x"], batch_axes=AXES)
     with Checkpointer(tmp_path) as checkpointer:
-        restored = checkpointer.restore({"train": unstack_params(target, SCAN, LOOP)})["train"]
-        params = checkpointer.restore_params(unstack_params(target.params, SCAN, LOOP))
-    state = stack_params(restored, LOOP, SCAN)
+        restored = checkpointer.restore({"train": unstack_layers(target, SCAN, LOOP)})["train"]
+        params = checkpointer.restore_params(unstack_layers(target.params, SCAN, LOOP))
+    state = stack_layers(restored, LOOP, SCAN)
     for got, want in [(state.params, target.params), (state.opt_state, target.opt_state)]:
         assert described(got) == described(want)
     assert state.apply_fn == model.apply
-    want = stack_params(trees.map_leaves(true_value, loop.params), LOOP, SCAN)
+    want = stack_layers(trees.map_leaves(true_value, loop.params), LOOP, SCAN)
     assert_same_params(state.params, want, tolerance=0)
     assert_same_params(params, restored.params, tolerance=0)
 
@@ -96,9 +96,9 @@ def test_a_checkpoint_of_a_loop_is_restored_into_a_scan_on_another_mesh(tmp_path
 def test_shards_stay_where_they_are(spec):
     mesh = mesh_of(2, 4)
     x = jax.device_put(jnp.ones((16, 8)), NamedSharding(mesh, spec))
-    scan = stack_params({"block_0": x, "block_1": x + 1}, LOOP, SCAN)
+    scan = stack_layers({"block_0": x, "block_1": x + 1}, LOOP, SCAN)
     assert scan[SCAN].sharding == NamedSharding(mesh, PartitionSpec(None, *spec))
-    assert [leaf.sharding for leaf in unstack_params(scan, SCAN, LOOP).values()] == [x.sharding] * 2
+    assert [leaf.sharding for leaf in unstack_layers(scan, SCAN, LOOP).values()] == [x.sharding] * 2
     for fn, sharding, values in [
         (rename._stack, scan[SCAN].sharding, (x, x)),
         (rename._split, x.sharding, (scan[SCAN],)),
@@ -117,13 +117,13 @@ def test_layers_lie_anywhere_and_in_any_container():
     )
     tx = optax.chain(optax.clip(1.0), optax.adam(1e-3))
     opt_state = tx.init(loop)
-    scan = stack_params((loop, opt_state), "layer_{}_x", "layers")
+    scan = stack_layers((loop, opt_state), "layer_{}_x", "layers")
     assert isinstance(scan[0], FrozenDict) and isinstance(scan[0]["enc"]["layers"]["w"], np.ndarray)
     assert scan[0]["layers"]["enc"]["w"].shape == (2,) and scan[0]["enc"]["layer_10"].shape == (2,)
     assert jax.tree.structure(scan[1]) == jax.tree.structure(
         optax.chain(optax.clip(1.0), optax.adam(1e-3)).init(scan[0])
     )
-    jax.tree.map(np.testing.assert_array_equal, unstack_params(scan, "layers", "layer_{}_x"), (loop, opt_state))
+    jax.tree.map(np.testing.assert_array_equal, unstack_layers(scan, "layers", "layer_{}_x"), (loop, opt_state))
 
 
 W, BOXED = jnp.ones((4, 2)), nn.Partitioned(jnp.ones((4, 2)), (None, "fsdp"))
@@ -140,7 +140,7 @@ WRONG = {
 @pytest.mark.parametrize("tree, match", WRONG.values(), ids=WRONG)
 def test_layers_that_make_no_scan_are_refused(tree, match):
     with pytest.raises(ValueError, match=match):
-        stack_params(tree, LOOP, SCAN)
+        stack_layers(tree, LOOP, SCAN)
 
 
 def test_what_is_no_scan_is_refused():
@@ -155,11 +155,11 @@ def test_what_is_no_scan_is_refused():
         ({"blocks": W, "block_2": W}, r"beside 'blocks' there is 'block_2' already"),
     ]:
         with pytest.raises(ValueError, match=match):
-            unstack_params(tree, SCAN, LOOP)
+            unstack_layers(tree, SCAN, LOOP)
     with pytest.raises(TypeError, match=r"layer_names='blocks' has not one \{\}"):
-        stack_params({}, SCAN, LOOP)
+        stack_layers({}, SCAN, LOOP)
     with pytest.raises(TypeError, match=r"a name of layers is a string, not 0"):
-        stack_params({}, LOOP, 0)
+        stack_layers({}, LOOP, 0)
 
 
 # ---------------------------------------------------------------------------------------------- an array over the mesh

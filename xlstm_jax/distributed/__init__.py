@@ -144,7 +144,7 @@ _MOVED = {
     **dict.fromkeys(metrics.__all__, "metrics"),
     **dict.fromkeys(
         "NnxModel box_like gather_array_with_mean_grads larger_than rename_leaves "
-        "split_array_over_mesh stack_params unstack_params".split(),
+        "split_array_over_mesh stack_layers unstack_layers".split(),
         "data_parallel",
     ),
     **dict.fromkeys(["matrix_dimensions", "on_whole_matrices"], "optimizers"),

@@ -30,7 +30,7 @@ from xlstm_jax.distributed.data_parallel.modules.scan_layers import scan_layers
 from xlstm_jax.distributed.data_parallel.modules.shard_modules import larger_than, shard_modules
 from xlstm_jax.distributed.data_parallel.placement import bytes_per_device, partition_specs, shardings
 from xlstm_jax.distributed.data_parallel.remat import BLOCK_INPUT, remat_policy
-from xlstm_jax.distributed.data_parallel.rename import rename_leaves, stack_params, unstack_params
+from xlstm_jax.distributed.data_parallel.rename import rename_leaves, stack_layers, unstack_layers
 from xlstm_jax.distributed.data_parallel.shard import shard_params, split_array_over_mesh
 from xlstm_jax.distributed.data_parallel.trees import box_like, unbox
 from xlstm_jax.distributed.data_parallel.typed_kernel import typed_kernel
@@ -57,9 +57,9 @@ __all__ = [
     "shard_params",
     "shardings",
     "split_array_over_mesh",
-    "stack_params",
+    "stack_layers",
     "sync_gradients",
     "typed_kernel",
     "unbox",
-    "unstack_params",
+    "unstack_layers",
 ]

@@ -1,7 +1,7 @@
 """The same model with its parameters under other names: its leaves renamed, or layers of a loop as layers of a scan.
 
-    block_0/up/kernel[d, f], block_1/..., block_2/...  -- stack_params -->  blocks/up/kernel[3, d, f]
-                                                      <-- unstack_params --
+    block_0/up/kernel[d, f], block_1/..., block_2/...  -- stack_layers -->  blocks/up/kernel[3, d, f]
+                                                      <-- unstack_layers --
 
 Layers in a Python loop have separate parameters; ``nn.scan`` keeps the parameters of all layers in one leaf, with a
 layer dim in front. On a mesh the layer dim is whole: each device stacks the shards that it has, and nothing travels. A
@@ -68,14 +68,14 @@ def rename_leaves(tree: PyTree, names: Mapping[str, str]) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------- layers of a loop and of a scan
 
 
-def stack_params(tree: PyTree, layer_names: str, stacked_name: str) -> PyTree:
+def stack_layers(tree: PyTree, layer_names: str, stacked_name: str) -> PyTree:
     """Layers in a loop to layers in a scan: the leaves of ``block_0``, ``block_1``, ... are stacked under ``blocks``.
 
     Such layers are stacked wherever they lie in the tree: in parameters, in the moments of an optimizer, in a whole
     ``TrainState`` (whose ``apply_fn`` stays), in the abstract target of a restore.
 
     >>> params = {"block_0": {"w": jnp.zeros((4, 2))}, "block_1": {"w": jnp.ones((4, 2))}, "head": jnp.ones(2)}
-    >>> stacked = stack_params(params, "block_{}", "blocks")
+    >>> stacked = stack_layers(params, "block_{}", "blocks")
     >>> stacked["blocks"]["w"].shape, sorted(stacked)
     ((2, 4, 2), ['blocks', 'head'])
 
@@ -105,20 +105,20 @@ def stack_params(tree: PyTree, layer_names: str, stacked_name: str) -> PyTree:
     return _with_other_entries(tree, lambda node: bool(_layers_in(node, pattern)), stacked, layer_names.format(0))
 
 
-def unstack_params(tree: PyTree, stacked_name: str, layer_names: str) -> PyTree:
-    """The inverse of ``stack_params``: layers in a scan to layers in a loop.
+def unstack_layers(tree: PyTree, stacked_name: str, layer_names: str) -> PyTree:
+    """The inverse of ``stack_layers``: layers in a scan to layers in a loop.
 
     >>> params = {"blocks": {"w": jnp.ones((2, 4, 2))}, "head": jnp.ones(2)}
-    >>> jax.tree.map(jnp.shape, unstack_params(params, "blocks", "block_{}"))
+    >>> jax.tree.map(jnp.shape, unstack_layers(params, "blocks", "block_{}"))
     {'block_0': {'w': (4, 2)}, 'block_1': {'w': (4, 2)}, 'head': (2,)}
 
     Args:
-      tree: as of ``stack_params``, with leaves [layers, ...] under ``stacked_name``.
-      stacked_name, layer_names: see ``stack_params``.
+      tree: as of ``stack_layers``, with leaves [layers, ...] under ``stacked_name``.
+      stacked_name, layer_names: see ``stack_layers``.
     Raises:
       ValueError: there is nothing of that name; its leaves differ in the size of dim 0, or one has no dim; a box splits
         the layer dim; or there is something of a layer's name already.
-      TypeError: as of ``stack_params``.
+      TypeError: as of ``stack_layers``.
     """
     _pattern(layer_names)
     _check_name(stacked_name)
@@ -183,8 +183,8 @@ def _pattern(layer_names: str) -> re.Pattern[str]:
 def _check_name(name: Any) -> None:
     if not isinstance(name, str) or not name:
         raise TypeError(
-            f"a name of layers is a string, not {kind_of(name)}: stack_params(tree, 'block_{NUMBER}', 'blocks'), "
-            f"unstack_params(tree, 'blocks', 'block_{NUMBER}')."
+            f"a name of layers is a string, not {kind_of(name)}: stack_layers(tree, 'block_{NUMBER}', 'blocks'), "
+            f"unstack_layers(tree, 'blocks', 'block_{NUMBER}')."
         )
 
 

@@ -47,7 +47,7 @@ class Offload:
                 "Offload(params=True): parameters stay on the device. All are read in forward and backward, and "
                 "brought in as the step begins they would fill as much memory. Leave params=False. More devices along "
                 "the axes that split the parameters save memory, as do remat_policy(..., offload=[BLOCK_INPUT]) for "
-                "activations, and freeze_params for parameters that need no training and may be stored in int8."
+                "activations, and freeze_params for parameters that need no training and may be stored in 16 bits."
             )
 
 
