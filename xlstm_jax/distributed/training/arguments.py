@@ -25,7 +25,8 @@ from xlstm_jax.distributed.data_parallel.modules import is_nnx
 from xlstm_jax.distributed.data_parallel.trees import named_leaf
 from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout
-from xlstm_jax.distributed.device_mesh.batches import any_padded
+from xlstm_jax.distributed.device_mesh.batch_leaves import why_no_array
+from xlstm_jax.distributed.device_mesh.batches import any_padded, padded_rows_of
 from xlstm_jax.distributed.training.first_batch import compare_batches
 from xlstm_jax.distributed.training.mistakes import warn_of_padding
 from xlstm_jax.wording import kind_of
@@ -36,8 +37,6 @@ ARGUMENTS = ("state", "batch", "rng", "local")  # of a training step
 DONATED = ("state", "local")  # whose memory a step takes over
 Others = Mapping[str, PyTree] | None  # further trees of a step, which a loss function takes by their names
 WEIGHTED = "weighted=True"  # how the rows of a batch for training get weights
-NUMBERS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, bool, int, float, complex)
-NO_NUMBERS = frozenset("OSUMm")  # kinds of NumPy's dtypes that no device has: objects, texts, dates
 
 
 # -------------------------------------------------------------------------------------------------- model, loss and key
@@ -326,23 +325,6 @@ def _check_no_list_of_numbers(batch: PyTree) -> None:
             )
 
 
-def why_no_array(leaf: Any) -> str | None:
-    """What a leaf is that is no array of numbers, and the cure; None of an array of numbers."""
-    if isinstance(leaf, NUMBERS) or hasattr(leaf, "__jax_array__"):
-        if getattr(getattr(leaf, "dtype", None), "kind", None) not in NO_NUMBERS:
-            return None
-        return f"{kind_of(leaf)}, not of numbers. Leave it out, or encode it as numbers."
-    if dataclasses.is_dataclass(leaf):
-        return (
-            f"{kind_of(leaf)}, a dataclass in which JAX sees no arrays. Register it with "
-            "jax.tree_util.register_dataclass, make it by flax.struct.dataclass, or pass a dict."
-        )
-    if hasattr(leaf, "__array__"):
-        package = type(leaf).__module__.partition(".")[0]
-        return f"a {type(leaf).__name__} of {package}, which JAX does not take. Pass np.asarray of it."
-    return f"{kind_of(leaf)}, not an array. Leave it out, or encode it as numbers."
-
-
 # ---------------------------------------------------------------- what JAX refuses before it traces
 
 
@@ -355,7 +337,8 @@ class CheckedStep:
       step, layout, options: the function, the layout of its batch on the mesh that it was made for, and options of
         ``jax.jit``.
       arguments: names of the function's arguments by position.
-      is_weighted: says, once the function was traced, whether it gives weights to rows.
+      counting: what of a step counts rows that only pad, by kind, of its batch and its arguments; see
+        ``counting_padding``.
     """
 
     def __init__(
@@ -363,11 +346,12 @@ class CheckedStep:
         step: Callable[..., Any],
         layout: BatchLayout,
         arguments: tuple[str, ...] = ARGUMENTS,
-        is_weighted: Callable[[], bool] = lambda: True,
+        counting: Callable[[PyTree, tuple[Any, ...], dict[str, Any]], dict[str, list[str]]] = lambda *_: {},
         **options: Any,
     ):
         functools.update_wrapper(self, step)
-        self._is_weighted = is_weighted
+        self._counting = counting
+        self._looked_at: set[object] = set()  # kinds of padded batches
         self._jitted, self._layout, self._arguments = jax.jit(step, **options), layout, arguments
         self._mesh = layout.mesh
         self._donated = [arguments[index] for index in np.atleast_1d(options["donate_argnums"])]
@@ -388,9 +372,18 @@ class CheckedStep:
                 compare_batches(named["batch"], self._mesh)
             self._has_compared = True
         returned = self._explained(named, functools.partial(self._jitted, *args, **kwargs))
-        if any_padded() and not self._is_weighted():
-            warn_of_padding(named.get("batch"))
+        if any_padded() and self._is_new_and_padded(named.get("batch")):
+            warn_of_padding(named["batch"], self._counting(named["batch"], args, kwargs))
         return returned
+
+    def _is_new_and_padded(self, batch: PyTree) -> bool:
+        """Whether ``shard_batch`` has padded leaves of a batch, and no batch like it was looked at before."""
+        leaves, treedef = jax.tree.flatten(batch)
+        padded = tuple((np.shape(leaf), padded_rows_of(leaf) is not None) for leaf in leaves)
+        if not any(is_padded for _, is_padded in padded) or (treedef, padded) in self._looked_at:
+            return False
+        self._looked_at.add((treedef, padded))
+        return True
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         return self._explained(self._named(args, kwargs), functools.partial(self._jitted.lower, *args, **kwargs))
