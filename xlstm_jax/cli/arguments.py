@@ -31,6 +31,19 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; see {self.prog} --help.")
 
 
+class Setting(argparse.Action):
+    """Collects pairs of name and value; a name that is given twice is an error, as one value would be dropped."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: Any = None
+    ) -> None:
+        name, value = values
+        before = getattr(namespace, self.dest)
+        if name in dict(before):
+            parser.error(f"{option} {name}={value!r}: {name} was given before, as {dict(before)[name]!r}; give it once")
+        setattr(namespace, self.dest, [*before, values])
+
+
 def parse_mesh(text: str) -> dict[str, int]:
     """``dp=4,fsdp=64`` -> {"dp": 4, "fsdp": 64}; one size may be -1."""
     pairs = [part.partition("=")[::2] for part in text.split(",")]
@@ -72,7 +85,9 @@ def parse_setting(text: str) -> tuple[str, Any]:
     """``remat=True`` -> ("remat", True); the value is a Python literal."""
     name, _, value = text.partition("=")
     try:
-        return name, ast.literal_eval(value)
+        if not name.strip().isidentifier():
+            raise ValueError(name)
+        return name.strip(), ast.literal_eval(value.strip())
     except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: a literal that is nested too deep
         raise argparse.ArgumentTypeError(
             f"{_shown(text)} is not name=value with a Python literal; as remat=True, layers=24, or \"kind='mlp'\" in "
@@ -99,7 +114,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "required": True, "metavar": "module:function", "help": "your function that returns a Workload",
     },
     "--set": {
-        "action": "append", "default": [], "type": parse_setting, "metavar": "name=value",
+        "action": Setting, "default": [], "type": parse_setting, "metavar": "name=value",
         "help": "an argument of the factory, as remat=True; may be given several times",
     },
     "--topology": {

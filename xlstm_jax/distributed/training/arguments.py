@@ -35,6 +35,12 @@ STEP = "a step takes (state, batch, rng)"
 STATE_FIELDS = ("step", "apply_fn", "params", "tx", "opt_state", "replace")
 ARGUMENTS = ("state", "batch", "rng", "local")  # of a training step
 DONATED = ("state", "local")  # whose memory a step takes over
+GIVEN = {  # what to pass to a step, by the names of its arguments
+    "state": "the state that create_train_state makes, or the last one that the step returned",
+    "batch": "arrays [rows, ...], as shard_batch returns them",
+    "rng": "a key, jax.random.key(0); it may be the same in all steps",
+    "local": "the state of the metric: metric.empty(batch_axes, mesh), or the last one that the step returned",
+}
 Others = Mapping[str, PyTree] | None  # further trees of a step, which a loss function takes by their names
 WEIGHTED = "weighted=True"  # how the rows of a batch for training get weights
 
@@ -353,6 +359,8 @@ class CheckedStep:
         self._counting = counting
         self._looked_at: set[object] = set()  # kinds of padded batches
         self._jitted, self._layout, self._arguments = jax.jit(step, **options), layout, arguments
+        takes = inspect.signature(step).parameters
+        self._needed = tuple(name for name in arguments if takes[name].default is inspect.Parameter.empty)
         self._mesh = layout.mesh
         self._donated = [arguments[index] for index in np.atleast_1d(options["donate_argnums"])]
         self._placed: set[tuple[Any, ...]] = set()  # shardings of batches that were looked at
@@ -391,20 +399,46 @@ class CheckedStep:
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         return self._explained(self._named(args, kwargs), functools.partial(self._jitted.trace, *args, **kwargs))
 
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        return self._explained(self._named(args, kwargs), functools.partial(self._jitted.eval_shape, *args, **kwargs))
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # which copy looks for before there is a function to ask
             raise AttributeError(name)
         return getattr(self._jitted, name)
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by their names. Raises where ``others`` is no dict, before anything looks into it."""
+        """The arguments of a call by their names, before anything looks into them.
+
+        Raises:
+          TypeError: an argument is missing, unknown, passed twice, or one too many; or ``others`` is no dict.
+        """
         named = dict(zip(self._arguments, args, strict=False)) | kwargs
+        if kwargs or len(args) != len(self._needed):
+            self._check_names(args, kwargs)
         if (others := named.get("others")) is not None and not isinstance(others, Mapping):
             raise TypeError(
                 f"others is {kind_of(others)}; pass a dict of trees by the names that the function takes them by, as "
                 "step(..., others={'teacher': teacher_state.params})."
             )
         return named
+
+    def _check_names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raises a ``TypeError`` where the arguments of a call are not those that a step takes."""
+        call = f"step({', '.join(self._needed)})"
+        by_place = self._arguments[: len(args)]
+        for name in self._needed:
+            if name not in by_place and name not in kwargs:
+                raise TypeError(f"{call} was called without {name!r}. Pass {GIVEN[name]}.")
+        unknown = [name for name in kwargs if name not in self._arguments and name != "others"]
+        if unknown or len(args) > len(self._arguments):
+            what = f"has no argument {unknown[0]!r}" if unknown else f"was called with {len(args)} arguments"
+            raise TypeError(
+                f"{call} {what}. Pass these alone; further trees come by name, as others={{'teacher': params}}, and all "
+                "else in the batch."
+            )
+        if twice := [name for name in by_place if name in kwargs]:
+            raise TypeError(f"{call} was given {twice[0]!r} twice, by its place and by its name. Pass it once.")
 
     def _explained(self, named: dict[str, Any], call: Callable[[], Any]) -> Any:
         """What ``call()`` returns, which hands in the arguments ``named``; its errors name the one that JAX refuses."""

@@ -143,6 +143,11 @@ class _Evaluation:
                 f"{missing[0]!r}. Pass the TrainState; to evaluate other parameters, state.replace(params=...)."
             )
         variables = {"params": state.params, "collections": collections_of(state)}
+        if not isinstance(local, Local):
+            raise TypeError(
+                f"an evaluation takes (state, batch, local), and its local is {kind_of(local)}, not the state of a "
+                "metric. Pass metric.empty(batch_axes, mesh), or the last one that the step returned."
+            )
         # Each device has its own state of the metric, so that state is split over all axes of the batch.
         mesh, of_local = self.layout.mesh, PartitionSpec(self.layout.axes)
         check_mesh_of({"state": variables, "local": local, "others": others}, mesh)

@@ -332,7 +332,9 @@ def warn_of_padding(batch: PyTree, counting: Mapping[str, list[str]]) -> None:
     leaves = [(path, leaf) for path, leaf in trees.leaves_with_path(batch) if np.ndim(leaf)]
     padded = {path: of_leaf for path, leaf in leaves if (of_leaf := padded_rows_of(leaf))}
     rows, in_all = next(iter(padded.values()))
-    appended = f"shard_batch(..., pad=True) has made {in_all} rows of {rows}, {in_all - rows} of them copies of weight 0"
+    appended = (
+        f"shard_batch(..., pad=True) has made {in_all} rows of {rows}, {in_all - rows} of them copies of weight 0"
+    )
     absent = len(padded) == len(leaves)
     if absent:
         _warn(

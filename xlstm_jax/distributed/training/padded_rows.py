@@ -51,7 +51,9 @@ class MarkedLoss(LossFunction):
         found = super().__call__(*args, **kwargs)
         kept = found.collections
         if isinstance(kept, Mapping):
-            kept = {name: tree if name == OVERWRITTEN else marked(tree, COLLECTION, name) for name, tree in kept.items()}
+            kept = {
+                name: tree if name == OVERWRITTEN else marked(tree, COLLECTION, name) for name, tree in kept.items()
+            }
         if found.weight is not None:
             marked(jnp.asarray(found.weight), WEIGHT)  # which stays a Python number where it is one
         return Loss(marked(found.total, LOSS), found.weight, marked(found.aux, AUX), kept)
@@ -121,7 +123,9 @@ def counting_padding(
     counting = {kind: _without_weights(kind, of_kind) for kind, of_kind in found.items()}
     # Devices hold different numbers of real rows: the weights of one alone make no term of the mean over all.
     if WEIGHT not in found and _several_parts(batch):
-        counting[LOCAL_MEAN] = [path for path, labels in found[LOSS].items() if labels & WEIGHTS and not labels & GLOBAL]
+        counting[LOCAL_MEAN] = [
+            path for path, labels in found[LOSS].items() if labels & WEIGHTS and not labels & GLOBAL
+        ]
     return {kind: names for kind, names in counting.items() if names}
 
 
