@@ -410,7 +410,7 @@ EVALUATION = make_eval_step(lambda params, apply_fn, batch: {"values": batch["x"
     (lambda state: STEP(state, BATCH, KEY, key=KEY), "^step.* has no argument 'key'"),
     (lambda state: STEP(state, BATCH, KEY, None, state), "^step.* was called with 5 arguments. .*others="),
     (lambda state: STEP(state, BATCH, KEY, rng=KEY), "^step.* was given 'rng' twice"),
-    (lambda state: EVALUATION(state, BATCH), r"^step\(state, batch, local\) was called without 'local'. .*metric.empty"),
+    (lambda state: EVALUATION(state, BATCH), r"^step\(state, batch, local\) was called without 'local'.*metric.empty"),
     (lambda state: EVALUATION(state, BATCH, KEY), "its local is an array key<fry>.*metric.empty"),
 ])  # fmt: skip
 def test_a_call_with_other_arguments_names_those_of_the_step(call, says):

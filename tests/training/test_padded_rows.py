@@ -87,7 +87,7 @@ def test_a_padded_batch_trains_as_its_rows_on_one_device(check_vma, rows):
     assert np.isnan(grads(params)["Dense_0"]["kernel"]).any()  # guard: so would rows of zeros
 
 
-# ------------------------------------------------------------------------------------------------ what counts the copies
+# ----------------------------------------------------------------------------------------------- what counts the copies
 
 
 def with_statistics(params, apply_fn, batch, rng, collections, mask=None):

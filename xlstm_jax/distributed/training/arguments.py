@@ -434,8 +434,8 @@ class CheckedStep:
         if unknown or len(args) > len(self._arguments):
             what = f"has no argument {unknown[0]!r}" if unknown else f"was called with {len(args)} arguments"
             raise TypeError(
-                f"{call} {what}. Pass these alone; further trees come by name, as others={{'teacher': params}}, and all "
-                "else in the batch."
+                f"{call} {what}. Pass these alone; further trees come by name, as others={{'teacher': params}}, and "
+                "all else in the batch."
             )
         if twice := [name for name in by_place if name in kwargs]:
             raise TypeError(f"{call} was given {twice[0]!r} twice, by its place and by its name. Pass it once.")

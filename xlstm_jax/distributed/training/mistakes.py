@@ -79,8 +79,7 @@ COUNTING = {  # what of a step counts rows that pad, by kind: how to say it, and
     ),
     "collection": (
         "the collections{} are computed without the weights of rows, as is what they normalise",
-        "Train on batches that the devices divide, without the last rows of an epoch. (A mask= of nn.BatchNorm is exact "
-        "only where all devices hold as many rows of weight 1.)",
+        "Train on batches that the devices divide, without the last rows of an epoch; see docs/processes.md.",
     ),
 }
 LOST_BOXES = (

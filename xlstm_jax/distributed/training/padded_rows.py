@@ -1,13 +1,13 @@
 """What a step computes that counts rows which only pad: all that follows from them, and not from their weights.
 
-``shard_batch(..., pad=...)`` appends copies of rows, and returns weights that are 0 for them. What uses the weights, the
-library cannot see in the values; it is read off the equations of the step, once for each shape of a padded batch:
+``shard_batch(..., pad=...)`` appends copies of rows, and returns weights that are 0 for them. Whether a step uses the
+weights is read off its equations, once for each shape of a padded batch:
 
   of a loss function    the loss and its weight, each number beside it, each updated collection
   of an evaluation      what each metric observes
 
-A loss without a weight beside it must have reduced the weights over devices: devices hold different numbers of real rows,
-and the mean of their means is not the mean.
+A loss without a weight beside it must have reduced the weights over devices: devices hold different numbers of real
+rows, and the mean of their means is not the mean.
 
 A maximum or minimum over all rows is left out: copies do not change it. So are the scales of fp8 products, which follow
 from largest magnitudes.
