@@ -85,14 +85,16 @@ def parse_setting(text: str) -> tuple[str, Any]:
     """``remat=True`` -> ("remat", True); the value is a Python literal."""
     name, _, value = text.partition("=")
     try:
-        if not name.strip().isidentifier():
-            raise ValueError(name)
-        return name.strip(), ast.literal_eval(value.strip())
+        read = ast.literal_eval(value.strip())
+        good = name.strip().isidentifier()
     except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: a literal that is nested too deep
+        read, good = None, False
+    if not good:
         raise argparse.ArgumentTypeError(
             f"{_shown(text)} is not name=value with a Python literal; as remat=True, layers=24, or \"kind='mlp'\" in "
             "quotes"
-        ) from None
+        )
+    return name.strip(), read
 
 
 def parse_count(text: str) -> int:

@@ -431,12 +431,11 @@ class CheckedStep:
             if name not in by_place and name not in kwargs:
                 raise TypeError(f"{call} was called without {name!r}. Pass {GIVEN[name]}.")
         unknown = [name for name in kwargs if name not in self._arguments and name != "others"]
-        if unknown or len(args) > len(self._arguments):
-            what = f"has no argument {unknown[0]!r}" if unknown else f"was called with {len(args)} arguments"
-            raise TypeError(
-                f"{call} {what}. Pass these alone; further trees come by name, as others={{'teacher': params}}, and "
-                "all else in the batch."
-            )
+        rest = "Further trees come by name, as others={'teacher': params}, and all else in the batch."
+        if unknown:
+            raise TypeError(f"{call} has no argument {unknown[0]!r}. {rest}")
+        if len(args) > len(self._arguments):
+            raise TypeError(f"{call} was called with {len(args)} arguments. {rest}")
         if twice := [name for name in by_place if name in kwargs]:
             raise TypeError(f"{call} was given {twice[0]!r} twice, by its place and by its name. Pass it once.")
 

@@ -331,15 +331,14 @@ def warn_of_padding(batch: PyTree, counting: Mapping[str, list[str]]) -> None:
     leaves = [(path, leaf) for path, leaf in trees.leaves_with_path(batch) if np.ndim(leaf)]
     padded = {path: of_leaf for path, leaf in leaves if (of_leaf := padded_rows_of(leaf))}
     rows, in_all = next(iter(padded.values()))
-    appended = (
-        f"shard_batch(..., pad=True) has made {in_all} rows of {rows}, {in_all - rows} of them copies of weight 0"
-    )
+    copies = f"{in_all - rows} of them copies of weight 0"
     absent = len(padded) == len(leaves)
     if absent:
         _warn(
-            f"{appended}, and the weight that it returned beside them is in no leaf of the batch, "
-            f"{listed([path for path, _ in leaves])}: copies count like other rows. Pass batch | {{'weight': weight}}, "
-            "and use it: weighted=True with (sum, weight) in training, metric.update(..., weight=) in an evaluation.",
+            f"shard_batch(..., pad=True) has made {in_all} rows of {rows}, {copies}, and the weight that it returned "
+            f"beside them is in no leaf of the batch, {listed([path for path, _ in leaves])}: copies count like other "
+            "rows. Pass batch | {'weight': weight}, and use it: weighted=True with (sum, weight) in training, "
+            "metric.update(..., weight=) in an evaluation.",
             "padding",
         )
     for kind, names in counting.items():
@@ -347,4 +346,8 @@ def warn_of_padding(batch: PyTree, counting: Mapping[str, list[str]]) -> None:
         if not absent or kind == "collection":
             what, cure = COUNTING[kind]
             named = f" {listed(names)}" if any(names) else ""  # a metric without others beside it has no name
-            _warn(f"{appended}, and {what.format(named)}. {cure}", ("padding", kind))
+            _warn(
+                f"shard_batch(..., pad=True) has made {in_all} rows of {rows}, {copies}, and {what.format(named)}. "
+                f"{cure}",
+                ("padding", kind),
+            )

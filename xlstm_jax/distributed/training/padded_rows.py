@@ -16,6 +16,7 @@ from largest magnitudes.
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -62,16 +63,13 @@ class MarkedLoss(LossFunction):
 def marked(tree: PyTree, kind: str, name: str = "") -> PyTree:
     """The tree, each of whose arrays has a name in the equations: its kind, and its path behind ``name``."""
 
-    def mark(path: tuple[Any, ...], leaf: Any) -> Any:
-        its = "/".join(filter(None, [name, trees.path_string(path) if path else ""]))
-
-        def with_name(x: Any) -> Any:
-            return checkpoint_name(x, f"{MARK}{kind}:{its}") if isinstance(x, jax.Array) else x
-
-        return jax.tree.map(with_name, leaf)
+    def with_name(path: str, x: Any) -> Any:
+        its = "/".join(part for part in (name, path) if part not in ("", "."))
+        return checkpoint_name(x, f"{MARK}{kind}:{its}") if isinstance(x, jax.Array) else x
 
     # A cell has several arrays, and one name.
-    return jax.tree_util.tree_map_with_path(mark, tree, is_leaf=lambda node: isinstance(node, Cell))
+    leaves, treedef = trees.flatten_with_path(tree, lambda node: isinstance(node, Cell))
+    return jax.tree.unflatten(treedef, [jax.tree.map(partial(with_name, path), leaf) for path, leaf in leaves])
 
 
 # ------------------------------------------------------------------------------------------------------ read once
