@@ -1,6 +1,7 @@
 """A batch whose rows were padded trains as its real rows on one device; and what counts the copies is said, once."""
 
 import warnings
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,14 @@ from flax import linen as nn
 from numpy.testing import assert_allclose
 
 from tests.support import AXES, FLOAT32_ROUNDING, assert_same_params, fsdp, mesh_of
-from xlstm_jax.distributed import create_train_state, make_eval_step, make_train_step, shard_batch, unbox
+from xlstm_jax.distributed import check_step, create_train_state, make_eval_step, make_train_step, shard_batch, unbox
+from xlstm_jax.distributed.device_mesh.batch_layout import batch_layout
 from xlstm_jax.distributed.metrics import Compose, Max, WeightedMean
 from xlstm_jax.distributed.metrics.cells import Count, Maximum, Total
 from xlstm_jax.distributed.training import mistakes
+from xlstm_jax.distributed.training.loss import LossFunction
+from xlstm_jax.distributed.training.step_check.copies import counted
+from xlstm_jax.distributed.training.step_check.one_device import OneDevice
 
 KEY, MESH = jax.random.key(0), mesh_of(2, 4)
 ROWS = {"x": np.random.default_rng(0).normal(size=(11, 16)).astype(np.float32), "seen": np.ones(11, bool)}
@@ -183,3 +188,34 @@ def test_what_uses_the_weights_stays_silent(program):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         program()
+
+
+# ----------------------------------------------------------------------------------------------------------- check_step
+
+
+def contrastive(params, apply_fn, batch, rng, masked=False):
+    """Each row beside all rows of the device, those of weight 0 too unless ``masked``."""
+    out = apply_fn({"params": params}, batch["x"])
+    others = batch["weight"] > 0 if masked else batch["weight"] >= 0
+    logits = jnp.where(others, out @ out.T, -1e9)
+    losses = jax.nn.logsumexp(logits, axis=-1) - jnp.diagonal(logits)
+    return jnp.sum(losses * batch["weight"]), jnp.sum(batch["weight"])
+
+
+@pytest.mark.parametrize(
+    "loss_fn, counts", [(contrastive, True), (partial(contrastive, masked=True), False)], ids=["", "masked"]
+)
+def test_check_step_finds_a_loss_that_compares_rows_with_copies(loss_fn, counts):
+    state = state_of(fsdp(nn.Dense)(4))
+    batch = padded()
+    found = [
+        *counted(OneDevice(LossFunction(loss_fn, True), batch_layout(MESH, AXES), 1, state, batch, MESH), batch, KEY)
+    ]
+    assert bool(found) == counts and all("the loss counts rows that only pad" in text for text in found)
+
+
+def test_check_step_says_right_of_a_padded_batch():
+    step, state = make_train_step(weighted, MESH, AXES, weighted=True), state_of(fsdp(nn.Dense)(4))
+    assert check_step(step, state, padded(), KEY).ok
+    step = make_train_step(of_seen, MESH, AXES, weighted=True)
+    assert "counts rows that only pad" in str(check_step(step, state, padded(), KEY).findings)
