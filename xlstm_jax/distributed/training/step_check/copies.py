@@ -41,6 +41,6 @@ def counted(one: OneDevice, batch: PyTree, rng: Any) -> Iterator[str]:
         yield (
             f"the loss counts rows that only pad: it is {loss:.6g}, and {of_other:.6g} where the copies that "
             "shard_batch has appended are of other rows. Weigh each row by the weight that it returned; statistics of "
-            "the batch, and losses that compare rows (contrastive, a top-k), take rows that the devices divide, or mask "
-            "the copies."
+            "the batch, and losses that compare rows (contrastive, a top-k), take rows that the devices divide, or "
+            "mask the copies."
         )
