@@ -158,6 +158,10 @@ TOLD = {
         lambda: trained(with_statistics, OfBatch()),
         "the collections 'batch_stats/BatchNorm_0/mean', .*/var' are computed without.*that the devices divide",
     ),
+    "statistics that are not kept": (
+        lambda: trained(lambda *args: (with_statistics(*args)[0], {}), OfBatch()),
+        "the loss depends on a sum over the rows of all devices without their weights. Weigh the rows",
+    ),
     "a metric": (
         lambda: evaluated(BOTH, lambda e, w: {"a": (e, w), "b": e, "c": e}),
         r"the metric 'b' gets no weights of rows. .*metric.update\(..., weight=batch\['weight'\]\)",

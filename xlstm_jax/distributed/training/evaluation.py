@@ -115,7 +115,7 @@ def make_eval_step(
         evaluation.step,
         layout,
         ARGUMENTS,
-        counting=partial(counting_padding, watched.step, metric),
+        counting=partial(counting_padding, watched.step, metric, layout.row_axes),
         donate_argnums=ARGUMENTS.index("local"),
         compiler_options=resolved_on(mesh, compiler_options),
     )

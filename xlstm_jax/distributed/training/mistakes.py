@@ -77,6 +77,10 @@ COUNTING = {  # what of a step counts rows that pad, by kind: how to say it, and
         "the metric{} gets no weights of rows",
         "Pass them on: metric.update(..., weight=batch['weight']).",
     ),
+    "statistic": (
+        "the loss depends on a sum over the rows of all devices without their weights",
+        "Weigh the rows in it; or train on batches that the devices divide, without the last rows of an epoch.",
+    ),
     "collection": (
         "the collections{} are computed without the weights of rows, as is what they normalise",
         "Train on batches that the devices divide, without the last rows of an epoch; see docs/processes.md.",
@@ -343,7 +347,7 @@ def warn_of_padding(batch: PyTree, counting: Mapping[str, list[str]]) -> None:
         )
     for kind, names in counting.items():
         # Without weights in the batch all is computed without them; statistics need another cure.
-        if not absent or kind == "collection":
+        if not absent or kind in ("collection", "statistic"):
             what, cure = COUNTING[kind]
             named = f" {listed(names)}" if any(names) else ""  # a metric without others beside it has no name
             _warn(

@@ -6,6 +6,8 @@ weights is read off its equations, once for each shape of a padded batch:
   of a loss function    the loss and its weight, each number beside it, each updated collection
   of an evaluation      what each metric observes
 
+A sum over the rows of all devices without their weights, on which the loss depends, is a statistic of the batch.
+
 A loss without a weight beside it must have reduced the weights over devices: devices hold different numbers of real
 rows, and the mean of their means is not the mean.
 
@@ -25,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.equations import COLLECTIVES
+from xlstm_jax.distributed.data_parallel.equations import COLLECTIVES, named_axes
 from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN
 from xlstm_jax.distributed.device_mesh.batches import padded_rows_of
 from xlstm_jax.distributed.metrics.cells import Cell
@@ -35,8 +37,9 @@ from xlstm_jax.distributed.training.loss import Loss, LossFunction
 from xlstm_jax.distributed.training.varying import Axes, followed
 
 ROWS, WEIGHTS, GLOBAL = Axes({"(rows that pad)"}), Axes({"(their weights)"}), Axes({"(reduced weights)"})
+STATISTICS = Axes({"(sums of rows without weights)"})
 MARK = "xlstm_jax: "  # how the names of what is looked at begin
-LOSS, LOCAL_MEAN, WEIGHT = "loss", "mean of local means", "weight of the loss"
+LOSS, LOCAL_MEAN, WEIGHT, STATISTIC = "loss", "mean of local means", "weight of the loss", "statistic"
 AUX, COLLECTION, OBSERVED = "aux", "collection", "metric"
 EXTREMA = {"reduce_max", "reduce_min", "reduce_or", "reduce_and"}
 
@@ -76,13 +79,19 @@ def marked(tree: PyTree, kind: str, name: str = "") -> PyTree:
 
 
 def counting_padding(
-    step: Callable[..., Any], metric: PureMetric | None, batch: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]
+    step: Callable[..., Any],
+    metric: PureMetric | None,
+    row_axes: tuple[str, ...],
+    batch: PyTree,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> dict[str, list[str]]:
     """What counts rows that pad like others, by kind (``LOSS``, ``AUX``, ...), each with the names of such values.
 
     Args:
       step: a step that marks what it computes.
       metric: what takes in what the step observes, if anything does.
+      row_axes: the axes over which rows are split.
       batch: among the arguments.
       args, kwargs: of the step.
     """
@@ -100,8 +109,13 @@ def counting_padding(
         if eqn.primitive.name == "name" and eqn.params["name"].startswith(MARK):
             name = eqn.params["name"].removeprefix(MARK)
             reached[name] = reached[name].union(*inputs)
-        if COLLECTIVES.get(eqn.primitive.name) in ("all-reduce", "all-gather") and WEIGHTS <= Axes().union(*inputs):
-            return [Axes().union(*inputs, GLOBAL)] * len(eqn.outvars)
+        labels, kind = Axes().union(*inputs), COLLECTIVES.get(eqn.primitive.name)
+        if kind in ("all-reduce", "all-gather") and WEIGHTS <= labels:
+            return [labels | GLOBAL] * len(eqn.outvars)
+        # A sum over the rows of all devices, as of BatchNorm. A sum over other axes is one of parts of a row.
+        is_sum = kind == "all-reduce" and not eqn.primitive.name.startswith(("pmax", "pmin"))
+        if is_sum and ROWS <= labels and set(named_axes(eqn)) & set(row_axes):
+            return [labels | STATISTICS] * len(eqn.outvars)
         if eqn.primitive.name in EXTREMA and all(out.aval.ndim == 0 for out in eqn.outvars):
             return [Axes()] * len(eqn.outvars)
         return None
@@ -124,6 +138,9 @@ def counting_padding(
         counting[LOCAL_MEAN] = [
             path for path, labels in found[LOSS].items() if labels & WEIGHTS and not labels & GLOBAL
         ]
+    # Statistics that are kept are named as collections.
+    if not counting.get(COLLECTION):
+        counting[STATISTIC] = [path for path, labels in found[LOSS].items() if labels & STATISTICS]
     return {kind: names for kind, names in counting.items() if names}
 
 

@@ -147,7 +147,7 @@ def make_train_step(
     return CheckedStep(
         options.step,
         layout,
-        counting=partial(counting_padding, watched.step, metric),
+        counting=partial(counting_padding, watched.step, metric, layout.row_axes),
         donate_argnums=0 if metric is None else (0, 3),
         compiler_options=resolved_on(mesh, compiler_options),
     )
