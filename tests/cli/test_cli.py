@@ -274,6 +274,9 @@ ERRORS = {
     "plan --mesh fsdp=8 --nonsense": ("training", "unrecognized arguments: --nonsense", "--help"),
     "plan --mesh fsdp": ("training", "argument --mesh: 'fsdp' is not axis=size", "as dp=4,fsdp=64"),
     "plan --mesh fsdp=8 --set layers=3": ("training", "has no argument of this name; it has shard_axes", "Give it one"),
+    "plan --mesh fsdp=8 --set =3": ("training", "'=3' is not name=value", "layers=24"),
+    "plan --mesh fsdp=8 --set width=1 --set width=2": ("training", "width was given before, as 1", "give it once"),
+    "plan --mesh fsdp=8 --set nothing=1": ("passes_on", "passes others on to functions that have none", "Give it one"),
     "plan --mesh fsdp=8 --explain up/kernl": ("training", "nearest are", "up/kernel"),
     "plan --mesh fsdp=8 --diff tiny_training.py": (
         "training",

@@ -455,11 +455,11 @@ def test_meshes_do_not_disturb_each_other(two):
 
 def test_padding_has_weight_zero(two):
     row = [[[100 * p + 2 * i, 100 * p + 2 * i + 1] for i in range(4)] for p in range(2)]
-    none = [0, 0]
     for process in two:
-        assert process["padded"] == [*row[0][:3], none, *row[1][:3], none]
+        assert process["padded"] == [*row[0][:3], row[0][0], *row[1][:3], row[1][0]]
         assert process["weight"] == [1, 1, 1, 0, 1, 1, 1, 0]
-        assert process["uneven"] == [none] * 4 + [*row[1][:3], none]
+        # Process 0 has no rows left, and repeats one of the batch before.
+        assert process["uneven"] == [row[0][0]] * 4 + [*row[1][:3], row[1][0]]
         assert process["uneven weight"] == [0, 0, 0, 0, 1, 1, 1, 0]
 
 
@@ -525,8 +525,32 @@ def test_in_one_process_the_batch_is_laid_out_over_its_devices():
     assert {shard.data.shape for shard in got["x"].addressable_shards} == {(1, 3)}
     padded, weight = shard_batch({"x": batch["x"][:5]}, mesh_of(2, 4), "dp", pad=True)
     assert padded["x"].shape == (6, 3) and weight.tolist() == [1, 1, 1, 1, 1, 0] and weight.dtype == np.float32
-    np.testing.assert_array_equal(padded["x"][5], np.zeros(3))
+    np.testing.assert_array_equal(padded["x"][5], batch["x"][0])
     assert shard_batch({"x": batch["x"]}, mesh_of(2, 4), "dp", pad=True)[1].sum() == 8
+
+
+def test_rows_that_pad_are_real_rows_in_turn():
+    """Of all dtypes; scalars stay. Without rows that of a batch before is repeated, which had the same leaves."""
+    rows = {"x": jnp.arange(3, dtype=jnp.bfloat16), "tokens": np.arange(6).reshape(3, 2), "is": np.array([True] * 3)}
+    batch, weight = shard_batch(rows | {"n": 7}, mesh_of(2, 4), ("dp", "fsdp"), pad=True)
+    for name, leaf in rows.items():
+        np.testing.assert_array_equal(batch[name], np.asarray(leaf)[[0, 1, 2, 0, 1, 2, 0, 1]])
+        assert batch[name].dtype == jax.dtypes.canonicalize_dtype(leaf.dtype)
+    assert batch["n"] == 7 and weight.tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+    none = {name: leaf[:0] for name, leaf in rows.items()}
+    batch, weight = shard_batch(none | {"n": 7}, mesh_of(2, 4), ("dp", "fsdp"), pad=8)
+    assert batch["tokens"].tolist() == [[0, 1]] * 8 and not weight.any()
+    with pytest.raises(ValueError, match=r"process 0 hands in 0 rows, .* handed in none .*rows\[jax.process_index\(\)"):
+        shard_batch(none | {"other": np.zeros((0, 5))}, mesh_of(2, 4), ("dp", "fsdp"), pad=8)
+
+
+class Tensor:
+    """A tensor of another library, with the dtype and the conversion of NumPy."""
+
+    shape, ndim, dtype = (8,), 1, np.dtype(np.float32)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.ones(8, np.float32)
 
 
 @pytest.mark.parametrize(
@@ -568,13 +592,24 @@ def test_in_one_process_the_batch_is_laid_out_over_its_devices():
             TypeError,
             r"^batch\['c'\]\[0\] is a Config, a dataclass .*register_dataclass above Con",
         ),
-        ({"x": np.ones(8), "id": "abc"}, {}, TypeError, r"batch\['id'\] has the dtype <U3, not of numbers"),
-        ({"x": np.array(["a"] * 8)}, {}, TypeError, r"batch\['x'\] has the dtype <U1, not of numbers"),
+        ({"x": np.ones(8), "id": "abc"}, {}, TypeError, r"batch\['id'\] is 'abc', not an array. Leave it out"),
+        ({"x": np.array(["a"] * 8)}, {}, TypeError, r"batch\['x'\] is an array <U1\[8\], not of numbers"),
+        (
+            {"x": Tensor()},
+            {},
+            TypeError,
+            r"batch\['x'\] is a Tensor of tests, which JAX does not take. Pass np.asarray",
+        ),
+        (Tensor(), {"pad": True}, TypeError, r"^batch is a Tensor of tests"),
+        ({"x": np.ones(8, "f4,i4")}, {}, TypeError, r"batch\['x'\] is an array .*, not of numbers"),
+        ({"x": np.ma.masked_less(np.ones(8), 2)}, {}, TypeError, r"batch\['x'\] is a masked array, .*filled\(0\)"),
+        ({"x": jax.ShapeDtypeStruct((8,), jnp.float32)}, {}, TypeError, r"batch\['x'\] is a type without values"),
+        ({"x": np.ones(8), "n": 2**70}, {}, ValueError, r"batch\['n'\] is \d+, which int32 does not hold"),
         (
             {"k": jax.random.split(jax.random.key(0), 8)},
             {},
             TypeError,
-            r"batch\['k'\] has the dtype key<fry>, not of num",
+            r"batch\['k'\] has the dtype key<fry>, not of numbers. Pass jax.random.key_data",
         ),
     ],
 )

@@ -22,6 +22,7 @@ from xlstm_jax.distributed import (
     create_train_state,
     elementwise_only,
     init_sharded,
+    make_eval_step,
     make_train_step,
     shard_module_params,
     skip_nonfinite,
@@ -396,3 +397,22 @@ def test_a_step_with_scalars_is_forecast_and_linted():
     found = forecast(step, *args)
     assert {c.kind for c in found.collectives} >= {"all-gather", "reduce-scatter"}
     assert not lint(found, plan_sharding(MODEL, MESH.shape, BATCH["x"]), num_minibatches=2)
+
+
+STEP = make_train_step(mean_loss, MESH, AXES)
+EVALUATION = make_eval_step(lambda params, apply_fn, batch: {"values": batch["x"]}, MESH, AXES, metric=WeightedMean())
+
+
+@pytest.mark.parametrize("call, says", [
+    (lambda state: STEP(state, BATCH), r"^step\(state, batch, rng\) was called without 'rng'. Pass a key"),
+    (lambda state: STEP.lower(state), r"^step\(state, batch, rng\) was called without 'batch'"),
+    (lambda state: STEP.eval_shape(state, BATCH), "was called without 'rng'"),
+    (lambda state: STEP(state, BATCH, KEY, key=KEY), "^step.* has no argument 'key'"),
+    (lambda state: STEP(state, BATCH, KEY, None, state), "^step.* was called with 5 arguments. .*others="),
+    (lambda state: STEP(state, BATCH, KEY, rng=KEY), "^step.* was given 'rng' twice"),
+    (lambda state: EVALUATION(state, BATCH), r"^step\(state, batch, local\) was called without 'local'.*metric.empty"),
+    (lambda state: EVALUATION(state, BATCH, KEY), "its local is an array key<fry>.*metric.empty"),
+])  # fmt: skip
+def test_a_call_with_other_arguments_names_those_of_the_step(call, says):
+    with pytest.raises(TypeError, match=says):
+        call(kept_state())

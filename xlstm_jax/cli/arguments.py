@@ -31,6 +31,19 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; see {self.prog} --help.")
 
 
+class Setting(argparse.Action):
+    """Collects pairs of name and value; a name that is given twice is an error, as one value would be dropped."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: Any = None
+    ) -> None:
+        name, value = values
+        before = getattr(namespace, self.dest)
+        if name in dict(before):
+            parser.error(f"{option} {name}={value!r}: {name} was given before, as {dict(before)[name]!r}; give it once")
+        setattr(namespace, self.dest, [*before, values])
+
+
 def parse_mesh(text: str) -> dict[str, int]:
     """``dp=4,fsdp=64`` -> {"dp": 4, "fsdp": 64}; one size may be -1."""
     pairs = [part.partition("=")[::2] for part in text.split(",")]
@@ -72,12 +85,16 @@ def parse_setting(text: str) -> tuple[str, Any]:
     """``remat=True`` -> ("remat", True); the value is a Python literal."""
     name, _, value = text.partition("=")
     try:
-        return name, ast.literal_eval(value)
+        read = ast.literal_eval(value.strip())
+        good = name.strip().isidentifier()
     except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: a literal that is nested too deep
+        read, good = None, False
+    if not good:
         raise argparse.ArgumentTypeError(
             f"{_shown(text)} is not name=value with a Python literal; as remat=True, layers=24, or \"kind='mlp'\" in "
             "quotes"
-        ) from None
+        )
+    return name.strip(), read
 
 
 def parse_count(text: str) -> int:
@@ -99,7 +116,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "required": True, "metavar": "module:function", "help": "your function that returns a Workload",
     },
     "--set": {
-        "action": "append", "default": [], "type": parse_setting, "metavar": "name=value",
+        "action": Setting, "default": [], "type": parse_setting, "metavar": "name=value",
         "help": "an argument of the factory, as remat=True; may be given several times",
     },
     "--topology": {

@@ -14,6 +14,7 @@ import importlib
 import inspect
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ VARIED = {
     "remat": ("remat",),
 }
 PASSED_ON = ("axis_name", "min_weight_size", "reshard_after_forward")  # the options that **sharding gets
+NO_ARGUMENT = re.compile("unexpected keyword argument|multiple values for argument")  # in Python's errors
 
 
 class FactoryError(ValueError):
@@ -86,11 +88,16 @@ class Factory:
           FactoryError: the function has no argument of a chosen name.
         """
         if unknown := [name for name in chosen if name not in self.declared and not self.takes_sharding]:
-            raise FactoryError(
-                f"--set {unknown[0]}=...: {self.name} has no argument of this name; it has "
-                f"{', '.join(self.declared) or 'none'}. Give it one, with a default."
-            )
+            raise self._unknown(unknown[0])
         return {name: value for name, value in options.items() if name in self.taken} | dict(chosen)
+
+    def _unknown(self, name: str) -> FactoryError:
+        """The error of an argument that ``--set`` names, and neither the function nor what it passes it on to has."""
+        passed_on = ", and passes others on to functions that have none of this name either" * self.takes_sharding
+        return FactoryError(
+            f"--set {name}=...: {self.name} has no argument of this name; it has {', '.join(self.declared) or 'none'}"
+            f"{passed_on}. Give it one, with a default."
+        )
 
     def workload(
         self,
@@ -115,6 +122,10 @@ class Factory:
         try:
             made = self.function(**arguments)
         except Exception as error:  # whatever a user's function raises
+            for name in chosen:
+                # What **sharding takes in is passed on, and the function that gets it says so.
+                if name not in self.declared and NO_ARGUMENT.search(str(error)) and f"'{name}'" in str(error):
+                    raise self._unknown(name) from error
             raise FactoryError(f"{call} raised {described(error)}.") from error
         if not isinstance(made, Workload):
             raise FactoryError(

@@ -12,13 +12,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.policy import padded_size
-from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path, named_leaf
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_layout, num_shards
+from xlstm_jax.distributed.device_mesh.batch_leaves import check_values, why_no_array, with_copies
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_mesh
 from xlstm_jax.distributed.processes.devices import Device
 from xlstm_jax.distributed.processes.same_everywhere import compare, entries_of
 
-NUMBERS = frozenset("biufcV")  # kinds of dtype; bfloat16 and the like are V, PRNG keys have none
 PLAIN_NUMBERS = int, float, complex, np.generic
 BATCH_TIMEOUT_S = 300.0  # Processes may open their data for minutes before the first batch.
 
@@ -46,20 +46,22 @@ def shard_batch(
       batch_spec: in place of ``batch_axes``, a ``PartitionSpec`` of all dims, as ``P(("dp", "fsdp"), "cp")`` of tokens
         [b, t], or a tree of specs that is a prefix of the batch. Dim 0 is split over the same axes in all leaves. Each
         process hands in whole rows, and its devices keep their parts of them.
-      pad: True appends rows of zeros until this process's devices divide the rows; a number appends them up to that
-        many rows, so that processes may hand in different numbers of rows, down to none (the end of an epoch).
+      pad: True repeats rows, from the first on, until this process's devices divide their number; a number repeats them
+        up to that many rows, so that processes may hand in different numbers of rows, down to none (the end of an
+        epoch: a row of an earlier batch is then repeated). What counts rows by itself counts the copies, too: see
+        docs/processes.md#rows-that-pad.
       timeout_s: how long to wait for the other processes where batches are compared.
     Returns:
       The batch of global arrays [all rows, ...], split over ``batch_axes`` or as ``batch_spec`` says. With ``pad``,
-      ``(batch, weight)``, where ``weight``, float32 [all rows], is 1 for a row that was handed in and 0 for one that
-      was appended.
+      ``(batch, weight)``, where ``weight``, float32 [all rows], is 1 for a row that was handed in and 0 for a copy
+      that was appended.
     Raises:
       ValueError: devices do not divide the rows or another dim, or leaves differ in their rows, on this process; a
-        leaf has not the dims of its spec, or the mesh not its axes; or processes differ in shapes, dtypes, scalars, or
-        rows that must be the same, and all of them raise.
+        leaf has not the dims of its spec, or the mesh not its axes; this process has no row to repeat, and had none
+        before; or processes differ in shapes, dtypes, scalars, or rows that must be the same, and all of them raise.
       TimeoutError: this process brings a new shape, others do not.
-      TypeError: a leaf is a global array already, or has a dtype that devices do not have; a list of numbers, which JAX
-        takes for scalars; a dataclass that JAX does not know; or ``mesh`` is none.
+      TypeError: a leaf is a global array already, a tensor of another library, or has a dtype that devices do not have;
+        a list of numbers, which JAX takes for scalars; a dataclass that JAX does not know; or ``mesh`` is none.
 
     >>> batch = shard_batch({"x": np.ones((16, 3)), "lr": 0.1}, mesh, ("dp", "fsdp"))
     >>> batch["x"].shape, batch["x"].addressable_shards[0].data.shape
@@ -83,9 +85,6 @@ def shard_batch(
     def to_global(leaf: PyTree, spec: PartitionSpec) -> jax.Array:
         if np.ndim(leaf) == 0:
             return jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec()), np.asarray(leaf), ())
-        # On the host: on devices every other number of rows would compile a program.
-        if padded > len(leaf):
-            leaf = np.pad(np.asarray(leaf), [(0, padded - len(leaf))] + [(0, 0)] * (np.ndim(leaf) - 1))
         # In a dim that is as long here as in all, JAX takes each device's part of what this process has.
         return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), leaf, (all_rows, *np.shape(leaf)[1:]))
 
@@ -93,6 +92,8 @@ def shard_batch(
     # Before any array is made: processes with other shapes would wait for each other in the next step for ever.
     if len(shards_of) > 1:
         _agree_on_batch(batch, padded, mesh, layout, timeout_s)
+    if pad is not False:
+        batch = with_copies(batch, rows, padded)
     sharded = jax.tree.map(to_global, batch, specs)
     if pad is False:
         return sharded
@@ -143,6 +144,8 @@ def abstract_batch(
     _check_containers(batch)
 
     def abstract(path: str, leaf: PyTree, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        if reason := why_no_array(leaf):
+            raise TypeError(f"{named_leaf('batch', path)} is {reason}")
         shape, rows = np.shape(leaf), np.shape(leaf)[:1]
         if rows and rows[0] % shards:
             raise ValueError(
@@ -200,11 +203,8 @@ def _common_rows(batch: PyTree) -> int:
     """The number of rows, which all leaves but scalars have."""
     _check_containers(batch)
     shapes: dict[str, tuple[int, ...]] = {}
+    check_values(batch)
     for path, leaf in leaves_with_path(batch):
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            raise TypeError(f"batch['{path}'] is split over processes already; hand in the rows of this process.")
-        if getattr(_dtype(leaf), "kind", None) not in NUMBERS:
-            raise TypeError(f"batch['{path}'] has the dtype {_dtype(leaf)}, not of numbers; leave it out or encode it.")
         shapes |= {path: np.shape(leaf)} if np.ndim(leaf) else {}
     if not shapes:
         raise ValueError("the batch has no leaf with rows; hand in arrays [rows, ...].")
@@ -231,7 +231,7 @@ def _padded_rows(rows: int, here: int, pad: bool | int, axes: tuple[str, ...]) -
         down = f"{rows // here * here} or " if rows > here else ""
         raise ValueError(
             f"{here} does not divide the {rows} rows of the batch on {where}. Hand in {down}{up} rows, or pass "
-            "pad=True, which appends rows of weight 0."
+            "pad=True, which repeats rows with weight 0."
         )
     return up
 

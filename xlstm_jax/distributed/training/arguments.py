@@ -25,7 +25,8 @@ from xlstm_jax.distributed.data_parallel.modules import is_nnx
 from xlstm_jax.distributed.data_parallel.trees import named_leaf
 from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout
-from xlstm_jax.distributed.device_mesh.batches import any_padded
+from xlstm_jax.distributed.device_mesh.batch_leaves import why_no_array
+from xlstm_jax.distributed.device_mesh.batches import any_padded, padded_rows_of
 from xlstm_jax.distributed.training.first_batch import compare_batches
 from xlstm_jax.distributed.training.mistakes import warn_of_padding
 from xlstm_jax.wording import kind_of
@@ -34,10 +35,14 @@ STEP = "a step takes (state, batch, rng)"
 STATE_FIELDS = ("step", "apply_fn", "params", "tx", "opt_state", "replace")
 ARGUMENTS = ("state", "batch", "rng", "local")  # of a training step
 DONATED = ("state", "local")  # whose memory a step takes over
+GIVEN = {  # what to pass to a step, by the names of its arguments
+    "state": "the state that create_train_state makes, or the last one that the step returned",
+    "batch": "arrays [rows, ...], as shard_batch returns them",
+    "rng": "a key, jax.random.key(0); it may be the same in all steps",
+    "local": "the state of the metric: metric.empty(batch_axes, mesh), or the last one that the step returned",
+}
 Others = Mapping[str, PyTree] | None  # further trees of a step, which a loss function takes by their names
 WEIGHTED = "weighted=True"  # how the rows of a batch for training get weights
-NUMBERS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, bool, int, float, complex)
-NO_NUMBERS = frozenset("OSUMm")  # kinds of NumPy's dtypes that no device has: objects, texts, dates
 
 
 # -------------------------------------------------------------------------------------------------- model, loss and key
@@ -326,23 +331,6 @@ def _check_no_list_of_numbers(batch: PyTree) -> None:
             )
 
 
-def why_no_array(leaf: Any) -> str | None:
-    """What a leaf is that is no array of numbers, and the cure; None of an array of numbers."""
-    if isinstance(leaf, NUMBERS) or hasattr(leaf, "__jax_array__"):
-        if getattr(getattr(leaf, "dtype", None), "kind", None) not in NO_NUMBERS:
-            return None
-        return f"{kind_of(leaf)}, not of numbers. Leave it out, or encode it as numbers."
-    if dataclasses.is_dataclass(leaf):
-        return (
-            f"{kind_of(leaf)}, a dataclass in which JAX sees no arrays. Register it with "
-            "jax.tree_util.register_dataclass, make it by flax.struct.dataclass, or pass a dict."
-        )
-    if hasattr(leaf, "__array__"):
-        package = type(leaf).__module__.partition(".")[0]
-        return f"a {type(leaf).__name__} of {package}, which JAX does not take. Pass np.asarray of it."
-    return f"{kind_of(leaf)}, not an array. Leave it out, or encode it as numbers."
-
-
 # ---------------------------------------------------------------- what JAX refuses before it traces
 
 
@@ -355,7 +343,8 @@ class CheckedStep:
       step, layout, options: the function, the layout of its batch on the mesh that it was made for, and options of
         ``jax.jit``.
       arguments: names of the function's arguments by position.
-      is_weighted: says, once the function was traced, whether it gives weights to rows.
+      counting: what of a step counts rows that only pad, by kind, of its batch and its arguments; see
+        ``counting_padding``.
     """
 
     def __init__(
@@ -363,12 +352,15 @@ class CheckedStep:
         step: Callable[..., Any],
         layout: BatchLayout,
         arguments: tuple[str, ...] = ARGUMENTS,
-        is_weighted: Callable[[], bool] = lambda: True,
+        counting: Callable[[PyTree, tuple[Any, ...], dict[str, Any]], dict[str, list[str]]] = lambda *_: {},
         **options: Any,
     ):
         functools.update_wrapper(self, step)
-        self._is_weighted = is_weighted
+        self._counting = counting
+        self._looked_at: set[object] = set()  # kinds of padded batches
         self._jitted, self._layout, self._arguments = jax.jit(step, **options), layout, arguments
+        takes = inspect.signature(step).parameters
+        self._needed = tuple(name for name in arguments if takes[name].default is inspect.Parameter.empty)
         self._mesh = layout.mesh
         self._donated = [arguments[index] for index in np.atleast_1d(options["donate_argnums"])]
         self._placed: set[tuple[Any, ...]] = set()  # shardings of batches that were looked at
@@ -388,9 +380,18 @@ class CheckedStep:
                 compare_batches(named["batch"], self._mesh)
             self._has_compared = True
         returned = self._explained(named, functools.partial(self._jitted, *args, **kwargs))
-        if any_padded() and not self._is_weighted():
-            warn_of_padding(named.get("batch"))
+        if any_padded() and self._is_new_and_padded(named.get("batch")):
+            warn_of_padding(named["batch"], self._counting(named["batch"], args, kwargs))
         return returned
+
+    def _is_new_and_padded(self, batch: PyTree) -> bool:
+        """Whether ``shard_batch`` has padded leaves of a batch, and no batch like it was looked at before."""
+        leaves, treedef = jax.tree.flatten(batch)
+        padded = tuple((np.shape(leaf), padded_rows_of(leaf) is not None) for leaf in leaves)
+        if not any(is_padded for _, is_padded in padded) or (treedef, padded) in self._looked_at:
+            return False
+        self._looked_at.add((treedef, padded))
+        return True
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         return self._explained(self._named(args, kwargs), functools.partial(self._jitted.lower, *args, **kwargs))
@@ -398,20 +399,45 @@ class CheckedStep:
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         return self._explained(self._named(args, kwargs), functools.partial(self._jitted.trace, *args, **kwargs))
 
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        return self._explained(self._named(args, kwargs), functools.partial(self._jitted.eval_shape, *args, **kwargs))
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # which copy looks for before there is a function to ask
             raise AttributeError(name)
         return getattr(self._jitted, name)
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by their names. Raises where ``others`` is no dict, before anything looks into it."""
+        """The arguments of a call by their names, before anything looks into them.
+
+        Raises:
+          TypeError: an argument is missing, unknown, passed twice, or one too many; or ``others`` is no dict.
+        """
         named = dict(zip(self._arguments, args, strict=False)) | kwargs
+        if kwargs or len(args) != len(self._needed):
+            self._check_names(args, kwargs)
         if (others := named.get("others")) is not None and not isinstance(others, Mapping):
             raise TypeError(
                 f"others is {kind_of(others)}; pass a dict of trees by the names that the function takes them by, as "
                 "step(..., others={'teacher': teacher_state.params})."
             )
         return named
+
+    def _check_names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raises a ``TypeError`` where the arguments of a call are not those that a step takes."""
+        call = f"step({', '.join(self._needed)})"
+        by_place = self._arguments[: len(args)]
+        for name in self._needed:
+            if name not in by_place and name not in kwargs:
+                raise TypeError(f"{call} was called without {name!r}. Pass {GIVEN[name]}.")
+        unknown = [name for name in kwargs if name not in self._arguments and name != "others"]
+        rest = "Further trees come by name, as others={'teacher': params}, and all else in the batch."
+        if unknown:
+            raise TypeError(f"{call} has no argument {unknown[0]!r}. {rest}")
+        if len(args) > len(self._arguments):
+            raise TypeError(f"{call} was called with {len(args)} arguments. {rest}")
+        if twice := [name for name in by_place if name in kwargs]:
+            raise TypeError(f"{call} was given {twice[0]!r} twice, by its place and by its name. Pass it once.")
 
     def _explained(self, named: dict[str, Any], call: Callable[[], Any]) -> Any:
         """What ``call()`` returns, which hands in the arguments ``named``; its errors name the one that JAX refuses."""

@@ -7,7 +7,7 @@ device keeps the state of the metric over its own rows. At the end ``make_log_st
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -36,6 +36,7 @@ from xlstm_jax.distributed.training.arguments import (
 from xlstm_jax.distributed.training.collections import readable
 from xlstm_jax.distributed.training.gradients import explained
 from xlstm_jax.distributed.training.loss import ApplyFn
+from xlstm_jax.distributed.training.padded_rows import OBSERVED, counting_padding, marked
 from xlstm_jax.wording import kind_of
 
 ARGUMENTS = ("state", "batch", "local")
@@ -109,25 +110,29 @@ def make_eval_step(
     if not isinstance(metric, PureMetric):
         raise TypeError(f"metric={kind_of(metric)} is no PureMetric; pass WeightedMean(), or several as a Compose.")
     evaluation = _Evaluation(eval_fn, metric, layout, check_vma)
+    watched = replace(evaluation, is_watched=True)
     return CheckedStep(
         evaluation.step,
         layout,
         ARGUMENTS,
-        is_weighted=lambda: evaluation.is_weighted,
+        counting=partial(counting_padding, watched.step, metric, layout.row_axes),
         donate_argnums=ARGUMENTS.index("local"),
         compiler_options=resolved_on(mesh, compiler_options),
     )
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _Evaluation:
-    """What ``make_eval_step`` was given; ``step`` is the function that it compiles."""
+    """What ``make_eval_step`` was given; ``step`` is the function that it compiles.
+
+    Where it ``is_watched``, what the metric observes has names in the equations of the step.
+    """
 
     eval_fn: Callable[..., Any]
     metric: PureMetric
     layout: BatchLayout
     check_vma: bool
-    is_weighted: bool = False  # whether the metric gets weights of rows, as the step was traced last
+    is_watched: bool = False
 
     def step(self, state: Any, batch: PyTree, local: Local, *, others: Others = None) -> Local:
         check_no_explicit_mesh()
@@ -138,6 +143,11 @@ class _Evaluation:
                 f"{missing[0]!r}. Pass the TrainState; to evaluate other parameters, state.replace(params=...)."
             )
         variables = {"params": state.params, "collections": collections_of(state)}
+        if not isinstance(local, Local):
+            raise TypeError(
+                f"an evaluation takes (state, batch, local), and its local is {kind_of(local)}, not the state of a "
+                "metric. Pass metric.empty(batch_axes, mesh), or the last one that the step returned."
+            )
         # Each device has its own state of the metric, so that state is split over all axes of the batch.
         mesh, of_local = self.layout.mesh, PartitionSpec(self.layout.axes)
         check_mesh_of({"state": variables, "local": local, "others": others}, mesh)
@@ -163,6 +173,6 @@ class _Evaluation:
                 f"eval_fn returned {kind_of(observed)}, and a dict of the arguments of metric.update is expected, as "
                 "{'values': losses, 'weight': batch['weight']}."
             )
-        # Asked after a call whose batch was padded: rows of zeros must not count.
-        self.is_weighted = any("weight" in name or "mask" in name for name in observed)
+        if self.is_watched:
+            observed = marked(dict(observed), OBSERVED)
         return self.metric.update(local, **observed)

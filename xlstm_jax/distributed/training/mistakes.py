@@ -58,6 +58,34 @@ CURES: dict[type[Reason], str] = {
     TooSmall: "Lower min_weight_size of the wrapper.",
     Indivisible: "Pass uneven='pad' to the wrapper, or choose another mesh.",
 }
+WEIGHED = "Return the sum of losses times batch['weight'], and the sum of the weights, with weighted=True."
+COUNTING = {  # what of a step counts rows that pad, by kind: how to say it, and the cure
+    "loss": ("the loss is computed without the weights of rows", WEIGHED),
+    "mean of local means": (
+        "the loss is the mean of the means of devices, which hold different numbers of rows of weight 1",
+        WEIGHED,
+    ),
+    "weight of the loss": (
+        "the weight of the loss is computed without the weights of rows",
+        "Return jnp.sum(batch['weight']) as the weight.",
+    ),
+    "aux": (
+        "beside the loss{} is computed without the weights of rows",
+        "Multiply the number of each row by its weight; of counts and sums make Total.of(x, weight).",
+    ),
+    "metric": (
+        "the metric{} gets no weights of rows",
+        "Pass them on: metric.update(..., weight=batch['weight']).",
+    ),
+    "statistic": (
+        "the loss depends on a sum over the rows of all devices without their weights",
+        "Weigh the rows in it; or train on batches that the devices divide, without the last rows of an epoch.",
+    ),
+    "collection": (
+        "the collections{} are computed without the weights of rows, as is what they normalise",
+        "Train on batches that the devices divide, without the last rows of an epoch; see docs/processes.md.",
+    ),
+}
 LOST_BOXES = (
     "Wrap the modules with shard_module_params and lower its min_weight_size; or boxes were lost (by unbox, or by "
     "model.init outside of the mesh): make the state with create_train_state."
@@ -299,17 +327,31 @@ def _maker(jaxpr: Any, atom: Any) -> str:
 # ------------------------------------------------------------------------------------------------------------- the rows
 
 
-def warn_of_padding(batch: PyTree) -> None:
-    """Warns of rows that ``shard_batch`` has appended, if no leaf of the batch could be their weights."""
+def warn_of_padding(batch: PyTree, counting: Mapping[str, list[str]]) -> None:
+    """Warns of what counts copies of rows, which ``shard_batch`` has appended to the batch.
+
+    ``counting`` has the names of what a step computes without the weights of the rows, by kind.
+    """
     leaves = [(path, leaf) for path, leaf in trees.leaves_with_path(batch) if np.ndim(leaf)]
-    found = [of_leaf for _, leaf in leaves if (of_leaf := padded_rows_of(leaf))]
-    named = any(LOOKS_LIKE_WEIGHTS.search(path) or value_dtype(leaf).kind == "b" for path, leaf in leaves)
-    if found and len(found) == len(leaves) and not named:
-        rows, padded = found[0]
+    padded = {path: of_leaf for path, leaf in leaves if (of_leaf := padded_rows_of(leaf))}
+    rows, in_all = next(iter(padded.values()))
+    copies = f"{in_all - rows} of them copies of weight 0"
+    absent = len(padded) == len(leaves)
+    if absent:
         _warn(
-            f"shard_batch(..., pad=True) has made {padded} rows of {rows}, and the weight that it returned beside them "
-            f"is in no leaf of the batch, {listed([path for path, _ in leaves])}: {padded - rows} rows of zeros count "
-            "like others. Pass batch | {'weight': weight}, and use it: weighted=True with (sum, weight) in training, "
+            f"shard_batch(..., pad=True) has made {in_all} rows of {rows}, {copies}, and the weight that it returned "
+            f"beside them is in no leaf of the batch, {listed([path for path, _ in leaves])}: copies count like other "
+            "rows. Pass batch | {'weight': weight}, and use it: weighted=True with (sum, weight) in training, "
             "metric.update(..., weight=) in an evaluation.",
             "padding",
         )
+    for kind, names in counting.items():
+        # Without weights in the batch all is computed without them; statistics need another cure.
+        if not absent or kind in ("collection", "statistic"):
+            what, cure = COUNTING[kind]
+            named = f" {listed(names)}" if any(names) else ""  # a metric without others beside it has no name
+            _warn(
+                f"shard_batch(..., pad=True) has made {in_all} rows of {rows}, {copies}, and {what.format(named)}. "
+                f"{cure}",
+                ("padding", kind),
+            )

@@ -40,6 +40,7 @@ from xlstm_jax.distributed.training.mistakes import (
     warn_of_options,
     warn_of_whole_trees,
 )
+from xlstm_jax.distributed.training.padded_rows import MarkedLoss, counting_padding
 from xlstm_jax.distributed.training.state import State, updated_state
 
 
@@ -142,10 +143,11 @@ def make_train_step(
         learning_rate=learning_rate,
         whole_ok=whole_ok,
     )
+    watched = replace(options, loss=MarkedLoss(options.loss.fn, options.loss.weighted, options.loss.has_aux))
     return CheckedStep(
         options.step,
         layout,
-        is_weighted=lambda: weighted,
+        counting=partial(counting_padding, watched.step, metric, layout.row_axes),
         donate_argnums=0 if metric is None else (0, 3),
         compiler_options=resolved_on(mesh, compiler_options),
     )

@@ -44,6 +44,16 @@ def differing_axes(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: S
     return _read(fn, args, of_args)[0]
 
 
+def followed(
+    closed: Any, of_inputs: Sequence[Axes], look: Callable[[Any, list[Axes]], list[Axes] | None]
+) -> list[Axes]:
+    """The labels of what each result of a jaxpr follows from: sets of names, which stand in the place of axes.
+
+    ``look(equation, labels of its inputs)`` sees each equation, and returns the labels of its results, or None.
+    """
+    return _Reader(look).of_jaxpr(closed.jaxpr, [Axes()] * len(closed.consts), list(of_inputs))
+
+
 def _read(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[Axes]) -> tuple[list[Axes], Axes]:
     """``differing_axes``, and the axes along which devices part before a collective over them."""
     closed = jax.make_jaxpr(fn)(*args)
@@ -63,7 +73,8 @@ class _Reader:
     and the loops around a loop read it again in each of their rounds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, look: Callable[[Any, list[Axes]], list[Axes] | None] | None = None) -> None:
+        self._look = look
         self.parted = Axes()
         self._known: dict[tuple[int, tuple[Axes, ...]], list[Axes]] = {}
 
@@ -88,6 +99,8 @@ class _Reader:
 
     def _of_equation(self, eqn: Any, inputs: list[Axes]) -> list[Axes]:
         name, params = eqn.primitive.name, eqn.params
+        if self._look is not None and (said := self._look(eqn, inputs)) is not None:
+            return said
         if name in _CASTS:
             return inputs
         if name in _EQUALS and params.get("axis_index_groups") is None:

@@ -45,6 +45,7 @@ from xlstm_jax.distributed.training.step_check.comparison import (
     ratios,
     same_number,
 )
+from xlstm_jax.distributed.training.step_check.copies import counted
 from xlstm_jax.distributed.training.step_check.draws import CHOICES, constant_like, folded, traced
 from xlstm_jax.distributed.training.step_check.objective import is_sum_over_positions, multiple_over_draws, why_no_mean
 from xlstm_jax.distributed.training.step_check.observed import (
@@ -404,7 +405,7 @@ class Comparison:
         loss_ratio: float | None = None,
         verdict: str | None = None,
     ) -> StepCheck:
-        findings = [*findings, *drifting(seen.collections)]
+        findings = [*findings, *drifting(seen.collections), *counted(self.one, *self.given[:2])]
         verdict = verdict or (WRONG if findings else RIGHT)
         mesh = dict(self.mesh.shape)
         return StepCheck(verdict, tuple(findings), seen.what, how, mesh, tuple(leaves or ()), loss_ratio)

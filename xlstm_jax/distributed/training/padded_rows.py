@@ -1,0 +1,156 @@
+"""What a step computes that counts rows which only pad: all that follows from them, and not from their weights.
+
+``shard_batch(..., pad=...)`` appends copies of rows, and returns weights that are 0 for them. Whether a step uses the
+weights is read off its equations, once for each shape of a padded batch:
+
+  of a loss function    the loss and its weight, each number beside it, each updated collection
+  of an evaluation      what each metric observes
+
+A sum over the rows of all devices without their weights, on which the loss depends, is a statistic of the batch.
+
+A loss without a weight beside it must have reduced the weights over devices: devices hold different numbers of real
+rows, and the mean of their means is not the mean.
+
+A maximum or minimum over all rows is left out: copies do not change it. So are the scales of fp8 products, which follow
+from largest magnitudes.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.equations import COLLECTIVES, named_axes
+from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN
+from xlstm_jax.distributed.device_mesh.batches import padded_rows_of
+from xlstm_jax.distributed.metrics.cells import Cell
+from xlstm_jax.distributed.metrics.pure_metric import PureMetric
+from xlstm_jax.distributed.metrics.sums_and_means import Compose, Max, Min
+from xlstm_jax.distributed.training.loss import Loss, LossFunction
+from xlstm_jax.distributed.training.varying import Axes, followed
+
+ROWS, WEIGHTS, GLOBAL = Axes({"(rows that pad)"}), Axes({"(their weights)"}), Axes({"(reduced weights)"})
+STATISTICS = Axes({"(sums of rows without weights)"})
+MARK = "xlstm_jax: "  # how the names of what is looked at begin
+LOSS, LOCAL_MEAN, WEIGHT, STATISTIC = "loss", "mean of local means", "weight of the loss", "statistic"
+AUX, COLLECTION, OBSERVED = "aux", "collection", "metric"
+EXTREMA = {"reduce_max", "reduce_min", "reduce_or", "reduce_and"}
+
+
+# ------------------------------------------------------------------------------------------------ marks of what is seen
+
+
+@dataclass(frozen=True)
+class MarkedLoss(LossFunction):
+    """A loss function whose results have names in its equations."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Loss:
+        found = super().__call__(*args, **kwargs)
+        kept = found.collections
+        if isinstance(kept, Mapping):
+            kept = {
+                name: tree if name == OVERWRITTEN else marked(tree, COLLECTION, name) for name, tree in kept.items()
+            }
+        if found.weight is not None:
+            marked(jnp.asarray(found.weight), WEIGHT)  # which stays a Python number where it is one
+        return Loss(marked(found.total, LOSS), found.weight, marked(found.aux, AUX), kept)
+
+
+def marked(tree: PyTree, kind: str, name: str = "") -> PyTree:
+    """The tree, each of whose arrays has a name in the equations: its kind, and its path behind ``name``."""
+
+    def with_name(path: str, x: Any) -> Any:
+        its = "/".join(part for part in (name, path) if part not in ("", "."))
+        return checkpoint_name(x, f"{MARK}{kind}:{its}") if isinstance(x, jax.Array) else x
+
+    # A cell has several arrays, and one name.
+    leaves, treedef = trees.flatten_with_path(tree, lambda node: isinstance(node, Cell))
+    return jax.tree.unflatten(treedef, [jax.tree.map(partial(with_name, path), leaf) for path, leaf in leaves])
+
+
+# ------------------------------------------------------------------------------------------------------ read once
+
+
+def counting_padding(
+    step: Callable[..., Any],
+    metric: PureMetric | None,
+    row_axes: tuple[str, ...],
+    batch: PyTree,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> dict[str, list[str]]:
+    """What counts rows that pad like others, by kind (``LOSS``, ``AUX``, ...), each with the names of such values.
+
+    Args:
+      step: a step that marks what it computes.
+      metric: what takes in what the step observes, if anything does.
+      row_axes: the axes over which rows are split.
+      batch: among the arguments.
+      args, kwargs: of the step.
+    """
+    kinds: dict[int, Axes] = {}
+    for leaf in jax.tree.leaves(batch):
+        if padded_rows_of(leaf):
+            kinds[id(leaf)] = ROWS
+        # Any other array may be made of the weights.
+        elif getattr(leaf, "ndim", 0):
+            kinds[id(leaf)] = WEIGHTS
+    of_inputs = [kinds.get(id(leaf), Axes()) for leaf in jax.tree.leaves((args, kwargs))]
+    reached: dict[str, Axes] = defaultdict(Axes)
+
+    def look(eqn: Any, inputs: list[Axes]) -> list[Axes] | None:
+        if eqn.primitive.name == "name" and eqn.params["name"].startswith(MARK):
+            name = eqn.params["name"].removeprefix(MARK)
+            reached[name] = reached[name].union(*inputs)
+        labels, kind = Axes().union(*inputs), COLLECTIVES.get(eqn.primitive.name)
+        if kind in ("all-reduce", "all-gather") and WEIGHTS <= labels:
+            return [labels | GLOBAL] * len(eqn.outvars)
+        # A sum over the rows of all devices, as of BatchNorm. A sum over other axes is one of parts of a row.
+        is_sum = kind == "all-reduce" and not eqn.primitive.name.startswith(("pmax", "pmin"))
+        if is_sum and ROWS <= labels and set(named_axes(eqn)) & set(row_axes):
+            return [labels | STATISTICS] * len(eqn.outvars)
+        if eqn.primitive.name in EXTREMA and all(out.aval.ndim == 0 for out in eqn.outvars):
+            return [Axes()] * len(eqn.outvars)
+        return None
+
+    followed(jax.jit(step).trace(*args, **kwargs).jaxpr, of_inputs, look)
+    found: dict[str, dict[str, Axes]] = defaultdict(lambda: defaultdict(Axes))
+    for name, labels in reached.items():
+        kind, _, path = name.partition(":")
+        if kind == AUX and metric is not None:
+            kind = OBSERVED
+        if kind == OBSERVED:
+            # Values and weights are arguments of one metric.
+            path = path.partition("/")[0] if isinstance(metric, Compose) else ""
+            if isinstance(metric.metrics.get(path) if isinstance(metric, Compose) else metric, Max | Min):
+                continue
+        found[kind][path] = found[kind][path] | labels
+    counting = {kind: _without_weights(kind, of_kind) for kind, of_kind in found.items()}
+    # Devices hold different numbers of real rows: the weights of one alone make no term of the mean over all.
+    if WEIGHT not in found and _several_parts(batch):
+        counting[LOCAL_MEAN] = [
+            path for path, labels in found[LOSS].items() if labels & WEIGHTS and not labels & GLOBAL
+        ]
+    # Statistics that are kept are named as collections.
+    if not counting.get(COLLECTION):
+        counting[STATISTIC] = [path for path, labels in found[LOSS].items() if labels & STATISTICS]
+    return {kind: names for kind, names in counting.items() if names}
+
+
+def _several_parts(batch: PyTree) -> bool:
+    """Whether this process's devices hold different rows of what was padded."""
+    padded = next(leaf for leaf in jax.tree.leaves(batch) if padded_rows_of(leaf))
+    return len({str(shard.index[0]) for shard in padded.addressable_shards}) > 1
+
+
+def _without_weights(kind: str, reached: Mapping[str, Axes]) -> list[str]:
+    # The number of rows follows from no value: as a weight it counts all of them.
+    from_rows = Axes() if kind == WEIGHT else ROWS
+    return [path for path, labels in reached.items() if from_rows <= labels and not labels & WEIGHTS]

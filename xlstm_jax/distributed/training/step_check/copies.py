@@ -1,0 +1,46 @@
+"""Whether a loss counts rows that only pad: it is computed once more, where these hold other rows.
+
+Rows of weight 0 may hold anything. Statistics of the batch, and losses that compare its rows, depend on them, although
+the loss of each row has its weight: no equation shows that, and the numbers do.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.device_mesh.batches import padded_rows_of
+from xlstm_jax.distributed.training.step_check.draws import CHOICES, constant_like
+from xlstm_jax.distributed.training.step_check.one_device import OneDevice
+
+MATTERS = 1e-4  # of the loss; rounding is far less
+
+
+def with_other_copies(batch: PyTree) -> PyTree | None:
+    """The batch where each row that ``shard_batch`` has appended is a copy of the next row; None if there are none."""
+    counts = [of_leaf for leaf in jax.tree.leaves(batch) if (of_leaf := padded_rows_of(leaf))]
+    if not counts or counts[0][0] < 2:
+        return None
+    rows, in_all = counts[0]
+    taken = np.arange(in_all)
+    taken[rows:] = (taken[rows:] + 1) % rows
+    return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)[taken]) if padded_rows_of(leaf) else leaf, batch)
+
+
+def counted(one: OneDevice, batch: PyTree, rng: Any) -> Iterator[str]:
+    """What to say of a loss that changes with the rows that pad its batch."""
+    other = with_other_copies(batch)
+    if other is None:
+        return
+    key = constant_like(rng, CHOICES[0])
+    loss, of_other = one.whole(key).loss, one.whole(key, other).loss
+    if np.isfinite([loss, of_other]).all() and abs(of_other - loss) > MATTERS * abs(loss):
+        yield (
+            f"the loss counts rows that only pad: it is {loss:.6g}, and {of_other:.6g} where the copies that "
+            "shard_batch has appended are of other rows. Weigh each row by the weight that it returned; statistics of "
+            "the batch, and losses that compare rows (contrastive, a top-k), take rows that the devices divide, or "
+            "mask the copies."
+        )
