@@ -712,11 +712,23 @@ class Layers(nn.Module):
 
 UNPAIRED = {
     "swapped": ({"up": "row", "mid": "column"}, r"'up' is split by rows, .* all 8 .* 4.* 'up' by 'column' and 'mid',"),
-    "rows alone": ({"mid": "row"}, r"'mid' is split by rows, .* all 16 .* 8.* Split the layer before 'mid' by 'column'"),
-    "rows after rows": ({"up": "column", "mid|down": "row"}, r"'down' is split by rows, .* or another one by rows since"),
+    "rows alone": (
+        {"mid": "row"},
+        r"'mid' is split by rows, .* all 16 .* 8.* the layer before 'mid' by 'column'",
+    ),
+    "rows after rows": (
+        {"up": "column", "mid|down": "row"},
+        r"'down' is split by rows, .* another one by rows since",
+    ),
     "columns alone": ({"up": "column"}, r"'mid' is not split, .* 'up' returned, .* 8 of 16 .* Split 'mid' by 'row'"),
-    "columns after columns": ({"up|mid": "column", "down": "row"}, r"'mid' is split by columns, .* Split 'mid' by 'row'"),
-    "a head after columns": ({"up": "column", "mid": "vocabulary"}, r"'mid' is split by .*, or leave 'up' out of split"),
+    "columns after columns": (
+        {"up|mid": "column", "down": "row"},
+        r"'mid' is split by col.* Split 'mid' by 'row'",
+    ),
+    "a head after columns": (
+        {"up": "column", "mid": "vocabulary"},
+        r"'mid' is split by .*, or leave 'up' out of s",
+    ),
 }
 
 

@@ -203,7 +203,9 @@ class _Run:
             later = order[order.index(path) + 1 :] if path in ran else []
             columns = [other for other in later if ran[other] == "column" and other.rpartition("/")[0] == parent]
             if columns:
-                cure = f"Are they swapped? Split '{path}' by 'column' and '{columns[0]}', which runs after it, by 'row'."
+                cure = (
+                    f"Are they swapped? Split '{path}' by 'column' and '{columns[0]}', which runs after it, by 'row'."
+                )
             else:
                 cure = f"Split the layer before '{path}' by 'column', or leave '{path}' out of split=."
             raise ValueError(

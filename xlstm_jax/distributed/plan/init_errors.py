@@ -54,7 +54,9 @@ def cure(
     """
     if missing := MISSING.search(one_line(error)):
         names = missing.group(1)
-        return f"Pass {names} too: behind the inputs, {as_passed('x, y')}, or, where no array, by keyword: {by_keyword}."
+        return (
+            f"Pass {names} too: behind the inputs, {as_passed('x, y')}, or, where no array, by keyword: {by_keyword}."
+        )
     fewer = one_token_less(inputs)
     if fewer is not None and why_not(model, fewer, kwargs) is None:
         shape, dtype = fewer[0].shape, fewer[0].dtype

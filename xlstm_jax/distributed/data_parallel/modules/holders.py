@@ -1,7 +1,7 @@
 """Notes which modules hold the parameters of a model, by class: a warning can then name the classes to wrap.
 
-  Linen   modules show while the model is initialised or applied, so they are noted there
-  NNX     the model has them at any time
+Linen   modules show while the model is initialised or applied, so they are noted there
+NNX     the model has them at any time
 """
 
 from collections.abc import Iterator
