@@ -114,15 +114,11 @@ class Workload:
             if raised is None or is_the_librarys(raised):
                 raise
             what = "the batch, as inputs= is not given" if self.inputs is None else "inputs="
-            by_keyword = "init_kwargs={'train': False}"
-
-            def as_passed(arguments: str) -> str:
-                return f"Workload(..., inputs=({arguments},))"
-
+            call, by_keyword = "Workload(..., inputs=({},))", "init_kwargs={'train': False}"
             raise InitError(
                 f"{type(self.model).__name__}.init fails on {described_inputs(inputs)}, {what}: "
                 f"{described(raised).rstrip('.')}. "
-                f"{cure(self.model, inputs, self.init_kwargs, raised, as_passed, by_keyword)}"
+                f"{cure(self.model, inputs, self.init_kwargs, raised, call, by_keyword)}"
             ) from error
 
     @property

@@ -7,7 +7,7 @@ positions for t tokens cannot be called on the batch itself.
 import os
 import re
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,11 @@ class InitError(ValueError):
 
 def init_error(model: Model, inputs: Sequence[PyTree], kwargs: Mapping[str, Any], error: Exception) -> InitError:
     """Returns the error of a plan whose ``model.init(rng, *inputs, **kwargs)`` raised ``error``."""
-
-    def as_passed(arguments: str) -> str:
-        return f"plan_sharding(model, axis_sizes, {arguments})"
-
+    call = "plan_sharding(model, axis_sizes, {})"
     name = getattr(type(model), "__name__", "the model")
     return InitError(
         f"{name}.init fails on the inputs of the plan, {described_inputs(inputs)}: {type(error).__name__}: "
-        f"{one_line(error).rstrip('.')}. {cure(model, inputs, kwargs, error, as_passed, 'train=False')}"
+        f"{one_line(error).rstrip('.')}. {cure(model, inputs, kwargs, error, call, 'train=False')}"
     )
 
 
@@ -45,28 +42,28 @@ def cure(
     inputs: Sequence[PyTree],
     kwargs: Mapping[str, Any],
     error: Exception,
-    as_passed: Callable[[str], str],
+    call: str,
     by_keyword: str,
 ) -> str:
     """Returns what to pass instead: one token less, if ``model.init`` takes that, or what the error says is missing.
 
-    ``as_passed(arguments)`` is the call with these inputs; ``by_keyword`` is how a keyword argument is given there.
+    ``call`` has a place, ``{}``, for the inputs; ``by_keyword`` is how a keyword argument is given there.
     """
     if missing := MISSING.search(one_line(error)):
         names = missing.group(1)
         return (
-            f"Pass {names} too: behind the inputs, {as_passed('x, y')}, or, where no array, by keyword: {by_keyword}."
+            f"Pass {names} too: behind the inputs, {call.format('x, y')}, or, where no array, by keyword: {by_keyword}."
         )
     fewer = one_token_less(inputs)
     if fewer is not None and why_not(model, fewer, kwargs) is None:
         shape, dtype = fewer[0].shape, fewer[0].dtype
         return (
             f"It takes {described_inputs(fewer)}, as a loss does that cuts inputs and next tokens from each row: pass "
-            f"{as_passed(f'jax.ShapeDtypeStruct({shape}, jnp.{dtype})')}."
+            f"{call.format(f'jax.ShapeDtypeStruct({shape}, jnp.{dtype})')}."
         )
     return (
         "Pass what the loss function calls the model on, by shapes alone if you like: "
-        f"{as_passed('jax.ShapeDtypeStruct(shape, dtype)')}; an argument that is no array by keyword, {by_keyword}."
+        f"{call.format('jax.ShapeDtypeStruct(shape, dtype)')}; an argument that is no array by keyword, {by_keyword}."
     )
 
 

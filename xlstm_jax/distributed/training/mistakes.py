@@ -179,7 +179,7 @@ def _at(schedule: Callable[[Any], Any], count: int) -> float:
         return float(schedule(jnp.int32(count)))
 
 
-# ------------------------------------------------------------------------------------------------------ what is replicated
+# --------------------------------------------------------------------------------------------------- what is replicated
 
 
 class ModelFacts(NamedTuple):
@@ -211,23 +211,29 @@ def warn_of_replicated(params: PyTree, mesh: AnyMesh, look: Callable[[], ModelFa
     if key in _warned:
         return
     facts = look()
-    on_each = f"each of the {mesh.size} devices of the mesh {format_mesh(mesh.shape)} holds all"
-    if len(replicated) == len(leaves):
-        what = f"no parameter is split: {on_each} {format_bytes(total)} of parameters"
-    else:
-        share = f"{format_fraction(kept / total)} of the parameters' bytes"
-        what = f"{share} are not split, {format_bytes(kept)} of {format_bytes(total)}: {on_each} of these"
     named = [
         f"'{path}', {format_bytes(nbytes[path])}" + (f" ({facts.reasons[path]})" if path in facts.reasons else "")
         for path in replicated[:LARGEST]
     ]
     more = [f"and {len(replicated) - LARGEST} more"] if len(replicated) > LARGEST else []
     cures = _cures({path: nbytes[path] for path in replicated}, leaves, facts)
-    _warn(
-        f"{what}, and as much for gradients and each moment of the optimizer. The largest: "
-        f"{'; '.join(named + more)}. {' '.join(cures)} If it is meant, pass whole_ok=True.",
-        key,
+    rest = (
+        f"and as much for gradients and each moment of the optimizer. The largest: {'; '.join(named + more)}. "
+        f"{' '.join(cures)} If it is meant, pass whole_ok=True."
     )
+    if len(replicated) == len(leaves):
+        _warn(
+            f"no parameter is split: each of the {mesh.size} devices of the mesh {format_mesh(mesh.shape)} holds all "
+            f"{format_bytes(total)} of parameters, {rest}",
+            key,
+        )
+    else:
+        _warn(
+            f"{format_fraction(kept / total)} of the parameters' bytes are not split, {format_bytes(kept)} of "
+            f"{format_bytes(total)}: each of the {mesh.size} devices of the mesh {format_mesh(mesh.shape)} holds all "
+            f"of these, {rest}",
+            key,
+        )
 
 
 def _cures(replicated: Mapping[str, int], leaves: Mapping[str, Sharded], facts: ModelFacts) -> list[str]:
@@ -277,7 +283,7 @@ def warn_of_whole_trees(others: PyTree, mesh: AnyMesh) -> None:
 
 
 def facts_of_plan(model: Model, mesh: AnyMesh, rng: PyTree, inputs: PyTree, kwargs: Mapping[str, Any]) -> ModelFacts:
-    """Returns why each parameter of the model is split or replicated, as its wrappers decide, and classes of modules."""
+    """Returns why each parameter is split or replicated, as its wrappers decide, and the classes of modules."""
     with noting_holders(model) as holders:
         plan = plan_sharding(model, mesh.shape, *inputs, rng=rng, **kwargs)
     of_params = [row for row in plan.rows if row.collection == PARAMETERS]
