@@ -29,7 +29,14 @@ from xlstm_jax.distributed.device_mesh.batch_layout import batch_layout
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
 from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload
-from xlstm_jax.distributed.plan.init_errors import InitError, cure, described_inputs, is_the_librarys, why_not
+from xlstm_jax.distributed.plan.init_errors import (
+    InitError,
+    any_cure,
+    described_inputs,
+    is_the_librarys,
+    known_cure,
+    why_not,
+)
 from xlstm_jax.distributed.training.loss import LossFn
 from xlstm_jax.distributed.training.state import abstract_train_state
 from xlstm_jax.distributed.training.step import TrainStep, make_train_step
@@ -113,12 +120,15 @@ class Workload:
             raised = why_not(self.model, inputs, self.init_kwargs)
             if raised is None or is_the_librarys(raised):
                 raise
-            what = "the batch, as inputs= is not given" if self.inputs is None else "inputs="
             call, by_keyword = "Workload(..., inputs=({},))", "init_kwargs={'train': False}"
+            cure = known_cure(self.model, inputs, self.init_kwargs, raised, call, by_keyword)
+            if not cure and self.inputs is not None:  # what the user has chosen: the mistake may be the model's
+                raise (error.__cause__ if isinstance(error, InitError) and error.__cause__ else error) from None
+            what = "the batch, as inputs= is not given" if self.inputs is None else "inputs="
             raise InitError(
                 f"{type(self.model).__name__}.init fails on {described_inputs(inputs)}, {what}: "
                 f"{described(raised).rstrip('.')}. "
-                f"{cure(self.model, inputs, self.init_kwargs, raised, call, by_keyword)}"
+                f"{cure or any_cure(call, by_keyword)}"
             ) from error
 
     @property

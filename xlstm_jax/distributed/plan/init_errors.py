@@ -31,13 +31,14 @@ def init_error(model: Model, inputs: Sequence[PyTree], kwargs: Mapping[str, Any]
     """Returns the error of a plan whose ``model.init(rng, *inputs, **kwargs)`` raised ``error``."""
     call = "plan_sharding(model, axis_sizes, {})"
     name = getattr(type(model), "__name__", "the model")
+    cure = known_cure(model, inputs, kwargs, error, call, "train=False") or any_cure(call, "train=False")
     return InitError(
         f"{name}.init fails on the inputs of the plan, {described_inputs(inputs)}: {type(error).__name__}: "
-        f"{one_line(error).rstrip('.')}. {cure(model, inputs, kwargs, error, call, 'train=False')}"
+        f"{one_line(error).rstrip('.')}. {cure}"
     )
 
 
-def cure(
+def known_cure(
     model: Model,
     inputs: Sequence[PyTree],
     kwargs: Mapping[str, Any],
@@ -47,6 +48,7 @@ def cure(
 ) -> str:
     """Returns what to pass instead: one token less, if ``model.init`` takes that, or what the error says is missing.
 
+    "" where it is neither: the model itself may have the mistake.
     ``call`` has a place, ``{}``, for the inputs; ``by_keyword`` is how a keyword argument is given there.
     """
     if missing := MISSING.search(one_line(error)):
@@ -61,6 +63,11 @@ def cure(
             f"It takes {described_inputs(fewer)}, as a loss does that cuts inputs and next tokens from each row: pass "
             f"{call.format(f'jax.ShapeDtypeStruct({shape}, jnp.{dtype})')}."
         )
+    return ""
+
+
+def any_cure(call: str, by_keyword: str) -> str:
+    """Returns what to look at where inputs fail for a reason that is not known here; see ``known_cure``."""
     return (
         "Pass what the loss function calls the model on, by shapes alone if you like: "
         f"{call.format('jax.ShapeDtypeStruct(shape, dtype)')}; an argument that is no array by keyword, {by_keyword}."
