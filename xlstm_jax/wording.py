@@ -84,9 +84,9 @@ def listed(names: Iterable[str], shown: int = 3) -> str:
     return ", ".join(map(repr, names[:shown])) + more
 
 
-def joined(names: Sequence[str]) -> str:
+def joined(names: Sequence[str], word: str = "and") -> str:
     """["a", "b", "c"] -> "a, b and c"."""
-    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
+    return f" {word} ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
 
 
 def named_values(values: Mapping[str, object]) -> str:

@@ -45,11 +45,12 @@ class Model(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         wrapped = shard_module_params(Block, "fsdp", min_weight_size=2**10)
+        Dense = shard_module_params(nn.Dense, "fsdp", min_weight_size=2**10)
         x = nn.Embed(128, 16, name="embed")(tokens)
-        x = nn.Dense(WIDTH, name="join")(x.reshape(len(x), -1))
+        x = Dense(WIDTH, name="join")(x.reshape(len(x), -1))
         axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
         x, _ = nn.scan(wrapped, length=6, **axes)(name="blocks")(x, None)
-        return nn.Dense(128, name="head")(nn.LayerNorm(name="norm")(x))
+        return Dense(128, name="head")(nn.LayerNorm(name="norm")(x))
 
 
 def loss_fn(params, apply_fn, windows, rng):

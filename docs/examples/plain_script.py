@@ -71,19 +71,16 @@ from xlstm_jax.distributed import (
     DeviceMeshManager,
     create_train_state,
     make_train_step,
-    shard_module_params,
+    shard_modules,
 )
-
-mesh = DeviceMeshManager.create_device_mesh({"fsdp": 8})
 
 
 class Classifier(nn.Module):
     @nn.compact
     def __call__(self, x):
-        Dense = shard_module_params(nn.Dense, "fsdp", min_weight_size=2**9)
-        x = nn.relu(Dense(512)(x))
-        x = nn.relu(Dense(512)(x))
-        return Dense(10)(x)
+        x = nn.relu(nn.Dense(512)(x))
+        x = nn.relu(nn.Dense(512)(x))
+        return nn.Dense(10)(x)
 
 
 def loss_fn(params, apply_fn, batch, rng):
@@ -91,10 +88,12 @@ def loss_fn(params, apply_fn, batch, rng):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
 
-step = make_train_step(loss_fn, mesh, batch_axes="fsdp")
 model, x = Classifier(), batch_of(0)["x"]
 tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+mesh = DeviceMeshManager.create_device_mesh({"fsdp": 8})
+model = shard_modules(model, nn.Dense, "fsdp", min_weight_size=2**9)
 state = create_train_state(model, tx, mesh, jax.random.key(0), x, batch_axes="fsdp")
+step = make_train_step(loss_fn, mesh, batch_axes="fsdp")
 losses = []
 for number in range(40):
     state, metrics = step(state, batch_of(number), jax.random.key(1))

@@ -213,7 +213,7 @@ def test_every_lint_rule_and_the_number_of_optimizers_are_on_their_pages():
         assert set(re.findall(r"(\d+) optax configurations", page)) == {str(len(CASES))}
 
 
-def test_the_four_lines_of_the_first_screen_train_as_the_plain_script():
+def test_the_lines_of_the_first_screen_train_as_the_plain_script():
     """README and the site's first page show the same change. Both of its sides run, with the names that it uses."""
     pages = [(ROOT / name).read_text() for name in ("README.md", "docs/index.md")]
     diff, again = (re.search(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1] for text in pages)

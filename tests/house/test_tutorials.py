@@ -1,11 +1,13 @@
 """What a tutorial shows beside its program is true of the program."""
 
 import difflib
+import re
 from pathlib import Path
 
 from tests.support import blocks_of
 
-PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "plain_script.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "tutorials" / "plain_script.md"
 
 
 def changes(lines):
@@ -18,3 +20,15 @@ def test_the_difference_that_is_shown_is_that_of_the_two_scripts():
     (shown,) = blocks_of(PAGE, "diff")
     assert changes(shown.splitlines()) == changes(wanted)
     assert len(changes(wanted)) < len(before.splitlines()), "no script of other lines: few of them change"
+
+
+def test_the_pages_say_how_many_lines_change():
+    """The data and the imports of the script count, too."""
+    data, before, after = (text for text in blocks_of(PAGE) if "PATTERNS =" in text or "class Classifier" in text)
+    before, after = (data + text for text in (before, after))
+    _, _, *lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0)
+    gone, new = (sum(line.startswith(sign) for line in lines) for sign in "-+")
+    for name in ("README.md", "docs/index.md", "docs/tutorials/plain_script.md"):
+        text = " ".join((ROOT / name).read_text().split())
+        said = re.search(r"of (\d+) lines\b.*? (\d+) (?:lines )?go and (\d+) are new", text)
+        assert said and [int(n) for n in said.groups()] == [len(before.splitlines()), gone, new], name

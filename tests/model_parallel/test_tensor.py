@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from tests.support import (
@@ -34,6 +35,7 @@ from xlstm_jax.distributed import (
     create_train_state,
     init_sharded,
     make_train_step,
+    nnx_model,
     partition_specs,
     shard_modules,
     unbox,
@@ -486,8 +488,22 @@ REFUSED = {
         r"'kernel' is split along dim 1 over 'tp' .* are \(None, 'fsdp'\)",
     ),
     "an axis that is taken": (ColumnDense(8, kernel_init=named("tp", None)), (2, 8), TP4, r"are \('tp', None\)"),
-    "whole features": (RowDense(8), (2, 8), TP4, r"is equal along 'tp' .* count 4 times"),
-    "split features": (nn.Sequential([ColumnDense(8), ColumnDense(8)]), (2, 4), TP4, r"differs along 'tp' .* RowDense"),
+    "whole features": (RowDense(8), (2, 8), TP4, r"is split by rows, .* all 8 features, .* 2: .* 'column'"),
+    "split features": (
+        nn.Sequential([ColumnDense(8), ColumnDense(8)]),
+        (2, 4),
+        TP4,
+        r"'layers_1' is split by columns, .* 2 of the 8 features .* RowDense",
+    ),
+    "fused": (
+        ColumnDense((3, 8, 2)),
+        (2, 4),
+        TP4,
+        r"features \(3, 8, 2\), .* of 3, over the 4 .* 3 layers of features \(8, 2\), .* first: \(8, 3, 2\);",
+    ),
+    "fused, and other heads": (ColumnDense((3, 6, 2)), (2, 4), TP4, r"first: \(6, 3, 2\), with a multiple of 4 in pl"),
+    "gate and up": (ColumnDense((2, 8)), (2, 4), TP4, r"2 layers of features 8, .* first: \(8, 2\); .* take 1 or 2"),
+    "more devices than heads": (ColumnDense((4, 2)), (2, 4), TP8, r"of size 4, .* as 8, .* along 'tp': 1, 2 or 4"),
 }
 
 
@@ -685,6 +701,61 @@ def test_a_model_of_several_methods_is_split_and_what_stands_between_is_said_wit
     assert shapes_on_mesh(split_modules(TwoMethods(), split | {"norm": "whole"}), x, check_vma=False) == x.shape
 
 
+class Layers(nn.Module):
+    """Three layers whose products show whether their inputs are whole."""
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.Dense(8, name="mid")(nn.Dense(16, name="up")(x))
+        return nn.Dense(8, name="down")(h)
+
+
+UNPAIRED = {
+    "swapped": ({"up": "row", "mid": "column"}, r"'up' is split by rows, .* all 8 .* 4.* 'up' by 'column' and 'mid',"),
+    "rows alone": (
+        {"mid": "row"},
+        r"'mid' is split by rows, .* all 16 .* 8.* the layer before 'mid' by 'column'",
+    ),
+    "rows after rows": (
+        {"up": "column", "mid|down": "row"},
+        r"'down' is split by rows, .* another one by rows since",
+    ),
+    "columns alone": ({"up": "column"}, r"'mid' is not split, .* 'up' returned, .* 8 of 16 .* Split 'mid' by 'row'"),
+    "columns after columns": (
+        {"up|mid": "column", "down": "row"},
+        r"'mid' is split by col.* Split 'mid' by 'row'",
+    ),
+    "a head after columns": (
+        {"up": "column", "mid": "vocabulary"},
+        r"'mid' is split by .*, or leave 'up' out of s",
+    ),
+}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("case", UNPAIRED)
+def test_layers_that_are_no_pair_are_refused_by_their_names(case, check_vma):
+    split, says = UNPAIRED[case]
+    x, model = jnp.ones((8, 8)), shard_modules(Layers(), nn.Dense, "fsdp", 16)
+    with pytest.raises(ValueError, match=f"split_modules: {says}"):
+        shapes_on_mesh(split_modules(model, split), x, check_vma)
+    pair = split_modules(model, {"up": "column", "mid": "row"})
+    assert shapes_on_mesh(pair, x, check_vma) == x.shape  # guard
+
+
+def test_layers_of_one_input_and_of_one_result_are_no_mistake():
+    """Queries and keys are three column-split layers in a row, and a split activation may enter two row-split ones."""
+
+    class Fork(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            h = nn.Dense(8, name="a")(x) * nn.Dense(8, name="b")(x)
+            return nn.Dense(8, name="c")(h) + nn.Dense(8, name="d")(h)
+
+    model = split_modules(Fork(), {"a|b": "column", "c|d": "row"})
+    assert shapes_on_mesh(model, jnp.ones((8, 8)), check_vma=False) == (8, 8)
+
+
 def test_dropout_between_split_layers_differs_by_device_where_it_is_inside():
     mesh = DeviceMeshManager.create_device_mesh({"tp": 4}, devices=jax.devices()[:4])
     layers = [nn.Dense(64, bias_init=nn.initializers.ones), nn.Dropout(0.5, deterministic=False)]
@@ -717,6 +788,11 @@ def test_what_split_modules_refuses():
         split_modules(Foreign(), {"up": "columns"})
     with pytest.raises(TypeError, match="split_modules takes a Linen module or its class, not"):
         split_modules(jnp.sin, {"up": "column"})
+    with pytest.raises(TypeError, match=r"not a NnxModel. A layer of flax.nnx is split by .* \(None, 'tp'\)"):
+        split_modules(nnx_model(lambda rngs: nnx.Linear(4, 4, rngs=rngs)), {"up": "column"})
+    with pytest.raises(ValueError, match=r"'layers_0' has the features \(2, 4, 8\), .* 2 devices along 'tp': one for"):
+        model = split_modules(nn.Sequential([nn.DenseGeneral((2, 4, 8))]), {"layers_0": "column"})
+        init_sharded(model, on("4x2")[0], key, x, batch_axes="fsdp")
     with pytest.raises(ValueError, match="'upp' matches none of the dense layers of Foreign: 'attention/key'"):
         jax.eval_shape(split_modules(Foreign(), {"upp": "column"}).init, key, x)
     with pytest.raises(ValueError, match="'norm' matches none of the modules of Foreign: 'attention', 'attention/key'"):

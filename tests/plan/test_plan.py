@@ -13,20 +13,23 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
 from tests.models import LanguageModel
-from tests.support import AXES, Model, fsdp, mesh_of
+from tests.support import AXES, Model, fsdp, mean_loss, mesh_of
 from xlstm_jax.distributed import (
     Offload,
     abstract_train_state,
     create_train_state,
     init_sharded,
+    nnx_model,
     partition_specs,
     shard_module_params,
+    shard_modules,
     shard_params,
     unbox,
     value_and_grad,
@@ -42,7 +45,9 @@ from xlstm_jax.distributed.data_parallel.reasons import (
     Unwrapped,
 )
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.distributed.forecast import Workload
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
+from xlstm_jax.distributed.plan.init_errors import InitError
 from xlstm_jax.distributed.plan.leaf_plan import ByteCount
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
@@ -675,3 +680,67 @@ def test_what_offload_keeps_on_the_host_is_told_apart():
     assert f", its host {format_bytes(row.host.per_device)} of optimizer state" in plan.explain(row.path)
     assert "on its host" in (text := rendered(plan, 160)) and "on its host" not in rendered(without, 160)
     assert f"Its host keeps {format_bytes(plan.host.per_device)} of optimizer state for it." in text
+
+
+class Positions(nn.Module):
+    """With a table of four learned positions; it can be called on four tokens and on no other number."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        table = self.param("positions", nn.initializers.normal(), (4, 8))
+        return nn.Dense(8)(nn.Embed(16, 8)(tokens) + table)
+
+
+class Switched(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        return nn.Dropout(0.1, deterministic=not train)(nn.Dense(8)(x))
+
+
+class NnxPositions(nnx.Module):
+    def __init__(self, rngs):
+        self.embed, self.positions = nnx.Embed(16, 8, rngs=rngs), nnx.Param(jnp.zeros((4, 8)))
+
+    def __call__(self, tokens):
+        return self.embed(tokens) + self.positions
+
+
+COLUMNS, FEWER = (jax.ShapeDtypeStruct((8, count), jnp.int32) for count in (5, 4))
+DO_NOT_FIT = {
+    "positions": (
+        Positions(),
+        COLUMNS,
+        r"Positions.init fails .*int32\[8, 5\].* It takes int32\[8, 4\].*\(8, 4\)",
+    ),
+    "sharded": (shard_modules(Positions(), nn.Dense, "fsdp", 8), COLUMNS, r"int32\[8, 5\].* It takes int32\[8, 4\]"),
+    "nnx": (shard_modules(nnx_model(NnxPositions), nnx.Embed, "fsdp", 8), COLUMNS, r"5\].* It takes int32\[8, 4\]"),
+    "an argument": (Switched(), X, "missing 1 .*'train'. Pass 'train' too: .* by keyword: .*train'?[=:] ?False"),
+    "images": (Positions(), jax.ShapeDtypeStruct((8, 9), jnp.int32), "9.* Pass what the loss function calls"),
+}
+
+
+@pytest.mark.parametrize("of_workload", [False, True], ids=["plan_sharding", "Workload"])
+@pytest.mark.parametrize("model, inputs, says", DO_NOT_FIT.values(), ids=DO_NOT_FIT)
+def test_inputs_that_do_not_fit_the_model_are_named_with_those_that_do(model, inputs, says, of_workload):
+    """README's model of a batch [b, t + 1] of tokens, an argument that is not given, another size of an image."""
+    workload = Workload(model, optax.sgd(0.1), inputs, mean_loss)
+    with pytest.raises(ValueError, match=says) as raised:
+        workload.build_step({"fsdp": 4}) if of_workload else plan_sharding(model, {"fsdp": 4}, inputs)
+    assert ("Workload(..., inputs=(" in str(raised.value)) == of_workload
+
+
+def test_the_inputs_and_the_keywords_of_a_workload_are_those_of_init():
+    for model, batch, how in [
+        (Positions(), COLUMNS, {"inputs": (FEWER,)}),
+        (Switched(), X, {"init_kwargs": {"train": False}}),
+    ]:
+        workload = Workload(model, optax.sgd(0.1), batch, mean_loss, **how)
+        _, (state, _, _) = workload.build_step({"fsdp": 4})
+        plan = plan_sharding(model, {"fsdp": 4}, *workload.init_inputs, **workload.init_kwargs)
+        assert {row.path for row in plan.rows} == {path for path, _ in leaves_with_path(state.params)}
+
+
+def test_an_error_of_the_librarys_own_is_not_one_of_the_inputs():
+    with pytest.raises(ValueError, match="'nope' is not an axis of axis_sizes") as raised:
+        plan_sharding(shard_modules(Positions(), nn.Dense, "nope", 8), {"fsdp": 4}, FEWER)
+    assert not isinstance(raised.value, InitError)

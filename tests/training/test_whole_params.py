@@ -1,4 +1,7 @@
-"""Sharding that was asked for and does not happen is told: once, with the cause and the cure."""
+"""Sharding that was asked for and does not happen is told: once, with the cause and the cure.
+
+That nothing is split, that 5 % of the parameters' bytes are not, and that a wrapper gathers all layers at once.
+"""
 
 import re
 import warnings
@@ -9,9 +12,22 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 
-from tests.support import AXES, Block, data, fsdp, mean_loss, mesh_of
-from xlstm_jax.distributed import create_train_state, make_train_step, shard_module_params, unbox
+from tests.support import AXES, KEPT, Block, data, fsdp, mean_loss, mesh_of
+from xlstm_jax.distributed import (
+    DeviceMeshManager,
+    abstract_train_state,
+    create_train_state,
+    init_sharded,
+    make_train_step,
+    nnx_model,
+    plan_sharding,
+    shard_module_params,
+    shard_modules,
+    unbox,
+)
+from xlstm_jax.distributed.model_parallel import split_modules
 from xlstm_jax.distributed.training import mistakes
 from xlstm_jax.distributed.training.state import TrainState
 
@@ -74,6 +90,116 @@ def test_it_is_silent_where_parameters_are_split_or_one_device_has_all_or_the_us
         traced(create(model, where, **options), where, **options)
     with pytest.warns(UserWarning, match=NOTHING):  # guard
         create(nn.Dense(4), mesh)
+
+
+# ------------------------------------------------------------------------------------- a good part that is replicated
+
+TOKENS = jnp.zeros((8, 4), jnp.int32)
+
+
+class GPT(nn.Module):
+    """A usual one: its attention is of ``nn.DenseGeneral``, and a few parameters are its own."""
+
+    width: int = 64
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(512, self.width, name="embed")(tokens)
+        x = x + self.param("positions", nn.initializers.normal(), (8, self.width))[: tokens.shape[1]]
+        attention = nn.MultiHeadDotProductAttention
+        x = x + (nn.remat(attention) if self.remat else attention)(4, name="attention")(nn.LayerNorm()(x))
+        x = x + nn.Dense(self.width, name="down")(nn.gelu(nn.Dense(4 * self.width, name="up")(nn.LayerNorm()(x))))
+        return nn.Dense(512, name="head")(x)
+
+
+class NnxGPT(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(512, 64, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(4, 64, decode=False, rngs=rngs)
+        self.head = nnx.Linear(64, 512, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        return self.head(x + self.attention(x))
+
+
+def tokens_loss(params, apply_fn, tokens, rng):
+    return jnp.mean(apply_fn({"params": params}, tokens) ** 2)
+
+
+def state_of(model, mesh=None, **options):
+    axes = options.pop("axes", AXES)
+    return abstract_train_state(model, optax.sgd(0.1), mesh or mesh_of(2, 4), KEY, TOKENS, batch_axes=axes, **options)
+
+
+def state_by_hand(model):
+    """With Flax's own state, as of parameters that ``init_sharded`` has made."""
+    init = partial(init_sharded, model, mesh_of(2, 4), batch_axes=AXES)
+    params = jax.eval_shape(init, KEY, TOKENS)["params"]
+    return TrainState.create(apply_fn=model.apply, params=params, tx=KEPT)
+
+
+def told_by(run):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run()
+    return [str(warning.message) for warning in told if "not split" in str(warning.message)]
+
+
+LINEN_GPT = shard_modules(GPT(remat=True), nn.Dense, "fsdp", 64)
+PARTLY = {
+    "linen": (LINEN_GPT, "nn.Dense, nn.Embed, nn.DenseGeneral"),
+    "nnx": (shard_modules(nnx_model(NnxGPT), nnx.Linear, "fsdp", 64), "nnx.Linear, nnx.Embed, nnx.LinearGeneral"),
+}
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["create_train_state", "by hand"])
+@pytest.mark.parametrize("model, classes", PARTLY.values(), ids=PARTLY)
+def test_a_good_part_that_is_replicated_is_told_once_with_the_classes_to_wrap(model, classes, by_hand):
+    step = make_train_step(tokens_loss, mesh_of(2, 4), AXES)
+    make = state_by_hand if by_hand else state_of
+    [text] = told_by(lambda: step.trace(make(model), TOKENS, KEY))
+    plan = plan_sharding(model, mesh_of(2, 4).shape, TOKENS)
+    of_all = sum(row.parameters.total for row in plan.replicated) / plan.parameters.total
+    assert text.startswith(f"{of_all:.0%} of the parameters' bytes are not split, ")
+    why = "" if by_hand else r" \(no wrapped module owns it\)"
+    assert re.search(rf"8 devices of the mesh dp=2,fsdp=4 .* The largest: 'embed/embedding', 128 KiB{why}; ", text)
+    assert f"shard_modules(model, ({classes}), axis_name). If it is meant, pass whole_ok=True" in text
+    assert not told_by(lambda: step.trace(make(model), TOKENS, KEY))  # has been told
+
+
+def test_a_leaf_below_the_threshold_has_another_cure():
+    [text] = told_by(lambda: state_of(shard_modules(GPT(), (nn.Dense, nn.DenseGeneral, nn.Embed), "fsdp", 2**14)))
+    assert re.search(r"4096 values are fewer than min_weight_size=16384.* Lower min_weight_size of the wrapper", text)
+    assert "shard_modules(model" not in text
+
+
+def test_frozen_leaves_count_and_those_of_a_model_axis_do_not():
+    frozen = {"trainable": lambda path: path.startswith("head")}
+    assert told_by(lambda: state_of(shard_modules(GPT(), nn.Dense, "fsdp", 64), **frozen))
+    split = {"attention/(query|key|value)|up": "column", "attention/out|down": "row", "embed|head": "vocabulary"}
+    mesh = DeviceMeshManager.create_device_mesh({"fsdp": 4, "tp": 2})
+    wrapped = shard_modules(GPT(), lambda path, module: path == "up", "fsdp", 64)
+    assert told_by(lambda: state_of(wrapped, mesh, axes="fsdp"))  # guard
+    assert not told_by(lambda: state_of(split_modules(wrapped, split), mesh, axes="fsdp"))
+
+
+SILENT = {
+    "the cure": ((nn.Dense, nn.DenseGeneral, nn.Embed), 64, (2, 4), {}),
+    "it is meant": (nn.Dense, 64, (2, 4), {"whole_ok": True}),
+    "fsdp=1": (nn.Dense, 64, (8, 1), {}),
+    "a toy": (nn.Dense, 8, (2, 4), {}),
+    "little beside the rest": ((nn.Dense, nn.Embed), 512, (2, 4), {}),
+}
+
+
+@pytest.mark.parametrize("where, width, mesh, options", SILENT.values(), ids=SILENT)
+def test_nothing_is_said_of_it(where, width, mesh, options):
+    model = shard_modules(GPT(width), where, "fsdp", 64)
+    if width == 512:  # 2 KiB of biases and scales
+        model = shard_modules(model, nn.DenseGeneral, "fsdp", 1024)
+    assert not told_by(lambda: state_of(model, mesh_of(*mesh), **options))
 
 
 class Outer(nn.Module):

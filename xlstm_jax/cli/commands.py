@@ -145,9 +145,9 @@ def _workload(args: Namespace, factory: Factory, mesh: dict[str, int]) -> Worklo
 
 
 def _plan(workload: Workload, mesh: dict[str, int]) -> ShardingPlan:
-    return plan_sharding(
-        workload.model, mesh, *workload.init_inputs, tx=workload.tx, offload=workload.offload, **workload.freezing
-    )
+    how: dict[str, Any] = {"tx": workload.tx, "offload": workload.offload, **workload.freezing, **workload.init_kwargs}
+    with workload.explaining_init():
+        return plan_sharding(workload.model, mesh, *workload.init_inputs, **how)
 
 
 def _forecast(args: Namespace, say: Say) -> tuple[Forecast, ShardingPlan, list[str]]:

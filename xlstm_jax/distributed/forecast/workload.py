@@ -10,8 +10,9 @@ import math
 import os
 import sysconfig
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,14 @@ from xlstm_jax.distributed.device_mesh.batch_layout import batch_layout
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
 from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload
+from xlstm_jax.distributed.plan.init_errors import (
+    InitError,
+    any_cure,
+    described_inputs,
+    is_the_librarys,
+    known_cure,
+    why_not,
+)
 from xlstm_jax.distributed.training.loss import LossFn
 from xlstm_jax.distributed.training.state import abstract_train_state
 from xlstm_jax.distributed.training.step import TrainStep, make_train_step
@@ -48,7 +57,9 @@ class Workload:
       tx: the optimizer.
       batch: arrays or ``ShapeDtypeStruct`` with global shapes [b, ...].
       loss_fn: as for ``make_train_step``.
-      inputs: what ``model.init`` takes; by default the batch itself, where it is one array.
+      inputs: what ``model.init`` takes; by default the batch itself, where it is one array. Give it where the loss
+        calls the model on something else, as on tokens [b, t] of a batch [b, t + 1].
+      init_kwargs: what ``model.init`` takes by keyword, as ``{"train": False}``.
       weighted: as for ``make_train_step``.
       offload: as for ``create_train_state``.
       num_tokens: in the batch of all devices, where its shapes do not say it; see ``tokens``.
@@ -74,6 +85,7 @@ class Workload:
     frozen_dtype: DTypeLike | None = None
     offload: Offload = NO_OFFLOAD
     batch_spec: PyTree | None = None
+    init_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def init_inputs(self) -> tuple[Any, ...]:
@@ -91,6 +103,33 @@ class Workload:
                 "as Workload(..., inputs=(batch['tokens'],))."
             )
         return (leaves[0][1],)
+
+    @contextmanager
+    def explaining_init(self) -> Iterator[None]:
+        """Says of an error of ``model.init`` how the workload is given other inputs.
+
+        Raises:
+          InitError: in place of an error that ``model.init`` raises on these inputs by itself.
+        """
+        try:
+            yield
+        except Exception as error:
+            if is_the_librarys(error) and not isinstance(error, InitError):
+                raise
+            inputs = self.init_inputs
+            raised = why_not(self.model, inputs, self.init_kwargs)
+            if raised is None or is_the_librarys(raised):
+                raise
+            call, by_keyword = "Workload(..., inputs=({},))", "init_kwargs={'train': False}"
+            cure = known_cure(self.model, inputs, self.init_kwargs, raised, call, by_keyword)
+            if not cure and self.inputs is not None:  # what the user has chosen: the mistake may be the model's
+                raise (error.__cause__ if isinstance(error, InitError) and error.__cause__ else error) from None
+            what = "the batch, as inputs= is not given" if self.inputs is None else "inputs="
+            raise InitError(
+                f"{type(self.model).__name__}.init fails on {described_inputs(inputs)}, {what}: "
+                f"{described(raised).rstrip('.')}. "
+                f"{cure or any_cure(call, by_keyword)}"
+            ) from error
 
     @property
     def freezing(self) -> dict[str, Any]:
@@ -131,7 +170,8 @@ class Workload:
         rng = jax.eval_shape(lambda: jax.random.key(0))
         # What stays whole is in the plan and the forecast: no warning is needed here.
         where: dict[str, Any] = {"batch_axes": layout.axes, "whole_ok": True, "offload": self.offload, **self.freezing}
-        state = abstract_train_state(self.model, self.tx, made, rng, *self.init_inputs, **where)
+        with self.explaining_init():
+            state = abstract_train_state(self.model, self.tx, made, rng, *self.init_inputs, **where, **self.init_kwargs)
         step = make_train_step(
             self.loss_fn, made, num_minibatches=num_minibatches, weighted=self.weighted, whole_ok=True, **split
         )

@@ -41,6 +41,7 @@ from xlstm_jax.distributed.model_parallel.activations import (
     parts_of_params,
     scatter_tokens,
 )
+from xlstm_jax.wording import joined
 
 DEFAULT_AXIS = "tp"
 Product = Callable[[Array, Array], Array]
@@ -80,7 +81,7 @@ def split_param(
         raise ValueError(
             f"'{path}' of shape {shape} is to be split along dim {dim}, of size {shape[dim]}, which the {count} "
             f"devices along {axis_name!r} do not divide. Choose a size that is a multiple of {count}, as "
-            f"{-(-shape[dim] // count) * count}, or fewer devices along {axis_name!r}."
+            f"{-(-shape[dim] // count) * count}, or fewer devices along {axis_name!r}: {_divisors(shape[dim], count)}."
         )
 
     # Linen would compare shapes, and name neither the axis nor the wrapper.
@@ -210,6 +211,58 @@ def _last_dims(axis: int | Sequence[int], x: Array, caller: str) -> int:
     return len(dims)
 
 
+FUSED = {2: " (keys and values)", 3: " (queries, keys and values)"}  # what one layer may compute by its first dim
+
+
+def check_features_divide(features: tuple[int, ...], count: int, axis_name: str, caller: str) -> None:
+    """Raises where the devices do not divide the first of several feature dims, and that dim may count layers.
+
+    Features (3, heads, dim) are those of queries, keys and values. Any other dim that is no multiple is refused by
+    ``split_param``.
+    """
+    looks_fused = len(features) > 1 and (features[0] in FUSED or (len(features) > 2 and features[1] % count == 0))
+    if looks_fused and features[0] % count:
+        raise several_in_one(features, count, axis_name, caller)
+
+
+def several_in_one(features: tuple[int, ...], count: int, axis_name: str, caller: str) -> ValueError:
+    """Returns the error for features such as (3, heads, dim), of which not the heads would be split."""
+    first, second, *rest = features
+    divided, heads = ", which do not divide it", f"; if it counts heads, take {_divisors(first, count)} devices"
+    if first % count == 0:
+        divided, heads = ": one for each", ""
+    of_each = (second, *rest) if rest else second
+    multiple = "" if second % count == 0 else f", with a multiple of {count} in place of {second}"
+    return ValueError(
+        f"{caller} has the features {features}, and a column-split layer splits the first dim, of {first}, over the "
+        f"{count} devices along {axis_name!r}{divided}. If that dim is {first} layers in one{FUSED.get(first, '')}, "
+        f"make {first} layers of features {of_each}, each split by columns, or put the dim that is to be split "
+        f"first: {(second, first, *rest)}{multiple}{heads}."
+    )
+
+
+def _divisors(size: int, most: int) -> str:
+    """Returns the numbers up to ``most`` that divide a size, in words."""
+    return joined([str(n) for n in range(1, min(size, most) + 1) if size % n == 0], "or")
+
+
+def share_of_input(layer: nn.Module, x: Array, count: int, devices: int) -> str:
+    """Returns "all" or "share" where the input has all features, or a device's share, and the kernel has the other.
+
+    Compared are the last ``count`` dims of the input with the first dims of the kernel as this device has it; "" where
+    they agree, or differ in another way.
+    """
+    if devices == 1 or not layer.has_variable("params", "kernel"):
+        return ""
+    of_kernel = leaf_of(layer.get_variable("params", "kernel")).shape[:count]
+    of_input = x.shape[x.ndim - count :]
+    if of_kernel[1:] != of_input[1:]:
+        return ""
+    if of_kernel[0] * devices == of_input[0]:
+        return "all"
+    return "share" if of_input[0] * devices == of_kernel[0] else ""
+
+
 def _contracted(x: Array, kernel: Array, count: int, precision: Any) -> Array:
     """[..., *inputs], [*inputs, *features] -> [..., *features], summed over ``count`` dims."""
     dims = tuple(range(x.ndim - count, x.ndim)), tuple(range(count))
@@ -320,6 +373,14 @@ class ColumnDense(_SplitDense):
         """(x, kernel, bias) in the dtype of the product; kernel and bias are this device's columns."""
         count = _last_dims(self.axis, x, self._called)
         shape = (*x.shape[x.ndim - count :], *self._outputs)
+        here = devices_here(self.axis_name, self._called)
+        if share_of_input(self, x, count, here) == "share":  # before Linen compares shapes
+            raise ValueError(
+                f"{self._called} is split by columns, and its input of shape {x.shape} has {x.shape[-count]} of the "
+                f"{x.shape[-count] * here} features that its kernel multiplies: a column-split layer before it has "
+                f"split them over the {here} devices along {self.axis_name!r}. Split {self._called} by rows, as a "
+                "RowDense, or 'row' in split_modules."
+            )
         kernel = self._columns("kernel", _flat_init(self.kernel_init, count), shape)
         bias = self._columns("bias", _flat_init(self.bias_init, 0), self._outputs) if self.use_bias else None
         x, kernel, bias = promote_dtype(x, kernel, bias, dtype=self.dtype)
@@ -329,6 +390,7 @@ class ColumnDense(_SplitDense):
         dim, axis = len(shape) - len(self._outputs), self.axis_name
         copies = self._devices_per_head() if self.copied else 1
         if copies == 1:
+            check_features_divide(self._outputs, parts_of_params(axis, self._called), axis, self._called)
             return split_param(self, name, init, shape, self.param_dtype, dim=dim, axis_name=axis)
         whole: Array = self.param(name, _whole_along(axis, init), shape, self.param_dtype)
         if devices_here(axis, self._called) == 1:
@@ -374,9 +436,9 @@ def columns_of(layers: Sequence[ColumnDense], x: Array) -> list[Array]:
                 "input enter it once: give them the same, or call each by itself."
             )
     first._check_ring()
-    if first.sequence_dim is None and (n := devices_here(first.axis_name, first._called)) > 1:
-        check_equal(x, first.axis_name, n, first._called)  # before Linen compares shapes
     given = [layer.operands(x) for layer in layers]
+    if first.sequence_dim is None and (n := devices_here(first.axis_name, first._called)) > 1:
+        check_equal(x, first.axis_name, n, first._called)
     products = column_products(
         given[0][0],
         [kernel for _, kernel, _ in given],
@@ -412,9 +474,17 @@ class RowDense(_SplitDense):
         """[b, t, f / n] -> [b, t, d], or [b, t / n, d] with ``sequence_dim``."""
         self._check_ring()
         here, count = devices_here(self.axis_name, self._called), _last_dims(self.axis, x, self._called)
-        if here > 1:
-            check_differs(x, self.axis_name, here, self._called)  # before Linen compares shapes
         inputs = x.shape[x.ndim - count :]
+        if share_of_input(self, x, count, here) == "all":  # before Linen compares shapes
+            raise ValueError(
+                f"{self._called} is split by rows, and its input of shape {x.shape} has all {inputs[0]} features, "
+                f"where this device's part of the kernel multiplies {inputs[0] // here}: no column-split layer before "
+                f"it has split them over the {here} devices along {self.axis_name!r}. Split the layer before it by "
+                "columns; or, if this is the first of the two, this one by columns (a ColumnDense, or 'column' in "
+                "split_modules) and the next by rows."
+            )
+        if here > 1:
+            check_differs(x, self.axis_name, here, self._called)
         shape = (inputs[0] * here, *inputs[1:], *self._outputs)
         init = _flat_init(self.kernel_init, count)
         kernel = split_param(self, "kernel", init, shape, self.param_dtype, dim=0, axis_name=self.axis_name)

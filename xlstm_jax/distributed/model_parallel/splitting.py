@@ -15,10 +15,18 @@ from flax import linen as nn
 from jax import Array
 
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
-from xlstm_jax.distributed.data_parallel.modules.linen_module import methods_to_lift, taken_apart, watching
+from xlstm_jax.distributed.data_parallel.modules.linen_module import is_nnx, methods_to_lift, taken_apart, watching
+from xlstm_jax.distributed.data_parallel.modules.unit import ShardsItself
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.model_parallel.activations import devices_here, join_tokens
-from xlstm_jax.distributed.model_parallel.dense import DEFAULT_AXIS, ColumnDense, RowDense
+from xlstm_jax.distributed.model_parallel.activations import devices_here, join_tokens, parts_of_params
+from xlstm_jax.distributed.model_parallel.dense import (
+    DEFAULT_AXIS,
+    FUSED,
+    ColumnDense,
+    RowDense,
+    several_in_one,
+    share_of_input,
+)
 from xlstm_jax.distributed.model_parallel.embedding import SplitEmbed
 from xlstm_jax.distributed.model_parallel.split_input import is_on_split_input, on_split_input
 from xlstm_jax.wording import kind_of, listed
@@ -96,7 +104,13 @@ def split_modules(model: Model, split: Mapping[str, str], axis_name: str = DEFAU
         return _subclass(cls, splitting)(**fields)
     if isinstance(model, type) and issubclass(model, nn.Module):
         return _subclass(model, splitting)
-    raise TypeError(f"split_modules takes a Linen module or its class, not {kind_of(model)}.")
+    cure = ""
+    if isinstance(model, ShardsItself) or is_nnx(model if isinstance(model, type) else type(model)):
+        cure = (
+            " A layer of flax.nnx is split by the metadata of its kernel, kernel_metadata={'out_sharding': (None, "
+            f"{axis_name!r})}}, with enter_split before the layers by columns and leave_split after those by rows."
+        )
+    raise TypeError(f"split_modules takes a Linen module or its class, not {kind_of(model)}.{cure}")
 
 
 @dataclass(frozen=True)
@@ -108,6 +122,7 @@ class _Splitting:
     dense: set[str] = field(default_factory=set)
     others: set[str] = field(default_factory=set)
     matched: set[re.Pattern[str]] = field(default_factory=set)
+    ran: dict[str, str] = field(default_factory=dict)  # the kind of each split layer, in the order of their runs
 
     def kind_of(self, path: str, is_dense: bool) -> str | None:
         """What a module is to become: any kind of a dense layer, one of ``BETWEEN`` of another module."""
@@ -147,6 +162,8 @@ class _Run:
         if not path or name not in ("__call__", *(("setup", "attend") if cls is nn.Embed else ())):
             return method(*args, **kwargs)
         if isinstance(module, ColumnDense | RowDense | SplitEmbed):
+            if isinstance(module, ColumnDense | RowDense) and args:
+                self._check_pair(path, module, args[0])
             if not isinstance(module, SplitEmbed | _SplitLogits):
                 self._column = path if isinstance(module, ColumnDense) else None
             return method(*args, **kwargs)
@@ -160,6 +177,7 @@ class _Run:
                 self._column = before
         if kind is None:
             if name != "setup":
+                self._check_not_left_out(path, module, args)
                 self._check_between(path, module)
             return method(*args, **kwargs)
         if name == "setup":  # of an nn.Embed that is to be split, which would make the whole table
@@ -169,9 +187,56 @@ class _Run:
             object.__setattr__(module, "__class__", _inside_class(cls, self.splitting.axis_name))
         else:
             _check_plain(path, module, kind)
+            _check_heads(path, module, kind, self.splitting.axis_name)
+            self.splitting.ran.setdefault(path, kind)
             object.__setattr__(module, "__class__", _split_class(cls, kind))
             object.__setattr__(module, "axis_name", self.splitting.axis_name)
         return getattr(module, name)(*args, **kwargs)
+
+    def _check_pair(self, path: str, module: Any, x: Array) -> None:
+        """Raises where a row-split layer has no column-split one before it, or a column-split one has, by its input."""
+        axis, ran = self.splitting.axis_name, self.splitting.ran
+        n, count = devices_here(axis, f"'{path}'"), 1 if isinstance(module.axis, int) else len(module.axis)
+        share = share_of_input(module, x, count, n)
+        if isinstance(module, RowDense) and share == "all":
+            order, parent = list(ran), path.rpartition("/")[0]
+            later = order[order.index(path) + 1 :] if path in ran else []
+            columns = [other for other in later if ran[other] == "column" and other.rpartition("/")[0] == parent]
+            if columns:
+                cure = (
+                    f"Are they swapped? Split '{path}' by 'column' and '{columns[0]}', which runs after it, by 'row'."
+                )
+            else:
+                cure = f"Split the layer before '{path}' by 'column', or leave '{path}' out of split=."
+            raise ValueError(
+                f"split_modules: '{path}' is split by rows, and its input of shape {x.shape} has all "
+                f"{x.shape[-count]} features, where each of the {n} devices along {axis!r} should have "
+                f"{x.shape[-count] // n}: no layer is split by columns before it, or another one by rows since. {cure}"
+            )
+        if isinstance(module, ColumnDense) and share == "share" and self._column is not None:
+            cure = f"Split '{path}' by 'row'."
+            if isinstance(module, _SplitLogits):
+                cure = f"Split a layer between the two by 'row', or leave '{self._column}' out of split=."
+            raise ValueError(
+                f"split_modules: '{path}' is split by columns, and runs on what '{self._column}' returned, which is "
+                f"split by columns, too: its input of shape {x.shape} has {x.shape[-count]} of "
+                f"{x.shape[-count] * n} features on each of the {n} devices along {axis!r}. {cure}"
+            )
+
+    def _check_not_left_out(self, path: str, module: Any, args: Any) -> None:
+        """Raises where a dense layer that is not split runs on a device's share of the features."""
+        axis, is_dense = self.splitting.axis_name, isinstance(module, nn.Dense | nn.DenseGeneral)
+        if self._column is None or not is_dense or not args:
+            return
+        n, axes = devices_here(axis, f"'{path}'"), getattr(module, "axis", -1)
+        count = 1 if isinstance(axes, int) else len(axes)
+        if share_of_input(module, args[0], count, n) == "share":
+            shape = args[0].shape
+            raise ValueError(
+                f"split_modules: '{path}' is not split, and runs on what '{self._column}' returned, which is split by "
+                f"columns: its input of shape {shape} has {shape[-count]} of {shape[-count] * n} features on each of "
+                f"the {n} devices along {axis!r}. Split '{path}' by 'row', which sums over these devices."
+            )
 
     def _check_between(self, path: str, module: nn.Module) -> None:
         axis = self.splitting.axis_name
@@ -203,6 +268,16 @@ def _check_plain(path: str, module: Any, kind: str) -> None:
                 f"split_modules: '{path}' has {name}={getattr(module, name)!r}, and a split layer has the product of "
                 "Flax. Leave this layer out of split=."
             )
+
+
+def _check_heads(path: str, module: Any, kind: str, axis_name: str) -> None:
+    """Raises where each device would have one of the layers that are fused in the first of three feature dims."""
+    features = getattr(module, "features", 0)
+    if kind != "column" or isinstance(features, int) or len(features) != 3:
+        return
+    count, (first, heads) = parts_of_params(axis_name, f"'{path}'"), features[:2]
+    if count > 1 and count == first and first in FUSED and heads not in FUSED:
+        raise several_in_one(tuple(features), count, axis_name, f"split_modules: '{path}'")
 
 
 _inside_class = functools.cache(on_split_input)

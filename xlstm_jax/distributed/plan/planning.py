@@ -45,6 +45,7 @@ from xlstm_jax.distributed.optimizers.state import (
     owner_of_state,
 )
 from xlstm_jax.distributed.plan.expert_plan import ExpertPlan, expert_plan, noting_experts
+from xlstm_jax.distributed.plan.init_errors import init_error, is_the_librarys, why_not
 from xlstm_jax.distributed.plan.leaf_plan import NO_BYTES, OPTIMIZER, PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.matrix_plan import matrix_plans
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
@@ -78,7 +79,8 @@ def plan_sharding(
     Args:
       model: a Linen module.
       axis_sizes: the axes of the mesh, outermost first, with their sizes: ``{"dp": 4, "fsdp": 64}``; ``mesh.shape``.
-      *inputs: example inputs with global shapes, arrays or ``ShapeDtypeStruct``.
+      *inputs: example inputs with global shapes, arrays or ``ShapeDtypeStruct``, of what the loss calls the model on:
+        ``tokens[:, :-1]``, say, and not the batch of which it cuts them.
       axis_name: for a model without wrappers, the axes to split over; None: all of them.
       min_weight_size: for a model without wrappers, see ``shard_module_params``; None: its default.
       tx: an optax optimizer, whose state the plan then counts.
@@ -89,7 +91,8 @@ def plan_sharding(
       The plan.
     Raises:
       ValueError: a wrapper, a box or ``axis_name`` names an axis that there is not; axes do not divide the dim of a box
-        that the model has made itself; or the model has wrappers and ``axis_name`` or ``min_weight_size`` is given.
+        that the model has made itself; the model has wrappers and ``axis_name`` or ``min_weight_size`` is given; or
+        ``model.init`` fails on the inputs (``InitError``).
     """
     sizes = _checked_sizes(axis_sizes)
     mesh = planning_mesh(sizes)
@@ -153,9 +156,17 @@ def _planned_init(
 
     # Nothing is computed: a key without a value will do.
     key = jax.eval_shape(lambda: jax.random.key(0)) if rng is None else rng
-    # Attention of cuDNN asks the GPU at hand what it can do. A plan wants shapes, which are the same on any.
-    with answered_for(None):
-        return dict(jax.eval_shape(init, key, inputs))
+    try:
+        # Attention of cuDNN asks the GPU at hand what it can do. A plan wants shapes, which are the same on any.
+        with answered_for(None):
+            return dict(jax.eval_shape(init, key, inputs))
+    except Exception as error:
+        # Wrappers, names and frozen leaves have errors of their own: those of the inputs show without all of them.
+        if (plain := why_not(model, inputs, kwargs)) is None or type(plain) is not type(error):
+            raise
+        if is_the_librarys(plain):
+            raise
+        raise init_error(model, inputs, kwargs, error) from error
 
 
 def _checked_sizes(axis_sizes: Mapping[str, int]) -> dict[str, int]:

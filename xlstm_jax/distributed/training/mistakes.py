@@ -1,18 +1,19 @@
 """Mistakes that run: what the parts of an optimizer, the axes of a mesh and the names of a batch show of them.
 
-  create_train_state   the optimizer's parts, on the shapes of the parameters; whether any parameter is split
+  create_train_state   the optimizer's parts, on the shapes of the parameters; how much of the parameters is split
   a step's trace       the same with the options of the step; its axes; what it averages
   a step's call        rows that were padded, and their weights
 
-What is certainly wrong raises. What may be meant warns, once in a process; a mesh of one device never warns that
-nothing is split.
+What is certainly wrong raises. What may be meant warns, once in a process; on a mesh of one device nothing could be
+split, and nothing is said of it.
 """
 
 import math
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from xlstm_jax.common_types import Model, PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, leaf_of
 from xlstm_jax.distributed.data_parallel.modules import Stacks
+from xlstm_jax.distributed.data_parallel.modules.holders import noting_holders
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.data_parallel.reasons import Indivisible, Reason, TooSmall, Unwrapped
 from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
@@ -33,10 +35,12 @@ from xlstm_jax.distributed.optimizers.state import trainable
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.training.varying import Axes, all_named_axes
-from xlstm_jax.wording import format_bytes, format_mesh, joined, listed
+from xlstm_jax.wording import format_bytes, format_fraction, format_mesh, joined, listed
 
 USERS_LINE = 4  # the caller of create_train_state, for warnings.warn
-LARGEST = 3  # whole parameters that are named
+LARGEST = 3  # replicated parameters that are named
+MOST_REPLICATED = 0.05  # of the parameters' bytes, from which on replicated ones are worth a word
+FEW_BYTES = 2**16  # of replicated parameters, of which a device would save next to nothing: toys, and their biases
 AnyMesh = Mesh | AbstractMesh
 COUNTS = (0, 1, 10, 100, 1000, 10_000, 100_000)  # of updates, at which schedules are compared
 NO_DECAY = frozenset({"bias", "scale"})  # names of parameters that are hardly meant to decay
@@ -203,32 +207,95 @@ def _at(schedule: Callable[[Any], Any], count: int) -> float:
         return float(schedule(jnp.int32(count)))
 
 
-# ----------------------------------------------------------------------------------------------------- what stays whole
+# --------------------------------------------------------------------------------------------------- what is replicated
 
 
-def warn_if_nothing_is_split(
-    params: PyTree, mesh: AnyMesh, reasons: Callable[[], Mapping[str, Reason]] = dict[str, Reason]
-) -> None:
-    """Warns where no parameter is split over devices of the mesh.
+class ModelFacts(NamedTuple):
+    """What parameters alone do not say of their model: why leaves are replicated, and classes of modules, by path."""
 
-    ``reasons`` returns by path why leaves are whole, as far as that is known.
+    reasons: Mapping[str, Reason] = {}
+    holders: Mapping[str, str] = {}
+
+
+def warn_of_replicated(params: PyTree, mesh: AnyMesh, look: Callable[[], ModelFacts] = ModelFacts) -> None:
+    """Warns where no parameter is split over devices of the mesh, or where 5 % of their bytes or more are not.
+
+    ``look()`` returns the facts of the model. It may trace the model, and is called only where there is a warning.
     """
-    leaves = dict(trees.leaves_with_path(params))
-    split = any(leaf_of(leaf).axes for leaf in leaves.values())  # an axis of size 1 counts: fsdp=1 is a choice
-    # One warning for each mesh and model, since reasons take a plan to find.
-    key = (tuple(mesh.shape.items()), tuple((path, np.shape(leaf_of(leaf).value)) for path, leaf in leaves.items()))
-    if split or mesh.size == 1 or not leaves or key in _warned:
+    leaves = {path: leaf_of(leaf) for path, leaf in trees.leaves_with_path(params)}
+    nbytes = {path: leaf.stored_bytes for path, leaf in leaves.items()}
+    # A leaf that is split over an axis of size 1 counts as split: fsdp=1 is a choice.
+    replicated = sorted((path for path, leaf in leaves.items() if not leaf.axes), key=lambda path: -nbytes[path])
+    if mesh.size == 1 or not replicated:
         return
-    why, nbytes = reasons(), {path: leaf_of(leaf).stored_bytes for path, leaf in leaves.items()}
-    largest = sorted(leaves, key=lambda path: -nbytes[path])[:LARGEST]
-    named = [f"'{path}', {format_bytes(nbytes[path])}" + (f" ({why[path]})" if path in why else "") for path in largest]
-    cures = dict.fromkeys(CURES.get(type(why[path]), LOST_BOXES) if path in why else LOST_BOXES for path in largest)
-    _warn(
-        f"no parameter is split: each of the {mesh.size} devices of the mesh {format_mesh(mesh.shape)} holds all "
-        f"{format_bytes(sum(nbytes.values()))} of parameters, and as much for gradients and each moment of the "
-        f"optimizer. The largest: {'; '.join(named)}. {' '.join(cures)} If it is meant, pass whole_ok=True.",
-        key,
+    total, kept = sum(nbytes.values()), sum(nbytes[path] for path in replicated)
+    if len(replicated) < len(leaves):
+        is_spread = any(mesh.shape.get(axis, 1) > 1 for leaf in leaves.values() for axis in leaf.axes)
+        if not is_spread or kept < FEW_BYTES or kept < MOST_REPLICATED * total:
+            return
+    # One warning for each mesh and model, since the facts take a trace to find.
+    shapes = tuple((path, np.shape(leaf.value), leaf.names) for path, leaf in leaves.items())
+    key = ("replicated", tuple(mesh.shape.items()), shapes)
+    if key in _warned:
+        return
+    facts = look()
+    named = [
+        f"'{path}', {format_bytes(nbytes[path])}" + (f" ({facts.reasons[path]})" if path in facts.reasons else "")
+        for path in replicated[:LARGEST]
+    ]
+    more = [f"and {len(replicated) - LARGEST} more"] if len(replicated) > LARGEST else []
+    cures = _cures({path: nbytes[path] for path in replicated}, leaves, facts)
+    rest = (
+        f"and as much for gradients and each moment of the optimizer. The largest: {'; '.join(named + more)}. "
+        f"{' '.join(cures)} If it is meant, pass whole_ok=True."
     )
+    if len(replicated) == len(leaves):
+        _warn(
+            f"no parameter is split: each of the {mesh.size} devices of the mesh {format_mesh(mesh.shape)} holds all "
+            f"{format_bytes(total)} of parameters, {rest}",
+            key,
+        )
+    else:
+        _warn(
+            f"{format_fraction(kept / total)} of the parameters' bytes are not split, {format_bytes(kept)} of "
+            f"{format_bytes(total)}: each of the {mesh.size} devices of the mesh {format_mesh(mesh.shape)} holds all "
+            f"of these, {rest}",
+            key,
+        )
+
+
+def _cures(replicated: Mapping[str, int], leaves: Mapping[str, Sharded], facts: ModelFacts) -> list[str]:
+    """Returns what to do about replicated leaves, given by path with their bytes; the cure of the most bytes first."""
+    # The classes of modules that gather already: a box says how many names of its path lie below the module.
+    units = dict.fromkeys(
+        facts.holders.get("/".join(path.split("/")[: -leaf.unit_depth]))
+        for path, leaf in leaves.items()
+        if leaf.axes and leaf.unit_depth
+    )
+    some_are_split = len(replicated) < len(leaves)
+    cures: Counter[str] = Counter()
+    to_wrap: Counter[str | None] = Counter()
+    for path, nbytes in replicated.items():
+        kinds = [type(reason) for reason in facts.reasons[path].each] if path in facts.reasons else []
+        cls = facts.holders.get(path.rpartition("/")[0])
+        if Unwrapped in kinds or (not kinds and some_are_split and cls not in units):
+            cures[CURES[Unwrapped]] += nbytes
+            to_wrap[cls] += nbytes
+        elif known := next((CURES[kind] for kind in kinds if kind in CURES), ""):
+            cures[known] += nbytes
+        elif some_are_split:
+            cures[CURES[TooSmall]] += nbytes
+        else:
+            cures[LOST_BOXES] += nbytes
+    # A norm's scale is not named beside an embedding.
+    least = MOST_REPLICATED * sum(replicated.values())
+    classes = [*units, *(cls for cls, nbytes in to_wrap.most_common() if nbytes >= least)]
+    named = ", ".join(dict.fromkeys(cls for cls in classes if cls))
+    said = [cure for cure, nbytes in cures.most_common() if nbytes >= least]
+    if named and CURES[Unwrapped] in said:
+        example = f"shard_modules(model, ({named}{',' * (', ' not in named)}), axis_name)"
+        said[said.index(CURES[Unwrapped])] = f"{CURES[Unwrapped][:-1]}: {example}."
+    return said
 
 
 def warn_of_whole_trees(others: PyTree, mesh: AnyMesh) -> None:
@@ -243,15 +310,20 @@ def warn_of_whole_trees(others: PyTree, mesh: AnyMesh) -> None:
             return
 
 
-def reasons_in_plan(model: Model, mesh: AnyMesh, rng: PyTree, inputs: PyTree, kwargs: Mapping[str, Any]) -> Any:
-    """A function that returns why each parameter of the model is split or whole, as its wrappers decide."""
-
-    def reasons() -> dict[str, Reason]:
+def facts_of_plan(model: Model, mesh: AnyMesh, rng: PyTree, inputs: PyTree, kwargs: Mapping[str, Any]) -> ModelFacts:
+    """Returns why each parameter is split or replicated, as its wrappers decide, and the classes of modules."""
+    with noting_holders(model) as holders:
         plan = plan_sharding(model, mesh.shape, *inputs, rng=rng, **kwargs)
-        of_params = [row for row in plan.rows if row.collection == PARAMETERS]
-        return {row.path: Unwrapped() if plan.assumed else row.reason for row in of_params}
+    of_params = [row for row in plan.rows if row.collection == PARAMETERS]
+    reasons = {row.path: Unwrapped() if plan.assumed else row.reason for row in of_params}
+    return ModelFacts(reasons, holders)
 
-    return reasons
+
+def facts_of_step(apply_fn: Callable[..., Any], jaxpr: Callable[[], Any]) -> ModelFacts:
+    """Returns the classes of the modules that run while ``jaxpr()`` traces a step."""
+    with noting_holders(getattr(apply_fn, "__self__", None)) as holders:
+        jaxpr()
+    return ModelFacts({}, holders)
 
 
 def warn_of_gathered_stacks(stacks: Stacks, mesh: AnyMesh) -> None:

@@ -51,10 +51,10 @@ from xlstm_jax.distributed.training.collections import check_kept
 from xlstm_jax.distributed.training.first_batch import compare_keys
 from xlstm_jax.distributed.training.mistakes import (
     check_optimizer,
-    reasons_in_plan,
-    warn_if_nothing_is_split,
+    facts_of_plan,
     warn_of_gathered_stacks,
     warn_of_optimizer,
+    warn_of_replicated,
 )
 from xlstm_jax.wording import TIMES, Bar, format_bytes, notebook_html, rich_table
 
@@ -243,7 +243,8 @@ def create_train_state(
     Args:
       model, mesh, rng, *inputs, batch_axes, trainable, frozen_dtype, **kwargs: see ``init_sharded``.
       tx: any optax optimizer. It is initialised on the parameters without boxes, as global arrays.
-      whole_ok: do not warn where no parameter is split, or where a wrapper gathers all layers of a scan at once.
+      whole_ok: do not warn where no parameter is split, or 5 % of their bytes are not, or where a wrapper gathers all
+        layers of a scan at once.
       offload: what lies in the memory of the host; steps read it off the state, and need no option for it.
     Returns:
       ``TrainState(step=0, apply_fn=model.apply, params, tx, opt_state, collections)``: ``params`` boxed where they are
@@ -265,7 +266,7 @@ def create_train_state(
     check_optimizer(tx)
     warn_of_optimizer(tx, params)
     if not whole_ok:
-        warn_if_nothing_is_split(params, mesh, reasons_in_plan(model, mesh, rng, inputs, kwargs))
+        warn_of_replicated(params, mesh, partial(facts_of_plan, model, mesh, rng, inputs, kwargs))
         warn_of_gathered_stacks(stacks, mesh)
     # On the mesh from the beginning: a step returns it there, and another sharding would compile the second step again.
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, PartitionSpec()))

@@ -34,10 +34,11 @@ from xlstm_jax.distributed.training.arguments import (
 from xlstm_jax.distributed.training.gradients import fold_rng_over_axis
 from xlstm_jax.distributed.training.loss import LossFn, LossFunction, LossOutput
 from xlstm_jax.distributed.training.mistakes import (
-    warn_if_nothing_is_split,
+    facts_of_step,
     warn_of_gathered_stacks,
     warn_of_idle_axes,
     warn_of_options,
+    warn_of_replicated,
     warn_of_whole_trees,
 )
 from xlstm_jax.distributed.training.padded_rows import MarkedLoss, counting_padding
@@ -221,7 +222,7 @@ class StepOptions:
         warn_of_options(state.tx, self.loss.weighted, self.learning_rate)
         warn_of_idle_axes(mesh, self.accumulation.axes, (state.params, collections_of(state), others), jaxpr)
         if not self.whole_ok:
-            warn_if_nothing_is_split(state.params, mesh)
+            warn_of_replicated(state.params, mesh, partial(facts_of_step, state.apply_fn, jaxpr))
             warn_of_gathered_stacks(stacks, mesh)
             warn_of_whole_trees(others, mesh)
 

@@ -181,6 +181,11 @@ class NnxModel:
             )
         return dataclasses.replace(self, units=self.units | dict.fromkeys(matching, policy))
 
+    @property
+    def modules(self) -> dict[str, nnx.Module]:
+        """All modules by path, with abstract values; the model itself at ``""``."""
+        return modules_of(self._abstract)
+
     def _made(self, streams: nnx.Rngs) -> nnx.Module:
         with nnx.use_eager_sharding(False):  # axes that a variable's metadata name are put into its box
             return self.make(streams)

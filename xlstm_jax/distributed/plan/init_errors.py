@@ -1,0 +1,111 @@
+"""Errors of ``model.init`` on the inputs that a plan was given: what they are, and inputs on which it does not fail.
+
+The usual cause is a batch of tokens [b, t + 1], from which the loss cuts inputs and next tokens: a model with learned
+positions for t tokens cannot be called on the batch itself.
+"""
+
+import os
+import re
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from xlstm_jax.common_types import Model, PyTree
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.distributed.hardware.cudnn import answered_for
+from xlstm_jax.wording import joined, one_line
+
+LIBRARY = str(Path(__file__).parents[2]) + os.sep
+MISSING = re.compile(r"missing \d+ required .*arguments?: (.*)$")
+
+
+class InitError(ValueError):
+    """``model.init`` failed on the inputs of a plan."""
+
+
+def init_error(model: Model, inputs: Sequence[PyTree], kwargs: Mapping[str, Any], error: Exception) -> InitError:
+    """Returns the error of a plan whose ``model.init(rng, *inputs, **kwargs)`` raised ``error``."""
+    call = "plan_sharding(model, axis_sizes, {})"
+    name = getattr(type(model), "__name__", "the model")
+    cure = known_cure(model, inputs, kwargs, error, call, "train=False") or any_cure(call, "train=False")
+    return InitError(
+        f"{name}.init fails on the inputs of the plan, {described_inputs(inputs)}: {type(error).__name__}: "
+        f"{one_line(error).rstrip('.')}. {cure}"
+    )
+
+
+def known_cure(
+    model: Model,
+    inputs: Sequence[PyTree],
+    kwargs: Mapping[str, Any],
+    error: Exception,
+    call: str,
+    by_keyword: str,
+) -> str:
+    """Returns what to pass instead: one token less, if ``model.init`` takes that, or what the error says is missing.
+
+    "" where it is neither: the model itself may have the mistake.
+    ``call`` has a place, ``{}``, for the inputs; ``by_keyword`` is how a keyword argument is given there.
+    """
+    if missing := MISSING.search(one_line(error)):
+        names = missing.group(1)
+        return (
+            f"Pass {names} too: behind the inputs, {call.format('x, y')}, or, where no array, by keyword: {by_keyword}."
+        )
+    fewer = one_token_less(inputs)
+    if fewer is not None and why_not(model, fewer, kwargs) is None:
+        shape, dtype = fewer[0].shape, fewer[0].dtype
+        return (
+            f"It takes {described_inputs(fewer)}, as a loss does that cuts inputs and next tokens from each row: pass "
+            f"{call.format(f'jax.ShapeDtypeStruct({shape}, jnp.{dtype})')}."
+        )
+    return ""
+
+
+def any_cure(call: str, by_keyword: str) -> str:
+    """Returns what to look at where inputs fail for a reason that is not known here; see ``known_cure``."""
+    return (
+        "Pass what the loss function calls the model on, by shapes alone if you like: "
+        f"{call.format('jax.ShapeDtypeStruct(shape, dtype)')}; an argument that is no array by keyword, {by_keyword}."
+    )
+
+
+def why_not(model: Model, inputs: Sequence[PyTree], kwargs: Mapping[str, Any]) -> Exception | None:
+    """Returns what ``model.init`` raises for these inputs, traced for its shapes; None where it does not fail."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    try:
+        with answered_for(None):
+            jax.eval_shape(lambda key, inputs: model.init(key, *inputs, **kwargs), key, tuple(inputs))
+    except Exception as error:  # the user's code may raise anything
+        return error
+    return None
+
+
+def is_the_librarys(error: Exception) -> bool:
+    """Whether code of this library raised it, and neither the user's, nor that of JAX or Flax."""
+    frames = traceback.extract_tb(error.__traceback__)
+    # A call without one of its arguments fails in the line of the call, which may be a wrapper's.
+    called_wrongly = isinstance(error, TypeError) and MISSING.search(one_line(error))
+    return bool(frames) and frames[-1].filename.startswith(LIBRARY) and not called_wrongly
+
+
+def one_token_less(inputs: Sequence[PyTree]) -> tuple[jax.ShapeDtypeStruct, ...] | None:
+    """Returns one array of tokens [b, t + 1] as [b, t]; None of other inputs."""
+    leaves = leaves_with_path(tuple(inputs))
+    if len(inputs) != 1 or len(leaves) != 1:
+        return None
+    shape, dtype = np.shape(leaves[0][1]), np.dtype(jax.dtypes.canonicalize_dtype(leaves[0][1].dtype))
+    if len(shape) != 2 or shape[1] < 2 or not np.issubdtype(dtype, np.integer):
+        return None
+    return (jax.ShapeDtypeStruct((shape[0], shape[1] - 1), dtype),)
+
+
+def described_inputs(inputs: Sequence[PyTree]) -> str:
+    """Returns dtypes and shapes, as ``int32[8, 128]``, of all arrays among the inputs."""
+    leaves = [leaf for _, leaf in leaves_with_path(tuple(inputs))]
+    shown = [f"{x.dtype}{list(np.shape(x))}" if hasattr(x, "dtype") else repr(x) for x in leaves]
+    return joined(shown) if shown else "of which there are none"
