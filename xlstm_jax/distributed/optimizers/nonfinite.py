@@ -19,6 +19,7 @@ from xlstm_jax.common_types import Metrics, PyTree
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.optimizers.inside import check_transform
+from xlstm_jax.distributed.optimizers.lookahead import as_inner
 from xlstm_jax.distributed.optimizers.norms import check_averaged
 from xlstm_jax.distributed.optimizers.state import states_of
 
@@ -55,7 +56,7 @@ def skip_nonfinite(tx: optax.GradientTransformation) -> optax.GradientTransforma
       ValueError: (in ``update``, under ``check_vma=True``) a gradient was not averaged over all axes.
     """
     check_transform(tx, "skip_nonfinite")
-    inner = optax.with_extra_args_support(tx)
+    inner = as_inner(tx)
 
     def init(params: PyTree) -> SkipNonfiniteState:
         return SkipNonfiniteState(inner.init(params), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
