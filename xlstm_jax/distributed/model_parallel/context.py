@@ -31,6 +31,7 @@ from jax import lax
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.communication import common_dtype
 from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
 
 Array = jax.Array
@@ -274,7 +275,7 @@ def _ring(query: Array, key: Array, value: Array, segments: Array | None, how: _
 
 def _ring_fwd(query: Array, key: Array, value: Array, segments: Array | None, how: _How) -> tuple[Array, PyTree]:
     blocks, of_queries, arrived = _in_blocks(query, key, value, segments, how)
-    wide = jnp.promote_types(query.dtype, jnp.float32)
+    wide = common_dtype(query.dtype, jnp.float32)
     # All three begin as zeros of the queries, and so vary over devices as they do: a scan keeps its carry's type.
     zeros = jnp.zeros_like(blocks[..., 0], wide)
     state = zeros + HIDDEN, zeros, jnp.zeros((*zeros.shape, value.shape[-1]), wide) + zeros[..., None]
@@ -443,7 +444,7 @@ def _terms(
 
 def _product(dims: str, a: Array, b: Array) -> Array:
     """In float32, or in what is wider."""
-    wide = jnp.promote_types(jnp.promote_types(a.dtype, b.dtype), jnp.float32)
+    wide = common_dtype(a.dtype, b.dtype, jnp.float32)
     return jnp.einsum(dims, a, b, preferred_element_type=wide)
 
 

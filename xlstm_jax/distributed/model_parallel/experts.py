@@ -32,6 +32,7 @@ from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, split_by_m
 from xlstm_jax.distributed.data_parallel.modules.shard_modules import apart_from_model
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, axes_entry
+from xlstm_jax.distributed.data_parallel.wire.communication import common_dtype
 from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
 from xlstm_jax.distributed.data_parallel.wire.transposes import (
     Exchange,
@@ -124,7 +125,7 @@ def _by_group_bwd(expert: Expert, block: int, kept: PyTree, d_out: Array) -> tup
             return lax.dynamic_update_slice_in_dim(d_rows, of_rows, at, 0), d_params
 
         # In float32: a narrow sum over many blocks would stop growing.
-        zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), of_one)
+        zeros = jax.tree.map(lambda x: jnp.zeros_like(x, common_dtype(x.dtype, jnp.float32)), of_one)
         d_rows, d_params = lax.fori_loop(0, -(-size // block), of_one_block, (d_rows, zeros))
         return d_rows, jax.tree.map(lambda total, x: total.astype(x.dtype), d_params, of_one)
 

@@ -75,8 +75,10 @@ def with_ema(tx: optax.GradientTransformation, decay: optax.ScalarOrSchedule) ->
             # Rounded as the weights are stored. XLA removes a cast to bfloat16 and back, but keeps this.
             if new.dtype != average.dtype:
                 wide = jax.lax.reduce_precision(wide, jnp.finfo(new.dtype).nexp, jnp.finfo(new.dtype).nmant)
+            # A schedule's value may have another dtype than a float64 average.
+            share = weight if isinstance(weight, int | float) else jnp.asarray(weight, jnp.finfo(average.dtype).dtype)
             # As a step towards the weights: weights that stay leave the average as it is, to the bit.
-            return (average + weight * (wide - average)).astype(average.dtype)
+            return (average + share * (wide - average)).astype(average.dtype)
 
         average = jax.tree.map(moved, state.ema, optax.apply_updates(params, updates))
         return updates, WithEmaState(inner_state, average, jnp.asarray(optax.safe_increment(state.num_updates)))

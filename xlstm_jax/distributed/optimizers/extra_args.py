@@ -30,6 +30,8 @@ USUAL = 3  # gradients, state and parameters
 
 # Python's words
 UNEXPECTED = re.compile(r"got an unexpected keyword argument '(\w+)'")
+# Of optax's line searches, which hand to `value_fn` what they do not know themselves.
+UNCONSUMED = re.compile(r"These arguments were not consumed by `value_fn`: \['(\w+)'")
 MISSING = re.compile(r"([\w.<>]+)\(\) missing \d+ required (?:keyword-only|positional) arguments?: (.*)")
 
 PER_EXAMPLE = (
@@ -55,9 +57,11 @@ def taking_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransfo
 
     In place of ``optax.with_extra_args_support``, which passes either all or none.
 
-    >>> own = optax.GradientTransformationExtraArgs(optax.init_empty_state, lambda u, s, params=None, *, scale=2.0: (u, s))
-    >>> taking_extra_args(optax.chain(own, optax.sgd(0.1))).update(jnp.ones(2), (*[optax.EmptyState()] * 2,), value=1.0)[0]
-    Array([-0.1, -0.1], dtype=float32)
+    >>> own = lambda updates, state, params=None, *, scale=2.0: (jax.tree.map(lambda u: scale * u, updates), state)
+    >>> tx = optax.chain(optax.GradientTransformationExtraArgs(optax.init_empty_state, own), optax.sgd(0.1))
+    >>> updates, state = taking_extra_args(tx).update(jnp.ones(2), tx.init(jnp.ones(2)), value=1.0, scale=3.0)
+    >>> updates
+    Array([-0.3, -0.3], dtype=float32)
     """
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, PyTree]:
@@ -68,7 +72,7 @@ def taking_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransfo
             except TypeError as error:
                 # Transforms within `tx` (links of a chain, what MultiSteps wraps) have signatures of their own, of
                 # which that of `tx` says nothing: they are asked by calling them.
-                refused = UNEXPECTED.search(str(error))
+                refused = UNEXPECTED.search(str(error)) or UNCONSUMED.search(str(error))
                 if refused is None or refused[1] not in given:
                     raise _with_names(error, extra_args, given) from error
                 if refused[1] == VALUE and any(part.name == "skip_nonfinite" for part in inside.parts(tx)):
@@ -106,16 +110,17 @@ def _with_names(error: TypeError, extra_args: dict[str, Any], given: dict[str, A
     who, needed = missing[1].partition(".")[0], joined([f"{name}=" for name in names])
     if set(names) & extra_args.keys():
         return TypeError(
-            f"{who}, a part of the optimizer, needs {needed}, and another part takes no argument of that name: neither "
-            "can be called. Let the update of the other part take **extra_args, as optax asks of it."
+            f"{who}, a part of the optimizer, needs {needed}, and another part takes no argument of that name: "
+            "neither can be called. Let the update of the other part take **extra_args, as optax asks of it."
         )
     return TypeError(_needs_more(who, needed))
 
 
 def _needs_more(who: str, needed: str) -> str:
     return (
-        f"the update of {who} needs {needed}, and a training step has {joined([f'{name}=' for name in OF_A_STEP])}. Give "
-        "the argument a default, or keep its value in the optimizer's state (optax.inject_hyperparams) and set it there."
+        f"the update of {who} needs {needed}, and a training step has {joined([f'{name}=' for name in OF_A_STEP])}. "
+        "Give the argument a default, or keep its value in the optimizer's state (optax.inject_hyperparams), and set "
+        "it there between steps."
     )
 
 
@@ -133,8 +138,9 @@ def check_callable(tx: optax.GradientTransformation, caller: str) -> None:
             raise ValueError(f"{caller}: {_needs_more(part.name, joined([f'{name}=' for name in needed]))}")
     if around := around_lookahead(tx):
         raise ValueError(
-            f"{caller}: optax.lookahead stands in {around}, which does not pass on the pairs of fast and slow parameters "
-            f"that it needs. Write {around}(with_slow_params(optax.lookahead(...))), from xlstm_jax.distributed.optimizers."
+            f"{caller}: optax.lookahead stands in {around}, which does not pass on the pairs of fast and slow "
+            f"parameters that it needs. Write {around}(with_slow_params(optax.lookahead(...)), ...), from "
+            "xlstm_jax.distributed.optimizers."
         )
 
 

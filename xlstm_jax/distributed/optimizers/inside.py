@@ -161,7 +161,7 @@ def _factory_name(held: Mapping[str, Any]) -> str | None:
 
 
 def _within(tx: optax.GradientTransformation, held: Mapping[str, Any]) -> list[optax.GradientTransformation]:
-    """Returns all transforms that a transform holds, under whatever name (``inner``, ``adv_optimizer``), in its order."""
+    """Returns all transforms that a transform holds, under whatever name: ``inner``, ``adv_optimizer``."""
     found = [link for link in links(tx) if link is not tx]
     for value in held.values():
         found += _transforms_of(value)

@@ -4,8 +4,8 @@
   state.slow      the slow weights, a leaf for each parameter
   tx.update       gets both as ``optax.LookaheadParams(fast, slow)``, and returns updates of both
 
-Optax wants the pair in place of the parameters, with gradients of one of the two. Here parameters keep their tree, so that
-models, evaluations and checkpoints need not know of the pair. The slow weights are split and padded like the parameters.
+Optax wants the pair in place of the parameters, with gradients of one of the two. Here parameters keep their tree, and
+so do all that take them: models, evaluations, checkpoints. The slow weights are split and padded like the parameters.
 """
 
 from typing import NamedTuple
@@ -50,8 +50,8 @@ def with_slow_params(tx: optax.GradientTransformation) -> optax.GradientTransfor
     check_transform(tx, "with_slow_params")
     if not sees_pairs(tx):
         raise ValueError(
-            "with_slow_params: tx is neither optax.lookahead nor an optax.chain with it, so it has no slow weights. Put "
-            "with_slow_params directly around optax.lookahead(...), and other transforms around both."
+            "with_slow_params: tx is neither optax.lookahead nor an optax.chain with it, so it has no slow weights. "
+            "Put with_slow_params directly around optax.lookahead(...), and other transforms around both."
         )
     inner = taking_extra_args(tx)
 
@@ -95,15 +95,16 @@ def slow_params(opt_state: PyTree, params: PyTree) -> PyTree:
       opt_state: the state of an optimizer that has ``optax.lookahead`` in it.
       params: the parameters of that state, in boxes where they are split.
     Returns:
-      The slow weights in the boxes and places of ``params``, in buffers of their own. Leaves that the optimizer does not
-      train are those of ``params``.
+      The slow weights in the boxes and places of ``params``, in buffers of their own. Leaves that the optimizer does
+      not train are those of ``params``.
     Raises:
-      ValueError: there are no slow weights in ``opt_state``, or several; or a leaf has another shape than its parameter.
+      ValueError: there are no slow weights in ``opt_state``, or several; or one has another shape than its parameter.
     """
     found = [state.slow for state in states_of(opt_state, WithSlowParamsState)]
     if len(found) != 1:
         raise ValueError(
-            f"slow_params: the optimizer's state holds slow weights {len(found)} times, where they are needed once. Make "
-            "the state with create_train_state of optax.lookahead(...), or with with_slow_params(optax.lookahead(...))."
+            f"slow_params: the optimizer's state holds slow weights {len(found)} times, where they are needed once. "
+            "Pass the opt_state of a state that create_train_state has made with optax.lookahead(...), or of "
+            "with_slow_params(optax.lookahead(...))."
         )
     return as_parameters(found[0], params, "slow_params")

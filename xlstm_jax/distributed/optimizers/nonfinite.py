@@ -53,7 +53,8 @@ def skip_nonfinite(tx: optax.GradientTransformation) -> optax.GradientTransforma
       gradients are checked. ``skip_counts`` reads its counters.
     Raises:
       TypeError: ``tx`` is no transform.
-      ValueError: (in ``update``, under ``check_vma=True``) a gradient was not averaged over all axes.
+      ValueError: (in ``update``, under ``check_vma=True``) a gradient was not averaged over all axes; or the inner
+        state has another tree after an update.
     """
     check_transform(tx, "skip_nonfinite")
     inner = as_inner(tx)
@@ -66,6 +67,12 @@ def skip_nonfinite(tx: optax.GradientTransformation) -> optax.GradientTransforma
         # Before the inner update, which may clip a gradient of inf to a finite one.
         ok = _all_finite(updates, extra_args.get("value"))
         new_updates, new_inner = inner.update(updates, state.inner_state, params, **extra_args)
+        if jax.tree.structure(new_inner) != jax.tree.structure(state.inner_state):
+            raise ValueError(
+                "skip_nonfinite: the optimizer's state has another tree after an update than before it, as that of "
+                "optax.monitor, so a step that is skipped cannot return to it. Put that transform beside: "
+                "optax.chain(optax.monitor(...), skip_nonfinite(tx))."
+            )
         new_state = SkipNonfiniteState(
             jax.tree.map(lambda new, old: jnp.where(ok, new, old), new_inner, state.inner_state),
             jnp.where(ok, state.skipped_steps, optax.safe_increment(state.skipped_steps)),
@@ -105,5 +112,6 @@ def _all_finite(gradients: PyTree, loss: Any) -> jax.Array:
     bad = jnp.any(jnp.stack([jnp.zeros((), bool), *(jnp.any(~jnp.isfinite(leaf)) for leaf in looked_at)]))
     # An "or" over devices. Devices that decided by their own shards would drift apart.
     if axes := collectives.manual_axes():
-        (bad,) = collectives.all_reduce(["max"], [bad.astype(jnp.int32)], axes)
-    return bad == 0
+        (count,) = collectives.all_reduce(["max"], [bad.astype(jnp.int32)], axes)
+        return count == 0
+    return ~bad

@@ -56,7 +56,7 @@ def states_of(opt_state: PyTree, state_type: type[State]) -> list[State]:
 
 
 def as_parameters(kept: PyTree, params: PyTree, caller: str) -> PyTree:
-    """Returns weights that an optimizer keeps in the boxes, dtypes and places of ``params``, in buffers of their own."""
+    """Returns weights that an optimizer keeps, in the boxes, dtypes and places of ``params`` and in new buffers."""
     by_path = dict(trees.leaves_with_path(kept))
 
     def as_parameter(path: str, leaf: PyTree) -> PyTree:

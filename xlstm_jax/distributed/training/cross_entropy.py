@@ -32,6 +32,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, pieces_of
 from xlstm_jax.distributed.data_parallel.modules import ReadsShards
 from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.communication import common_dtype
 from xlstm_jax.distributed.data_parallel.wire.gather_array import (
     Primal,
     check_one_gradient_of_one_batch,
@@ -131,7 +132,7 @@ def _token_losses(
 ) -> TokenLosses:
     """``chunked_cross_entropy`` of a kernel that is ``stored`` so and read as ``pieces`` says."""
     hidden, labels = jnp.asarray(hidden), jnp.asarray(labels)
-    dtype = jnp.promote_types(hidden.dtype, pieces.how.dtypes(stored)[0]) if dtype is None else jnp.dtype(dtype)
+    dtype = common_dtype(hidden.dtype, pieces.how.dtypes(stored)[0]) if dtype is None else jnp.dtype(dtype)
     parts = devices_here(vocab_axis, "chunked_cross_entropy") if vocab_axis else 1
     hidden = _entered(hidden.astype(dtype), vocab_axis, sequence_dim)
     _check(hidden, pieces, labels, chunk_size)
@@ -140,7 +141,7 @@ def _token_losses(
     # Cast to varying here, outside the custom rule: its cotangents then vary like its inputs, and JAX transposes the
     # cast into the sum over devices. The cast of a shard over its copies is made within, where their mean is taken.
     axes = frozenset(pieces.axes).union(pieces.copied_axes, *map(collectives.varying_axes, (hidden, stored, labels)))
-    labels, size = labels.astype(jnp.promote_types(labels.dtype, jnp.int32)), pieces.size
+    labels, size = labels.astype(common_dtype(labels.dtype, jnp.int32)), pieces.size
     first = collectives.axis_index((vocab_axis,)) * size if vocab_axis and parts > 1 else None
     # A label of another part is no entry of this one, and its logit is read as 0: the sum over parts has it once.
     own_labels = labels if first is None else labels - first
@@ -210,7 +211,7 @@ def _read_logits(hidden: Array, kernel: Array, labels: Array, pieces: Pieces, ch
 
     ``kernel`` is as stored, ``chunk_size`` the entries of each chunk that a device holds.
     """
-    wide, sent = jnp.promote_types(hidden.dtype, jnp.float32), shard_as_sent(kernel, pieces.how)
+    wide, sent = common_dtype(hidden.dtype, jnp.float32), shard_as_sent(kernel, pieces.how)
 
     def read(carry: PyTree, chunk: Array, start: Any, size: int) -> PyTree:
         largest, total, label_logit, likeliest = carry
@@ -295,7 +296,7 @@ def _over_chunks(
 
 def _logits(hidden: Array, chunk: Array, pieces: Pieces, start: Any, size: int) -> Array:
     """[..., d], a chunk of the kernel -> [..., c] in float32 or wider; -inf for padding."""
-    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    wide = common_dtype(hidden.dtype, jnp.float32)
     logits = _product(hidden, chunk, (hidden.ndim - 1,), (1 - pieces.along,), wide)
     if pieces.held * pieces.parts == pieces.size:
         return logits

@@ -81,8 +81,8 @@ def check_optimizer(tx: optax.GradientTransformation, caller: str) -> None:
     """Checks an optimizer before its state is made.
 
     Raises:
-      ValueError: as ``check_callable``; or a mask, or labels, are a tree with boxes, and optimizers see parameters without boxes; or ``with_ema``
-        stands in a chain before another transform.
+      ValueError: as ``check_callable``; or a mask, or labels, are a tree with boxes, and optimizers see parameters
+        without boxes; or ``with_ema`` stands in a chain before another transform.
     """
     check_callable(tx, caller)
     for part in inside.parts(tx):
@@ -187,8 +187,8 @@ def _difference(one: Callable[[Any], Any], other: Callable[[Any], Any]) -> tuple
 
 
 def _at(schedule: Callable[[Any], Any], count: int) -> float:
-    # This runs while a step is traced, where a schedule would return a tracer.
-    with jax.ensure_compile_time_eval():
+    # This runs while a step is traced, where a schedule would return a tracer. Those of optax mix ints and floats.
+    with jax.ensure_compile_time_eval(), jax.numpy_dtype_promotion("standard"):
         return float(schedule(jnp.int32(count)))
 
 

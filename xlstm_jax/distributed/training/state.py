@@ -246,7 +246,7 @@ def create_train_state(
 
     Args:
       model, mesh, rng, *inputs, batch_axes, trainable, frozen_dtype, **kwargs: see ``init_sharded``.
-      tx: an optax optimizer, any but those that docs/optimizers.md names as refused. It is initialised on the parameters
+      tx: any optax optimizer but those that docs/optimizers.md names as refused. It is initialised on the parameters
         without boxes, as global arrays. The slow weights of ``optax.lookahead`` lie in its state: see ``slow_params``.
       whole_ok: do not warn where no parameter is split, or where a wrapper gathers all layers of a scan at once.
       offload: what lies in the memory of the host; steps read it off the state, and need no option for it.
@@ -365,7 +365,9 @@ def updated_state(
 def _with_update(state: State, grads: PyTree, mesh: Mesh | AbstractMesh, **extra_args: Any) -> State:
     """The state after an update by ``grads``, which have no boxes and no padding."""
     params, tx = trainable(state.params), taking_extra_args(state.tx)
-    where = optimizer_state_shardings(state.opt_state, state.params, mesh)
+
+    def shardings(opt_state: PyTree) -> PyTree:
+        return optimizer_state_shardings(opt_state, state.params, mesh)
 
     def update(stored: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
         opt_state = given_state(stored)
@@ -383,10 +385,11 @@ def _with_update(state: State, grads: PyTree, mesh: Mesh | AbstractMesh, **extra
             "step": state.step + 1,
             "params": jax.lax.with_sharding_constraint(new_params, placement.shardings(new_params, mesh)),
         }
-        return jax.lax.with_sharding_constraint(opt_state, where), fields
+        # Of the new state, whose tree may be another than that of the first: optax.monitor begins without measures.
+        return jax.lax.with_sharding_constraint(opt_state, shardings(opt_state)), fields
 
     # Without offload this is `update` itself.
-    opt_state, fields = streamed(update, state.opt_state, where, partial(owners, state.opt_state, state.params))
+    opt_state, fields = streamed(update, state.opt_state, shardings, partial(owners, state.opt_state, state.params))
     return state.replace(**fields, opt_state=opt_state)
 
 

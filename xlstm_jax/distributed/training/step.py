@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any, Protocol, overload
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, Metrics, PyTree
 from xlstm_jax.distributed.data_parallel import placement
 from xlstm_jax.distributed.data_parallel.modules import Stacks, noting_stacks
+from xlstm_jax.distributed.data_parallel.wire.communication import common_dtype
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_layout
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh
 from xlstm_jax.distributed.hardware.xla_options import resolved_on
@@ -237,7 +237,7 @@ def _checked_aux(aux: Any, metrics: Metrics) -> Metrics:
 
 
 def _again(like: PyTree, of_batch: Callable[[PyTree], OfBatch], params: PyTree) -> tuple[jax.Array, PyTree]:
-    """Returns loss and gradients of the step's batch, with its draws, at other ``params``; both as optimizers see them."""
+    """Returns loss and gradients of the step's batch, with its draws, at other ``params``, as optimizers see them."""
     found = of_batch(with_trainable(like, params))
     return found.loss, trainable(found.grads)
 
@@ -260,7 +260,7 @@ def _value_fn(again: Callable[[PyTree], tuple[jax.Array, PyTree]]) -> Callable[[
     """
 
     def times(grad: jax.Array, factor: jax.Array) -> jax.Array:
-        wide = jnp.promote_types(grad.dtype, factor.dtype)
+        wide = common_dtype(grad.dtype, factor.dtype)
         return (grad.astype(wide) * factor.astype(wide)).astype(grad.dtype)
 
     def backward(grads: PyTree, cotangent: jax.Array) -> tuple[PyTree]:

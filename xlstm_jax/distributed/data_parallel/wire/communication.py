@@ -10,6 +10,7 @@ Only floats are ever cast, and only to floats of the same kind (real, complex). 
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 import jax
@@ -175,6 +176,12 @@ def value_dtype(value: Any) -> Any:
 def wide_dtype(dtype: Any) -> Any:
     """The dtype of sums by default: float32 for narrower floats, else the dtype itself."""
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32 else dtype
+
+
+def common_dtype(*dtypes: Any) -> Any:
+    """The dtype that JAX promotes these to, also where ``jax_numpy_dtype_promotion`` lets arrays not be promoted."""
+    with jax.numpy_dtype_promotion("standard"):
+        return reduce(jnp.promote_types, dtypes)
 
 
 def widened(value: jax.Array) -> jax.Array:
