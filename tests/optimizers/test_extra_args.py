@@ -228,7 +228,7 @@ def test_the_page_names_what_is_refused_and_what_a_step_gives():
     assert not [name for name in OF_A_STEP if f"`{name}`" not in PAGE]
 
 
-# ---------------------------------------------------------------------------------------- lookahead, and its slow weights
+# -------------------------------------------------------------------------------------- lookahead, and its slow weights
 
 
 DATA = data(features=7)

@@ -31,7 +31,7 @@ from jax import lax
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.wire.communication import common_dtype
+from xlstm_jax.distributed.data_parallel.wire.communication import common_dtype, promoting
 from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
 
 Array = jax.Array
@@ -76,6 +76,7 @@ class _How:
 # ------------------------------------------------------------------------------------------- which tokens a device has
 
 
+@promoting
 def context_positions(length: int, axis: AxisNames = "cp", layout: str = LAYOUTS[0]) -> Array:
     """The positions in the whole sequence of the tokens that this device has, for rotary or learned embeddings.
 
@@ -132,6 +133,7 @@ def zigzag_positions(device: Any, devices: int, places: Any) -> Any:
 # ------------------------------------------------------------------------------------------------------ the attention
 
 
+@promoting
 def context_attention(
     query: Array,
     key: Array,
@@ -269,10 +271,12 @@ def _any_visible(how: _How, of_queries: Array, of_keys: Array) -> Array:
 # positions [nq, c], segment ids [nq, b, c]. ``of_queries`` is (positions, segment ids) of the queries, in blocks.
 
 
+@promoting
 def _ring(query: Array, key: Array, value: Array, segments: Array | None, how: _How) -> Array:
     return _ring_fwd(query, key, value, segments, how)[0]
 
 
+@promoting
 def _ring_fwd(query: Array, key: Array, value: Array, segments: Array | None, how: _How) -> tuple[Array, PyTree]:
     blocks, of_queries, arrived = _in_blocks(query, key, value, segments, how)
     wide = common_dtype(query.dtype, jnp.float32)
@@ -290,6 +294,7 @@ def _ring_fwd(query: Array, key: Array, value: Array, segments: Array | None, ho
     return out, (query, key, value, segments, out, normalizer)
 
 
+@promoting
 def _ring_bwd(how: _How, kept: PyTree, d_out: Array) -> tuple[Array, Array, Array, None]:
     query, key, value, segments, out, normalizer = kept
     blocks, of_queries, arrived = _in_blocks(query, key, value, segments, how)

@@ -14,7 +14,7 @@ from jax import lax
 from xlstm_jax.common_types import AxisNames
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.wire.communication import common_dtype
+from xlstm_jax.distributed.data_parallel.wire.communication import common_dtype, promoting
 
 Array = jax.Array
 
@@ -31,6 +31,7 @@ class Routing(NamedTuple):
     logits: Array
 
 
+@promoting
 def route_tokens(logits: Array, top_k: int, *, normalize: bool = False) -> Routing:
     """The ``top_k`` likeliest experts of each token, weighted by their probabilities.
 
@@ -54,6 +55,7 @@ def route_tokens(logits: Array, top_k: int, *, normalize: bool = False) -> Routi
     return Routing(experts, weights / weights.sum(-1, keepdims=True) if normalize else weights, logits)
 
 
+@promoting
 def load_balancing_loss(
     routing: Routing, batch_axes: AxisNames | tuple[()] = (), row_weights: Array | None = None
 ) -> Array:
@@ -84,6 +86,7 @@ def load_balancing_loss(
     return experts * jnp.sum(share * _mean(jax.nn.softmax(routing.logits), weights))
 
 
+@promoting
 def router_z_loss(routing: Routing, row_weights: Array | None = None) -> Array:
     """The mean over this device's tokens of logsumexp(logits)^2, which keeps logits small; [].
 

@@ -32,7 +32,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, pieces_of
 from xlstm_jax.distributed.data_parallel.modules import ReadsShards
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.communication import common_dtype
+from xlstm_jax.distributed.data_parallel.wire.communication import common_dtype, promoting
 from xlstm_jax.distributed.data_parallel.wire.gather_array import (
     Primal,
     check_one_gradient_of_one_batch,
@@ -120,6 +120,7 @@ def _as_one_piece(kernel: Array, vocab_dim: int) -> tuple[Array, Pieces]:
     return kernel, Pieces(vocab_dim, kernel.shape, kernel.shape[vocab_dim])
 
 
+@promoting
 def _token_losses(
     hidden: Array,
     stored: Array,
@@ -206,6 +207,7 @@ def _check(hidden: Array, pieces: Pieces, labels: Array, chunk_size: int) -> Non
         raise ValueError(f"chunk_size={chunk_size!r} is not a positive number of entries of the vocabulary.")
 
 
+@promoting
 def _read_logits(hidden: Array, kernel: Array, labels: Array, pieces: Pieces, chunk_size: int) -> Arrays:
     """(logsumexp of the logits, the label's logit or 0 where it has none, the index of the largest, and it), [...].
 
@@ -233,11 +235,13 @@ def _read_logits(hidden: Array, kernel: Array, labels: Array, pieces: Pieces, ch
     return largest + jnp.log(total), label_logit, likeliest, largest
 
 
+@promoting
 def _read_logits_fwd(hidden: Array, kernel: Array, labels: Array, pieces: Pieces, chunk_size: int) -> tuple[Any, Any]:
     out = _read_logits(hidden, kernel, labels, pieces, chunk_size)
     return out, (hidden, kernel, labels, out[0])
 
 
+@promoting
 def _read_logits_bwd(pieces: Pieces, chunk_size: int, kept: Arrays, cotangents: Arrays) -> tuple[Array, Any, None]:
     hidden, kernel, labels, log_normalizer = kept
     d_normalizer, d_label_logit, *_ = cotangents
