@@ -32,7 +32,7 @@ from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, split_by_m
 from xlstm_jax.distributed.data_parallel.modules.shard_modules import apart_from_model
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, axes_entry
-from xlstm_jax.distributed.data_parallel.wire.communication import common_dtype
+from xlstm_jax.distributed.data_parallel.wire.communication import common_dtype, promoting
 from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
 from xlstm_jax.distributed.data_parallel.wire.transposes import (
     Exchange,
@@ -209,6 +209,7 @@ def _check_experts_divide(experts: int, axes: tuple[str, ...], caller: str) -> N
         )
 
 
+@promoting
 def _fits(routing: Routing) -> Array:
     """[n]: whether the choices of a token are distinct, and experts."""
     chosen, others = routing.experts, ~jnp.eye(routing.experts.shape[1], dtype=bool)
@@ -216,6 +217,7 @@ def _fits(routing: Routing) -> Array:
     return ~twice & ((chosen >= 0) & (chosen < routing.logits.shape[1])).all(1)
 
 
+@promoting
 def _combined(results: Array, routing: Routing) -> Array:
     """[n, k, e] -> [n, e]."""
     # NaN, not 0: a router that chooses wrongly must not pass for one that drops tokens.
@@ -311,6 +313,7 @@ def mix_experts_with_capacity(
     return _combined(back, routing), (choices - taken.sum(dtype=jnp.float32)) / jnp.maximum(choices, 1)
 
 
+@promoting
 def _slots(chosen: Array, *, experts: int, capacity: int) -> tuple[Array, Array]:
     """Of one group: the row in each slot [E, C], and the place of each choice [n, k]; choices of E take none."""
     n, k = chosen.shape
