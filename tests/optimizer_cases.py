@@ -1,9 +1,6 @@
 """The optax optimizers and wrappers that the tests put on sharded parameters, one row each.
 
-Left out, because one call of ``update(grads, state, params, value=, grad=, value_fn=)`` is not what they take:
-``lookahead`` (parameters in pairs, fast and slow), ``contrib.sam`` (refuses extra arguments but its own ``grad_fn``),
-``contrib.sophia`` (second derivatives of the loss, through its own ``obj_fn``), ``contrib.dpsgd`` and
-``contrib.differentially_private_aggregate`` (a gradient for every example).
+``lookahead`` (parameters in pairs), ``sam`` (its own ``grad_fn``) and what is refused are in ``test_extra_args.py``.
 """
 
 from collections.abc import Callable
@@ -61,6 +58,7 @@ def is_even_step(step):
 
 
 FROZEN = {"kernel": True, "bias": False}
+FREEZING = {"up": FROZEN, "down": FROZEN}
 WARMUP = optax.warmup_cosine_decay_schedule(0.01, 0.1, 2, 6)
 
 CASES = [
@@ -153,6 +151,11 @@ CASES = [
     Case("momo", lambda: contrib.momo(0.5), "momo"),
     Case("momo-adam", lambda: contrib.momo_adam(0.05), "momo_adam"),
     Case("dog", lambda: contrib.dog(1.0, init_step=("distance", 0.01)), "scale_by_dog"),
+    Case(
+        "distance-over-gradients",
+        lambda: optax.chain(optax.scale_by_distance_over_gradients(1.0), optax.scale(-1.0)),
+        "scale_by_distance_over_gradients",
+    ),
     Case("dowg", lambda: contrib.dowg(1.0), "dowg"),
     Case("prodigy", lambda: contrib.prodigy(1.0, estim_lr0=1e-2), "prodigy"),
     Case("dadapt-adamw", lambda: contrib.dadapt_adamw(1.0, estim_lr0=1e-2), "dadapt_adamw"),
@@ -186,9 +189,27 @@ CASES = [
     ),
     Case("masked-decay", lambda: optax.chain(optax.masked(optax.add_decayed_weights(0.1), matrices), optax.sgd(0.1))),
     Case("inject-hyperparams", lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=WARMUP, weight_decay=0.1)),
+    Case(
+        "monitored",
+        lambda: optax.chain(
+            optax.snapshot("first", optax.tree.norm),
+            optax.monitor({"norm": optax.tree.norm, "mean": optax.measure_with_ema(optax.tree.norm, 0.9)}),
+            optax.sgd(0.1),
+        ),
+        cache_entries=2,  # the state of a monitor has measures only after the first update
+    ),
+    Case(
+        "stateless",
+        lambda: optax.chain(
+            optax.stateless(lambda updates, params: jax.tree.map(lambda u, p: u + 0.1 * p, updates, params)),
+            optax.stateless_with_tree_map(lambda u, p: u - 0.05 * p),
+            optax.scale_by_learning_rate(0.1),
+        ),
+    ),
+    Case("selective-transform", lambda: optax.selective_transform(optax.adam(0.01), freeze_mask=FREEZING)),
     Case("ema", lambda: optax.chain(optax.ema(0.9), optax.sgd(0.1))),
     Case("flatten-adam", lambda: optax.flatten(optax.adam(0.01)), "flatten"),
-    Case("freeze-part", lambda: optax.chain(optax.adam(0.01), optax.freeze({"up": FROZEN, "down": FROZEN}))),
+    Case("freeze-part", lambda: optax.chain(optax.adam(0.01), optax.freeze(FREEZING))),
     Case(
         "set-to-zero-part",
         lambda: optax.partition({"kernel": optax.adam(0.01), "rest": optax.set_to_zero()}, labels),

@@ -66,7 +66,7 @@ class Expert(nn.Module):
 
 def attend(query, key, value, impl):
     """Positions count, so that each device must know which tokens it has."""
-    angle = context_positions(query.shape[1], **ZIGZAG)[:, None, None] / 3.0
+    angle = context_positions(query.shape[1], **ZIGZAG).astype(jnp.float32)[None, :, None, None] / 3.0
     return context_attention(query * jnp.cos(angle), key * jnp.cos(angle), value, impl=impl, **ZIGZAG)
 
 

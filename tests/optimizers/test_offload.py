@@ -185,7 +185,7 @@ def on_one_device(tx, on_host):
             updates, state = tx.update(grads, state, params)
             return state, optax.apply_updates(params, updates)
 
-        return streamed(next_state, state, jax.tree.map(lambda _: sharding, state), lambda: owners)
+        return streamed(next_state, state, partial(jax.tree.map, lambda _: sharding), lambda: owners)
 
     return params, placed, jax.tree.map(lambda p: jnp.sin(p + 1), params), update
 

@@ -45,7 +45,7 @@ def adams_update(shapes, topology, on_host):
             updates, state = tx.update(grads, state, params)
             return jax.lax.with_sharding_constraint((state, optax.apply_updates(params, updates)), (where, split))
 
-        return streamed(next_state, state, where, lambda: owners)
+        return streamed(next_state, state, lambda _: where, lambda: owners)
 
     return forecast(jax.jit(update, donate_argnums=(0, 1)), params, state, params, topology=topology)
 

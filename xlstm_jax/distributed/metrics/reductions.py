@@ -21,7 +21,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from xlstm_jax.common_types import AxisNames, Metrics, PyTree
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key, wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.communication import common_dtype, is_prng_key, wide_dtype
 
 DEFAULT_AXIS = "batch"
 OPERATIONS = ("mean", "sum", "max", "min")
@@ -282,7 +282,7 @@ def _means(arrays: list[jax.Array], axes: tuple[str, ...], weight: ArrayLike | N
                 "means are over. Pass the sum of the weights."
             )
         # In the dtype of the sums, so that it joins their collective; float32 counts tokens exactly up to 2^24.
-        weight = jnp.asarray(weight, wide_dtype(jnp.promote_types(jnp.result_type(weight), jnp.float32)))
+        weight = jnp.asarray(weight, wide_dtype(common_dtype(jnp.result_type(weight), jnp.float32)))
         # Not by the product alone: a device without weight may hold NaN, and 0 * NaN is NaN.
         weighted = [jnp.where(weight != 0, x * weight.astype(x.dtype), 0) for x in values]
         *sums, weights = collectives.all_reduce(["sum"] * (len(values) + 1), [*weighted, weight], axes)

@@ -31,6 +31,7 @@ from jax import lax
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.communication import common_dtype, promoting
 from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
 
 Array = jax.Array
@@ -75,6 +76,7 @@ class _How:
 # ------------------------------------------------------------------------------------------- which tokens a device has
 
 
+@promoting
 def context_positions(length: int, axis: AxisNames = "cp", layout: str = LAYOUTS[0]) -> Array:
     """The positions in the whole sequence of the tokens that this device has, for rotary or learned embeddings.
 
@@ -131,6 +133,7 @@ def zigzag_positions(device: Any, devices: int, places: Any) -> Any:
 # ------------------------------------------------------------------------------------------------------ the attention
 
 
+@promoting
 def context_attention(
     query: Array,
     key: Array,
@@ -268,13 +271,15 @@ def _any_visible(how: _How, of_queries: Array, of_keys: Array) -> Array:
 # positions [nq, c], segment ids [nq, b, c]. ``of_queries`` is (positions, segment ids) of the queries, in blocks.
 
 
+@promoting
 def _ring(query: Array, key: Array, value: Array, segments: Array | None, how: _How) -> Array:
     return _ring_fwd(query, key, value, segments, how)[0]
 
 
+@promoting
 def _ring_fwd(query: Array, key: Array, value: Array, segments: Array | None, how: _How) -> tuple[Array, PyTree]:
     blocks, of_queries, arrived = _in_blocks(query, key, value, segments, how)
-    wide = jnp.promote_types(query.dtype, jnp.float32)
+    wide = common_dtype(query.dtype, jnp.float32)
     # All three begin as zeros of the queries, and so vary over devices as they do: a scan keeps its carry's type.
     zeros = jnp.zeros_like(blocks[..., 0], wide)
     state = zeros + HIDDEN, zeros, jnp.zeros((*zeros.shape, value.shape[-1]), wide) + zeros[..., None]
@@ -289,6 +294,7 @@ def _ring_fwd(query: Array, key: Array, value: Array, segments: Array | None, ho
     return out, (query, key, value, segments, out, normalizer)
 
 
+@promoting
 def _ring_bwd(how: _How, kept: PyTree, d_out: Array) -> tuple[Array, Array, Array, None]:
     query, key, value, segments, out, normalizer = kept
     blocks, of_queries, arrived = _in_blocks(query, key, value, segments, how)
@@ -443,7 +449,7 @@ def _terms(
 
 def _product(dims: str, a: Array, b: Array) -> Array:
     """In float32, or in what is wider."""
-    wide = jnp.promote_types(jnp.promote_types(a.dtype, b.dtype), jnp.float32)
+    wide = common_dtype(a.dtype, b.dtype, jnp.float32)
     return jnp.einsum(dims, a, b, preferred_element_type=wide)
 
 

@@ -14,6 +14,7 @@ from flax.linen.dtypes import promote_dtype
 from jax import Array
 
 from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.communication import common_dtype
 from xlstm_jax.distributed.model_parallel.activations import devices_here, leave_split, scatter_tokens
 from xlstm_jax.distributed.model_parallel.dense import DEFAULT_AXIS, column_products, split_param
 
@@ -50,7 +51,7 @@ class SplitEmbed(nn.Module):
         if devices_here(self.axis_name, caller) == 1:
             return jnp.take(table, tokens, axis=0)
         # Tokens may be narrower than what is added and compared: of uint8, 256 entries are 0.
-        tokens = tokens.astype(jnp.promote_types(tokens.dtype, jnp.int32))
+        tokens = tokens.astype(common_dtype(tokens.dtype, jnp.int32))
         tokens = jnp.where(tokens < 0, tokens + self.num_embeddings, tokens)  # as jnp.take counts from the end
         known = (tokens >= 0) & (tokens < self.num_embeddings)
         # Each token's row lies on one device; the others add zeros, so the sum is that row to the last bit.

@@ -32,6 +32,7 @@ from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, split_by_m
 from xlstm_jax.distributed.data_parallel.modules.shard_modules import apart_from_model
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, axes_entry
+from xlstm_jax.distributed.data_parallel.wire.communication import common_dtype, promoting
 from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
 from xlstm_jax.distributed.data_parallel.wire.transposes import (
     Exchange,
@@ -124,7 +125,7 @@ def _by_group_bwd(expert: Expert, block: int, kept: PyTree, d_out: Array) -> tup
             return lax.dynamic_update_slice_in_dim(d_rows, of_rows, at, 0), d_params
 
         # In float32: a narrow sum over many blocks would stop growing.
-        zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), of_one)
+        zeros = jax.tree.map(lambda x: jnp.zeros_like(x, common_dtype(x.dtype, jnp.float32)), of_one)
         d_rows, d_params = lax.fori_loop(0, -(-size // block), of_one_block, (d_rows, zeros))
         return d_rows, jax.tree.map(lambda total, x: total.astype(x.dtype), d_params, of_one)
 
@@ -208,6 +209,7 @@ def _check_experts_divide(experts: int, axes: tuple[str, ...], caller: str) -> N
         )
 
 
+@promoting
 def _fits(routing: Routing) -> Array:
     """[n]: whether the choices of a token are distinct, and experts."""
     chosen, others = routing.experts, ~jnp.eye(routing.experts.shape[1], dtype=bool)
@@ -215,6 +217,7 @@ def _fits(routing: Routing) -> Array:
     return ~twice & ((chosen >= 0) & (chosen < routing.logits.shape[1])).all(1)
 
 
+@promoting
 def _combined(results: Array, routing: Routing) -> Array:
     """[n, k, e] -> [n, e]."""
     # NaN, not 0: a router that chooses wrongly must not pass for one that drops tokens.
@@ -310,6 +313,7 @@ def mix_experts_with_capacity(
     return _combined(back, routing), (choices - taken.sum(dtype=jnp.float32)) / jnp.maximum(choices, 1)
 
 
+@promoting
 def _slots(chosen: Array, *, experts: int, capacity: int) -> tuple[Array, Array]:
     """Of one group: the row in each slot [E, C], and the place of each choice [n, k]; choices of E take none."""
     n, k = chosen.shape

@@ -14,6 +14,7 @@ from jax import lax
 from xlstm_jax.common_types import AxisNames
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.communication import common_dtype, promoting
 
 Array = jax.Array
 
@@ -30,6 +31,7 @@ class Routing(NamedTuple):
     logits: Array
 
 
+@promoting
 def route_tokens(logits: Array, top_k: int, *, normalize: bool = False) -> Routing:
     """The ``top_k`` likeliest experts of each token, weighted by their probabilities.
 
@@ -47,12 +49,13 @@ def route_tokens(logits: Array, top_k: int, *, normalize: bool = False) -> Routi
         raise ValueError(
             f"top_k={top_k} of {logits.shape[-1]} experts: a token goes to one expert at least, and to all at most."
         )
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = logits.astype(common_dtype(logits.dtype, jnp.float32))
     weights, experts = lax.top_k(jax.nn.softmax(logits), top_k)
     # Of the softmax over all experts, so that the router has a gradient also where one expert is taken.
     return Routing(experts, weights / weights.sum(-1, keepdims=True) if normalize else weights, logits)
 
 
+@promoting
 def load_balancing_loss(
     routing: Routing, batch_axes: AxisNames | tuple[()] = (), row_weights: Array | None = None
 ) -> Array:
@@ -83,6 +86,7 @@ def load_balancing_loss(
     return experts * jnp.sum(share * _mean(jax.nn.softmax(routing.logits), weights))
 
 
+@promoting
 def router_z_loss(routing: Routing, row_weights: Array | None = None) -> Array:
     """The mean over this device's tokens of logsumexp(logits)^2, which keeps logits small; [].
 

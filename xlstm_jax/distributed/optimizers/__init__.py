@@ -13,12 +13,14 @@ on every device, without an error, and leaves that should stay equal on all devi
   on_whole_matrices     any rule of optax that needs whole matrices, run on them as ``muon`` runs its own
   matrix_dimensions     which leaves these two update as matrices, and along which dims
   with_ema              keeps an average of the weights (EMA) in the optimizer's state; anywhere
+  with_slow_params      keeps the slow weights of optax.lookahead in the optimizer's state; slow_params reads them
   Offload               which parts of a training state lie in host memory
   skip_nonfinite        passes over steps whose loss or gradient is not finite, on all devices alike; anywhere
 """
 
 from xlstm_jax.distributed.optimizers.elementwise import elementwise_only
 from xlstm_jax.distributed.optimizers.ema import ema_params, with_ema
+from xlstm_jax.distributed.optimizers.lookahead import slow_params, with_slow_params
 from xlstm_jax.distributed.optimizers.matrices.dimensions import matrix_dimensions
 from xlstm_jax.distributed.optimizers.matrices.muon import muon
 from xlstm_jax.distributed.optimizers.matrices.whole_matrices import on_whole_matrices
@@ -39,5 +41,7 @@ __all__ = [
     "optimizer_state_shardings",
     "skip_counts",
     "skip_nonfinite",
+    "slow_params",
     "with_ema",
+    "with_slow_params",
 ]

@@ -15,6 +15,7 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.placement import stored_shape
 from xlstm_jax.distributed.optimizers.inside import check_transform, links, name_of
+from xlstm_jax.distributed.optimizers.lookahead import as_inner, with_plain_params
 from xlstm_jax.distributed.optimizers.norms import check_averaged
 from xlstm_jax.distributed.optimizers.state import owner_of_state
 
@@ -53,7 +54,8 @@ def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransfor
       TypeError: ``tx`` is no transform.
     """
     check_transform(tx, "elementwise_only")
-    inner = optax.with_extra_args_support(tx)
+    tx = with_plain_params(tx)
+    inner = as_inner(tx)
     verdicts: dict[str, str | None] = {}
 
     def check(tree: PyTree) -> None:
@@ -141,7 +143,7 @@ def _differences(tx: optax.GradientTransformation, params: PyTree, dims: list[in
     """A message for each update that differs between the run on shards and the whole run, step by step."""
     # The whole run is a vmap, too, over equal copies: the `b2**t` of a scalar and of a vector may round apart, and some
     # transforms magnify that.
-    inner = optax.with_extra_args_support(tx)
+    inner = as_inner(tx)
 
     def updated(grad: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         # What optax's own transforms may ask for: line searches, `reduce_on_plateau`.

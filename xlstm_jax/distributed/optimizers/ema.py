@@ -16,11 +16,10 @@ import optax
 from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype, wide_dtype
 from xlstm_jax.distributed.optimizers.inside import check_transform
-from xlstm_jax.distributed.optimizers.state import states_of
+from xlstm_jax.distributed.optimizers.lookahead import as_inner
+from xlstm_jax.distributed.optimizers.state import as_parameters, states_of
 from xlstm_jax.wording import kind_of
 
 
@@ -58,7 +57,7 @@ def with_ema(tx: optax.GradientTransformation, decay: optax.ScalarOrSchedule) ->
     """
     check_transform(tx, "with_ema")
     _check_decay(decay)
-    inner = optax.with_extra_args_support(tx)
+    inner = as_inner(tx)
 
     def init(params: PyTree) -> WithEmaState:
         # jnp.array copies: a step donates both parameters and average, and JAX donates no buffer twice.
@@ -76,8 +75,10 @@ def with_ema(tx: optax.GradientTransformation, decay: optax.ScalarOrSchedule) ->
             # Rounded as the weights are stored. XLA removes a cast to bfloat16 and back, but keeps this.
             if new.dtype != average.dtype:
                 wide = jax.lax.reduce_precision(wide, jnp.finfo(new.dtype).nexp, jnp.finfo(new.dtype).nmant)
+            # A schedule's value may have another dtype than a float64 average.
+            share = weight if isinstance(weight, int | float) else jnp.asarray(weight, jnp.finfo(average.dtype).dtype)
             # As a step towards the weights: weights that stay leave the average as it is, to the bit.
-            return (average + weight * (wide - average)).astype(average.dtype)
+            return (average + share * (wide - average)).astype(average.dtype)
 
         average = jax.tree.map(moved, state.ema, optax.apply_updates(params, updates))
         return updates, WithEmaState(inner_state, average, jnp.asarray(optax.safe_increment(state.num_updates)))
@@ -110,21 +111,7 @@ def ema_params(opt_state: PyTree, params: PyTree) -> PyTree:
             f"ema_params: the optimizer's state holds {len(averages)} averages of weights, where one is needed. Put "
             "with_ema(tx, decay) around the whole optimizer, with skip_nonfinite around that."
         )
-    average = dict(trees.leaves_with_path(averages[0]))
-
-    def as_parameter(path: str, leaf: PyTree) -> PyTree:
-        value, mean = leaf_of(leaf).value, leaf_of(average.get(path, leaf)).value
-        if np.shape(mean) != np.shape(value):
-            raise ValueError(
-                f"ema_params: the average of '{path}' has the shape {np.shape(mean)}, and the parameter "
-                f"{np.shape(value)}. Pass the opt_state and the params of one state, in their boxes."
-            )
-        # The average may lie in host memory (`Offload`) while its parameter does not. Tracers have no place.
-        is_placed = isinstance(value, jax.Array) and not isinstance(value, Tracer)
-        there = jax.device_put(mean, value.sharding) if is_placed else mean
-        return rebox(leaf, jnp.array(there, value_dtype(value)))
-
-    return trees.map_leaves_with_path(as_parameter, params)
+    return as_parameters(averages[0], params, "ema_params")
 
 
 def _check_decay(decay: Any) -> None:

@@ -26,11 +26,21 @@ def check_transform(tx: Any, caller: str) -> None:
         raise TypeError(f"{caller}: tx is {kind_of(tx)}, and no optimizer with init and update. {called}.")
 
 
+LOOKAHEAD, WITH_SLOW_PARAMS = "lookahead", "with_slow_params"
+# What hands its parameters on as they are, so that a lookahead within it gets its pairs.
+HANDS_ON_PAIRS = frozenset({"chain", "named_chain", "inject_hyperparams", "inject_stateful_hyperparams"})
+
+
 class Part(NamedTuple):
-    """A transform within another: the name of the function that made it, and the values in its closure by name."""
+    """A transform within another: the name of the function that made it, and the values in its closure by name.
+
+    ``update`` is None of a factory that ``inject_hyperparams`` calls anew in each update; ``made_by`` is the module.
+    """
 
     name: str
     held: dict[str, Any]
+    update: Callable[..., Any] | None = None
+    made_by: str = ""
 
 
 def links(tx: optax.GradientTransformation) -> list[optax.GradientTransformation]:
@@ -51,10 +61,9 @@ def name_of(tx: optax.GradientTransformation, flags: bool = False) -> str:
     if _is_transform(held.get("tx")):  # what with_extra_args_support has wrapped
         return name_of(held["tx"], flags)
     inside = [name_of(part, flags) for part in _inside(tx, held)]
-    inside += [made.__name__ for made in [held.get("inner_factory")] if made]  # of inject_hyperparams
+    inside += [_factory_name(held)] if _factory_name(held) else []
     inside += sorted(name for name, value in held.items() if value is True) if flags else []
-    # Optax returns closures: "scale_by_adam.<locals>.update_fn" begins with the name of their maker.
-    own = getattr(tx.update, "__qualname__", type(tx.update).__name__).split(".")[0]
+    own = _own_name(tx)
     return f"{own}({', '.join(inside)})" if inside else own
 
 
@@ -64,9 +73,35 @@ def parts(tx: optax.GradientTransformation) -> Iterator[Part]:
     if _is_transform(held.get("tx")):
         yield from parts(held["tx"])
         return
-    yield Part(name_of(tx).partition("(")[0], held)
-    for part in _inside(tx, held):
+    yield Part(_own_name(tx), held, tx.update, getattr(tx.update, "__module__", ""))
+    if name := _factory_name(held):
+        yield Part(name, {}, None, getattr(_factory(held), "__module__", ""))
+    for part in _within(tx, held):
         yield from parts(part)
+
+
+def sees_pairs(tx: optax.GradientTransformation) -> bool:
+    """Returns whether a transform is ``optax.lookahead``, or hands its parameters on to one: they are to be pairs."""
+    held = _held(tx)
+    if _is_transform(held.get("tx")):
+        return sees_pairs(held["tx"])
+    own = _own_name(tx)
+    if LOOKAHEAD in (own, _factory_name(held)):
+        return True
+    return own in HANDS_ON_PAIRS and any(map(sees_pairs, _within(tx, held)))
+
+
+def around_lookahead(tx: optax.GradientTransformation) -> str | None:
+    """Returns the name of a transform that has ``optax.lookahead`` in it and does not hand pairs on to it, or None."""
+    held = _held(tx)
+    if _is_transform(held.get("tx")):
+        return around_lookahead(held["tx"])
+    if _own_name(tx) == WITH_SLOW_PARAMS or sees_pairs(tx):
+        return None
+    within = _within(tx, held)
+    if any(map(sees_pairs, within)):
+        return _own_name(tx)
+    return next(filter(None, map(around_lookahead, within)), None)
 
 
 def after_average(tx: optax.GradientTransformation) -> str | None:
@@ -108,6 +143,38 @@ def decay_mask(part: Part, params: PyTree) -> dict[str, bool] | None:
     except Exception:
         return None
     return dict(trees.leaves_with_path(taken))
+
+
+def _own_name(tx: optax.GradientTransformation) -> str:
+    # Optax returns closures: "scale_by_adam.<locals>.update_fn" begins with the name of their maker.
+    return getattr(tx.update, "__qualname__", type(tx.update).__name__).split(".")[0]
+
+
+def _factory(held: Mapping[str, Any]) -> Any:
+    """Returns what ``inject_hyperparams`` calls; of a ``functools.partial``, as ``optax.nadamw`` is, its function."""
+    made = held.get("inner_factory")
+    return getattr(made, "func", made)
+
+
+def _factory_name(held: Mapping[str, Any]) -> str | None:
+    return getattr(_factory(held), "__name__", None)
+
+
+def _within(tx: optax.GradientTransformation, held: Mapping[str, Any]) -> list[optax.GradientTransformation]:
+    """Returns all transforms that a transform holds, under whatever name: ``inner``, ``adv_optimizer``."""
+    found = [link for link in links(tx) if link is not tx]
+    for value in held.values():
+        found += _transforms_of(value)
+    return found
+
+
+def _transforms_of(value: Any) -> list[optax.GradientTransformation]:
+    # A transform is a tuple, too.
+    if _is_transform(value):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [tx for item in value for tx in _transforms_of(item)] if isinstance(value, list | tuple) else []
 
 
 def _inside(tx: optax.GradientTransformation, held: Mapping[str, Any]) -> list[optax.GradientTransformation]:

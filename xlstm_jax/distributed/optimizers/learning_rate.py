@@ -57,7 +57,8 @@ def learning_rates(source: LearningRate, before: PyTree, after: PyTree, step: An
     def at_count(schedule: Schedule, group: str | None) -> jax.Array:
         of_group = [count for names, count in counts if group in names]
         count = next(iter(of_group + [count for _, count in counts]), step)
-        return jnp.asarray(schedule(count), jnp.float32)
+        with jax.numpy_dtype_promotion("standard"):  # schedules of optax mix ints and floats
+            return jnp.asarray(schedule(count), jnp.float32)
 
     if isinstance(source, Mapping):
         return {f"{LEARNING_RATE}/{group}": at_count(schedule, group) for group, schedule in source.items()}

@@ -19,6 +19,7 @@ from xlstm_jax.common_types import Metrics, PyTree
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.optimizers.inside import check_transform
+from xlstm_jax.distributed.optimizers.lookahead import as_inner
 from xlstm_jax.distributed.optimizers.norms import check_averaged
 from xlstm_jax.distributed.optimizers.state import states_of
 
@@ -52,10 +53,11 @@ def skip_nonfinite(tx: optax.GradientTransformation) -> optax.GradientTransforma
       gradients are checked. ``skip_counts`` reads its counters.
     Raises:
       TypeError: ``tx`` is no transform.
-      ValueError: (in ``update``, under ``check_vma=True``) a gradient was not averaged over all axes.
+      ValueError: (in ``update``, under ``check_vma=True``) a gradient was not averaged over all axes; or the inner
+        state has another tree after an update.
     """
     check_transform(tx, "skip_nonfinite")
-    inner = optax.with_extra_args_support(tx)
+    inner = as_inner(tx)
 
     def init(params: PyTree) -> SkipNonfiniteState:
         return SkipNonfiniteState(inner.init(params), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
@@ -65,6 +67,12 @@ def skip_nonfinite(tx: optax.GradientTransformation) -> optax.GradientTransforma
         # Before the inner update, which may clip a gradient of inf to a finite one.
         ok = _all_finite(updates, extra_args.get("value"))
         new_updates, new_inner = inner.update(updates, state.inner_state, params, **extra_args)
+        if jax.tree.structure(new_inner) != jax.tree.structure(state.inner_state):
+            raise ValueError(
+                "skip_nonfinite: the optimizer's state has another tree after an update than before it, as that of "
+                "optax.monitor, so a step that is skipped cannot return to it. Put that transform beside: "
+                "optax.chain(optax.monitor(...), skip_nonfinite(tx))."
+            )
         new_state = SkipNonfiniteState(
             jax.tree.map(lambda new, old: jnp.where(ok, new, old), new_inner, state.inner_state),
             jnp.where(ok, state.skipped_steps, optax.safe_increment(state.skipped_steps)),
@@ -104,5 +112,6 @@ def _all_finite(gradients: PyTree, loss: Any) -> jax.Array:
     bad = jnp.any(jnp.stack([jnp.zeros((), bool), *(jnp.any(~jnp.isfinite(leaf)) for leaf in looked_at)]))
     # An "or" over devices. Devices that decided by their own shards would drift apart.
     if axes := collectives.manual_axes():
-        (bad,) = collectives.all_reduce(["max"], [bad.astype(jnp.int32)], axes)
-    return bad == 0
+        (count,) = collectives.all_reduce(["max"], [bad.astype(jnp.int32)], axes)
+        return count == 0
+    return ~bad

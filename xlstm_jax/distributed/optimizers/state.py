@@ -10,8 +10,10 @@ import math
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
@@ -19,6 +21,7 @@ from xlstm_jax.distributed.data_parallel import placement, trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox, true_value, with_padding
 from xlstm_jax.distributed.data_parallel.policy import choose_shard_dim
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
+from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
 from xlstm_jax.distributed.optimizers.matrices.layout import ParameterLayout, is_owned, laid_out
 
 State = TypeVar("State", bound=tuple[Any, ...])
@@ -50,6 +53,25 @@ def states_of(opt_state: PyTree, state_type: type[State]) -> list[State]:
 
     found = [node for _, node in trees.flatten_with_path(opt_state, is_it)[0] if is_it(node)]
     return found + [state for outer in found for state in states_of(tuple(outer), state_type)]
+
+
+def as_parameters(kept: PyTree, params: PyTree, caller: str) -> PyTree:
+    """Returns weights that an optimizer keeps, in the boxes, dtypes and places of ``params`` and in new buffers."""
+    by_path = dict(trees.leaves_with_path(kept))
+
+    def as_parameter(path: str, leaf: PyTree) -> PyTree:
+        value, mean = leaf_of(leaf).value, leaf_of(by_path.get(path, leaf)).value
+        if np.shape(mean) != np.shape(value):
+            raise ValueError(
+                f"{caller}: what the optimizer keeps of '{path}' has the shape {np.shape(mean)}, and the parameter "
+                f"{np.shape(value)}. Pass the opt_state and the params of one state, in their boxes."
+            )
+        # It may lie in host memory (`Offload`) while its parameter does not. Tracers have no place.
+        is_placed = isinstance(value, jax.Array) and not isinstance(value, Tracer)
+        there = jax.device_put(mean, value.sharding) if is_placed else mean
+        return rebox(leaf, jnp.array(there, value_dtype(value)))
+
+    return trees.map_leaves_with_path(as_parameter, params)
 
 
 def trainable(tree: PyTree) -> PyTree:

@@ -48,7 +48,7 @@ _Carry = tuple[dict[int, jax.Array], _Values]  # of a loop over rows: moments by
 def streamed(
     update: Callable[[PyTree], tuple[PyTree, PyTree]],
     opt_state: PyTree,
-    shardings: PyTree,
+    shardings: Callable[[PyTree], PyTree],
     owners: Callable[[], Sequence[str]],
 ) -> tuple[PyTree, PyTree]:
     """``update(opt_state)``, whose leaves on the host come to the device and go back in groups.
@@ -56,7 +56,7 @@ def streamed(
     Args:
       update: takes a state on the device and returns the next one, of the same structure, and anything else.
       opt_state: a state of which some leaves lie on the host; without any it is updated as it is.
-      shardings: of all its leaves.
+      shardings: returns those of all leaves of a state.
       owners: returns for each leaf the name of the parameter that it belongs to; leaves of one owner come together.
     Returns:
       What ``update`` returns; leaves that were on the host are there again.
@@ -65,7 +65,7 @@ def streamed(
     leaves, treedef = jax.tree.flatten(opt_state)
     if not any(map(is_on_host, leaves)):
         return update(opt_state)
-    described = zip(leaves, jax.tree.leaves(shardings), owners(), strict=True)
+    described = zip(leaves, jax.tree.leaves(shardings(opt_state)), owners(), strict=True)
     moments = [_Moment(i, *facts) for i, facts in enumerate(described) if is_on_host(facts[0])]
     structure: list[Any] = []
 

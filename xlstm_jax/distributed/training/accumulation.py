@@ -311,6 +311,6 @@ def _mean_over(
     ((sums, weight), handed), aux = jax.lax.scan(add, (zeros, start), jnp.arange(count, dtype=jnp.int32))
     # Without any weight the sums are 0, and so are the means.
     weight = jnp.where(weight != 0, weight, 1)
-    means = jax.tree.map(lambda sum_: sum_ / weight, sums)
+    means = jax.tree.map(lambda sum_: sum_ / weight.astype(sum_.dtype), sums)
     loss, of_aux = jax.tree.map(lambda mean, x: mean.astype(x.dtype), means[:2], like.means[:2])
     return _OfMinibatch(_Means(loss, of_aux, means.grads), weight, aux.merged()), handed

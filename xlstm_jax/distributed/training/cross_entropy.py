@@ -32,6 +32,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, pieces_of
 from xlstm_jax.distributed.data_parallel.modules import ReadsShards
 from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.communication import common_dtype, promoting
 from xlstm_jax.distributed.data_parallel.wire.gather_array import (
     Primal,
     check_one_gradient_of_one_batch,
@@ -119,6 +120,7 @@ def _as_one_piece(kernel: Array, vocab_dim: int) -> tuple[Array, Pieces]:
     return kernel, Pieces(vocab_dim, kernel.shape, kernel.shape[vocab_dim])
 
 
+@promoting
 def _token_losses(
     hidden: Array,
     stored: Array,
@@ -131,7 +133,7 @@ def _token_losses(
 ) -> TokenLosses:
     """``chunked_cross_entropy`` of a kernel that is ``stored`` so and read as ``pieces`` says."""
     hidden, labels = jnp.asarray(hidden), jnp.asarray(labels)
-    dtype = jnp.promote_types(hidden.dtype, pieces.how.dtypes(stored)[0]) if dtype is None else jnp.dtype(dtype)
+    dtype = common_dtype(hidden.dtype, pieces.how.dtypes(stored)[0]) if dtype is None else jnp.dtype(dtype)
     parts = devices_here(vocab_axis, "chunked_cross_entropy") if vocab_axis else 1
     hidden = _entered(hidden.astype(dtype), vocab_axis, sequence_dim)
     _check(hidden, pieces, labels, chunk_size)
@@ -140,7 +142,7 @@ def _token_losses(
     # Cast to varying here, outside the custom rule: its cotangents then vary like its inputs, and JAX transposes the
     # cast into the sum over devices. The cast of a shard over its copies is made within, where their mean is taken.
     axes = frozenset(pieces.axes).union(pieces.copied_axes, *map(collectives.varying_axes, (hidden, stored, labels)))
-    labels, size = labels.astype(jnp.promote_types(labels.dtype, jnp.int32)), pieces.size
+    labels, size = labels.astype(common_dtype(labels.dtype, jnp.int32)), pieces.size
     first = collectives.axis_index((vocab_axis,)) * size if vocab_axis and parts > 1 else None
     # A label of another part is no entry of this one, and its logit is read as 0: the sum over parts has it once.
     own_labels = labels if first is None else labels - first
@@ -205,12 +207,13 @@ def _check(hidden: Array, pieces: Pieces, labels: Array, chunk_size: int) -> Non
         raise ValueError(f"chunk_size={chunk_size!r} is not a positive number of entries of the vocabulary.")
 
 
+@promoting
 def _read_logits(hidden: Array, kernel: Array, labels: Array, pieces: Pieces, chunk_size: int) -> Arrays:
     """(logsumexp of the logits, the label's logit or 0 where it has none, the index of the largest, and it), [...].
 
     ``kernel`` is as stored, ``chunk_size`` the entries of each chunk that a device holds.
     """
-    wide, sent = jnp.promote_types(hidden.dtype, jnp.float32), shard_as_sent(kernel, pieces.how)
+    wide, sent = common_dtype(hidden.dtype, jnp.float32), shard_as_sent(kernel, pieces.how)
 
     def read(carry: PyTree, chunk: Array, start: Any, size: int) -> PyTree:
         largest, total, label_logit, likeliest = carry
@@ -232,11 +235,13 @@ def _read_logits(hidden: Array, kernel: Array, labels: Array, pieces: Pieces, ch
     return largest + jnp.log(total), label_logit, likeliest, largest
 
 
+@promoting
 def _read_logits_fwd(hidden: Array, kernel: Array, labels: Array, pieces: Pieces, chunk_size: int) -> tuple[Any, Any]:
     out = _read_logits(hidden, kernel, labels, pieces, chunk_size)
     return out, (hidden, kernel, labels, out[0])
 
 
+@promoting
 def _read_logits_bwd(pieces: Pieces, chunk_size: int, kept: Arrays, cotangents: Arrays) -> tuple[Array, Any, None]:
     hidden, kernel, labels, log_normalizer = kept
     d_normalizer, d_label_logit, *_ = cotangents
@@ -295,7 +300,7 @@ def _over_chunks(
 
 def _logits(hidden: Array, chunk: Array, pieces: Pieces, start: Any, size: int) -> Array:
     """[..., d], a chunk of the kernel -> [..., c] in float32 or wider; -inf for padding."""
-    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    wide = common_dtype(hidden.dtype, jnp.float32)
     logits = _product(hidden, chunk, (hidden.ndim - 1,), (1 - pieces.along,), wide)
     if pieces.held * pieces.parts == pieces.size:
         return logits

@@ -27,6 +27,7 @@ from flax import struct
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.communication import common_dtype
 from xlstm_jax.distributed.metrics.cells import Cell
 from xlstm_jax.distributed.metrics.pure_metric import all_reduce_cells
 from xlstm_jax.wording import kind_of
@@ -179,4 +180,4 @@ def _as_mean(path: str, leaf: Any) -> jax.Array:
             "largest or smallest: Maximum.of(x), Minimum.of(x); for the mean: jnp.float32(x)."
         )
     # Bools become 0 and 1, whose mean is a fraction.
-    return jnp.asarray(leaf, jnp.promote_types(dtype, jnp.float32))
+    return jnp.asarray(leaf, common_dtype(dtype, jnp.float32))

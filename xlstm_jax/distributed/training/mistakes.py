@@ -31,6 +31,7 @@ from xlstm_jax.distributed.data_parallel.reasons import Indivisible, Reason, Too
 from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
 from xlstm_jax.distributed.device_mesh.batches import padded_rows_of
 from xlstm_jax.distributed.optimizers import inside
+from xlstm_jax.distributed.optimizers.extra_args import check_callable
 from xlstm_jax.distributed.optimizers.state import trainable
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS
 from xlstm_jax.distributed.plan.planning import plan_sharding
@@ -108,13 +109,14 @@ def _warn(text: str, key: object = None) -> None:
 # -------------------------------------------------------------------------------------------------------- the optimizer
 
 
-def check_optimizer(tx: optax.GradientTransformation) -> None:
+def check_optimizer(tx: optax.GradientTransformation, caller: str) -> None:
     """Checks an optimizer before its state is made.
 
     Raises:
-      ValueError: a mask, or labels, are a tree with boxes, and optimizers see parameters without boxes; or ``with_ema``
-        stands in a chain before another transform.
+      ValueError: as ``check_callable``; or a mask, or labels, are a tree with boxes, and optimizers see parameters
+        without boxes; or ``with_ema`` stands in a chain before another transform.
     """
+    check_callable(tx, caller)
     for part in inside.parts(tx):
         for argument in ("mask", "param_labels"):
             tree = part.held.get(argument)
@@ -129,6 +131,21 @@ def check_optimizer(tx: optax.GradientTransformation) -> None:
         raise ValueError(
             f"with_ema stands in an optax.chain before {after}, which changes the updates once more: it would average "
             "weights that no step has. Put it around the whole: with_ema(optax.chain(...), decay)."
+        )
+
+
+def check_optimizer_of_step(tx: optax.GradientTransformation) -> None:
+    """Checks the optimizer of a state that may not come from ``create_train_state``, before a step is traced.
+
+    Raises:
+      ValueError: as ``check_callable``; or it is ``optax.lookahead``, which gets no pairs here.
+    """
+    check_callable(tx, "the step")
+    if inside.sees_pairs(tx):
+        raise ValueError(
+            "the step: state.tx is optax.lookahead, which needs pairs of fast and slow parameters, and state.params is "
+            "a tree of one of them. Make the state with create_train_state(model, optax.lookahead(...), ...), which "
+            "keeps the slow ones in opt_state; by hand, with tx=with_slow_params(optax.lookahead(...))."
         )
 
 
@@ -202,8 +219,8 @@ def _difference(one: Callable[[Any], Any], other: Callable[[Any], Any]) -> tuple
 
 
 def _at(schedule: Callable[[Any], Any], count: int) -> float:
-    # This runs while a step is traced, where a schedule would return a tracer.
-    with jax.ensure_compile_time_eval():
+    # This runs while a step is traced, where a schedule would return a tracer. Those of optax mix ints and floats.
+    with jax.ensure_compile_time_eval(), jax.numpy_dtype_promotion("standard"):
         return float(schedule(jnp.int32(count)))
 
 

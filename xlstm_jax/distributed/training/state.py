@@ -30,7 +30,9 @@ from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
 from xlstm_jax.distributed.device_mesh.batch_layout import num_shards
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.hardware.cudnn import answered_for
+from xlstm_jax.distributed.optimizers.extra_args import GRAD, GRAD_FN, VALUE, VALUE_FN, taking_extra_args
 from xlstm_jax.distributed.optimizers.inside import check_transform
+from xlstm_jax.distributed.optimizers.lookahead import with_plain_params
 from xlstm_jax.distributed.optimizers.matrices.layout import is_owned, laid_out
 from xlstm_jax.distributed.optimizers.nonfinite import SKIPPED_IN_A_ROW, skip_counts
 from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload, on_host
@@ -97,6 +99,8 @@ class TrainState(FlaxTrainState):
         cls, *, apply_fn: Callable[..., Any], params: PyTree, tx: optax.GradientTransformation, **fields: Any
     ) -> "TrainState":
         """As Flax's, but the optimizer does not see frozen parameters."""
+        if not isinstance(params, optax.LookaheadParams):
+            tx = with_plain_params(tx)
         # Flax's `create` calls tx.init on what it gets, so the frozen leaves come back afterwards.
         state: TrainState = super().create(apply_fn=apply_fn, params=trees.without_frozen(params), tx=tx, **fields)
         return state.replace(params=params)
@@ -242,7 +246,8 @@ def create_train_state(
 
     Args:
       model, mesh, rng, *inputs, batch_axes, trainable, frozen_dtype, **kwargs: see ``init_sharded``.
-      tx: any optax optimizer. It is initialised on the parameters without boxes, as global arrays.
+      tx: any optax optimizer but those that docs/optimizers.md names as refused. It is initialised on the parameters
+        without boxes, as global arrays. The slow weights of ``optax.lookahead`` lie in its state: see ``slow_params``.
       whole_ok: do not warn where no parameter is split, or 5 % of their bytes are not, or where a wrapper gathers all
         layers of a scan at once.
       offload: what lies in the memory of the host; steps read it off the state, and need no option for it.
@@ -252,10 +257,12 @@ def create_train_state(
       that ``model.init`` made, as ``{"batch_stats": ...}``, whole on every device unless the model has boxed it.
     Raises:
       ValueError: a collection is of single examples (a cache), or holds what the model has sown; names it, and how to
-        leave it out.
+        leave it out. Or a transform within ``tx`` needs what no step has; names both.
     """
     check_model(model)
     check_transform(tx, "create_train_state")
+    tx = with_plain_params(tx)
+    check_optimizer(tx, "create_train_state")
     mesh = auto_mesh(mesh)
     # Layers that a wrapper would gather at once show only while the model is initialised.
     with noting_stacks() as stacks:
@@ -263,7 +270,6 @@ def create_train_state(
         variables = dict(init_sharded(model, mesh, rng, *inputs, batch_axes=batch_axes, **freezing, **kwargs))
     params = variables.pop("params", {})
     check_kept(variables)
-    check_optimizer(tx)
     warn_of_optimizer(tx, params)
     if not whole_ok:
         warn_of_replicated(params, mesh, partial(facts_of_plan, model, mesh, rng, inputs, kwargs))
@@ -337,12 +343,17 @@ def updated_state(
     grads: PyTree,
     loss: Array,
     value_fn: Callable[[PyTree], Array],
+    grad_fn: Callable[..., PyTree],
     mesh: Mesh | AbstractMesh,
     collections: Mapping[str, PyTree],
 ) -> State:
-    """The state after the optimizer's update on global arrays, in the same boxes and with the same shardings."""
+    """The state after the optimizer's update on global arrays, in the same boxes and with the same shardings.
+
+    ``value_fn`` and ``grad_fn`` compute loss and gradients of the batch at other parameters, for line searches and SAM.
+    """
     grads, value = trainable(grads), _nan_where_spoiled(loss, state, collections)
-    updated = _with_update(state, grads, mesh, value=value, grad=grads, value_fn=value_fn)
+    given = {VALUE: value, GRAD: grads, VALUE_FN: value_fn, GRAD_FN: grad_fn}
+    updated = _with_update(state, grads, mesh, **given)
     if not collections:
         return updated
     if counts := skip_counts(updated.opt_state):  # a step that is skipped keeps the old ones
@@ -354,8 +365,10 @@ def updated_state(
 
 def _with_update(state: State, grads: PyTree, mesh: Mesh | AbstractMesh, **extra_args: Any) -> State:
     """The state after an update by ``grads``, which have no boxes and no padding."""
-    params, tx = trainable(state.params), optax.with_extra_args_support(state.tx)
-    where = optimizer_state_shardings(state.opt_state, state.params, mesh)
+    params, tx = trainable(state.params), taking_extra_args(state.tx)
+
+    def shardings(opt_state: PyTree) -> PyTree:
+        return optimizer_state_shardings(opt_state, state.params, mesh)
 
     def update(stored: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
         opt_state = given_state(stored)
@@ -373,10 +386,11 @@ def _with_update(state: State, grads: PyTree, mesh: Mesh | AbstractMesh, **extra
             "step": state.step + 1,
             "params": jax.lax.with_sharding_constraint(new_params, placement.shardings(new_params, mesh)),
         }
-        return jax.lax.with_sharding_constraint(opt_state, where), fields
+        # Of the new state, whose tree may be another than that of the first: optax.monitor begins without measures.
+        return jax.lax.with_sharding_constraint(opt_state, shardings(opt_state)), fields
 
     # Without offload this is `update` itself.
-    opt_state, fields = streamed(update, state.opt_state, where, partial(owners, state.opt_state, state.params))
+    opt_state, fields = streamed(update, state.opt_state, shardings, partial(owners, state.opt_state, state.params))
     return state.replace(**fields, opt_state=opt_state)
 
 

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from xlstm_jax.common_types import AxisNames, Metrics, PyTree
 from xlstm_jax.distributed.data_parallel import placement
 from xlstm_jax.distributed.data_parallel.modules import Stacks, noting_stacks
+from xlstm_jax.distributed.data_parallel.wire.communication import common_dtype
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_layout
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh
 from xlstm_jax.distributed.hardware.xla_options import resolved_on
@@ -34,6 +35,7 @@ from xlstm_jax.distributed.training.arguments import (
 from xlstm_jax.distributed.training.gradients import fold_rng_over_axis
 from xlstm_jax.distributed.training.loss import LossFn, LossFunction, LossOutput
 from xlstm_jax.distributed.training.mistakes import (
+    check_optimizer_of_step,
     facts_of_step,
     warn_of_gathered_stacks,
     warn_of_idle_axes,
@@ -173,6 +175,7 @@ class StepOptions:
         check_no_explicit_mesh()
         others = {} if others is None else others
         check_call(state, rng, local, self.layout.mesh, self.metric, others)
+        check_optimizer_of_step(state.tx)
         check_global_batch(batch, self.layout, self.accumulation.num_minibatches)
         check_takes(self.loss.fn, LOSS_FN, collections_of(state), others)
         # One key serves the whole run: each step folds its number into it, and each device its index.
@@ -183,8 +186,9 @@ class StepOptions:
         self._warn(state, others, partial(jax.make_jaxpr(on_mesh), state.params, *rest), stacks)
         # From here on arrays are global: norms and the optimizer's moments are those of whole leaves.
         metrics = {"loss": result.loss, "grad_norm": global_norm(result.grads)}
-        value_fn = _value_fn(state.params, lambda params: on_mesh(params, *rest))
-        after = updated_state(state, result.grads, result.loss, value_fn, self.layout.mesh, result.collections)
+        again = partial(_again, state.params, lambda params: on_mesh(params, *rest))
+        value_fn, grad_fn = _value_fn(again), _grad_fn(again)
+        after = updated_state(state, result.grads, result.loss, value_fn, grad_fn, self.layout.mesh, result.collections)
         metrics |= skip_counts(after.opt_state)
         metrics |= learning_rates(self.learning_rate, state.opt_state, after.opt_state, state.step)
         if self.metric is not None:
@@ -235,23 +239,39 @@ def _checked_aux(aux: Any, metrics: Metrics) -> Metrics:
     return aux
 
 
-def _value_fn(like: PyTree, loss_and_grads: Callable[[PyTree], OfBatch]) -> Callable[[PyTree], jax.Array]:
+def _again(like: PyTree, of_batch: Callable[[PyTree], OfBatch], params: PyTree) -> tuple[jax.Array, PyTree]:
+    """Returns loss and gradients of the step's batch, with its draws, at other ``params``, as optimizers see them."""
+    found = of_batch(with_trainable(like, params))
+    return found.loss, trainable(found.grads)
+
+
+def _grad_fn(again: Callable[[PyTree], tuple[jax.Array, PyTree]]) -> Callable[..., PyTree]:
+    """Returns the gradients as a function of parameters and the index of the call, for SAM (``opaque_mode=True``)."""
+
+    def gradients(params: PyTree, index: Any = 0) -> PyTree:
+        del index  # Each adversarial step is on the batch of the step.
+        return again(params)[1]
+
+    return gradients
+
+
+def _value_fn(again: Callable[[PyTree], tuple[jax.Array, PyTree]]) -> Callable[[PyTree], jax.Array]:
     """The loss as a function of the parameters that the optimizer sees, for line searches (L-BFGS).
 
     It needs a gradient rule of its own. If JAX differentiated the ``shard_map``, each device would get 1/N of the
     cotangent, and the means inside would divide by N once more.
     """
 
-    def forward(params: PyTree) -> tuple[jax.Array, PyTree]:
-        found = loss_and_grads(with_trainable(like, params))
-        return found.loss, trainable(found.grads)
+    def times(grad: jax.Array, factor: jax.Array) -> jax.Array:
+        wide = common_dtype(grad.dtype, factor.dtype)
+        return (grad.astype(wide) * factor.astype(wide)).astype(grad.dtype)
 
     def backward(grads: PyTree, cotangent: jax.Array) -> tuple[PyTree]:
-        return (jax.tree.map(lambda g: (g * cotangent).astype(g.dtype), grads),)
+        return (jax.tree.map(partial(times, factor=cotangent), grads),)
 
     @jax.custom_vjp
     def value(params: PyTree) -> jax.Array:
-        return forward(params)[0]
+        return again(params)[0]
 
-    value.defvjp(forward, backward)
+    value.defvjp(again, backward)
     return value

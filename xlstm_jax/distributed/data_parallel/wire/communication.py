@@ -8,9 +8,10 @@ Only floats are ever cast, and only to floats of the same kind (real, complex). 
 ``FORMATS`` of blocks with scales (see ``quantized``) are for transport alone: a gathered value has the leaf's dtype.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import reduce, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,8 @@ from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.quantized import FORMATS
 from xlstm_jax.wording import shortened
 
+P = ParamSpec("P")
+Result = TypeVar("Result")
 SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16"}
 SHORT_NAMES |= {"fp8": "float8_e4m3fn", "f8": "float8_e4m3fn", "float8": "float8_e4m3fn"}
 SHORT_NAMES |= {"fp32": "float32", "f32": "float32", "fp64": "float64", "f64": "float64"}
@@ -175,6 +178,26 @@ def value_dtype(value: Any) -> Any:
 def wide_dtype(dtype: Any) -> Any:
     """The dtype of sums by default: float32 for narrower floats, else the dtype itself."""
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32 else dtype
+
+
+def promoting(fn: Callable[P, Result]) -> Callable[P, Result]:
+    """Lets a function of this library mix dtypes and ranks, also where the user's flags of JAX forbid it in their code.
+
+    These flags count while JAX traces: a backward rule, which is traced later, is decorated by itself.
+    """
+
+    @wraps(fn)
+    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return fn(*args, **kwargs)
+
+    return run
+
+
+@promoting
+def common_dtype(*dtypes: Any) -> Any:
+    """The dtype that JAX promotes these to."""
+    return reduce(jnp.promote_types, dtypes)
 
 
 def widened(value: jax.Array) -> jax.Array:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.communication import promoting
 from xlstm_jax.distributed.hardware.traced_for import chip_of_mesh
 
 
@@ -89,6 +90,7 @@ def rows_travel_alone() -> bool:
     return chip is not None and chip.torus_axes > 0 and "TPU v5 lite" not in chip.device_kinds
 
 
+@promoting
 def _sent(rows: Array, counts: Array, coming: Array, how: Exchange) -> Array:
     """[r, d] -> [p most, d]; zeros in places without a row."""
     devices, most = len(counts), how.most
@@ -102,6 +104,7 @@ def _sent(rows: Array, counts: Array, coming: Array, how: Exchange) -> Array:
     return collectives.all_to_all(parts, how.axes).reshape(devices * most, -1)
 
 
+@promoting
 def _sent_back(results: Array, counts: Array, coming: Array, how: Exchange) -> Array:
     """[p most, d] -> [r, d]; zeros for rows that went nowhere."""
     devices, most = len(counts), how.most

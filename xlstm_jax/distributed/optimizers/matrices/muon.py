@@ -139,7 +139,9 @@ def muon(
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree) -> tuple[PyTree, PyTree]:
         choices = choices_of(muon_weight_dimension_numbers, updates)
-        return of(choices, updates).update(updates, state, params, **extra_args)
+        # AdamW and the bias correction of optax raise a float to an int.
+        with jax.numpy_dtype_promotion("standard"):
+            return of(choices, updates).update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

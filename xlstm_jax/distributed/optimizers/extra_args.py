@@ -1,0 +1,151 @@
+"""What the update of an optimizer takes beside gradients, state and parameters, and which optimizers a step can call.
+
+A training step has four extra arguments (``make_train_step`` makes them, on global arrays):
+
+  value        the loss                                                             polyak_sgd, momo, reduce_on_plateau
+  grad         the gradients, as they are before any transform                      line searches
+  value_fn     the loss of this batch at other parameters                           line searches, lbfgs
+  grad_fn      the gradients of this batch at other parameters, (params, index)     sam(opaque_mode=True)
+
+Optax asks every transform with extra arguments to take and ignore those that it does not need (``**extra_args``). Some
+of its own do not, as ``optax.contrib.sam``, and many of users' do not.
+"""
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import optax
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.optimizers import inside
+from xlstm_jax.distributed.optimizers.inside import around_lookahead
+from xlstm_jax.wording import joined
+
+VALUE, GRAD, VALUE_FN, GRAD_FN = "value", "grad", "value_fn", "grad_fn"
+OF_A_STEP = (VALUE, GRAD, VALUE_FN, GRAD_FN)
+VAR_POSITIONAL, VAR_KEYWORD = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+USUAL = 3  # gradients, state and parameters
+
+# Python's words
+UNEXPECTED = re.compile(r"got an unexpected keyword argument '(\w+)'")
+# Of optax's line searches, which hand to `value_fn` what they do not know themselves.
+UNCONSUMED = re.compile(r"These arguments were not consumed by `value_fn`: \['(\w+)'")
+MISSING = re.compile(r"([\w.<>]+)\(\) missing \d+ required (?:keyword-only|positional) arguments?: (.*)")
+
+PER_EXAMPLE = (
+    "takes a gradient for every example, and a step has the mean over all of them. Clip and add noise without it, by "
+    "optax.clip_by_global_norm and optax.add_noise, which is no differential privacy; or call it in a step of your own "
+    "on jax.vmap(jax.grad(loss), (None, 0)) of one device"
+)
+# Transforms of optax that need what no step has, and why. docs/optimizers.md lists them.
+REFUSED = {
+    "differentially_private_aggregate": PER_EXAMPLE,
+    "dpsgd": PER_EXAMPLE,
+    "process": PER_EXAMPLE,  # of optax.experimental.aggregating
+    "hutchinson_estimator_diag_hessian": (
+        "differentiates the loss (obj_fn) twice, and the gather of a parameter has a first derivative only. Pass "
+        "sophia(..., hessian_diagonal_fn=tx) with a transform that estimates the diagonal from gradients, as "
+        "optax.stateless(lambda grads, params: jax.tree.map(jnp.square, grads)), or take optax.adamw"
+    ),
+}
+
+
+def taking_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Makes a transform that passes on those extra arguments that ``tx`` takes, and no others.
+
+    In place of ``optax.with_extra_args_support``, which passes either all or none.
+
+    >>> own = lambda updates, state, params=None, *, scale=2.0: (jax.tree.map(lambda u: scale * u, updates), state)
+    >>> tx = optax.chain(optax.GradientTransformationExtraArgs(optax.init_empty_state, own), optax.sgd(0.1))
+    >>> updates, state = taking_extra_args(tx).update(jnp.ones(2), tx.init(jnp.ones(2)), value=1.0, scale=3.0)
+    >>> updates
+    Array([-0.3, -0.3], dtype=float32)
+    """
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, PyTree]:
+        given = {name: extra_args[name] for name in extra_args if _may_take(tx, name)}
+        while True:
+            try:
+                return tx.update(updates, state, params, **given)
+            except TypeError as error:
+                # Transforms within `tx` (links of a chain, what MultiSteps wraps) have signatures of their own, of
+                # which that of `tx` says nothing: they are asked by calling them.
+                refused = UNEXPECTED.search(str(error)) or UNCONSUMED.search(str(error))
+                if refused is None or refused[1] not in given:
+                    raise _with_names(error, extra_args, given) from error
+                if refused[1] == VALUE and any(part.name == "skip_nonfinite" for part in inside.parts(tx)):
+                    raise ValueError(
+                        "a transform beside skip_nonfinite takes no value=, so skip_nonfinite would not see the loss. "
+                        "Put it around the whole optimizer: skip_nonfinite(optax.chain(...))."
+                    ) from error
+                del given[refused[1]]
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def _may_take(tx: optax.GradientTransformation, name: str) -> bool:
+    """Whether the signature of ``tx.update`` has room for a keyword argument of that name."""
+    parameters = _parameters(tx.update)
+    return parameters is None or any(
+        parameter.kind is VAR_KEYWORD or (parameter.name == name and parameter.kind is not parameter.POSITIONAL_ONLY)
+        for parameter in parameters
+    )
+
+
+def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    try:
+        return list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):  # a built-in function, say: it has no signature to read
+        return None
+
+
+def _with_names(error: TypeError, extra_args: dict[str, Any], given: dict[str, Any]) -> TypeError:
+    """Returns what to raise for a ``TypeError`` of an update: the error, or one that says which argument is missing."""
+    missing = MISSING.search(str(error))
+    if missing is None or not extra_args:
+        return error
+    names = [name for name in re.findall(r"'(\w+)'", missing[2]) if name not in given]
+    who, needed = missing[1].partition(".")[0], joined([f"{name}=" for name in names])
+    if set(names) & extra_args.keys():
+        return TypeError(
+            f"{who}, a part of the optimizer, needs {needed}, and another part takes no argument of that name: "
+            "neither can be called. Let the update of the other part take **extra_args, as optax asks of it."
+        )
+    return TypeError(_needs_more(who, needed))
+
+
+def _needs_more(who: str, needed: str) -> str:
+    return (
+        f"the update of {who} needs {needed}, and a training step has {joined([f'{name}=' for name in OF_A_STEP])}. "
+        "Give the argument a default, or keep its value in the optimizer's state (optax.inject_hyperparams), and set "
+        "it there between steps."
+    )
+
+
+def check_callable(tx: optax.GradientTransformation, caller: str) -> None:
+    """Checks that a training step has what an optimizer needs, before anything is traced.
+
+    Raises:
+      ValueError: a transform, at any depth, needs an argument that a step does not have; names both. Or
+        ``optax.lookahead`` stands in a transform that does not see its pairs of parameters.
+    """
+    for part in inside.parts(tx):
+        if part.name in REFUSED and part.made_by.startswith("optax"):
+            raise ValueError(f"{caller}: optax's {part.name} {REFUSED[part.name]}.")
+        if needed := _required(part.update):
+            raise ValueError(f"{caller}: {_needs_more(part.name, joined([f'{name}=' for name in needed]))}")
+    if around := around_lookahead(tx):
+        raise ValueError(
+            f"{caller}: optax.lookahead stands in {around}, which does not pass on the pairs of fast and slow "
+            f"parameters that it needs. Write {around}(with_slow_params(optax.lookahead(...)), ...), from "
+            "xlstm_jax.distributed.optimizers."
+        )
+
+
+def _required(update: Callable[..., Any] | None) -> list[str]:
+    """Returns the arguments without a default that ``update`` takes beside the usual three, and no step has."""
+    further = (_parameters(update) or [])[USUAL:] if update else []
+    named = [parameter for parameter in further if parameter.kind not in (VAR_POSITIONAL, VAR_KEYWORD)]
+    return [p.name for p in named if p.default is p.empty and p.name not in OF_A_STEP]

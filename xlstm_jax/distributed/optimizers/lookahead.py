@@ -1,0 +1,110 @@
+"""``optax.lookahead`` with its slow weights in the optimizer's state.
+
+  params          the fast weights: gradients are taken of them
+  state.slow      the slow weights, a leaf for each parameter
+  tx.update       gets both as ``optax.LookaheadParams(fast, slow)``, and returns updates of both
+
+Optax wants the pair in place of the parameters, with gradients of one of the two. Here parameters keep their tree, and
+so do all that take them: models, evaluations, checkpoints. The slow weights are split and padded like the parameters.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
+from xlstm_jax.distributed.optimizers.extra_args import taking_extra_args
+from xlstm_jax.distributed.optimizers.inside import check_transform, sees_pairs
+from xlstm_jax.distributed.optimizers.state import as_parameters, states_of
+
+
+class WithSlowParamsState(NamedTuple):
+    """The state of the optimizer with ``optax.lookahead`` in it, and the slow weights, a leaf for each parameter."""
+
+    inner_state: PyTree
+    slow: PyTree
+
+
+def with_slow_params(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Keeps the slow weights of ``optax.lookahead`` in the optimizer's state, so that parameters are no pairs.
+
+    ``create_train_state`` does so by itself where ``tx`` is ``optax.lookahead``, or a chain with it. It is needed where
+    another transform is around it: ``optax.MultiSteps(with_slow_params(optax.lookahead(...)), 4)``.
+
+    >>> tx, params = with_slow_params(optax.lookahead(optax.sgd(1.0), sync_period=1, slow_step_size=0.5)), jnp.ones(2)
+    >>> updates, state = tx.update(jnp.ones(2), tx.init(params), params)
+    >>> optax.apply_updates(params, updates), slow_params(state, params)  # halfway from 1 to 0
+    (Array([0.5, 0.5], dtype=float32), Array([0.5, 0.5], dtype=float32))
+
+    Args:
+      tx: ``optax.lookahead(...)``, or an ``optax.chain`` with it, whose other transforms see pairs of parameters, too.
+    Returns:
+      The optimizer: of parameters and their updates, for global arrays and for use inside ``shard_map``.
+    Raises:
+      TypeError: ``tx`` is no transform.
+      ValueError: there is no ``optax.lookahead`` in ``tx``; or ``update`` was called without parameters.
+    """
+    check_transform(tx, "with_slow_params")
+    if not sees_pairs(tx):
+        raise ValueError(
+            "with_slow_params: tx is neither optax.lookahead nor an optax.chain with it, so it has no slow weights. "
+            "Put with_slow_params directly around optax.lookahead(...), and other transforms around both."
+        )
+    inner = taking_extra_args(tx)
+
+    def init(params: PyTree) -> WithSlowParamsState:
+        # jnp.array copies: a step donates parameters and state, and JAX donates no buffer twice.
+        slow = jax.tree.map(lambda p: jnp.array(p, value_dtype(p)), params)
+        return WithSlowParamsState(inner.init(optax.LookaheadParams(fast=params, slow=slow)), slow)
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree) -> tuple[PyTree, PyTree]:
+        if params is None:
+            raise ValueError(
+                "with_slow_params: update needs the parameters, the fast weights: tx.update(grads, state, params)."
+            )
+        pair = optax.LookaheadParams(fast=params, slow=state.slow)
+        both, inner_state = inner.update(updates, state.inner_state, pair, **extra_args)
+        return both.fast, WithSlowParamsState(inner_state, optax.apply_updates(state.slow, both.slow))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def with_plain_params(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns a transform of parameters that are no pairs: ``tx``, or ``with_slow_params(tx)`` where it needs that."""
+    return with_slow_params(tx) if sees_pairs(tx) else tx
+
+
+def as_inner(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Returns what a transform of this library calls in place of ``tx``: it takes any extra arguments, and no pairs."""
+    return taking_extra_args(with_plain_params(tx))
+
+
+def slow_params(opt_state: PyTree, params: PyTree) -> PyTree:
+    """The slow weights of ``optax.lookahead``, as parameters: to evaluate, to export and to generate with.
+
+    >>> model, x = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(16), jnp.ones((8, 32))
+    >>> tx, axes = optax.lookahead(optax.adam(1e-3), sync_period=6, slow_step_size=0.5), ("dp", "fsdp")
+    >>> state = create_train_state(model, tx, mesh, jax.random.key(0), x, batch_axes=axes)
+    >>> slow_params(state.opt_state, state.params)["kernel"].names
+    ('fsdp', None)
+
+    Args:
+      opt_state: the state of an optimizer that has ``optax.lookahead`` in it.
+      params: the parameters of that state, in boxes where they are split.
+    Returns:
+      The slow weights in the boxes and places of ``params``, in buffers of their own. Leaves that the optimizer does
+      not train are those of ``params``.
+    Raises:
+      ValueError: there are no slow weights in ``opt_state``, or several; or one has another shape than its parameter.
+    """
+    found = [state.slow for state in states_of(opt_state, WithSlowParamsState)]
+    if len(found) != 1:
+        raise ValueError(
+            f"slow_params: the optimizer's state holds slow weights {len(found)} times, where they are needed once. "
+            "Pass the opt_state of a state that create_train_state has made with optax.lookahead(...), or of "
+            "with_slow_params(optax.lookahead(...))."
+        )
+    return as_parameters(found[0], params, "slow_params")
