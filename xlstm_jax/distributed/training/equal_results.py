@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.training.collections import check_equal_collections
+from xlstm_jax.distributed.training.gradients import explained
 from xlstm_jax.distributed.training.varying import read_equations
 from xlstm_jax.wording import listed
 
@@ -40,7 +41,8 @@ def checked_call(
     """
     # Inlined, so that the step is the same program as without; the call finds the trace again.
     once = jax.jit(on_mesh, inline=True)
-    jaxpr = once.trace(*args).jaxpr
+    with explained():
+        jaxpr = once.trace(*args).jaxpr
     results = once(*args)
     spread = [axis for axis, size in mesh.shape.items() if size > 1]
     equations = read_equations(jaxpr)
