@@ -17,9 +17,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.metrics.pure_metric import Local
 from xlstm_jax.distributed.training.collections import check_equal_collections
 from xlstm_jax.distributed.training.gradients import explained
-from xlstm_jax.distributed.training.varying import read_equations
+from xlstm_jax.distributed.training.varying import Axes, read_equations
 from xlstm_jax.wording import listed
 
 
@@ -47,14 +48,24 @@ def checked_call(
     spread = [axis for axis, size in mesh.shape.items() if size > 1]
     equations = read_equations(jaxpr)
     check_equal_collections(equations.of_marked, collections, spread, axes)
-    paths = [trees.path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(results)]
-    differing = {path: of.intersection(spread) for path, of in zip(paths, equations.of_results, strict=True)}
-    if refused := {path: of for path, of in differing.items() if of}:
+    differing = _by_name(results, equations.of_results)
+    refused = {name: of.intersection(spread) for name, of in differing.items() if of.intersection(spread)}
+    if refused:
         along = tuple(axis for axis in spread if any(axis in of for of in refused.values()))
         raise ValueError(
-            f"{listed(refused)} would differ from device to device along {along}, and leave the step as one value for "
-            "all of these: a sum over the axis is missing in the model, or a branch or loop (lax.cond, switch, "
-            "while_loop) goes by what differs along it. Reduce the value where the model makes it, by psum or pmean of "
-            f"jax.lax over {along}; choose a branch by what is the same on all devices, pmax(flag, {along})."
+            f"{listed(refused)} would differ from device to device along {along}, and the step returns one value for all "
+            "devices: a sum over the axis is missing in the model, or a branch or loop (lax.cond, switch, while_loop) "
+            "goes by what differs along it. Reduce the value where the model makes it, by psum or pmean of jax.lax over "
+            f"{along}; choose a branch by what is the same on all devices, pmax(flag, {along})."
         )
     return results, jaxpr
+
+
+def _by_name(results: PyTree, of_leaves: list[Axes]) -> dict[str, Axes]:
+    """The axes of each leaf of ``results`` by its path; the state of a metric is one leaf."""
+    found: dict[str, Axes] = {}
+    left = iter(of_leaves)
+    for path, node in trees.flatten_with_path(results, lambda node: isinstance(node, Local))[0]:
+        name = "the state of the metric" if isinstance(node, Local) else path
+        found[name] = Axes().union(*(next(left) for _ in jax.tree.leaves(node)))
+    return found

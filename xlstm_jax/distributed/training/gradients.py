@@ -41,6 +41,7 @@ NO_TYPE = " requires varying manual axes to match"
 MIXED_AXES = re.compile(r"(\S+) can only accept axis_name .* Got input type: (.*), axes: \((.*)\) and input state")
 KERNEL = "`manual_axis_type` on `jax.ShapeDtypeStruct` must not be `None`"
 FORWARD, FORWARD_RULE = "can't apply forward-mode autodiff (jvp) to a custom_vjp", "rule for 'custom_lin'"
+BRANCHES, TYPES = "branches must have equal output types", "manual axis types do not match"
 CARRY, VARYING = "carry input and carry output must have equal types, but they differ", "to='varying'"
 
 
@@ -183,6 +184,14 @@ def _with_cure(error: Exception) -> Exception | None:
             "carry where the model makes it: pcast(carry, axes, to='varying') of jax.lax, with all axes of the batch. "
             "(nn.RNN within a wrapped model does so by itself.)"
         )
+    if BRANCHES in text and TYPES in text:
+        return TypeError(
+            "a branch of this model (lax.cond or switch) returns what is equal on all devices by its type (a constant, "
+            "a collection), and another returns what varies: "
+            f"{text.partition(' The output')[2].partition(' This might')[0].strip(' ,.')}. Pass check_vma=False (to "
+            "make_train_step, or to your shard_map): the gradients are the same. Or cast the results of both branches: "
+            "pcast(result, axes, to='varying') of jax.lax, with all axes of the batch."
+        )
     if KERNEL in text:
         return ValueError(
             f"{_module_of(error)} calls a Pallas kernel, whose result has no type under check_vma=True. Wrap the "
@@ -203,11 +212,19 @@ def _with_cure(error: Exception) -> Exception | None:
             "Leave it on, jax.config.update('jax_auto_pcast', True); or pass check_vma=False (to make_train_step, or "
             "to your shard_map), where there are no types."
         )
+    cure = (
+        "Pass check_vma=False (to make_train_step, or to your shard_map): unless the model reduces over a further "
+        "axis, the gradients are the same."
+    )
+    if primitive == "polynomial":
+        return ValueError(
+            f"JAX {jax.__version__} has no gradient of this loss under check_vma=True: in float32 its derivatives of the "
+            f"exact gelu, erf and erfc mix types in the primitive {primitive!r}. {cure} Or take gelu(approximate=True), "
+            "or bfloat16 for that function."
+        )
     return ValueError(
-        f"JAX {jax.__version__} has no gradient of this loss under check_vma=True: one of its own derivatives mixes "
-        f"types in the primitive {primitive!r}. On JAX 0.12 the exact gelu, erf and erfc do so in float32. Pass "
-        "check_vma=False (to make_train_step, or to your shard_map): unless the model reduces over a further axis, the "
-        "gradients are the same. Or take gelu(approximate=True), or bfloat16 for that function."
+        f"one of JAX's own rules (of a derivative, say, or of a branch under jax.vmap) mixes types in the primitive "
+        f"{primitive!r}, on JAX {jax.__version__} under check_vma=True. {cure}"
     )
 
 
@@ -295,7 +312,8 @@ def _check_axes(value: jax.Array, axes: tuple[str, ...], what: str) -> None:
             raise ValueError(
                 f"{what} that loss_fn returned does not vary over {axis!r} (its type is {jax.typeof(value)}): it was "
                 "reduced over that axis already, or does not depend on parameters and batch at all. Return this "
-                "device's own value; it is averaged over the axes here. (Pass a constant weight as a Python number.)"
+                "device's own value; it is averaged over the axes here. (Pass a constant weight as a Python number, and "
+                "one that lax.cond or a loop makes of the rows as pcast(weight, axes, to='varying') of jax.lax.)"
             )
     # JAX would sum the gradients of leaves that do not vary over such an axis, and nobody would divide them.
     for axis in collectives.spread_axes(sorted(varying - set(axes))):
