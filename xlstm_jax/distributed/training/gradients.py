@@ -218,9 +218,9 @@ def _with_cure(error: Exception) -> Exception | None:
     )
     if primitive == "polynomial":
         return ValueError(
-            f"JAX {jax.__version__} has no gradient of this loss under check_vma=True: in float32 its derivatives of the "
-            f"exact gelu, erf and erfc mix types in the primitive {primitive!r}. {cure} Or take gelu(approximate=True), "
-            "or bfloat16 for that function."
+            f"JAX {jax.__version__} has no gradient of this loss under check_vma=True: in float32 its derivatives of "
+            f"the exact gelu, erf and erfc mix types in the primitive {primitive!r}. {cure} Or take "
+            "gelu(approximate=True), or bfloat16 for that function."
         )
     return ValueError(
         f"one of JAX's own rules (of a derivative, say, or of a branch under jax.vmap) mixes types in the primitive "
@@ -312,8 +312,8 @@ def _check_axes(value: jax.Array, axes: tuple[str, ...], what: str) -> None:
             raise ValueError(
                 f"{what} that loss_fn returned does not vary over {axis!r} (its type is {jax.typeof(value)}): it was "
                 "reduced over that axis already, or does not depend on parameters and batch at all. Return this "
-                "device's own value; it is averaged over the axes here. (Pass a constant weight as a Python number, and "
-                "one that lax.cond or a loop makes of the rows as pcast(weight, axes, to='varying') of jax.lax.)"
+                "device's own value; it is averaged over the axes here. (Pass a constant weight as a Python number, "
+                "and one that lax.cond or a loop makes of the rows as pcast(weight, axes, to='varying') of jax.lax.)"
             )
     # JAX would sum the gradients of leaves that do not vary over such an axis, and nobody would divide them.
     for axis in collectives.spread_axes(sorted(varying - set(axes))):
