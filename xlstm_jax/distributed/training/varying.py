@@ -143,14 +143,8 @@ class _Reader:
         if name == "name":
             self._note_marked(params["name"], *inputs)
             return inputs
-        over = named_axes(eqn)
-        by_hand = Axes(axis + _HAND for axis in over)
-        in_groups = params.get("axis_index_groups") is not None
-        if name in _EQUALS and not in_groups:
-            return [axes.difference(over, by_hand) for axes in inputs]
-        if name in _BY_HAND or (name in _EQUALS and in_groups):
-            # Over groups of an axis a sum is equal within each group only.
-            return [by_hand.union(over, *inputs)] * len(eqn.outvars)
+        if name in _EQUALS or name in _BY_HAND:
+            return self._of_collective(eqn, inputs)
         read_through = {
             "scan": self._of_scan,
             "while": self._of_while,
@@ -163,6 +157,14 @@ class _Reader:
             if name in _CALLS:
                 return self._of_inner(params["jaxpr" if "jaxpr" in params else "call_jaxpr"], inputs)
         return [all_named_axes([eqn]).union(*inputs)] * len(eqn.outvars)
+
+    def _of_collective(self, eqn: Any, inputs: list[Axes]) -> list[Axes]:
+        over = named_axes(eqn)
+        by_hand = Axes(axis + _HAND for axis in over)
+        # Over groups of an axis a sum is equal within each group only.
+        if eqn.primitive.name in _EQUALS and eqn.params.get("axis_index_groups") is None:
+            return [axes.difference(over, by_hand) for axes in inputs]
+        return [by_hand.union(over, *inputs)] * len(eqn.outvars)
 
     def _of_scan(self, params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
         if "num_consts" in params:
