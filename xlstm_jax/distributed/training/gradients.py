@@ -202,9 +202,9 @@ def _with_cure(error: Exception) -> Exception | None:
         return _of_mixed_axes(*found.groups())
     if _is_of_vmapped_axis(error):
         return _of_vmapped_axis("a collective", "an axis that the mesh does not have")
-    primitive = MIXED_AXES.sub(r"\1", text).partition(NO_TYPE)[0].removeprefix("Primitive ")
-    if primitive == text or not isinstance(error, ValueError):
+    if not isinstance(error, ValueError) or not (NO_TYPE in text or MIXED_AXES.search(text)):
         return None
+    primitive = MIXED_AXES.sub(r"\1", text).partition(NO_TYPE)[0].removeprefix("Primitive ")
     if not jax.config.jax_auto_pcast:
         return ValueError(
             f"the primitive {primitive!r} mixes types, and jax_auto_pcast is False: under check_vma=True JAX casts "

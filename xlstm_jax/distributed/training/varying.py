@@ -125,6 +125,9 @@ class _Reader:
             return Axes() if isinstance(atom, core.Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
+            # What is written to a reference (jax.new_ref) may be any of the inputs; who reads it later gets that.
+            for ref in _references(eqn):
+                env[ref] = all_named_axes([eqn]).union(*map(read, eqn.invars))
             env.update(zip(eqn.outvars, self._of_equation(eqn, [read(atom) for atom in eqn.invars]), strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -217,6 +220,12 @@ class _Reader:
     def _part(self, by: Axes, *jaxprs: Any) -> None:
         """Devices choose between ``jaxprs`` differently along the axes ``by``, where these have a collective."""
         self.parted |= by & all_named_axes(eqn for jaxpr in jaxprs for eqn in jaxpr.eqns)
+
+
+def _references(eqn: Any) -> list[Any]:
+    """The mutable arrays among the operands of an equation."""
+    # Only an equation with effects can write to one.
+    return [var for var in eqn.invars if hasattr(var.aval, "inner_aval")] if eqn.effects else []
 
 
 def _axes_of(spec: Any) -> Axes:
