@@ -12,8 +12,8 @@ without ``check_vma`` there are no types. Here equations are only read: nothing 
   shard_map                an input differs along the axes of its spec; a result is one array over the axes of its spec
 
 The result of an unknown equation is taken to differ: the caller may then refuse too much, never too little. A model may
-also reduce by hand, by a ring of ``ppermute`` or by sums over groups. No equation shows that the result is equal, so
-such results are noted: ``Equations`` leaves them out where the user may know better.
+also reduce by hand, by a ring of ``ppermute``, by sums over groups, or in a kernel that communicates. No equation shows
+that the result is equal, so such results are noted: ``Equations.of_results`` leaves them out.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -41,7 +41,8 @@ _BY_HAND = {
 }
 _CASTS = {"pvary", "pcast"}  # of types alone
 _AS_THEY_ARE = {*_CASTS, "optimization_barrier"}  # equations that return their operands, each for itself
-_HAND = " by hand"  # behind an axis over which an equation on the way to a value has sent values, or summed groups
+_OPAQUE = {"pallas_call", "ffi_call", "call_exported", "core_map"}  # programs that no jaxpr shows
+_HAND = " by hand"  # behind an axis over which, on the way to a value, values were sent or summed in such a way
 _MARK = "equal on all devices: "
 _OTHER_PARAMS = KeyError, AttributeError, ValueError  # where a release of JAX describes an equation in another way
 _CALLS = {"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
@@ -159,7 +160,10 @@ class _Reader:
                 return read_through[name](params, inputs)
             if name in _CALLS:
                 return self._of_inner(params["jaxpr" if "jaxpr" in params else "call_jaxpr"], inputs)
-        return [all_named_axes([eqn]).union(*inputs)] * len(eqn.outvars)
+        of_all = all_named_axes([eqn]).union(*inputs)
+        if name in _OPAQUE:
+            of_all |= {axis + _HAND for axis in _named(of_all)}
+        return [of_all] * len(eqn.outvars)
 
     def _of_collective(self, eqn: Any, inputs: list[Axes]) -> list[Axes]:
         over = named_axes(eqn)
