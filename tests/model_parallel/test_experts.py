@@ -25,6 +25,7 @@ from xlstm_jax.distributed import (
     unbox,
 )
 from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
+from xlstm_jax.distributed.model_parallel import ColumnDense, RowDense
 from xlstm_jax.distributed.model_parallel import experts as experts_file
 from xlstm_jax.distributed.model_parallel.activations import join_tokens, split_tokens
 from xlstm_jax.distributed.model_parallel.experts import (
@@ -159,6 +160,45 @@ def test_what_is_chosen_or_wrapped_within_an_expert_is_split_with_it(expert, whe
     want = jax.jit(jax.grad(lambda params: loss_fn(params, Model(MLP).apply, X, None)))(params)
     state, _ = make_train_step(loss_fn, mesh, axes, whole_ok=True)(state, X, jax.random.key(2))
     assert_same_params(state.opt_state, want)
+
+
+class SplitMLP(nn.Module):
+    """``NormedMLP`` with its layers split over "tp", behind a norm that is not."""
+
+    @nn.compact
+    def __call__(self, x):
+        bias = nn.initializers.normal(0.5)
+        hidden = nn.gelu(ColumnDense(8, axis_name="tp", bias_init=bias, name="up")(nn.LayerNorm()(x)))
+        return RowDense(DIM, axis_name="tp", bias_init=bias, name="down")(hidden)
+
+
+class NormedMLP(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        bias = nn.initializers.normal(0.5)
+        hidden = nn.gelu(nn.Dense(8, bias_init=bias, name="up")(nn.LayerNorm()(x)))
+        return nn.Dense(DIM, bias_init=bias, name="down")(hidden)
+
+
+@pytest.mark.parametrize("axes, check_vma", [(("dp", "ep"), True), (("dp",), True), (("dp",), False)])
+def test_layers_within_an_expert_may_be_split_over_a_further_axis(axes, check_vma):
+    """The axis of experts splits the batch, or is an axis of its own."""
+    mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "ep": 2, "tp": 2})
+    options = {"num_experts": 4, "top_k": 2, "block_size": 4}
+    plain = Experts(NormedMLP(), axis=None, **options)
+    model = Experts(SplitMLP(), batch_axes=axes, **options)
+
+    def loss(params, apply_fn, x, rng):
+        return jnp.mean((apply_fn({"params": params}, x) - x) ** 2)
+
+    params = jax.jit(plain.init)(jax.random.key(0), X)["params"]
+    grads = jax.jit(jax.grad(lambda params: loss(params, plain.apply, X, None)))(params)
+    want = jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
+    state = create_train_state(model, optax.sgd(0.5), mesh, jax.random.key(0), X, batch_axes=axes, whole_ok=True)
+    state, _ = make_train_step(loss, mesh, axes, check_vma=check_vma, whole_ok=True)(state, X, jax.random.key(2))
+    assert_same_params(state.params, want)
+    moved = jax.tree.map(lambda p, q: np.abs(p - q).max(), params, want)
+    assert min(jax.tree.leaves(moved)) > 1e-4  # guard: every leaf was trained
 
 
 def test_guard_rows_must_come_back_to_their_tokens(monkeypatch):

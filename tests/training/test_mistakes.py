@@ -222,7 +222,7 @@ RIGHT = {
     "muon": own_schedule(muon(DOWN), DOWN),
     "all axes": traced,
     "parameters over the axis": idle(model=fsdp(nn.Dense, axis_name=("dp", "fsdp"))(4), check_vma=False),
-    "a model that uses the axis": lambda: traced(uses_dp, axes="fsdp", check_vma=False),
+    "a model that uses the axis": lambda: traced(uses_dp, axes="fsdp"),
     "a mean of maxima": aux(max_error=lambda e: e.max(-1).mean(), norm=lambda e: jnp.mean(jnp.sqrt(e))),
     "cells": aux(worst=Maximum.of, total=Total.of, loss_sum=lambda e: e.mean()),
     "weighted sums": lambda: traced(

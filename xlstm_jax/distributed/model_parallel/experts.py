@@ -75,8 +75,10 @@ def apply_by_group(expert: Expert, params: PyTree, rows: Array, sizes: Array, bl
     """
     if block_size < 1:
         raise ValueError(f"apply_by_group: block_size={block_size} must be a positive number of rows.")
-    # Cast here, outside of the rule: its cotangents then vary over devices as its inputs do.
-    axes = frozenset().union(*(collectives.varying_axes(x) for x in jax.tree.leaves((params, rows, sizes))))
+    # Cast here, outside of the rule: its cotangents then vary over devices as its inputs do, and none is summed over
+    # devices within a loop that does not end everywhere at once. Not over the axes along which parameters alone vary:
+    # along these the expert itself is split (tensor parallel), and takes rows that are equal by their type.
+    axes = collectives.varying_axes(rows) | collectives.varying_axes(sizes)
     params, rows, sizes = collectives.to_varying((params, rows, sizes.astype(jnp.int32)), sorted(axes))
     return _by_group(params, rows, sizes, expert, min(block_size, max(len(rows), 1)))
 
@@ -100,7 +102,9 @@ def _by_group_fwd(params: PyTree, rows: Array, sizes: Array, expert: Expert, blo
         return lax.fori_loop(0, -(-size // block), of_one_block, out), None
 
     like = jax.eval_shape(expert, jax.tree.map(lambda x: x[0], params), padded[:block])
-    out = collectives.to_varying(jnp.zeros((len(padded), *like.shape[1:]), like.dtype), collectives.varying_axes(rows))
+    # Results vary as rows do, and over further axes where a split expert leaves them so (features of each device).
+    out = collectives.zeros_of_type(like.update(shape=(len(padded), *like.shape[1:])), like.dtype)
+    out = collectives.to_varying(out, collectives.varying_axes(rows))
     out, _ = lax.scan(of_one_group, out, (params, starts_of(sizes), sizes))
     return _up_to(sizes, out[: len(rows)]), (params, rows, sizes)
 

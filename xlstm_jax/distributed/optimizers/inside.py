@@ -61,7 +61,8 @@ def name_of(tx: optax.GradientTransformation, flags: bool = False) -> str:
     if _is_transform(held.get("tx")):  # what with_extra_args_support has wrapped
         return name_of(held["tx"], flags)
     inside = [name_of(part, flags) for part in _inside(tx, held)]
-    inside += [_factory_name(held)] if _factory_name(held) else []
+    factory = _factory_name(held)
+    inside += [factory] if factory else []
     inside += sorted(name for name, value in held.items() if value is True) if flags else []
     own = _own_name(tx)
     return f"{own}({', '.join(inside)})" if inside else own

@@ -67,7 +67,8 @@ def skip_nonfinite(tx: optax.GradientTransformation) -> optax.GradientTransforma
         # Before the inner update, which may clip a gradient of inf to a finite one.
         ok = _all_finite(updates, extra_args.get("value"))
         new_updates, new_inner = inner.update(updates, state.inner_state, params, **extra_args)
-        if jax.tree.structure(new_inner) != jax.tree.structure(state.inner_state):
+        before: Any = jax.tree.structure(state.inner_state)
+        if jax.tree.structure(new_inner) != before:
             raise ValueError(
                 "skip_nonfinite: the optimizer's state has another tree after an update than before it, as that of "
                 "optax.monitor, so a step that is skipped cannot return to it. Put that transform beside: "

@@ -182,12 +182,16 @@ def accumulate_gradients(
 
 @dataclass(frozen=True)
 class Accumulation:
-    """How minibatches become one batch; see ``accumulate_gradients``."""
+    """How minibatches become one batch; see ``accumulate_gradients``.
+
+    With ``read_later`` the caller reads the equations of all that is traced: see ``updated_collections``.
+    """
 
     axes: tuple[str, ...]
     num_minibatches: int = 1
     strategy: str = DEFAULT_ACCUMULATION
     fold_aux: Callable[[PyTree, PyTree], PyTree] | None = None
+    read_later: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.num_minibatches, int | np.integer) or self.num_minibatches < 1:
@@ -253,7 +257,7 @@ def accumulated(
         check_branches(local.gathered_in_branches, loss, (weights, *rest), axes)
         carry, after, aux = before.carry, before.collections, Auxiliary.of(None)
         if loss.has_collections:
-            after = updated_collections(loss, (weights, *rest), local.collections, axes)
+            after = updated_collections(loss, (weights, *rest), local.collections, axes, read_later=how.read_later)
         if how.fold_aux is not None:
             carry = how.fold_aux(carry, local.aux)
         else:

@@ -4,9 +4,9 @@
   step    loss_fn(params, apply_fn, batch, rng, collections) -> (loss, updated)
           the leaves of ``updated`` have the paths, shapes and dtypes of ``collections``, and are equal on all devices
 
-Types and equations tell whether they are equal (``varying``), before anything is computed. A value that each device
-computes from its own examples is refused. Devices share the state; with ``check_vma=False`` each would silently go on
-with a value of its own.
+Equations show whether they are equal (``varying``), before anything is computed. A value that each device computes from
+its own examples is refused. Devices share the state; with ``check_vma=False`` each would silently go on with a value of
+its own, and under ``check_vma=True``, too, where ``lax.cond`` or a loop goes by the examples: types do not show it.
 
 One collection takes its gradient for its next value: ``_overwrite_with_gradient``, by Flax's convention
 (``flax.linen.fp8_ops``) the scales of fp8 products and their histories of largest magnitudes. The next value is the
@@ -14,7 +14,7 @@ largest of all devices. The histories are of gradients of outputs, too, and thes
 one device with the whole batch: each of N devices differentiates its term of the global mean, 1/N of its own mean.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
 from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN
 from xlstm_jax.distributed.training.gradients import LocalResult, local_result
 from xlstm_jax.distributed.training.loss import Loss
-from xlstm_jax.distributed.training.varying import Axes, differing_args, differing_axes
+from xlstm_jax.distributed.training.varying import Axes, differing_args, differing_axes, marked
 from xlstm_jax.wording import kind_of, listed
 
 OF_EXAMPLES = {"cache": "what decoding keeps", "intermediates": "activations", "perturbations": "activations"}
@@ -74,7 +74,7 @@ def readable(collections: PyTree) -> PyTree:
 
 
 def updated_collections(
-    loss: Callable[..., Loss], args: tuple[PyTree, ...], updated: Any, axes: tuple[str, ...]
+    loss: Callable[..., Loss], args: tuple[PyTree, ...], updated: Any, axes: tuple[str, ...], *, read_later: bool
 ) -> PyTree:
     """The collections that a loss function has updated, equal on all devices also by their types.
 
@@ -82,32 +82,51 @@ def updated_collections(
       loss: ``loss(*args).collections`` are ``updated``.
       args: ``(params, minibatch, rng, collections)``; arrays of the minibatch, and the key, differ along ``axes``.
       updated: the collections that it has returned.
+      read_later: the caller reads the equations of all that is traced, and calls ``check_equal_collections``. Otherwise
+        the loss is traced once more here, and its equations are read.
     Raises:
       TypeError, ValueError: ``updated`` has other leaves than the collections, or a leaf differs between devices.
     """
     new = _like_before(args[-1], updated)
     leaves = trees.leaves_with_path(new)
     of_types = [_differing_by_type(leaf) for _, leaf in leaves]
-    if not any(of_types):
-        return new
+    if read_later:
+        named = trees.map_leaves_with_path(lambda path, x: rebox(x, marked(path, leaf_of(x).value)), new)
+        return _equal_by_type(named, of_types)
 
     def again(*args: Any) -> list[Any]:
         return jax.tree.leaves(_like_before(args[-1], loss(*args).collections))
 
-    # By type nearly all statistics vary, as activations do. Whether they differ in fact, the equations say; to read
-    # them the loss is traced once more.
-    in_fact = differing_axes(again, args, differing_args(args, axes))
-    both = zip(leaves, map(Axes.intersection, of_types, in_fact), strict=True)
-    if differing := {path: of for (path, _), of in both if of}:
-        along = tuple(axis for axis in collectives.manual_axes() if any(axis in of for of in differing.values()))
-        raise ValueError(
-            f"the collections {listed(differing)} would differ from device to device along {along}: each device makes "
-            "them of its own examples, and the state holds what all devices share. Statistics of the whole batch: "
-            f"nn.BatchNorm(..., axis_name={axes}). To normalise by each device's own and keep the mean of all: return "
-            f"pmean(updated, {axes}) of jax.lax. What is of one call alone, as a sown loss: create_train_state(..., "
-            "mutable=['params', 'batch_stats'])."
-        )
+    if collectives.spread_axes(collectives.manual_axes()):
+        in_fact = differing_axes(again, args, differing_args(args, axes))
+        found = {path: of for (path, _), of in zip(leaves, in_fact, strict=True)}
+        check_equal_collections(found, new, collectives.spread_axes(collectives.manual_axes()), axes)
     return _equal_by_type(new, of_types)
+
+
+def check_equal_collections(
+    differing: Mapping[str, Axes], collections: PyTree, spread: Sequence[str], axes: tuple[str, ...]
+) -> None:
+    """Raises a ``ValueError`` where a leaf of ``collections`` differs along an axis that its box does not name.
+
+    Args:
+      differing: by path, the axes along which the updated leaf differs, as its equations say.
+      collections: of which the boxes are read.
+      spread: the axes of the mesh with more than one device.
+      axes: those of the batch.
+    """
+    of_boxes = {path: Axes(leaf_of(leaf).axes) for path, leaf in trees.leaves_with_path(collections)}
+    left = {path: (of - of_boxes[path]).intersection(spread) for path, of in differing.items()}
+    if refused := {path: of for path, of in left.items() if of}:
+        along = tuple(axis for axis in spread if any(axis in of for of in refused.values()))
+        raise ValueError(
+            f"the collections {listed(refused)} would differ from device to device along {along}: each device makes "
+            "them of its own examples, or a branch or loop (lax.cond, while_loop) that goes by these updates them, and "
+            "the state holds what all devices share. Statistics of the whole batch: nn.BatchNorm(..., axis_name="
+            f"{axes}). To normalise by each device's own and keep the mean of all: return pmean(updated, {axes}) of "
+            f"jax.lax. A branch: choose it by what is the same on all devices, pmax(flag, {axes}). What is of one call "
+            "alone, as a sown loss: create_train_state(..., mutable=['params', 'batch_stats'])."
+        )
 
 
 def _like_before(before: Mapping[str, PyTree], updated: Any) -> PyTree:

@@ -34,9 +34,10 @@ from xlstm_jax.distributed.training.arguments import (
     frozen_trees,
 )
 from xlstm_jax.distributed.training.collections import readable
+from xlstm_jax.distributed.training.equal_results import checked_call
 from xlstm_jax.distributed.training.gradients import explained
 from xlstm_jax.distributed.training.loss import ApplyFn
-from xlstm_jax.distributed.training.padded_rows import OBSERVED, counting_padding, marked
+from xlstm_jax.distributed.training.padded_rows import OBSERVED, counting_padding, with_names
 from xlstm_jax.wording import kind_of
 
 ARGUMENTS = ("state", "batch", "local")
@@ -157,7 +158,8 @@ class _Evaluation:
         in_specs = (placement.partition_specs(variables, mesh), self.layout.in_specs(batch), of_local)
         on_device = partial(self._on_device, state.apply_fn)
         on_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=of_local, check_vma=self.check_vma)
-        return on_mesh(variables, batch, local)
+        returned, _ = checked_call(on_mesh, (variables, batch, local), mesh, self.layout.axes, {})
+        return returned
 
     def _on_device(self, apply_fn: ApplyFn, variables: dict[str, PyTree], batch: PyTree, local: Local) -> Local:
         """What runs inside ``shard_map``."""
@@ -174,5 +176,5 @@ class _Evaluation:
                 "{'values': losses, 'weight': batch['weight']}."
             )
         if self.is_watched:
-            observed = marked(dict(observed), OBSERVED)
+            observed = with_names(dict(observed), OBSERVED)
         return self.metric.update(local, **observed)

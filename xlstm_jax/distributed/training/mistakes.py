@@ -360,15 +360,14 @@ def warn_of_gathered_stacks(stacks: Stacks, mesh: AnyMesh) -> None:
 # ------------------------------------------------------------------------------------------------------- axes and means
 
 
-def warn_of_idle_axes(mesh: AnyMesh, batch_axes: tuple[str, ...], state: PyTree, jaxpr: Callable[[], Any]) -> None:
-    """Warns of axes along which all devices compute the same: no spec and no equation of ``jaxpr()`` names them."""
+def warn_of_idle_axes(mesh: AnyMesh, batch_axes: tuple[str, ...], state: PyTree, jaxpr: Any) -> None:
+    """Warns of axes along which all devices compute the same: no spec and no equation of ``jaxpr`` names them."""
     leaves = [leaf for _, leaf in trees.leaves_with_path(state)]
     split = {axis for leaf in leaves for axis in (*leaf_of(leaf).axes, *leaf_of(leaf).communication.copied_axes)}
     idle = Axes(axis for axis, size in mesh.shape.items() if size > 1) - split - Axes(batch_axes)
     if not idle or ("idle", mesh, idle) in _warned:
         return
-    # The trace is looked at last: it costs as much as that of the step.
-    if idle := idle - all_named_axes(jaxpr().eqns):
+    if idle := idle - all_named_axes(jaxpr.eqns):
         names, times = sorted(idle), math.prod(mesh.shape[axis] for axis in idle)
         _warn(
             f"along {listed(names)} of the mesh {format_mesh(mesh.shape)} all devices compute the same: the batch is "

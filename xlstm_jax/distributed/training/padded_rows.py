@@ -56,14 +56,14 @@ class MarkedLoss(LossFunction):
         kept = found.collections
         if isinstance(kept, Mapping):
             kept = {
-                name: tree if name == OVERWRITTEN else marked(tree, COLLECTION, name) for name, tree in kept.items()
+                name: tree if name == OVERWRITTEN else with_names(tree, COLLECTION, name) for name, tree in kept.items()
             }
         if found.weight is not None:
-            marked(jnp.asarray(found.weight), WEIGHT)  # which stays a Python number where it is one
-        return Loss(marked(found.total, LOSS), found.weight, marked(found.aux, AUX), kept)
+            with_names(jnp.asarray(found.weight), WEIGHT)  # which stays a Python number where it is one
+        return Loss(with_names(found.total, LOSS), found.weight, with_names(found.aux, AUX), kept)
 
 
-def marked(tree: PyTree, kind: str, name: str = "") -> PyTree:
+def with_names(tree: PyTree, kind: str, name: str = "") -> PyTree:
     """The tree, each of whose arrays has a name in the equations: its kind, and its path behind ``name``."""
 
     def with_name(path: str, x: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol, overload
 
 import jax
@@ -32,6 +31,7 @@ from xlstm_jax.distributed.training.arguments import (
     collections_of,
     frozen_trees,
 )
+from xlstm_jax.distributed.training.equal_results import checked_call
 from xlstm_jax.distributed.training.gradients import fold_rng_over_axis
 from xlstm_jax.distributed.training.loss import LossFn, LossFunction, LossOutput
 from xlstm_jax.distributed.training.mistakes import (
@@ -139,7 +139,7 @@ def make_train_step(
     fold = None if metric is None else lambda local, observed: metric.update(local, **observed)
     options = StepOptions(
         loss=LossFunction(loss_fn, weighted, has_aux or metric is not None),
-        accumulation=Accumulation(layout.axes, num_minibatches, accumulation, fold),
+        accumulation=Accumulation(layout.axes, num_minibatches, accumulation, fold, read_later=True),
         layout=layout,
         check_vma=check_vma,
         metric=metric,
@@ -182,8 +182,10 @@ class StepOptions:
         rest = (batch, jax.random.fold_in(rng, state.step), local, collections_of(state), others)
         on_mesh = self._on_mesh(state, batch, others)
         with noting_stacks() as stacks:
-            result = on_mesh(state.params, *rest)
-        self._warn(state, others, partial(jax.make_jaxpr(on_mesh), state.params, *rest), stacks)
+            result, jaxpr = checked_call(
+                on_mesh, (state.params, *rest), self.layout.mesh, self.accumulation.axes, collections_of(state)
+            )
+        self._warn(state, others, jaxpr, stacks)
         # From here on arrays are global: norms and the optimizer's moments are those of whole leaves.
         metrics = {"loss": result.loss, "grad_norm": global_norm(result.grads)}
         again = partial(_again, state.params, lambda params: on_mesh(params, *rest))
@@ -219,8 +221,8 @@ class StepOptions:
         out_specs = OfBatch._make((whole, of_aux, specs, of_kept))
         return jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma)
 
-    def _warn(self, state: Any, others: PyTree, jaxpr: Callable[[], Any], stacks: Stacks) -> None:
-        """Warns of mistakes that run; ``jaxpr()`` traces loss and gradients."""
+    def _warn(self, state: Any, others: PyTree, jaxpr: Any, stacks: Stacks) -> None:
+        """Warns of mistakes that run; ``jaxpr`` has the equations of loss and gradients."""
         mesh = self.layout.mesh
         # While JAX traces, so that a step that runs pays nothing.
         warn_of_options(state.tx, self.loss.weighted, self.learning_rate)

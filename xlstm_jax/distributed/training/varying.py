@@ -7,17 +7,22 @@ without ``check_vma`` there are no types. Here equations are only read: nothing 
   psum, all_gather         results are equal along their axes, whatever their inputs
   axis_index, and all      results differ along the axes that the equation names
     others with an axis
-  loops, branches          their equations are read too; those of a loop until no further result differs
+  loops, branches          their equations are read too; those of a loop until no further result differs. What chooses a
+                           branch, or ends a loop, makes all of its results differ
+  shard_map                an input differs along the axes of its spec; a result is one array over the axes of its spec
 
-The result of an unknown equation is taken to differ: the caller may then refuse too much, never too little.
+The result of an unknown equation is taken to differ: the caller may then refuse too much, never too little. A model may
+also reduce by hand, by a ring of ``ppermute``, by sums over groups, or in a kernel that communicates. No equation shows
+that the result is equal, so such results are noted: ``Equations.of_results`` leaves them out.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
@@ -25,21 +30,54 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.equations import COLLECTIVES, all_equations, named_axes
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
 from xlstm_jax.private_names import core
 
 Axes = frozenset[str]
 
-_EQUALS = {name for name, kind in COLLECTIVES.items() if kind in ("all-reduce", "all-gather")}
+_EQUALS = {name for name, kind in COLLECTIVES.items() if kind in ("all-reduce", "all-gather", "collective-broadcast")}
+_BY_HAND = {
+    name for name, kind in COLLECTIVES.items() if kind in ("collective-permute", "all-to-all", "ragged-all-to-all")
+}
 _CASTS = {"pvary", "pcast"}  # of types alone
+_AS_THEY_ARE = {*_CASTS, "optimization_barrier"}  # equations that return their operands, each for itself
+_OPAQUE = {"pallas_call", "ffi_call", "call_exported", "core_map"}  # programs that no jaxpr shows
+_HAND = " by hand"  # behind an axis over which, on the way to a value, values were sent or summed in such a way
+_MARK = "equal on all devices: "
 _OTHER_PARAMS = KeyError, AttributeError, ValueError  # where a release of JAX describes an equation in another way
-_CALLS = {"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "shard_map"}
+_CALLS = {"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
+
+
+class Equations(NamedTuple):
+    """The axes along which values of a program differ in fact.
+
+    ``of_results`` has the axes of each result, apart from axes over which values were sent by hand on their way.
+    ``of_marked`` has the axes of the values that ``marked`` has named.
+    """
+
+    of_results: list[Axes]
+    of_marked: dict[str, Axes]
+
+
+def marked(name: str, value: jax.Array) -> jax.Array:
+    """The same value, which ``read_equations`` will report by its name. (An equation that computes nothing.)"""
+    return checkpoint_name(value, f"{_MARK}{name}")
+
+
+def read_equations(closed: Any) -> Equations:
+    """Reads a traced program that calls ``shard_map``; its arguments are global arrays, equal on all devices."""
+    reader = _Reader()
+    jaxpr = closed.jaxpr
+    of_results = reader.of_jaxpr(jaxpr, [Axes()] * len(jaxpr.constvars), [Axes()] * len(jaxpr.invars))
+    known = [Axes(axis for axis in axes if axis + _HAND not in axes) for axes in of_results]
+    return Equations([*map(_named, known)], {name: _named(axes) for name, axes in reader.of_marked.items()})
 
 
 def differing_axes(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[Axes]) -> list[Axes]:
     """The axes along which each result of ``fn(*args)``, a list of arrays, differs between devices.
 
-    ``of_args`` has the axes of each leaf of ``args``. An array of an outer trace that ``fn`` closes over is taken to
-    differ along all axes in ``of_args``.
+    ``of_args`` has the axes of each leaf of ``args``. An array of an outer trace that ``fn`` closes over differs along
+    the axes of its type; along axes without types it is taken to differ if one of ``of_args`` does.
     """
     return _read(fn, args, of_args)[0]
 
@@ -58,16 +96,28 @@ def _read(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[A
     """``differing_axes``, and the axes along which devices part before a collective over them."""
     closed = jax.make_jaxpr(fn)(*args)
     everywhere = Axes().union(*of_args)
-    consts = [everywhere if isinstance(const, Tracer) else Axes() for const in closed.consts]
+    manual = collectives.manual_axes()
+    tracked = Axes(axis for axis in everywhere if axis in manual and collectives.is_tracked(axis))
+
+    def of_const(const: Any) -> Axes:
+        return (everywhere - tracked) | collectives.varying_axes(const) if isinstance(const, Tracer) else Axes()
+
     reader = _Reader()
-    return reader.of_jaxpr(closed.jaxpr, consts, list(of_args)), reader.parted
+    of_results = reader.of_jaxpr(closed.jaxpr, [*map(of_const, closed.consts)], list(of_args))
+    return [*map(_named, of_results)], reader.parted
+
+
+def _named(axes: Axes) -> Axes:
+    """The axes alone, without notes of what was done by hand."""
+    return Axes(axis for axis in axes if not axis.endswith(_HAND))
 
 
 class _Reader:
     """Reads equations in turn.
 
     ``parted`` are the axes along which devices may take different branches, and a branch has a collective over the
-    axis. Branches are those of ``cond`` and ``switch``, and further iterations of a ``while_loop``.
+    axis. Branches are those of ``cond`` and ``switch``, and further iterations of a ``while_loop``. ``of_marked`` has
+    the axes of marked values, by their names.
 
     ``_known`` has what was read of a jaxpr within an equation. Equal layers of a model share the jaxpr of a function,
     and the loops around a loop read it again in each of their rounds.
@@ -76,6 +126,7 @@ class _Reader:
     def __init__(self, look: Callable[[Any, list[Axes]], list[Axes] | None] | None = None) -> None:
         self._look = look
         self.parted = Axes()
+        self.of_marked: dict[str, Axes] = {}
         self._known: dict[tuple[int, tuple[Axes, ...]], list[Axes]] = {}
 
     def of_jaxpr(self, jaxpr: Any, consts: list[Axes], inputs: list[Axes]) -> list[Axes]:
@@ -86,6 +137,9 @@ class _Reader:
             return Axes() if isinstance(atom, core.Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
+            # What is written to a reference (jax.new_ref) may be any of the inputs; who reads it later gets that.
+            for ref in _references(eqn):
+                env[ref] = all_named_axes([eqn]).union(*map(read, eqn.invars))
             env.update(zip(eqn.outvars, self._of_equation(eqn, [read(atom) for atom in eqn.invars]), strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -101,18 +155,36 @@ class _Reader:
         name, params = eqn.primitive.name, eqn.params
         if self._look is not None and (said := self._look(eqn, inputs)) is not None:
             return said
-        if name in _CASTS:
+        if name in _AS_THEY_ARE:
             return inputs
-        if name in _EQUALS and params.get("axis_index_groups") is None:
-            # Over groups of an axis a sum is equal within each group only: such an equation counts as any other.
-            return [axes.difference(named_axes(eqn)) for axes in inputs]
-        read_through = {"scan": self._of_scan, "while": self._of_while, "cond": self._of_cond}
+        if name == "name":
+            self._note_marked(params["name"], *inputs)
+            return inputs
+        if name in _EQUALS or name in _BY_HAND:
+            return self._of_collective(eqn, inputs)
+        read_through = {
+            "scan": self._of_scan,
+            "while": self._of_while,
+            "cond": self._of_cond,
+            "shard_map": self._of_shard_map,
+        }
         with suppress(*_OTHER_PARAMS):
             if name in read_through:
                 return read_through[name](params, inputs)
             if name in _CALLS:
                 return self._of_inner(params["jaxpr" if "jaxpr" in params else "call_jaxpr"], inputs)
-        return [all_named_axes([eqn]).union(*inputs)] * len(eqn.outvars)
+        of_all = all_named_axes([eqn]).union(*inputs)
+        if name in _OPAQUE:
+            of_all |= {axis + _HAND for axis in _named(of_all)}
+        return [of_all] * len(eqn.outvars)
+
+    def _of_collective(self, eqn: Any, inputs: list[Axes]) -> list[Axes]:
+        over = named_axes(eqn)
+        by_hand = Axes(axis + _HAND for axis in over)
+        # Over groups of an axis a sum is equal within each group only.
+        if eqn.primitive.name in _EQUALS and eqn.params.get("axis_index_groups") is None:
+            return [axes.difference(over, by_hand) for axes in inputs]
+        return [by_hand.union(over, *inputs)] * len(eqn.outvars)
 
     def _of_scan(self, params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
         if "num_consts" in params:
@@ -148,9 +220,34 @@ class _Reader:
         branches = [self._of_inner(branch, operands) for branch in params["branches"]]
         return _joined(*branches, [chosen_by] * len(branches[0]))
 
+    def _of_shard_map(self, params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
+        entering = [axes | _axes_of(spec) for axes, spec in zip(inputs, params["in_specs"], strict=True)]
+        leaving = self._of_inner(params["jaxpr"], entering)
+        # The shards along the axes of its spec are one array from here on.
+        return [
+            axes.difference(over, (axis + _HAND for axis in over))
+            for axes, over in zip(leaving, map(_axes_of, params["out_specs"]), strict=True)
+        ]
+
+    def _note_marked(self, name: str, axes: Axes) -> None:
+        if name.startswith(_MARK):
+            path = name.removeprefix(_MARK)
+            self.of_marked[path] = self.of_marked.get(path, Axes()) | axes
+
     def _part(self, by: Axes, *jaxprs: Any) -> None:
         """Devices choose between ``jaxprs`` differently along the axes ``by``, where these have a collective."""
         self.parted |= by & all_named_axes(eqn for jaxpr in jaxprs for eqn in jaxpr.eqns)
+
+
+def _references(eqn: Any) -> list[Any]:
+    """The mutable arrays among the operands of an equation."""
+    # Only an equation with effects can write to one.
+    return [var for var in eqn.invars if hasattr(var.aval, "inner_aval")] if eqn.effects else []
+
+
+def _axes_of(spec: Any) -> Axes:
+    """The axes that a ``PartitionSpec`` names."""
+    return Axes().union(*map(entry_axes, spec))
 
 
 def _joined(*of_values: list[Axes]) -> list[Axes]:

@@ -1,0 +1,93 @@
+"""Errors of JAX's types under ``check_vma=True`` name their cause, and a step that works."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+
+from tests.support import AXES, mesh_of
+from xlstm_jax.distributed import abstract_train_state, make_train_step
+
+X = jnp.ones((16, 3, 4))
+
+
+class OfRow(nn.Module):
+    axes: tuple[str, ...]
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.BatchNorm(use_running_average=False, axis_name=self.axes)(nn.Dense(8)(x))
+
+
+class Vmapped(nn.Module):
+    axes: tuple[str, ...]
+
+    @nn.compact
+    def __call__(self, x):
+        shared = {"params": None, "batch_stats": None}
+        mapped = nn.vmap(OfRow, in_axes=1, axis_name="v", variable_axes=shared, split_rngs={"params": False})
+        return mapped(self.axes)(x)
+
+
+def with_statistics(params, apply_fn, batch, rng, kept):
+    out, kept = apply_fn({"params": params, **kept}, batch, mutable=["batch_stats"])
+    return jnp.mean(out**2), kept
+
+
+def trace(model, loss, mesh=None, **options):
+    mesh = mesh or mesh_of(2, 4)
+    state = abstract_train_state(model, optax.sgd(0.1), mesh, jax.random.key(0), X, batch_axes=AXES, whole_ok=True)
+    make_train_step(loss, mesh, AXES, whole_ok=True, **options).trace(state, X, jax.random.key(1))
+
+
+def of_dense(change):
+    """A loss of one layer, from ``change`` of its results."""
+    return lambda params, apply_fn, batch, rng: jnp.mean(change(apply_fn({"params": params}, batch)) ** 2)
+
+
+def test_a_collective_over_a_vmapped_axis_says_what_works():
+    with pytest.raises(ValueError, match=r"jax.lax.psum over .* reduces over 'v', as jax.vmap or nn.vmap"):
+        trace(Vmapped(("v", *AXES)), with_statistics)
+    with pytest.raises(ValueError, match=r"an axis that the mesh does not have, as jax.vmap.*Pass check_vma=False"):
+        trace(Vmapped(("v",)), with_statistics)
+    trace(Vmapped(("v", *AXES)), with_statistics, check_vma=False)
+
+
+def test_a_mean_over_axes_along_which_a_value_is_equal_says_what_works():
+    """BatchNorm over all axes of a mesh of which one does not split the batch."""
+    mesh, model = jax.sharding.AbstractMesh((2, 2, 2), (*AXES, "tp")), OfRow((*AXES, "tp"))
+    with pytest.raises(ValueError, match=r"'tp'.* is equal along some of these axes.*axis_name= of a BatchNorm"):
+        trace(model, with_statistics, mesh)
+    trace(model, with_statistics, mesh, check_vma=False)
+
+
+def test_without_automatic_casts_the_flag_is_named_and_not_gelu():
+    jax.config.update("jax_auto_pcast", False)
+    try:
+        with pytest.raises(ValueError, match=r"mixes types, and jax_auto_pcast is False") as raised:
+            trace(nn.Dense(8), of_dense(nn.relu))
+        trace(nn.Dense(8), of_dense(nn.relu), check_vma=False)
+    finally:
+        jax.config.update("jax_auto_pcast", True)
+    assert "gelu" not in str(raised.value)
+
+
+def test_types_that_a_rule_of_jax_mixes_do_not_blame_gelu():
+    def by_row(x):
+        row = lambda row: jax.lax.cond(row.sum() > 0, lambda a: a + 1, lambda a: a, 1.0)  # noqa: E731
+        return jax.vmap(row)(x)
+
+    with pytest.raises(ValueError, match=r"mixes types in the primitive .* Pass check_vma=False") as raised:
+        trace(nn.Dense(8), of_dense(by_row))
+    assert "gelu" not in str(raised.value)
+    trace(nn.Dense(8), of_dense(by_row), check_vma=False)
+
+
+def test_branches_of_two_types_say_what_works():
+    def one_constant(x):
+        return jax.lax.cond(jax.lax.psum(x.sum(), AXES) > 0, lambda: x.sum(), lambda: 0.0)
+
+    with pytest.raises(TypeError, match=r"a branch of this model .* Pass check_vma=False .*pcast\("):
+        trace(nn.Dense(8), of_dense(one_constant))
+    trace(nn.Dense(8), of_dense(one_constant), check_vma=False)
