@@ -336,10 +336,10 @@ def facts_of_plan(model: Model, mesh: AnyMesh, rng: PyTree, inputs: PyTree, kwar
     return ModelFacts(reasons, holders)
 
 
-def facts_of_step(apply_fn: Callable[..., Any], jaxpr: Callable[[], Any]) -> ModelFacts:
-    """Returns the classes of the modules that run while ``jaxpr()`` traces a step."""
+def facts_of_step(apply_fn: Callable[..., Any], trace: Callable[[], None]) -> ModelFacts:
+    """Returns the classes of the modules that run while ``trace()`` traces a step."""
     with noting_holders(getattr(apply_fn, "__self__", None)) as holders:
-        jaxpr()
+        trace()
     return ModelFacts({}, holders)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, overload
 
 import jax
@@ -185,7 +186,11 @@ class StepOptions:
             result, jaxpr = checked_call(
                 on_mesh, (state.params, *rest), self.layout.mesh, self.accumulation.axes, collections_of(state)
             )
-        self._warn(state, others, jaxpr, stacks)
+
+        def trace_again() -> None:
+            jax.eval_shape(self._on_mesh(state, batch, others), state.params, *rest)
+
+        self._warn(state, others, jaxpr, stacks, trace_again)
         # From here on arrays are global: norms and the optimizer's moments are those of whole leaves.
         metrics = {"loss": result.loss, "grad_norm": global_norm(result.grads)}
         again = partial(_again, state.params, lambda params: on_mesh(params, *rest))
@@ -221,14 +226,14 @@ class StepOptions:
         out_specs = OfBatch._make((whole, of_aux, specs, of_kept))
         return jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma)
 
-    def _warn(self, state: Any, others: PyTree, jaxpr: Any, stacks: Stacks) -> None:
-        """Warns of mistakes that run; ``jaxpr`` has the equations of loss and gradients."""
+    def _warn(self, state: Any, others: PyTree, jaxpr: Any, stacks: Stacks, trace_again: Callable[[], None]) -> None:
+        """Warns of mistakes that run; ``jaxpr`` has the equations of loss and gradients, and costs a trace to make."""
         mesh = self.layout.mesh
         # While JAX traces, so that a step that runs pays nothing.
         warn_of_options(state.tx, self.loss.weighted, self.learning_rate)
         warn_of_idle_axes(mesh, self.accumulation.axes, (state.params, collections_of(state), others), jaxpr)
         if not self.whole_ok:
-            warn_of_replicated(state.params, mesh, partial(facts_of_step, state.apply_fn, jaxpr))
+            warn_of_replicated(state.params, mesh, partial(facts_of_step, state.apply_fn, trace_again))
             warn_of_gathered_stacks(stacks, mesh)
             warn_of_whole_trees(others, mesh)
 
