@@ -84,15 +84,22 @@ class _Split(_Changed, SplitVariable):
         return self.from_metadata(val, self.get_metadata())
 
     def get_value(self: Any, **index: Any) -> Any:
+        if not hasattr(self.get_raw_value(), "ndim"):  # NNX prints a variable with a text in place of its array
+            return self.get_raw_value()
         with jax.named_scope("read.sharded"):
             (whole,) = _whole_values({".": self}).values()
         # By its plain type, whose hooks (on_get_value) are the model's own.
         return _plain_type(self).from_metadata(whole, self.get_metadata()).get_value(**index)
 
     def __getattr__(self: Any, name: str) -> Any:
-        # What is no metadata is asked of the array (shape, T), and of the whole one.
         metadata = self.get_metadata()
-        return metadata[name] if name in metadata else getattr(self.get_value(), name)
+        if name in metadata:
+            return metadata[name]
+        # All else is read from the gathered array (shape, T). NNX asks each variable for methods of modules by
+        # ``hasattr``, as ``nnx.view`` does, for which nothing is gathered.
+        if not hasattr(jax.Array, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.get_value(), name)
 
 
 def _box(variable: Any) -> Sharded:
