@@ -24,6 +24,7 @@ from flax.nnx.bridge import variables as bridge
 from flax.nnx.nn.dtypes import promote_dtype
 
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, SplitVariable, leaf_of, look_up_rows, read_value
+from xlstm_jax.distributed.data_parallel.logical_names import names_in_metadata
 from xlstm_jax.distributed.data_parallel.modules.unit import (
     Method,
     ModuleSystem,
@@ -222,8 +223,7 @@ def _leaf(variable: Any) -> Any:
         box = bridge.to_linen_var(variable)
         return box if leaf_of(box).axes else value
     names = next((metadata[key] for key in NAMES_IN_METADATA if metadata.get(key)), ())
-    rules = dict(metadata.get("sharding_rules") or ())
-    own = tuple(rules.get(name, name) for name in names)
+    own = names_in_metadata(tuple(names), metadata.get("sharding_rules"))
     return meta.Partitioned(value, own) if any(own) else value
 
 
