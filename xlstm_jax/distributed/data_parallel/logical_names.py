@@ -178,18 +178,19 @@ def _by_rules(names: tuple[Any, ...], rules: Any) -> tuple[AxisEntry, ...]:
     return tuple(_there(entry, sizes) for entry in logical_to_mesh_axes(names, rules) or ())
 
 
-def names_in_metadata(names: tuple[Any, ...], rules: Any) -> tuple[AxisEntry, ...]:
-    """The names in the metadata of a variable of NNX as axes of the mesh that is set, by its rules and those in force.
+def names_in_metadata(names: tuple[Any, ...], rules: Any) -> tuple[tuple[AxisEntry, ...], bool]:
+    """The names in the metadata of a variable of NNX as axes of the mesh that is set; and whether rules have read them.
 
-    NNX takes a name without a rule for an axis. Where there are rules, it splits nothing if the mesh has no such axis.
+    The rules are those of the variable and those in force. NNX takes a name without a rule for an axis. Where there are
+    rules, it splits nothing if the mesh has no such axis.
     """
     by_name = dict(composite_rules(nn.get_logical_axis_rules(), rules))
-    if not by_name:
-        return names
     mesh = jax.sharding.get_abstract_mesh()
-    entries = [by_name.get(name, name) for name in names]
-    # A model that is bound or inspected without a mesh keeps all names.
-    return tuple(entries if mesh.empty else [_there(entry, mesh.shape) for entry in entries])
+    # Without a mesh, a model that is bound or inspected keeps the names that have no rule.
+    entries = tuple(by_name.get(name, name) for name in names)
+    if by_name and not mesh.empty:
+        entries = tuple(_there(entry, mesh.shape) for entry in entries)
+    return entries, any(name in by_name for name in names)
 
 
 def layer_name(name: str | None) -> AxisEntry:

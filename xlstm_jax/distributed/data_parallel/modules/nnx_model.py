@@ -193,7 +193,16 @@ class NnxModel:
 
     @functools.cached_property
     def _abstract(self) -> nnx.Module:
-        return nnx.eval_shape(lambda: self._made(nnx.Rngs(0)))
+        graphdefs: list[Any] = []
+
+        def state() -> Any:
+            graphdef, leaves = nnx.split(self._made(nnx.Rngs(0)))
+            graphdefs.append(graphdef)
+            return leaves
+
+        # Not ``nnx.eval_shape``, which takes the names in metadata for axes of the mesh that is set.
+        leaves = jax.eval_shape(state)
+        return nnx.merge(graphdefs[0], leaves)
 
     @functools.cached_property
     def _split(self) -> tuple[Any, list[tuple[str, Any]]]:

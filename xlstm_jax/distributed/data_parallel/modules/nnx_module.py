@@ -223,13 +223,19 @@ def _leaf(variable: Any) -> Any:
         box = bridge.to_linen_var(variable)
         return box if leaf_of(box).axes else value
     names = next((metadata[key] for key in NAMES_IN_METADATA if metadata.get(key)), ())
-    own = names_in_metadata(tuple(names), metadata.get("sharding_rules"))
-    return meta.Partitioned(value, own) if any(own) else value
+    own, are_logical = names_in_metadata(tuple(names), metadata.get("sharding_rules"))
+    if not any(own):
+        return value
+    # Axes of the mesh are the model's own (tensor parallel); logical names are of a model that knows whole parameters.
+    return Sharded(value, own) if are_logical else meta.Partitioned(value, own)
 
 
 def with_leaf(variable: Any, leaf: Any, policy: ShardPolicy | None) -> Any:
     """The variable with the value of ``leaf``, which its unit gathers where a box splits it over axes of ``policy``."""
-    box = leaf_of(leaf)
+    box, metadata = leaf_of(leaf), variable.get_metadata()
+    if policy is None and OF_LINEN not in metadata and any(metadata.get(key) for key in NAMES_IN_METADATA):
+        # Split by the rules for its logical names, and by no unit: it is gathered where it is read.
+        policy = ShardPolicy(box.gathered_axes, 0) if box.gathered_axes and isinstance(leaf, Sharded) else None
     if policy and set(box.axes) & set(policy.axes):
         how = box.communication.or_else(policy.communication)
         split = variable.copy(box.value, **{BOX: box.replace(value=None, communication=how), POLICY: policy})
