@@ -123,7 +123,7 @@ class Attention(nn.Module):
     def __call__(self, x, _=None):
         heads = named("heads", "kv", init=nn.initializers.normal())
         kernels = {"kernel_init": named("embed", "heads", "kv"), "bias_init": heads}
-        return x + nn.SelfAttention(4, out_kernel_init=named("heads", "kv", "embed"), **kernels)(x), None
+        return x + nn.MultiHeadDotProductAttention(4, out_kernel_init=named("heads", "kv", "embed"), **kernels)(x), None
 
 
 class Layers(nn.Module):
@@ -144,7 +144,7 @@ def test_attention_of_flax_with_logical_names_trains_as_on_one_device(wrap, chec
     mesh = mesh_of(2, 4)
     with nn.logical_axis_rules(RULES):
         state = create_train_state(Layers(wrap), KEPT, mesh, jax.random.key(0), X, batch_axes=AXES, whole_ok=True)
-    kernel = leaf_of(state.params["blocks"]["SelfAttention_0"]["query"]["kernel"])
+    kernel = leaf_of(state.params["blocks"]["MultiHeadDotProductAttention_0"]["query"]["kernel"])
     assert kernel.names == (None, "fsdp", None, None) and kernel.value.shape == (2, 8, 4, 2)
     start = unbox(jax.jit(Layers().init)(jax.random.key(0), X)["params"])
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), unbox(state.params), start)
@@ -155,7 +155,7 @@ def test_attention_of_flax_with_logical_names_trains_as_on_one_device(wrap, chec
 
 def test_names_whose_axes_do_not_divide_a_dim_are_refused():
     with nn.logical_axis_rules((("heads", ("dp", "fsdp")),)):
-        match = r"'SelfAttention_0/key/bias' of shape \(4, 2\) is boxed as .*: 8 shards do not divide dim 0 of size 4"
+        match = r"'MultiHeadDotProductAttention_0/key/bias' of shape \(4, 2\) is boxed as .*: 8 shards do not divide dim 0 of size 4"
         with pytest.raises(ValueError, match=match):
             init_sharded(Attention(), mesh_of(2, 4), jax.random.key(0), jnp.ones((8, 2, 8)), batch_axes=AXES)
 

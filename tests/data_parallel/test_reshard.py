@@ -194,8 +194,8 @@ class Spectral(nn.Module):
     @nn.compact
     def __call__(self, x, _=None):
         spectrum = jnp.fft.rfft(nn.Dense(16, use_bias=False)(x))
-        mixed = spectrum @ self.param("mix", _complex, (9, 9))
-        return x + jnp.abs(nn.Dense(16, use_bias=False)(jnp.abs(mixed) + jnp.fft.irfft(mixed, n=9))), None
+        mixed = nn.Dense(16, use_bias=False)(jnp.abs(spectrum)) @ self.param("mix", _complex, (16, 16))
+        return x + jnp.abs(mixed), None
 
 
 class Spectra(nn.Module):
