@@ -209,7 +209,9 @@ def test_names_of_nnx_variables_are_read_by_the_rules():
 
     model, mesh = nnx_model(Heads), mesh_of(2, 4)
     sharded = shard_modules(model, nnx.LinearGeneral, "fsdp", min_weight_size=8)
-    start = {"up": {"kernel": unbox(model.init(jax.random.key(0))["params"]["up"]["kernel"]), "bias": jnp.zeros((4, 2))}}
+    start = {
+        "up": {"kernel": unbox(model.init(jax.random.key(0))["params"]["up"]["kernel"]), "bias": jnp.zeros((4, 2))}
+    }
     want = jax.jit(jax.grad(loss_fn), static_argnums=1)(start, model.apply, X, None)
     for made in (model, sharded):  # "kv" has no rule
         with nn.logical_axis_rules(RULES):

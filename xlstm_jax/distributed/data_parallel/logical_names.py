@@ -7,10 +7,10 @@
 Names are read as Flax reads them, except that an axis that the mesh does not have splits nothing. The rules in force
 when the model is initialised count.
 
-Where a mesh is set, Flax constrains the value of a box whenever the box is read. Some layers read a box before its value
-has the shape that its names are for: ``nn.DenseGeneral`` initialises a flat matrix, in a box of the names of the kernel,
-and reshapes it. JAX refuses that constraint (and inside ``shard_map`` any along a manual axis). So the initialisers of a
-model make boxes here that are read without a constraint.
+Where a mesh is set, Flax constrains the value of a box whenever the box is read. Some layers read a box before its
+value has the shape that its names are for: ``nn.DenseGeneral`` initialises a flat matrix, in a box of the names of the
+kernel, and reshapes it. JAX refuses that constraint (and inside ``shard_map`` any along a manual axis). So the
+initialisers of a model make boxes here that are read without a constraint.
 """
 
 import dataclasses

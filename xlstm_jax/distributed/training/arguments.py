@@ -27,8 +27,8 @@ from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout
 from xlstm_jax.distributed.device_mesh.batches import any_padded
 from xlstm_jax.distributed.training.first_batch import compare_batches
-from xlstm_jax.distributed.training.nan_inputs import check_arguments_for_nans
 from xlstm_jax.distributed.training.mistakes import warn_of_padding
+from xlstm_jax.distributed.training.nan_inputs import check_arguments_for_nans
 from xlstm_jax.wording import kind_of
 
 STEP = "a step takes (state, batch, rng)"

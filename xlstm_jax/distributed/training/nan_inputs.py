@@ -1,7 +1,7 @@
 """Names the argument of a step that holds a NaN, where JAX is to raise at the operation that makes the first one.
 
-Under ``jax_debug_nans`` (and ``jax_debug_infs``) JAX runs a program again, operation by operation, when a result is NaN.
-Where the NaN was in an argument no operation has made it, and JAX ends in a ``RecursionError``.
+Under ``jax_debug_nans`` (and ``jax_debug_infs``) JAX runs a program again, operation by operation, when a result is
+NaN. Where the NaN was in an argument no operation has made it, and JAX ends in a ``RecursionError``.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
 
 
 def check_arguments_for_nans(arguments: Mapping[str, PyTree]) -> None:
-    """Raises a ``ValueError`` that names the first leaf with a NaN, or with an infinity, if JAX is to look for these."""
+    """Raises a ``ValueError`` that names the first leaf with a NaN or an infinity, if JAX is to look for these."""
     looked_for = {"jax_debug_nans": ("NaN", np.isnan), "jax_debug_infs": ("infinity", np.isinf)}
     for option, (what, is_one) in looked_for.items():
         if not getattr(jax.config, option):
@@ -31,8 +31,8 @@ def check_arguments_for_nans(arguments: Mapping[str, PyTree]) -> None:
                 if found:
                     raise ValueError(
                         f"{option}: {named_leaf(name, path)} of shape {np.shape(value)} holds {what} at index "
-                        f"{found[0]} before the step computes anything, and JAX could name no operation. Mend what made "
-                        "this argument; JAX then finds what the step itself makes."
+                        f"{found[0]} before the step computes anything, and JAX could name no operation. Mend what "
+                        "made this argument; JAX then finds what the step itself makes."
                     )
 
 
