@@ -176,7 +176,7 @@ def test_a_nan_in_an_argument_is_named_where_jax_looks_for_one():
             step(kept_state(), BATCH | {"x": jax.device_put(bad, jax.NamedSharding(MESH, P(AXES)))}, KEY)
         with pytest.raises(ValueError, match=r"state\.params\['.*'\] of shape .* holds NaN"):
             step(kept_state().replace(params=params), BATCH, KEY)
-    with jax.debug_infs(True), pytest.raises(ValueError, match="jax_debug_infs: .* holds infinity"):
+    with jax.debug_infs(True), pytest.raises(ValueError, match=r"jax_debug_infs: .* holds infinity"):
         step(kept_state(), BATCH | {"x": np.full_like(bad, np.inf)}, KEY)
 
 

@@ -118,7 +118,7 @@ def _boxing_without_constraints(
             object.__setattr__(module, name, value)
 
 
-# ------------------------------------------------------------------------------------------ names in a further collection
+# ------------------------------------------------------------------------- names in a further collection
 
 _AXES = "_axes"  # ``flax.linen.partitioning`` names the collection, and each entry of it, by this suffix
 
