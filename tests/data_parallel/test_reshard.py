@@ -189,11 +189,11 @@ def _complex(key, shape):
 
 
 class Spectral(nn.Module):
-    """Real parameters and complex values between (``rfft``), and a complex parameter."""
+    """Real parameters and complex values between, and a complex parameter."""
 
     @nn.compact
     def __call__(self, x, _=None):
-        spectrum = jnp.fft.rfft(nn.Dense(16, use_bias=False)(x))
+        spectrum = nn.Dense(16, use_bias=False)(x) * jnp.exp(1j * jnp.arange(16))
         mixed = nn.Dense(16, use_bias=False)(jnp.abs(spectrum)) @ self.param("mix", _complex, (16, 16))
         return x + jnp.abs(mixed), None
 
