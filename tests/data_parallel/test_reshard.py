@@ -221,7 +221,7 @@ def test_complex_values_train_as_without_the_option(block, check_vma):
     loss, grads = jax.jit(jax.value_and_grad(lambda p: mean_loss(p, Spectra(Spectral).apply, BATCH)))(params)
     got, sharded = fn(*args)
     np.testing.assert_allclose(got, loss, rtol=1e-5)
-    assert_same_params(sharded["params"], grads)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), unbox(sharded["params"]), grads)
     assert jnp.iscomplexobj(grads["blocks"]["mix"])  # guard
     with pytest.raises(TypeError, match="reduce_precision does not accept"):  # guard: what is kept would be complex
         kept = nn.remat(Spectral, policy=EVERYTHING)
