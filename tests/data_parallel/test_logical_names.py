@@ -7,14 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from flax import nnx
+from flax.linen import partitioning
 
 from tests.support import AXES, KEPT, assert_same_params, fsdp, mesh_of, plain
 from xlstm_jax.distributed import (
     create_train_state,
     init_sharded,
     make_train_step,
+    nnx_model,
     partition_specs,
     plan_sharding,
+    shard_modules,
     unbox,
 )
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
@@ -110,6 +114,111 @@ def test_a_collection_beside_the_parameters_is_whole():
     assert leaf_of(state.params["Dense_0"]["kernel"]).names == (None, "fsdp")  # guard: that of parameters is split
     _, metrics = make_train_step(loss, mesh, AXES, whole_ok=True)(state, X, jax.random.key(0))
     assert np.isfinite(metrics["loss"])
+
+
+class Attention(nn.Module):
+    """Layers of Flax that initialise a flat matrix in a box of the names of the kernel."""
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        heads = named("heads", "kv", init=nn.initializers.normal())
+        kernels = {"kernel_init": named("embed", "heads", "kv"), "bias_init": heads}
+        return x + nn.MultiHeadDotProductAttention(4, out_kernel_init=named("heads", "kv", "embed"), **kernels)(x), None
+
+
+class Layers(nn.Module):
+    wrap: object = plain
+
+    @nn.compact
+    def __call__(self, x):
+        layers = {"length": 2, "metadata_params": {nn.PARTITION_NAME: "layers"}}
+        scanned = nn.scan(self.wrap(Attention), variable_axes={"params": 0}, split_rngs={"params": True}, **layers)
+        x, _ = scanned(name="blocks")(x[:, None] * jnp.arange(1.0, 3.0)[:, None], None)
+        # The same kind with axes of the mesh, none of which splits.
+        init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, None, None))
+        return nn.DenseGeneral((2, 4), kernel_init=init, use_bias=False)(x).mean(1).reshape(-1, 8)
+
+
+@pytest.mark.parametrize("wrap, check_vma", [(fsdp, True), (plain, False)], ids=["wrapped", "plain"])
+def test_attention_of_flax_with_logical_names_trains_as_on_one_device(wrap, check_vma):
+    mesh = mesh_of(2, 4)
+    with nn.logical_axis_rules(RULES):
+        state = create_train_state(Layers(wrap), KEPT, mesh, jax.random.key(0), X, batch_axes=AXES, whole_ok=True)
+    kernel = leaf_of(state.params["blocks"]["MultiHeadDotProductAttention_0"]["query"]["kernel"])
+    assert kernel.names == (None, "fsdp", None, None) and kernel.value.shape == (2, 8, 4, 2)
+    start = unbox(jax.jit(Layers().init)(jax.random.key(0), X)["params"])
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), unbox(state.params), start)
+    want = jax.jit(jax.grad(loss_fn), static_argnums=1)(start, Layers().apply, X, None)
+    state, _ = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma, whole_ok=True)(state, X, jax.random.key(0))
+    assert_same_params(state.opt_state, want)
+
+
+def test_names_whose_axes_do_not_divide_a_dim_are_refused():
+    with nn.logical_axis_rules((("heads", ("dp", "fsdp")),)):
+        match = r"key/bias' of shape \(4, 2\) is boxed as .*: 8 shards do not divide dim 0 of size 4"
+        with pytest.raises(ValueError, match=match):
+            init_sharded(Attention(), mesh_of(2, 4), jax.random.key(0), jnp.ones((8, 2, 8)), batch_axes=AXES)
+
+
+class InTheStyleOfT5X(nn.Module):
+    """Names in a collection beside the parameters."""
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = partitioning.param_with_axes("w", nn.initializers.normal(), (8, 8), axes=("embed", "mlp"))
+        return partitioning.with_sharding_constraint(x @ kernel, ("batch", "mlp"))
+
+
+class ScanInTheStyleOfT5X(nn.Module):
+    inner: object = InTheStyleOfT5X
+
+    @nn.compact
+    def __call__(self, x):
+        class Layer(nn.Module):
+            inner: object
+
+            @nn.compact
+            def __call__(self, x, _):
+                return x + self.inner()(x), None
+
+        over = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 2, "axis_name": "layers"}
+        return partitioning.scan_with_axes(Layer, **over)(self.inner, name="blocks")(x, None)[0]
+
+
+@pytest.mark.parametrize("where", [None, InTheStyleOfT5X], ids=["plain", "sharded"])
+def test_names_in_a_collection_split_parameters_by_the_rules(where):
+    model, mesh = ScanInTheStyleOfT5X(), mesh_of(2, 4)
+    made = model if where is None else shard_modules(model, where, "fsdp", min_weight_size=8)
+    with nn.logical_axis_rules(RULES):
+        state = create_train_state(made, KEPT, mesh, jax.random.key(0), X, batch_axes=AXES, whole_ok=True)
+    assert not state.collections and leaf_of(state.params["blocks"]["InTheStyleOfT5X_0"]["w"]).axes == ("fsdp",)
+    start = jax.jit(model.init)(jax.random.key(0), X)["params"]
+    want = jax.jit(jax.grad(loss_fn), static_argnums=1)(start, model.apply, X, None)
+    state, _ = make_train_step(loss_fn, mesh, AXES, whole_ok=True)(state, X, jax.random.key(0))
+    assert_same_params(state.opt_state, want)
+
+
+def test_names_of_nnx_variables_are_read_by_the_rules():
+    class Heads(nnx.Module):
+        def __init__(self, rngs):
+            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "heads", "kv"))
+            self.up = nnx.LinearGeneral(8, (4, 2), kernel_init=init, rngs=rngs)
+
+        def __call__(self, x):
+            return self.up(x).reshape(-1, 8)
+
+    model, mesh = nnx_model(Heads), mesh_of(2, 4)
+    sharded = shard_modules(model, nnx.LinearGeneral, "fsdp", min_weight_size=8)
+    start = {
+        "up": {"kernel": unbox(model.init(jax.random.key(0))["params"]["up"]["kernel"]), "bias": jnp.zeros((4, 2))}
+    }
+    want = jax.jit(jax.grad(loss_fn), static_argnums=1)(start, model.apply, X, None)
+    for made in (model, sharded):  # "kv" has no rule
+        with nn.logical_axis_rules(RULES):
+            state = create_train_state(made, KEPT, mesh, jax.random.key(0), X, batch_axes=AXES, whole_ok=True)
+        assert leaf_of(state.params["up"]["kernel"]).names == ("fsdp", None, None)
+        state, _ = make_train_step(loss_fn, mesh, AXES, whole_ok=True)(state, X, jax.random.key(0))
+        assert_same_params(state.opt_state, want)
 
 
 def test_specs_read_logical_names_as_axes_of_the_mesh_that_they_get():

@@ -4,6 +4,7 @@ The reference of the parity table is the plain *Linen* model on one device (``te
 come over under the twin's names. Tolerances are those of the Linen table.
 """
 
+import copy
 import time
 from functools import cache, partial
 
@@ -412,6 +413,31 @@ def test_dropout_draws_from_the_keys_that_are_given():
     layers = nnx_model(lambda rngs: nnx.vmap(lambda rngs: nnx.Dropout(0.5, rngs=rngs))(rngs.split(2)))
     each = layers.apply({}, x, rngs=KEY, method=lambda m, x: nnx.vmap(lambda m, x: m(x), in_axes=(0, None))(m, x))
     assert not (each[0] == each[1]).all()
+
+
+def by_view(module, x):
+    """As docs/nnx.md says it; what is printed, copied and split on the way gathers nothing and draws no key."""
+    module = nnx.view(module, deterministic=True, use_running_average=True)
+    assert "Linear(" in str(module) and "Dropout(" in str(copy.deepcopy(module))
+    return nnx.merge(*nnx.split(module))(x)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_view_without_dropout_evaluates_without_a_key_and_gathers_no_more_than_the_model(check_vma):
+    mesh, model = mesh_of(2, 4), sharded(Noisy, nnx.Linear)
+    variables = init_sharded(model, mesh, KEY, BATCH["x"], batch_axes=AXES)
+    placed = {"mesh": mesh, "in_specs": (partition_specs(variables, mesh), P(AXES)), "out_specs": P(AXES)}
+
+    def outputs(method):
+        apply = partial(model.apply, method=method)
+        return jax.jit(jax.shard_map(apply, check_vma=check_vma, **placed)).lower(variables, BATCH["x"])
+
+    plain = nnx.view(Noisy(nnx.Rngs(KEY)), deterministic=True, use_running_average=True)
+    evaluation = outputs(by_view)
+    np.testing.assert_allclose(evaluation.compile()(variables, BATCH["x"]), plain(BATCH["x"]), rtol=1e-5, atol=1e-6)
+    assert count_collectives(evaluation.as_text()) == 2  # one for each kernel
+    with pytest.raises(ValueError, match="'dropout/rngs/key' draws random numbers"):  # guard: it has one that would
+        outputs(Noisy.__call__)
 
 
 # ---------------------------------------------------------------------------------- what stands around, and the bridges

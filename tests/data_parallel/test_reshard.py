@@ -1,5 +1,7 @@
 """``reshard_after_forward``: gathered weights are dropped after the forward pass, and nothing else changes."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,14 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 from tests.support import Model, assert_same_params, data, equations, fsdp, mean_loss, mesh_of
-from xlstm_jax.distributed import init_sharded, partition_specs, remat_policy, value_and_grad
+from xlstm_jax.distributed import (
+    init_sharded,
+    partition_specs,
+    remat_policy,
+    shard_module_params,
+    unbox,
+    value_and_grad,
+)
 
 AXES, BATCH = ("dp", "fsdp"), data()
 EVERYTHING = jax.checkpoint_policies.everything_saveable
@@ -172,3 +181,48 @@ def test_results_that_are_no_arrays_stay_what_they_are():
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=(specs, P(AXES)), out_specs=(P(), specs))
     assert [e for within, e in equations(jax.make_jaxpr(mapped)(variables, BATCH)) if e.primitive.name == "remat2"]
     assert np.isfinite(jax.jit(mapped)(variables, BATCH)[0])
+
+
+def _complex(key, shape):
+    real, imaginary = jax.random.split(key)
+    return (jax.random.normal(real, shape) + 1j * jax.random.normal(imaginary, shape)) / 4
+
+
+class Spectral(nn.Module):
+    """Real parameters and complex values between, and a complex parameter."""
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        spectrum = nn.Dense(16, use_bias=False)(x) * jnp.exp(1j * jnp.arange(16))
+        mixed = nn.Dense(16, use_bias=False)(jnp.abs(spectrum)) @ self.param("mix", _complex, (16, 16))
+        return x + jnp.abs(mixed), None
+
+
+class Spectra(nn.Module):
+    block: object
+
+    @nn.compact
+    def __call__(self, x):
+        over = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 2}
+        return nn.Dense(4)(nn.scan(self.block, **over)(name="blocks")(nn.Dense(16)(x), None)[0])
+
+
+COMPLEX = {
+    "again": partial(shard_module_params, Spectral, "fsdp", 16, reshard_after_forward=True),
+    "policy": lambda: nn.remat(fsdp(Spectral), policy=remat_policy(offload=["block_input"])),
+}
+
+
+@pytest.mark.parametrize("block, check_vma", [("again", True), ("policy", False)])
+def test_complex_values_train_as_without_the_option(block, check_vma):
+    """JAX's own policies end in an error of ``reduce_precision`` there."""
+    fn, args = loss_and_gradients(Spectra(COMPLEX[block]()), mesh_of(2, 4), check_vma)
+    params = unbox(args[0]["params"])
+    loss, grads = jax.jit(jax.value_and_grad(lambda p: mean_loss(p, Spectra(Spectral).apply, BATCH)))(params)
+    got, sharded = fn(*args)
+    np.testing.assert_allclose(got, loss, rtol=1e-5)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), unbox(sharded["params"]), grads)
+    assert jnp.iscomplexobj(grads["blocks"]["mix"])  # guard
+    with pytest.raises(TypeError, match="reduce_precision does not accept"):  # guard: what is kept would be complex
+        kept = nn.remat(Spectral, policy=EVERYTHING)
+        jax.eval_shape(jax.grad(lambda p: mean_loss(p, Spectra(kept).apply, BATCH)), params)

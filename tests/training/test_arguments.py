@@ -167,6 +167,20 @@ def test_the_batch_of_a_device_is_looked_at_too():
         on_mesh(local, MESH, True, P(AXES), P())(BATCH["x"])
 
 
+def test_a_nan_in_an_argument_is_named_where_jax_looks_for_one():
+    """JAX itself ends in a ``RecursionError`` there."""
+    step, bad = make_train_step(mean_loss, MESH, AXES), np.array(BATCH["x"])
+    bad[5, 2] = np.nan
+    params = jax.tree.map(lambda leaf: leaf.at[..., 1].set(np.nan), kept_state().params)
+    with jax.debug_nans(True):
+        with pytest.raises(ValueError, match=r"jax_debug_nans: batch\['x'\] of shape .* holds NaN at index \(5, 2\)"):
+            step(kept_state(), BATCH | {"x": jax.device_put(bad, jax.NamedSharding(MESH, P(AXES)))}, KEY)
+        with pytest.raises(ValueError, match=r"state\.params\['.*'\] of shape .* holds NaN"):
+            step(kept_state().replace(params=params), BATCH, KEY)
+    with jax.debug_infs(True), pytest.raises(ValueError, match=r"jax_debug_infs: .* holds infinity"):
+        step(kept_state(), BATCH | {"x": np.full_like(bad, np.inf)}, KEY)
+
+
 @pytest.mark.parametrize("rng, what", [
     (42, r"an array int32\[\]"), (None, "None"), (jax.random.split(KEY, 3), r"an array key<fry>\[3\]"),
     (jnp.ones(2), r"an array float32\[2\]"), (jnp.uint32(3), r"an array uint32\[\]"),

@@ -1,18 +1,28 @@
 """Logical names of dims, by which models in the style of MaxText, T5X and Flax's examples say how they are split.
 
     kernel_init = nn.with_logical_partitioning(init, ("embed", "mlp"))          what the dims of a parameter are
+    param_with_axes("kernel", init, shape, axes=("embed", "mlp"))               the same of flax.linen.partitioning
     with nn.logical_axis_rules((("embed", "fsdp"), ("mlp", None))): ...         which mesh axis splits them
 
 Names are read as Flax reads them, except that an axis that the mesh does not have splits nothing. The rules in force
 when the model is initialised count.
+
+Where a mesh is set, Flax constrains the value of a box whenever the box is read. Some layers read a box before its
+value has the shape that its names are for: ``nn.DenseGeneral`` initialises a flat matrix, in a box of the names of the
+kernel, and reshapes it. JAX refuses that constraint (and inside ``shard_map`` any along a manual axis). So the
+initialisers of a model make boxes here that are read without a constraint.
 """
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 from flax import linen as nn
+from flax.core import meta
+from flax.core.spmd import composite_rules
+from flax.linen.partitioning import AxisMetadata
 from flax.linen.spmd import logical_to_mesh_axes
 
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
@@ -23,13 +33,135 @@ def is_logical(leaf: Any) -> bool:
     return isinstance(leaf, nn.LogicallyPartitioned) and bool(leaf.rules or nn.get_logical_axis_rules())
 
 
-def rules_of_mesh() -> AbstractContextManager[None]:
-    """A context in which rules name only axes of the mesh that is set, and in which ``shard_map`` has no rules."""
+@contextmanager
+def rules_of_mesh() -> Iterator[None]:
+    """A context in which rules name only axes of the mesh that is set, and in which ``shard_map`` has no rules.
+
+    And in which boxes that the initialisers of Linen modules make are read without a constraint.
+    """
     # By the rules Flax constrains parameters and activations. JAX refuses a constraint along an axis that the mesh does
     # not have, and along a manual axis.
     mesh = jax.sharding.get_abstract_mesh()
     rules = () if mesh.manual_axes else nn.get_logical_axis_rules()
-    return nn.logical_axis_rules([(name, _there(entry, mesh.shape)) for name, entry in rules])
+    known = [(name, _there(entry, mesh.shape)) for name, entry in rules]
+    with nn.logical_axis_rules(known), nn.intercept_methods(_boxing_without_constraints):
+        yield
+
+
+# ------------------------------------------------------------------------------------------- boxes without constraints
+
+
+class _Named(meta.Partitioned[Any]):
+    """A box of mesh axes as ``nn.with_partitioning`` makes it, but read without a constraint."""
+
+    def unbox(self, apply_constraint: bool = True) -> Any:
+        del apply_constraint
+        return self.value
+
+
+class _LogicallyNamed(nn.LogicallyPartitioned):
+    """The same of logical names."""
+
+    def unbox(self, apply_constraint: bool = True) -> Any:
+        del apply_constraint
+        return self.value
+
+
+_WITHOUT_CONSTRAINTS: dict[type[Any], type[Any]] = {
+    nn.Partitioned: _Named,
+    nn.LogicallyPartitioned: _LogicallyNamed,
+}
+_AS_FLAX_HAS_IT = {ours: flax for flax, ours in _WITHOUT_CONSTRAINTS.items()}
+
+
+def as_flax_has_it(leaf: Any) -> Any:
+    """``leaf`` in a box of Flax's, if it is in one without constraints."""
+    return _in_box_of(leaf, _AS_FLAX_HAS_IT)
+
+
+def _in_box_of(leaf: Any, classes: dict[type[Any], type[Any]]) -> Any:
+    cls = classes.get(type(leaf))
+    if cls is None:
+        return leaf
+    return cls(**{field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)})
+
+
+# A dataclass, since Linen compares modules, and so their initialisers, where it looks into the cache of ``nn.jit``.
+@dataclasses.dataclass(frozen=True)
+class _Initialiser:
+    """An initialiser of a model, whose boxes are read without a constraint."""
+
+    plain: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _in_box_of(self.plain(*args, **kwargs), _WITHOUT_CONSTRAINTS)
+
+
+def _boxing_without_constraints(
+    method: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
+) -> Any:
+    """For ``nn.intercept_methods``: while a method of a module runs, its initialisers are of ``_Initialiser``."""
+    module = context.module
+    fields = {field.name: getattr(module, field.name, None) for field in dataclasses.fields(module)}
+    # ``kernel_init``, ``embedding_init``: Flax has them as fields, and hands them on to the modules within by them.
+    plain = {
+        name: value
+        for name, value in fields.items()
+        if "init" in name and callable(value) and not isinstance(value, nn.Module | type | _Initialiser)
+    }
+    for name, value in plain.items():
+        object.__setattr__(module, name, _Initialiser(value))
+    try:
+        return method(*args, **kwargs)
+    finally:
+        for name, value in plain.items():
+            object.__setattr__(module, name, value)
+
+
+# ------------------------------------------------------------------------- names in a further collection
+
+_AXES = "_axes"  # ``flax.linen.partitioning`` names the collection, and each entry of it, by this suffix
+
+
+def with_names_of_collections(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables of ``model.init`` with the names in collections as ``params_axes`` in boxes around the parameters.
+
+    Models in the style of T5X have their names there. A collection that holds nothing but names is left out; without
+    rules its names say nothing. What a wrapped module has split stays as it is.
+    """
+    of_names = {name for name, tree in variables.items() if name.endswith(_AXES) and _holds_names(tree)}
+    rest = {name: tree for name, tree in variables.items() if name not in of_names}
+    for collection in of_names:
+        name = collection.removesuffix(_AXES)
+        if name in rest and nn.get_logical_axis_rules():
+            rest[name] = _boxed_by(rest[name], variables[collection])
+    return rest
+
+
+def _holds_names(tree: Any) -> bool:
+    found = jax.tree.leaves(tree, is_leaf=_is_entry)
+    return bool(found) and all(map(_is_entry, found))
+
+
+def _is_entry(node: Any) -> bool:
+    return isinstance(node, AxisMetadata)
+
+
+def _boxed_by(tree: Any, names: Any) -> Any:
+    """The tree with a box of logical names around each bare value for which ``names`` has an entry."""
+    if not isinstance(tree, Mapping):
+        return tree
+    boxed = {}
+    for key, value in tree.items():
+        entry = names.get(f"{key}{_AXES}")
+        is_named = isinstance(entry, AxisMetadata) and not isinstance(value, meta.AxisMetadata)
+        boxed[key] = nn.LogicallyPartitioned(value, tuple(entry.names)) if is_named else value
+        if isinstance(value, Mapping) and isinstance(names.get(key), Mapping):
+            boxed[key] = _boxed_by(value, names[key])
+    return boxed
+
+
+# ------------------------------------------------------------------------------------------------------- names as axes
 
 
 def _there(entry: AxisEntry, sizes: Mapping[str, int]) -> AxisEntry:
@@ -44,6 +176,21 @@ def mesh_names(box: Any) -> tuple[AxisEntry, ...]:
 def _by_rules(names: tuple[Any, ...], rules: Any) -> tuple[AxisEntry, ...]:
     sizes = jax.sharding.get_abstract_mesh().shape
     return tuple(_there(entry, sizes) for entry in logical_to_mesh_axes(names, rules) or ())
+
+
+def names_in_metadata(names: tuple[Any, ...], rules: Any) -> tuple[tuple[AxisEntry, ...], bool]:
+    """The names in the metadata of a variable of NNX as axes of the mesh that is set; and whether rules have read them.
+
+    The rules are those of the variable and those in force. NNX takes a name without a rule for an axis. Where there are
+    rules, it splits nothing if the mesh has no such axis.
+    """
+    by_name = dict(composite_rules(nn.get_logical_axis_rules(), rules))
+    mesh = jax.sharding.get_abstract_mesh()
+    # Without a mesh, a model that is bound or inspected keeps the names that have no rule.
+    entries = tuple(by_name.get(name, name) for name in names)
+    if by_name and not mesh.empty:
+        entries = tuple(_there(entry, mesh.shape) for entry in entries)
+    return entries, any(name in by_name for name in names)
 
 
 def layer_name(name: str | None) -> AxisEntry:

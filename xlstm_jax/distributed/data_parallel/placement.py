@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -66,6 +66,18 @@ def partition_specs(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     # The mesh is set, since logical names are read as axes of the mesh that is set.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return map_leaves_with_path(spec, tree)
+
+
+def check_divides(path: str, leaf: Any, sizes: Mapping[str, int]) -> None:
+    """Raises a ``ValueError`` where the axes that a box names do not divide a dim of its global value."""
+    box = leaf_of(leaf)
+    for dim, (size, entry) in enumerate(zip(box.value.shape, box.names, strict=True)):
+        parts = math.prod(sizes[axis] for axis in entry_axes(entry))
+        if size % parts:
+            raise ValueError(
+                f"'{path}' of shape {tuple(box.value.shape)} is boxed as {box.names}: {parts} shards do not divide "
+                f"dim {dim} of size {size}. Give the dim another size, or name another axis for it."
+            )
 
 
 def shardings(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:

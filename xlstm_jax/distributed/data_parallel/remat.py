@@ -23,6 +23,9 @@ Some values that are computed from weights alone may still be kept: reductions (
 weight), products of weights with weights, rows gathered or scattered by index (``k[perm]``, ``k.at[0].set(0)``),
 cumulative sums, sorts, kernels and loops. A policy cannot tell them from the same operations on activations. Merge such
 weights outside of the rematerialised function, or keep "nothing".
+
+Complex values are computed again, too, whatever the base keeps: JAX rounds what a policy keeps by ``reduce_precision``,
+which does not accept them.
 """
 
 import functools
@@ -31,7 +34,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.equations import GATHERS
@@ -61,6 +66,8 @@ ARITHMETIC = (
 # mask. Computed again from the same key, they are the same bits.
 _RANDOM = "iota_2x32_shape random_bits random_fold_in random_seed random_split random_unwrap random_wrap threefry2x32"
 RECOMPUTED = frozenset(f"{_CASTS} {_MOVES} {ARITHMETIC} {_RANDOM}".split())
+
+_MAKE_COMPLEX = ("complex", "eig", "fft")  # of real values
 
 _FUNCTIONS = frozenset({"closed_call", "custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "jit", "pjit"})
 
@@ -118,6 +125,7 @@ def _policy(base: Policy, offloaded: tuple[str, ...]) -> Policy:
     def offload_or_keep(primitive: Any, *inputs: Any, **params: Any) -> Any:
         # JAX has no policy that offloads some values, by their names, and asks another one about the rest.
         goes = primitive.name == "name" and params["name"] in offloaded
+        goes = goes and not _may_be_complex(primitive.name, inputs, params)
         return (to_host if goes else keep)(primitive, *inputs, **params)
 
     return offload_or_keep
@@ -126,6 +134,8 @@ def _policy(base: Policy, offloaded: tuple[str, ...]) -> Policy:
 def _keep_but_weights(base: Policy, primitive: Any, *inputs: Any, **params: Any) -> Any:
     """The answer to JAX's question whether to keep the results of an operation, for a policy ``base``."""
     name = primitive.name
+    if _may_be_complex(name, inputs, params):
+        return False
     if name in GATHERS or name in RECOMPUTED or _is_table(name, params) or _is_cheap_call(base, name, params):
         return False
     # A base that keeps even products of single elements keeps everything: it has not chosen this name, which may be a
@@ -133,6 +143,16 @@ def _keep_but_weights(base: Policy, primitive: Any, *inputs: Any, **params: Any)
     if name == "name" and base(mul_p, *inputs, *inputs):
         return False
     return base(primitive, *inputs, **params)
+
+
+def _may_be_complex(name: str, inputs: Sequence[Any], params: dict[str, Any]) -> bool:
+    """Whether a result of an operation is complex; also of one that makes real values of complex ones."""
+    body = params.get("call_jaxpr") or params.get("jaxpr")
+    types = [*inputs, *(body.out_avals if isinstance(body, ClosedJaxpr) else ())]
+    dtypes = [getattr(aval, "dtype", None) for aval in types]
+    dtypes += [params.get("preferred_element_type"), params.get("new_dtype")]
+    of_complex = any(dtype is not None and jnp.issubdtype(dtype, np.complexfloating) for dtype in dtypes)
+    return of_complex or name in _MAKE_COMPLEX
 
 
 def _is_table(name: str, params: dict[str, Any]) -> bool:

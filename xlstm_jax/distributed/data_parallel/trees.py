@@ -11,7 +11,7 @@ from jax.tree_util import DictKey, keystr
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, rebox, split_by_model, true_value, with_padding
-from xlstm_jax.distributed.data_parallel.logical_names import is_logical
+from xlstm_jax.distributed.data_parallel.logical_names import as_flax_has_it, is_logical, with_names_of_collections
 
 OneLeaf = Callable[[Any], bool]  # which nodes count as one leaf although JAX could take them apart
 
@@ -84,10 +84,11 @@ def with_mesh_names(variables: PyTree) -> PyTree:
 
     def named(leaf: Any, is_param: bool) -> Any:
         if not is_logical(leaf):
-            return leaf
+            return as_flax_has_it(leaf)
         return split_by_model(leaf) if is_param else leaf.unbox()
 
-    return {name: map_leaves(partial(named, is_param=name == "params"), tree) for name, tree in variables.items()}
+    found = with_names_of_collections(variables)
+    return {name: map_leaves(partial(named, is_param=name == "params"), tree) for name, tree in found.items()}
 
 
 def check_alive(tree: PyTree, reader: str) -> None:

@@ -50,7 +50,7 @@ def global_norm(tree: PyTree) -> jax.Array:
             # Added up before the collective: one scalar travels for each set of axes, however many leaves have it.
             # (By operations of ``lax``, where dtypes are alike: those of ``jnp`` take three times as long to trace.)
             total, before = jax.lax.reduce_sum(squares, range(squares.ndim)), by_axes.get(axes, 0)
-            alike = getattr(before, "dtype", None) == total.dtype
+            alike = axes in by_axes and before.dtype == total.dtype  # NumPy's float64 is equal to None
             by_axes[axes] = jax.lax.add(before, total) if alike else before + total
     sums = _differentiable_sum(list(by_axes.values()), tuple(tuple(sorted(axes)) for axes in by_axes))
     return jnp.sqrt(sum(sums, start=jnp.float32(0)))

@@ -18,7 +18,7 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded, gives_pieces, give
 from xlstm_jax.distributed.data_parallel.link_balance import balanced_over_model
 from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
 from xlstm_jax.distributed.data_parallel.modules.linen_module import Piece, noting_pieces
-from xlstm_jax.distributed.data_parallel.placement import HOST_MEMORY, partition_specs
+from xlstm_jax.distributed.data_parallel.placement import HOST_MEMORY, check_divides, partition_specs
 from xlstm_jax.distributed.data_parallel.planned import Decision, Planned, planning_mesh
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, ShardPolicy, padded_size
 from xlstm_jax.distributed.data_parallel.reasons import (
@@ -231,12 +231,7 @@ def _count(axes: Iterable[str], sizes: dict[str, int]) -> int:
 def _bytes_of(path: str, leaf: PyTree, sizes: dict[str, int]) -> ByteCount:
     found = leaf_of(leaf)
     value = found.value
-    for dim, entry in enumerate(found.names):
-        if value.shape[dim] % (parts := _count(entry_axes(entry), sizes)):
-            raise ValueError(
-                f"'{path}' of shape {tuple(value.shape)} is boxed as {found.names}: {parts} shards do not divide "
-                f"dim {dim} of size {value.shape[dim]}. Give the dim another size, or name another axis for it."
-            )
+    check_divides(path, leaf, sizes)
     itemsize = value_dtype(value).itemsize
     # Per device what is stored counts; in all, what the model has.
     stored = math.prod(value.shape) * itemsize  # with the padding of a dim that the axes do not divide

@@ -220,7 +220,11 @@ def jitted_init(
         return NamedSharding(mesh, PartitionSpec(axes) if splits else PartitionSpec())
 
     given = (NamedSharding(mesh, PartitionSpec()), jax.tree.map(input_sharding, inputs))
-    out = placement.shardings(jax.eval_shape(init, rng, inputs), mesh)
+    made = jax.eval_shape(init, rng, inputs)
+    out = placement.shardings(made, mesh)
+    for name, tree in made.items():
+        for path, leaf in trees.leaves_with_path(tree):
+            placement.check_divides(path if name == "params" else f"({name}) {path}", leaf, mesh.shape)
     return jax.jit(init, in_shardings=given, out_shardings=out)
 
 

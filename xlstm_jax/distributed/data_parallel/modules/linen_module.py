@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from flax import linen as nn
 from flax.core import lift
+from flax.core.scope import in_filter
 from flax.errors import ScopeParamShapeError
 from flax.linen.dtypes import promote_dtype
 from flax.linen.transforms import lift_transform
@@ -159,13 +160,16 @@ def _gathered(policy: ShardPolicy, variables: PyTree) -> PyTree:
 
 
 def inside_map_variables() -> bool:
-    """Whether this code runs within an ``nn.map_variables`` of the model itself.
+    """Whether this code runs within an ``nn.map_variables`` of the model itself that maps parameters.
 
-    ``nn.WeightNorm`` and ``nn.SpectralNorm`` are made of it. The library's own take shards.
+    ``nn.WeightNorm`` and ``nn.SpectralNorm`` are made of it. The library's own take shards. That of Flax's
+    ``scan_with_axes`` maps names of dims alone.
     """
     for frame in running_functions():
         maps = frame.f_code.co_filename == lift.__file__ and "map_in_fn" in frame.f_code.co_freevars
-        if maps and not isinstance(frame.f_locals["map_in_fn"], MapOfLeaves):
+        if not maps or isinstance(frame.f_locals["map_in_fn"], MapOfLeaves):
+            continue
+        if in_filter(frame.f_locals["mapped_collections"], "params"):
             return True
     return False
 

@@ -198,7 +198,16 @@ class NnxModel:
 
     @functools.cached_property
     def _abstract(self) -> nnx.Module:
-        return nnx.eval_shape(lambda: self._made(nnx.Rngs(0)))
+        graphdefs: list[Any] = []
+
+        def state() -> Any:
+            graphdef, leaves = nnx.split(self._made(nnx.Rngs(0)))
+            graphdefs.append(graphdef)
+            return leaves
+
+        # Not ``nnx.eval_shape``, which takes the names in metadata for axes of the mesh that is set.
+        leaves = jax.eval_shape(state)
+        return nnx.merge(graphdefs[0], leaves)
 
     @functools.cached_property
     def _split(self) -> tuple[Any, list[tuple[str, Any]]]:
@@ -283,19 +292,28 @@ def _random_state(path: str, leaf: Any, rngs: PyTree) -> Any:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _NoKey:
-    """Stands where a stream of random numbers was given no key, and says so when it is drawn from."""
+    """Stands where a stream of random numbers was given no key, and raises an error where a key is drawn from it.
+
+    NNX inspects all variables of a module by ``hasattr`` (``nnx.view`` does), which draws nothing: attributes that no
+    array has are missing here, too.
+    """
 
     path: str
     tag: str
 
     def __getattr__(self, name: str) -> Any:
-        raise ValueError(
+        if name.startswith("__") or not hasattr(jax.Array, name):  # Python's own names: ``copy`` reads them
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise self._drawn()
+
+    def __getitem__(self, index: Any) -> Any:
+        raise self._drawn()
+
+    def _drawn(self) -> ValueError:
+        return ValueError(
             f"'{self.path}' draws random numbers of the stream {self.tag!r}, and apply was given no key for it: pass "
             f"rngs={{{self.tag!r}: key}}, or call the model so that it draws none (nnx.view(net, deterministic=True))."
         )
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.shape
 
 
 def _sharded(own: Mapping[str, Any], path: str, policy: ShardPolicy, seen: Mapping[str, _Seen]) -> dict[str, Any]:

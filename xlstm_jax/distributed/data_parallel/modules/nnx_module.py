@@ -24,6 +24,7 @@ from flax.nnx.bridge import variables as bridge
 from flax.nnx.nn.dtypes import promote_dtype
 
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, SplitVariable, leaf_of, look_up_rows, read_value
+from xlstm_jax.distributed.data_parallel.logical_names import names_in_metadata
 from xlstm_jax.distributed.data_parallel.modules.unit import (
     Method,
     ModuleSystem,
@@ -84,15 +85,22 @@ class _Split(_Changed, SplitVariable):
         return self.from_metadata(val, self.get_metadata())
 
     def get_value(self: Any, **index: Any) -> Any:
+        if not hasattr(self.get_raw_value(), "ndim"):  # NNX prints a variable with a text in place of its array
+            return self.get_raw_value()
         with jax.named_scope("read.sharded"):
             (whole,) = _whole_values({".": self}).values()
         # By its plain type, whose hooks (on_get_value) are the model's own.
         return _plain_type(self).from_metadata(whole, self.get_metadata()).get_value(**index)
 
     def __getattr__(self: Any, name: str) -> Any:
-        # What is no metadata is asked of the array (shape, T), and of the whole one.
         metadata = self.get_metadata()
-        return metadata[name] if name in metadata else getattr(self.get_value(), name)
+        if name in metadata:
+            return metadata[name]
+        # All else is read from the gathered array (shape, T). NNX asks each variable for methods of modules by
+        # ``hasattr``, as ``nnx.view`` does, for which nothing is gathered.
+        if not hasattr(jax.Array, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.get_value(), name)
 
 
 def _box(variable: Any) -> Sharded:
@@ -215,14 +223,19 @@ def _leaf(variable: Any) -> Any:
         box = bridge.to_linen_var(variable)
         return box if leaf_of(box).axes else value
     names = next((metadata[key] for key in NAMES_IN_METADATA if metadata.get(key)), ())
-    rules = dict(metadata.get("sharding_rules") or ())
-    own = tuple(rules.get(name, name) for name in names)
-    return meta.Partitioned(value, own) if any(own) else value
+    own, are_logical = names_in_metadata(tuple(names), metadata.get("sharding_rules"))
+    if not any(own):
+        return value
+    # Axes of the mesh are the model's own (tensor parallel); logical names are of a model that knows whole parameters.
+    return Sharded(value, own) if are_logical else meta.Partitioned(value, own)
 
 
 def with_leaf(variable: Any, leaf: Any, policy: ShardPolicy | None) -> Any:
     """The variable with the value of ``leaf``, which its unit gathers where a box splits it over axes of ``policy``."""
-    box = leaf_of(leaf)
+    box, metadata = leaf_of(leaf), variable.get_metadata()
+    if policy is None and OF_LINEN not in metadata and any(metadata.get(key) for key in NAMES_IN_METADATA):
+        # Split by the rules for its logical names, and by no unit: it is gathered where it is read.
+        policy = ShardPolicy(box.gathered_axes, 0) if box.gathered_axes and isinstance(leaf, Sharded) else None
     if policy and set(box.axes) & set(policy.axes):
         how = box.communication.or_else(policy.communication)
         split = variable.copy(box.value, **{BOX: box.replace(value=None, communication=how), POLICY: policy})
