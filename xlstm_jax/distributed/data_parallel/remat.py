@@ -36,7 +36,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.equations import GATHERS
@@ -148,7 +147,7 @@ def _keep_but_weights(base: Policy, primitive: Any, *inputs: Any, **params: Any)
 def _may_be_complex(name: str, inputs: Sequence[Any], params: dict[str, Any]) -> bool:
     """Whether a result of an operation is complex; also of one that makes real values of complex ones."""
     body = params.get("call_jaxpr") or params.get("jaxpr")
-    types = [*inputs, *(body.out_avals if isinstance(body, ClosedJaxpr) else ())]
+    types = [*inputs, *getattr(body, "out_avals", ())]
     dtypes = [getattr(aval, "dtype", None) for aval in types]
     dtypes += [params.get("preferred_element_type"), params.get("new_dtype")]
     of_complex = any(dtype is not None and jnp.issubdtype(dtype, np.complexfloating) for dtype in dtypes)

@@ -227,7 +227,7 @@ def _leaf(variable: Any) -> Any:
     if not any(own):
         return value
     # Axes of the mesh are the model's own (tensor parallel); logical names are of a model that knows whole parameters.
-    return Sharded(value, own) if are_logical else meta.Partitioned(value, own)
+    return Sharded(value, own) if are_logical else meta.Partitioned(value, own)  # type: ignore[arg-type]  # Flax: no tuples
 
 
 def with_leaf(variable: Any, leaf: Any, policy: ShardPolicy | None) -> Any:
