@@ -280,7 +280,6 @@ def test_sums_of_shards_are_the_checksum_of_the_whole(spec, dtype):
         {"w": array, "scalar": jax.device_put(jnp.int32(7), array.sharding.mesh.devices[0, 0])},
         timeout_s=1,
         place="here",
-        all_write=False,
     )
     sums.begin()
     assert sums.result() == checksum_each({"w": array, "scalar": np.int32(7)})

@@ -68,8 +68,6 @@ class Checkpointer:
     {'step': 100, 'w': array([1., 1., 1.])}
     """
 
-    on_own_disk = False  # whether the directory is another one in each process; see ``near``
-
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -80,14 +78,13 @@ class Checkpointer:
         peer_timeout_s: float = PEER_TIMEOUT_S,
         backend: MakeBackend = OrbaxBackend,
     ) -> None:
-        self.save_interval_steps = at_least_1("save_interval_steps", save_interval_steps)
-        self.max_to_keep = None if max_to_keep is None else at_least_1("max_to_keep", max_to_keep)
-        self.async_timeout_s = at_least_1("async_timeout_s", async_timeout_s)
+        self.save_interval_steps = _at_least_1("save_interval_steps", save_interval_steps)
+        self.max_to_keep = None if max_to_keep is None else _at_least_1("max_to_keep", max_to_keep)
+        self.async_timeout_s = _at_least_1("async_timeout_s", async_timeout_s)
         if not peer_timeout_s >= 1:
             raise ValueError(f"peer_timeout_s={peer_timeout_s!r} must be at least 1.")
         self.peer_timeout_s = peer_timeout_s
         self.directory = steps.directory_path(directory)
-        self.place = str(self.directory)  # a name of the directory that all processes have
         self._backend = backend(self.directory, self.max_to_keep, self.async_timeout_s)
         self._writer: Writer | None = None  # made by the first save
         self._own_steps: set[int] = set()  # saved or restored here
@@ -106,7 +103,7 @@ class Checkpointer:
         It raises a ``CheckpointError`` if all steps are lost, or if a save has failed in the background.
         """
         self._together(lambda: self._check(place=True), CheckpointError, "look for the newest step")
-        found = self.steps_of_process_0()
+        found = self._steps_of_process_0()
         newest = steps.newest(found)
         if found and newest is None:
             raise CheckpointError(
@@ -160,7 +157,7 @@ class Checkpointer:
         self._check_same_experiment(described)
         placed = {path: array for path, array in arrays.items() if path not in local}
         # The bits are held before the save begins: when it returns the caller may donate the buffers.
-        sums = SavedSums(placed, self.async_timeout_s, self.place, all_write=self.on_own_disk)
+        sums = SavedSums(placed, self.async_timeout_s, str(self.directory))
 
         def content() -> Json:
             return record.to_json(record.with_sums(described, local_sums | sums.result()), step)
@@ -300,7 +297,7 @@ class Checkpointer:
         likes = self._together(lambda: record.target_leaves(target), _MISTAKES, what)
         problems: dict[int, str] = {}
         # The list of process 0 for all: with lists of their own, processes could try different steps and mix them.
-        found = self.steps_of_process_0()
+        found = self._steps_of_process_0()
         for candidate in self._candidates(step, found):
             try:
                 restored, entries = self._read(candidate, likes, part_of)
@@ -368,7 +365,7 @@ class Checkpointer:
         wanted = {path: struct for path, struct in structs.items() if struct.size}
         return {**empty, **self._backend.read_arrays(step, wanted)}
 
-    def steps_of_process_0(self) -> dict[int, steps.StepFolder]:
+    def _steps_of_process_0(self) -> dict[int, steps.StepFolder]:
         """``steps_in`` as process 0 sees it. Network file systems cache: another process may see other folders."""
 
         def listing() -> str:
@@ -395,7 +392,7 @@ class Checkpointer:
 
         def locked_and_cleared() -> Writer:
             self.directory.mkdir(parents=True, exist_ok=True)
-            is_first = self.on_own_disk or jax.process_index() == 0
+            is_first = jax.process_index() == 0
             if self._writer is None:
                 limit = self.async_timeout_s
                 self._writer = Writer(self.directory, self._backend, self, self._own_steps, limit, locks=is_first)
@@ -411,7 +408,7 @@ class Checkpointer:
         return writer
 
 
-def at_least_1(name: str, value: int) -> int:
+def _at_least_1(name: str, value: int) -> int:
     try:
         number = operator.index(value)
     except TypeError:
