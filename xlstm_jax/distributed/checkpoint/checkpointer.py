@@ -78,9 +78,9 @@ class Checkpointer:
         peer_timeout_s: float = PEER_TIMEOUT_S,
         backend: MakeBackend = OrbaxBackend,
     ) -> None:
-        self.save_interval_steps = _at_least_1("save_interval_steps", save_interval_steps)
-        self.max_to_keep = None if max_to_keep is None else _at_least_1("max_to_keep", max_to_keep)
-        self.async_timeout_s = _at_least_1("async_timeout_s", async_timeout_s)
+        self.save_interval_steps = at_least_1("save_interval_steps", save_interval_steps)
+        self.max_to_keep = None if max_to_keep is None else at_least_1("max_to_keep", max_to_keep)
+        self.async_timeout_s = at_least_1("async_timeout_s", async_timeout_s)
         if not peer_timeout_s >= 1:
             raise ValueError(f"peer_timeout_s={peer_timeout_s!r} must be at least 1.")
         self.peer_timeout_s = peer_timeout_s
@@ -408,7 +408,7 @@ class Checkpointer:
         return writer
 
 
-def _at_least_1(name: str, value: int) -> int:
+def at_least_1(name: str, value: int) -> int:
     try:
         number = operator.index(value)
     except TypeError:

@@ -27,7 +27,7 @@ from xlstm_jax.distributed.checkpoint.backend import Arrays, Backend, Directory,
 from xlstm_jax.distributed.checkpoint.errors import CheckpointError
 from xlstm_jax.distributed.checkpoint.steps import is_url
 from xlstm_jax.distributed.processes.leaving import leave
-from xlstm_jax.distributed.processes.together import cause_of
+from xlstm_jax.distributed.processes.together import cause_of, interruptions_go_on
 from xlstm_jax.private_names import register_atexit
 
 _COMMIT_GRACE_S = 1.0  # beyond the limit: orbax's own error, which says more, comes within it
@@ -155,7 +155,8 @@ class Writer:
     @contextmanager
     def _failing_as(self, step: int) -> Iterator[None]:
         try:
-            yield
+            with interruptions_go_on():
+                yield
         except Exception as error:
             self._steps.discard(step)
             message = f"saving step {step} to {self.directory} failed: {cause_of(error)}. {self._hints(error)}"
