@@ -649,6 +649,7 @@ def test_two_processes_save_and_restore(two_processes):
     for out in two_processes[1]:
         assert out["none yet"] is None and out["restored"] and out["saved again"]
         assert out["newest"] == 2 and out["sound again"]
+        assert out["by a link"]  # process 1 sees the directory under another path
 
 
 def test_both_fall_back_where_only_one_reads_damage(two_processes):

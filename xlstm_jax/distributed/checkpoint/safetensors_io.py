@@ -21,7 +21,6 @@ because a header asks for it.
 import json
 import math
 import os
-import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -388,8 +387,9 @@ def _tensors(target: Path) -> dict[str, _StoredTensor]:
         for name, tensor in _tensors_of(index.parent / file).items():
             if name in found:
                 raise ValueError(
-                    f"{index} does not fit its files: the tensor '{name}' lies in {found[name].file.name} and in {file}, "
-                    "perhaps with other values. Remove one of the two files from the index, or write the model again."
+                    f"{index} does not fit its files: the tensor '{name}' lies in {found[name].file.name} and in "
+                    f"{file}, perhaps with other values. Remove one of the two files from the index, or write the "
+                    "model again."
                 )
             found[name] = tensor
     wrong = sorted(name for name in where if name not in found or found[name].file.name != where[name])

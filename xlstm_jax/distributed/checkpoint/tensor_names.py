@@ -142,7 +142,7 @@ def _layout(path: str, shape: tuple[int, ...], dims: str | tuple[str, ...]) -> t
 
 
 class StoredPart(NamedTuple):
-    """A tensor of a leaf in a file, in the leaf's layout; ``converted`` gives entries that were read the leaf's dtype."""
+    """A tensor of a leaf in a file, in the leaf's layout; ``converted`` gives entries the leaf's dtype."""
 
     values: Any
     converted: Callable[[np.ndarray], np.ndarray]

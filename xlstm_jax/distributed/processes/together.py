@@ -3,8 +3,8 @@
 A process that gives up alone leaves the others waiting in the next collective. So after the work every process sends
 the text of its error, empty where it had none, to all others, and waits for their texts up to a time limit.
 
-Ctrl-C and the like are no failure of the work. Python raises them between any two instructions, so also within a library
-that catches them and raises its own error: ``interruption`` finds them there, and they go on as they came.
+Ctrl-C and the like are no failure of the work. Python raises them between any two instructions, so also within a
+library that catches them and raises its own error: ``interruption`` finds them there, and they go on as they came.
 """
 
 import asyncio
