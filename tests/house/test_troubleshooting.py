@@ -30,6 +30,7 @@ EXCUSED = {
     "distributed/forecast/linting/lint.py:raise_if": "its text is the findings, which docs/lint.md has by rule",
     "distributed/metrics/metric_logger.py:__exit__": "goes on as it came: an error of the last row",
     "distributed/processes/store.py:read": "goes on as it came: the coordination service's own",
+    "distributed/processes/together.py:interruptions_go_on": "goes on as it came: Ctrl-C, or the error of the work",
     "distributed/processes/together.py:fail_together": "goes on as it came: the texts of all processes, joined",
     "distributed/resilience/loop_guard.py:__exit__": "goes on as it came: the loop's own",
     "distributed/training/arguments.py:__getattr__": "the protocol of attributes",
