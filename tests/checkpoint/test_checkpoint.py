@@ -616,12 +616,12 @@ def test_an_interruption_is_found_in_the_errors_of_libraries(kind):
 
 
 def test_damage_is_damage_while_an_interruption_is_handled(sound, folder):
-    """As where a job is restored or saved after Ctrl-C: each later error has the interruption as its context."""
+    """As where a job is restored or saved in a handler: each later error has the interruption as its context."""
     damage.flip_record(folder, np.random.default_rng(0))
     with Checkpointer(folder) as checkpointer:
         try:
-            raise KeyboardInterrupt
-        except KeyboardInterrupt:
+            raise SystemExit
+        except SystemExit:
             with pytest.warns(match="step 20 in .* is damaged and was passed over"):
                 assert damage.same(checkpointer.restore(sound[NEWEST]), sound[OLDER])
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import TypeVar
 
-from xlstm_jax.distributed.processes.together import cause_of, fail_together, interruptions_go_on
+from xlstm_jax.distributed.processes.together import cause_of, fail_together
 
 # The numbers of an OSError that mean damage: a file is not there, or is something else; or the system was passed a
 # wrong length or offset that stood in a damaged file.
@@ -65,8 +65,7 @@ def read_together(work: Callable[[], Result], where: str, what: str, timeout_s: 
 
     def read() -> Result:
         try:
-            with interruptions_go_on():
-                return work()
+            return work()
         except Exception as error:
             kind = _SystemError if is_of_the_system(error) else CheckpointError
             raise kind(cause_of(error)) from error
