@@ -239,8 +239,15 @@ def test_a_byte_that_is_no_boolean_is_refused(spec, tmp_path):
 def test_a_tensor_without_a_name_is_seen(tmp_path):
     save_file({"": np.ones(2), "w": np.ones(2), "v(": np.ones(2)}, tmp_path / "model.safetensors")
     params = {"w": np.zeros(2)}
+    with pytest.raises(ValueError, match=r"it has '', 'v\(', which the parameters have not"):
+        import_safetensors(tmp_path, params)
     with pytest.raises(ValueError, match=r"it has '', which the parameters have not"):
         import_safetensors(tmp_path, params, ignore=r"v\(")
+    (tmp_path / "model.safetensors").unlink()
+    save_file({"": np.ones(2), "w": np.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"it has '', which the parameters have not"):
+        import_safetensors(tmp_path, params)
+    save_file({"": np.ones(2), "w": np.ones(2), "v(": np.ones(2)}, tmp_path / "model.safetensors")
     assert same(import_safetensors(tmp_path, params, ignore=r"v\(|"), {"w": np.ones(2)})
 
 
