@@ -59,7 +59,9 @@ KEYWORDS = {
     "howto/distill": ("distillation", "teacher"),
     "howto/actor_critic": ("actor critic", "reinforcement learning"),
     "howto/which_axes": ("which axes", "parallelism", "3D parallel"),
-    "near": ("near checkpoint", "emergency checkpoint", "local checkpoint", "multi-tier", "lost host"),
+    "howto/local_checkpoints": (
+        "near checkpoint", "NearCheckpointer", "emergency checkpoint", "local checkpoint", "multi-tier", "lost host",
+    ),
     "fp8": ("fp8", "float8", "Fp8DotGeneralOp", "AQT", "int8 product", "TransformerEngine"),
     "kernels": ("flash attention", "splash attention", "Pallas"),
     "lookups": ("embedding table",),

@@ -91,6 +91,14 @@ def two():
     with Checkpointer(FOLDER) as checkpointer:
         out["newest"] = checkpointer.latest_step()
         out["sound again"] = same(checkpointer.restore(target), state_of(2, mesh))
+    other = FOLDER.parent / "other"
+    if rank == 0:
+        other.mkdir()
+        (FOLDER.parent / "link").symlink_to("other")
+    jax.experimental.multihost_utils.sync_global_devices("linked")
+    with Checkpointer(FOLDER.parent / "link" if rank else other, async_timeout_s=30) as checkpointer:
+        checkpointer.save(1, state_of(1, mesh))
+        out["by a link"] = same(checkpointer.restore(target), state_of(1, mesh))
     params = {name: target[name] for name in ("split", "whole")}
     export_safetensors(params, FOLDER.parent / "exported")
     out["imported"] = same(import_safetensors(FOLDER.parent / "exported", params), params)

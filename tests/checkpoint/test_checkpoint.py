@@ -2,8 +2,11 @@
 
 import json
 import shutil
+import signal
 import socket
+import sys
 import warnings
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -26,6 +29,7 @@ from xlstm_jax.distributed import metrics as m
 from xlstm_jax.distributed.checkpoint import checksums, record
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
 from xlstm_jax.distributed.checkpoint.checksums import checksum_each, checksum_program
+from xlstm_jax.distributed.checkpoint.errors import read_together
 from xlstm_jax.distributed.data_parallel.leaf import is_box
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.training.state import abstract_train_state
@@ -91,6 +95,38 @@ def test_every_kind_of_leaf_comes_back_as_it_was(dp, fsdp_size, tmp_path):
         assert damage.same(checkpointer.restore(state | {"keys": keys})["keys"], state["keys"])
     other = jax.tree.map(lambda x: x, state) | {"unplaced": jnp.arange(3.0) + 1}
     assert not damage.same(other, state)  # guard
+
+
+NUMBERS = [
+    "bool", "int2", "int4", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float16", "bfloat16", "float32", "float64", "complex64", "complex128", "float4_e2m1fn", "float8_e3m4",
+    "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
+]  # fmt: skip
+NOT_STORED = ["uint2", "uint4", "float8_e4m3"]  # TensorStore has no such dtypes
+KEYS = ["threefry2x32", "rbg", "unsafe_rbg"]
+
+
+def test_every_dtype_is_read_shard_by_shard(tmp_path):
+    """Split and replicated; in 64 bits, too."""
+    mesh = mesh_of(2, 4)
+    values = np.random.default_rng(0).integers(0, 2, (8, 3))
+
+    def placed(array):
+        return [jax.device_put(array, NamedSharding(mesh, spec)) for spec in (P(AXES), P())]
+
+    with jax.enable_x64(True), Checkpointer(tmp_path) as checkpointer:
+        state = {name: placed(jnp.asarray(values, name)) for name in NUMBERS}
+        state |= {name: placed(jax.random.split(jax.random.key(0, impl=name), 8)) for name in KEYS}
+        assert all(str(state[name][0].dtype) == name for name in NUMBERS)  # guard
+        for name in NOT_STORED:
+            with pytest.raises(TypeError, match=f"'x/0' has the dtype {name}, which cannot be stored; cast it"):
+                checkpointer.save(1, {"x": placed(jnp.asarray(values, name))})
+        checkpointer.save(1, state)
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+        assert_same(checkpointer.restore(abstract), state)
+    likes = record.bare_leaves(abstract)
+    structs = record.read_structs(record.record_without_sums(record.bare_leaves(state)), likes)
+    assert not [path for path, like in likes.items() if structs[path].sharding != like.sharding]
 
 
 def test_an_abstract_state_is_the_state_without_values(on_eight):
@@ -280,7 +316,6 @@ def test_sums_of_shards_are_the_checksum_of_the_whole(spec, dtype):
         {"w": array, "scalar": jax.device_put(jnp.int32(7), array.sharding.mesh.devices[0, 0])},
         timeout_s=1,
         place="here",
-        all_write=False,
     )
     sums.begin()
     assert sums.result() == checksum_each({"w": array, "scalar": np.int32(7)})
@@ -518,6 +553,79 @@ def test_the_leaf_is_named_and_the_damaged_step_moved_by_the_next_save(sound, fo
         assert damage.same(checkpointer.restore(state), state) and checkpointer.latest_step() == 15
 
 
+def interrupted_at(call, work):
+    """Calls ``work``, which gets Ctrl-C when Python enters its function number ``call``; how many it enters."""
+    entered = 0
+
+    def on_event(frame, event, arg):
+        nonlocal entered
+        del arg
+        entered += event == "call"
+        # Python itself swallows what is raised in a callback of a weak reference.
+        if event == "call" and entered >= call and "weak" not in frame.f_code.co_filename:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(on_event)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # TensorStore's of reads that go on
+def test_ctrl_c_is_no_damage(sound, folder):
+    """At thirty moments of a restore, whatever a library in between makes of it; nothing is moved aside."""
+    names = {path.name for path in folder.iterdir()}
+    with Checkpointer(folder) as checkpointer:
+        restore = partial(checkpointer.restore, sound[NEWEST])
+        restore()
+        calls = interrupted_at(10**9, restore)
+        assert calls > 2000
+        for call in range(1, calls, calls // 30):
+            with pytest.raises(KeyboardInterrupt):
+                interrupted_at(call, restore)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert damage.same(restore(), sound[NEWEST])
+        assert checkpointer.save(30, sound[NEWEST])
+    assert {path.name for path in folder.iterdir()} >= {*names, "30"}
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_an_interruption_is_found_in_the_errors_of_libraries(kind):
+    def chained(cause):
+        try:
+            try:
+                raise kind("now")
+            except kind as error:
+                raise ValueError("x") from error if cause else None
+        except ValueError as error:
+            raise RuntimeError("y") from (error if cause else None)
+
+    def grouped(_):
+        raise ExceptionGroup(
+            "several", [ValueError("x"), ValueError(f"Cache keys should be comparable.\n{kind.__name__}: now")]
+        )
+
+    for work in (chained, grouped):
+        for cause in (True, False):
+            with pytest.raises(kind):
+                read_together(partial(work, cause), "step 1", "read step 1", 10)
+
+
+def test_damage_is_damage_while_an_interruption_is_handled(sound, folder):
+    """As where a job is restored or saved in a handler: each later error has the interruption as its context."""
+    damage.flip_record(folder, np.random.default_rng(0))
+    with Checkpointer(folder) as checkpointer:
+        try:
+            raise SystemExit
+        except SystemExit:
+            with pytest.warns(match="step 20 in .* is damaged and was passed over"):
+                assert damage.same(checkpointer.restore(sound[NEWEST]), sound[OLDER])
+
+
 # ------------------------------------------------------------------------------------------------------- two processes
 
 
@@ -541,6 +649,7 @@ def test_two_processes_save_and_restore(two_processes):
     for out in two_processes[1]:
         assert out["none yet"] is None and out["restored"] and out["saved again"]
         assert out["newest"] == 2 and out["sound again"]
+        assert out["by a link"]  # process 1 sees the directory under another path
 
 
 def test_both_fall_back_where_only_one_reads_damage(two_processes):

@@ -4,7 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from tests.support import mesh_of
 from xlstm_jax.distributed.checkpoint.checksums import checksum, checksum_each
 from xlstm_jax.distributed.checkpoint.record import (
     check_sound,
@@ -74,6 +77,18 @@ def test_what_was_read_is_compared_in_shape_dtype_and_every_bit():
         assert checksum_each({"w": other}) == checksum_each({"w": arrays["w"]}) or other is flipped  # guard
         with pytest.raises(ValueError, match="'w': what was read does not have the checksum or dtype"):
             check_sound(record, arrays | {"w": other})
+
+
+def test_copies_that_differ_are_damage():
+    mesh = mesh_of(2, 4)
+    spread = NamedSharding(mesh, P())
+    equal = [jax.device_put(np.arange(6.0, dtype=np.float32), device) for device in mesh.devices.flat]
+    unlike = [*equal[:-1], equal[-1] + 1]
+    whole, differing = (jax.make_array_from_single_device_arrays((6,), spread, copies) for copies in (equal, unlike))
+    record = record_of({"w": whole}, {"w": whole})
+    check_sound(record, {"w": whole})
+    with pytest.raises(ValueError, match="'w': what was read does not have the checksum"):
+        check_sound(record, {"w": differing})
 
 
 def test_a_record_that_was_changed_is_refused():

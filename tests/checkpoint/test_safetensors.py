@@ -3,6 +3,7 @@
 import json
 import os
 import tracemalloc
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -203,6 +204,94 @@ def test_a_model_in_several_files_must_be_whole(tmp_path):
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"model-00002-of-00003"):
         import_safetensors(tmp_path, params)
+
+
+def test_a_tensor_in_two_files_of_an_index_is_refused(tmp_path):
+    """Which one was read hung on the order of a set, and so on PYTHONHASHSEED."""
+    save_file({"a": np.zeros(2, np.float32), "b": np.zeros(2, np.float32)}, tmp_path / "one.safetensors")
+    save_file({"b": np.ones(2, np.float32), "c": np.ones(2, np.float32)}, tmp_path / "two.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    params = {name: np.zeros(2, np.float32) for name in "abc"}
+    for owner in ("one", "two"):
+        index.write_text(json.dumps({"weight_map": {
+            name: f"{file}.safetensors" for name, file in (("a", "one"), ("b", owner), ("c", "two"))
+        }}))  # fmt: skip
+        with pytest.raises(ValueError, match=r"tensor 'b' lies in one.safetensors and in two.safetensors, perhaps"):
+            import_safetensors(tmp_path, params)
+
+
+@pytest.mark.parametrize("spec", [None, P("fsdp")], ids=str)
+def test_a_byte_that_is_no_boolean_is_refused(spec, tmp_path):
+    content = np.arange(16, dtype=np.uint8).reshape(8, 2) % 2
+    like = np.zeros((8, 2), bool)
+    like = like if spec is None else jax.device_put(like, NamedSharding(mesh_of(1, 8), spec))
+    for byte in (1, 2, 128, 255):
+        content[5, 1] = byte
+        text = b'{"b":{"dtype":"BOOL","shape":[8,2],"data_offsets":[0,16]}}'
+        (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content.tobytes())
+        if byte == 1:
+            assert same(import_safetensors(tmp_path, {"b": like}), {"b": content.astype(bool)})
+            continue
+        with pytest.raises(ValueError, match=rf"safetensors is damaged: 'b' is BOOL and has the byte {byte}, and"):
+            import_safetensors(tmp_path, {"b": like})
+
+
+def test_a_tensor_without_a_name_is_seen(tmp_path):
+    save_file({"": np.ones(2), "w": np.ones(2), "v(": np.ones(2)}, tmp_path / "model.safetensors")
+    params = {"w": np.zeros(2)}
+    with pytest.raises(ValueError, match=r"it has '', 'v\(', which the parameters have not"):
+        import_safetensors(tmp_path, params)
+    with pytest.raises(ValueError, match=r"it has '', which the parameters have not"):
+        import_safetensors(tmp_path, params, ignore=r"v\(")
+    (tmp_path / "model.safetensors").unlink()
+    save_file({"": np.ones(2), "w": np.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"it has '', which the parameters have not"):
+        import_safetensors(tmp_path, params)
+    save_file({"": np.ones(2), "w": np.ones(2), "v(": np.ones(2)}, tmp_path / "model.safetensors")
+    assert same(import_safetensors(tmp_path, params, ignore=r"v\(|"), {"w": np.ones(2)})
+
+
+EIGHT = ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz"]
+
+
+@pytest.mark.parametrize("narrow", [*EIGHT, "float16", "bfloat16", "float32"])
+def test_a_float_is_read_into_each_that_has_all_of_its_values(narrow, tmp_path):
+    """Each value of the narrow dtype, against casts by NumPy; what would lose one is refused."""
+    count = 8 if narrow in EIGHT else 16
+    bits = np.arange(2**count, dtype=f"uint{count}")
+    stored = (bits.astype(np.float32) if narrow == "float32" else bits.view(jnp.dtype(narrow))).reshape(-1, 4)
+    export_safetensors({"w": stored}, tmp_path)
+    holds = {"float16": EIGHT[:2] + EIGHT[3:], "bfloat16": EIGHT, "float32": [*EIGHT, "float16", "bfloat16"]}
+    for wide in (*EIGHT, "float16", "bfloat16", "float32", "float64"):
+        like = {"w": np.zeros(stored.shape, jnp.dtype(wide))}
+        if wide in (narrow, "float64") or narrow in holds.get(wide, ()):
+            with np.errstate(invalid="ignore"):  # of a signaling NaN
+                want = stored.astype(jnp.dtype(wide))
+            assert same(import_safetensors(tmp_path, like), {"w": want})
+            continue
+        with pytest.raises(ValueError, match=rf"'w' is {narrow}\[.*\] in the file, and {wide}"):
+            import_safetensors(tmp_path, like)
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (partial(import_safetensors, ignore="("), ValueError, r"ignore: '\(' is no regular expression \(missing \)"),
+        (partial(import_safetensors, ignore=3), TypeError, r"ignore: 3 is a int; a pattern is a text"),
+        (partial(import_safetensors, names={"(": "w"}), ValueError, r"names: '\(' is no regular expression"),
+        (partial(import_safetensors, names={3: "w"}), TypeError, r"names: 3 is a int; a pattern is a text"),
+        (partial(export_safetensors, max_file_bytes="5GB"), TypeError, r"max_file_bytes='5GB' is a str, and must be"),
+        (partial(export_safetensors, max_file_bytes=5e9), TypeError, r"max_file_bytes=5000000000.0 is a float, and"),
+        (partial(export_safetensors, max_file_bytes=0), ValueError, r"max_file_bytes=0 must be at least 1"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_named(call, error, message, tmp_path):
+    save_file({"w": np.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(error, match=message):
+        if call.func is import_safetensors:
+            call(tmp_path, {"w": np.ones(2)})
+        else:
+            call({"w": np.ones(2)}, tmp_path / "other")
 
 
 def test_an_export_is_there_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ import pytest
 
 from xlstm_jax.distributed.checkpoint import steps, writer
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
+from xlstm_jax.distributed.checkpoint.checksums import SavedSums
 from xlstm_jax.distributed.checkpoint.errors import read_together
 from xlstm_jax.distributed.checkpoint.orbax_backend import OrbaxBackend
 from xlstm_jax.distributed.processes import together
@@ -389,3 +390,105 @@ def test_a_step_that_its_writer_removes_meanwhile_is_not_there(two_steps, monkey
         monkeypatch.setattr(steps.os, "listdir", lambda _: listed)
         assert checkpointer.latest_step() == 2
         assert np.array_equal(checkpointer.restore(ZEROS)["w"], [0, 1, 2])
+
+
+# ----------------------------------------------------------------------------------------------------- strays and links
+
+
+def pipe(path):
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def in_the_way(folder, name):
+    (folder / "other").write_text("a file")
+    pipe(folder / "pipe")
+    makes = {
+        "folder": lambda path: (path / "old" / "12").mkdir(parents=True),
+        "file": lambda path: path.write_text("no step"),
+        "pipe": pipe,
+        "link to a step": lambda path: path.symlink_to("2"),
+        "link to a file": lambda path: path.symlink_to("other"),
+        "link to a pipe": lambda path: path.symlink_to("pipe"),
+    }
+    for number, (kind, make) in enumerate(makes.items()):
+        path = folder / name.format(number)
+        make(path)
+        yield kind, path
+
+
+@pytest.mark.parametrize("name", ["notes{}", "001{}", "-{}", "1{}.orbax-checkpoint-tmp", "1{}.damaged", "\u0661{}"])
+def test_what_is_no_step_is_passed_over(name, tmp_path):
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(2, SMALL)
+        checkpointer.wait()
+        strays = dict(in_the_way(tmp_path, name))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert checkpointer.latest_step() == 2
+            assert np.array_equal(checkpointer.restore(ZEROS)["w"], SMALL["w"])
+            assert checkpointer.save(3, SMALL)
+            checkpointer.wait()
+    with Checkpointer(tmp_path) as checkpointer:  # looks at the folder anew
+        assert checkpointer.save(4, SMALL)
+    assert all(os.path.lexists(path) or path.name.endswith("-tmp") for path in strays.values())
+
+
+def test_what_has_the_name_of_a_step_is_passed_over_or_named(tmp_path):
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(2, SMALL)
+        checkpointer.wait()
+        strays = dict(in_the_way(tmp_path, "1{}"))
+        with pytest.warns(match="is damaged") as caught:
+            assert np.array_equal(checkpointer.restore(ZEROS)["w"], SMALL["w"])
+        said = " ".join(str(warning.message) for warning in caught)
+        named = {kind for kind, path in strays.items() if f"step {path.name} in" in said}
+        assert named == {"folder", "link to a step", "link to a file", "link to a pipe"}
+        assert checkpointer.save(20, SMALL)
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.latest_step() == 20
+
+
+@pytest.mark.parametrize("what", ["leaves/metadata", "state/manifest.ocdbt", "state/d/more"])
+def test_a_pipe_in_a_step_is_not_waited_for(what, tmp_path):
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, SMALL)
+        checkpointer.save(2, SMALL)
+        checkpointer.wait()
+        pipe(tmp_path / "2" / what)
+        with pytest.warns(match=f"step 2 in .* is damaged and was passed over: .*{what} is no regular file"):
+            assert np.array_equal(checkpointer.restore(ZEROS)["w"], SMALL["w"])
+
+
+def test_a_directory_is_the_same_by_whichever_link(tmp_path):
+    (tmp_path / "latest").symlink_to("run")
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, SMALL)
+    with Checkpointer(tmp_path / "run") as other, pytest.raises(ValueError, match="is of another state than the one"):
+        other.save(2, SMALL | {"more": 1})  # guard
+    with Checkpointer(tmp_path / "latest") as checkpointer:
+        assert checkpointer.latest_step() == 1 and np.array_equal(checkpointer.restore(ZEROS)["w"], SMALL["w"])
+    with Checkpointer(tmp_path / "run") as checkpointer:  # it goes on from what was restored by the link
+        assert checkpointer.save(2, SMALL | {"more": 1})
+
+
+def test_an_evaluation_removes_nothing_of_a_save_that_goes_on(tmp_path, monkeypatch):
+    held = []
+    with Checkpointer(tmp_path) as training:
+        training.save(1, SMALL)
+        training.wait()
+        with monkeypatch.context() as slow:
+            slow.setattr(SavedSums, "begin", lambda self: held.append(self._begun))
+            training.save(2, SMALL)
+        before = {path.name for path in tmp_path.iterdir()}
+        with Checkpointer(tmp_path) as evaluation:
+            assert evaluation.latest_step() == 1
+            for read in (evaluation.restore, evaluation.restore_params):
+                assert np.array_equal(read(ZEROS)["w"], SMALL["w"])
+            with pytest.raises(CheckpointError, match="another Checkpointer of this process writes"):
+                evaluation.save(3, SMALL)
+        assert {path.name for path in tmp_path.iterdir()} == before
+        assert any("tmp" in name for name in before)  # guard: the save goes on
+        held[0].set()
+        training.wait()
+        assert training.latest_step() == 2

@@ -1,8 +1,7 @@
-"""Names and paths that users may have written stay importable, from where they were in 0.1."""
+"""Names and paths that users may have written stay importable: from where they were in 0.1, or moved to in 0.2."""
 
 import importlib
 import re
-import warnings
 from pathlib import Path
 
 import pytest
@@ -10,15 +9,13 @@ import pytest
 import xlstm_jax.distributed
 
 API = Path(__file__).parents[2] / "docs" / "api.md"
-MOVED = xlstm_jax.distributed._MOVED
 
 PUBLIC_IN_0_1 = {
     "xlstm_jax.distributed": """
         CheckpointError Checkpointer DeviceMeshManager LMHead LoopGuard NonFiniteError ReplicaError Replicas
-        ShardingPlan TokenLosses abstract_batch abstract_train_state accumulate_gradients
-        assert_same_everywhere available_devices box_like bytes_per_device check_replicas
+        abstract_batch abstract_train_state accumulate_gradients assert_same_everywhere bytes_per_device check_replicas
         chunked_cross_entropy clip_by_global_norm compiler_options create_train_state elementwise_only
-        export_safetensors fold_rng_over_axis gather_array_with_mean_grads gather_params global_norm
+        export_safetensors fold_rng_over_axis gather_params global_norm
         import_safetensors init_sharded initialize_distributed make_train_step partition_specs plan_sharding
         remat_policy shard_batch shard_module_params shard_params shardings simulate_cpu_devices skip_counts
         skip_nonfinite sync_gradients unbox value_and_grad""",
@@ -51,9 +48,7 @@ PUBLIC_IN_0_1 = {
 @pytest.mark.parametrize("path", PUBLIC_IN_0_1)
 def test_what_was_public_still_is(path):
     module = importlib.import_module(path)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "\\w+ has moved", DeprecationWarning)
-        assert not [name for name in PUBLIC_IN_0_1[path].split() if not hasattr(module, name)]
+    assert not [name for name in PUBLIC_IN_0_1[path].split() if not hasattr(module, name)]
 
 
 @pytest.mark.parametrize("path", PUBLIC_IN_0_1)
@@ -66,16 +61,6 @@ def test_all_lists_what_there_is(path):
 def test_the_face_has_at_most_55_names_and_no_name_of_a_metric():
     assert len(xlstm_jax.distributed.__all__) <= 55
     assert not set(xlstm_jax.distributed.__all__) & set(xlstm_jax.distributed.metrics.__all__)
-    assert not set(xlstm_jax.distributed.__all__) & set(MOVED)
-
-
-@pytest.mark.parametrize("name, package", MOVED.items(), ids=MOVED)
-def test_a_moved_name_still_imports_and_warns_on_the_line_of_the_user(name, package):
-    script = f"\nfrom xlstm_jax.distributed import {name}"
-    with pytest.warns(DeprecationWarning, match=f"write `from xlstm_jax.distributed.{package} import {name}`") as told:
-        exec(compile(script, "user.py", "exec"), found := {})
-    assert {(warning.filename, warning.lineno) for warning in told} == {("user.py", 2)}
-    assert found[name] is getattr(importlib.import_module(f"xlstm_jax.distributed.{package}"), name)
 
 
 def test_a_name_that_never_was_there_is_an_error():
@@ -98,7 +83,8 @@ def test_the_source_the_help_and_the_reference_show_the_same_groups():
     tables = [re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) for table in in_reference[1::2]]
     assert dict(zip(map(str.lower, in_reference[::2]), tables, strict=True)) == groups
 
-    assert set(dir(face)) == {*face.__all__, *MOVED.values()}
+    packages = re.split("Names that fewer trainings need are in the packages below: ", face.__doc__)[1]
+    assert set(dir(face)) == {*face.__all__, *re.findall(r"``(\w+)``", packages), "metrics"}
 
 
 def test_the_name_of_the_options_is_the_function_and_no_module():

@@ -19,11 +19,6 @@ Names that fewer trainings need are in the packages below: ``data_parallel``, ``
 ``processes``, ``training``.
 """
 
-import importlib
-import warnings
-from typing import TYPE_CHECKING, Any
-
-from xlstm_jax.distributed import metrics
 from xlstm_jax.distributed.checkpoint import Checkpointer, CheckpointError, export_safetensors, import_safetensors
 from xlstm_jax.distributed.data_parallel import (
     BLOCK_INPUT,
@@ -139,44 +134,9 @@ __all__ = [  # noqa: RUF022 (in groups)
     "ReplicaError",
 ]
 
-# Names that were here until version 0.2, and the packages that have them.
-_MOVED = {
-    **dict.fromkeys(metrics.__all__, "metrics"),
-    **dict.fromkeys(
-        "NnxModel box_like gather_array_with_mean_grads larger_than rename_leaves "
-        "split_array_over_mesh stack_layers unstack_layers".split(),
-        "data_parallel",
-    ),
-    **dict.fromkeys(["matrix_dimensions", "on_whole_matrices"], "optimizers"),
-    **dict.fromkeys(["StepCheck", "TokenLosses"], "training"),
-    "DataParallel": "device_mesh",
-    "ShardingPlan": "plan",
-    "available_devices": "processes",
-}
-
-if TYPE_CHECKING:
-    from xlstm_jax.distributed.data_parallel import *  # noqa: F403
-    from xlstm_jax.distributed.device_mesh import *  # noqa: F403
-    from xlstm_jax.distributed.metrics import *  # noqa: F403
-    from xlstm_jax.distributed.optimizers import *  # noqa: F403
-    from xlstm_jax.distributed.plan import *  # noqa: F403
-    from xlstm_jax.distributed.processes import *  # noqa: F403
-    from xlstm_jax.distributed.training import *  # noqa: F403
-else:
-
-    def __getattr__(name: str) -> Any:
-        """A moved name, with a warning that says from where to import it."""
-        if name not in _MOVED:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        package = f"{__name__}.{_MOVED[name]}"
-        warnings.warn(
-            f"{name} has moved: write `from {package} import {name}`. The next release no longer has it in {__name__}.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return getattr(importlib.import_module(package), name)
+_PACKAGES = ["data_parallel", "device_mesh", "metrics", "optimizers", "plan", "processes", "training"]
 
 
 def __dir__() -> list[str]:
     """The names above, and the packages that have the others."""
-    return [*__all__, *sorted(set(_MOVED.values()))]
+    return [*__all__, *_PACKAGES]

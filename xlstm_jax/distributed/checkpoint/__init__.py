@@ -2,7 +2,6 @@
 
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer
 from xlstm_jax.distributed.checkpoint.errors import CheckpointError
-from xlstm_jax.distributed.checkpoint.near import NearCheckpointer
 from xlstm_jax.distributed.checkpoint.safetensors_io import export_safetensors, import_safetensors
 from xlstm_jax.distributed.checkpoint.tensor_names import TRANSFORMERS, Stored
 
@@ -10,7 +9,6 @@ __all__ = [
     "TRANSFORMERS",
     "CheckpointError",
     "Checkpointer",
-    "NearCheckpointer",
     "Stored",
     "export_safetensors",
     "import_safetensors",

@@ -39,7 +39,7 @@ DEFAULT_MAX_TO_KEEP = 3
 DEFAULT_ASYNC_TIMEOUT_S = 60
 _MISTAKES = ValueError, TypeError  # of the caller, perhaps in one process alone
 Result = TypeVar("Result")
-_read_from: set[str] = set()  # directories from which this process goes on
+_read_from: set[str] = set()  # real paths of directories from which this process goes on
 
 
 class Checkpointer:
@@ -68,8 +68,6 @@ class Checkpointer:
     {'step': 100, 'w': array([1., 1., 1.])}
     """
 
-    on_own_disk = False  # whether the directory is another one in each process; see ``near``
-
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -87,9 +85,9 @@ class Checkpointer:
             raise ValueError(f"peer_timeout_s={peer_timeout_s!r} must be at least 1.")
         self.peer_timeout_s = peer_timeout_s
         self.directory = steps.directory_path(directory)
-        self.place = str(self.directory)  # a name of the directory that all processes have
         self._backend = backend(self.directory, self.max_to_keep, self.async_timeout_s)
         self._writer: Writer | None = None  # made by the first save
+        self._place = ""  # the directory's name in process 0, of which all processes learn at the first save
         self._own_steps: set[int] = set()  # saved or restored here
         self._damaged: set[int] = set()
 
@@ -106,7 +104,7 @@ class Checkpointer:
         It raises a ``CheckpointError`` if all steps are lost, or if a save has failed in the background.
         """
         self._together(lambda: self._check(place=True), CheckpointError, "look for the newest step")
-        found = self.steps_of_process_0()
+        found = self._steps_of_process_0()
         newest = steps.newest(found)
         if found and newest is None:
             raise CheckpointError(
@@ -160,7 +158,7 @@ class Checkpointer:
         self._check_same_experiment(described)
         placed = {path: array for path, array in arrays.items() if path not in local}
         # The bits are held before the save begins: when it returns the caller may donate the buffers.
-        sums = SavedSums(placed, self.async_timeout_s, self.place, all_write=self.on_own_disk)
+        sums = SavedSums(placed, self.async_timeout_s, self._place)
 
         def content() -> Json:
             return record.to_json(record.with_sums(described, local_sums | sums.result()), step)
@@ -206,8 +204,8 @@ class Checkpointer:
 
         A process that has restored from the directory goes on from there, and may change the tree.
         """
-        newest, key = self._backend.latest_step(), str(self.directory)
-        if newest is None or newest in self._own_steps or key in _read_from:
+        newest = self._backend.latest_step()
+        if newest is None or newest in self._own_steps or steps.real_path(self.directory) in _read_from:
             return
 
         def check() -> None:
@@ -255,7 +253,7 @@ class Checkpointer:
         restored, entries, number = self._newest_sound(abstract_state, step, lambda *_: "")
         record.warn_if_other_optimizer(f"step {number} in {self.directory}", entries, abstract_state)
         self._own_steps.add(number)
-        _read_from.add(str(self.directory))
+        _read_from.add(steps.real_path(self.directory))
         return record.boxed_like(abstract_state, restored)
 
     def restore_params(self, abstract_params: PyTree, step: int | None = None, *, path: str | None = None) -> PyTree:
@@ -285,7 +283,7 @@ class Checkpointer:
             return record.part_of(entries, where, names=record.bare_leaves(abstract_params).keys(), path=path)
 
         restored, *_ = self._newest_sound(abstract_params, step, part_of, "the parameters of ")
-        _read_from.add(str(self.directory))
+        _read_from.add(steps.real_path(self.directory))
         return record.boxed_like(abstract_params, restored)
 
     def _newest_sound(
@@ -300,7 +298,7 @@ class Checkpointer:
         likes = self._together(lambda: record.target_leaves(target), _MISTAKES, what)
         problems: dict[int, str] = {}
         # The list of process 0 for all: with lists of their own, processes could try different steps and mix them.
-        found = self.steps_of_process_0()
+        found = self._steps_of_process_0()
         for candidate in self._candidates(step, found):
             try:
                 restored, entries = self._read(candidate, likes, part_of)
@@ -355,6 +353,12 @@ class Checkpointer:
         return dict(zip(likes, found, strict=True)), entries
 
     def _read_record(self, step: int) -> record.Record:
+        if not steps.is_url(self.directory):
+            folder = self.directory / str(step)
+            steps.check_file(folder / self._backend.record_file)
+            # Of the other files, which are read later, process 0 looks for all: a large job has many.
+            if jax.process_index() == 0:
+                steps.check_files(folder)
         try:
             return record.from_json(self._backend.read_record(step), step)
         except ValueError as error:
@@ -368,7 +372,7 @@ class Checkpointer:
         wanted = {path: struct for path, struct in structs.items() if struct.size}
         return {**empty, **self._backend.read_arrays(step, wanted)}
 
-    def steps_of_process_0(self) -> dict[int, steps.StepFolder]:
+    def _steps_of_process_0(self) -> dict[int, steps.StepFolder]:
         """``steps_in`` as process 0 sees it. Network file systems cache: another process may see other folders."""
 
         def listing() -> str:
@@ -395,7 +399,7 @@ class Checkpointer:
 
         def locked_and_cleared() -> Writer:
             self.directory.mkdir(parents=True, exist_ok=True)
-            is_first = self.on_own_disk or jax.process_index() == 0
+            is_first = jax.process_index() == 0
             if self._writer is None:
                 limit = self.async_timeout_s
                 self._writer = Writer(self.directory, self._backend, self, self._own_steps, limit, locks=is_first)
@@ -407,6 +411,9 @@ class Checkpointer:
         # and orbax lists the steps when it is opened: it must not list a step that is moved away afterwards.
         writer = self._together(locked_and_cleared, CheckpointError, "open a directory of checkpoints for writing")
         self._damaged.clear()
+        # Processes may see the directory under other paths, by a link or a mount of their own.
+        place = steps.real_path(self.directory)
+        self._place = allgather_text(place, "name a directory of checkpoints", self.peer_timeout_s)[0]
         writer.open()
         return writer
 

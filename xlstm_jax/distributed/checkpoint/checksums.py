@@ -15,7 +15,7 @@ training thread:
                    on an accelerator   the device starts to compute the checksum, and ends before any later step
                    on a CPU            a view of its memory: no donation overwrites memory that has a view
   in background  the checksums of the views; the sum of all checksums of this process, modulo 2^32; process 0 adds up
-                 the sums of all processes, and tells the others where each writes a record of its own
+                 the sums of all processes, and writes the record
 
 Each part of an array has one copy with ``replica_id`` 0, and the process that holds this copy sums it. There is no
 collective: the devices may be in the next step, whose collectives wait for each other.
@@ -165,12 +165,10 @@ class SavedSums:
       timeout_s: how long processes wait for the sums of the others.
       place: where the arrays are saved, by a name that all processes have. Saves to several places go on at once, and
         not in the same order in all processes; those to one place go on one after the other.
-      all_write: every process writes the record, and needs the sums. Else process 0 alone has them, and no other
-        process waits for it.
     """
 
-    def __init__(self, arrays: Mapping[str, jax.Array], timeout_s: float, place: str, *, all_write: bool) -> None:
-        self._paths, self._timeout_s, self._all_write = list(arrays), timeout_s, all_write
+    def __init__(self, arrays: Mapping[str, jax.Array], timeout_s: float, place: str) -> None:
+        self._paths, self._timeout_s = list(arrays), timeout_s
         several = jax.process_count() > 1
         kind = f"checksums/{digest(place)}"
         self._store = Store(kind, job.process_id, range(job.num_processes)) if several else None
@@ -182,7 +180,7 @@ class SavedSums:
         self._begun.set()
 
     def result(self) -> Sums:
-        """The checksums of the arrays, in each process that writes them. Call it once, in all processes."""
+        """The checksums: in process 0 of the arrays, elsewhere of the shards held there. All call it, once."""
         self._begun.wait()
         sums = {path: [0, 0] for path in self._paths}
         while self._parts:
@@ -196,22 +194,16 @@ class SavedSums:
         # Through the job's store, not a collective: training steps with collectives of their own are in flight.
         deadline = time.monotonic() + self._timeout_s
 
-        def sums_of(process: int, name: str) -> Sums:
-            text = store.read(name, deadline)
-            if text is None:
-                raise TimeoutError(f"the checksums of {named([process])} did not come within {self._timeout_s:g} s.")
-            found: Sums = json.loads(text)
-            return found
-
         if store.me != 0:
             store.post(f"sums/{store.me}", json.dumps(own))
-            return sums_of(0, "sums") if self._all_write else own
+            return own
         for process in store.processes[1:]:
-            for path, found in sums_of(process, f"sums/{process}").items():
+            text = store.read(f"sums/{process}", deadline)
+            if text is None:
+                raise TimeoutError(f"the checksums of {named([process])} did not come within {self._timeout_s:g} s.")
+            for path, found in json.loads(text).items():
                 _add(own, path, found)
         store.delete_previous()
-        if self._all_write:
-            store.post("sums", json.dumps(own))
         return own
 
 

@@ -38,6 +38,7 @@ from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox, true_value,
 from xlstm_jax.distributed.data_parallel.trees import flatten_with_path, leaves_with_path, map_leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
 from xlstm_jax.distributed.optimizers.inside import name_of
+from xlstm_jax.distributed.processes.together import interruptions_go_on
 from xlstm_jax.wording import listed
 
 PARTS_SHOWN = 8  # of a state, in an error
@@ -211,11 +212,12 @@ def _is_entry(entry: Json) -> bool:
     """Whether shape, dtype, checksum and the kind of a key are there, and make sense together."""
     # Checked although the digest is right: another program, or another version, may have written the record.
     try:
-        names, numbers = entry.keys() - {OPTIMIZER}, [*entry["shape"], *entry["checksum"]]
-        wanted = {"shape", "dtype", "checksum"} | ({"impl"} if entry["dtype"].startswith("key<") else set())
-        is_described = names == wanted and all(type(number) is int and number >= 0 for number in numbers)
-        data_struct(entry)
-        return is_described and len(entry["checksum"]) == 2 and isinstance(entry.get(OPTIMIZER, ""), str)
+        with interruptions_go_on():
+            names, numbers = entry.keys() - {OPTIMIZER}, [*entry["shape"], *entry["checksum"]]
+            wanted = {"shape", "dtype", "checksum"} | ({"impl"} if entry["dtype"].startswith("key<") else set())
+            is_described = names == wanted and all(type(number) is int and number >= 0 for number in numbers)
+            data_struct(entry)
+            return is_described and len(entry["checksum"]) == 2 and isinstance(entry.get(OPTIMIZER, ""), str)
     except Exception:  # NumPy and JAX raise whatever they like of a dtype or a kind of key that they do not know
         return False
 
@@ -379,7 +381,9 @@ def target_leaves(target: PyTree) -> Leaves:
 
 def reads_whole(entry: Entry, like: Any) -> bool:
     """Whether each process reads a leaf whole, into NumPy: a local leaf, or a saved value that has no shards."""
-    return is_local(like) or entry["dtype"] in PYTHON_DTYPES or 0 in entry["shape"]
+    # "bool" is a Python number's dtype and an array's; only an array has dims.
+    is_number = entry["dtype"] in PYTHON_DTYPES and not entry["shape"]
+    return is_local(like) or is_number or 0 in entry["shape"]
 
 
 def data_struct(entry: Entry) -> jax.ShapeDtypeStruct:

@@ -21,11 +21,11 @@ because a header asks for it.
 import json
 import math
 import os
-import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
@@ -36,6 +36,7 @@ from jax.experimental import multihost_utils
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checkpoint.backend import Json
+from xlstm_jax.distributed.checkpoint.checkpointer import at_least_1
 from xlstm_jax.distributed.checkpoint.record import (
     Leaves,
     bare_leaves,
@@ -44,7 +45,7 @@ from xlstm_jax.distributed.checkpoint.record import (
     read_like,
     target_leaves,
 )
-from xlstm_jax.distributed.checkpoint.tensor_names import NameMap, StoredAt, StoredLeaf, stored_at
+from xlstm_jax.distributed.checkpoint.tensor_names import NameMap, StoredAt, StoredLeaf, StoredPart, compiled, stored_at
 from xlstm_jax.distributed.processes.together import fail_together
 from xlstm_jax.wording import is_unicode, listed
 
@@ -91,9 +92,9 @@ def export_safetensors(
         models.
     Raises:
       FileExistsError: a model of this name is there already.
-      TypeError: a leaf has a dtype that the format does not know; names it.
+      TypeError: a leaf has a dtype that the format does not know; names it. Or ``max_file_bytes`` is no whole number.
       ValueError: a leaf has a name that no reader takes (``__metadata__``, half a surrogate pair), has no name in
-        ``names``, or would have the name of another leaf.
+        ``names``, or would have the name of another leaf; or ``max_file_bytes`` is below 1.
       OSError: a file cannot be written; no model is there then.
 
     >>> import tempfile
@@ -102,6 +103,7 @@ def export_safetensors(
     >>> import_safetensors(folder, {"mlp": {"kernel": np.zeros((2, 3))}})["mlp"]["kernel"].tolist()
     [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     """
+    max_file_bytes = at_least_1("max_file_bytes", max_file_bytes)
     leaves = _as_stored(bare_leaves(params), names)
     for name, leaf in leaves.items():
         if name == METADATA:
@@ -302,10 +304,11 @@ def import_safetensors(
       abstract_params: a tree of arrays, or of ``ShapeDtypeStruct`` with shardings, boxed where leaves are split (such
         as ``abstract_train_state(...).params``). The result has the same shardings and boxes.
       names: as in ``export_safetensors``. Two leaves may read one tensor (tied weights).
-      ignore: a pattern of tensors' names that no leaf needs, as ``r".*\\.rotary_emb\\.inv_freq"``.
+      ignore: a pattern of tensors' names that no leaf needs, as ``r".*\\.rotary_emb\\.inv_freq"``; "": none.
     Raises:
       ValueError: names are missing or left over, a shape differs, a dtype differs (a narrower float in the file is
-        read), or a file is damaged; says which.
+        read, if the wider dtype has all of its values), a pattern is no regular expression, a tensor lies in two files,
+        or a file is damaged; says which.
       FileNotFoundError: there is no model at ``path``.
 
     >>> import_safetensors("no_such_folder", {"kernel": np.zeros((2, 3))})
@@ -314,13 +317,19 @@ def import_safetensors(
     """
     likes = target_leaves(abstract_params)
     places = {leaf: stored_at(leaf, np.shape(like), names) for leaf, like in likes.items()}
-    tensors = {name: tensor for name, tensor in _tensors(_target(path)).items() if not re.fullmatch(ignore, name)}
+    # "" ignores nothing; as a pattern it would match a tensor without a name.
+    ignored = compiled("ignore", ignore).fullmatch if ignore else lambda name: None
+    tensors = {name: tensor for name, tensor in _tensors(_target(path)).items() if not ignored(name)}
     _check_fits(tensors, likes, places, path)
 
     def read(leaf: str) -> Callable[[], Any]:
         place, like = places[leaf], likes[leaf]
-        parts = [place.to_leaf(tensors[name].values()) for name in place.tensors]
-        return read_like(StoredLeaf(parts, place.in_layers, _dtype_or_type(like)), like)
+        stored = [tensors[name] for name in place.tensors]
+        parts = [
+            StoredPart(place.to_leaf(tensor.values()), partial(tensor.converted, name, _dtype_or_type(like)))
+            for name, tensor in zip(place.tensors, stored, strict=True)
+        ]
+        return read_like(StoredLeaf(parts, place.in_layers), like)
 
     placed = (place() for place in _ahead(read, likes))
     return boxed_like(abstract_params, dict(zip(likes, placed, strict=True)))
@@ -347,10 +356,21 @@ class _StoredTensor(NamedTuple):
     dtype: np.dtype
 
     def values(self) -> np.ndarray:
-        """The values, mapped into memory: only the entries that are indexed are read."""
+        """The values, mapped into memory: only the entries that are indexed are read. Booleans come as bytes."""
+        dtype = np.dtype(np.uint8) if self.dtype == np.bool_ else self.dtype
         if not math.prod(self.shape):  # NumPy maps no empty range
-            return np.zeros(self.shape, self.dtype)
-        return np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
+            return np.zeros(self.shape, dtype)
+        return np.memmap(self.file, dtype, "r", self.offset, self.shape)
+
+    def converted(self, name: str, dtype: Any, values: np.ndarray) -> np.ndarray:
+        """Converts entries of ``values()`` to a dtype that holds them; ``name`` is for the error."""
+        if self.dtype == np.bool_ and (wrong := values[values > 1]).size:
+            raise ValueError(
+                f"{self.file} is damaged: '{name}' is BOOL and has the byte {wrong.flat[0]}, and a boolean is 0 or 1. "
+                "Write the file again, or export the tensor as U8."
+            )
+        with np.errstate(invalid="ignore"):  # a signaling NaN is a NaN
+            return values.astype(dtype, copy=False)
 
 
 def _tensors(target: Path) -> dict[str, _StoredTensor]:
@@ -360,7 +380,16 @@ def _tensors(target: Path) -> dict[str, _StoredTensor]:
     if not index.exists():
         raise FileNotFoundError(f"there is no {target}, and no {index.name} beside it.")
     where = _weight_map(index)
-    found = {name: tensor for file in set(where.values()) for name, tensor in _tensors_of(index.parent / file).items()}
+    found: dict[str, _StoredTensor] = {}
+    for file in sorted(set(where.values())):
+        for name, tensor in _tensors_of(index.parent / file).items():
+            if name in found:
+                raise ValueError(
+                    f"{index} does not fit its files: the tensor '{name}' lies in {found[name].file.name} and in "
+                    f"{file}, perhaps with other values. Remove one of the two files from the index, or write the "
+                    "model again."
+                )
+            found[name] = tensor
     wrong = sorted(name for name in where if name not in found or found[name].file.name != where[name])
     if wrong or found.keys() - where.keys():
         raise ValueError(f"{index} does not fit its files: see {listed(wrong or sorted(found.keys() - where.keys()))}.")
@@ -443,7 +472,18 @@ def _tensor(path: Path, start: int, entry: dict[str, Any]) -> _StoredTensor:
 def _holds(wanted: Any, stored: np.dtype) -> bool:
     """Whether the dtype ``wanted`` holds values of ``stored`` exactly: it is the same, or a wider float."""
     floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (wanted, stored))
-    return wanted == stored or (floats and jnp.promote_types(wanted, stored) == wanted)
+    return wanted == stored or (floats and _holds_floats(np.dtype(wanted), stored))
+
+
+@lru_cache
+def _holds_floats(wanted: np.dtype, stored: np.dtype) -> bool:
+    if wanted.itemsize <= stored.itemsize or stored.itemsize > 2:
+        return wanted.itemsize > stored.itemsize
+    # JAX promotes no float8. There are at most 65,536 values: each is tried, NaN and infinities included.
+    values = np.arange(2 ** (8 * stored.itemsize), dtype=f"uint{8 * stored.itemsize}").view(stored)
+    with np.errstate(all="ignore"):
+        want, got = values.astype(np.float64), values.astype(wanted).astype(np.float64)
+    return np.array_equal(want, got, equal_nan=True)
 
 
 def _check_fits(

@@ -27,6 +27,11 @@ def is_url(directory: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(directory)
 
 
+def real_path(directory: str | os.PathLike[str]) -> str:
+    """Returns one name for a directory, whichever links lead to it."""
+    return os.fspath(directory) if is_url(directory) else os.path.realpath(directory)
+
+
 def directory_path(directory: str | os.PathLike[str]) -> Directory:
     """The directory as the path class of orbax; refuses a path where no folders can be made."""
     from etils import epath  # which orbax brings along; it has no types
@@ -102,6 +107,20 @@ def _folder(path: Path, record_file: str) -> StepFolder | None:
     except ValueError as error:
         return StepFolder(saved, str(error))
     return StepFolder(saved)
+
+
+def check_file(path: Directory) -> None:
+    """Raises a ``ValueError`` if a local path is there and is neither a file nor a folder."""
+    # Opening a pipe waits for a writer without end, and a device may have no end.
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        raise ValueError(f"{path} is no regular file.")
+
+
+def check_files(folder: Directory) -> None:
+    """Calls ``check_file`` with all that is in a local folder of a step."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            check_file(os.path.join(parent, name))
 
 
 def newest(steps: Mapping[int, StepFolder]) -> int | None:

@@ -71,7 +71,8 @@ def stored_at(path: str, shape: tuple[int, ...], names: NameMap | None) -> Store
     if names is None:
         return StoredAt((path,), False, shape, _same, _same)
     found, stored = next(
-        ((match, stored) for pattern, stored in names.items() if (match := re.fullmatch(pattern, path))), (None, "")
+        ((match, stored) for pattern, stored in names.items() if (match := compiled("names", pattern).fullmatch(path))),
+        (None, ""),
     )
     if found is None:
         raise ValueError(f"no pattern of names is all of the path '{path}'; it has {listed(sorted(names))}.")
@@ -88,6 +89,19 @@ def stored_at(path: str, shape: tuple[int, ...], names: NameMap | None) -> Store
     in_layers = LAYER in name
     tensors = tuple(name.replace(LAYER, str(layer)) for layer in range(shape[0])) if in_layers else (name,)
     return StoredAt(tensors, in_layers, *_layout(path, shape[in_layers:], stored.dims))
+
+
+def compiled(option: str, pattern: str) -> re.Pattern[str]:
+    """Returns a user's pattern, compiled; errors name the ``option`` of which it is."""
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(
+            f"{option}: {pattern!r} is no regular expression ({error}). Write \\ before a bracket or another sign that "
+            "is meant as itself."
+        ) from None
+    except TypeError:
+        raise TypeError(f"{option}: {pattern!r} is a {type(pattern).__name__}; a pattern is a text.") from None
 
 
 def _same(array: Any) -> Any:
@@ -127,22 +141,33 @@ def _layout(path: str, shape: tuple[int, ...], dims: str | tuple[str, ...]) -> t
     )
 
 
+class StoredPart(NamedTuple):
+    """A tensor of a leaf in a file, in the leaf's layout; ``converted`` gives entries the leaf's dtype."""
+
+    values: Any
+    converted: Callable[[np.ndarray], np.ndarray]
+
+    def read(self, index: Any) -> np.ndarray:
+        return self.converted(np.asarray(self.values[index]))
+
+
 class StoredLeaf:
     """A leaf in a file, indexed like an array in the leaf's layout: it reads only the entries that are indexed.
 
-    ``parts`` are the leaf's layers if it is ``in_layers``, else one array. Entries are cast to ``dtype``.
+    ``parts`` are the leaf's layers if it is ``in_layers``, else one tensor.
     """
 
-    def __init__(self, parts: list[Any], in_layers: bool, dtype: Any):
-        self._parts, self._in_layers, self._dtype = parts, in_layers, dtype
-        self.shape = (len(parts), *parts[0].shape) if in_layers else parts[0].shape
+    def __init__(self, parts: list[StoredPart], in_layers: bool):
+        self._parts, self._in_layers = parts, in_layers
+        shape = parts[0].values.shape
+        self.shape = (len(parts), *shape) if in_layers else shape
 
     def __getitem__(self, index: Any) -> Any:
         if not self._in_layers:
-            return np.asarray(self._parts[0][index]).astype(self._dtype, copy=False)
+            return self._parts[0].read(index)
         index = index if isinstance(index, tuple) else (index,)
         layers = self._parts[index[0]] if index else self._parts
-        return np.stack([layer[index[1:]] for layer in layers]).astype(self._dtype, copy=False)
+        return np.stack([layer.read(index[1:]) for layer in layers])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy

@@ -25,9 +25,9 @@ from pathlib import Path
 
 from xlstm_jax.distributed.checkpoint.backend import Arrays, Backend, Directory, Json
 from xlstm_jax.distributed.checkpoint.errors import CheckpointError
-from xlstm_jax.distributed.checkpoint.steps import is_url
+from xlstm_jax.distributed.checkpoint.steps import is_url, real_path
 from xlstm_jax.distributed.processes.leaving import leave
-from xlstm_jax.distributed.processes.together import cause_of
+from xlstm_jax.distributed.processes.together import cause_of, interruptions_go_on
 from xlstm_jax.private_names import register_atexit
 
 _COMMIT_GRACE_S = 1.0  # beyond the limit: orbax's own error, which says more, comes within it
@@ -60,7 +60,7 @@ class Writer:
         self._saving: int | None = None  # the step
         self._begun = 0.0, 0.0  # when that save began: by the system's clock, and by the monotonic clock
         # Two paths may lead to one directory, and must not get two writers.
-        self._key = str(directory) if is_url(directory) else os.path.realpath(directory)
+        self._key = real_path(directory)
         self._take_over(owner)
         if locks and not is_url(directory):
             self._lock = DirectoryLock(directory)
@@ -155,7 +155,8 @@ class Writer:
     @contextmanager
     def _failing_as(self, step: int) -> Iterator[None]:
         try:
-            yield
+            with interruptions_go_on():
+                yield
         except Exception as error:
             self._steps.discard(step)
             message = f"saving step {step} to {self.directory} failed: {cause_of(error)}. {self._hints(error)}"

@@ -2,10 +2,17 @@
 
 A process that gives up alone leaves the others waiting in the next collective. So after the work every process sends
 the text of its error, empty where it had none, to all others, and waits for their texts up to a time limit.
+
+Ctrl-C and the like are no failure of the work. Python raises them between any two instructions, so also within a
+library that catches them and raises its own error: ``interruption`` finds them there, and they go on as they came.
 """
 
+import asyncio
 import json
-from collections.abc import Callable
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import jax
@@ -15,6 +22,9 @@ from xlstm_jax.private_names import job
 from xlstm_jax.wording import one_line
 
 MAX_CAUSE_CHARS = 500
+_ENDS = {kind.__name__: kind for kind in (KeyboardInterrupt, SystemExit, GeneratorExit)}
+# JAX's caches report an error of a comparison by its text alone, one line of which is as "KeyboardInterrupt: ".
+_ENDS_AS_TEXT = re.compile(rf"^({'|'.join(_ENDS)})(?=:|$)", re.MULTILINE)
 Result = TypeVar("Result")
 
 
@@ -38,7 +48,8 @@ def fail_together(
     caught, problem = None, None
     # Every error is caught: a process that left here would not come to the exchange below, and the others would wait.
     try:
-        results.append(work())
+        with interruptions_go_on():
+            results.append(work())
     except kinds as error:
         caught, problem = error, [next(i for i, kind in enumerate(kinds) if isinstance(error, kind)), str(error)]
     except Exception as error:  # file systems and storage libraries raise whatever they like
@@ -50,6 +61,42 @@ def fail_together(
         return results[0]
     texts = [text if len(same) == len(problems) else f"{named(same)}: {text}" for (_, text), same in failed]
     raise kinds[max(kind for (kind, _), _ in failed)]("; ".join(texts)) from caught
+
+
+@contextmanager
+def interruptions_go_on() -> Iterator[None]:
+    """Raises Ctrl-C and the like (see ``interruption``) in place of an error that a library has made of it."""
+    handled = sys.exception()
+    try:
+        yield
+    except Exception as error:
+        if (found := interruption(error, handled)) is not None:
+            raise found from None
+        raise
+
+
+def interruption(error: BaseException, handled: BaseException | None = None) -> BaseException | None:
+    """Returns the ``KeyboardInterrupt``, ``SystemExit`` or the like of which a library has made ``error``, if any.
+
+    Args:
+      error: its causes, its contexts and the members of a group are searched.
+      handled: the exception that was being handled before the work began (``sys.exception()``). Python makes it a
+        context of every later error, of which it is no cause.
+    """
+    seen, left = {id(handled)}, [error]
+    while left:
+        found = left.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        # A task of asyncio is cancelled because another one has failed.
+        if not isinstance(found, Exception | BaseExceptionGroup | asyncio.CancelledError):
+            return found
+        if (text := _ENDS_AS_TEXT.search(str(found))) is not None:
+            return _ENDS[text[1]]()
+        members = found.exceptions if isinstance(found, BaseExceptionGroup) else ()
+        left += [other for other in (found.__cause__, found.__context__, *members) if other is not None]
+    return None
 
 
 def allgather_text(text: str, what: str = "exchange a text", timeout_s: float = PEER_TIMEOUT_S) -> list[str]:
