@@ -235,8 +235,9 @@ def test_a_teacher_reads_split_sequences_too(check_vma):
 
 
 def test_gradients_are_those_of_one_device_and_no_mean_of_means():
+    """Of a batch that was laid out before, but for leaves in natural order."""
     mesh, spec = specs_of("fsdp_cp")
-    batch = shard_batch(BATCH, mesh, batch_spec=spec)
+    batch = shard_batch(to_zigzag(BATCH, 2) | {"weights": BATCH["weights"]}, mesh, batch_spec=spec)
     found = {}
     for weighted in (True, False):
         of_tokens = lambda *args: (lambda total, weight: total / weight)(*weighted_loss(*args))  # noqa: E731

@@ -288,6 +288,12 @@ def check_fits(name: str, leaf: LaidOut, layout: str, devices: int, axes: str) -
     """Raises a ``ValueError`` where a leaf was laid out in another way than its sequence is, or for other devices."""
     if leaf.devices == devices == 1:
         return
+    if devices == 1:
+        raise ValueError(
+            f"{name} of shape {leaf.shape} is laid out in {leaf.layout} for {leaf.devices} devices, and its dim {leaf.dim} "
+            f"is not split ({axes}). Split the sequence, by batch_spec=P('fsdp', 'cp'), say, or hand it in in natural "
+            f"order: from_zigzag(batch, {leaf.devices})."
+        )
     if leaf.devices != devices:
         raise ValueError(
             f"{name} of shape {leaf.shape} is laid out in {leaf.layout} for {leaf.devices} devices, and {devices} split "
