@@ -38,6 +38,7 @@ from xlstm_jax.distributed.model_parallel import (
     Experts,
     SwiGLU,
     context_attention,
+    in_layout,
     join_tokens,
     on_split_input,
     split_tokens,

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support import FLOAT32_ROUNDING, equations, on_mesh
 from xlstm_jax.distributed import DeviceMeshManager, value_and_grad
-from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
 from xlstm_jax.distributed.device_mesh.zigzag import from_zigzag, to_zigzag, zigzag_order
 from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
 from xlstm_jax.distributed.model_parallel import LaidOut, context, in_layout, recurrence_over_axis, scan_over_axis
@@ -272,7 +271,9 @@ def test_a_batch_is_laid_out_and_back():
     np.testing.assert_array_equal(last.value, tokens)
     for laid_out in (last, last.value):
         np.testing.assert_array_equal(from_zigzag(laid_out, 3, dim=-1), batch["tokens"])
-    with pytest.raises(ValueError, match=r"from_zigzag\(batch, 4\): batch of shape \(2, 24\) is laid out for 3 devices"):
+    with pytest.raises(
+        ValueError, match=r"from_zigzag\(batch, 4\): batch of shape \(2, 24\) is laid out for 3 devices"
+    ):
         from_zigzag(last, 4, dim=-1)
 
 
@@ -302,7 +303,7 @@ def test_positions_are_those_of_the_layout(layout, mesh):
 
 @pytest.mark.parametrize("devices", [2, 3, 4])
 def test_devices_exchange_their_chunks(devices):
-    """Leaves of other dtypes and dims, over two axes, too: each gets what ``to_zigzag`` gives it, in one exchange more."""
+    """Leaves of several dtypes and ranks, over two axes, too: each gets what ``to_zigzag`` gives it."""
     shape = {"a": 2, "b": 2} if devices == 4 else {"a": devices}
     mesh, axes = DeviceMeshManager.create_device_mesh(shape, devices=jax.devices()[:devices]), tuple(shape)
     tokens = np.arange(3 * 4 * devices).reshape(3, -1)
@@ -381,7 +382,9 @@ WITHIN = {
     r"context_attention is given layout='contiguous', and the tokens of this step lie zigzag": lambda x: (
         context_attention(x, x, x, layout="contiguous")
     ),
-    r"context_positions is given layout='contiguous', and the tokens": lambda x: context_positions(4, "cp", "contiguous"),
+    r"context_positions is given layout='contiguous', and the tokens": lambda x: context_positions(
+        4, "cp", "contiguous"
+    ),
     r"context_attention is given layout='zigzag', and the tokens of this step lie contiguous over 'dp'": lambda x: (
         context_attention(x, x, x, "dp", layout="zigzag")
     ),
@@ -432,7 +435,9 @@ def test_a_batch_that_is_laid_out_otherwise_is_refused(match, mesh):
 
     with pytest.raises(ValueError, match=match):
         jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=SPLIT, out_specs=P(), check_vma=False), batch)
-    with pytest.raises(ValueError, match=r"batch\['x'\] of shape \(2, 16\) is laid out in zigzag for 4 devices already"):
+    with pytest.raises(
+        ValueError, match=r"batch\['x'\] of shape \(2, 16\) is laid out in zigzag for 4 devices already"
+    ):
         to_zigzag(to_zigzag({"x": jnp.zeros((2, 16))}, 4), 4)
 
 

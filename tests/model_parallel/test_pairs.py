@@ -245,7 +245,9 @@ def test_three_steps_of_a_pair_are_those_of_one_device(feature, axis, tmp_path):
     loss, local = loss_fn, ()
     if metric := how.stepping.get("metric"):
         loss, local = observing_loss, (metric.empty(BATCH_AXES, mesh),)
-    make = partial(make_train_step, loss, batch_spec=BATCH_SPEC, layout="zigzag", weighted=True, whole_ok=True, **how.stepping)
+    make = partial(
+        make_train_step, loss, batch_spec=BATCH_SPEC, layout="zigzag", weighted=True, whole_ok=True, **how.stepping
+    )
     step, rel = make(mesh=mesh, check_vma=check_vma), how.tolerance
     for number, want_loss in enumerate(losses):
         if feature == "checkpoint" and number == 1:

@@ -101,7 +101,12 @@ REFUSED = {
         r"recurrence_over_axis over 'cp': the step splits rows of its batch over \('fsdp', 'cp'\)",
     ),
     "rows of a batch that is laid out": (Model(), ZIGZAG, ROWS, r"for 2 devices, and its dim 1 is not split"),
-    "laid out for others": (Model(), to_zigzag(BATCH, 4), {}, r"laid out in zigzag for 4 devices, and 2 split its dim 1"),
+    "laid out for others": (
+        Model(),
+        to_zigzag(BATCH, 4),
+        {},
+        r"laid out in zigzag for 4 devices, and 2 split its dim 1",
+    ),
     "a leaf that is not split": (
         Model(),
         {**BATCH, "of_row": LaidOut(np.ones((4, 16)), "zigzag", 2)},
@@ -114,7 +119,12 @@ REFUSED = {
         {"layout": "zigzag"},
         r"batch\['x'\] of shape \(4, 14\): 14 tokens do not divide into the 4 chunks .* to 16 tokens",
     ),
-    "no sequence": (Model(), BATCH, ROWS | {"layout": "zigzag"}, r"layout='zigzag', and batch_axes=.* splits no sequence"),
+    "no sequence": (
+        Model(),
+        BATCH,
+        ROWS | {"layout": "zigzag"},
+        r"layout='zigzag', and batch_axes=.* splits no sequence",
+    ),
     "no layout": (Model(), BATCH, {"layout": "striped"}, r"layout='striped': the tokens of a sequence lie"),
 }
 
@@ -131,7 +141,9 @@ def test_what_contradicts_the_layout_of_a_step_is_refused(case, mesh):
 def test_two_sequences_are_not_laid_out():
     mesh = DeviceMeshManager.create_device_mesh({"fsdp": 2, "cp": 2, "w": 2})
     with pytest.raises(ValueError, match=r"splits other dims over \('cp',\) and over \('w',\); the tokens of one"):
-        make_train_step(lambda *args: 0.0, mesh, batch_spec={"x": P("fsdp", "cp"), "y": P("fsdp", "w")}, layout="zigzag")
+        make_train_step(
+            lambda *args: 0.0, mesh, batch_spec={"x": P("fsdp", "cp"), "y": P("fsdp", "w")}, layout="zigzag"
+        )
 
 
 @pytest.mark.parametrize("batch", [BATCH, ZIGZAG], ids=["natural", "laid out"])

@@ -116,9 +116,7 @@ class BatchLayout:
             if isinstance(leaf, LaidOut):
                 entry = dict(enumerate(spec)).get(leaf.dim % leaf.ndim)
                 split = f"its spec is {spec}"
-                check_fits(
-                    named_leaf("batch", path), leaf, tokens, num_shards(self.mesh, entry_axes(entry)), split
-                )
+                check_fits(named_leaf("batch", path), leaf, tokens, num_shards(self.mesh, entry_axes(entry)), split)
         found = replace(self, tokens=tokens)
         devices = num_shards(self.mesh, found.sequence.axes)
         if tokens == ZIGZAG and devices > 1:
@@ -146,7 +144,7 @@ class BatchLayout:
             ]
             values = exchanged(values, dims, self.sequence.axes)
         with said(self.sequence):
-            yield treedef.unflatten(values)
+            yield jax.tree.unflatten(treedef, values)
 
     def laid_out(self, batch: PyTree) -> PyTree:
         """A global batch in natural order, with its tokens in the order in which devices have them in the step."""
@@ -154,10 +152,11 @@ class BatchLayout:
             return batch
         devices = num_shards(self.mesh, self.sequence.axes)
         leaves, treedef = jax.tree.flatten(batch)
-        return treedef.unflatten(
+        ordered = [
             leaf if dim is None else reordered(leaf, zigzag_order(leaf.shape[dim], devices), dim)
             for leaf, dim in zip(leaves, self._token_dims(batch), strict=True)
-        )
+        ]
+        return jax.tree.unflatten(treedef, ordered)
 
     def _token_dims(self, batch: PyTree) -> list[int | None]:
         """The dim of each leaf that is split over the axes of the sequence; None of leaves without."""

@@ -281,7 +281,7 @@ def in_layout(batch: PyTree, layout: str = ZIGZAG, axis: AxisNames = "cp", *, di
     if layout == ZIGZAG:
         values = exchanged(values, places, spread)
     with said(SequenceLayout(layout, spread)):
-        yield treedef.unflatten(values)
+        yield jax.tree.unflatten(treedef, values)
 
 
 def check_fits(name: str, leaf: LaidOut, layout: str, devices: int, axes: str) -> None:
@@ -290,14 +290,14 @@ def check_fits(name: str, leaf: LaidOut, layout: str, devices: int, axes: str) -
         return
     if devices == 1:
         raise ValueError(
-            f"{name} of shape {leaf.shape} is laid out in {leaf.layout} for {leaf.devices} devices, and its dim {leaf.dim} "
-            f"is not split ({axes}). Split the sequence, by batch_spec=P('fsdp', 'cp'), say, or hand it in in natural "
+            f"{name} of shape {leaf.shape} is laid out in {leaf.layout} for {leaf.devices} devices, and its dim "
+            f"{leaf.dim} is not split ({axes}). Split the sequence, by batch_spec=P('fsdp', 'cp'), say, or hand it in in natural "
             f"order: from_zigzag(batch, {leaf.devices})."
         )
     if leaf.devices != devices:
         raise ValueError(
-            f"{name} of shape {leaf.shape} is laid out in {leaf.layout} for {leaf.devices} devices, and {devices} split "
-            f"its dim {leaf.dim} ({axes}). Hand it in in natural order, or lay it out by to_zigzag(batch, {devices})."
+            f"{name} of shape {leaf.shape} is laid out in {leaf.layout} for {leaf.devices} devices, and {devices} "
+            f"split its dim {leaf.dim} ({axes}). Hand it in in natural order, or lay it out by to_zigzag(batch, {devices})."
         )
     if leaf.layout != layout:
         raise ValueError(
@@ -316,7 +316,8 @@ def exchanged(values: Sequence[Any], dims: Sequence[int | None], axes: tuple[str
     n = collectives.axis_size(axes)
     if n == 1 or not chosen:
         return list(values)
-    moved = [jnp.moveaxis(values[at], dims[at], 0) for at in chosen]  # type: ignore[arg-type]
+    chosen_dims = [dim for dim in dims if dim is not None]
+    moved = [jnp.moveaxis(values[at], dim, 0) for at, dim in zip(chosen, chosen_dims, strict=True)]
     halves = [x.reshape(2, x.shape[0] // 2, *x.shape[1:]) for x in moved]
     arrived = []
     for which in range(2):
@@ -326,7 +327,7 @@ def exchanged(values: Sequence[Any], dims: Sequence[int | None], axes: tuple[str
     # Chunk d of device d is even on even devices; its other chunk, 2 n - 1 - d, is then odd.
     is_even = collectives.axis_index(axes) % 2 == 0
     out = list(values)
-    for at, even, odd in zip(chosen, *arrived, strict=True):
+    for at, dim, even, odd in zip(chosen, chosen_dims, *arrived, strict=True):
         first, second = jnp.where(is_even, even, odd), jnp.where(is_even, odd, even)
-        out[at] = jnp.moveaxis(jnp.concatenate([first, second]), 0, dims[at])  # type: ignore[arg-type]
+        out[at] = jnp.moveaxis(jnp.concatenate([first, second]), 0, dim)
     return out
