@@ -30,6 +30,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.device_mesh.zigzag import to_zigzag
 from xlstm_jax.distributed.forecast import forecast
+from xlstm_jax.distributed.forecast.fitting import Options, code_of, layout_of_step
 from xlstm_jax.distributed.forecast.workload import Workload
 from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
 from xlstm_jax.distributed.model_parallel import ColumnDense, context_attention, context_positions, in_layout
@@ -387,8 +388,10 @@ def test_a_forecast_counts_what_a_device_has_of_the_sequence():
         inputs=(BATCH["tokens"], BATCH["segments"]),
         weighted=True,
         batch_spec=spec,
+        layout="zigzag",
     )
     step, args = training.build_step(mesh)
+    assert "    layout='zigzag',\n)" in code_of(Options(dict(mesh.shape)), (), P("fsdp", "cp"), layout_of_step(step))
     parts = jax.tree.map(lambda x: x.sharding.shard_shape(x.shape), args[1])
     assert parts["tokens"] == (2, 8) and parts["of_row"] == (2,) and parts["scale"] == ()
     found = forecast(step, *args)

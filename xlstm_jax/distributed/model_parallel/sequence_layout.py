@@ -291,13 +291,14 @@ def check_fits(name: str, leaf: LaidOut, layout: str, devices: int, axes: str) -
     if devices == 1:
         raise ValueError(
             f"{name} of shape {leaf.shape} is laid out in {leaf.layout} for {leaf.devices} devices, and its dim "
-            f"{leaf.dim} is not split ({axes}). Split the sequence, by batch_spec=P('fsdp', 'cp'), say, or hand it in in natural "
-            f"order: from_zigzag(batch, {leaf.devices})."
+            f"{leaf.dim} is not split ({axes}). Split the sequence, as by batch_spec=P('fsdp', 'cp'), or hand it in in "
+            f"natural order: from_zigzag(batch, {leaf.devices})."
         )
     if leaf.devices != devices:
         raise ValueError(
             f"{name} of shape {leaf.shape} is laid out in {leaf.layout} for {leaf.devices} devices, and {devices} "
-            f"split its dim {leaf.dim} ({axes}). Hand it in in natural order, or lay it out by to_zigzag(batch, {devices})."
+            f"split its dim {leaf.dim} ({axes}). Hand it in in natural order, or lay it out by to_zigzag(batch, "
+            f"{devices})."
         )
     if leaf.layout != layout:
         raise ValueError(
