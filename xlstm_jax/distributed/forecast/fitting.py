@@ -161,8 +161,8 @@ class Trial:
 class Fit:
     """All that was tried: what fits first, the fastest first.
 
-    ``batch_specs`` says for each mesh how the steps' batch is split, where all its leaves are split alike. ``layout`` is
-    the one that the steps were made with.
+    ``batch_specs`` says for each mesh how the steps' batch is split, where all its leaves are split alike. The steps
+    were made with ``layout``.
 
     >>> failed = Trial(Options({"fsdp": 4}), None, fits=False, problem="4 devices do not divide 6 rows")
     >>> Fit("v5e:2x2", 2**30, (failed,)).best  # None: nothing fits
