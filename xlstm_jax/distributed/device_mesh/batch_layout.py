@@ -35,7 +35,7 @@ from xlstm_jax.distributed.model_parallel.sequence_layout import (
     LaidOut,
     SequenceLayout,
     check_even,
-    check_fits,
+    check_laid_out,
     check_layout,
     exchanged,
     is_laid_out,
@@ -116,7 +116,7 @@ class BatchLayout:
             if isinstance(leaf, LaidOut):
                 entry = dict(enumerate(spec)).get(leaf.dim % leaf.ndim)
                 split = f"its spec is {spec}"
-                check_fits(named_leaf("batch", path), leaf, tokens, num_shards(self.mesh, entry_axes(entry)), split)
+                check_laid_out(named_leaf("batch", path), leaf, tokens, num_shards(self.mesh, entry_axes(entry)), split)
         found = replace(self, tokens=tokens)
         devices = num_shards(self.mesh, found.sequence.axes)
         if tokens == ZIGZAG and devices > 1:

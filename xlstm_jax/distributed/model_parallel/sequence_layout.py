@@ -263,7 +263,7 @@ def in_layout(batch: PyTree, layout: str = ZIGZAG, axis: AxisNames = "cp", *, di
     for path, leaf in leaves:
         has_tokens = -np.ndim(leaf) <= dim < np.ndim(leaf)
         if isinstance(leaf, LaidOut):
-            check_fits(named_leaf("batch", path), leaf, layout, devices, format_axes(axes) if axes else "no axis")
+            check_laid_out(named_leaf("batch", path), leaf, layout, devices, format_axes(axes) if axes else "no axis")
         elif has_tokens:
             lengths[path] = leaf.shape[dim]
         places.append(dim if has_tokens and not isinstance(leaf, LaidOut) else None)
@@ -284,7 +284,7 @@ def in_layout(batch: PyTree, layout: str = ZIGZAG, axis: AxisNames = "cp", *, di
         yield jax.tree.unflatten(treedef, values)
 
 
-def check_fits(name: str, leaf: LaidOut, layout: str, devices: int, axes: str) -> None:
+def check_laid_out(name: str, leaf: LaidOut, layout: str, devices: int, axes: str) -> None:
     """Raises a ``ValueError`` where a leaf was laid out in another way than its sequence is, or for other devices."""
     if leaf.devices == devices == 1:
         return
