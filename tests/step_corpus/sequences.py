@@ -140,7 +140,12 @@ ENTRIES = [
         make=functools.partial(ready, batch_axes=("fsdp", "cp")),
         refused=r"the step splits rows of its batch over \('fsdp', 'cp'\)",
     ),
-    wrong("zigzag, positions by hand", make=own, loss=with_positions(index_times_length), names=OTHER_TOKENS),
+    wrong(
+        "laid out before, positions by hand",
+        make=functools.partial(own, given=laid_out),
+        loss=with_positions(index_times_length),
+        names=OTHER_TOKENS,
+    ),
     wrong(
         "the model says zigzag, nothing else does",
         make=functools.partial(own, layout=None),
