@@ -122,7 +122,7 @@ class BatchLayout:
         if tokens == ZIGZAG and devices > 1:
             for (path, leaf), dim in zip(leaves, found._token_dims(batch), strict=True):
                 if dim is not None:
-                    check_even(np.shape(leaf)[dim], devices, f"{named_leaf('batch', path)} of shape {np.shape(leaf)}: ")
+                    check_even(np.shape(leaf)[dim], devices, f"{named_leaf('batch', path)} of shape {np.shape(leaf)}")
         return found
 
     @property
@@ -262,9 +262,9 @@ def batch_layout(
 def _check_sequence(columns: list[tuple[str, ...]], given: str, tokens: str | None) -> None:
     """Raises where tokens are to be in zigzag, and other dims than that of rows are not split over one set of axes."""
     if tokens == ZIGZAG and len(columns) != 1:
-        what = f"splits other dims over {' and over '.join(map(str, columns))}" if columns else "splits no sequence"
+        what = f"other dims over {' and over '.join(map(str, columns))}" if columns else "no sequence"
         raise ValueError(
-            f"layout='zigzag', and {given} {what}; the tokens of one sequence are laid out, over the axes that split "
+            f"layout='zigzag', and {given} splits {what}; the tokens of one sequence are laid out, over the axes that split "
             "it. Pass batch_spec=P(('dp', 'fsdp'), 'cp'), say, of tokens [b, t]."
         )
 

@@ -101,7 +101,7 @@ def context_positions(length: int, axis: AxisNames = "cp", layout: str | None = 
     axes = collectives.bound_or_none(as_axis_names(axis), caller="context_positions")
     layout = layout_over(axes, layout, "context_positions")
     if layout == ZIGZAG:
-        check_even(length * collectives.axis_size(axes), collectives.axis_size(axes), "context_positions: ")
+        check_even(length * collectives.axis_size(axes), collectives.axis_size(axes), "context_positions")
     return _own_positions(_How(axes, layout, True, None, 1.0, BLOCK_SIZE), length)
 
 
@@ -442,7 +442,7 @@ def _check(
         raise ValueError(f"impl={impl!r}: context_attention has 'gather', 'ulysses' and 'ring'.")
     _check_shapes(query, key, value, segments)
     if how.layout == ZIGZAG:
-        check_even(query.shape[1] * how.devices, how.devices, "context_attention: ")
+        check_even(query.shape[1] * how.devices, how.devices, "context_attention")
     if impl == "ring" and kernel is not None:
         raise ValueError(
             "kernel= with impl='ring': the ring merges softmaxes block by block, which a kernel that returns results "

@@ -56,11 +56,11 @@ def check_layout(layout: str | None) -> None:
         raise ValueError(f"layout={layout!r}: the tokens of a sequence lie 'contiguous' or 'zigzag'; see in_layout.")
 
 
-def check_even(length: int, devices: int, named: str = "") -> None:
+def check_even(length: int, devices: int, named: str = "to_zigzag") -> None:
     """Raises a ``ValueError`` where a sequence has no two chunks of one size for each device."""
     if length % (2 * devices):
         raise ValueError(
-            f"{named}{length} tokens do not divide into the {2 * devices} chunks of the zigzag layout on {devices} "
+            f"{named}: {length} tokens do not divide into the {2 * devices} chunks of the zigzag layout on {devices} "
             f"devices, two for each. Pad the sequence to {-(-length // (2 * devices)) * 2 * devices} tokens."
         )
 
@@ -275,7 +275,7 @@ def in_layout(batch: PyTree, layout: str = ZIGZAG, axis: AxisNames = "cp", *, di
                 "arrays out."
             )
         if layout == ZIGZAG and devices > 1:
-            check_even(length * devices, devices, f"in_layout: {named_leaf('batch', path)}: ")
+            check_even(length * devices, devices, f"in_layout: {named_leaf('batch', path)}")
     values = [leaf.value if isinstance(leaf, LaidOut) else leaf for _, leaf in leaves]
     spread = collectives.spread_axes(axes)
     if layout == ZIGZAG:
