@@ -264,8 +264,8 @@ def _check_sequence(columns: list[tuple[str, ...]], given: str, tokens: str | No
     if tokens == ZIGZAG and len(columns) != 1:
         what = f"other dims over {' and over '.join(map(str, columns))}" if columns else "no sequence"
         raise ValueError(
-            f"layout='zigzag', and {given} splits {what}; the tokens of one sequence are laid out, over the axes that split "
-            "it. Pass batch_spec=P(('dp', 'fsdp'), 'cp'), say, of tokens [b, t]."
+            f"layout='zigzag', and {given} splits {what}; the tokens of one sequence are laid out, over the axes that "
+            "split it. Pass batch_spec=P(('dp', 'fsdp'), 'cp'), say, of tokens [b, t]."
         )
 
 
