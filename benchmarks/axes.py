@@ -58,11 +58,13 @@ from xlstm_jax.distributed.forecast.workload import in_a_line
 from xlstm_jax.distributed.hardware.xla_options import compiler_options
 from xlstm_jax.distributed.model_parallel import (
     Experts,
+    LaidOut,
     SplitAttention,
     SplitEmbed,
     SwiGLU,
     context_attention,
     context_positions,
+    in_layout,
     on_split_input,
 )
 from xlstm_jax.distributed.training.cross_entropy import LMHead
@@ -156,8 +158,8 @@ class Attention(nn.Module):
         kernel = attention_kernel(c, gpus=not parse_topology(row.topology).chip.torus_axes)
 
         def attend(q, k, v):
-            how = {"layout": "zigzag", "impl": "ring", "block_size": 1024} if row.ring else {"impl": "ulysses"}
-            positions = context_positions(q.shape[1], CP, how.get("layout", "contiguous"))
+            how = {"impl": "ring", "block_size": 1024} if row.ring else {"impl": "ulysses"}
+            positions = context_positions(q.shape[1], CP)
             q, k = (rotary(x, positions, c.rotary_base) for x in (q, k))
             # Outside of shard_map only shapes are asked for, of global arrays: the plain formula gives these.
             inside = not row.ring and jax.sharding.get_abstract_mesh().manual_axes
@@ -252,8 +254,16 @@ def build(row: Row) -> tuple[Any, tuple[Any, ...]]:
 
         return value_and_grad(loss, row.token_axes)(params)
 
+    def in_its_layout(params, tokens, labels):
+        batch = tokens, labels
+        if row.ring:
+            # As laid out before the step, which then exchanges nothing.
+            batch = tuple(LaidOut(x, "zigzag", row.sizes[CP]) for x in batch)
+        with in_layout(batch, "zigzag" if row.ring else "contiguous", CP) as batch:
+            return of_device(params, *batch)
+
     gradients = jax.shard_map(
-        of_device, mesh=mesh, in_specs=(specs, split, split), out_specs=(jax.P(), specs), check_vma=False
+        in_its_layout, mesh=mesh, in_specs=(specs, split, split), out_specs=(jax.P(), specs), check_vma=False
     )
 
     def step(state, tokens, labels):

@@ -18,7 +18,6 @@ from xlstm_jax.distributed import (
     shard_modules,
     simulate_cpu_devices,
 )
-from xlstm_jax.distributed.device_mesh import to_zigzag
 from xlstm_jax.distributed.model_parallel import context_attention
 
 simulate_cpu_devices(8)  # leave this out where there are accelerators
@@ -46,7 +45,7 @@ class Reader(nn.Module):
         query = nn.DenseGeneral((4, 16), name="query")(name(asked))
         key = nn.DenseGeneral((4, 16), name="key")(name(told))
         value = nn.DenseGeneral((4, 16), name="value")(nn.Embed(NUMBERS, 64)(number))
-        found = context_attention(query, key, value, "cp", impl="ring", layout="zigzag")
+        found = context_attention(query, key, value, "cp", impl="ring")
         x = nn.gelu(nn.DenseGeneral(64, axis=(-2, -1), name="out")(found))
         return nn.Dense(NUMBERS)(x)
 
@@ -67,11 +66,11 @@ tx, key = optax.adam(3e-3), jax.random.key(0)
 state = create_train_state(
     model, tx, mesh, key, *inputs(batch_of(0)), batch_axes="fsdp"
 )
-step = make_train_step(loss_fn, mesh, batch_spec=SPEC)
+step = make_train_step(loss_fn, mesh, batch_spec=SPEC, layout="zigzag")
 losses = []
 for number in steps(250):
-    laid_out = shard_batch(to_zigzag(batch_of(number), 4), mesh, batch_spec=SPEC)
-    state, metrics = step(state, laid_out, key)
+    batch = shard_batch(batch_of(number), mesh, batch_spec=SPEC)
+    state, metrics = step(state, batch, key)
     losses.append(float(metrics["loss"]))
 
 # ---- Outside of shard_map the model has the whole sequence, in its natural order.

@@ -61,7 +61,7 @@ def test_a_whole_batch_is_laid_out_in_zigzag_and_back():
     """Scalars and a number for each row stay as they are."""
     batch = BATCH | {"weights": np.ones((4, 16)), "positions": np.tile(np.arange(16), (4, 1)), "x": np.ones((4, 16, 3))}
     there = to_zigzag(batch, 2)
-    assert there["positions"][0].tolist() == [*range(4), *range(12, 16), *range(4, 12)]
+    assert there["positions"].value[0].tolist() == [*range(4), *range(12, 16), *range(4, 12)]
     assert there["label"] is batch["label"] and there["scale"] is batch["scale"]
     jax.tree.map(np.testing.assert_array_equal, from_zigzag(there, 2), batch)
     with pytest.raises(

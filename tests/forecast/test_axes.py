@@ -38,6 +38,7 @@ from xlstm_jax.distributed.model_parallel import (
     Experts,
     SwiGLU,
     context_attention,
+    in_layout,
     join_tokens,
     on_split_input,
     split_tokens,
@@ -288,13 +289,14 @@ def attention(layout, **options):
         @nn.compact
         def __call__(self, x):
             x = nn.Dense(8)(x)[:, :, None]
-            return context_attention(x, x, x, "cp", impl="ring", layout=layout, **options)
+            return context_attention(x, x, x, "cp", impl="ring", **options)
 
     model, x = Attention(), jax.ShapeDtypeStruct((2, 16, 8), jnp.float32)
     params, split = jax.eval_shape(model.init, jax.random.key(0), x), P(None, "cp")
 
     def gradient(params, x):
-        return jax.grad(lambda params: model.apply(params, x).sum())(params)
+        with in_layout(x, layout) as x:
+            return jax.grad(lambda params: model.apply(params, x).sum())(params)
 
     step = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=(P(), split), out_specs=P(), check_vma=False))
     args = [placed(params, mesh, P()), placed(x, mesh, split)]
@@ -304,7 +306,7 @@ def attention(layout, **options):
 def test_the_lint_sees_a_causal_sequence_without_balance():
     (finding,) = findings_of(RULES["unbalanced-sequence"], attention("contiguous"))
     assert "over 4 devices" in finding.text and "1.75 times the mean" in finding.text
-    assert "to_zigzag" in finding.cure and "unbalanced_ring" not in finding.where
+    assert "layout='zigzag'" in finding.cure and "unbalanced_ring" not in finding.where
     assert found_by("unbalanced-sequence", attention("zigzag")) == []
     assert found_by("unbalanced-sequence", attention("contiguous", causal=False)) == []
 

@@ -14,14 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support import FLOAT32_ROUNDING, equations, on_mesh
 from xlstm_jax.distributed import DeviceMeshManager, value_and_grad
-from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
 from xlstm_jax.distributed.device_mesh.zigzag import from_zigzag, to_zigzag, zigzag_order
 from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
-from xlstm_jax.distributed.model_parallel import context
-from xlstm_jax.distributed.model_parallel.context import (
-    context_attention,
-    context_positions,
-)
+from xlstm_jax.distributed.model_parallel import LaidOut, context, in_layout, recurrence_over_axis, scan_over_axis
+from xlstm_jax.distributed.model_parallel.context import context_attention, context_positions
+from xlstm_jax.distributed.model_parallel.sequence_layout import LAYOUTS
 
 BATCH, TOKENS, HEADS, KEY_HEADS, SIZE = 2, 16, 8, 2, 4
 SPLIT = P("dp", "cp")
@@ -65,18 +62,23 @@ def with_gradients(attend):
 
 
 def over_devices(mesh, check_vma, layout, **options):
-    """``context_attention`` of global arrays in their natural order."""
-    there, back = (to_zigzag, from_zigzag) if layout == "zigzag" else (lambda x, n: x, lambda x, n: x)
+    """``context_attention`` of global arrays in their natural order, which go into their layout inside or before."""
     segments = options.pop("segment_ids", None)
+    n = mesh.shape["cp"]
 
-    def local(query, key, value, segments):
-        options_here = {"block_size": 2, "layout": layout, **options}
-        return context_attention(query, key, value, segment_ids=segments, **options_here)
+    def local(*arrays):
+        with in_layout(arrays, layout) as (query, key, value, segments):
+            return context_attention(query, key, value, segment_ids=segments, **{"block_size": 2, **options})
 
     specs = (SPLIT, SPLIT, SPLIT, None if segments is None else SPLIT)
     split = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=SPLIT, check_vma=check_vma)
-    n = mesh.shape["cp"]
-    return lambda *arrays: back(split(*there(arrays, n), None if segments is None else there(segments, n)), n)
+
+    def of_all(query, *arrays):
+        query = to_zigzag(query, n) if layout == "zigzag" else query  # the others by an exchange
+        out = split(query, *arrays, segments)
+        return from_zigzag(out, n) if layout == "zigzag" else out
+
+    return of_all
 
 
 def same(got, want):
@@ -91,7 +93,7 @@ MASKS = {
     "both sides": {"causal": False, "window": (2, 5)},
     "all": {"causal": False},
 }
-CASES = [(impl, layout, mask) for impl in ("ring", "ulysses", "gather") for layout in context.LAYOUTS for mask in MASKS]
+CASES = [(impl, layout, mask) for impl in ("ring", "ulysses", "gather") for layout in LAYOUTS for mask in MASKS]
 
 
 @pytest.mark.one_in(3)
@@ -113,7 +115,7 @@ def test_on_other_meshes_too(impl, shape, check_vma):
 
 def test_guard_a_layout_that_is_not_the_batchs_gives_another_result(mesh):
     attend = over_devices(mesh, True, "contiguous", impl="gather")
-    got = from_zigzag(jax.jit(attend)(*to_zigzag((QUERY, KEY, VALUE), 4)), 4)
+    got = from_zigzag(jax.jit(attend)(*(x.value for x in to_zigzag((QUERY, KEY, VALUE), 4))), 4)
     assert np.abs(got - of_one_device(QUERY, KEY, VALUE)).max() > 0.1
 
 
@@ -121,14 +123,13 @@ class Attention(nn.Module):
     """Projections, a factor that depends on the position, attention."""
 
     impl: str = "gather"
-    layout: str = "contiguous"
 
     @nn.compact
     def __call__(self, x):
         query, key, value = (nn.DenseGeneral((HEADS, SIZE), name=name)(x) for name in ("query", "key", "value"))
-        angle = context_positions(x.shape[1], "cp", self.layout)[:, None, None] / 3.0
+        angle = context_positions(x.shape[1], "cp")[:, None, None] / 3.0
         query, key = (a * jnp.cos(angle) for a in (query, key))
-        y = context_attention(query, key, value, impl=self.impl, layout=self.layout)
+        y = context_attention(query, key, value, impl=self.impl)
         return nn.DenseGeneral(x.shape[-1], axis=(-2, -1))(y)
 
 
@@ -136,9 +137,14 @@ class Attention(nn.Module):
 def test_in_a_step_parameters_have_the_gradients_of_one_device(check_vma, mesh):
     x = normal(5, BATCH, TOKENS, 6)
     params = Attention().init(jax.random.key(0), x)
-    model = Attention("ring", "zigzag")
-    step = value_and_grad(lambda params, x: jnp.mean((model.apply(params, x) - x) ** 2), ("dp", "cp"))
-    loss, grads = on_mesh(step, mesh, check_vma, (P(), SPLIT), P())(params, to_zigzag(x, 4))
+    model = Attention("ring")
+    gradients = value_and_grad(lambda params, x: jnp.mean((model.apply(params, x) - x) ** 2), ("dp", "cp"))
+
+    def step(params, x):
+        with in_layout(x, "zigzag") as x:
+            return gradients(params, x)
+
+    loss, grads = on_mesh(step, mesh, check_vma, (P(), SPLIT), P())(params, x)
     want = jax.jit(jax.value_and_grad(lambda params: jnp.mean((Attention().apply(params, x) - x) ** 2)))(params)
     np.testing.assert_allclose(loss, want[0], rtol=FLOAT32_ROUNDING)
     same(jax.tree.leaves(grads), jax.tree.leaves(want[1]))
@@ -216,7 +222,11 @@ def test_on_tpus_the_ring_permutes_beside_its_products_and_keeps_no_logits():
     mesh = jax.sharding.AbstractMesh((devices,), ("cp",), axis_types=(jax.sharding.AxisType.Auto,))
     split = P(None, "cp")
     x = jax.ShapeDtypeStruct((1, tokens, heads, size), jnp.bfloat16, sharding=jax.NamedSharding(mesh, split))
-    local = lambda *arrays: gradients(*arrays, impl="ring", layout="zigzag")  # noqa: E731
+
+    def local(*arrays):
+        with in_layout(tuple(LaidOut(x, "zigzag", devices) for x in arrays), "zigzag") as arrays:
+            return gradients(*arrays, impl="ring")
+
     step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split))
     program = compile_for_topology(step, x, x, x, topology="v5e:2x4", cache=None)
     kinds = re.findall(r" (all-gather|all-to-all|all-reduce|collective-permute)(-start)?\(", program.hlo)
@@ -254,45 +264,84 @@ def test_a_kernel_is_called_on_what_it_can_take(mesh):
 def test_a_batch_is_laid_out_and_back():
     batch = {"tokens": np.arange(48).reshape(2, 24), "x": jnp.arange(96).reshape(2, 24, 2)}
     there = to_zigzag(batch, 3)
-    assert there["tokens"][0].tolist() == [*range(4), *range(20, 24), *range(4, 8), *range(16, 20), *range(8, 16)]
+    tokens = there["tokens"].value
+    assert tokens[0].tolist() == [*range(4), *range(20, 24), *range(4, 8), *range(16, 20), *range(8, 16)]
     jax.tree.map(np.testing.assert_array_equal, from_zigzag(there, 3), batch)
     last = to_zigzag(batch["tokens"], 3, dim=-1)
-    np.testing.assert_array_equal(last, there["tokens"])
-    np.testing.assert_array_equal(from_zigzag(last, 3, dim=-1), batch["tokens"])
+    np.testing.assert_array_equal(last.value, tokens)
+    for laid_out in (last, last.value):
+        np.testing.assert_array_equal(from_zigzag(laid_out, 3, dim=-1), batch["tokens"])
+    with pytest.raises(
+        ValueError, match=r"from_zigzag\(batch, 4\): batch of shape \(2, 24\) is laid out for 3 devices"
+    ):
+        from_zigzag(last, 4, dim=-1)
 
 
 def test_of_one_device_a_zigzag_sequence_may_be_odd():
     odd, window = QUERY[:, :7], np.int64(3)
-    np.testing.assert_array_equal(to_zigzag(odd, 1), odd)
+    np.testing.assert_array_equal(to_zigzag(odd, 1).value, odd)
     assert context_positions(7, "cp", "zigzag").tolist() == list(range(7))
-    got, want = (context_attention(odd, odd, odd, impl="ring", layout=how, window=window) for how in context.LAYOUTS)
+    got, want = (context_attention(odd, odd, odd, impl="ring", layout=how, window=window) for how in LAYOUTS)
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("layout", context.LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_positions_are_those_of_the_layout(layout, mesh):
     positions = jnp.arange(16)[None]
-    want = to_zigzag(positions, 4) if layout == "zigzag" else positions
+    want = to_zigzag(positions, 4).value if layout == "zigzag" else positions
     places = {"mesh": mesh, "in_specs": (), "out_specs": P("cp")}
-    got = jax.shard_map(lambda: context_positions(4, "cp", layout), **places)()
-    np.testing.assert_array_equal(got, want[0])
+
+    def of_device():
+        with in_layout((), layout):
+            return context_positions(4, "cp")
+
+    np.testing.assert_array_equal(jax.shard_map(of_device, **places)(), want[0])
     np.testing.assert_array_equal(context_positions(16, "cp", layout), positions[0])  # whole, outside of shard_map
-    program = jax.make_jaxpr(jax.shard_map(lambda: context_positions(4, "cp", layout), **places))()
+    program = jax.make_jaxpr(jax.shard_map(of_device, **places))()
     assert all(x.aval.size <= 4 for _, eqn in equations(program) for x in eqn.invars)  # no table of all tokens
 
 
-def test_one_device_with_the_tokens_of_all_has_chunks_of_one_size():
-    """As in ``check_step``: 12 tokens that were laid out for 4 devices have no 8 chunks of one size."""
-    mesh = DeviceMeshManager.create_device_mesh({"cp": 1}, devices=jax.devices()[:1])
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_devices_exchange_their_chunks(devices):
+    """Leaves of several dtypes and ranks, over two axes, too: each gets what ``to_zigzag`` gives it."""
+    shape = {"a": 2, "b": 2} if devices == 4 else {"a": devices}
+    mesh, axes = DeviceMeshManager.create_device_mesh(shape, devices=jax.devices()[:devices]), tuple(shape)
+    tokens = np.arange(3 * 4 * devices).reshape(3, -1)
+    batch = {"tokens": tokens, "ids": 2 * tokens, "x": jax.random.normal(jax.random.key(0), (3, 4 * devices, 2))}
+    batch |= {"mask": tokens % 3 == 0, "of_row": np.arange(3)}
 
-    def of(length):
-        with inside_loss(RunningLoss(is_reference=True, laid_out_for={"cp": 4})):
-            return context_positions(length, "cp", "zigzag")
+    def local(batch):
+        with in_layout(batch, "zigzag", axes) as batch:
+            return batch
 
-    positions = lambda length: jax.shard_map(lambda: of(length), mesh=mesh, in_specs=(), out_specs=P("cp"))()  # noqa: E731
-    np.testing.assert_array_equal(positions(16), to_zigzag(np.arange(16)[None], 4)[0])
-    with pytest.raises(ValueError, match=r"12 tokens on each device .* 8 equal chunks. .* sequence to 16 tokens"):
-        positions(12)
+    specs = dict.fromkeys(batch, P(None, axes)) | {"of_row": P()}
+    split = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=specs))
+    want = jax.tree.map(np.asarray, to_zigzag(batch, devices))
+    jax.tree.map(np.testing.assert_array_equal, split(batch), jax.tree.map(np.asarray, values_of(want)))
+    jax.tree.map(np.testing.assert_array_equal, split(to_zigzag(batch, devices)), values_of(want))
+    sent = [eqn for _, eqn in equations(jax.make_jaxpr(split)(batch)) if eqn.primitive.name == "ppermute"]
+    assert len(sent) == 2 * 3  # of integers, floats and booleans
+
+
+def values_of(batch):
+    return {name: getattr(leaf, "value", leaf) for name, leaf in batch.items()}
+
+
+def test_what_jax_keeps_of_an_inner_function_is_of_its_layout(mesh):
+    """A function at the top of a module is traced once by ``jit``, ``scan`` and ``checkpoint``, for all who call it."""
+
+    @jax.jit
+    def positions(x):
+        return x + context_positions(x.shape[1], "cp")
+
+    def local(x, layout):
+        with in_layout(x, layout) as x:
+            return positions(jnp.zeros_like(x))
+
+    for layout in (*LAYOUTS, *LAYOUTS):
+        split = jax.shard_map(lambda x, how=layout: local(x, how), mesh=mesh, in_specs=SPLIT, out_specs=SPLIT)
+        want = zigzag_order(16, 4) if layout == "zigzag" else np.arange(16)
+        np.testing.assert_array_equal(split(jnp.zeros((2, 16)))[0], want)
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused
@@ -308,7 +357,7 @@ REFUSED = {
     r"window=\(-1, 0\): how many tokens": {"window": (-1, 0)},
     r"segment_ids of shape \(4,\) do not fit a query of shape \(1, 4, 8, 4\)": {"segment_ids": jnp.zeros(4, int)},
     r"context_attention: block_size=0 must be": {"impl": "ring", "block_size": 0},
-    r"layout='zigzag' with 3 tokens on each device": {"layout": "zigzag", "tokens": 3, "key_tokens": 3},
+    r"layout='zigzag', and nothing says that the tokens over 'cp' are laid out so": {"layout": "zigzag"},
     r"context_attention: 'sp' is not a bound mesh axis; the axes bound here": {"axis": "sp"},
 }
 
@@ -327,6 +376,69 @@ def test_tokens_that_are_the_same_on_all_devices_are_refused(mesh):
     local = lambda x: context_attention(x, x, x)  # noqa: E731
     with pytest.raises(ValueError, match="context_attention: the query does not vary over 'cp'"):
         jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=P("dp"), out_specs=P("dp")), QUERY)
+
+
+WITHIN = {
+    r"context_attention is given layout='contiguous', and the tokens of this step lie zigzag": lambda x: (
+        context_attention(x, x, x, layout="contiguous")
+    ),
+    r"context_positions is given layout='contiguous', and the tokens": lambda x: context_positions(
+        4, "cp", "contiguous"
+    ),
+    r"context_attention is given layout='zigzag', and the tokens of this step lie contiguous over 'dp'": lambda x: (
+        context_attention(x, x, x, "dp", layout="zigzag")
+    ),
+    r"context_positions over \('dp', 'cp'\): the tokens of this step are laid out in zigzag over 'cp'": lambda x: (
+        context_positions(4, ("dp", "cp"))
+    ),
+    r"context_positions: 12 tokens do not divide into the 8 chunks": lambda x: context_positions(3),
+    r"recurrence_over_axis is of tokens that lie contiguous, and .* zigzag over 'cp'. Make the step with": lambda x: (
+        recurrence_over_axis(x[0], x[0])
+    ),
+    r"scan_over_axis is of tokens that lie contiguous": lambda x: scan_over_axis(jnp.maximum, x, first=x),
+    r"an array of shape \(1, 4, 8, 4\) in zigzag order is used as": lambda x: jnp.sin(LaidOut(x, "zigzag", 4)),
+    r"in zigzag order is used as an array": lambda x: LaidOut(x, "zigzag", 4)[0],
+}
+
+
+@pytest.mark.parametrize("match", WITHIN)
+def test_what_contradicts_the_layout_is_refused(match, mesh):
+    def local(x):
+        with in_layout(x, "zigzag") as x:
+            return WITHIN[match](x)
+
+    with pytest.raises(ValueError, match=match):
+        jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=SPLIT, out_specs=SPLIT), QUERY)
+
+
+NOT_SO = {
+    r"batch\['x'\] of shape \(1, 4\) is laid out in zigzag for 2 devices, and 4 split": {"x": ("zigzag", 2, 16)},
+    r"batch\['x'\] of shape \(1, 4\) is laid out in zigzag, and the layout here is layout='contiguous'": {
+        "x": ("zigzag", 4, 16),
+        "layout": "contiguous",
+    },
+    r"in_layout: batch\['x'\]: 20 tokens do not divide into the 8 chunks .* to 24 tokens": {"x": (None, 0, 20)},
+    r"in_layout: batch\['y'\] has 5 entries along dim 1, and 'x' 4 tokens": {"x": (None, 0, 16), "y": (None, 0, 20)},
+}
+
+
+@pytest.mark.parametrize("match", NOT_SO)
+def test_a_batch_that_is_laid_out_otherwise_is_refused(match, mesh):
+    options = dict(NOT_SO[match])
+    layout = options.pop("layout", "zigzag")
+    arrays = {name: (jnp.zeros((2, size)), how, devices) for name, (how, devices, size) in options.items()}
+    batch = {name: LaidOut(x, how, devices) if how else x for name, (x, how, devices) in arrays.items()}
+
+    def local(batch):
+        with in_layout(batch, layout):
+            return jnp.zeros(())
+
+    with pytest.raises(ValueError, match=match):
+        jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=SPLIT, out_specs=P(), check_vma=False), batch)
+    with pytest.raises(
+        ValueError, match=r"batch\['x'\] of shape \(2, 16\) is laid out in zigzag for 4 devices already"
+    ):
+        to_zigzag(to_zigzag({"x": jnp.zeros((2, 16))}, 4), 4)
 
 
 def test_a_length_that_does_not_divide_is_refused():

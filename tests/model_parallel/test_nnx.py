@@ -22,7 +22,6 @@ from xlstm_jax.distributed import (
     shard_modules,
     unbox,
 )
-from xlstm_jax.distributed.device_mesh.zigzag import to_zigzag
 from xlstm_jax.distributed.model_parallel import (
     context_attention,
     context_positions,
@@ -52,8 +51,8 @@ class Attention(nnx.Module):
     def __call__(self, x):
         x = enter_split(x, "tp")
         heads = [layer(x).reshape(*x.shape[:2], -1, WIDTH // HEADS) for layer in (self.query, self.key, self.value)]
-        turned = jnp.cos(context_positions(x.shape[1], "cp", "zigzag") / 3.0)[:, None, None]
-        y = context_attention(heads[0] * turned, heads[1] * turned, heads[2], "cp", impl="ring", layout="zigzag")
+        turned = jnp.cos(context_positions(x.shape[1], "cp") / 3.0)[:, None, None]
+        y = context_attention(heads[0] * turned, heads[1] * turned, heads[2], "cp", impl="ring")
         return leave_split(self.out(y.reshape(*x.shape[:2], -1)), "tp")
 
 
@@ -103,12 +102,11 @@ def loss_fn(params, apply_fn, x, rng):
 def test_a_step_of_an_nnx_model_is_that_of_one_device(shape, check_vma):
     mesh = DeviceMeshManager.create_device_mesh({"fsdp": 1, "tp": 1, "ep": 1, "cp": 1} | shape)
     model = shard_modules(nnx_model(Net), (nnx.Linear, Mixture), "fsdp", 16)
-    x = to_zigzag(X, mesh.shape["cp"])
-    state = create_train_state(model, KEPT, mesh, jax.random.key(0), x, batch_axes=("fsdp", "ep"), whole_ok=True)
+    state = create_train_state(model, KEPT, mesh, jax.random.key(0), X, batch_axes=("fsdp", "ep"), whole_ok=True)
     start = jax.tree.map(np.asarray, unbox(state.params))
     loss, grads = jax.jit(jax.value_and_grad(lambda params: loss_fn(params, nnx_model(Net).apply, X, None)))(start)
-    step = make_train_step(loss_fn, mesh, batch_spec=SPEC, check_vma=check_vma, whole_ok=True)
-    state, metrics = step(state, x, jax.random.key(2))
+    step = make_train_step(loss_fn, mesh, batch_spec=SPEC, layout="zigzag", check_vma=check_vma, whole_ok=True)
+    state, metrics = step(state, X, jax.random.key(2))
     np.testing.assert_allclose(metrics["loss"], loss, rtol=FLOAT32_ROUNDING)
     assert_same_params(state.opt_state, grads)
     of_device = state.params["attention"]["query"]["kernel"].value.addressable_shards[0].data.shape

@@ -35,7 +35,6 @@ from xlstm_jax.distributed import (
     unbox,
     with_ema,
 )
-from xlstm_jax.distributed.device_mesh.zigzag import to_zigzag
 from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
 from xlstm_jax.distributed.model_parallel import (
     Experts,
@@ -55,7 +54,6 @@ TOKENS = jax.random.randint(jax.random.key(1), (ROWS, LENGTH), 0, VOCAB)
 LABELS = jnp.where(jnp.arange(ROWS * LENGTH).reshape(TOKENS.shape) % 3 == 0, -100, jnp.roll(TOKENS, -1, axis=1))
 BATCH_AXES = ("dp", "fsdp", "ep", "cp")
 BATCH_SPEC = P(BATCH_AXES[:-1], "cp")
-ZIGZAG = {"layout": "zigzag"}
 
 
 class Expert(nn.Module):
@@ -66,8 +64,8 @@ class Expert(nn.Module):
 
 def attend(query, key, value, impl):
     """Positions count, so that each device must know which tokens it has."""
-    angle = context_positions(query.shape[1], **ZIGZAG).astype(jnp.float32)[None, :, None, None] / 3.0
-    return context_attention(query * jnp.cos(angle), key * jnp.cos(angle), value, impl=impl, **ZIGZAG)
+    angle = context_positions(query.shape[1]).astype(jnp.float32)[None, :, None, None] / 3.0
+    return context_attention(query * jnp.cos(angle), key * jnp.cos(angle), value, impl=impl)
 
 
 class Layer(nn.Module):
@@ -203,7 +201,7 @@ def mesh_of(sizes):
 
 
 def state_on(mesh, model, tx=KEPT, making=None):
-    batch = to_zigzag((TOKENS, LABELS), mesh.shape["cp"])
+    batch = TOKENS, LABELS
     state = create_train_state(
         model, tx, mesh, jax.random.key(0), *batch, batch_axes=BATCH_AXES[:-1], whole_ok=True, **(making or {})
     )
@@ -247,7 +245,9 @@ def test_three_steps_of_a_pair_are_those_of_one_device(feature, axis, tmp_path):
     loss, local = loss_fn, ()
     if metric := how.stepping.get("metric"):
         loss, local = observing_loss, (metric.empty(BATCH_AXES, mesh),)
-    make = partial(make_train_step, loss, batch_spec=BATCH_SPEC, weighted=True, whole_ok=True, **how.stepping)
+    make = partial(
+        make_train_step, loss, batch_spec=BATCH_SPEC, layout="zigzag", weighted=True, whole_ok=True, **how.stepping
+    )
     step, rel = make(mesh=mesh, check_vma=check_vma), how.tolerance
     for number, want_loss in enumerate(losses):
         if feature == "checkpoint" and number == 1:
@@ -311,7 +311,7 @@ def test_ten_accumulated_steps_on_a_mesh_are_those_of_one_device(shape, optimize
     )
     state, batch = state_on(mesh, model, CLIPPED[optimizer])
     params, opt_state, losses = ten_steps_of_one_device(optimizer)
-    how = {"batch_spec": BATCH_SPEC, "num_minibatches": 2, "weighted": True, "check_vma": check_vma}
+    how = {"batch_spec": BATCH_SPEC, "layout": "zigzag", "num_minibatches": 2, "weighted": True, "check_vma": check_vma}
     step = make_train_step(loss_fn, mesh, **how, whole_ok=True)
     for want in losses:
         state, metrics = step(state, batch, jax.random.key(0))

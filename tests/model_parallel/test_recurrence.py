@@ -130,5 +130,5 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"decay of shape \(2,\) and initial of shape \(2, 3\) do not fit a state"):
         recurrence_over_axis(jnp.ones(2), jnp.ones((2, 3)))
     local = lambda x: recurrence_over_axis(x, x, "sp")  # noqa: E731
-    with pytest.raises(ValueError, match="scan_over_axis: 'sp' is not a bound mesh axis"):
+    with pytest.raises(ValueError, match="recurrence_over_axis: 'sp' is not a bound mesh axis"):
         jax.eval_shape(jax.shard_map(local, mesh=mesh_of_sequence(2), in_specs=P("cp"), out_specs=P("cp")), DECAY)

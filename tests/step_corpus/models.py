@@ -12,6 +12,8 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 
+from xlstm_jax.distributed.model_parallel import context_attention
+
 CLASSES = 4
 LECUN = nn.initializers.lecun_normal()
 
@@ -184,6 +186,23 @@ class Denoiser(nn.Module):
         return nn.Dense(16)(nn.Dropout(self.rate, deterministic=False)(h))
 
 
+class Sequence(nn.Module):
+    """The next of 16 tokens, by causal attention; ``layout`` is what the call names, if it names one."""
+
+    layout: str | None = None
+    exchange: bool = True
+
+    @nn.compact
+    def __call__(self, tokens, positions):
+        x = nn.Embed(20, 16)(tokens) + nn.Embed(16, 16)(positions)
+        q, k, v = (nn.Dense(16, name=name)(x).reshape(*x.shape[:2], 2, 8) for name in "qkv")
+        if self.exchange:
+            y = context_attention(q, k, v, "cp", layout=self.layout)
+        else:
+            y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        return nn.Dense(20)(nn.gelu(x + nn.Dense(16)(y.reshape(x.shape))))
+
+
 LINEN = {
     "mlp": MLP,
     "norm": lambda rate: MLP(rate, norm=True),
@@ -200,6 +219,10 @@ LINEN = {
     "conv": Convolution,
     "lora": LoRA,
     "denoiser": Denoiser,
+    "sequence": lambda rate: Sequence(),
+    "sequence_zigzag": lambda rate: Sequence("zigzag"),
+    "sequence_contiguous": lambda rate: Sequence("contiguous"),
+    "sequence_alone": lambda rate: Sequence(exchange=False),
 }
 NNX = {
     "mlp": NnxMLP,
@@ -207,7 +230,8 @@ NNX = {
     "zero_head": lambda rngs, rate: NnxMLP(rngs, rate, head_init=nnx.initializers.zeros),
     "extra_head": lambda rngs, rate: NnxMLP(rngs, rate, extra_head=True),
 }
-WITHOUT_DROPOUT = {"split_experts"}
+SEQUENCES = {name for name in LINEN if name.startswith("sequence")}
+WITHOUT_DROPOUT = {"split_experts"} | SEQUENCES
 
 
 def batch_of(model: str) -> dict[str, np.ndarray]:
@@ -219,6 +243,9 @@ def batch_of(model: str) -> dict[str, np.ndarray]:
     batch["mask"] = ((np.arange(rows) % 5 < 2) | (np.arange(rows) < 8)).astype(np.float32)
     if model == "tied":
         batch = {"x": rng.integers(0, 40, (16, 9)).astype(np.int32), "mask": batch["mask"][:16]}
+    if model in SEQUENCES:
+        text = rng.integers(0, 20, (8, 17)).astype(np.int32)
+        batch = {"x": text[:, :-1], "y": text[:, 1:], "positions": np.tile(np.arange(16, dtype=np.int32), (8, 1))}
     return batch
 
 
@@ -226,6 +253,8 @@ def inputs_of(model: str, batch: dict[str, np.ndarray]) -> tuple[np.ndarray, ...
     """What ``model.init`` takes."""
     if model == "denoiser":
         return batch["x"], batch["mask"]
+    if model in SEQUENCES:
+        return batch["x"], batch["positions"]
     return (batch["x"][:, :-1] if model == "tied" else batch["x"],)
 
 

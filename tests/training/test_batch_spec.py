@@ -30,9 +30,10 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.device_mesh.zigzag import to_zigzag
 from xlstm_jax.distributed.forecast import forecast
+from xlstm_jax.distributed.forecast.fitting import Options, code_of, layout_of_step
 from xlstm_jax.distributed.forecast.workload import Workload
 from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
-from xlstm_jax.distributed.model_parallel import ColumnDense, context_attention, context_positions
+from xlstm_jax.distributed.model_parallel import ColumnDense, context_attention, context_positions, in_layout
 
 ROWS, TOKENS, VOCABULARY, WIDTH = 8, 16, 13, 16
 KEY = jax.random.key(0)
@@ -47,12 +48,12 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(self, tokens, segments):
-        positions = context_positions(tokens.shape[1], "cp", "zigzag")
+        positions = context_positions(tokens.shape[1], "cp")
         x = nn.Embed(VOCABULARY, WIDTH)(tokens) + nn.Embed(TOKENS, WIDTH)(positions)
         h = nn.LayerNorm()(x)
         q, k, v = (nn.DenseGeneral((2, 8), use_bias=False, name=name)(h) for name in "qkv")
         if self.exchange:
-            y = context_attention(q, k, v, "cp", impl=self.impl, layout="zigzag", segment_ids=segments, block_size=2)
+            y = context_attention(q, k, v, "cp", impl=self.impl, segment_ids=segments, block_size=2)
         else:  # each device attends to its own tokens alone
             y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         x = x + nn.DenseGeneral(WIDTH, axis=(-2, -1), name="out")(y)
@@ -167,11 +168,12 @@ def test_steps_on_split_sequences_are_those_of_one_device(name, check_vma, impl,
         loss_fn,
         mesh,
         batch_spec=spec,
+        layout="zigzag",
         num_minibatches=minibatches,
         weighted=loss_fn is weighted_loss,
         check_vma=check_vma,
     )
-    batch = shard_batch(to_zigzag(BATCH, mesh.shape["cp"]), mesh, batch_spec=spec)
+    batch = shard_batch(BATCH, mesh, batch_spec=spec)
     got = []
     losses, grads, params = one_device(loss_fn)
     for _ in losses:
@@ -192,7 +194,7 @@ def test_minibatches_of_copies_are_those_of_one_device(accumulation, check_vma):
     state = state_of("dp_fsdp_cp", keep_gradients(), replicas=Replicas(("dp", "cp")))
     how = {"num_minibatches": 2, "accumulation": accumulation, "weighted": True, "check_vma": check_vma}
     step = make_train_step(weighted_loss, mesh, batch_spec=spec, **how)
-    state, _ = step(state, shard_batch(to_zigzag(BATCH, 2), mesh, batch_spec=spec), KEY)
+    state, _ = step(state, to_zigzag(BATCH, 2), KEY)
     assert_same_params(state.opt_state, one_device(weighted_loss)[1])
 
 
@@ -234,8 +236,9 @@ def test_a_teacher_reads_split_sequences_too(check_vma):
 
 
 def test_gradients_are_those_of_one_device_and_no_mean_of_means():
+    """Of a batch that was laid out before, but for leaves in natural order."""
     mesh, spec = specs_of("fsdp_cp")
-    batch = shard_batch(to_zigzag(BATCH, 2), mesh, batch_spec=spec)
+    batch = shard_batch(to_zigzag(BATCH, 2) | {"weights": BATCH["weights"]}, mesh, batch_spec=spec)
     found = {}
     for weighted in (True, False):
         of_tokens = lambda *args: (lambda total, weight: total / weight)(*weighted_loss(*args))  # noqa: E731
@@ -272,12 +275,12 @@ def eval_fn(params, apply_fn, batch):
 @pytest.mark.parametrize("name, check_vma", [("fsdp_cp", True), pytest.param("hsdp", False, marks=pytest.mark.slow)])
 def test_an_evaluation_of_split_sequences_is_that_of_one_device(name, check_vma):
     mesh, spec = specs_of(name)
-    axes, metric, cp = tuple(mesh.shape), WeightedMean(), mesh.shape["cp"]
+    axes, metric = tuple(mesh.shape), WeightedMean()
     state = state_of(name, optax.sgd(0.1), impl="ring")
-    step = make_eval_step(eval_fn, mesh, batch_spec=spec, metric=metric, check_vma=check_vma)
+    step = make_eval_step(eval_fn, mesh, batch_spec=spec, layout="zigzag", metric=metric, check_vma=check_vma)
     local = metric.empty(axes, mesh)
     for rows in (BATCH, {key: x[:3] if np.ndim(x) else x for key, x in BATCH.items()}):
-        batch, weight = shard_batch(to_zigzag(rows, cp), mesh, batch_spec=spec, pad=ROWS)
+        batch, weight = shard_batch(rows, mesh, batch_spec=spec, pad=ROWS)
         local = step(state, batch | {"of_row": batch["of_row"] * weight}, local)
     got = make_log_step(metric, mesh, axes)(local)[0]
     losses = losses_of(jax.device_get(unbox(state.params)), Transformer().apply, BATCH, None)
@@ -340,7 +343,12 @@ def test_check_step_of_a_step_of_ones_own(case):
     @jax.jit
     def step(state, batch, rng):
         gradients = value_and_grad(lambda params, batch: mean_loss(params, state.apply_fn, batch, None), ("fsdp", "cp"))
-        on_mesh = jax.shard_map(gradients, mesh=mesh, in_specs=(specs, spec), out_specs=(P(), specs))
+
+        def on_device(params, batch):
+            with in_layout(batch, "zigzag", "cp") as batch:
+                return gradients(params, batch)
+
+        on_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=(specs, spec), out_specs=(P(), specs))
         loss, grads = on_mesh(state.params, batch)
         return state.apply_gradients(grads=grads), {"loss": loss}
 
@@ -380,8 +388,10 @@ def test_a_forecast_counts_what_a_device_has_of_the_sequence():
         inputs=(BATCH["tokens"], BATCH["segments"]),
         weighted=True,
         batch_spec=spec,
+        layout="zigzag",
     )
     step, args = training.build_step(mesh)
+    assert "    layout='zigzag',\n)" in code_of(Options(dict(mesh.shape)), (), P("fsdp", "cp"), layout_of_step(step))
     parts = jax.tree.map(lambda x: x.sharding.shard_shape(x.shape), args[1])
     assert parts["tokens"] == (2, 8) and parts["of_row"] == (2,) and parts["scale"] == ()
     found = forecast(step, *args)

@@ -7,11 +7,15 @@
 Dim 0 of every leaf holds examples, and is split over the same axes in all leaves, ``row_axes``. Scalars are whole on
 all devices. Losses, weights and gradients are reduced over ``axes``, those of all dims. Whoever takes a batch asks a
 ``BatchLayout``: the ready steps, ``shard_batch``, ``abstract_batch`` and ``check_step``.
+
+A batch is in natural order, and its tokens are contiguous on devices. A step of another layout (zigzag) brings the
+tokens of each device there, by the dims that its specs split, before it computes (``entered``).
 """
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,9 +26,23 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.placement import spread_spec
 from xlstm_jax.distributed.data_parallel.policy import padded_size
-from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, named_leaf, path_string
+from xlstm_jax.distributed.data_parallel.trees import flatten_with_path, leaves_with_path, named_leaf, path_string
 from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
 from xlstm_jax.distributed.device_mesh.checks import check_mesh, mesh_axes
+from xlstm_jax.distributed.model_parallel.sequence_layout import (
+    CONTIGUOUS,
+    ZIGZAG,
+    LaidOut,
+    SequenceLayout,
+    check_even,
+    check_laid_out,
+    check_layout,
+    exchanged,
+    is_laid_out,
+    reordered,
+    said,
+    zigzag_order,
+)
 from xlstm_jax.wording import kind_of, listed
 
 
@@ -37,12 +55,14 @@ class BatchLayout:
       axes: all axes that split a leaf, in the order in which specs name them.
       row_axes: those that split dim 0.
       spec: a ``PartitionSpec``, or a tree of them that is a prefix of the batch.
+      tokens: in which layout a step computes, "contiguous" or "zigzag"; None: as its batch says, see ``of_batch``.
     """
 
     mesh: Mesh | AbstractMesh
     axes: tuple[str, ...]
     row_axes: tuple[str, ...]
     spec: PyTree
+    tokens: str | None = None
 
     def __str__(self) -> str:
         return str(self.axes if self.axes == self.row_axes else self.spec)
@@ -81,6 +101,70 @@ class BatchLayout:
             return leaf
 
         return jax.tree.map(own, batch, self.specs(batch))
+
+    def of_batch(self, batch: PyTree) -> "BatchLayout":
+        """The layout with ``tokens`` decided: as given, else zigzag where leaves are ``LaidOut``, else contiguous.
+
+        Raises:
+          ValueError: a leaf was laid out in another way, or for other devices than those that split it; or a sequence
+            has no two chunks of one size for each device.
+        """
+        leaves = flatten_with_path(batch, one_leaf=is_laid_out)[0]
+        is_zigzag = any(isinstance(leaf, LaidOut) and leaf.devices > 1 for _, leaf in leaves)
+        tokens = self.tokens or (ZIGZAG if is_zigzag else CONTIGUOUS)
+        for (path, leaf), spec in zip(leaves, self._by_leaf(batch), strict=True):
+            if isinstance(leaf, LaidOut):
+                entry = dict(enumerate(spec)).get(leaf.dim % leaf.ndim)
+                split = f"its spec is {spec}"
+                check_laid_out(named_leaf("batch", path), leaf, tokens, num_shards(self.mesh, entry_axes(entry)), split)
+        found = replace(self, tokens=tokens)
+        devices = num_shards(self.mesh, found.sequence.axes)
+        if tokens == ZIGZAG and devices > 1:
+            for (path, leaf), dim in zip(leaves, found._token_dims(batch), strict=True):
+                if dim is not None:
+                    check_even(np.shape(leaf)[dim], devices, f"{named_leaf('batch', path)} of shape {np.shape(leaf)}")
+        return found
+
+    @property
+    def sequence(self) -> SequenceLayout:
+        """What layers that exchange tokens must know, by axes of more than one device."""
+        columns = [axis for axis in self.axes if axis not in self.row_axes]
+        axes, rows = (tuple(axis for axis in of if self.mesh.shape[axis] > 1) for of in (columns, self.row_axes))
+        return SequenceLayout(self.tokens or CONTIGUOUS, axes, rows)
+
+    @contextlib.contextmanager
+    def entered(self, batch: PyTree) -> Iterator[PyTree]:
+        """Inside ``shard_map``: this device's part of a batch, laid out as ``tokens`` says, which layers then read."""
+        leaves, treedef = flatten_with_path(batch, one_leaf=is_laid_out)
+        values = [leaf.value if isinstance(leaf, LaidOut) else leaf for _, leaf in leaves]
+        if self.tokens == ZIGZAG:
+            dims = [
+                None if isinstance(leaf, LaidOut) else dim
+                for (_, leaf), dim in zip(leaves, self._token_dims(batch), strict=True)
+            ]
+            values = exchanged(values, dims, self.sequence.axes)
+        with said(self.sequence):
+            yield jax.tree.unflatten(treedef, values)
+
+    def laid_out(self, batch: PyTree) -> PyTree:
+        """A global batch in natural order, with its tokens in the order in which devices have them in the step."""
+        if self.tokens != ZIGZAG:
+            return batch
+        devices = num_shards(self.mesh, self.sequence.axes)
+        leaves, treedef = jax.tree.flatten(batch)
+        ordered = [
+            leaf if dim is None else reordered(leaf, zigzag_order(leaf.shape[dim], devices), dim)
+            for leaf, dim in zip(leaves, self._token_dims(batch), strict=True)
+        ]
+        return jax.tree.unflatten(treedef, ordered)
+
+    def _token_dims(self, batch: PyTree) -> list[int | None]:
+        """The dim of each leaf that is split over the axes of the sequence; None of leaves without."""
+        found = []
+        for spec in self._by_leaf(batch):
+            dims = [dim for dim, axes in _columns(spec, self.mesh).items() if axes == self.sequence.axes]
+            found.append(dims[0] if dims else None)
+        return found
 
     def misplaced(self, batch: PyTree, shardings: Sequence[Any]) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
         """The leaves with a dim beside that of examples split in another way than the spec says, and by which axes."""
@@ -131,16 +215,21 @@ class BatchLayout:
 
 
 def batch_layout(
-    mesh: Mesh | AbstractMesh, batch_axes: AxisNames | None, batch_spec: PyTree | None = None
+    mesh: Mesh | AbstractMesh,
+    batch_axes: AxisNames | None,
+    batch_spec: PyTree | None = None,
+    tokens: str | None = None,
 ) -> BatchLayout:
-    """The layout of one of two arguments.
+    """The layout of one of two arguments; ``tokens`` is the ``layout`` that a step was given, if any.
 
     Raises:
       ValueError: both or none is given; specs name an axis that the mesh lacks, an axis twice, or no axis at all; or
-        they split dim 0 of one leaf over other axes than that of another.
+        they split dim 0 of one leaf over other axes than that of another; or tokens are to be in zigzag, and no dim or
+        several are split as a sequence.
       TypeError: something else than a ``PartitionSpec`` stands in ``batch_spec``, or ``mesh`` is no mesh.
     """
     check_mesh(mesh)
+    check_layout(tokens)
     if isinstance(batch_axes, PartitionSpec) or (batch_axes is None) == (batch_spec is None):
         raise ValueError(
             f"{batch_axes=} and {batch_spec=}: pass one of them. batch_axes are the names of the axes over which the "
@@ -149,7 +238,8 @@ def batch_layout(
         )
     if batch_spec is None:
         axes = mesh_axes(mesh, batch_axes or (), "batch_axes")
-        return BatchLayout(mesh, axes, axes, PartitionSpec(axes))
+        _check_sequence([], f"{batch_axes=}", tokens)
+        return BatchLayout(mesh, axes, axes, PartitionSpec(axes), tokens)
     specs = {path: _named(path, spec, mesh) for path, spec in leaves_with_path(batch_spec)}
     axes = tuple(dict.fromkeys(axis for entries in specs.values() for entry in entries for axis in entry))
     rows = {path: entries[0] for path, entries in specs.items() if entries}
@@ -164,7 +254,19 @@ def batch_layout(
                 f"'{path}': a device would have other examples of one leaf than of another. Split dim 0 of all leaves "
                 "over the same axes; a leaf with an entry for each token has examples before tokens, [b, t]."
             )
-    return BatchLayout(mesh, axes, rows[first], batch_spec)
+    columns = dict.fromkeys(entry for entries in specs.values() for entry in entries[1:] if entry)
+    _check_sequence(list(columns), f"batch_spec={batch_spec}", tokens)
+    return BatchLayout(mesh, axes, rows[first], batch_spec, tokens)
+
+
+def _check_sequence(columns: list[tuple[str, ...]], given: str, tokens: str | None) -> None:
+    """Raises where tokens are to be in zigzag, and other dims than that of rows are not split over one set of axes."""
+    if tokens == ZIGZAG and len(columns) != 1:
+        what = f"other dims over {' and over '.join(map(str, columns))}" if columns else "no sequence"
+        raise ValueError(
+            f"layout='zigzag', and {given} splits {what}; the tokens of one sequence are laid out, over the axes that "
+            "split it. Pass batch_spec=P(('dp', 'fsdp'), 'cp'), say, of tokens [b, t]."
+        )
 
 
 def num_shards(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:

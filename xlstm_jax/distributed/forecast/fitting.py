@@ -21,6 +21,7 @@ if the very first options fail, or all of 1, the search raises.
 
 import contextlib
 import dataclasses
+import inspect
 import json
 import math
 import shlex
@@ -55,6 +56,7 @@ from xlstm_jax.distributed.forecast.workload import in_a_line
 from xlstm_jax.distributed.hardware.cudnn import answered_for
 from xlstm_jax.distributed.hardware.topologies import Topology, parse_topology
 from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload
+from xlstm_jax.distributed.training.step import StepOptions
 from xlstm_jax.wording import (
     Bar,
     format_axes,
@@ -159,7 +161,8 @@ class Trial:
 class Fit:
     """All that was tried: what fits first, the fastest first.
 
-    ``batch_specs`` says for each mesh how the steps' batch is split, where all its leaves are split alike.
+    ``batch_specs`` says for each mesh how the steps' batch is split, where all its leaves are split alike. The steps
+    were made with ``layout``.
 
     >>> failed = Trial(Options({"fsdp": 4}), None, fits=False, problem="4 devices do not divide 6 rows")
     >>> Fit("v5e:2x2", 2**30, (failed,)).best  # None: nothing fits
@@ -170,6 +173,7 @@ class Fit:
     trials: tuple[Trial, ...]
     considered: tuple[Considered, ...] = ()
     batch_specs: Mapping[str, PartitionSpec | None] = field(default_factory=dict)
+    layout: str | None = None
 
     @property
     def best(self) -> Trial | None:
@@ -216,7 +220,7 @@ class Fit:
     def _code(self, trial: Trial) -> str:
         # The model's own axes, of those that `model_axes` allowed, need not be axes of the batch.
         own = {axis for one in self.considered for axis in dict(one.mesh) if not axis.startswith(BATCH_AXES)}
-        return code_of(trial.options, own, self.batch_specs.get(format_mesh(trial.options.mesh)))
+        return code_of(trial.options, own, self.batch_specs.get(format_mesh(trial.options.mesh)), self.layout)
 
     @property
     def why_mesh(self) -> str:
@@ -315,6 +319,7 @@ def fit(
         raise ValueError("meshes and model_axes both say which meshes to try: pass one of them.")
     considered: list[Considered] = []
     batch_specs: dict[str, PartitionSpec | None] = {}
+    layouts: list[str | None] = []
     if model_axes is not None:
         considered = _considered(build_step, parsed, model_axes, budget)
         meshes = [dict(one.mesh) for one in considered if one.compiled]
@@ -332,6 +337,7 @@ def fit(
             step, args = build_step(options)
         call = StepCall(step, tuple(args), topology=parsed, cache=kept)
         batch_specs[format_mesh(options.mesh)] = batch_spec_of(call)
+        layouts.append(layout_of_step(step))
         _check_offload(options, call.traced)  # the trace runs the user's loss here, where it may raise anything
         return call
 
@@ -346,7 +352,7 @@ def fit(
     kept, programs = chosen_cache(cache), set[str]()  # one for all trials; the keys of what was begun
     limit = room_for_jobs if jobs is None else lambda: jobs
     trials = Search(build, begin, budget, on_trial, on_done, limit).run(meshes)
-    return Fit(topology, budget, trials, tuple(considered), batch_specs)
+    return Fit(topology, budget, trials, tuple(considered), batch_specs, next(iter(layouts), None))
 
 
 def _considered(
@@ -504,7 +510,18 @@ def batch_spec_of(call: StepCall) -> PartitionSpec | None:
     return specs.pop() if len(specs) == 1 else None
 
 
-def code_of(options: Options, model_axes: Collection[str] = (), batch_spec: PartitionSpec | None = None) -> str:
+def layout_of_step(step: Callable[..., Any]) -> str | None:
+    """The ``layout`` that a step of ``make_train_step`` was made with; None of other steps."""
+    options = getattr(inspect.unwrap(step), "__self__", None)
+    return options.layout.tokens if isinstance(options, StepOptions) else None
+
+
+def code_of(
+    options: Options,
+    model_axes: Collection[str] = (),
+    batch_spec: PartitionSpec | None = None,
+    layout: str | None = None,
+) -> str:
     """What to write in the training, line by line; each is at most 60 columns wide for the usual names of axes.
 
     Args:
@@ -512,6 +529,7 @@ def code_of(options: Options, model_axes: Collection[str] = (), batch_spec: Part
       model_axes: those of the mesh that need not split the batch.
       batch_spec: how the step's batch is split, if that is known; said where it is not by all axes, or another dim than
         that of rows.
+      layout: of the step, as of ``make_train_step``.
     """
     axes = tuple(axis for axis in options.mesh if axis not in model_axes)
     said = [f"    loss_fn, mesh, {axes}, num_minibatches={options.num_minibatches}"]
@@ -521,6 +539,8 @@ def code_of(options: Options, model_axes: Collection[str] = (), batch_spec: Part
         said = [f"    loss_fn, mesh, num_minibatches={options.num_minibatches},", f"    batch_spec=jax.P({entries}),"]
     elif axes != tuple(options.mesh):
         said = ["    # and those of the model's own axes that split the batch:", *said]
+    if layout is not None:
+        said = [*said[:-1], f"{said[-1].removesuffix(',')},", f"    layout={layout!r},"]
     # The code must give what was forecast, and no option that nn.remat makes needless.
     gathered_again = not options.keep_gathered and not options.remat  # nn.remat gathers again by itself
     wrapper = [

@@ -65,6 +65,7 @@ class Workload:
       num_tokens: in the batch of all devices, where its shapes do not say it; see ``tokens``.
       trainable, frozen_dtype: as for ``create_train_state``.
       batch_spec: as for ``make_train_step``; by default rows are split over all axes of the mesh.
+      layout: as for ``make_train_step``.
 
     >>> def loss_fn(params, apply_fn, batch, rng):
     ...     return jnp.mean(apply_fn({"params": params}, batch) ** 2)
@@ -86,6 +87,7 @@ class Workload:
     offload: Offload = NO_OFFLOAD
     batch_spec: PyTree | None = None
     init_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    layout: str | None = None
 
     @property
     def init_inputs(self) -> tuple[Any, ...]:
@@ -173,7 +175,13 @@ class Workload:
         with self.explaining_init():
             state = abstract_train_state(self.model, self.tx, made, rng, *self.init_inputs, **where, **self.init_kwargs)
         step = make_train_step(
-            self.loss_fn, made, num_minibatches=num_minibatches, weighted=self.weighted, whole_ok=True, **split
+            self.loss_fn,
+            made,
+            num_minibatches=num_minibatches,
+            weighted=self.weighted,
+            layout=self.layout,
+            whole_ok=True,
+            **split,
         )
         return step, (state, abstract_batch(self.batch, made, **split), rng)
 

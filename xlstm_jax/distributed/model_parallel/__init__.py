@@ -1,15 +1,16 @@
 """Layers that are split over a mesh axis of their own, beside the sharding of their parameters.
 
-dense        products split by columns or rows (tensor parallel), tokens between them split (sequence parallel)
-attention    attention, its heads split
-embedding    an embedding, its vocabulary split
-splitting    dense layers of a model split from outside
-split_input  norms and dropout on tokens, or heads, of which each device has its share
-activations  how activations enter split layers, leave them, and are split between them
-context      attention over a sequence that is split: keys are gathered, exchanged for heads, or sent round
-recurrence   the state that a recurrence brings to each device of such a sequence
-experts      a mixture of experts, each device having some: tokens travel to them and back
-router       which experts each token goes to, and the losses that keep the choices even
+dense            products split by columns or rows (tensor parallel), tokens between them split (sequence parallel)
+attention        attention, its heads split
+embedding        an embedding, its vocabulary split
+splitting        dense layers of a model split from outside
+split_input      norms and dropout on tokens, or heads, of which each device has its share
+activations      how activations enter split layers, leave them, and are split between them
+context          attention over a sequence that is split: keys are gathered, exchanged for heads, or sent round
+sequence_layout  in which order the tokens of such a sequence lie on devices, said once for all that look at others
+recurrence       the state that a recurrence brings to each device of such a sequence
+experts          a mixture of experts, each device having some: tokens travel to them and back
+router           which experts each token goes to, and the losses that keep the choices even
 
 Life of a column-split kernel W[d, f] on the axes "fsdp" and "tp" (f_tp: dim f is split over "tp"):
   init      W[d, f]            -- on one device or many --   the same values, in a box that names "tp"
@@ -38,12 +39,14 @@ from xlstm_jax.distributed.model_parallel.experts import (
 )
 from xlstm_jax.distributed.model_parallel.recurrence import recurrence_over_axis, scan_over_axis
 from xlstm_jax.distributed.model_parallel.router import Routing, load_balancing_loss, route_tokens, router_z_loss
+from xlstm_jax.distributed.model_parallel.sequence_layout import LaidOut, in_layout
 from xlstm_jax.distributed.model_parallel.split_input import on_split_input
 from xlstm_jax.distributed.model_parallel.splitting import split_modules
 
 __all__ = [
     "ColumnDense",
     "Experts",
+    "LaidOut",
     "Routing",
     "RowDense",
     "SplitAttention",
@@ -55,6 +58,7 @@ __all__ = [
     "context_positions",
     "enter_split",
     "gather_tokens",
+    "in_layout",
     "join_tokens",
     "leave_split",
     "load_balancing_loss",

@@ -12,7 +12,7 @@ has its own backward rule. It keeps what a device has anyway (query, key, value,
 sends keys round a second time, with their gradients.
 
 Under a causal mask the first device of a contiguous layout has next to nothing to do, and the last all. In the zigzag
-layout device i has chunks i and 2n - 1 - i of 2n, so that all have the same.
+layout (``sequence_layout``) all have the same.
 """
 
 import math
@@ -32,12 +32,18 @@ from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.communication import common_dtype, promoting
-from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
+from xlstm_jax.distributed.model_parallel.sequence_layout import (
+    CONTIGUOUS,
+    ZIGZAG,
+    check_even,
+    layout_over,
+    zigzag_order,
+    zigzag_positions,
+)
 
 Array = jax.Array
 Kernel = Callable[..., Array]
 
-LAYOUTS = "contiguous", "zigzag"
 BLOCK_SIZE = 512
 UNBALANCED_SCOPE = "unbalanced_ring"  # in the names of operations, for the lint
 HIDDEN = -1e30  # a logit that the mask hides; finite, so that a difference of two is no NaN
@@ -53,7 +59,6 @@ class _How:
     window: tuple[int, int] | None
     scale: float
     block_size: int
-    parts: int = 1  # among how many devices the sequence was laid out; more than there are in ``check_step``
 
     @property
     def devices(self) -> int:
@@ -62,14 +67,12 @@ class _How:
     @property
     def is_unbalanced(self) -> bool:
         """Whether the last device of a ring has more to compute than the others, which wait for it."""
-        return self.causal and self.layout == LAYOUTS[0] and self.window is None and self.devices > 1
+        return self.causal and self.layout == CONTIGUOUS and self.window is None and self.devices > 1
 
     def positions(self, length: int) -> np.ndarray:
         """[n, t]: the positions of the tokens that each device has."""
-        order = np.arange(total := self.devices * length)
-        # By parts, not devices: in `check_step` one device has the chunks of all, one part after the other.
-        if self.layout == "zigzag":
-            order = zigzag_positions(np.arange(self.parts)[:, None], self.parts, np.arange(total // self.parts))
+        total = self.devices * length
+        order = zigzag_order(total, self.devices) if self.layout == ZIGZAG else np.arange(total)
         return order.reshape(-1, length)
 
 
@@ -77,11 +80,14 @@ class _How:
 
 
 @promoting
-def context_positions(length: int, axis: AxisNames = "cp", layout: str = LAYOUTS[0]) -> Array:
+def context_positions(length: int, axis: AxisNames = "cp", layout: str | None = None) -> Array:
     """The positions in the whole sequence of the tokens that this device has, for rotary or learned embeddings.
 
-    >>> positions = lambda: context_positions(4, "fsdp", "zigzag")  # the mesh has 4 devices along "fsdp"
-    >>> jax.shard_map(positions, mesh=mesh, in_specs=(), out_specs=jax.P("fsdp"))().reshape(4, 4)[0].tolist()
+    >>> def positions(tokens):  # [b, t]; the mesh has 4 devices along "fsdp"
+    ...     with in_layout(tokens, "zigzag", "fsdp"):  # in a ready step: make_train_step(..., layout="zigzag")
+    ...         return context_positions(tokens.shape[1], "fsdp")
+    >>> over_devices = jax.shard_map(positions, mesh=mesh, in_specs=jax.P(None, "fsdp"), out_specs=jax.P("fsdp"))
+    >>> over_devices(jnp.zeros((1, 16))).reshape(4, 4)[0].tolist()
     [0, 1, 14, 15]
 
     Where no mesh axis is bound, as in ``init``, the sequence is whole: 0 to ``length`` - 1.
@@ -91,43 +97,20 @@ def context_positions(length: int, axis: AxisNames = "cp", layout: str = LAYOUTS
       axis, layout: as for ``context_attention``.
     Returns:
       int32 [length].
+    Raises:
+      ValueError: as ``context_attention``, of axis and layout.
     """
     axes = collectives.bound_or_none(as_axis_names(axis), caller="context_positions")
-    layout = _layout_here(layout, axes)
-    _check_layout(layout)
-    if layout == "zigzag":
-        _check_even(length, axes)
-    return _own_positions(_How(axes, layout, True, None, 1.0, BLOCK_SIZE, _parts(axes)), length)
-
-
-def _layout_here(layout: str, axes: tuple[str, ...]) -> str:
-    # Chunks 0 and 1 of one device lie as in any sequence, whose length may be odd.
-    return LAYOUTS[0] if layout == "zigzag" and _parts(axes) == 1 else layout
-
-
-def _parts(axes: tuple[str, ...]) -> int:
-    """Among how many devices the sequence was laid out. ``check_step`` runs the batch of all of them on one."""
-    there = running_loss().laid_out_for
-    return math.prod(there.get(axis) or collectives.axis_size((axis,)) for axis in axes)
+    layout = layout_over(axes, layout, "context_positions")
+    if layout == ZIGZAG:
+        check_even(length * collectives.axis_size(axes), collectives.axis_size(axes), "context_positions")
+    return _own_positions(_How(axes, layout, True, None, 1.0, BLOCK_SIZE), length)
 
 
 def _own_positions(how: _How, length: int, back: int = 0) -> Array:
     """Positions of this device's tokens, or of those of the device ``back`` places before it in the ring."""
-    # In ``check_step``, one device has the tokens of all, in the order in which they were laid out.
-    if how.devices < how.parts:
-        return jnp.asarray(how.positions(length)[0], jnp.int32)
     device, places = (collectives.axis_index(how.axes) - back) % how.devices, jnp.arange(length, dtype=jnp.int32)
-    return device * length + places if how.layout == "contiguous" else zigzag_positions(device, how.devices, places)
-
-
-def zigzag_positions(device: Any, devices: int, places: Any) -> Any:
-    """Positions in the whole sequence of the tokens at ``places``, 0 to t - 1, of a device; or [n, 1] devices, [n, t].
-
-    Chunks have t / 2 tokens. The device's first one has its own number, and its second one counts from the end.
-    """
-    half = len(places) // 2
-    is_second = places >= half
-    return places + (device + is_second * (2 * devices - 2 - 2 * device)) * half
+    return device * length + places if how.layout == CONTIGUOUS else zigzag_positions(device, how.devices, places)
 
 
 # ------------------------------------------------------------------------------------------------------ the attention
@@ -142,7 +125,7 @@ def context_attention(
     *,
     causal: bool = True,
     impl: str = "gather",
-    layout: str = LAYOUTS[0],
+    layout: str | None = None,
     window: int | tuple[int, int] | None = None,
     segment_ids: Array | None = None,
     scale: float | None = None,
@@ -170,8 +153,9 @@ def context_attention(
       impl: "gather": keys and values of all devices come to each, which holds them and, without a kernel of your own,
         all logits of its queries. "ulysses": tokens are exchanged for heads, the fewest bytes; n must divide h, and key
         heads are copied where it does not divide g. "ring": keys go round, so that nothing longer than t is in memory.
-      layout: "contiguous" or "zigzag", as ``to_zigzag`` has laid out the batch. The ring does then half of the work;
-        gather computes what the mask hides too, and gains nothing.
+      layout: None: the layout that the step has, as ``make_train_step(..., layout="zigzag")`` or ``in_layout`` says it.
+        In zigzag the ring does half of the work; gather computes what the mask hides too, and gains nothing. A layout
+        that is named here must be that of the step.
       window: how far a token sees, (to the left, to the right), or one number for both.
       segment_ids: integers [b, t] of this device's tokens; a token sees those of its own segment only.
       scale: of the logits; None: 1 / sqrt(d).
@@ -183,12 +167,13 @@ def context_attention(
     Returns:
       [b, t, h, d of the value], in the dtype of the query.
     Raises:
-      ValueError: the axis is not bound and others are; shapes, heads or tokens do not fit; an option is none.
+      ValueError: the axis is not bound and others are; shapes, heads or tokens do not fit; an option is none; the step
+        has another layout than ``layout``, or splits rows over the axis, and no sequence.
     """
     axes = collectives.bound_or_none(as_axis_names(axis), caller="context_attention")
     seen = (int(window), int(window)) if isinstance(window, int | np.integer) else window
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    how = _How(axes, _layout_here(layout, axes), causal, seen, scale, block_size, _parts(axes))
+    how = _How(axes, layout_over(axes, layout, "context_attention"), causal, seen, scale, block_size)
     _check(query, key, value, segment_ids, how, impl, kernel)
     # Cast here, outside of the ring's own rule: its cotangents then vary as its inputs do.
     over = frozenset(collectives.spread_axes(axes)).union(*map(collectives.varying_axes, (query, key, value)))
@@ -326,14 +311,14 @@ _ring.defvjp(_ring_fwd, _ring_bwd)
 def _steps(how: _How, length: int) -> int:
     """How many devices' keys a device needs: all, or those that a window reaches back to."""
     # In the zigzag layout the tokens before a device's second chunk lie on devices behind it as well.
-    if how.causal and how.window and how.layout == "contiguous":
+    if how.causal and how.window and how.layout == CONTIGUOUS:
         return min(how.devices, 1 + math.ceil(how.window[0] / length))
     return how.devices
 
 
 def _block_length(how: _How, length: int) -> int:
     """The divisor nearest to the block size; of half the tokens in the zigzag layout, whose halves lie apart."""
-    length = length // 2 if how.layout == "zigzag" else length
+    length = length // 2 if how.layout == ZIGZAG else length
     # A divisor, so that no block needs padding and a mask for it.
     divisors = [size for size in range(1, length + 1) if length % size == 0]
     return min(divisors, key=lambda size: abs(math.log(size / how.block_size)))
@@ -461,10 +446,9 @@ def _check(
 ) -> None:
     if impl not in ("gather", "ulysses", "ring"):
         raise ValueError(f"impl={impl!r}: context_attention has 'gather', 'ulysses' and 'ring'.")
-    _check_layout(how.layout)
     _check_shapes(query, key, value, segments)
-    if how.layout == "zigzag":
-        _check_even(query.shape[1], how.axes)
+    if how.layout == ZIGZAG:
+        check_even(query.shape[1] * how.devices, how.devices, "context_attention")
     if impl == "ring" and kernel is not None:
         raise ValueError(
             "kernel= with impl='ring': the ring merges softmaxes block by block, which a kernel that returns results "
@@ -506,18 +490,4 @@ def _check_shapes(query: Array, key: Array, value: Array, segments: Array | None
         raise ValueError(
             f"segment_ids of shape {segments.shape} do not fit a query of shape {query.shape}: one integer for each of "
             f"this device's tokens, {query.shape[:2]}, is needed."
-        )
-
-
-def _check_layout(layout: str) -> None:
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout={layout!r}: the tokens of a sequence lie 'contiguous' or 'zigzag'; see to_zigzag.")
-
-
-def _check_even(length: int, axes: tuple[str, ...]) -> None:
-    chunks = 2 * _parts(axes) // collectives.axis_size(axes)  # of one device: two, and in ``check_step`` all
-    if length % chunks:
-        raise ValueError(
-            f"layout='zigzag' with {length} tokens on each device along {axes}, which must be {chunks} equal chunks. "
-            f"Pad the sequence to {length + -length % chunks} tokens for each device, and lay it out by to_zigzag."
         )

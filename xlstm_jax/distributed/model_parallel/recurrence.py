@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.distributed.model_parallel.sequence_layout import CONTIGUOUS, layout_over
 
 Combine = Callable[[PyTree, PyTree], PyTree]
 
@@ -52,7 +53,8 @@ def recurrence_over_axis(
     Returns:
       Of the shape and dtype of ``state``.
     Raises:
-      ValueError: the axis is not bound and others are; decay or initial do not fit the state.
+      ValueError: the axis is not bound and others are; decay or initial do not fit the state; the step has laid out its
+        tokens in zigzag, or splits rows over the axis, and no sequence.
     """
     initial = jnp.zeros_like(state) if initial is None else jnp.asarray(initial, state.dtype)
     sizes = zip(decay.shape[::-1], state.shape[::-1], strict=False)
@@ -66,7 +68,8 @@ def recurrence_over_axis(
     # A step that decays by 1 and adds the state: combined with the first device's, it begins there.
     first = jnp.ones_like(decay), initial
     # A wider decay makes the states between devices wider.
-    return scan_over_axis(_linear, (decay, state), axis, first=first, reverse=reverse)[1].astype(state.dtype)
+    step = decay, state
+    return _scanned(_linear, step, axis, first, reverse, caller="recurrence_over_axis")[1].astype(state.dtype)
 
 
 def _linear(before: PyTree, after: PyTree) -> PyTree:
@@ -92,8 +95,16 @@ def scan_over_axis(
       first: the step before the first device: of the structure, shapes and dtypes of ``step``, equal on all devices.
     Returns:
       Like ``first``: combine(first, combine of all steps before this device's). A scan of log2(n) exchanges.
+    Raises:
+      ValueError: as ``recurrence_over_axis``, of the axis and the layout.
     """
-    axes = collectives.bound_or_none(as_axis_names(axis), caller="scan_over_axis")
+    return _scanned(combine, step, axis, first, reverse, caller="scan_over_axis")
+
+
+def _scanned(combine: Combine, step: PyTree, axis: AxisNames, first: PyTree, reverse: bool, caller: str) -> PyTree:
+    """``scan_over_axis``; errors name ``caller``."""
+    axes = collectives.bound_or_none(as_axis_names(axis), caller=caller)
+    layout_over(axes, CONTIGUOUS, caller)
     n, index = collectives.axis_size(axes), collectives.axis_index(axes)
     if n == 1:
         return first

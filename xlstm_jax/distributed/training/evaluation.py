@@ -65,6 +65,7 @@ def make_eval_step(
     *,
     metric: PureMetric,
     batch_spec: PyTree | None = None,
+    layout: str | None = None,
     check_vma: bool = True,
     compiler_options: str | Mapping[str, Any] | None = None,
 ) -> EvalStep:
@@ -92,7 +93,7 @@ def make_eval_step(
         arguments of ``metric.update``: one value for each row, and the weights of the rows, rather than means. Where
         ``state.collections`` is not empty, ``eval_fn(params, apply_fn, batch, collections)``. Trees that are handed in
         as ``step(..., others={"teacher": params})`` it takes by name, ``eval_fn(params, apply_fn, batch, *, teacher)``.
-      mesh, batch_axes, batch_spec, check_vma, compiler_options: as of ``make_train_step``.
+      mesh, batch_axes, batch_spec, layout, check_vma, compiler_options: as of ``make_train_step``.
       metric: takes in what each device has observed, without communication. Several metrics are a ``Compose``.
     Returns:
       ``step(state, batch, local) -> local``, a ``jax.jit`` function. ``state`` is a ``TrainState``, or anything else
@@ -106,17 +107,17 @@ def make_eval_step(
         or ``eval_fn`` returned no dict, or takes other names than ``others`` has.
     """
     mesh = auto_mesh(mesh)
-    layout = batch_layout(mesh, batch_axes, batch_spec)
+    of_batch = batch_layout(mesh, batch_axes, batch_spec, layout)
     check_loss_fn(eval_fn, "make_eval_step", EVAL_FN)
     if not isinstance(metric, PureMetric):
         raise TypeError(f"metric={kind_of(metric)} is no PureMetric; pass WeightedMean(), or several as a Compose.")
-    evaluation = _Evaluation(eval_fn, metric, layout, check_vma)
+    evaluation = _Evaluation(eval_fn, metric, of_batch, check_vma)
     watched = replace(evaluation, is_watched=True)
     return CheckedStep(
         evaluation.step,
-        layout,
+        of_batch,
         ARGUMENTS,
-        counting=partial(counting_padding, watched.step, metric, layout.row_axes),
+        counting=partial(counting_padding, watched.step, metric, of_batch.row_axes),
         donate_argnums=ARGUMENTS.index("local"),
         compiler_options=resolved_on(mesh, compiler_options),
     )
@@ -155,14 +156,22 @@ class _Evaluation:
         variables["others"] = others
         check_global_batch(batch, self.layout, padding=PADDING)
         check_takes(self.eval_fn, EVAL_FN, variables["collections"], others)
-        in_specs = (placement.partition_specs(variables, mesh), self.layout.in_specs(batch), of_local)
-        on_device = partial(self._on_device, state.apply_fn)
+        layout = self.layout.of_batch(batch)
+        in_specs = (placement.partition_specs(variables, mesh), layout.in_specs(batch), of_local)
+        on_device = partial(self._on_device, state.apply_fn, layout)
         on_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=of_local, check_vma=self.check_vma)
         returned, _ = checked_call(on_mesh, (variables, batch, local), mesh, self.layout.axes, {})
         return returned
 
-    def _on_device(self, apply_fn: ApplyFn, variables: dict[str, PyTree], batch: PyTree, local: Local) -> Local:
+    def _on_device(
+        self, apply_fn: ApplyFn, layout: BatchLayout, variables: dict[str, PyTree], batch: PyTree, local: Local
+    ) -> Local:
         """What runs inside ``shard_map``."""
+        with layout.entered(batch) as batch:
+            return self._observed(apply_fn, variables, batch, local)
+
+    def _observed(self, apply_fn: ApplyFn, variables: dict[str, PyTree], batch: PyTree, local: Local) -> Local:
+        """The state of the metric after this device's part of the batch."""
         # A function for states without collections takes one argument fewer.
         collections = (readable(variables["collections"]),) if variables["collections"] else ()
         # Without types a layer asks here which axes split the batch, as it asks in training.

@@ -70,6 +70,7 @@ def make_train_step(
     check_vma: bool = True,
     *,
     batch_spec: PyTree | None = None,
+    layout: str | None = None,
     has_aux: bool = False,
     metric: PureMetric | None = None,
     accumulation: str = DEFAULT_ACCUMULATION,
@@ -99,6 +100,10 @@ def make_train_step(
         ``P(("dp", "fsdp"), "cp")`` of tokens [b, t], or a tree of specs that is a prefix of the batch. Dim 0 holds the
         examples, and is split over the same axes in all leaves. Losses, weights and gradients are reduced over all axes
         of the spec; see docs/context_parallel.md.
+      layout: how the tokens of a split sequence lie over its devices while the step computes: "contiguous", or
+        "zigzag", in which all have the same to do under a causal mask. Batches are in natural order all the same: the
+        step lays out what its specs split, and says the layout to ``context_attention``, ``context_positions`` and the
+        like. None: "zigzag" for a batch of ``to_zigzag``, else "contiguous".
       check_vma: passed to ``shard_map``.
       has_aux: the dict joins the metrics. Floats in it are averaged like the loss; ``metrics.cells`` say otherwise, as
         ``{"tokens": Count.of(mask)}``, and integers are refused: see ``accumulate_gradients``.
@@ -131,7 +136,7 @@ def make_train_step(
         ``others`` are not those that ``loss_fn`` takes by keyword.
     """
     mesh = auto_mesh(mesh)
-    layout = batch_layout(mesh, batch_axes, batch_spec)
+    of_batch = batch_layout(mesh, batch_axes, batch_spec, layout)
     check_loss_fn(loss_fn)
     check_learning_rate(learning_rate)
     if has_aux and metric is not None:
@@ -140,8 +145,8 @@ def make_train_step(
     fold = None if metric is None else lambda local, observed: metric.update(local, **observed)
     options = StepOptions(
         loss=LossFunction(loss_fn, weighted, has_aux or metric is not None),
-        accumulation=Accumulation(layout.axes, num_minibatches, accumulation, fold, read_later=True),
-        layout=layout,
+        accumulation=Accumulation(of_batch.axes, num_minibatches, accumulation, fold, read_later=True),
+        layout=of_batch,
         check_vma=check_vma,
         metric=metric,
         learning_rate=learning_rate,
@@ -150,8 +155,8 @@ def make_train_step(
     watched = replace(options, loss=MarkedLoss(options.loss.fn, options.loss.weighted, options.loss.has_aux))
     return CheckedStep(
         options.step,
-        layout,
-        counting=partial(counting_padding, watched.step, metric, layout.row_axes),
+        of_batch,
+        counting=partial(counting_padding, watched.step, metric, of_batch.row_axes),
         donate_argnums=0 if metric is None else (0, 3),
         compiler_options=resolved_on(mesh, compiler_options),
     )
@@ -206,6 +211,7 @@ class StepOptions:
         """Loss and gradients by ``shard_map``: of (params, batch, rng, local, collections, others), as ``OfBatch``."""
         # The axes of the batch; `whole` is the spec of what is the same on all devices.
         kept, axes, whole, mesh = collections_of(state), self.accumulation.axes, PartitionSpec(), self.layout.mesh
+        layout = self.layout.of_batch(batch)
         specs, of_kept, of_others = [placement.partition_specs(tree, mesh) for tree in (state.params, kept, others)]
         # Numbers beside the loss are the same on all devices; each device has its own state of a metric.
         of_aux = whole if self.metric is None else PartitionSpec(axes)
@@ -220,9 +226,10 @@ class StepOptions:
 
             # What the state has is known only now: the options were made before there was one.
             loss = replace(self.loss, fn=loss_fn, has_collections=bool(kept))
-            return accumulated(loss, params, batch, rng, self.accumulation, local, kept)
+            with layout.entered(batch) as batch:
+                return accumulated(loss, params, batch, rng, self.accumulation, local, kept)
 
-        in_specs = specs, self.layout.in_specs(batch), whole, of_aux, of_kept, of_others
+        in_specs = specs, layout.in_specs(batch), whole, of_aux, of_kept, of_others
         out_specs = OfBatch._make((whole, of_aux, specs, of_kept))
         return jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma)
 

@@ -250,6 +250,18 @@ def shift(tree: PyTree, axes: Sequence[str], by: int = 1, *, ring: bool = True) 
     return jax.tree.map(lambda value: lax.ppermute(to_varying(value, axes), axes, targets), tree)
 
 
+def permute(values: Sequence[jax.Array], axes: Sequence[str], targets: Sequence[tuple[int, int]]) -> list[jax.Array]:
+    """Sends all values from device i to device j of each (i, j); one collective for each dtype."""
+    axes = spread_axes(axes)
+    # By what they vary over, too: end to end they would vary alike, and would not by their types afterwards.
+    keys = [(value.dtype, varying_axes(value)) for value in values]
+
+    def send(_: Any, vector: jax.Array) -> jax.Array:
+        return lax.ppermute(to_varying(vector, axes), axes, targets)
+
+    return _as_one_vector_each(send, keys, values)
+
+
 def reduce_scatter(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
     """Sums over devices and leaves each its shard of ``dim``: [d, ...] -> [d / n, ...], in the value's own dtype.
 

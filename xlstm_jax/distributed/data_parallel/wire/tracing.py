@@ -8,7 +8,7 @@ while a model is traced, never while a step runs.
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import FrameType
@@ -22,8 +22,7 @@ class RunningLoss:
     """The loss function that runs: its gradient is averaged over ``axes`` afterwards.
 
     An evaluation has no ``axes``, since no gradient is averaged; its batch is split over ``evaluated_axes``. The loss
-    that ``check_step`` compares with (``is_reference``) has no types, whatever the step has. It runs on one device, on
-    the step's batch, which may have been ``laid_out_for`` the sizes of the step's axes (zigzag). Where the state of fp8
+    that ``check_step`` compares with (``is_reference``) has no types, whatever the step has. Where the state of fp8
     products is differentiated with the parameters, the loss ``overwrites`` it.
 
     ``model_axes`` are the axes that the boxes of its parameters name as the model's own. (A model may put other boxes
@@ -38,7 +37,6 @@ class RunningLoss:
     gathers: list[tuple[Any, Any, Any]] = field(default_factory=list)
     is_reference: bool = False
     overwrites: bool = False
-    laid_out_for: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:

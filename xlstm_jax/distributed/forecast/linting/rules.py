@@ -477,8 +477,8 @@ _TABLE = (
     Rule("exposed-ring", split_rules.exposed_rings),
     Rule("uneven-experts", split_rules.uneven_experts),
     Rule("unbalanced-sequence", split_rules.unbalanced_sequences,
-         "Lay batches out by to_zigzag(batch, devices), and pass layout='zigzag' to context_attention and "
-         "context_positions."),
+         "Make the step with layout='zigzag', which lays out its batches; in a shard_map of your own, with "
+         "in_layout(batch, 'zigzag', axis) as batch."),
     Rule("replicated-leaf", replicated_leaves, "Split it over another axis, or give it a dim that the axis divides."),
     Rule("shared-matrix-product", shared_matrix_products, WHOLE_MATRICES),
     Rule("repeated-product", repeated_products, WHOLE_MATRICES),

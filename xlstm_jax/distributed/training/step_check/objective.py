@@ -98,7 +98,7 @@ _CURES = {
 _OF_TOKENS = (
     "An example is split over {0}, and a device has a part of its tokens. What looks at other tokens must exchange "
     "them over {0} (context_attention, recurrence_over_axis), or take its place in the sequence from there "
-    "(context_positions, with the layout of the batch). A mean over tokens with weights is (sum, weight), with "
+    "(context_positions). A mean over tokens with weights is (sum, weight), with "
     "weighted=True."
 )
 

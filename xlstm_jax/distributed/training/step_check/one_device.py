@@ -33,6 +33,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN, products_of
 from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, num_shards
+from xlstm_jax.distributed.model_parallel.sequence_layout import in_natural_order, said
 from xlstm_jax.distributed.training.accumulation import rows_at, split_rows
 from xlstm_jax.distributed.training.arguments import collections_of
 from xlstm_jax.distributed.training.collections import readable
@@ -97,7 +98,9 @@ class OneDevice:
         others: Mapping[str, PyTree] = MappingProxyType({}),
     ):
         self.loss = replace(loss, has_collections=bool(collections_of(state)))
-        self.layout, self.axes, self.num_minibatches = layout, layout.axes, num_minibatches
+        # What runs on one device has the batch in natural order, and parts of it are those that devices have.
+        self.layout, self.axes, self.num_minibatches = layout.of_batch(batch), layout.axes, num_minibatches
+        batch = in_natural_order(batch)
         self.mesh, self._apply_fn = mesh, state.apply_fn
         # A mesh of the same axes, for losses that ask for one.
         self._one = Mesh(mesh.devices.flat[:1].reshape((1,) * mesh.devices.ndim), mesh.axis_names)
@@ -134,13 +137,14 @@ class OneDevice:
         return num_shards(self.mesh, self.axes)
 
     def slice_of(self, batch: PyTree, device: Any, minibatch: Any, minibatches: int) -> PyTree:
-        """The batch of a device in a minibatch."""
+        """The batch of a device in a minibatch, of a global batch as ``BatchLayout.laid_out`` returns it."""
         return rows_at(split_rows(self.layout.part(batch, device), minibatches), minibatch)
 
     def all_slices(self) -> Iterator[PyTree]:
         """The batches of all devices in all minibatches."""
+        batch = self.layout.laid_out(self.batch)
         for device, minibatch in itertools.product(range(self.devices), range(self.num_minibatches)):
-            yield self.slice_of(self.batch, device, minibatch, self.num_minibatches)
+            yield self.slice_of(batch, device, minibatch, self.num_minibatches)
 
     def tree(self, grads: dict[str, jax.Array]) -> PyTree:
         """Gradients by path in the tree of the parameters, as an optimizer sees them."""
@@ -217,7 +221,7 @@ class OneDevice:
         at_start = zip(self._leaves, live, weights.base, weights.rounded, strict=True)
         rest = iter(weights.rest)
         params = self._put_back([_as_gathered(*leaf) for leaf in at_start], rest=lambda leaf: next(rest))
-        with inside_loss(RunningLoss(is_reference=True, laid_out_for=dict(self.mesh.shape))):
+        with inside_loss(RunningLoss(is_reference=True)), said(self.layout.sequence):
             loss = self.loss(params, self._apply_fn, batch, rng, *kept, **weights.others)
         if kept:
             kept = ({**kept[0], **readable(dict(loss.collections))},)
@@ -240,6 +244,8 @@ class OneDevice:
             return (total * count, (weight, kept)), [g * count for g in grads]
 
         def mean(live: Any, weights: _Weights, batch: PyTree, kept: Any, rng: Any) -> Any:
+            batch = batch if devices * minibatches == 1 else self.layout.laid_out(batch)
+
             def part(carry: Any, at: tuple[Any, Any]) -> tuple[Any, None]:
                 # A device's minibatches run one after another, and each gets the collections of the one before.
                 sums, kept = carry
@@ -288,7 +294,11 @@ class OneDevice:
         in_specs = (of_live, of_weights, of_batch, placement.partition_specs(kept, self.mesh), WHOLE, axes)
         places: dict[str, Any] = {"in_specs": in_specs, "out_specs": axes}
         spread: Callable[..., Any] = jax.shard_map(local, mesh=self.mesh, check_vma=False, **places)
-        return lambda *args: spread(*args, jnp.arange(devices))
+
+        def of_all(live: Any, weights: Any, batch: PyTree, *rest: Any) -> Any:
+            return spread(live, weights, self.layout.laid_out(batch), *rest, jnp.arange(devices))
+
+        return of_all
 
     def _mean_on_mesh(self, minibatches: int) -> Callable[..., Any]:
         terms = self._terms_on_mesh(minibatches)

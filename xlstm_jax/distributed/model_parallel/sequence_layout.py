@@ -1,0 +1,334 @@
+"""How the tokens of a sequence lie over the devices that split it: said once, and read by whatever looks at others.
+
+  contiguous   0 1 2 3 4 5 6 7    two devices: under a causal mask the second has most pairs that see each other
+  zigzag       0 1 6 7 2 3 4 5    device i of n has chunks i and 2n - 1 - i of 2n, an early one and a late one
+
+A batch is in its natural order. Where a step has another layout, devices exchange chunks at its begin (``in_layout``),
+and the layout stands in a context while the step is traced: ``context_attention``, ``context_positions`` and the
+recurrences read it there. What was laid out before is a ``LaidOut`` leaf, and no array: its layout stays with it.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xlstm_jax.common_types import AxisNames, PyTree
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.trees import named_leaf
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
+from xlstm_jax.wording import format_axes
+
+LAYOUTS = CONTIGUOUS, ZIGZAG = "contiguous", "zigzag"
+
+
+# --------------------------------------------------------------------------------------------------------- the order
+
+
+def zigzag_positions(device: Any, devices: int, places: Any) -> Any:
+    """Positions in the whole sequence of the tokens at ``places``, 0 to t - 1, of a device; or [n, 1] devices, [n, t].
+
+    Chunks have t / 2 tokens. The device's first one has its own number, and its second one counts from the end.
+    """
+    half = len(places) // 2
+    is_second = places >= half
+    return places + (device + is_second * (2 * devices - 2 - 2 * device)) * half
+
+
+def zigzag_order(length: int, devices: int) -> np.ndarray:
+    """[length]: the position of each token in the zigzag layout; device i has chunks i and 2n - 1 - i of 2n."""
+    if devices == 1:
+        return np.arange(length)
+    check_even(length, devices)
+    return zigzag_positions(np.arange(devices)[:, None], devices, np.arange(length // devices)).ravel()
+
+
+def check_layout(layout: str | None) -> None:
+    """Raises a ``ValueError`` where ``layout`` is none of ``LAYOUTS``; None is allowed."""
+    if layout is not None and layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r}: the tokens of a sequence lie 'contiguous' or 'zigzag'; see in_layout.")
+
+
+def check_even(length: int, devices: int, named: str = "to_zigzag") -> None:
+    """Raises a ``ValueError`` where a sequence has no two chunks of one size for each device."""
+    if length % (2 * devices):
+        raise ValueError(
+            f"{named}: {length} tokens do not divide into the {2 * devices} chunks of the zigzag layout on {devices} "
+            f"devices, two for each. Pad the sequence to {-(-length // (2 * devices)) * 2 * devices} tokens."
+        )
+
+
+# ------------------------------------------------------------------------------------------- what was laid out before
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["layout", "devices", "dim"])
+@dataclass(frozen=True, eq=False)
+class LaidOut:
+    """An array whose tokens were laid out before the step, and how; to JAX a tree with the array as its one leaf.
+
+    ``to_zigzag`` makes them. A ready step takes them without an exchange, beside arrays in natural order. In a
+    ``shard_map`` of your own ``in_layout`` returns their arrays. Data that you have laid out by hand go in as one, too:
+
+    >>> LaidOut(np.array([[0, 1, 6, 7, 2, 3, 4, 5]]), "zigzag", devices=2).shape
+    (1, 8)
+
+    Attributes:
+      value: the array, of all tokens or of those of a device.
+      layout: "zigzag".
+      devices: along the axis of the sequence.
+      dim: that of the sequence.
+    """
+
+    value: Any
+    layout: str
+    devices: int
+    dim: int = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return np.shape(self.value)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self.value.dtype
+
+    def _no_array(self, *_: Any, **__: Any) -> Any:
+        raise ValueError(
+            f"an array of shape {self.shape} in {self.layout} order is used as an array in natural order. Hand it to a "
+            "ready step as it is; in a shard_map of your own, with in_layout(batch, 'zigzag', 'cp') as batch; in "
+            "natural order it is from_zigzag(...), and .value as it lies."
+        )
+
+    # Whatever takes an array asks for one of these, and would compute with tokens in another order than it believes.
+    __jax_array__ = __array__ = __getitem__ = __iter__ = _no_array
+
+
+def is_laid_out(node: Any) -> bool:
+    """Whether a node of a tree is a ``LaidOut``."""
+    return isinstance(node, LaidOut)
+
+
+def in_natural_order(batch: PyTree) -> PyTree:
+    """A global batch with the arrays of its ``LaidOut`` leaves in natural order; other leaves as they are."""
+
+    def natural(leaf: Any) -> Any:
+        if not isinstance(leaf, LaidOut):
+            return leaf
+        return reordered(leaf.value, np.argsort(zigzag_order(leaf.shape[leaf.dim], leaf.devices)), leaf.dim)
+
+    return trees.map_leaves(natural, batch, one_leaf=is_laid_out)
+
+
+def reordered(array: Any, order: np.ndarray, dim: int) -> Any:
+    """The array with its entries along a dim in another order."""
+    return array[(slice(None),) * (dim % np.ndim(array)) + (order,)]
+
+
+# ------------------------------------------------------------------------------------------ what is said, and who reads
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """How the step that is being traced has split its batch, by axes of more than one device.
+
+    Attributes:
+      layout: of the tokens, one of ``LAYOUTS``.
+      axes: those that split other dims than that of rows, outermost first.
+      row_axes: those that split rows.
+    """
+
+    layout: str
+    axes: tuple[str, ...]
+    row_axes: tuple[str, ...] = ()
+
+
+# JAX traces a function anew under another value: what it has kept of an inner `jit` or `scan` has the layout of then.
+_said = jax.make_user_context(default_value=None)
+
+
+def said(sequence: SequenceLayout) -> contextlib.AbstractContextManager[Any]:
+    """A context in which ``sequence`` is the layout that ``layout_over`` reads."""
+    return _said(sequence)
+
+
+def layout_over(axes: tuple[str, ...], given: str | None, caller: str) -> str:
+    """The layout of the tokens that the devices along ``axes``, which are bound, have.
+
+    Args:
+      axes: those that ``caller`` exchanges tokens over.
+      given: the layout that the user's call names, or that ``caller`` needs; None: the one that the step has.
+      caller: the public function, for the errors.
+    Raises:
+      ValueError: the step has another layout than ``given``, or splits rows over the axes and not a sequence; or there
+        is no step to say that tokens are laid out.
+    """
+    check_layout(given)
+    axes = collectives.spread_axes(axes)
+    # On one device the sequence is in its natural order.
+    if not axes:
+        return CONTIGUOUS
+    here: SequenceLayout | None = _said.value
+    # The step itself is traced, too, and raises: what `check_step` compares with need only be right.
+    if running_loss().is_reference:
+        return here.layout if here is not None and here.axes == axes else CONTIGUOUS
+    over = format_axes(axes)
+    if here is None:
+        if given == ZIGZAG:
+            raise ValueError(
+                f"{caller}: layout='zigzag', and nothing says that the tokens over {over} are laid out so. Make the "
+                f"step with make_train_step(..., layout='zigzag'); in a shard_map of your own: with in_layout(batch, "
+                f"'zigzag', {over}) as batch."
+            )
+        return CONTIGUOUS
+    if of_rows := [axis for axis in axes if axis in here.row_axes]:
+        rest = tuple(axis for axis in here.row_axes if axis not in axes)
+        raise ValueError(
+            f"{caller} over {over}: the step splits rows of its batch over {format_axes(here.row_axes)}, so that along "
+            f"{of_rows[0]!r} devices have other examples, and no parts of one sequence. Split the sequence there, by "
+            f"batch_spec=P({format_axes(rest) if rest else None}, {over}) in place of batch_axes, for tokens [b, t]."
+        )
+    layout = here.layout if set(axes) & set(here.axes) else CONTIGUOUS
+    if given is not None and given != layout:
+        raise ValueError(
+            f"{caller} is {_named(given, caller)}, and the tokens of this step lie {layout} over {over}. "
+            + _cure(given, caller)
+        )
+    if layout == ZIGZAG and axes != here.axes:
+        raise ValueError(
+            f"{caller} over {over}: the tokens of this step are laid out in zigzag over {format_axes(here.axes)}. Pass "
+            f"axis={format_axes(here.axes)}, or make the step with layout='contiguous'."
+        )
+    return layout
+
+
+def _named(given: str, caller: str) -> str:
+    return f"given layout={given!r}" if caller.startswith("context") else f"of tokens that lie {given}"
+
+
+def _cure(given: str, caller: str) -> str:
+    if not caller.startswith("context"):
+        return "Make the step with layout='contiguous', and pass batches that are not laid out."
+    return (
+        "Leave layout= out here: the step says it once, make_train_step(..., layout="
+        f"{given!r}), which lays out a batch in natural order."
+    )
+
+
+# --------------------------------------------------------------------------------------------------- laid out in a step
+
+
+@contextlib.contextmanager
+def in_layout(batch: PyTree, layout: str = ZIGZAG, axis: AxisNames = "cp", *, dim: int = 1) -> Iterator[PyTree]:
+    """Lays out this device's tokens in a ``shard_map`` of your own, and says so to the layers that are called within.
+
+    Ready steps do it by themselves: ``make_train_step(..., layout="zigzag")``.
+
+    >>> def positions(tokens):  # [b, t], contiguous
+    ...     with in_layout(tokens, "zigzag", "fsdp") as tokens:
+    ...         return tokens, context_positions(tokens.shape[1], "fsdp")[None]
+    >>> split = jax.P(None, "fsdp")  # the mesh has 4 devices along "fsdp"
+    >>> tokens, places = jax.shard_map(positions, mesh=mesh, in_specs=split, out_specs=split)(jnp.arange(16)[None])
+    >>> tokens[0, :4].tolist(), bool((tokens == places).all())
+    ([0, 1, 14, 15], True)
+
+    Args:
+      batch: a tree of what has an entry for each token of this device; what has no such dim stays as it is. Arrays are
+        contiguous, in natural order. ``LaidOut`` leaves must be laid out so, and come back as their arrays.
+      layout: "zigzag" or "contiguous".
+      axis: the mesh axis of the sequence, or a tuple of axes, outermost first.
+      dim: of the sequence.
+    Yields:
+      The batch in this layout: two exchanges of half a device's tokens for each dtype.
+    Raises:
+      ValueError: there is no such layout; a ``LaidOut`` leaf has another one; tokens do not divide into two chunks on
+        each device, or leaves have different numbers of them.
+    """
+    check_layout(layout)
+    axes = collectives.bound_or_none(as_axis_names(axis), caller="in_layout")
+    devices = collectives.axis_size(axes)
+    leaves, treedef = trees.flatten_with_path(batch, one_leaf=is_laid_out)
+    places: list[int | None] = []
+    lengths: dict[str, int] = {}
+    for path, leaf in leaves:
+        has_tokens = -np.ndim(leaf) <= dim < np.ndim(leaf)
+        if isinstance(leaf, LaidOut):
+            check_laid_out(named_leaf("batch", path), leaf, layout, devices, format_axes(axes) if axes else "no axis")
+        elif has_tokens:
+            lengths[path] = leaf.shape[dim]
+        places.append(dim if has_tokens and not isinstance(leaf, LaidOut) else None)
+    for path, length in lengths.items():
+        if length != (of_first := next(iter(lengths.values()))):
+            raise ValueError(
+                f"in_layout: {named_leaf('batch', path)} has {length} entries along dim {dim}, and "
+                f"'{next(iter(lengths))}' {of_first} tokens. Hand in what has an entry for each token, and leave other "
+                "arrays out."
+            )
+        if layout == ZIGZAG and devices > 1:
+            check_even(length * devices, devices, f"in_layout: {named_leaf('batch', path)}")
+    values = [leaf.value if isinstance(leaf, LaidOut) else leaf for _, leaf in leaves]
+    spread = collectives.spread_axes(axes)
+    if layout == ZIGZAG:
+        values = exchanged(values, places, spread)
+    with said(SequenceLayout(layout, spread)):
+        yield jax.tree.unflatten(treedef, values)
+
+
+def check_laid_out(name: str, leaf: LaidOut, layout: str, devices: int, axes: str) -> None:
+    """Raises a ``ValueError`` where a leaf was laid out in another way than its sequence is, or for other devices."""
+    if leaf.devices == devices == 1:
+        return
+    if devices == 1:
+        raise ValueError(
+            f"{name} of shape {leaf.shape} is laid out in {leaf.layout} for {leaf.devices} devices, and its dim "
+            f"{leaf.dim} is not split ({axes}). Split the sequence, as by batch_spec=P('fsdp', 'cp'), or hand it in in "
+            f"natural order: from_zigzag(batch, {leaf.devices})."
+        )
+    if leaf.devices != devices:
+        raise ValueError(
+            f"{name} of shape {leaf.shape} is laid out in {leaf.layout} for {leaf.devices} devices, and {devices} "
+            f"split its dim {leaf.dim} ({axes}). Hand it in in natural order, or lay it out by to_zigzag(batch, "
+            f"{devices})."
+        )
+    if leaf.layout != layout:
+        raise ValueError(
+            f"{name} of shape {leaf.shape} is laid out in {leaf.layout}, and the layout here is layout={layout!r}. Say "
+            f"layout={leaf.layout!r}, or hand it in in natural order: from_zigzag(batch, {leaf.devices})."
+        )
+
+
+def exchanged(values: Sequence[Any], dims: Sequence[int | None], axes: tuple[str, ...]) -> list[Any]:
+    """This device's contiguous tokens along ``dims`` against those that it has in zigzag; None: what stays as it is.
+
+    A device has chunks 2 i and 2 i + 1. It sends each to the device that shall have it, with one exchange for the even
+    chunks and one for the odd chunks of all values of a dtype.
+    """
+    chosen = [at for at, dim in enumerate(dims) if dim is not None]
+    n = collectives.axis_size(axes)
+    if n == 1 or not chosen:
+        return list(values)
+    chosen_dims = [dim for dim in dims if dim is not None]
+    moved = [jnp.moveaxis(values[at], dim, 0) for at, dim in zip(chosen, chosen_dims, strict=True)]
+    halves = [x.reshape(2, x.shape[0] // 2, *x.shape[1:]) for x in moved]
+    arrived = []
+    for which in range(2):
+        chunks = [2 * device + which for device in range(n)]
+        targets = [(device, min(chunk, 2 * n - 1 - chunk)) for device, chunk in enumerate(chunks)]
+        arrived.append(collectives.permute([x[which] for x in halves], axes, targets))
+    # Chunk d of device d is even on even devices; its other chunk, 2 n - 1 - d, is then odd.
+    is_even = collectives.axis_index(axes) % 2 == 0
+    out = list(values)
+    for at, dim, even, odd in zip(chosen, chosen_dims, *arrived, strict=True):
+        first, second = jnp.where(is_even, even, odd), jnp.where(is_even, odd, even)
+        out[at] = jnp.moveaxis(jnp.concatenate([first, second]), 0, dim)
+    return out
