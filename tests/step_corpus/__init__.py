@@ -1,8 +1,8 @@
 """Training steps as users write them, right and wrong, with what ``check_step`` must say of each."""
 
-from tests.step_corpus import own, ready
+from tests.step_corpus import own, ready, split
 from tests.step_corpus.entries import Case, Entry, Setting, error_of
 
-ENTRIES: tuple[Entry, ...] = (*ready.ENTRIES, *own.ENTRIES)
+ENTRIES: tuple[Entry, ...] = (*ready.ENTRIES, *own.ENTRIES, *own.UPDATED, *split.ENTRIES)
 
 __all__ = ["ENTRIES", "Case", "Entry", "Setting", "error_of"]

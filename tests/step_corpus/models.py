@@ -12,6 +12,8 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 
+from tests.step_corpus import split_models
+
 CLASSES = 4
 LECUN = nn.initializers.lecun_normal()
 
@@ -186,6 +188,7 @@ class Denoiser(nn.Module):
 
 LINEN = {
     "mlp": MLP,
+    "still": lambda rate: MLP(),
     "norm": lambda rate: MLP(rate, norm=True),
     "zero_head": lambda rate: MLP(rate, head_init=nn.initializers.zeros),
     "bfloat16": lambda rate: MLP(rate, dtype=jnp.bfloat16),
@@ -200,6 +203,7 @@ LINEN = {
     "conv": Convolution,
     "lora": LoRA,
     "denoiser": Denoiser,
+    **split_models.MODELS,
 }
 NNX = {
     "mlp": NnxMLP,
@@ -207,7 +211,7 @@ NNX = {
     "zero_head": lambda rngs, rate: NnxMLP(rngs, rate, head_init=nnx.initializers.zeros),
     "extra_head": lambda rngs, rate: NnxMLP(rngs, rate, extra_head=True),
 }
-WITHOUT_DROPOUT = {"split_experts"}
+WITHOUT_DROPOUT = {"still", "split_experts", *split_models.MODELS}
 
 
 def batch_of(model: str) -> dict[str, np.ndarray]:
