@@ -1,8 +1,14 @@
 """Training steps as users write them, right and wrong, with what ``check_step`` must say of each."""
 
-from tests.step_corpus import own, ready, sequences
+from tests.step_corpus import own, ready, sequences, split
 from tests.step_corpus.entries import Case, Entry, Setting, error_of
 
-ENTRIES: tuple[Entry, ...] = (*ready.ENTRIES, *own.ENTRIES, *sequences.ENTRIES)
+ENTRIES: tuple[Entry, ...] = (
+    *ready.ENTRIES,
+    *own.ENTRIES,
+    *own.UPDATED,
+    *split.ENTRIES,
+    *sequences.ENTRIES,
+)
 
 __all__ = ["ENTRIES", "Case", "Entry", "Setting", "error_of"]

@@ -27,6 +27,7 @@ MESHES = {  # shape, axes of the parameters, axes of the batch, options of the w
     "dp_fsdp": ({"dp": 2, "fsdp": 4}, "fsdp", ("dp", "fsdp"), {}),
     "tuple": ({"x": 2, "y": 4}, ("x", "y"), ("x", "y"), {}),
     "copies": ({"dp": 2, "fsdp": 4}, "fsdp", ("dp", "fsdp"), {"replicas": Replicas("dp")}),
+    "split": ({"fsdp": 4, "tp": 2}, "fsdp", ("fsdp",), {}),
     "experts": ({"fsdp": 4, "ep": 2}, "fsdp", ("fsdp", "ep"), {}),
     "sequence": ({"fsdp": 2, "cp": 4}, "fsdp", ("fsdp", "cp"), {}),
 }

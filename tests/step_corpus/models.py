@@ -12,6 +12,7 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 
+from tests.step_corpus import split_models
 from xlstm_jax.distributed.model_parallel import context_attention
 
 CLASSES = 4
@@ -205,6 +206,7 @@ class Sequence(nn.Module):
 
 LINEN = {
     "mlp": MLP,
+    "still": lambda rate: MLP(),
     "norm": lambda rate: MLP(rate, norm=True),
     "zero_head": lambda rate: MLP(rate, head_init=nn.initializers.zeros),
     "bfloat16": lambda rate: MLP(rate, dtype=jnp.bfloat16),
@@ -223,6 +225,7 @@ LINEN = {
     "sequence_zigzag": lambda rate: Sequence("zigzag"),
     "sequence_contiguous": lambda rate: Sequence("contiguous"),
     "sequence_alone": lambda rate: Sequence(exchange=False),
+    **split_models.MODELS,
 }
 NNX = {
     "mlp": NnxMLP,
@@ -231,7 +234,7 @@ NNX = {
     "extra_head": lambda rngs, rate: NnxMLP(rngs, rate, extra_head=True),
 }
 SEQUENCES = {name for name in LINEN if name.startswith("sequence")}
-WITHOUT_DROPOUT = {"split_experts"} | SEQUENCES
+WITHOUT_DROPOUT = {"still", "split_experts", *split_models.MODELS} | SEQUENCES
 
 
 def batch_of(model: str) -> dict[str, np.ndarray]:

@@ -23,8 +23,10 @@ from xlstm_jax.distributed import (
     sync_gradients,
     unbox,
     value_and_grad,
+    with_ema,
 )
 from xlstm_jax.distributed.data_parallel import box_like
+from xlstm_jax.distributed.optimizers import optimizer_state_shardings
 
 GradsOf = Callable[..., tuple[Any, Any]]
 
@@ -201,6 +203,101 @@ def never(state: Any, value: Any, grads: Any) -> tuple[Any, Any]:
     return state.replace(step=state.step + 1), {"loss": value}
 
 
+def changed(change: Callable[[Any, Any], Any], before: bool = False) -> Callable[..., Any]:
+    """``change(state after the update, state before it)``; with ``before`` the first is handed to the optimizer."""
+
+    def finish(state: Any, value: Any, grads: Any) -> tuple[Any, Any]:
+        if before:
+            return change(state, state).apply_gradients(grads=grads), {"loss": value}
+        return change(state.apply_gradients(grads=grads), state), {"loss": value}
+
+    return finish
+
+
+def decayed(new: Any, old: Any) -> Any:
+    return new.replace(params=jax.tree.map(lambda p: 0.99 * p, new.params))
+
+
+def noisy(new: Any, old: Any) -> Any:
+    """Noise on all parameters, that no optimizer knows of."""
+    key = jax.random.key(13)
+    return new.replace(params=jax.tree.map(lambda p: p + 0.01 * jax.random.normal(key, p.shape), new.params))
+
+
+def swapped(new: Any, old: Any) -> Any:
+    first, second = (new.params[name] for name in ("Dense_0", "Dense_1"))
+    swap = {"Dense_0": {**first, "bias": second["bias"]}, "Dense_1": {**second, "bias": first["bias"]}}
+    return new.replace(params={**new.params, **swap})
+
+
+def added_twice(new: Any, old: Any) -> Any:
+    return new.replace(params=jax.tree.map(lambda p, q: 2 * p - q, new.params, old.params))
+
+
+def old_params(new: Any, old: Any) -> Any:
+    return new.replace(params=old.params)
+
+
+def old_opt_state(new: Any, old: Any) -> Any:
+    return new.replace(opt_state=old.opt_state)
+
+
+def frozen_too(new: Any, old: Any) -> Any:
+    layer = jax.tree.map(lambda p: p - 0.1, new.params["Dense_0"])
+    return new.replace(params={**new.params, "Dense_0": layer})
+
+
+def last_weights(new: Any, old: Any) -> Any:
+    """The average of the weights is replaced by the weights themselves."""
+    opt_state = new.opt_state._replace(ema=unbox(new.params))
+    return new.replace(opt_state=opt_state)
+
+
+def one_less(new: Any, old: Any) -> Any:
+    """All counts of the optimizer stay at 0."""
+    zero = lambda x: jnp.zeros_like(x) if x.dtype == jnp.int32 and not x.shape else x  # noqa: E731
+    return new.replace(opt_state=jax.tree.map(zero, new.opt_state))
+
+
+def with_rate(new: Any, old: Any) -> Any:
+    """Sets the rate of this update."""
+    rate = {**new.opt_state.hyperparams, "learning_rate": 0.1 / (1.0 + new.step)}
+    return new.replace(opt_state=new.opt_state._replace(hyperparams=rate))
+
+
+def on_shards(tx: Any) -> Callable[[Entry, Setting], Case]:
+    """Gradients and the update in one ``shard_map``: the optimizer sees shards."""
+
+    def make(entry: Entry, setting: Setting) -> Case:
+        state, mesh, axes = entry.state(setting), mesh_of(entry.mesh), entry.axes
+        specs = partition_specs(state.params, mesh)
+
+        @jax.jit
+        def step(state: Any, batch: Any, rng: jax.Array) -> tuple[Any, Any]:
+            in_state = optimizer_state_shardings(state.opt_state, state.params, mesh)
+            of_state = jax.tree.map(lambda sharding: sharding.spec, in_state)
+
+            def local(params: Any, opt_state: Any, batch: Any, rng: jax.Array) -> Any:
+                loss = lambda params, batch, rng: entry.loss(params, state.apply_fn, batch, rng)  # noqa: E731
+                value, grads = value_and_grad(loss, axes)(params, batch, folded(rng, state.step, axes))
+                updates, opt_state = state.tx.update(unbox(grads), opt_state, unbox(params))
+                return value, box_like(optax.apply_updates(unbox(params), updates), params), opt_state
+
+            run = jax.shard_map(
+                local,
+                mesh=mesh,
+                in_specs=(specs, of_state, P(axes), P()),
+                out_specs=(P(), specs, of_state),
+                check_vma=setting.check_vma,
+            )
+            value, params, opt_state = run(state.params, state.opt_state, batch, rng)
+            return state.replace(step=state.step + 1, params=params, opt_state=opt_state), {"loss": value}
+
+        return Case(step, state, batch_on_mesh(entry.model), jax.random.key(5), {"loss_fn": entry.loss})
+
+    return make
+
+
 def metrics_as(make: Callable[[Any], Any]) -> Callable[..., Any]:
     return lambda state, value, grads: (state.apply_gradients(grads=grads), make(value))
 
@@ -372,4 +469,52 @@ WRONG = [
     wrong("noise from rng, no sync_gradients", "draws", names=ANY, make=own(of_jax), **NOISE),
 ]
 
-ENTRIES = RIGHT + WRONG
+MOMENTUM, AVERAGED, RATED = optax.sgd(0.1, momentum=0.9), with_ema(SGD, 0.9), optax.inject_hyperparams(optax.sgd)(0.1)
+COUNTED = optax.sgd(optax.linear_schedule(0.1, 0.0, 10))
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1))
+NOT_FIRST = {"trainable": lambda path: "Dense_0" not in path}
+# What is made of gradients has to do neither with dropout nor with types.
+STILL = {"model": "still", "check_vma": (True,)}
+right_update = functools.partial(right, kind="update", **STILL)
+wrong_update = functools.partial(wrong, kind="update", **STILL)
+UPDATED = [
+    right_update("momentum", make=own(ours), tx=MOMENTUM),
+    right_update("an average of the weights", make=own(synced), tx=AVERAGED),
+    right_update("a rate that the step sets", make=own(ours, finish=changed(with_rate, before=True)), tx=RATED),
+    right_update("every second step updates", make=own(ours), tx=optax.MultiSteps(SGD, 2)),
+    right_update("frozen leaves", make=own(ours), **NOT_FIRST),
+    right_update("on shards, element by element", make=on_shards(MOMENTUM), tx=MOMENTUM),
+    wrong_update("parameters times 0.99 after it", names="0.99", make=own(ours, finish=changed(decayed))),
+    wrong_update(
+        "parameters times 0.99 before it",
+        names="before the optimizer",
+        make=own(synced, finish=changed(decayed, before=True)),
+    ),
+    wrong_update("noise on parameters", names="x the norm of its updates", make=own(ours, finish=changed(noisy))),
+    wrong_update("two biases swapped", names="gets the values of", make=own(ours, finish=changed(swapped))),
+    wrong_update("added twice", names="2 x its update", make=own(ours, finish=changed(added_twice)), mesh="tuple"),
+    wrong_update("parameters not returned", names="stay as they were", make=own(ours, finish=changed(old_params))),
+    wrong_update(
+        "optimizer's state not returned",
+        names="stays as it was",
+        make=own(ours, finish=changed(old_opt_state)),
+        tx=MOMENTUM,
+    ),
+    wrong_update("frozen leaves, too", names="frozen", make=own(ours, finish=changed(frozen_too)), **NOT_FIRST),
+    wrong_update(
+        "the average of the weights replaced",
+        names="ema|average",
+        make=own(ours, finish=changed(last_weights)),
+        tx=AVERAGED,
+    ),
+    wrong_update("counts that stay 0", names="count", make=own(ours, finish=changed(one_less)), tx=COUNTED),
+    wrong_update(
+        "clipping on shards, in the optimizer",
+        names="shards",
+        make=on_shards(CLIPPED),
+        tx=CLIPPED,
+        check_vma=(False,),
+    ),
+]
+
+ENTRIES = RIGHT + WRONG  # The settings of a round depend on the order.

@@ -23,14 +23,17 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
+from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_layout, num_shards
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh
-from xlstm_jax.distributed.training.arguments import Others
+from xlstm_jax.distributed.training.arguments import Others, collections_of
+from xlstm_jax.distributed.training.collections import readable
 from xlstm_jax.distributed.training.loss import LossFunction, LossOutput
 from xlstm_jax.distributed.training.state import FlaxTrainState
 from xlstm_jax.distributed.training.step import StepOptions
@@ -51,12 +54,23 @@ from xlstm_jax.distributed.training.step_check.objective import is_sum_over_posi
 from xlstm_jax.distributed.training.step_check.observed import (
     SeenStep,
     copies_differ,
+    differ_along,
     drifting,
-    keeping_gradients,
     observe,
 )
 from xlstm_jax.distributed.training.step_check.one_device import Found, OneDevice
+from xlstm_jax.distributed.training.step_check.recording import recorded_state
 from xlstm_jax.distributed.training.step_check.report import CANNOT_TELL, RIGHT, WRONG, StepCheck
+from xlstm_jax.distributed.training.step_check.update import (
+    UpdateCheck,
+    bare,
+    by_path,
+    check_update,
+    of_collections,
+    of_frozen,
+    of_state,
+    same_bits,
+)
 
 LOSS = "(loss)"
 ROUGHLY = 0.3  # with other draws the loss of the slices is not that of the batch, but no factor of 2 from it either
@@ -158,12 +172,17 @@ def _likely_layout(params: PyTree, batch: PyTree, mesh: Mesh, batch_spec: PyTree
 
 
 class _Beside(NamedTuple):
-    """A step beside what one device computes; ``findings`` are of the loss and of the optimizer's calls."""
+    """A step beside what one device computes; ``findings`` are of the loss and of the optimizer's calls.
+
+    ``of_model``: the loss is another because the model computes something else where it is split, and all gradients
+    follow from that.
+    """
 
     seen: SeenStep
     leaves: list[LeafCheck]
     findings: list[str]
     loss_ratio: float | None
+    of_model: bool = False
 
     @property
     def differs(self) -> bool:
@@ -182,6 +201,7 @@ class Comparison:
         wide = all(leaves[path].dtype == np.float64 for path in one.paths if hasattr(leaves[path], "dtype"))
         self.eps = float(np.finfo(np.float64 if wide and one.paths else np.float32).eps)
         minibatches = {"num_minibatches": one.num_minibatches} if one.num_minibatches > 1 else {}
+        self.compared_state = False  # that of an optimizer of the step's own
         self.parts = self.sizes | minibatches  # by all that splits a batch
 
     def of_ready_step(self) -> StepCheck:
@@ -224,7 +244,7 @@ class Comparison:
         if step.differs:
             of_loss, _, of_objective = self.objective(key, self.one.slices(key), whole, step.seen, key)
             findings = of_objective or findings
-            if not of_objective or of_loss.is_count:
+            if not step.of_model and (not of_objective or of_loss.is_count):
                 findings += self.of_leaves(step.leaves, step.seen, of_loss)
         findings += self.without_gradient(key, whole)
         return self.checked(findings, step.seen, BATCH_AT_ONCE, step.leaves, step.loss_ratio)
@@ -249,7 +269,9 @@ class Comparison:
             return self.checked(of_objective, step.seen, how, leaves, ratio)
         tolerance = max([self.eps * ORDER_EPS, *(leaf.tolerance for leaf in leaves)])
         of_loss = Multiple.of(1.0 if ratio is None else ratio, self.sizes, tolerance)
-        findings += self.of_leaves(leaves, step.seen, of_loss) + self.without_gradient(key, whole)
+        if not step.of_model:
+            findings += self.of_leaves(leaves, step.seen, of_loss)
+        findings += self.without_gradient(key, whole)
         return self.checked(findings, step.seen, how, leaves, ratio)
 
     # ------------------------------------------------------------------------------------------------------ compared
@@ -274,11 +296,14 @@ class Comparison:
     def beside(self, rng: Any, truth: Found, seen: SeenStep | None = None) -> _Beside:
         """Runs the step with ``rng``, unless it was ``seen``, and compares it with ``truth``."""
         seen, leaves = self.compared(seen or self.observed(rng, truth), truth)
-        findings = self.loss_differs(seen, truth)
+        of_model, findings = self.loss_differs(rng, seen, truth)
         if seen.updates != 1:
             times = f"the step calls its optimizer {seen.updates} times"
             findings.append(f"{times}. Call tx.update, or apply_gradients, once.")
-        return _Beside(seen, leaves, findings, _ratio(seen.loss.value, truth.loss) if seen.loss else None)
+        if seen.state_of_gradients is not None and not findings and _are_right(leaves):
+            findings += self.state_differs(seen, truth)
+        ratio = _ratio(seen.loss.value, truth.loss) if seen.loss else None
+        return _Beside(seen, leaves, findings, ratio, of_model)
 
     def compared(self, seen: SeenStep, truth: Found) -> tuple[SeenStep, list[LeafCheck]]:
         """The leaves of what was seen beside the right ones; where they are right, those of ``seen.then``."""
@@ -290,23 +315,49 @@ class Comparison:
         leaves = compare_leaves(
             flat(seen.got), as_seen(truth), self.axes, narrow, lambda: as_seen(truth.shaken()), self.eps
         )
-        leaves = [leaf._replace(copies_differ=copies_differ(seen.got[leaf.path])) for leaf in leaves]
+        leaves = [_with_copies(leaf, seen.got[leaf.path]) for leaf in leaves]
         # Gradients before clipping, say, are right: now what was made of them.
         if seen.then is not None and _are_right(leaves):
             return self.compared(seen.then, truth)
         return seen, leaves
 
-    def of_leaves(self, leaves: list[LeafCheck], seen: SeenStep, of_loss: Multiple) -> list[str]:
-        return list(report.of_leaves(leaves, seen.what, self.parts, of_loss))
+    def state_differs(self, seen: SeenStep, truth: Found) -> list[str]:
+        """What to say of the optimizer's state that a step with an optimizer of its own has made."""
+        self.compared_state, of_gradients = True, seen.state_of_gradients
+        assert of_gradients is not None
+        return list(
+            of_state(
+                by_path(bare(seen.after.opt_state)),
+                of_gradients(self.one.tree(truth.grads)),
+                by_path(bare(seen.before.opt_state)),
+                lambda: of_gradients(self.one.tree(truth.shaken().grads)),
+                self.eps,
+            )
+        )
 
-    def loss_differs(self, seen: SeenStep, truth: Found) -> list[str]:
+    def of_leaves(self, leaves: list[LeafCheck], seen: SeenStep, of_loss: Multiple) -> list[str]:
+        model_axes = self.one.model_axes(self.given[1])
+        return list(report.of_leaves(leaves, seen.what, self.parts, of_loss, model_axes))
+
+    def loss_differs(self, key: Any, seen: SeenStep, truth: Found) -> tuple[bool, list[str]]:
+        """Whether the model makes the loss another one where it is split, and what to say of the loss."""
         if seen.loss is None:
-            return []
+            return False, []
         # A loss that is returned in bfloat16 is off by its rounding.
         eps = max(self.eps, seen.loss.eps / 8)
         same, tolerance = same_number(seen.loss.value, truth.loss, lambda: truth.shaken().loss, eps)
         times = Multiple.of(_ratio(seen.loss.value, truth.loss), self.sizes, tolerance)
-        return [] if same or times.kind == "equal" else [report.of_loss(times, self.one.loss.weighted)]
+        if same or times.kind == "equal":
+            return False, []
+        axes = self.one.model_axes(key)
+        if axes and self.is_of_model(key, seen.loss.value, eps):
+            return True, [report.of_model(times, axes)]
+        return False, [report.of_loss(times, self.one.loss.weighted)]
+
+    def is_of_model(self, key: Any, loss: float, eps: float) -> bool:
+        """Whether the model on the mesh, with unsharded weights and no step around it, has this loss, too."""
+        found = self.one.on_mesh(key, self.one.num_minibatches)
+        return same_number(loss, found.loss, lambda: found.shaken().loss, eps)[0]
 
     def objective(
         self, key: Any, mean: Found, whole: Found, seen: SeenStep, real_key: Any
@@ -316,7 +367,10 @@ class Comparison:
         leaves = compare_leaves(flat(mean.grads), flat(whole.grads), self.axes, narrow, shaken, self.eps)
         eps = max(self.eps, seen.loss.eps / 8 if seen.loss else 0)
         same, tolerance = same_number(mean.loss, whole.loss, lambda: whole.shaken().loss, eps)
-        if (same and _are_right(leaves)) or self.one.devices * self.one.num_minibatches == 1:
+        # On the mesh the gradients of what the model communicates are JAX's own, and where the loss is right they say
+        # nothing of rows.
+        of_rows = not self.one.needs_all_devices(key)
+        if (same and (_are_right(leaves) or not of_rows)) or self.one.devices * self.one.num_minibatches == 1:
             return Multiple("equal"), leaves, []
         tolerance, ratio = max(tolerance, ORDER_EPS * self.eps), _ratio(mean.loss, whole.loss)
         times = Multiple.of(ratio, self.parts, tolerance)
@@ -358,7 +412,9 @@ class Comparison:
         if self.one.traced(key).foreign:
             return "loss_fn draws from another key than the one that it is given"
         batch, _, *rest = self.given
-        for state in (keeping_gradients(self.state, self.mesh), self.state):  # ``observe`` ran one of them
+        # ``observe`` ran one of the two; noise that the state's optimizer draws is no noise of gradients.
+        silent = self.state.replace(tx=optax.set_to_zero(), opt_state=optax.EmptyState())
+        for state in (recorded_state(silent, self.mesh), self.state):
             with contextlib.suppress(Exception):  # a step that does more than JAX can trace
                 foreign = traced(jax.make_jaxpr(self.step)(state, batch, key, *rest)).foreign
                 return "it draws from another key than the one that it is given" if foreign else ""
@@ -381,7 +437,7 @@ class Comparison:
         found, count = ratios(sample)
         seen = kept["seen"]
         leaves = [
-            LeafCheck(path, self.axes.get(path, ()), of.value, of.rest, of.allowed, copies_differ(seen.got[path]))
+            _with_copies(LeafCheck(path, self.axes.get(path, ()), of.value, of.rest, of.allowed), seen.got[path])
             for path, of in found.items()
             if path != LOSS
         ]
@@ -406,9 +462,56 @@ class Comparison:
         verdict: str | None = None,
     ) -> StepCheck:
         findings = [*findings, *drifting(seen.collections), *counted(self.one, *self.given[:2])]
-        verdict = verdict or (WRONG if findings else RIGHT)
         mesh = dict(self.mesh.shape)
-        return StepCheck(verdict, tuple(findings), seen.what, how, mesh, tuple(leaves or ()), loss_ratio)
+        update = self.update_of(seen, is_right=not findings)
+        unknown = verdict == CANNOT_TELL
+        if update.findings:
+            # An update that is wrong is known to be, whatever gradients are.
+            findings, verdict = [*([] if unknown else findings), *update.findings], WRONG
+        elif update.unknown and not findings:
+            findings, verdict = [*update.unknown], CANNOT_TELL
+        verdict = verdict or (WRONG if findings else RIGHT)
+        return StepCheck(
+            verdict, tuple(findings), seen.what, how, mesh, tuple(leaves or ()), loss_ratio, update.compared
+        )
+
+    def update_of(self, seen: SeenStep, is_right: bool) -> UpdateCheck:
+        """What the step made of its gradients; where all else is right, in a second step, too."""
+        if seen.what != "gradients":
+            frozen = list(of_frozen(seen.before, seen.after))
+            unknown = () if self.shows_gradients(seen) else (report.NOTHING_SHOWS,)
+            return UpdateCheck(tuple(frozen), unknown, ("the optimizer's state",) if self.compared_state else ())
+        rng = self.given[1]
+        value_fn = None if self.one.traced(rng).draws else self.one.value_fn(rng)
+        again = seen.again if is_right else None
+        found = check_update(seen.before, seen.after, self.one.one_device, again, value_fn)
+        if is_right and not found.findings and self.knows_collections(rng):
+            of = self.of_collections(seen, rng)
+            return found._replace(findings=tuple(of), compared=(*found.compared, "collections"))
+        return found
+
+    def knows_collections(self, rng: Any) -> bool:
+        """Whether one device returns the collections of the mesh: statistics of all rows, without draws."""
+        kept, one = collections_of(self.state), self.one
+        is_whole = one.num_minibatches == 1 and (one.devices == 1 or one.needs_all_devices(rng))
+        return bool(kept) and OVERWRITTEN not in kept and is_whole and not one.traced(rng).draws
+
+    def of_collections(self, seen: SeenStep, rng: Any) -> list[str]:
+        got, before = (by_path(bare(readable(dict(tree)))) for tree in (seen.collections, collections_of(self.state)))
+        right, again = (partial(self.one.collections_after, rng, shake) for shake in (False, True))
+        return list(of_collections(got, by_path(bare(right())), before, lambda: by_path(bare(again())), self.eps))
+
+    def shows_gradients(self, seen: SeenStep) -> bool:
+        """Whether other gradients would have changed anything that was compared."""
+        of_state = seen.state_of_gradients
+        if seen.what != "updates" or of_state is None:
+            return True
+        pairs = [(seen.of_gradients(grads), of_state(grads)) for grads in self.one.two_gradients()]
+        return any(not same_bits(*leaves) for leaves in zip(*map(jax.tree.leaves, pairs), strict=True))
+
+
+def _with_copies(leaf: LeafCheck, value: jax.Array) -> LeafCheck:
+    return leaf._replace(copies_differ=copies_differ(value), differ_along=differ_along(value))
 
 
 def _ratio(got: float, right: float) -> float:

@@ -52,7 +52,7 @@ class LeafCheck(NamedTuple):
 
     ``error`` is the norm of the rest relative to the right gradient; ``tolerance`` is how much rounding explains of
     ``error`` and of the ratio's distance from 1. ``axes`` split the leaf. ``copies_differ``: devices that should hold
-    the same values do not.
+    the same values do not, and ``differ_along`` are the axes along which they do not.
     """
 
     path: str
@@ -61,6 +61,7 @@ class LeafCheck(NamedTuple):
     error: float
     tolerance: float
     copies_differ: bool = False
+    differ_along: tuple[str, ...] = ()
 
     @property
     def is_only_rounding(self) -> bool:
@@ -168,6 +169,7 @@ class Multiple(NamedTuple):
     kind: str  # "equal", "summed", "divided", "other"
     times: str = "1 x"
     axes: str = ""
+    over: tuple[str, ...] = ()
 
     @property
     def is_count(self) -> bool:
@@ -183,10 +185,11 @@ class Multiple(NamedTuple):
         for axes in itertools.chain.from_iterable(subsets):
             devices = math.prod(sizes[axis] for axis in axes)
             if abs(ratio / devices - 1) <= tolerance:
-                return cls("summed", f"{devices} x", format_axes(axes))
+                return cls("summed", f"{devices} x", format_axes(axes), axes)
             if abs(ratio * devices - 1) <= tolerance:
-                return cls("divided", f"1/{devices} x", format_axes(axes))
-        return cls("other", f"{ratio:.3g} x")
+                return cls("divided", f"1/{devices} x", format_axes(axes), axes)
+        rounded = f"{ratio:.3g}"
+        return cls("other", f"{ratio:.6g} x" if rounded == "1" else f"{rounded} x")
 
 
 # ------------------------------------------------------------------------------------------------- means over many keys

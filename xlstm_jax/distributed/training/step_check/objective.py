@@ -11,6 +11,7 @@ With the loss L of the whole batch, L_1 .. L_n of its slices, their gradients g,
   anything else                         a statistic of the batch: a variance, a rank, a largest value
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,7 +54,7 @@ def why_no_mean(
         yield report.of_loss(times, one.loss.weighted)
         return
     axes = format_axes(one.axes)
-    is_not = f"the loss is no mean over rows: {mean.loss:.6g} as the mean of its slices, {whole.loss:.6g} of the batch"
+    is_not = _is_not(mean, whole, same)
     if minibatches > 1 and _is_same(one.slices(rng, minibatches=1), whole, tolerance):
         yield (
             f"{is_not}. On whole devices it is right, and num_minibatches={minibatches} changes it: a statistic of the "
@@ -76,6 +77,19 @@ def why_no_mean(
     yield f"{is_not}. {_CURES[kind].format(axes)}"
     if minibatches > 1:
         yield f"num_minibatches={minibatches} changes such a loss, too: see it right with num_minibatches=1 first."
+
+
+def _is_not(mean: Found, whole: Found, leaves: list[LeafCheck]) -> str:
+    """That a loss is no mean over rows, by the figures that show it: losses, or gradients where losses agree."""
+    of_slices, of_batch = f"{mean.loss:.6g}", f"{whole.loss:.6g}"
+    if of_slices != of_batch:
+        return f"the loss is no mean over rows: {of_slices} as the mean of its slices, {of_batch} of the batch"
+    worst = max(leaves, key=lambda leaf: math.hypot(leaf.ratio - 1, leaf.error))
+    off = math.hypot(worst.ratio - 1, worst.error)
+    return (
+        f"the gradients of the batch are not the mean of those of its slices (off by {off:.2g} of their norm, of "
+        f"'{worst.path}'), although both losses are {of_batch}"
+    )
 
 
 _CURES = {
@@ -156,7 +170,7 @@ def is_sum_over_positions(one: OneDevice, key: Any) -> bool:
 
 def _kind(one: OneDevice, rng: Any, mean: Found, whole: Found) -> str:
     # Slices of such a loss have no values of their own: devices compute them together.
-    if one.asks_for_axes(rng):
+    if one.needs_all_devices(rng):
         return "reduced"
     parts = [one.whole(rng, batch=part) for part in one.all_slices()]
     values = np.array([part.loss for part in parts])

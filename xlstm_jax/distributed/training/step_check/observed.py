@@ -1,7 +1,10 @@
-"""The gradients of a step: it runs with an optimizer that keeps them in its state.
+"""What a step does: it runs with the state's optimizer, which records what it was called with (``recording``).
 
-A step that uses an optimizer of its own shows no gradients. What that optimizer makes of them is compared instead:
-first moments where it has some (``mu``, ``trace``), and updates.
+The record shows the gradients as the optimizer gets them, before any moment or clipping, and the updates that it
+returns: ``update`` compares these and the state after the step with one device.
+
+A step that uses an optimizer of its own leaves no record. What that optimizer makes of gradients is compared instead:
+first moments where it has some (``mu``, ``trace``), updates, and the optimizer's state.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh
 
 from xlstm_jax.common_types import PyTree
@@ -20,7 +22,8 @@ from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
 from xlstm_jax.distributed.optimizers.state import owner_of_state, trainable
 from xlstm_jax.distributed.training.arguments import collections_of
-from xlstm_jax.distributed.training.state import State, sharded_opt_state
+from xlstm_jax.distributed.training.state import State
+from xlstm_jax.distributed.training.step_check.recording import Recorded, recorded_state, updated_by
 from xlstm_jax.wording import listed
 
 _FIRST_MOMENTS = {"mu", "trace"}  # how optax calls them
@@ -41,9 +44,12 @@ class SeenStep(NamedTuple):
       got: its value for each leaf, by path.
       of_gradients: computes the same values from gradients.
       loss, collections: as the step returned them.
+      before, after: the states that the step got, and returned.
       rounding: the norm of what rounding may change as ``got`` is read off.
       updates: how often the step called the optimizer.
       then: what else to compare if this is right.
+      again: runs the step once more, from the state that it returned.
+      state_of_gradients: of a step with an optimizer of its own: computes the optimizer's state from gradients.
     """
 
     what: str
@@ -51,51 +57,69 @@ class SeenStep(NamedTuple):
     of_gradients: Callable[[PyTree], dict[str, jax.Array]]
     loss: ReportedLoss | None
     collections: PyTree
+    before: Any
+    after: Any
     rounding: Mapping[str, float] = MappingProxyType({})
     updates: int = 1
     then: Any = None
+    again: Callable[[], Any] | None = None
+    state_of_gradients: Callable[[PyTree], dict[str, Any]] | None = None
 
 
 def observe(step: Callable[..., Any], state: Any, given: PyTree, grads: PyTree, mesh: Mesh) -> SeenStep:
-    """Runs the step with an optimizer that keeps the gradients, or if that fails with the optimizer of the state.
+    """Runs the step with an optimizer that records its calls, or if that fails with the optimizer of the state.
 
     ``grads`` are the right gradients, or any arrays in their tree.
     """
+    before = recorded_state(state, mesh)
     try:
         # The surest way: what the step hands its optimizer, before any moment or clipping.
-        after, loss = _run(step, keeping_gradients(state, mesh), given)
-    except (TypeError, ValueError, AttributeError):  # an optimizer, or specs of the state, that are the step's own
+        after, loss = _run(step, before, given)
+    except Exception:  # an optimizer, or specs of the state, that are the step's own: whatever these raise
         return _of_own_optimizer(step, state, given, grads)
-    if updates := int(after.opt_state["updates"]):
-        got = _by_path(_as_seen(after.opt_state["grads"]))
-        return SeenStep("gradients", got, _by_path, loss, collections_of(after), updates=updates)
-    return _of_own_optimizer(step, state, given, grads)
-
-
-def keeping_gradients(state: Any, mesh: Mesh) -> Any:
-    """The state with an optimizer that keeps the gradients."""
-    return state.replace(tx=_KEEP_GRADIENTS, opt_state=sharded_opt_state(_KEEP_GRADIENTS, state.params, mesh))
+    if not isinstance(after.opt_state, Recorded) or not (calls := int(after.opt_state.record.calls)):
+        return _of_own_optimizer(step, state, given, grads)
+    got = _by_path(_as_seen(after.opt_state.record.grads))
+    again = lambda: _run(step, after, given)[0]  # noqa: E731
+    kept = collections_of(after)
+    return SeenStep("gradients", got, _by_path, loss, kept, before, after, updates=calls, again=again)
 
 
 def _of_own_optimizer(step: Callable[..., Any], state: Any, given: PyTree, grads: PyTree) -> SeenStep:
-    # From zeros, so that the moments after the step are of this step alone.
-    zeros = jax.tree.map(lambda x: jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x, state.opt_state)
-    fresh = state.replace(opt_state=zeros)
+    # First moments from zeros, so that those after the step are of this step alone.
+    def fresh_leaf(path: str, leaf: Any) -> Any:
+        return jax.tree.map(jnp.zeros_like, leaf) if _FIRST_MOMENTS & set(path.split("/")) else leaf
+
+    fresh = state.replace(opt_state=trees.map_leaves_with_path(fresh_leaf, state.opt_state))
     after, loss = _run(step, fresh, given)
     before, one_device = trainable(fresh.params), jax.tree.leaves(grads)[0].sharding
     # The same optimizer then runs on one device with the right gradients.
     params, opt_state = jax.device_put((before, _as_seen(fresh.opt_state)), one_device)
 
     def updated(grads: PyTree) -> tuple[PyTree, PyTree]:
-        return optax.with_extra_args_support(state.tx).update(grads, opt_state, params)
+        return updated_by(state.tx, grads, opt_state, params, {})
 
     kept, old = collections_of(after), _by_path(before)
     moved = _by_path(jax.tree.map(jnp.subtract, trainable(after.params), before))
     rounding = {path: float(jnp.finfo(leaf.dtype).eps * jnp.linalg.norm(leaf.ravel())) for path, leaf in old.items()}
-    updates = SeenStep("updates", moved, lambda grads: _by_path(updated(grads)[0]), loss, kept, rounding)
-    if moments := _first_moments(_as_seen(after.opt_state), params):
+    updates = SeenStep(
+        "updates",
+        moved,
+        lambda grads: _by_path(updated(grads)[0]),
+        loss,
+        kept,
+        fresh,
+        after,
+        rounding,
+        state_of_gradients=lambda grads: _by_path(_as_seen(updated(grads)[1])),
+    )
+    moments = _first_moments(_as_seen(after.opt_state), params)
+    # Moments that are all 0 are those of the state before: updates say whether the step has updated anything.
+    if any(np.any(leaf) for leaf in moments.values()):
         of_moments = lambda grads: _first_moments(updated(grads)[1], params)  # noqa: E731
-        return SeenStep("first moments", moments, of_moments, loss, kept, then=updates)
+        return updates._replace(
+            what="first moments", got=moments, of_gradients=of_moments, rounding=MappingProxyType({}), then=updates
+        )
     return updates
 
 
@@ -111,18 +135,6 @@ def _run(step: Callable[..., Any], state: State, given: PyTree) -> tuple[State, 
     return after, ReportedLoss(
         float(metrics["loss"]), float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.floating) else 0
     )
-
-
-def _nothing_yet(params: PyTree) -> PyTree:
-    return {"grads": jax.tree.map(jnp.zeros_like, params), "updates": jnp.zeros(())}
-
-
-def _keep(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
-    del params, extra
-    return jax.tree.map(jnp.zeros_like, updates), {"grads": updates, "updates": state["updates"] + 1}
-
-
-_KEEP_GRADIENTS = optax.GradientTransformationExtraArgs(_nothing_yet, _keep)
 
 
 def _as_seen(opt_state: PyTree) -> PyTree:
@@ -160,3 +172,19 @@ def copies_differ(value: jax.Array) -> bool:
         if not np.array_equal(data, seen.setdefault(str(shard.index), data)):
             return True
     return False
+
+
+def differ_along(value: jax.Array) -> tuple[str, ...]:
+    """The mesh axes along which devices hold different values where the sharding says that they hold the same."""
+    mesh = getattr(value.sharding, "mesh", None)
+    if mesh is None or not copies_differ(value):
+        return ()
+    data = {shard.device: (str(shard.index), np.asarray(shard.data)) for shard in value.addressable_shards}
+    along = []
+    for dim, axis in enumerate(mesh.axis_names):
+        # Devices that differ in this axis alone, beside each other.
+        lines = np.moveaxis(mesh.devices, dim, -1).reshape(-1, mesh.devices.shape[dim])
+        pairs = [(data[line[0]], data[other]) for line in lines for other in line[1:]]
+        if any(a[0] == b[0] and not np.array_equal(a[1], b[1]) for a, b in pairs):
+            along.append(axis)
+    return tuple(along)

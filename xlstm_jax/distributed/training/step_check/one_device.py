@@ -7,8 +7,10 @@
 A step that averages rightly returns the mean of the slices: draws are the same, so it differs by rounding alone. If the
 loss is a mean over rows, slices and whole batch agree too, provided that both draw the same numbers (``draws``).
 
-Slices of a loss that communicates along a mesh axis (statistics over devices) cannot be computed one after another.
-They are computed on the mesh, where each device has unsharded weights, and JAX differentiates the ``shard_map``.
+Slices of a loss that communicates along an axis of the batch (statistics over devices) cannot be computed one after
+another. They are computed on the mesh, where each device has unsharded weights, and JAX differentiates the
+``shard_map``. A model that is split over another axis (tensor parallel) is unsplit on one device, and its slices are
+computed in turn: no mistake of the split is in them.
 """
 
 import itertools
@@ -29,7 +31,7 @@ from xlstm_jax.distributed.data_parallel import placement, trees
 from xlstm_jax.distributed.data_parallel.gather import gather_params
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, split_by_model, true_value
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key, wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN, products_of
 from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, num_shards
@@ -103,7 +105,7 @@ class OneDevice:
         batch = in_natural_order(batch)
         self.mesh, self._apply_fn = mesh, state.apply_fn
         # A mesh of the same axes, for losses that ask for one.
-        self._one = Mesh(mesh.devices.flat[:1].reshape((1,) * mesh.devices.ndim), mesh.axis_names)
+        self.one_device = self._one = Mesh(mesh.devices.flat[:1].reshape((1,) * mesh.devices.ndim), mesh.axis_names)
         self._leaves, self._put_back = trees.split_differentiable(state.params)
         self.paths = [path for path, leaf in trees.leaves_with_path(state.params) if leaf_of(leaf).is_differentiable]
         live = list(map(true_value, self._leaves))
@@ -150,16 +152,47 @@ class OneDevice:
         """Gradients by path in the tree of the parameters, as an optimizer sees them."""
         return self._put_back([grads[path] for path in self.paths], rest=lambda leaf: None)
 
+    def two_gradients(self) -> list[PyTree]:
+        """Gradients of 0 and of 1, as an optimizer sees them."""
+        live = dict(zip(self.paths, self._inputs[0], strict=True))
+        return [self.tree({path: jnp.full_like(x, value) for path, x in live.items()}) for value in (0, 1)]
+
     def slices(self, rng: Any, minibatches: int | None = None) -> Found:
         """The mean over the slices, each with the key that the step gives it."""
         count = self.num_minibatches if minibatches is None else minibatches
-        if self.asks_for_axes(rng):
-            return self._run(self._mean_on_mesh, (count,), rng)
+        if self.needs_all_devices(rng):
+            return self.on_mesh(rng, count)
         return self._run(self._mean_in_turn, (self.devices, count), rng)
+
+    def on_mesh(self, rng: Any, minibatches: int) -> Found:
+        """The mean over the slices, computed on the mesh with unsharded weights, and differentiated by JAX."""
+        return self._run(self._mean_on_mesh, (minibatches,), rng)
 
     def whole(self, rng: Any, batch: PyTree = None, elsewhere: int = 0) -> Found:
         """The loss of the whole batch, or of ``batch``, at once; with ``elsewhere``, at quite other parameters."""
         return self._run(self._mean_in_turn, (1, 1), rng, batch, elsewhere)
+
+    def collections_after(self, rng: Any, shake: bool = False) -> PyTree:
+        """The collections that the loss of the whole batch returns."""
+        live, weights, batch, kept = self._inputs
+        live, batch = shaken((live, batch), self.eps(rng)) if shake else (live, batch)
+
+        def after(live: Any, weights: _Weights, batch: PyTree, kept: Any, rng: Any) -> PyTree:
+            _, (_, (updated,)) = self._terms(live, weights, batch, rng, kept)
+            return updated
+
+        run = jax.shard_map(after, mesh=self._one, in_specs=WHOLE, out_specs=WHOLE, check_vma=False)
+        return jax.jit(run)(*self._put((live, weights, batch, kept, rng), self._one))
+
+    def value_fn(self, rng: Any) -> Callable[[PyTree], jax.Array]:
+        """The loss of the whole batch as a function of the trainable parameters, for optimizers that compute it."""
+        _, weights, batch, kept = self._inputs
+
+        def value(params: PyTree) -> jax.Array:
+            loss, *_ = self._mean_in_turn(1, 1)(jax.tree.leaves(params), weights, batch, kept, rng)
+            return loss
+
+        return value
 
     def _run(
         self,
@@ -172,7 +205,7 @@ class OneDevice:
     ) -> Found:
         live, weights, own_batch, kept = self._inputs
         batch = own_batch if batch is None else batch
-        live, batch = _shaken((live, batch), self.eps(rng)) if shake else (live, batch)
+        live, batch = shaken((live, batch), self.eps(rng)) if shake else (live, batch)
         live = _moved(live, elsewhere) if elsewhere else live
         # Compiled once for each way to cut the batch: keys, batches and shaken inputs are arguments.
         if (make, parts) not in self._jitted:
@@ -180,8 +213,8 @@ class OneDevice:
         mesh = self.mesh if make == self._mean_on_mesh else self._one
         loss, grads, sizes = self._jitted[make, parts](*self._put((live, weights, batch, kept, rng), mesh))
         grads, sizes = (dict(zip(self.paths, values, strict=True)) for values in self._put((grads, sizes), self._one))
-        shaken = cache(partial(self._run, make, parts, rng, batch, elsewhere, shake=True))
-        return Found(float(loss), grads, sizes, shaken)
+        again = cache(partial(self._run, make, parts, rng, batch, elsewhere, shake=True))
+        return Found(float(loss), grads, sizes, again)
 
     # ------------------------------------------------------------------------------- what the equations of it tell
 
@@ -213,6 +246,15 @@ class OneDevice:
     def asks_for_axes(self, rng: Any) -> bool:
         """Whether the loss communicates along a mesh axis, or asks where on it the device is."""
         return bool(self.traced(rng).axes)
+
+    def needs_all_devices(self, rng: Any) -> bool:
+        """Whether it does so along an axis of the batch, so that its slices cannot be computed one after another."""
+        return bool(self.traced(rng).axes & set(self.axes))
+
+    def model_axes(self, rng: Any) -> tuple[str, ...]:
+        """The axes along which it does so and the batch is not split: those of a model that is split itself."""
+        own = self.traced(rng).axes - set(self.axes)
+        return tuple(axis for axis, size in self.mesh.shape.items() if size > 1 and axis in own)
 
     # ------------------------------------------------------------------------------------- one part after another
 
@@ -327,18 +369,18 @@ def _means(total: Any, weight: Any, grads: list[Any], sizes: list[Any]) -> tuple
     return total / weight, [g / weight for g in grads], [size / jnp.abs(weight) for size in sizes]
 
 
-def _shaken(tree: PyTree, eps: float) -> PyTree:
+def shaken(tree: PyTree, eps: float) -> PyTree:
     """All floats times 1 + u eps, u between -1 and 1: as much as rounding to a dtype with this eps may change them."""
     # Always the same shake, so that the same step gets the same verdict.
     rng = np.random.default_rng(0)
 
-    def shaken(x: Any) -> Any:
-        if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+    def off(x: Any) -> Any:
+        if is_prng_key(x) or not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
             return x
         factor = 1 + eps * rng.uniform(-1, 1, np.shape(x))
         return (x * factor.astype(wide_dtype(jnp.abs(x).dtype))).astype(x.dtype)
 
-    return jax.tree.map(shaken, tree)
+    return jax.tree.map(off, tree)
 
 
 def _moved(live: list[Any], seed: int) -> list[Any]:

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from xlstm_jax.distributed.training.step_check.comparison import LeafCheck, Multiple
 from xlstm_jax.distributed.training.step_check.one_device import Found
-from xlstm_jax.wording import TIMES, Bar, format_mesh, listed, notebook_html
+from xlstm_jax.wording import TIMES, Bar, format_axes, format_mesh, joined, listed, notebook_html
 
 _LINES = textwrap.TextWrapper(80, initial_indent="  - ", subsequent_indent="    ", break_long_words=False)
 _TITLES = textwrap.TextWrapper(80, subsequent_indent="  ", break_long_words=False)
@@ -42,6 +42,8 @@ class StepCheck:
       mesh: axes and sizes.
       leaves: a ``LeafCheck`` for each trainable parameter.
       loss_ratio: the loss of the step over the loss of one device; None where the step returns no metric "loss".
+      update: what else was compared: "parameters" after the step, "frozen leaves", "updates" and "the optimizer's
+        state", with what the state's optimizer makes of the same gradients on one device.
     """
 
     verdict: str
@@ -51,6 +53,7 @@ class StepCheck:
     mesh: dict[str, int]
     leaves: tuple[LeafCheck, ...]
     loss_ratio: float | None
+    update: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -84,7 +87,23 @@ class StepCheck:
                     f"explains {worst.tolerance:.1g}"
                 )
             )
+            lines.append(_LINES.fill(_compared(self.compared, self.update)))
         return "\n".join(lines)
+
+
+def _compared(what: str, update: Sequence[str]) -> str:
+    """What was compared beside the gradients, and what was not."""
+    if what != "gradients":
+        state = " and state" if update else ""
+        return (
+            f"the step has an optimizer of its own, whose {what}{state} were compared with those of the state's "
+            "optimizer on one device; metrics but the loss, and the values of collections, were not"
+        )
+    collections = "" if "collections" in update else ", and the values of collections,"
+    return (
+        f"{joined(update)} after the step are those of one device with the same gradients, in a second step, too; "
+        f"metrics but the loss{collections} were not compared"
+    )
 
 
 def _bar(leaf: LeafCheck) -> Bar:
@@ -98,7 +117,13 @@ def _distance(leaf: LeafCheck) -> float:
     return math.hypot(leaf.ratio - 1, leaf.error)
 
 
-def of_leaves(leaves: Sequence[LeafCheck], what: str, sizes: dict[str, int], of_loss: Multiple) -> Iterator[str]:
+def of_leaves(
+    leaves: Sequence[LeafCheck],
+    what: str,
+    sizes: dict[str, int],
+    of_loss: Multiple,
+    model_axes: tuple[str, ...] = (),
+) -> Iterator[str]:
     """What is wrong with gradients, in a sentence for each cause.
 
     Args:
@@ -106,11 +131,17 @@ def of_leaves(leaves: Sequence[LeafCheck], what: str, sizes: dict[str, int], of_
       what: what was compared, as "gradients".
       sizes: of axes that have more than one device.
       of_loss: the loss of the step over the right one; gradients that are the same multiple need no other cause.
+      model_axes: the axes along which the model communicates, and the batch is not split.
     """
     faults: dict[str, list[LeafCheck]] = defaultdict(list)
+    # What the model does wrong along an axis concerns some leaves: those behind its split layers. An average over rows
+    # that is missing concerns all.
+    all_alike = len({round(leaf.ratio, 3) for leaf in leaves if not leaf.is_only_rounding}) == 1
+    if model_axes and not all_alike:
+        sizes = {axis: size for axis, size in sizes.items() if axis in model_axes} | sizes
     for leaf in leaves:
         if leaf.copies_differ or not leaf.is_equal:
-            faults[_cause(leaf, sizes, of_loss)].append(leaf)
+            faults[_cause(leaf, sizes, of_loss, model_axes)].append(leaf)
     for cause, some in faults.items():
         yield f"{what} of {_counted(some)} ({listed(leaf.path for leaf in some)}) are {cause}"
 
@@ -119,18 +150,39 @@ def _counted(leaves: Sequence[object]) -> str:
     return f"{len(leaves)} leaves" if len(leaves) > 1 else "1 leaf"
 
 
-def _cause(leaf: LeafCheck, sizes: dict[str, int], of_loss: Multiple) -> str:
+def _cause(leaf: LeafCheck, sizes: dict[str, int], of_loss: Multiple, model_axes: tuple[str, ...]) -> str:
     # The order of the questions: copies that differ have no single ratio, and a leaf with a rest is no multiple.
     multiple = Multiple.of(leaf.ratio, sizes, leaf.tolerance)
+    axes = multiple.axes
+    of_model = set(multiple.over) <= set(model_axes)
     if leaf.copies_differ:
-        kind = "copies differ"
+        kind, axes = "copies differ", format_axes(leaf.differ_along or model_axes)
+        of_model = bool(leaf.differ_along) and set(leaf.differ_along) <= set(model_axes)
     elif not leaf.error <= leaf.tolerance:
-        kind = "no multiple"
+        # With a right loss the rows are right, and what is wrong is a gradient of what the model communicates.
+        kind, axes, of_model = "no multiple", format_axes(model_axes), of_loss.kind == "equal"
     else:
         kind = "as the loss" if multiple == of_loss else multiple.kind
-    return _LEAF_CAUSES.get(kind, _LEAF_CAUSES["other"]).format(times=multiple.times, axes=multiple.axes)
+        kind = "none" if leaf.ratio == 0 else kind
+    causes = _MODEL_CAUSES if model_axes and of_model and kind in _MODEL_CAUSES else _LEAF_CAUSES
+    return causes.get(kind, causes.get("other", "")).format(times=multiple.times, axes=axes)
 
 
+# Of a loss that is right, and gradients that are not, where the model communicates along an axis.
+_MODEL_CAUSES = {
+    "copies differ": "not the same on all devices along {axes}, along which the model is split: each device has the "
+    "gradient of its part of the layers, and the sum of these is missing. Let the input of split layers pass "
+    "enter_split, as ColumnDense does, and wrap what has parameters between them by on_split_input.",
+    "no multiple": "no multiple of the right ones: a part of them is counted on each device along {axes}, along which "
+    "the model is split, or on one device alone. A psum by hand does the former (check_vma=False), an input of split "
+    "layers that is not summed the latter: use leave_split and enter_split, or RowDense and ColumnDense.",
+    "summed": "{times} the right ones: counted once on each device along {axes}, along which the model is split. The "
+    "gradient of a psum (or all_gather) by hand is summed over the devices once more (check_vma=False): use "
+    "leave_split (join_tokens), or RowDense.",
+    "divided": "{times} the right ones: each device along {axes}, along which the model is split, has its part, and "
+    "the sum of these is missing, or is a mean. Let the input of split layers pass enter_split, as ColumnDense does, "
+    "and sum by leave_split instead of pmean.",
+}
 _LEAF_CAUSES = {
     "copies differ": "not the same on all devices that should hold the same: averaged over too few axes, or not at "
     "all. Call sync_gradients over all axes of the batch, or use value_and_grad.",
@@ -141,6 +193,8 @@ _LEAF_CAUSES = {
     "(check_vma=True). Call sync_gradients once over all axes of the batch, or use value_and_grad.",
     "divided": "{times} the right ones: divided once more over {axes}. Call sync_gradients once, not on what "
     "value_and_grad or another sync_gradients returned; and return the loss of this device, without pmean.",
+    "none": "0 x the right ones: the step drops them, and these parameters are not trained. Pass the optimizer all "
+    "gradients, and return its updates and its state.",
     "other": "{times} the right ones: which is no number of devices. Does the step scale its loss, or clip gradients "
     "itself?",
 }
@@ -169,6 +223,11 @@ def not_finite(found: Found) -> str:
     return f"{what} are not finite on one device either: nothing can be compared. Look at the loss function first."
 
 
+NOTHING_SHOWS = (
+    "the step has an optimizer of its own, and no gradient shows in what it makes of them: updates of 0, and no "
+    "moments. Call state.tx, by state.apply_gradients, or check it where the learning rate is not 0."
+)
+
 NOT_FINITE_SLICES = (
     "the loss is not finite on slices of the batch, and is of the whole batch. A mean by weight divides by 0 where no "
     "row of a device has any: with weighted=True, return (losses * mask).sum(), mask.sum()."
@@ -180,6 +239,17 @@ def of_unknown(paths: Sequence[str], why: str, count: int) -> str:
     return (
         f"{why}, and means over {count} keys are too uncertain for {listed(paths)}. What would tell: a loss and a step "
         "without random numbers (dropout off), a step that draws from its argument rng alone, or a larger batch."
+    )
+
+
+def of_model(times: Multiple, model_axes: Sequence[str]) -> str:
+    """What to say of a loss that the model computes otherwise where it is split than on one device."""
+    axes = format_axes(tuple(model_axes))
+    return (
+        f"the loss is {times.times} that of one device for the same rows: the model, which communicates along {axes}, "
+        f"computes something else where it is split. A sum over {axes} is missing (leave_split behind row-split "
+        "layers), or a mean; each device adds a bias before that sum; or what looks at all features sees a part of "
+        "them."
     )
 
 

@@ -1,0 +1,120 @@
+"""``check_step`` compares what a step makes of its gradients, too: ``step_check/update`` and ``recording``."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+from tests.support import AXES, data, fsdp, mean_loss, mesh_of
+from xlstm_jax.distributed import check_step, create_train_state, make_train_step, unbox
+from xlstm_jax.distributed.training.step_check.recording import Recorded, recorded_state
+from xlstm_jax.distributed.training.step_check.update import compared_alone, of_state, same_bits
+
+KEY, BATCH = jax.random.key(0), data()
+ADAM = optax.adam(1e-2)
+
+
+@pytest.fixture(scope="module")
+def state():
+    model = nn.Sequential([fsdp(nn.Dense)(16), nn.tanh, fsdp(nn.Dense)(4)])
+    return create_train_state(model, ADAM, mesh_of(2, 4), KEY, BATCH["x"], batch_axes=AXES)
+
+
+def after(change):
+    """A ready step, and ``change(new state, old state)`` of what it returns."""
+    ready = make_train_step(mean_loss, mesh_of(2, 4), AXES)
+
+    def step(state, batch, rng):
+        new, metrics = ready(jax.tree.map(jnp.copy, state), batch, rng)
+        return change(new, state), metrics
+
+    return step
+
+
+def said(step, state):
+    found = check_step(step, state, BATCH, KEY, loss_fn=mean_loss)
+    return found, " ".join(str(found).split())
+
+
+def begun_anew(new, old):
+    """From the second step on the state of the optimizer stays as it was."""
+    kept = lambda x, y: jnp.where(old.step > 0, y, x)  # noqa: E731
+    inner = jax.tree.map(kept, new.opt_state.inner, old.opt_state.inner)
+    return new.replace(opt_state=Recorded(inner, new.opt_state.record))
+
+
+def moments_lost(new, old):
+    """Moments are 0 after each step, as ``tx.init`` makes them."""
+    zeros = jax.tree.map(jnp.zeros_like, new.opt_state.inner)
+    return new.replace(opt_state=Recorded(zeros, new.opt_state.record))
+
+
+CHANGES = {
+    "nothing": (lambda new, old: new, "right", "parameters, updates and the optimizer's state after the step are"),
+    "decay": (
+        lambda new, old: new.replace(params=jax.tree.map(lambda p: p * 0.99, new.params)),
+        "wrong",
+        "4 leaves .* the step multiplies them by 0.99 after the update",
+    ),
+    "moments lost": (moments_lost, "wrong", "stays as it was"),
+    "a second step alone": (begun_anew, "wrong", "in a second step, the optimizer's state .* stays as it was"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_step_does_behind_its_optimizer_is_found(name, state):
+    change, verdict, says = CHANGES[name]
+    found, text = said(after(change), state)
+    assert found.verdict == verdict, text
+    assert re.search(says, text), text
+
+
+def test_a_record_reads_like_the_state_and_is_of_the_same_training(state):
+    kept = recorded_state(state, mesh_of(2, 4))
+    assert kept.opt_state[0].count == 0 and len(kept.opt_state) == len(state.opt_state)
+    step = make_train_step(mean_loss, mesh_of(2, 4), AXES)
+    recorded, _ = step(jax.tree.map(jnp.copy, kept), BATCH, KEY)
+    plain, _ = step(jax.tree.map(jnp.copy, state), BATCH, KEY)
+    assert int(recorded.opt_state.record.calls) == 1
+    for a, b in zip(jax.tree.leaves(unbox(recorded.params)), jax.tree.leaves(unbox(plain.params)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+    moved = [np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (recorded.params, state.params)), strict=True)]
+    assert all(moved)  # guard: a record of an optimizer that does nothing would be equal, too
+
+
+def test_a_state_is_compared_leaf_by_leaf_and_counts_to_the_bit():
+    right = {"0/count": np.int32(1), "0/mu/w": np.array([1.0, 2.0], np.float32), "1/hyperparams/learning_rate": 0.1}
+    before = {"0/count": np.int32(0), "0/mu/w": np.zeros(2, np.float32), "1/hyperparams/learning_rate": 0.1}
+
+    def found(**changes):
+        return " ".join(of_state({**right, **changes}, right, before, lambda: right, 1e-7))
+
+    assert not found()
+    assert not found(**{"1/hyperparams/learning_rate": 0.2})  # for the program to set
+    assert not found(**{"0/mu/w": right["0/mu/w"] * np.float32(1 + 1e-6)})
+    assert "'0/mu/w' is 1.1 x" in found(**{"0/mu/w": right["0/mu/w"] * np.float32(1.1)})
+    assert "'0/count' is 2 in place of 1" in found(**{"0/count": np.int32(2)})
+    assert "stays as it was" in found(**{"0/count": np.int32(0)})
+    assert "other leaves" in " ".join(of_state({}, right, before, lambda: right, 1e-7))
+
+
+def test_numbers_too_small_for_a_dtype_are_no_difference_and_keys_are_compared():
+    tiny = {"nu": np.full(3, 1e-40, np.float32)}
+    (leaf,) = compared_alone({"nu": np.zeros(3, np.float32)}, tiny, lambda: tiny, 1e-7)
+    assert leaf.is_equal
+    assert same_bits(KEY, jax.random.key(0)) and not same_bits(KEY, jax.random.key(1))
+
+
+def test_an_optimizer_that_cannot_run_on_one_device_leaves_the_verdict_open(state):
+    def update(updates, opt_state, params=None):
+        if jax.typeof(jax.tree.leaves(updates)[0]).sharding.mesh.size == 1:
+            raise RuntimeError("on a mesh alone")
+        return jax.tree.map(lambda g: -g, updates), opt_state
+
+    tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    found, text = said(after(lambda new, old: new), state.replace(tx=tx, opt_state=optax.EmptyState()))
+    assert found.verdict == "cannot tell" and "cannot be called on one device" in text, text

@@ -1,0 +1,449 @@
+"""The update of a step: what it makes of its gradients, compared with the state's optimizer on one device.
+
+With the parameters p and the optimizer's state s before the step, and the gradients g that the step gives to its
+optimizer (``recording``):
+
+  p and s          the optimizer gets those of the state, to the bit
+  u, s' = tx.update(g, s, p)      computed again on one device, equals the updates and the new state on the mesh
+  p' = p + u       the parameters after the step, each to a unit in the last place
+  the rest         frozen leaves after the step are those before it, to the bit
+
+The same from the state after the step, in a second step, where moments and counts are no longer those of the beginning.
+
+Whether g is right is another question (``check``). So a wrong gradient and a wrong update are told apart, and neither
+is hidden by an optimizer that divides by the size of gradients: Adam's first update is g / |g|, and where g is 0 but
+for rounding its sign is chance. From the same g both sides compute the same function, and differ by
+
+  u, s'   64 eps of a leaf's norm, sums in another order; and 8 times what a relative change of g, s and p by eps does
+          to it (an orthogonalised matrix, say, whose small singular values grow), eps that of the narrowest dtype in tx
+  p'      |p' - (p + u)| <= eps (|p| + |u|), entry by entry: u and the sum are each rounded by at most half a unit in
+          the last place, and a compiler that fuses both rounds once less
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
+from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key, value_dtype
+from xlstm_jax.distributed.optimizers.state import trainable
+from xlstm_jax.distributed.training.step_check.comparison import LeafCheck, compare_leaves, flat
+from xlstm_jax.distributed.training.step_check.draws import traced
+from xlstm_jax.distributed.training.step_check.observed import copies_differ
+from xlstm_jax.distributed.training.step_check.one_device import COARSEST_EPS, MATMUL_EPS, shaken
+from xlstm_jax.distributed.training.step_check.recording import Record, updated_by
+from xlstm_jax.wording import listed
+
+HYPERPARAMS = "hyperparams"  # what optax.inject_hyperparams keeps, for a program to set
+FITS = 64 * float(jnp.finfo(np.float32).eps)  # of a multiple: sums in another order
+Values = Mapping[str, np.ndarray]
+Arrays = Mapping[str, Any]
+
+
+class UpdateCheck(NamedTuple):
+    """What was found of an update.
+
+    Attributes:
+      findings: what is wrong, in sentences.
+      unknown: why something could not be compared, in sentences.
+      compared: what was compared, and is right where nothing was found.
+    """
+
+    findings: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    compared: tuple[str, ...] = ()
+
+
+def check_update(
+    before: Any,
+    after: Any,
+    one: Mesh,
+    again: Callable[[], Any] | None = None,
+    value_fn: Callable[[PyTree], jax.Array] | None = None,
+) -> UpdateCheck:
+    """Compares what a step made of its gradients with one device, and then what a further step makes of them.
+
+    Args:
+      before, after: the state that the step got, whose optimizer records its calls, and the one that it returned.
+      one: a mesh of one device with the axes of the step's mesh.
+      again: runs the step from ``after``, and returns the state; None for one step alone.
+      value_fn: the loss on one device, as a function of the parameters, for optimizers that compute it.
+    """
+    update = _Update(before, after, one, value_fn)
+    found = update.check()
+    if found.findings or again is None:
+        return found
+    # From the second step on moments are not 0: an optimizer's state that begins anew in each step shows here.
+    later = _Update(after, again(), one, value_fn).check()
+    findings = [f"in a second step, {finding}" for finding in later.findings]
+    return UpdateCheck(tuple(findings), found.unknown or later.unknown, found.compared)
+
+
+class _Update:
+    """The values before and after a step, on the host."""
+
+    def __init__(self, before: Any, after: Any, one: Mesh, value_fn: Callable[[PyTree], jax.Array] | None):
+        self.before, self.after, self.one, self.value_fn = before, after, one, value_fn
+        self.record: Record = after.opt_state.record
+        params = trainable(before.params)
+        self.eps = {path: float(jnp.finfo(leaf.dtype).eps) for path, leaf in by_path(params).items()}
+        self.old, self.new = values_of(params), values_of(trainable(after.params))
+        self.updates = values_of(self.record.updates)
+        self.given = values_of(self.record.params) if int(self.record.has_params) else self.old
+
+    def check(self) -> UpdateCheck:
+        if int(self.record.calls) - int(self.before.opt_state.record.calls) != 1:
+            return UpdateCheck()  # which is a finding of its own
+        if not all(np.all(np.isfinite(leaf)) for leaf in values_of(self.record.grads).values()):
+            return UpdateCheck(unknown=("its gradients are not finite, and nothing can be said of its update",))
+        findings = [*self.of_given(), *self.of_params(), *of_frozen(self.before, self.after)]
+        found = self.of_optimizer()
+        if not (findings or found.findings):
+            findings += self.of_copies()
+        frozen = ("frozen leaves",) if frozen_leaves(self.before) else ()
+        return UpdateCheck((*findings, *found.findings), found.unknown, ("parameters", *frozen, *found.compared))
+
+    # ----------------------------------------------------------------------------------------------- what it was given
+
+    def of_given(self) -> Iterator[str]:
+        """What to say where the optimizer got other parameters, or another state, than those of the state."""
+        nothing = {path: 0 * leaf for path, leaf in self.old.items()}
+        other = [path for path in self.given if not self.is_sum(path, self.given[path], self.old[path], nothing[path])]
+        if other:
+            yield (
+                f"{_leaves(other)} have changed before the optimizer gets them. Pass it the parameters of the state: "
+                "what should happen to them beside gradients belongs into the optimizer, as a transform of its chain "
+                "(optax.add_decayed_weights)."
+            )
+        before = dict(trees.leaves_with_path(self.before.opt_state.inner))
+        changed = [
+            path
+            for path, leaf in self.record.opt_state.items()
+            if path in before and not _is_set_by_hand(path) and not same_bits(leaf, before[path])
+        ]
+        if changed:
+            yield (
+                f"the optimizer's state ({listed(changed)}) is not that of the state when the optimizer gets it: "
+                "moments and counts of the steps before are lost. Pass state.opt_state to tx.update, and call tx.init "
+                "once, before the first step."
+            )
+
+    # ---------------------------------------------------------------------------------------- what was made of updates
+
+    def of_params(self) -> Iterator[str]:
+        """What to say where parameters after the step are not those before and the update."""
+        wrong = [
+            path for path, new in self.new.items() if not self.is_sum(path, new, self.given[path], self.updates[path])
+        ]
+        causes: dict[str, list[str]] = defaultdict(list)
+        # One cause of all, if there is one: a bias of zeros has no cause of its own.
+        if wrong and (cause := self.multiple(wrong)):
+            causes[cause] = wrong
+        else:
+            rest: list[str] = []
+            for path in wrong:
+                cause = self.multiple([path]) or self.misplaced(path)
+                (causes[cause] if cause else rest).append(path)
+            if rest:
+                causes[self.something_else(rest)] = rest
+        for cause, paths in causes.items():
+            yield f"the step returns something else than the optimizer makes of {_leaves(paths)}: {cause}"
+
+    def is_sum(self, path: str, new: np.ndarray, old: np.ndarray, update: np.ndarray) -> bool:
+        """Whether ``new`` is ``old + update``, to the rounding of both to the parameter's dtype."""
+        allowed = self.eps[path] * (np.abs(old) + np.abs(update)) + jnp.finfo(np.float32).tiny
+        return new.shape == old.shape and bool(np.all(np.abs(new - (old + update)) <= allowed))
+
+    def multiple(self, paths: Sequence[str]) -> str:
+        """What the step did to these leaves, if it is one factor: of the update, or of the parameters; else ""."""
+        if any(self.new[path].shape != self.given[path].shape for path in paths):
+            return ""
+        each = (self.new, self.given, self.updates)
+        new, old, update = (np.concatenate([values[path].ravel() for path in paths]) for values in each)
+        fits = max(FITS, max(2 * self.eps[path] for path in paths))
+        if np.array_equal(new, old):
+            return (
+                "they stay as they were. Return the parameters of optax.apply_updates(params, updates), or the state "
+                "of apply_gradients."
+            )
+        # A change is known to the rounding of the parameters.
+        of_update = _multiple(new - old, update, fits * (1 + _size(old) / (_size(update) or 1)))
+        if of_update is not None:
+            return (
+                f"they move by {of_update:.3g} x its update. Call apply_gradients, or optax.apply_updates, once, with "
+                "the updates that tx.update returns; a factor belongs into the optimizer, as optax.scale."
+            )
+        for factor, what in (
+            (_multiple(new, old + update, fits), "multiplies them by {} after the update"),
+            (_multiple(new - update, old, fits), "adds its update to {} x the parameters"),
+        ):
+            if factor is not None:
+                return (
+                    f"the step {what.format(f'{factor:.4g}')}. Decay belongs into the optimizer, as optax.chain(..., "
+                    "optax.add_decayed_weights(...)), or optax.adamw."
+                )
+        return ""
+
+    def misplaced(self, path: str) -> str:
+        """Whose values a leaf has got, or which other shape; "" where it is neither."""
+        new, old = self.new[path], self.given[path]
+        if new.shape != old.shape:
+            return f"its shape is {new.shape}, and was {old.shape}. Return each leaf in its place."
+        for other in self.new.keys() - {path}:
+            if self.is_sum(path, new, self.given[other], self.updates[other]):
+                return f"'{path}' gets the values of '{other}'. Return each leaf in its place."
+        return ""
+
+    def something_else(self, paths: Sequence[str]) -> str:
+        left = [self.new[path] - self.given[path] - self.updates[path] for path in paths]
+        size = sum(_size(self.updates[path]) ** 2 for path in paths) ** 0.5
+        off = sum(_size(rest) ** 2 for rest in left) ** 0.5 / (size or 1)
+        return (
+            f"they are off by {off:.2g}{' x the norm of its updates' if size else ''}. What should happen to "
+            "parameters beside gradients belongs into the optimizer, as a transform of its chain "
+            "(optax.add_decayed_weights, optax.add_noise, optax.keep_params_nonnegative)."
+        )
+
+    def of_copies(self) -> Iterator[str]:
+        """What to say of values that differ between devices where the gradients do not."""
+        if any(copies_differ(leaf_of(leaf).value) for _, leaf in trees.leaves_with_path(self.record.grads)):
+            return
+        for what, tree in (("parameters", self.after.params), ("optimizer's state", self.after.opt_state.inner)):
+            differ = [path for path, leaf in trees.leaves_with_path(tree) if copies_differ(leaf_of(leaf).value)]
+            if differ:
+                yield (
+                    f"the {what} ({listed(differ)}) are not the same on all devices that should hold the same after "
+                    "the update, and gradients are: what is done to them depends on the device. Call tx.update outside "
+                    "of shard_map, and draw noise from a key that all devices share."
+                )
+
+    # ---------------------------------------------------------------------------------------------------- the optimizer
+
+    def of_optimizer(self) -> UpdateCheck:
+        """The optimizer's updates and state beside those of one device, from the same gradients."""
+        try:
+            right, again, eps = self.on_one_device()
+        except Exception as error:  # an optimizer that needs what the step alone can give it may raise anything
+            said = " ".join(f"{type(error).__name__}: {error}".split())[:120]
+            why = (
+                f"the state's optimizer cannot be called on one device ({said}), so that its updates are not compared. "
+                "Gradients are: check the step with optax.sgd in its place, and this optimizer alone."
+            )
+            return UpdateCheck(unknown=(why,))
+        (updates, state), got = right, by_path(bare(self.record.updates))
+        findings = list(of_updates(got, by_path(updates), lambda: by_path(again()[0]), eps))
+        if not findings:  # the state of wrong updates is wrong, too
+            before = {path: true_value(leaf) for path, leaf in self.record.opt_state.items()}
+            kept, wanted = by_path(bare(self.after.opt_state.inner)), by_path(bare(state))
+            findings = list(of_state(kept, wanted, before, lambda: by_path(bare(again()[1])), eps))
+        return UpdateCheck(tuple(findings), (), ("updates", "the optimizer's state"))
+
+    def on_one_device(self) -> tuple[tuple[PyTree, PyTree], Callable[[], tuple[PyTree, PyTree]], float]:
+        """Updates and state from the same gradients; those from inputs that are off by rounding; and that rounding."""
+        params = bare(self.record.params) if int(self.record.has_params) else trainable(self.before.params)
+        # In the structure of the state, with the values that the optimizer got.
+        given = self.record.opt_state
+        state = trees.map_leaves_with_path(
+            lambda path, leaf: true_value(given.get(path, leaf)), self.before.opt_state.inner
+        )
+        inputs = jax.device_put(
+            (bare(self.record.grads), state, params, self.record.value), NamedSharding(self.one, PartitionSpec())
+        )
+        has_value = bool(int(self.record.has_value))
+
+        def update(grads: PyTree, state: PyTree, params: PyTree, value: jax.Array) -> tuple[PyTree, PyTree]:
+            extra = {"value": value, "grad": grads, "value_fn": self.value_fn} if has_value else {}
+            return updated_by(self.before.tx, grads, state, params, extra)
+
+        form, whole = update, PartitionSpec()
+        try:
+            jaxpr = jax.make_jaxpr(form)(*inputs)
+        except NameError:  # a collective: the axes of the mesh have names within a shard_map alone
+            form = jax.shard_map(update, mesh=self.one, in_specs=whole, out_specs=whole, check_vma=False)
+            jaxpr = jax.make_jaxpr(form)(*inputs)
+        run = jax.jit(form)
+        narrowest = max(traced(jaxpr).eps, MATMUL_EPS.get(self.one.devices.flat[0].platform, 0.0))
+        eps = min(narrowest, COARSEST_EPS)
+        return run(*inputs), cache(lambda: run(*shaken(inputs, eps))), eps
+
+
+# ------------------------------------------------------------------------------------------------ of any optimizer
+
+
+def frozen_leaves(state: Any) -> dict[str, Any]:
+    leaves = trees.leaves_with_path(state.params)
+    return {path: leaf for path, leaf in leaves if not leaf_of(leaf).is_differentiable}
+
+
+def of_frozen(before: Any, after: Any) -> Iterator[str]:
+    """What to say of frozen leaves that a step has changed."""
+    now = dict(trees.leaves_with_path(after.params))
+    changed = [path for path, leaf in frozen_leaves(before).items() if not same_bits(now[path], leaf)]
+    if changed:
+        yield (
+            f"{_leaves(changed)} are frozen, and the step changes them. Update what is trainable alone, as "
+            "apply_gradients does; or train them: create_train_state(..., trainable=lambda path: ...)."
+        )
+
+
+def of_updates(got: Arrays, right: Arrays, again: Callable[[], Arrays], eps: float) -> Iterator[str]:
+    wrong = [leaf for leaf in compared_alone(got, right, again, eps) if not leaf.is_equal]
+    if wrong:
+        yield (
+            f"updates of {_leaves([leaf.path for leaf in wrong])} are not those that the optimizer makes of the same "
+            f"gradients on one device, but {_times(wrong)}. One that looks across a leaf (clipping, a norm, Adafactor, "
+            "Muon) is wrong on shards: call it outside of shard_map, where arrays are global, as apply_gradients does; "
+            "or take clip_by_global_norm and muon of this library."
+        )
+
+
+def of_state(got: Arrays, right: Arrays, before: Arrays, again: Callable[[], Arrays], eps: float) -> Iterator[str]:
+    """What to say where an optimizer's state after the step is not ``right``; ``before`` is the one before it."""
+    if got.keys() != right.keys():
+        other = sorted(got.keys() ^ right.keys())
+        yield (
+            f"the optimizer's state after the step has other leaves ({listed(other)}) than tx.update returns. Return "
+            "its second result as opt_state."
+        )
+        return
+    paths = [path for path in right if not _is_set_by_hand(path)]
+    numbers = [path for path in paths if is_inexact(right[path]) and np.shape(got[path]) == np.shape(right[path])]
+    leaves = compared_alone({path: got[path] for path in numbers}, {path: right[path] for path in numbers}, again, eps)
+    wrong = {leaf.path: f"{leaf.ratio:.3g} x" for leaf in leaves if not leaf.is_equal}
+    for path in paths:
+        if path not in numbers and not same_bits(got[path], right[path]):
+            is_number = np.shape(got[path]) == () and not is_prng_key(got[path])
+            wrong[path] = f"{np.asarray(got[path])} in place of {np.asarray(right[path])}" if is_number else "other"
+    if not wrong:
+        return
+    if all(same_bits(got[path], before[path]) for path in wrong if path in before):
+        yield (
+            f"the optimizer's state ({listed(list(wrong))}) stays as it was, and parameters do not: moments and counts "
+            "of this step are lost. Return the opt_state of tx.update: state.replace(params=..., opt_state=...)."
+        )
+        return
+    each = [f"'{path}' is {how}" for path, how in wrong.items()]
+    yield (
+        f"the optimizer's state after the step is not what tx.update returns on one device: {'; '.join(each[:3])}"
+        f"{' ...' if len(each) > 3 else ''}. Return its second result as it is; an average of the weights is kept by "
+        "with_ema(tx, decay)."
+    )
+
+
+def of_collections(
+    got: Arrays, right: Arrays, before: Arrays, again: Callable[[], Arrays], eps: float
+) -> Iterator[str]:
+    """What to say where collections after the step are not ``right``, the statistics of the whole batch."""
+    paths = [path for path in right if path in got and is_inexact(right[path])]
+    ours, wanted = (flat({path: tree[path] for path in paths}) for tree in (got, right))
+    found = compare_leaves(ours, wanted, {}, {}, lambda: flat({path: again()[path] for path in paths}), eps)
+    wrong = [leaf for leaf in found if not leaf.is_equal]
+    if wrong and all(same_bits(got[leaf.path], before[leaf.path]) for leaf in wrong):
+        yield (
+            f"the collections ({listed(leaf.path for leaf in wrong)}) stay as they were. Return those that the loss "
+            "returns: state.replace(collections=...)."
+        )
+    elif wrong:
+        yield (
+            f"the collections ({listed(leaf.path for leaf in wrong)}) after the step are not those of one device, but "
+            f"{_times(wrong)}. Return those that the loss returns as they are, averaged over the devices once."
+        )
+
+
+def compared_alone(got: Arrays, right: Arrays, again: Callable[[], Arrays], eps: float) -> list[LeafCheck]:
+    """A ``LeafCheck`` for each leaf, whose rounding goes by its own size: both sides began with the same numbers."""
+    found = []
+    for path, leaf in right.items():
+        dtype = value_dtype(leaf)
+        narrow = float(jnp.finfo(dtype).eps) if jnp.finfo(dtype).bits < 32 else 0.0
+        # Numbers below the smallest normal one may be 0 in one program and not in the other.
+        floor = float(jnp.finfo(dtype).tiny) * np.sqrt(np.size(leaf)) + narrow * float(
+            np.linalg.norm(np.asarray(leaf, np.complex128).ravel())
+        )
+        found += compare_leaves(
+            flat({path: got[path]}),
+            flat({path: leaf}),
+            {},
+            {path: floor},
+            partial(_alone, again, path),
+            float(jnp.finfo(np.float32).eps) if jnp.finfo(dtype).bits <= 32 else max(eps, float(jnp.finfo(dtype).eps)),
+        )
+    return found
+
+
+def _alone(again: Callable[[], Arrays], path: str) -> dict[str, np.ndarray]:
+    return flat({path: again()[path]})
+
+
+def bare(tree: PyTree) -> PyTree:
+    """The tree without boxes and padding."""
+    return trees.map_leaves(true_value, tree)
+
+
+def by_path(tree: PyTree) -> dict[str, Any]:
+    return dict(trees.leaves_with_path(tree))
+
+
+def values_of(tree: PyTree) -> dict[str, np.ndarray]:
+    """All leaves on the host, in twice their precision."""
+
+    def value(leaf: Any) -> np.ndarray:
+        array = np.asarray(true_value(leaf))
+        return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
+
+    return {path: value(leaf) for path, leaf in trees.leaves_with_path(tree)}
+
+
+def is_inexact(leaf: Any) -> bool:
+    return not is_prng_key(leaf) and bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two leaves, in boxes or not, hold the same bits."""
+
+    def stored(leaf: Any) -> list[np.ndarray]:
+        arrays = jax.tree.leaves(leaf_of(leaf).value)
+        return [np.asarray(jax.random.key_data(x) if is_prng_key(x) else x) for x in arrays]
+
+    first, second = stored(a), stored(b)
+    pairs = zip(first, second, strict=False)
+    return len(first) == len(second) and all(x.shape == y.shape and x.tobytes() == y.tobytes() for x, y in pairs)
+
+
+def _is_set_by_hand(path: str) -> bool:
+    return HYPERPARAMS in path.split("/")
+
+
+def _multiple(got: np.ndarray, wanted: np.ndarray, tolerance: float) -> float | None:
+    """The factor by which ``got`` is ``wanted``; None where it is no multiple."""
+    size = _size(wanted)
+    if not size:
+        return None
+    factor = float(np.real(np.vdot(wanted, got))) / size**2
+    return factor if _size(got - factor * wanted) <= tolerance * size else None
+
+
+def _size(values: np.ndarray) -> float:
+    return float(np.linalg.norm(values.ravel()))
+
+
+def _leaves(paths: Sequence[str]) -> str:
+    count = f"{len(paths)} leaves" if len(paths) > 1 else "1 leaf"
+    return f"{count} ({listed(paths)})"
+
+
+def _times(wrong: Sequence[LeafCheck]) -> str:
+    """The common ratio of the leaves that are wrong, or how far they are off."""
+    ratios = [leaf.ratio for leaf in wrong]
+    if max(leaf.error for leaf in wrong) <= FITS and max(ratios) - min(ratios) <= FITS:
+        return f"{ratios[0]:.3g} x these"
+    off = max(float(np.hypot(leaf.ratio - 1, leaf.error)) for leaf in wrong)
+    return f"off by up to {off:.2g} of their norm"
