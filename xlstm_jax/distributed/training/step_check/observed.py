@@ -20,10 +20,11 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
+from xlstm_jax.distributed.optimizers.extra_args import taking_extra_args
 from xlstm_jax.distributed.optimizers.state import owner_of_state, trainable
 from xlstm_jax.distributed.training.arguments import collections_of
 from xlstm_jax.distributed.training.state import State
-from xlstm_jax.distributed.training.step_check.recording import Recorded, recorded_state, updated_by
+from xlstm_jax.distributed.training.step_check.recording import Recorded, recorded_state
 from xlstm_jax.wording import listed
 
 _FIRST_MOMENTS = {"mu", "trace"}  # how optax calls them
@@ -97,7 +98,7 @@ def _of_own_optimizer(step: Callable[..., Any], state: Any, given: PyTree, grads
     params, opt_state = jax.device_put((before, _as_seen(fresh.opt_state)), one_device)
 
     def updated(grads: PyTree) -> tuple[PyTree, PyTree]:
-        return updated_by(state.tx, grads, opt_state, params, {})
+        return taking_extra_args(state.tx).update(grads, opt_state, params)
 
     kept, old = collections_of(after), _by_path(before)
     moved = _by_path(jax.tree.map(jnp.subtract, trainable(after.params), before))

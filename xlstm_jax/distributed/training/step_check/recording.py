@@ -7,8 +7,7 @@
 The updates are those of the optimizer itself: the step trains as it does without the record.
 """
 
-import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +19,7 @@ from jax.tree_util import GetAttrKey, register_pytree_with_keys_class
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
+from xlstm_jax.distributed.optimizers.extra_args import taking_extra_args
 from xlstm_jax.distributed.optimizers.matrices.layout import is_owned
 from xlstm_jax.distributed.training.state import sharded_opt_state
 
@@ -80,8 +80,8 @@ def recorded_state(state: Any, mesh: Mesh) -> Any:
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         if not isinstance(state, Recorded):  # a state that the step has made itself
-            return updated_by(tx, updates, state, params, extra)
-        new, inner = updated_by(tx, updates, state.inner, params, extra)
+            return own.update(updates, state, params, **extra)
+        new, inner = own.update(updates, state.inner, params, **extra)
         before = state.record
         record = Record(
             before.calls + 1,
@@ -95,9 +95,9 @@ def recorded_state(state: Any, mesh: Mesh) -> Any:
         )
         return new, Recorded(inner, record)
 
-    tx = state.tx
+    own = taking_extra_args(state.tx)
     record = _first_record(state, mesh)
-    recorder = optax.GradientTransformationExtraArgs(tx.init, update)
+    recorder = optax.GradientTransformationExtraArgs(own.init, update)
     return state.replace(tx=recorder, opt_state=Recorded(state.opt_state, record))
 
 
@@ -116,14 +116,3 @@ def _first_record(state: Any, mesh: Mesh) -> Record:
     else:
         record = sharded_opt_state(optax.GradientTransformation(nothing, None), state.params, mesh)
     return record._replace(opt_state=dict(trees.leaves_with_path(state.opt_state)))
-
-
-def updated_by(
-    tx: optax.GradientTransformation, grads: PyTree, opt_state: PyTree, params: PyTree, extra: Mapping[str, Any]
-) -> tuple[PyTree, PyTree]:
-    """``tx.update``, with those of the ``extra`` arguments that it takes."""
-    takes = inspect.signature(tx.update).parameters.values()
-    if not any(one.kind is one.VAR_KEYWORD for one in takes):
-        extra = {name: value for name, value in extra.items() if name in {one.name for one in takes}}
-    updates, new = tx.update(grads, opt_state, params, **extra)
-    return updates, new

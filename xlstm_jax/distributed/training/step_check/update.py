@@ -34,12 +34,13 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key, value_dtype
+from xlstm_jax.distributed.optimizers.extra_args import taking_extra_args
 from xlstm_jax.distributed.optimizers.state import trainable
 from xlstm_jax.distributed.training.step_check.comparison import LeafCheck, compare_leaves, flat
 from xlstm_jax.distributed.training.step_check.draws import traced
 from xlstm_jax.distributed.training.step_check.observed import copies_differ
 from xlstm_jax.distributed.training.step_check.one_device import COARSEST_EPS, MATMUL_EPS, shaken
-from xlstm_jax.distributed.training.step_check.recording import Record, updated_by
+from xlstm_jax.distributed.training.step_check.recording import Record
 from xlstm_jax.wording import listed
 
 HYPERPARAMS = "hyperparams"  # what optax.inject_hyperparams keeps, for a program to set
@@ -259,9 +260,18 @@ class _Update:
         )
         has_value = bool(int(self.record.has_value))
 
+        value_fn = self.value_fn
+
+        def gradients(params: PyTree, index: Any = 0) -> PyTree:
+            del index
+            return jax.grad(value_fn)(params) if value_fn else params
+
         def update(grads: PyTree, state: PyTree, params: PyTree, value: jax.Array) -> tuple[PyTree, PyTree]:
-            extra = {"value": value, "grad": grads, "value_fn": self.value_fn} if has_value else {}
-            return updated_by(self.before.tx, grads, state, params, extra)
+            # What a ready step gives its optimizer.
+            extra: dict[str, Any] = {"value": value, "grad": grads} if has_value else {}
+            if has_value and value_fn is not None:
+                extra |= {"value_fn": value_fn, "grad_fn": gradients}
+            return taking_extra_args(self.before.tx).update(grads, state, params, **extra)
 
         form, whole = update, PartitionSpec()
         try:
