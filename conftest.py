@@ -4,6 +4,7 @@ import hashlib
 import os
 import re
 import signal
+import zlib
 from collections import Counter, OrderedDict
 from functools import cache, wraps
 from pathlib import Path
@@ -106,12 +107,25 @@ def pytest_runtest_setup(item):
             pytest.skip(lacks)
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--part", metavar="K/N", default="1/1", help="run the K-th of N parts of the test files, drawn by their paths"
+    )
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m "not slow" chooses
-def pytest_collection_modifyitems(items):
-    """Marks as slow, of a test with the marker ``one_in(n)``, all cases but every n-th; of an older JAX every n^2-th.
+def pytest_collection_modifyitems(config, items):
+    """Leaves the test files of one part. Marks as slow, of a test with the marker ``one_in(n)``, all cases but every n-th; of an older JAX every n^2-th.
 
     And what benchmarks have compiled for TPUs, which they do with the newest JAX.
     """
+    part, parts = map(int, config.getoption("part").split("/"))
+
+    def in_part(item):
+        return zlib.crc32(str(item.path.relative_to(config.rootpath)).encode()) % parts == part % parts
+
+    config.hook.pytest_deselected(items=[item for item in items if not in_part(item)])
+    items[:] = filter(in_part, items)
     cases = Counter()
     for item in items:
         if marker := item.get_closest_marker("one_in"):
