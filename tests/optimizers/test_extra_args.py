@@ -124,6 +124,17 @@ def test_what_two_transforms_need_and_refuse_is_said():
         tx.update(jnp.ones(3), tx.init(params), params, **GIVEN)
 
 
+def test_a_transform_to_which_optax_passes_no_extra_arguments_is_named():
+    """By its type ``optax.GradientTransformation`` optax leaves out what its update needs."""
+
+    def halved(updates, state, params=None, *, value):
+        return jax.tree.map(lambda u: value * u, updates), state
+
+    tx = taking_extra_args(optax.chain(optax.GradientTransformation(optax.init_empty_state, halved), optax.sgd(1.0)))
+    with pytest.raises(TypeError, match=r", a part of the optimizer, needs value=, and optax hands it no extra arguments\. Make"):
+        tx.update(jnp.ones(3), tx.init(jnp.ones(3)), jnp.ones(3), **GIVEN)
+
+
 # ------------------------------------------------------------------------------------------------ refused, by its name
 
 
