@@ -190,15 +190,6 @@ CASES = [
     Case("masked-decay", lambda: optax.chain(optax.masked(optax.add_decayed_weights(0.1), matrices), optax.sgd(0.1))),
     Case("inject-hyperparams", lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=WARMUP, weight_decay=0.1)),
     Case(
-        "monitored",
-        lambda: optax.chain(
-            optax.snapshot("first", optax.tree.norm),
-            optax.monitor({"norm": optax.tree.norm, "mean": optax.measure_with_ema(optax.tree.norm, 0.9)}),
-            optax.sgd(0.1),
-        ),
-        cache_entries=2,  # the state of a monitor has measures only after the first update
-    ),
-    Case(
         "stateless",
         lambda: optax.chain(
             optax.stateless(lambda updates, params: jax.tree.map(lambda u, p: u + 0.1 * p, updates, params)),

@@ -36,7 +36,9 @@ EXCUSED = {
     "distributed/resilience/loop_guard.py:__exit__": "goes on as it came: the loop's own",
     "distributed/training/arguments.py:__getattr__": "the protocol of attributes",
     "distributed/training/arguments.py:_explained": "goes on as it came: JAX's own",
+    "distributed/training/step_check/recording.py:__getattr__": "the protocol of attributes",
     "distributed/training/mistakes.py:_warn": "its callers have the text",
+    "distributed/training/nan_inputs.py:naming_nans": "goes on as it came: JAX's own",
     "distributed/training/gradients.py:explained": "goes on as it came: the loss function's own",
     "distributed/training/state.py:update": "goes on as it came: the optimizer's own",
 }

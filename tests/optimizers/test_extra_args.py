@@ -32,7 +32,7 @@ from xlstm_jax.distributed.optimizers import slow_params, with_slow_params
 from xlstm_jax.distributed.optimizers.extra_args import OF_A_STEP, REFUSED, taking_extra_args
 from xlstm_jax.distributed.optimizers.inside import name_of, parts
 
-PAGE = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
+PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"  # not there where mutations run
 STEPS = 4
 
 
@@ -122,6 +122,17 @@ def test_what_two_transforms_need_and_refuse_is_said():
     tx, params = taking_extra_args(optax.chain(own("scale")[0], own(required=["value"])[0])), jnp.ones(3)
     with pytest.raises(TypeError, match=r"needs value=, and another part takes no argument of that name"):
         tx.update(jnp.ones(3), tx.init(params), params, **GIVEN)
+
+
+def test_a_transform_to_which_optax_passes_no_extra_arguments_is_named():
+    """By its type ``optax.GradientTransformation`` optax leaves out what its update needs."""
+
+    def halved(updates, state, params=None, *, value):
+        return jax.tree.map(lambda u: value * u, updates), state
+
+    tx = taking_extra_args(optax.chain(optax.GradientTransformation(optax.init_empty_state, halved), optax.sgd(1.0)))
+    with pytest.raises(TypeError, match=r", a part of the optimizer, needs value=, and optax hands it no extra"):
+        tx.update(jnp.ones(3), tx.init(jnp.ones(3)), jnp.ones(3), **GIVEN)
 
 
 # ------------------------------------------------------------------------------------------------ refused, by its name
@@ -218,14 +229,15 @@ def in_cases():
 def test_every_transform_of_optax_is_a_case_or_refused_by_name():
     names = [*makers(optax), *makers(contrib)]
     assert {"adamw", "dog", "monitor", "scale_by_factored_rms", "sam", "hutchinson_estimator_diag_hessian"} <= {*names}
-    known = in_cases() | REFUSED.keys() | {"lookahead", "sam"}  # below
+    known = in_cases() | REFUSED.keys() | {"lookahead", "sam", "monitor", "snapshot", "measure_with_ema"}  # below
     assert not [name for name in names if name not in known and OTHER_NAMES.get(name) not in known]
 
 
 def test_the_page_names_what_is_refused_and_what_a_step_gives():
-    refused = PAGE.partition("## Refused")[2].partition("\n## ")[0]
+    page = PAGE.read_text()
+    refused = page.partition("## Refused")[2].partition("\n## ")[0]
     assert not [name for name in REFUSED if f"`{name}`" not in refused and f"`contrib.{name}`" not in refused]
-    assert not [name for name in OF_A_STEP if f"`{name}`" not in PAGE]
+    assert not [name for name in OF_A_STEP if f"`{name}`" not in page]
 
 
 # -------------------------------------------------------------------------------------- lookahead, and its slow weights
@@ -262,6 +274,25 @@ def one_device():
     model = two_layers()
     params = jax.jit(model.init)(jax.random.key(0), DATA["x"])["params"]
     return params, jax.jit(jax.grad(lambda params: mean_loss(params, model.apply, DATA)))
+
+
+def measured():
+    measures = {"norm": optax.tree.norm, "mean": optax.measure_with_ema(optax.tree.norm, 0.9)}
+    return optax.chain(optax.snapshot("first", optax.tree.norm), optax.monitor(measures), optax.sgd(0.1))
+
+
+def test_measures_of_a_monitor_are_those_of_one_device():
+    """No case of the table: optax's state has measures only after the first update, so a step is compiled twice."""
+    state, (params, grad) = trained(measured), one_device()
+    tx = measured()
+    opt_state = tx.init(params)
+    for _ in range(STEPS):
+        updates, opt_state = tx.update(grad(params), opt_state, params)
+        params = optax.apply_updates(params, updates)
+    assert_same_params(state.params, params)
+    got, want = jax.tree.leaves(state.opt_state), jax.tree.leaves(opt_state)
+    assert len(want) == 5  # two measures, that of the snapshot, the mean's and its count
+    np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 def test_lookahead_is_that_of_one_device_with_its_slow_weights_in_the_state():

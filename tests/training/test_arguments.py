@@ -178,7 +178,21 @@ def test_a_nan_in_an_argument_is_named_where_jax_looks_for_one():
         with pytest.raises(ValueError, match=r"state\.params\['.*'\] of shape .* holds NaN"):
             step(kept_state().replace(params=params), BATCH, KEY)
     with jax.debug_infs(True), pytest.raises(ValueError, match=r"jax_debug_infs: .* holds infinity"):
-        step(kept_state(), BATCH | {"x": np.full_like(bad, np.inf)}, KEY)
+        step(kept_state(), BATCH | {"y": np.full_like(BATCH["y"], np.inf)}, KEY)
+
+
+def test_a_nan_that_reaches_no_result_is_no_error():
+    """As of labels that are missing, which the loss leaves out."""
+
+    def labelled(params, apply_fn, batch, rng):
+        y = jnp.where(jnp.isnan(batch["labels"]), 0, batch["labels"])
+        return mean_loss(params, apply_fn, batch | {"y": y}, rng)
+
+    labels = np.array(BATCH["y"])
+    labels[5] = np.nan
+    with jax.debug_nans(True):
+        _, metrics = make_train_step(labelled, MESH, AXES)(kept_state(), BATCH | {"labels": labels}, KEY)
+        assert np.isfinite(float(metrics["loss"]))
 
 
 @pytest.mark.parametrize("rng, what", [

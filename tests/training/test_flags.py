@@ -205,7 +205,7 @@ CASES = {
     "whole matrices": Case(tx=optax.chain(on_whole_matrices(optax.contrib.normalize()), optax.scale(-0.1))),
     "line search": Case(tx=optax.lbfgs()),
     "offload": Case(tx=ALL_OF_OURS, state={"offload": Offload()}),
-    "frozen": Case(state={"trainable": is_last, "frozen_dtype": "int8"}),
+    "frozen": Case(Net(dtype=jnp.bfloat16), state={"trainable": is_last, "frozen_dtype": "bfloat16"}),
     "bfloat16": Case(Net(BF16, jnp.bfloat16), step=ACCUMULATED | {"accumulation": "reduce_once"}),
     "int8": Case(Net({"gather_dtype": "int8"}), step=ACCUMULATED),
     "padded": Case(Net({"uneven": "pad"}), tx=muon(0.1)),

@@ -139,12 +139,10 @@ def with_names_of_collections(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _holds_names(tree: Any) -> bool:
-    found = jax.tree.leaves(tree, is_leaf=_is_entry)
-    return bool(found) and all(map(_is_entry, found))
-
-
-def _is_entry(node: Any) -> bool:
-    return isinstance(node, AxisMetadata)
+    """Whether a collection has names for all of its leaves, and has leaves."""
+    if isinstance(tree, Mapping):
+        return bool(tree) and all(map(_holds_names, tree.values()))
+    return isinstance(tree, AxisMetadata)
 
 
 def _boxed_by(tree: Any, names: Any) -> Any:

@@ -106,8 +106,16 @@ def _with_names(error: TypeError, extra_args: dict[str, Any], given: dict[str, A
     missing = MISSING.search(str(error))
     if missing is None or not extra_args:
         return error
-    names = [name for name in re.findall(r"'(\w+)'", missing[2]) if name not in given]
-    who, needed = missing[1].partition(".")[0], joined([f"{name}=" for name in names])
+    all_names = re.findall(r"'(\w+)'", missing[2])
+    names = [name for name in all_names if name not in given]
+    who, needed = missing[1].partition(".")[0], joined([f"{name}=" for name in names or all_names])
+    if not names:
+        # Optax hands extra arguments on to a GradientTransformationExtraArgs alone.
+        return TypeError(
+            f"{who}, a part of the optimizer, needs {needed}, and optax hands it no extra arguments. Make it by "
+            "optax.GradientTransformationExtraArgs(init, update) in place of optax.GradientTransformation, and let "
+            "what stands around it take **extra_args."
+        )
     if set(names) & extra_args.keys():
         return TypeError(
             f"{who}, a part of the optimizer, needs {needed}, and another part takes no argument of that name: "

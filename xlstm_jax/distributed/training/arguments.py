@@ -29,7 +29,7 @@ from xlstm_jax.distributed.device_mesh.batch_leaves import why_no_array
 from xlstm_jax.distributed.device_mesh.batches import any_padded, padded_rows_of
 from xlstm_jax.distributed.training.first_batch import compare_batches
 from xlstm_jax.distributed.training.mistakes import warn_of_padding
-from xlstm_jax.distributed.training.nan_inputs import check_arguments_for_nans
+from xlstm_jax.distributed.training.nan_inputs import naming_nans
 from xlstm_jax.wording import kind_of
 
 STEP = "a step takes (state, batch, rng)"
@@ -382,8 +382,8 @@ class CheckedStep:
             self._has_compared = True
         # Not of metrics and moments: an infinity is what a maximum begins with.
         params = getattr(named.get("state"), "params", None)
-        check_arguments_for_nans({"batch": named.get("batch"), "state.params": params})
-        returned = self._explained(named, functools.partial(self._jitted, *args, **kwargs))
+        with naming_nans({"batch": named.get("batch"), "state.params": params}):
+            returned = self._explained(named, functools.partial(self._jitted, *args, **kwargs))
         if any_padded() and self._is_new_and_padded(named.get("batch")):
             warn_of_padding(named["batch"], self._counting(named["batch"], args, kwargs))
         return returned

@@ -1,10 +1,12 @@
-"""Names the argument of a step that holds a NaN, where JAX is to raise at the operation that makes the first one.
+"""Names the arguments of a step that hold NaN, where JAX is to raise at the operation that makes the first one.
 
 Under ``jax_debug_nans`` (and ``jax_debug_infs``) JAX runs a program again, operation by operation, when a result is
-NaN. Where the NaN was in an argument no operation has made it, and JAX ends in a ``RecursionError``.
+NaN. Where the NaN was in an argument no operation has made it, and JAX ends in a ``RecursionError``. A NaN that the
+step replaces (a missing label, a mask of minus infinity) reaches no result, and nothing is said of it.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -16,10 +18,31 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, named_leaf
 from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
+from xlstm_jax.wording import joined
+
+NAMED = 3  # leaves
 
 
-def check_arguments_for_nans(arguments: Mapping[str, PyTree]) -> None:
-    """Raises a ``ValueError`` that names the first leaf with a NaN or an infinity, if JAX is to look for these."""
+@contextmanager
+def naming_nans(arguments: Mapping[str, PyTree]) -> Iterator[None]:
+    """A context for a call with ``arguments``, in which a ``ValueError`` that names their NaN is in JAX's place."""
+    # Before the call, since it may take over the memory of its arguments.
+    found = list(_found(arguments))
+    try:
+        yield
+    except RecursionError:
+        if not found:
+            raise
+        option, where = found[0]
+        others = [place for _, place in found[1:NAMED]]
+        raise ValueError(
+            f"{option}: {where} before the step computes anything, and JAX could name no operation. Mend what made "
+            f"this argument{f' (or {joined(others)})' if others else ''}; JAX then finds what the step itself makes."
+        ) from None  # the RecursionError has hundreds of causes
+
+
+def _found(arguments: Mapping[str, PyTree]) -> Iterator[tuple[str, str]]:
+    """The leaves with a NaN or an infinity, if JAX is to look for these: the option that says so, and the place."""
     looked_for = {"jax_debug_nans": ("NaN", np.isnan), "jax_debug_infs": ("infinity", np.isinf)}
     for option, (what, is_one) in looked_for.items():
         if not getattr(jax.config, option):
@@ -27,13 +50,9 @@ def check_arguments_for_nans(arguments: Mapping[str, PyTree]) -> None:
         for name, tree in arguments.items():
             for path, leaf in leaves_with_path(tree):
                 value = leaf_of(leaf).value
-                found = [at for values, start in _values(value) for at in _first(is_one(values), start)]
-                if found:
-                    raise ValueError(
-                        f"{option}: {named_leaf(name, path)} of shape {np.shape(value)} holds {what} at index "
-                        f"{found[0]} before the step computes anything, and JAX could name no operation. Mend what "
-                        "made this argument; JAX then finds what the step itself makes."
-                    )
+                at = [at for values, start in _values(value) for at in _first(is_one(values), start)]
+                if at:
+                    yield option, f"{named_leaf(name, path)} of shape {np.shape(value)} holds {what} at index {at[0]}"
 
 
 def _values(value: Any) -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
