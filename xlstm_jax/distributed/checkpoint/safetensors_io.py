@@ -463,6 +463,8 @@ def _tensor(path: Path, start: int, entry: dict[str, Any]) -> _StoredTensor:
             raise ValueError(f"{size!r} is no size")
     if len(entry["shape"]) > MAX_DIMS:
         raise ValueError(f"a tensor has {len(entry['shape'])} dims")
+    if entry["dtype"] not in _DTYPES:
+        raise ValueError(f"a tensor has the dtype {entry['dtype']!r}, and those that can be read are {sorted(_DTYPES)}")
     tensor = _StoredTensor(path, start + begin, tuple(entry["shape"]), jnp.dtype(_DTYPES[entry["dtype"]]))
     if end - begin != math.prod(tensor.shape) * tensor.dtype.itemsize:
         raise ValueError("the offsets of a tensor do not fit its shape")
