@@ -161,6 +161,7 @@ def compared(params, apply_fn, batch, rng, masked=False):
 BOTH = Compose({"a": WeightedMean(), "b": WeightedMean(), "c": Max()})
 TOLD = {
     "an own mask": (lambda: trained(of_seen, with_weight=False), "is in no leaf of the batch, 'seen', 'x': copies"),
+    "an own mask beside the weights": (lambda: trained(of_seen), "the loss is computed without the weights of rows"),
     "no use": (lambda: trained(unweighted, weighted=False), r"the loss is computed without the weights.*weighted=True"),
     "a mean of means": (lambda: trained(of_device, weighted=False), "the loss is the mean of the means of devices"),
     "all rows": (

@@ -142,6 +142,9 @@ def counting_padding(
                 continue
         found[kind][path] = found[kind][path] | labels
     counting = {kind: _without_weights(kind, of_kind) for kind, of_kind in found.items()}
+    # The cure of such a loss returns the weights, too.
+    if counting.get(LOSS):
+        counting.pop(WEIGHT, None)
     # Devices hold different numbers of real rows: the weights of one alone make no term of the mean over all.
     if WEIGHT not in found and _several_parts(batch):
         counting[LOCAL_MEAN] = [
