@@ -51,6 +51,14 @@ class OfBatch(nn.Module):
         return fsdp(nn.Dense)(4)(nn.BatchNorm(self.frozen, axis_name=axes)(x, mask=mask))
 
 
+class LookedUp(nn.Module):
+    """Rows of a table that is split over devices, which exchange them."""
+
+    @nn.compact
+    def __call__(self, x):
+        return fsdp(nn.Embed)(64, 16)(x[:, 0].astype(int))
+
+
 def errors_of(params, apply_fn, batch):
     return jnp.mean((apply_fn({"params": params}, batch["x"]) - 1) ** 2, axis=-1)
 
@@ -141,9 +149,19 @@ def of_seen(params, apply_fn, batch, rng):
     return jnp.sum(errors_of(params, apply_fn, batch) * batch["seen"]), jnp.sum(batch["seen"])
 
 
+def compared(params, apply_fn, batch, rng, masked=False):
+    """Each row beside the rows of all devices, those of weight 0 too unless ``masked``."""
+    out = apply_fn({"params": params}, batch["x"])
+    logits = out @ jax.lax.all_gather(out, AXES, tiled=True).T
+    if masked:
+        logits = jnp.where(jax.lax.all_gather(batch["weight"], AXES, tiled=True) > 0, logits, -1e9)
+    return jnp.sum(jax.nn.logsumexp(logits, axis=-1) * batch["weight"]), jnp.sum(batch["weight"])
+
+
 BOTH = Compose({"a": WeightedMean(), "b": WeightedMean(), "c": Max()})
 TOLD = {
     "an own mask": (lambda: trained(of_seen, with_weight=False), "is in no leaf of the batch, 'seen', 'x': copies"),
+    "an own mask beside the weights": (lambda: trained(of_seen), "the loss is computed without the weights of rows"),
     "no use": (lambda: trained(unweighted, weighted=False), r"the loss is computed without the weights.*weighted=True"),
     "a mean of means": (lambda: trained(of_device, weighted=False), "the loss is the mean of the means of devices"),
     "all rows": (
@@ -162,6 +180,10 @@ TOLD = {
         lambda: trained(lambda *args: (with_statistics(*args)[0], {}), OfBatch()),
         "the loss depends on a sum over the rows of all devices without their weights. Weigh the rows",
     ),
+    "a comparison with all rows": (
+        lambda: trained(compared),
+        "the loss compares rows with those of all devices, .*Gather the weights too",
+    ),
     "a metric": (
         lambda: evaluated(BOTH, lambda e, w: {"a": (e, w), "b": e, "c": e}),
         r"the metric 'b' gets no weights of rows. .*metric.update\(..., weight=batch\['weight'\]\)",
@@ -176,6 +198,8 @@ RIGHT = {
     ),
     "a metric with weights": lambda: evaluated(BOTH, lambda e, w: {"a": (e, w), "b": {"values": e * w}, "c": e}),
     "one metric with weights": lambda: evaluated(WeightedMean(), lambda e, w: {"values": e, "weight": w}),
+    "a comparison with rows of weight 1": lambda: trained(partial(compared, masked=True)),
+    "rows of a split table": lambda: trained(model=LookedUp()),
     "statistics that stay": lambda: trained(with_statistics, OfBatch(frozen=True)),
 }
 

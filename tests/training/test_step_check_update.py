@@ -61,6 +61,12 @@ CHANGES = {
         "4 leaves .* the step multiplies them by 0.99 after the update",
     ),
     "moments lost": (moments_lost, "wrong", "stays as it was"),
+    "moments halved": (
+        lambda new, old: new.replace(opt_state=jax.tree.map(lambda x: x * 0.5, new.opt_state)),
+        "wrong",
+        "the step changes all numbers in the optimizer's state",
+    ),
+    "a count of two": (lambda new, old: new.replace(step=old.step + 2), "wrong", "state.step is 2 .* and was 0"),
     "a second step alone": (begun_anew, "wrong", "in a second step, the optimizer's state .* stays as it was"),
 }
 

@@ -86,6 +86,10 @@ COUNTING = {  # what of a step counts rows that pad, by kind: how to say it, and
         "the loss depends on a sum over the rows of all devices without their weights",
         "Weigh the rows in it; or train on batches that the devices divide, without the last rows of an epoch.",
     ),
+    "comparison": (
+        "the loss compares rows with those of all devices, copies among them, and no weights of these",
+        "Gather the weights too, and leave out rows of weight 0; or train on batches that the devices divide.",
+    ),
     "collection": (
         "the collections{} are computed without the weights of rows, as is what they normalise",
         "Train on batches that the devices divide, without the last rows of an epoch; see docs/processes.md.",
@@ -435,11 +439,11 @@ def warn_of_padding(batch: PyTree, counting: Mapping[str, list[str]]) -> None:
         )
     for kind, names in counting.items():
         # Without weights in the batch all is computed without them; statistics need another cure.
-        if not absent or kind in ("collection", "statistic"):
+        if not absent or kind in ("collection", "statistic", "comparison"):
             what, cure = COUNTING[kind]
             named = f" {listed(names)}" if any(names) else ""  # a metric without others beside it has no name
             _warn(
                 f"shard_batch(..., pad=True) has made {in_all} rows of {rows}, {copies}, and {what.format(named)}. "
                 f"{cure}",
-                ("padding", kind),
+                ("padding", kind, *names),
             )

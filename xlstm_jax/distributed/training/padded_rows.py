@@ -8,6 +8,9 @@ weights is read off its equations, once for each shape of a padded batch:
 
 A sum over the rows of all devices without their weights, on which the loss depends, is a statistic of the batch.
 
+A loss that depends on gathered rows compares rows with those of other devices (contrastive losses, a top-k of the
+batch), unless reduced weights join them: a mask of the gathered rows.
+
 A loss without a weight beside it must have reduced the weights over devices: devices hold different numbers of real
 rows, and the mean of their means is not the mean.
 
@@ -38,8 +41,10 @@ from xlstm_jax.distributed.training.varying import Axes, followed
 
 ROWS, WEIGHTS, GLOBAL = Axes({"(rows that pad)"}), Axes({"(their weights)"}), Axes({"(reduced weights)"})
 STATISTICS = Axes({"(sums of rows without weights)"})
+GATHERED = Axes({"(rows of all devices without weights)"})
 MARK = "xlstm_jax: "  # how the names of what is looked at begin
 LOSS, LOCAL_MEAN, WEIGHT, STATISTIC = "loss", "mean of local means", "weight of the loss", "statistic"
+COMPARISON = "comparison"
 AUX, COLLECTION, OBSERVED = "aux", "collection", "metric"
 EXTREMA = {"reduce_max", "reduce_min", "reduce_or", "reduce_and"}
 
@@ -114,8 +119,12 @@ def counting_padding(
             return [labels | GLOBAL] * len(eqn.outvars)
         # A sum over the rows of all devices, as of BatchNorm. A sum over other axes is one of parts of a row.
         is_sum = kind == "all-reduce" and not eqn.primitive.name.startswith(("pmax", "pmin"))
-        if is_sum and ROWS <= labels and set(named_axes(eqn)) & set(row_axes):
+        over_rows = bool(set(named_axes(eqn)) & set(row_axes)) if kind else False
+        if is_sum and ROWS <= labels and over_rows:
             return [labels | STATISTICS] * len(eqn.outvars)
+        if kind in ("all-gather", "collective-permute") and ROWS <= labels and over_rows:
+            # Integers are what devices ask each other for: indices of rows of a split table, numbers of tokens.
+            return [labels | (GATHERED if _is_float(out) else Axes()) for out in eqn.outvars]
         if eqn.primitive.name in EXTREMA and all(out.aval.ndim == 0 for out in eqn.outvars):
             return [Axes()] * len(eqn.outvars)
         return None
@@ -133,6 +142,9 @@ def counting_padding(
                 continue
         found[kind][path] = found[kind][path] | labels
     counting = {kind: _without_weights(kind, of_kind) for kind, of_kind in found.items()}
+    # The cure of such a loss returns the weights, too.
+    if counting.get(LOSS):
+        counting.pop(WEIGHT, None)
     # Devices hold different numbers of real rows: the weights of one alone make no term of the mean over all.
     if WEIGHT not in found and _several_parts(batch):
         counting[LOCAL_MEAN] = [
@@ -141,6 +153,9 @@ def counting_padding(
     # Statistics that are kept are named as collections.
     if not counting.get(COLLECTION):
         counting[STATISTIC] = [path for path, labels in found[LOSS].items() if labels & STATISTICS]
+    counting[COMPARISON] = [
+        path for path, labels in found[LOSS].items() if labels & GATHERED and not labels & (GLOBAL | STATISTICS)
+    ]
     return {kind: names for kind, names in counting.items() if names}
 
 
@@ -148,6 +163,10 @@ def _several_parts(batch: PyTree) -> bool:
     """Whether this process's devices hold different rows of what was padded."""
     padded = next(leaf for leaf in jax.tree.leaves(batch) if padded_rows_of(leaf))
     return len({str(shard.index[0]) for shard in padded.addressable_shards}) > 1
+
+
+def _is_float(var: Any) -> bool:
+    return jnp.issubdtype(var.aval.dtype, jnp.inexact)
 
 
 def _without_weights(kind: str, reached: Mapping[str, Axes]) -> list[str]:

@@ -78,6 +78,9 @@ def observe(step: Callable[..., Any], state: Any, given: PyTree, grads: PyTree, 
         after, loss = _run(step, before, given)
     except Exception:  # an optimizer, or specs of the state, that are the step's own: whatever these raise
         return _of_own_optimizer(step, state, given, grads)
+    if isinstance(after.opt_state, Recorded) and not after.opt_state.record.is_intact():
+        # The gradients are not to be seen, and what has become of the record is a finding of its own.
+        return SeenStep("gradients", _by_path(grads), _by_path, loss, collections_of(after), before, after)
     if not isinstance(after.opt_state, Recorded) or not (calls := int(after.opt_state.record.calls)):
         return _of_own_optimizer(step, state, given, grads)
     got = _by_path(_as_seen(after.opt_state.record.grads))

@@ -28,7 +28,9 @@ class Record(NamedTuple):
     """The last call of an optimizer, and how many calls there were.
 
     ``opt_state`` is a dict of leaves by path: what looks for a part of the optimizer's state finds that of ``inner``.
-    ``has_params`` and ``has_value`` are 1 where the call had parameters, and ``value=``; else these are 0.
+    ``has_params`` and ``has_value`` are 1 where the call had parameters, and ``value=``; else these are 0. ``seals``
+    are numbers 1, an integer and a float: a step that maps over the optimizer's state changes these, too, and then
+    nothing of the record is what the optimizer got.
     """
 
     calls: Any
@@ -39,6 +41,11 @@ class Record(NamedTuple):
     value: Any
     has_params: Any
     has_value: Any
+    seals: tuple[Any, Any]
+
+    def is_intact(self) -> bool:
+        """Whether nothing but the optimizer has changed the record."""
+        return all(float(seal) == 1 for seal in self.seals)
 
 
 @register_pytree_with_keys_class
@@ -92,6 +99,7 @@ def recorded_state(state: Any, mesh: Mesh) -> Any:
             jnp.asarray(extra.get("value", 0.0), jnp.float32),
             jnp.full_like(before.has_params, params is not None),
             jnp.full_like(before.has_value, "value" in extra),
+            before.seals,
         )
         return new, Recorded(inner, record)
 
@@ -107,7 +115,8 @@ def _first_record(state: Any, mesh: Mesh) -> Record:
     def nothing(params: PyTree) -> Record:
         grads, given, updates = (jax.tree.map(jnp.zeros_like, params) for _ in range(3))
         none = [jnp.zeros(()) for _ in range(3)]
-        return Record(jnp.zeros((), jnp.int32), grads, given, updates, {}, none[0], none[1], none[2])
+        seals = jnp.ones((), jnp.int32), jnp.ones(())
+        return Record(jnp.zeros((), jnp.int32), grads, given, updates, {}, none[0], none[1], none[2], seals)
 
     boxed = [leaf for _, leaf in trees.leaves_with_path(state.opt_state) if is_box(leaf) and not is_owned(leaf)]
     # A state that was made of boxed parameters has boxed moments: then the optimizer sees boxes.

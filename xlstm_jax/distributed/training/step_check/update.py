@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
@@ -45,6 +46,10 @@ from xlstm_jax.wording import listed
 
 HYPERPARAMS = "hyperparams"  # what optax.inject_hyperparams keeps, for a program to set
 FITS = 64 * float(jnp.finfo(np.float32).eps)  # of a multiple: sums in another order
+CHANGED_ALL = (
+    "the step changes all numbers in the optimizer's state, floats or integers, beside tx.update. Hand on its second "
+    "result as it is, and set hyperparameters in opt_state.hyperparams alone."
+)
 Values = Mapping[str, np.ndarray]
 Arrays = Mapping[str, Any]
 
@@ -101,11 +106,13 @@ class _Update:
         self.given = values_of(self.record.params) if int(self.record.has_params) else self.old
 
     def check(self) -> UpdateCheck:
+        if not self.record.is_intact():
+            return UpdateCheck((CHANGED_ALL,))
         if int(self.record.calls) - int(self.before.opt_state.record.calls) != 1:
             return UpdateCheck()  # which is a finding of its own
         if not all(np.all(np.isfinite(leaf)) for leaf in values_of(self.record.grads).values()):
             return UpdateCheck(unknown=("its gradients are not finite, and nothing can be said of its update",))
-        findings = [*self.of_given(), *self.of_params(), *of_frozen(self.before, self.after)]
+        findings = [*self.of_given(), *self.of_params(), *of_frozen(self.before, self.after), *self.of_count()]
         found = self.of_optimizer()
         if not (findings or found.findings):
             findings += self.of_copies()
@@ -177,7 +184,7 @@ class _Update:
             )
         # A change is known to the rounding of the parameters.
         of_update = _multiple(new - old, update, fits * (1 + _size(old) / (_size(update) or 1)))
-        if of_update is not None:
+        if of_update is not None and f"{of_update:.3g}" != "1":
             return (
                 f"they move by {of_update:.3g} x its update. Call apply_gradients, or optax.apply_updates, once, with "
                 "the updates that tx.update returns; a factor belongs into the optimizer, as optax.scale."
@@ -186,7 +193,7 @@ class _Update:
             (_multiple(new, old + update, fits), "multiplies them by {} after the update"),
             (_multiple(new - update, old, fits), "adds its update to {} x the parameters"),
         ):
-            if factor is not None:
+            if factor is not None and f"{factor:.4g}" != "1":
                 return (
                     f"the step {what.format(f'{factor:.4g}')}. Decay belongs into the optimizer, as optax.chain(..., "
                     "optax.add_decayed_weights(...)), or optax.adamw."
@@ -212,6 +219,18 @@ class _Update:
             "parameters beside gradients belongs into the optimizer, as a transform of its chain "
             "(optax.add_decayed_weights, optax.add_noise, optax.keep_params_nonnegative)."
         )
+
+    def of_count(self) -> Iterator[str]:
+        """What to say of a state of Flax, or of this library, that counts its steps otherwise than by one."""
+        if not isinstance(self.before, TrainState):
+            return
+        before, after = int(self.before.step), int(self.after.step)
+        # A step that leaves it to its caller, and draws from keys of its own, trains right.
+        if after not in (before, before + 1):
+            yield (
+                f"state.step is {after} after the step, and was {before}: it counts itself {after - before} times. "
+                "Call apply_gradients once, or return state.replace(step=state.step + 1, ...)."
+            )
 
     def of_copies(self) -> Iterator[str]:
         """What to say of values that differ between devices where the gradients do not."""
