@@ -115,7 +115,9 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)  # before -m "not slow" chooses
 def pytest_collection_modifyitems(config, items):
-    """Leaves the test files of one part. Marks as slow, of a test with the marker ``one_in(n)``, all cases but every n-th; of an older JAX every n^2-th.
+    """Keeps the test files of one part, and marks cases as slow.
+
+    Of a test with the marker ``one_in(n)`` all cases but every n-th are slow; with an older JAX all but every n^2-th.
 
     And what benchmarks have compiled for TPUs, which they do with the newest JAX.
     """
