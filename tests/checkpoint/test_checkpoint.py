@@ -583,9 +583,14 @@ def test_ctrl_c_is_no_damage(sound, folder):
         restore()
         calls = interrupted_at(10**9, restore)
         assert calls > 2000
+        ended = 0
         for call in range(1, calls, calls // 30):
-            with pytest.raises(KeyboardInterrupt):
+            try:
                 interrupted_at(call, restore)
+                ended += 1  # a later restore may enter fewer functions, and end before
+            except KeyboardInterrupt:
+                pass
+        assert ended <= 10
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert damage.same(restore(), sound[NEWEST])

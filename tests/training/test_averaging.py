@@ -297,5 +297,5 @@ def test_what_cannot_be_is_refused():
     both = optax.chain(tx, tx)
     with pytest.raises(ValueError, match="holds 2 averages"):
         ema_params(both.init(params), params)
-    with pytest.raises(ValueError, match=r"average of 'w' has the shape \(3,\), and the parameter \(4,\)"):
+    with pytest.raises(ValueError, match=r"keeps of 'w' has the shape \(3,\), and the parameter \(4,\)"):
         ema_params(tx.init(params), {"w": jnp.ones(4)})

@@ -31,7 +31,7 @@ from xlstm_jax.distributed.checkpoint.orbax_backend import OrbaxBackend
 from xlstm_jax.distributed.checkpoint.writer import Writer
 from xlstm_jax.distributed.data_parallel.trees import check_alive
 from xlstm_jax.distributed.processes.store import PEER_TIMEOUT_S
-from xlstm_jax.distributed.processes.together import allgather_text, fail_together
+from xlstm_jax.distributed.processes.together import allgather_text, fail_together, interruptions_go_on
 from xlstm_jax.wording import listed
 
 DEFAULT_SAVE_INTERVAL_STEPS = 1
@@ -250,7 +250,8 @@ class Checkpointer:
             damaged.
           TimeoutError: a process did not come, or did not finish reading, within ``peer_timeout_s`` of another.
         """
-        restored, entries, number = self._newest_sound(abstract_state, step, lambda *_: "")
+        with interruptions_go_on():
+            restored, entries, number = self._newest_sound(abstract_state, step, lambda *_: "")
         record.warn_if_other_optimizer(f"step {number} in {self.directory}", entries, abstract_state)
         self._own_steps.add(number)
         _read_from.add(steps.real_path(self.directory))
@@ -282,7 +283,8 @@ class Checkpointer:
         def part_of(entries: record.Record, where: str) -> str:
             return record.part_of(entries, where, names=record.bare_leaves(abstract_params).keys(), path=path)
 
-        restored, *_ = self._newest_sound(abstract_params, step, part_of, "the parameters of ")
+        with interruptions_go_on():
+            restored, *_ = self._newest_sound(abstract_params, step, part_of, "the parameters of ")
         _read_from.add(steps.real_path(self.directory))
         return record.boxed_like(abstract_params, restored)
 
