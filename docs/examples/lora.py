@@ -67,7 +67,9 @@ class Model(nn.Module):
 
     @nn.compact
     def __call__(self, tokens):
-        embed = wrap(nn.Embed)(self.vocabulary, self.width, name="embed")
+        table = self.vocabulary, self.width
+        # The table is frozen in bfloat16; the stream stays in float32.
+        embed = wrap(nn.Embed)(*table, dtype=jnp.float32, name="embed")
         axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
         blocks = nn.scan(nn.remat(wrap(Block)), length=self.layers, **axes)
         x = blocks(self.dense, name="blocks")(embed(tokens))[0]

@@ -48,8 +48,8 @@ def shard_batch(
         process hands in whole rows, and its devices keep their parts of them.
       pad: True repeats rows, from the first on, until this process's devices divide their number; a number repeats them
         up to that many rows, so that processes may hand in different numbers of rows, down to none (the end of an
-        epoch: a row of an earlier batch is then repeated). What counts rows by itself counts the copies, too: see
-        docs/processes.md#rows-that-pad.
+        epoch: a row of an earlier batch is then repeated). What counts rows by itself counts the copies, too (see
+        docs/processes.md).
       timeout_s: how long to wait for the other processes where batches are compared.
     Returns:
       The batch of global arrays [all rows, ...], split over ``batch_axes`` or as ``batch_spec`` says. With ``pad``,
