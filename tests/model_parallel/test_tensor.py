@@ -711,7 +711,10 @@ class Layers(nn.Module):
 
 
 UNPAIRED = {
-    "swapped": ({"up": "row", "mid": "column"}, r"'up' is split by rows, .* all 8 .* 4.* 'up' by 'column' and 'mid',"),
+    "swapped": (
+        {"up": "row", "mid": "column"},
+        r"'up' is split by rows, .* all 8 .* 4.* 'up' by 'column' and 'mid', which runs after it, by 'row'",
+    ),
     "rows alone": (
         {"mid": "row"},
         r"'mid' is split by rows, .* all 16 .* 8.* the layer before 'mid' by 'column'",
