@@ -220,8 +220,9 @@ def check_features_divide(features: tuple[int, ...], count: int, axis_name: str,
     Features (3, heads, dim) are those of queries, keys and values. Any other dim that is no multiple is refused by
     ``split_param``.
     """
-    looks_fused = len(features) > 1 and (features[0] in FUSED or (len(features) > 2 and features[1] % count == 0))
-    if looks_fused and features[0] % count:
+    first, *others = features
+    looks_fused = bool(others) and (first in FUSED or (len(others) > 1 and others[0] % count == 0))
+    if looks_fused and first % count:
         raise several_in_one(features, count, axis_name, caller)
 
 

@@ -8,7 +8,7 @@ Optax wants the pair in place of the parameters, with gradients of one of the tw
 so do all that take them: models, evaluations, checkpoints. The slow weights are split and padded like the parameters.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +66,7 @@ def with_slow_params(tx: optax.GradientTransformation) -> optax.GradientTransfor
                 "with_slow_params: update needs the parameters, the fast weights: tx.update(grads, state, params)."
             )
         pair = optax.LookaheadParams(fast=params, slow=state.slow)
+        both: Any
         both, inner_state = inner.update(updates, state.inner_state, pair, **extra_args)
         return both.fast, WithSlowParamsState(inner_state, optax.apply_updates(state.slow, both.slow))
 

@@ -123,5 +123,5 @@ def _first_record(state: Any, mesh: Mesh) -> Record:
     if not all(leaf_of(leaf).is_padded for leaf in boxed):
         record = jax.jit(nothing)(trees.without_frozen(state.params))
     else:
-        record = sharded_opt_state(optax.GradientTransformation(nothing, None), state.params, mesh)
+        record = sharded_opt_state(optax.GradientTransformation(nothing, optax.identity().update), state.params, mesh)
     return record._replace(opt_state=dict(trees.leaves_with_path(state.opt_state)))
