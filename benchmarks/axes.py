@@ -42,20 +42,8 @@ from benchmarks.cases import attention_kernel
 from benchmarks.decoder import SIZES as DECODERS
 from benchmarks.decoder import DecoderSize
 from benchmarks.published import LLAMA3_70B
+from xlstm_jax.accelerators import compiler_options
 from xlstm_jax.distributed import DeviceMeshManager, partition_specs, shard_modules, value_and_grad
-from xlstm_jax.distributed.forecast import CompileError, Forecast, forecast, parse_topology
-from xlstm_jax.distributed.forecast.compiling.compile import StepCall
-from xlstm_jax.distributed.forecast.cost.axis_traffic import axis_traffic
-from xlstm_jax.distributed.forecast.model_axes import (
-    Considered,
-    Estimate,
-    estimate,
-    links_of_mesh,
-    model_meshes,
-    ranked,
-)
-from xlstm_jax.distributed.forecast.workload import in_a_line
-from xlstm_jax.distributed.hardware.xla_options import compiler_options
 from xlstm_jax.distributed.model_parallel import (
     Experts,
     LaidOut,
@@ -69,6 +57,18 @@ from xlstm_jax.distributed.model_parallel import (
 )
 from xlstm_jax.distributed.training.cross_entropy import LMHead
 from xlstm_jax.distributed.training.state import abstract_train_state
+from xlstm_jax.forecast import CompileError, Forecast, forecast, parse_topology
+from xlstm_jax.forecast.compiling.compile import StepCall
+from xlstm_jax.forecast.cost.axis_traffic import axis_traffic
+from xlstm_jax.forecast.training.model_axes import (
+    Considered,
+    Estimate,
+    estimate,
+    links_of_mesh,
+    model_meshes,
+    ranked,
+)
+from xlstm_jax.forecast.training.workload import in_a_line
 from xlstm_jax.wording import format_bytes, format_mesh, rich_table
 
 OUT = Path(__file__).parent / "results" / "axes"

@@ -28,7 +28,7 @@ from xlstm_jax.distributed import abstract_batch
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.placement import partition_specs
 from xlstm_jax.distributed.data_parallel.trees import map_leaves
-from xlstm_jax.distributed.forecast import Workload
+from xlstm_jax.forecast.training import Workload
 
 
 def split_dim(shape: tuple[int, ...], parts: int, min_weight_size: int) -> int | None:

@@ -27,7 +27,8 @@ from benchmarks.forecasts import on_gpus
 from benchmarks.large_models import Size, language_model
 from benchmarks.report import bars, panels
 from xlstm_jax.distributed import Offload, with_ema
-from xlstm_jax.distributed.forecast import CompileError, Forecast, Workload, forecast, parse_topology
+from xlstm_jax.forecast import CompileError, Forecast, forecast, parse_topology
+from xlstm_jax.forecast.training import Workload
 from xlstm_jax.wording import format_bytes, rich_table
 
 OUT = Path(__file__).parent / "results" / "beyond_hbm"

@@ -41,6 +41,7 @@ from benchmarks.models import BLOCKS, Attention, LanguageModel
 from benchmarks.vision import SIZES as VISION
 from benchmarks.vision import VisionSize, vision_transformer
 from benchmarks.xla_flags import BEST_AHEAD, BEST_FOR_JIT, BEST_FOR_OURS
+from xlstm_jax.accelerators import compiler_options
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed import DeviceMeshManager, typed_kernel
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, rebox
@@ -50,12 +51,11 @@ from xlstm_jax.distributed.data_parallel.remat import remat_policy
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
-from xlstm_jax.distributed.forecast import Workload
-from xlstm_jax.distributed.forecast.fitting import default_meshes
-from xlstm_jax.distributed.hardware.chips import CHIPS
-from xlstm_jax.distributed.hardware.topologies import Topology
-from xlstm_jax.distributed.hardware.xla_options import compiler_options
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
+from xlstm_jax.forecast.hardware.chips import CHIPS
+from xlstm_jax.forecast.hardware.topologies import Topology
+from xlstm_jax.forecast.training import Workload
+from xlstm_jax.forecast.training.fitting import default_meshes
 
 # The large models; 1.3B with kernels of rank 3 and 4; one with the vocabulary of Llama 3; one for trying things out and
 # for tests; decoders, of images.

@@ -41,8 +41,8 @@ from benchmarks.large_models import Size
 from benchmarks.options import positive
 from benchmarks.report import ACCENT, QUIET, STRONG, save
 from xlstm_jax.distributed import shard_modules
-from xlstm_jax.distributed.forecast import CompileError, parse_topology
-from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
+from xlstm_jax.forecast import CompileError, parse_topology
+from xlstm_jax.forecast.compiling.compile import compile_for_topology
 from xlstm_jax.wording import format_bytes, rich_table
 
 OUT = Path(__file__).parent / "results" / "compile_time"

@@ -30,7 +30,7 @@ from flax import linen as nn
 from benchmarks.large_models import CONTEXT, Size, inputs_of, next_token_loss
 from benchmarks.models import Attention
 from xlstm_jax.distributed import shard_modules
-from xlstm_jax.distributed.forecast import Workload
+from xlstm_jax.forecast.training import Workload
 
 xla_attention: Attention = partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla")
 Linear = partial(nn.DenseGeneral, use_bias=False)

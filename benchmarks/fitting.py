@@ -43,9 +43,6 @@ from xlstm_jax.distributed import (
     with_ema,
 )
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer
-from xlstm_jax.distributed.forecast.cost.flops import count_flops
-from xlstm_jax.distributed.hardware import chip_of
-from xlstm_jax.distributed.hardware.chips import peak_rate
 from xlstm_jax.distributed.metrics import (
     Compose,
     Local,
@@ -58,6 +55,9 @@ from xlstm_jax.distributed.metrics import (
     make_log_step,
 )
 from xlstm_jax.distributed.training.state import abstract_train_state
+from xlstm_jax.forecast.cost.flops import count_flops
+from xlstm_jax.forecast.hardware import chip_of
+from xlstm_jax.forecast.hardware.chips import peak_rate
 
 HELD_OUT_WINDOWS = 128
 WARM_UP_SHARE = 0.05

@@ -38,9 +38,9 @@ from xlstm_jax.distributed import (
     shard_batch,
     shard_module_params,
 )
-from xlstm_jax.distributed.forecast import Forecast, forecast
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.processes import available_devices
+from xlstm_jax.forecast import Forecast, forecast
 from xlstm_jax.wording import rich_table
 
 DEVICES = 8

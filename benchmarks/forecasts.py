@@ -37,11 +37,11 @@ from benchmarks.large_models import Size
 from benchmarks.options import add_forecast_options, complete
 from benchmarks.report import clean, number, panels
 from benchmarks.vision import PATCH
-from xlstm_jax.distributed.forecast import CompileError, Forecast, Topology, forecast, parse_topology
-from xlstm_jax.distributed.forecast.compiling.compile_process import PLUGIN
-from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective
-from xlstm_jax.distributed.forecast.cost.memory import Memory
-from xlstm_jax.distributed.hardware.cudnn import answered_for
+from xlstm_jax.forecast import CompileError, Forecast, Topology, forecast, parse_topology
+from xlstm_jax.forecast.compiling.compile_process import PLUGIN
+from xlstm_jax.forecast.cost.collective_traffic import Collective
+from xlstm_jax.forecast.cost.memory import Memory
+from xlstm_jax.forecast.hardware.cudnn import answered_for
 from xlstm_jax.wording import format_bytes, rich_table
 
 FORMAT = 2  # of what is kept

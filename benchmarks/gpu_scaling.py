@@ -22,7 +22,7 @@ from benchmarks import forecasts
 from benchmarks.cases import CASES, SIZES, names_in_words
 from benchmarks.options import positive
 from benchmarks.report import ACCENT, LETTERS, PAGE_DPI, PAGE_WIDTH, QUIET, STRONG, save
-from xlstm_jax.distributed.forecast import parse_topology
+from xlstm_jax.forecast import parse_topology
 from xlstm_jax.wording import format_bytes, rich_table
 
 OUT = Path(__file__).parent / "results" / "scaling"

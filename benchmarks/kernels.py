@@ -39,7 +39,7 @@ from xlstm_jax.distributed import (
     simulate_cpu_devices,
     typed_kernel,
 )
-from xlstm_jax.distributed.forecast import CompileError, Forecast, forecast, parse_topology
+from xlstm_jax.forecast import CompileError, Forecast, forecast, parse_topology
 from xlstm_jax.wording import rich_table
 
 ROOT = Path(__file__).parents[1]

@@ -19,7 +19,7 @@ import optax
 
 from benchmarks.models import Attention, LanguageModel, RematPolicy
 from xlstm_jax.distributed import shard_module_params
-from xlstm_jax.distributed.forecast import Workload
+from xlstm_jax.forecast.training import Workload
 
 CONTEXT = 2048
 

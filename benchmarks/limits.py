@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from xlstm_jax.distributed.hardware.chips import CHIPS, Chip
+from xlstm_jax.forecast.hardware.chips import CHIPS, Chip
 
 BFLOAT16, FLOAT32 = 2, 4
 ADAM_BYTES = 8  # two moments in float32

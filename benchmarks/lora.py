@@ -18,9 +18,9 @@ from flax import linen as nn
 from benchmarks import models
 from benchmarks.large_models import CONTEXT, SIZES, language_model
 from xlstm_jax.distributed import plan_sharding
-from xlstm_jax.distributed.forecast import Workload
-from xlstm_jax.distributed.forecast import forecast as forecast_step
-from xlstm_jax.distributed.hardware.topologies import parse_topology
+from xlstm_jax.forecast import forecast as forecast_step
+from xlstm_jax.forecast.hardware.topologies import parse_topology
+from xlstm_jax.forecast.training import Workload
 
 RANK = 16
 MIN_WEIGHT_SIZE = 2**14  # adapters are small, and there are many

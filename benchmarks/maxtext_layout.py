@@ -36,11 +36,11 @@ from benchmarks.cases import attention_kernel
 from benchmarks.decoder import Decoder, DecoderSize
 from benchmarks.large_models import next_token_loss
 from benchmarks.xla_flags import BEST_FOR_JIT
+from xlstm_jax.accelerators import compiler_options
 from xlstm_jax.distributed import DeviceMeshManager
-from xlstm_jax.distributed.forecast import CompileError, forecast, parse_topology
-from xlstm_jax.distributed.forecast.workload import in_a_line
-from xlstm_jax.distributed.hardware.cudnn import answered_for
-from xlstm_jax.distributed.hardware.xla_options import compiler_options
+from xlstm_jax.forecast import CompileError, forecast, parse_topology
+from xlstm_jax.forecast.hardware.cudnn import answered_for
+from xlstm_jax.forecast.training.workload import in_a_line
 from xlstm_jax.wording import format_bytes, format_mesh, rich_table
 
 TOPOLOGY, CONTEXT = "h100:8x8", 8192

@@ -40,7 +40,7 @@ from benchmarks.forecasts import GIB, compiled, drawn, installed_versions
 from benchmarks.limits import persistent_bytes, temporary_bytes
 from benchmarks.options import add_forecast_options, complete
 from benchmarks.report import ACCENT, clean, number, number_within, panels, ratio
-from xlstm_jax.distributed.forecast import parse_topology
+from xlstm_jax.forecast import parse_topology
 from xlstm_jax.wording import format_bytes, rich_table
 
 MODELS = ("1.3B",)

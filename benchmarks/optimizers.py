@@ -33,8 +33,8 @@ from benchmarks.large_models import Size
 from benchmarks.report import bars, draw_losses, panels
 from benchmarks.run_log import read_rows
 from xlstm_jax.distributed import muon
-from xlstm_jax.distributed.forecast import CompileError, Forecast, forecast, parse_topology
 from xlstm_jax.distributed.optimizers import matrix_dimensions
+from xlstm_jax.forecast import CompileError, Forecast, forecast, parse_topology
 from xlstm_jax.wording import format_bytes, rich_table
 
 RATE = 1e-3

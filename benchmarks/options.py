@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from xlstm_jax.distributed.forecast import parse_topology
+from xlstm_jax.forecast import parse_topology
 
 GPU_TOPOLOGIES = ("h100:32x8", "h200:16x8", "b200:8x8")
 

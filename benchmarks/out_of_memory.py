@@ -25,7 +25,8 @@ from benchmarks.cases import mesh_axes
 from benchmarks.forecasts import on_gpus
 from benchmarks.large_models import CONTEXT, SIZES
 from xlstm_jax.distributed import Offload, remat_policy
-from xlstm_jax.distributed.forecast import Forecast, Workload, forecast, parse_topology
+from xlstm_jax.forecast import Forecast, forecast, parse_topology
+from xlstm_jax.forecast.training import Workload
 
 OUT = Path(__file__).parent / "results" / "out_of_memory"
 SEQUENCES = 4  # on each device

@@ -40,7 +40,7 @@ from benchmarks.cases import CASES, SIZES
 from benchmarks.forecasts import GIB, compiled
 from benchmarks.report import LETTERS, PAGE_DPI, PAGE_WIDTH, save
 from benchmarks.traffic import axis_loads
-from xlstm_jax.distributed.forecast import parse_topology
+from xlstm_jax.forecast import parse_topology
 from xlstm_jax.wording import rich_table
 
 OUT = Path(__file__).parent / "results" / "peers"

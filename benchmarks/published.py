@@ -36,13 +36,14 @@ from benchmarks.decoder import SIZES, DecoderSize, decoder, xla_attention
 from benchmarks.report import QUIET, STRONG
 from benchmarks.xla_flags import BEST_FOR_JIT
 from xlstm_jax.distributed import DeviceMeshManager
-from xlstm_jax.distributed.forecast import Workload, parse_topology
-from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
-from xlstm_jax.distributed.forecast.compiling.report_cache import user_cache
-from xlstm_jax.distributed.forecast.cost.flops import count_flops
-from xlstm_jax.distributed.forecast.cost.roofline import Range
-from xlstm_jax.distributed.forecast.forecasting import read
-from xlstm_jax.distributed.hardware.chips import Chip
+from xlstm_jax.forecast import parse_topology
+from xlstm_jax.forecast.compiling.compile import compile_for_topology
+from xlstm_jax.forecast.compiling.report_cache import user_cache
+from xlstm_jax.forecast.cost.flops import count_flops
+from xlstm_jax.forecast.cost.roofline import Range
+from xlstm_jax.forecast.forecasting import read
+from xlstm_jax.forecast.hardware.chips import Chip
+from xlstm_jax.forecast.training import Workload
 
 OUT = Path(__file__).parent / "results" / "published"
 TITAN = "https://github.com/pytorch/torchtitan/blob/31a17bf/benchmarks/llama3_h100_202412_torchtitan.md"

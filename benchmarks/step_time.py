@@ -62,8 +62,8 @@ from benchmarks.step_time_variants import CASES, MODELS, TORCH_CASES, Model, Sta
 from benchmarks.torch_processes import MISSING, is_installed, torch_processes
 from xlstm_jax.distributed import DeviceMeshManager, shard_modules
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
-from xlstm_jax.distributed.forecast import Workload
 from xlstm_jax.distributed.processes import available_devices
+from xlstm_jax.forecast.training import Workload
 from xlstm_jax.wording import rich_table
 
 OUT = Path(__file__).parent / "results" / "step_time"

@@ -25,7 +25,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed import Replicas
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
-from xlstm_jax.distributed.forecast import Workload
+from xlstm_jax.forecast.training import Workload
 
 REMAT = {"remat": True}
 TORCH_CASES = ("FSDP2", "FSDP2, weights kept")

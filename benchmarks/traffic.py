@@ -38,7 +38,7 @@ from benchmarks.forecasts import GIB, compiled, drawn
 from benchmarks.limits import crossing_bytes
 from benchmarks.options import add_forecast_options, complete
 from benchmarks.report import ACCENT, QUIET, STRONG, clean, number, panels, ratio
-from xlstm_jax.distributed.forecast import parse_topology
+from xlstm_jax.forecast import parse_topology
 from xlstm_jax.wording import format_bytes, rich_table
 
 MODELS = ("1.3B",)

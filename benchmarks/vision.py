@@ -21,7 +21,7 @@ from flax import linen as nn
 from benchmarks.large_models import Size
 from benchmarks.models import Attention
 from xlstm_jax.distributed import shard_modules
-from xlstm_jax.distributed.forecast import Workload
+from xlstm_jax.forecast.training import Workload
 
 PATCH, SIDE = 16, 224  # pixels
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from xlstm_jax.distributed.hardware.xla_options import PIPELINES_BY_MODE, compiler_options
+from xlstm_jax.accelerators import PIPELINES_BY_MODE, compiler_options
 
 MIB = 2**20
 

@@ -16,7 +16,7 @@ import optax
 from flax import linen as nn
 
 from xlstm_jax.distributed import shard_module_params
-from xlstm_jax.distributed.forecast import Workload
+from xlstm_jax.forecast.training import Workload
 
 VOCAB, WIDTH, LAYERS, HEADS, CONTEXT = 32_768, 1024, 12, 8, 1024
 

@@ -17,7 +17,7 @@ import optax  # noqa: F401
 from ipykernel.kernelapp import IPKernelApp
 from jupyter_client.provisioning import KernelProvisionerFactory, LocalProvisioner
 
-import xlstm_jax.distributed.forecast  # noqa: F401
+import xlstm_jax.forecast  # noqa: F401
 
 
 class ForkedProvisioner(LocalProvisioner):

@@ -181,7 +181,7 @@ def of_what_runs() -> dict[str, float]:
     from flax import linen as nn
 
     from xlstm_jax.distributed import DeviceMeshManager, create_train_state, make_train_step, shard_modules
-    from xlstm_jax.distributed.forecast import forecast
+    from xlstm_jax.forecast import forecast
 
     mesh = DeviceMeshManager.create_device_mesh({"fsdp": jax.device_count()})
     model = shard_modules(nn.Sequential([nn.Dense(64), nn.gelu, nn.Dense(64)]), nn.Dense, "fsdp", min_weight_size=0)

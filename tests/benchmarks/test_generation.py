@@ -12,8 +12,8 @@ from tests.support import AXES, fsdp, mesh_of
 from xlstm_jax.distributed import init_sharded, unbox
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
-from xlstm_jax.distributed.forecast.cost.collective_traffic import find_collectives
-from xlstm_jax.distributed.forecast.hlo.program import parse
+from xlstm_jax.forecast.cost.collective_traffic import find_collectives
+from xlstm_jax.forecast.hlo.program import parse
 
 LENGTH, MESH = 12, mesh_of(2, 4)
 PROMPT = np.random.default_rng(0).integers(0, 256, (8, 3), np.int32)

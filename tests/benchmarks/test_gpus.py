@@ -17,9 +17,10 @@ from tests.compiled_cases import compiled, kept_folder
 from tests.forecast.test_forecast import workload
 from tests.gpu import __main__ as on_card
 from tests.gpu import measures
-from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
-from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective
-from xlstm_jax.distributed.hardware import compiler_options, parse_topology
+from xlstm_jax.accelerators import compiler_options
+from xlstm_jax.forecast import parse_topology
+from xlstm_jax.forecast.compiling.compile import compile_for_topology
+from xlstm_jax.forecast.cost.collective_traffic import Collective
 
 SIZE, TOPOLOGY, COMPARED = "small", "h100:2x4", ["jit", "ours"]
 HOSTS, GPUS = 2, 4

@@ -9,7 +9,7 @@ from benchmarks import limits, memory
 from benchmarks.cases import SIZES, counts
 from benchmarks.forecasts import phases
 from tests.compiled_cases import compiled, kept_folder
-from xlstm_jax.distributed.forecast.cost.memory import Memory, Moment
+from xlstm_jax.forecast.cost.memory import Memory, Moment
 
 SIZE, TOPOLOGY, CASES = "small", "v5e:4x4", ["flat", "ours"]
 DEVICES, TOKENS = 16, 2048

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks import optimizers
-from xlstm_jax.distributed.forecast import CompileError
+from xlstm_jax.forecast import CompileError
 
 FIGURES = {"wire_bytes": 100.0, "flops": 1e12, "temporary_bytes": 2**30, "compile_seconds": 10.0, "all_to_alls": 0}
 FOUND = {

@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks import forecasts
 from benchmarks.cases import CASES, SIZES, build, mesh_axes, options_of
-from xlstm_jax.distributed.forecast import CompileError, forecast, parse_topology
-from xlstm_jax.distributed.forecast.compiling.compile import StepCall, compile_here
-from xlstm_jax.distributed.forecast.cost.flops import count_flops
-from xlstm_jax.distributed.forecast.forecasting import read
+from xlstm_jax.forecast import CompileError, forecast, parse_topology
+from xlstm_jax.forecast.compiling.compile import StepCall, compile_here
+from xlstm_jax.forecast.cost.flops import count_flops
+from xlstm_jax.forecast.forecasting import read
 
 PEERS = ("jit", "flat", "ours")  # jit with shardings, FSDP by hand, the library
 BYTES = {"f32": 4, "bf16": 2, "s32": 4, "u32": 4, "pred": 1}

@@ -29,12 +29,13 @@ from xlstm_jax.cli import arguments, commands, doctor, self_test
 from xlstm_jax.cli import command_line as cli
 from xlstm_jax.cli.factory import VARIED, load_factory, settings_of
 from xlstm_jax.cli.self_test import Check
-from xlstm_jax.distributed.forecast import Forecast, Range, Workload, fitting
-from xlstm_jax.distributed.forecast.compiling import compile_process
-from xlstm_jax.distributed.forecast.cost.host import HostTraffic
-from xlstm_jax.distributed.forecast.fitting import Options
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
+from xlstm_jax.forecast import Forecast, Range
+from xlstm_jax.forecast.compiling import compile_process
+from xlstm_jax.forecast.cost.host import HostTraffic
+from xlstm_jax.forecast.training import Workload, fitting
+from xlstm_jax.forecast.training.fitting import Options
 from xlstm_jax.wording import how_to_install
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +49,7 @@ from functools import partial
 import jax, jax.numpy as jnp, optax
 from flax import linen as nn
 from xlstm_jax.distributed import shard_module_params, shard_modules
-from xlstm_jax.distributed.forecast import Workload
+from xlstm_jax.forecast.training import Workload
 from xlstm_jax.distributed.model_parallel import ColumnDense, RowDense
 
 print("the user's module prints")
@@ -292,7 +293,7 @@ ERRORS = {
     "fit --budget 3": ("training", "required: --topology", "--help"),
     "plan --mesh fsdp=2": ("trainign", "has no function 'trainign'", "training"),
     "plan --mesh fsdp=4": ("broken", "broken() raised KeyError: 'missing'", "tiny_training.py, line"),
-    "plan --mesh fsdp=8": ("wrong", "wrong() returned int", "return xlstm_jax.distributed.forecast.Workload"),
+    "plan --mesh fsdp=8": ("wrong", "wrong() returned int", "return xlstm_jax.forecast.Workload"),
     "plan --mesh fsdp=1": ("needs", "missing 1 required positional argument: 'size'", "size"),
     "forecast --mesh fsdp=8": ("fails_in_the_loss", "RuntimeError: in the loss", "tiny_training.py, line"),
     "plan --mesh dp=1,fsdp=8": ("of_a_wrong_shape", "TypeError: ", f"{SHAPE}); --traceback"),

@@ -25,17 +25,17 @@ from rich.table import Table
 from docs.example_training import training
 from xlstm_jax.cli import doctor, self_test
 from xlstm_jax.cli.self_test import Check
-from xlstm_jax.distributed.forecast import CHIPS, Forecast
-from xlstm_jax.distributed.forecast.cost.collective_traffic import Collective, Overlap, Timing
-from xlstm_jax.distributed.forecast.cost.flops import Flops, Work
-from xlstm_jax.distributed.forecast.cost.memory import Memory, Moment, Temporary
-from xlstm_jax.distributed.forecast.cost.roofline import Roofline
-from xlstm_jax.distributed.forecast.fitting import Fit, Options, Trial
-from xlstm_jax.distributed.forecast.forecasting import CPU_NOTE, GPU_NOTE, rates_note
-from xlstm_jax.distributed.forecast.linting.lint import Finding
-from xlstm_jax.distributed.forecast.linting.lint import table as lint_table
-from xlstm_jax.distributed.forecast.report import _array, owners_of
 from xlstm_jax.distributed.plan.planning import plan_sharding
+from xlstm_jax.forecast import CHIPS, Forecast
+from xlstm_jax.forecast.cost.collective_traffic import Collective, Overlap, Timing
+from xlstm_jax.forecast.cost.flops import Flops, Work
+from xlstm_jax.forecast.cost.memory import Memory, Moment, Temporary
+from xlstm_jax.forecast.cost.roofline import Roofline
+from xlstm_jax.forecast.forecasting import CPU_NOTE, GPU_NOTE, rates_note
+from xlstm_jax.forecast.report import _array, owners_of
+from xlstm_jax.forecast.training.fitting import Fit, Options, Trial
+from xlstm_jax.forecast.training.linting.lint import Finding
+from xlstm_jax.forecast.training.linting.lint import table as lint_table
 from xlstm_jax.wording import MIN_WIDTH, rich_table
 
 ROOT = Path(__file__).parents[2]

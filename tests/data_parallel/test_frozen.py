@@ -58,10 +58,11 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
-from xlstm_jax.distributed.forecast import Workload, forecast
-from xlstm_jax.distributed.forecast.cost.flops import count_flops
 from xlstm_jax.distributed.optimizers import matrix_dimensions
 from xlstm_jax.distributed.plan import ShardingPlan
+from xlstm_jax.forecast import forecast
+from xlstm_jax.forecast.cost.flops import count_flops
+from xlstm_jax.forecast.training import Workload
 
 MESH, KEY, BATCH = mesh_of(2, 4), jax.random.key(0), data()
 X = BATCH["x"]

@@ -56,7 +56,8 @@ from xlstm_jax.distributed import (
 from xlstm_jax.distributed.data_parallel import box_like, larger_than, rename_leaves
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
-from xlstm_jax.distributed.forecast import forecast, lint
+from xlstm_jax.forecast import forecast
+from xlstm_jax.forecast.training import lint
 
 KEY, BATCH = jax.random.key(0), data()
 

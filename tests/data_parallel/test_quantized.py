@@ -52,9 +52,9 @@ from xlstm_jax.distributed.data_parallel.wire.quantized import (
     sent_bytes,
     unpack,
 )
-from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
-from xlstm_jax.distributed.forecast.cost.collective_traffic import find_collectives
-from xlstm_jax.distributed.forecast.hlo.program import parse
+from xlstm_jax.forecast.compiling.compile import compile_for_topology
+from xlstm_jax.forecast.cost.collective_traffic import find_collectives
+from xlstm_jax.forecast.hlo.program import parse
 
 FLOAT32_STEPS = 1 + 1e-5  # a quotient and two products in float32, each off by 2^-24 of itself
 MOST_OF_BFLOAT16 = 0.52

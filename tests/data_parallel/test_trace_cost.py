@@ -19,9 +19,9 @@ import xlstm_jax
 from tests.support import AXES, mesh_of
 from xlstm_jax.distributed import create_train_state, make_train_step, shard_modules
 from xlstm_jax.distributed.data_parallel import gather_array_with_mean_grads
-from xlstm_jax.distributed.data_parallel.equations import all_equations
 from xlstm_jax.distributed.data_parallel.leaf import is_box
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.equations import all_equations
 
 KINDS = ("all_gather", "reduce_scatter")
 LIBRARY = xlstm_jax.__path__[0]

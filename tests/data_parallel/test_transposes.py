@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from xlstm_jax.distributed import DeviceMeshManager
 from xlstm_jax.distributed.data_parallel.wire import transposes
 from xlstm_jax.distributed.data_parallel.wire.transposes import Exchange, send_back, send_rows
-from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
+from xlstm_jax.forecast.compiling.compile import compile_for_topology
 
 COUNT, MOST, LENGTH, WIDTH = 4, 5, 12, 3
 SENT = np.array([[5, 0, 3, 1], [0, 0, 0, 0], [2, 5, 4, 1], [1, 1, 1, 1]])  # rows of device i for device j

@@ -21,19 +21,6 @@ from xlstm_jax.distributed import (
     shard_modules,
     value_and_grad,
 )
-from xlstm_jax.distributed.forecast import CHIPS, AxisTraffic, dispatch, fit, forecast, lint, parse_topology
-from xlstm_jax.distributed.forecast.compiling.compile import StepCall
-from xlstm_jax.distributed.forecast.cost.axis_traffic import axis_traffic
-from xlstm_jax.distributed.forecast.cost.clock import Cycles
-from xlstm_jax.distributed.forecast.cost.collective_traffic import NO_OVERLAP, Collective
-from xlstm_jax.distributed.forecast.cost.cycles import count_hbm_bytes
-from xlstm_jax.distributed.forecast.cost.live_values import live_bytes
-from xlstm_jax.distributed.forecast.hlo.program import parse
-from xlstm_jax.distributed.forecast.linting.lint import findings_of
-from xlstm_jax.distributed.forecast.linting.rules import RULES
-from xlstm_jax.distributed.forecast.linting.step import Step
-from xlstm_jax.distributed.forecast.model_axes import Estimate, estimate, links_of_mesh, mesh_on, model_meshes, ranked
-from xlstm_jax.distributed.hardware.links import Links
 from xlstm_jax.distributed.model_parallel import (
     Experts,
     SwiGLU,
@@ -44,6 +31,20 @@ from xlstm_jax.distributed.model_parallel import (
     split_tokens,
 )
 from xlstm_jax.distributed.plan import ShardingPlan
+from xlstm_jax.forecast import CHIPS, AxisTraffic, forecast, parse_topology
+from xlstm_jax.forecast.compiling.compile import StepCall
+from xlstm_jax.forecast.cost.axis_traffic import axis_traffic
+from xlstm_jax.forecast.cost.clock import Cycles
+from xlstm_jax.forecast.cost.collective_traffic import NO_OVERLAP, Collective
+from xlstm_jax.forecast.cost.cycles import count_hbm_bytes
+from xlstm_jax.forecast.cost.live_values import live_bytes
+from xlstm_jax.forecast.hardware.links import Links
+from xlstm_jax.forecast.hlo.program import parse
+from xlstm_jax.forecast.training import dispatch, fit, lint
+from xlstm_jax.forecast.training.linting.lint import findings_of
+from xlstm_jax.forecast.training.linting.rules import RULES
+from xlstm_jax.forecast.training.linting.step import Step
+from xlstm_jax.forecast.training.model_axes import Estimate, estimate, links_of_mesh, mesh_on, model_meshes, ranked
 
 SIZES = {"fsdp": 2, "ep": 2, "tp": 2}
 WIDTH, ROWS, TOKENS, EXPERTS, TOP_K = 16, 8, 4, 4, 2

@@ -14,10 +14,10 @@ from jax.sharding import AbstractMesh, AxisType
 from tests.models import LanguageModel
 from tests.support import fsdp, mesh_of
 from xlstm_jax.distributed import abstract_train_state, make_train_step
-from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
-from xlstm_jax.distributed.forecast.cost.memory import operation_names, read_memory
-from xlstm_jax.distributed.forecast.hlo.program import parse
-from xlstm_jax.distributed.hardware.chips import CHIPS
+from xlstm_jax.forecast.compiling.compile import compile_for_topology
+from xlstm_jax.forecast.cost.memory import operation_names, read_memory
+from xlstm_jax.forecast.hardware.chips import CHIPS
+from xlstm_jax.forecast.hlo.program import parse
 
 MIB = 2**20
 

@@ -11,14 +11,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from xlstm_jax.distributed import DeviceMeshManager
-from xlstm_jax.distributed.forecast import CHIPS, forecast
-from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
-from xlstm_jax.distributed.forecast.cost.clock import Cycles, Kernels
-from xlstm_jax.distributed.forecast.cost.cycles import count_hbm_bytes
-from xlstm_jax.distributed.forecast.cost.flops import count_flops
-from xlstm_jax.distributed.forecast.cost.products import executed_flops, unknown_calls
-from xlstm_jax.distributed.forecast.hlo.program import parse
-from xlstm_jax.distributed.hardware.cudnn import answered_for
+from xlstm_jax.forecast import CHIPS, forecast
+from xlstm_jax.forecast.compiling.compile import compile_for_topology
+from xlstm_jax.forecast.cost.clock import Cycles, Kernels
+from xlstm_jax.forecast.cost.cycles import count_hbm_bytes
+from xlstm_jax.forecast.cost.flops import count_flops
+from xlstm_jax.forecast.cost.products import executed_flops, unknown_calls
+from xlstm_jax.forecast.hardware.cudnn import answered_for
+from xlstm_jax.forecast.hlo.program import parse
 
 B, T, S, N, D = 4, 512, 256, 8, 64
 H100 = CHIPS["h100"]

@@ -10,9 +10,9 @@ import pytest
 
 from tests.support import AXES, Model, data, fsdp, mean_loss, mesh_of
 from xlstm_jax.distributed import abstract_train_state, make_train_step
-from xlstm_jax.distributed.forecast.cost.clock import Cycles
-from xlstm_jax.distributed.forecast.cost.cycles import count_hbm_bytes
-from xlstm_jax.distributed.forecast.hlo.program import parse
+from xlstm_jax.forecast.cost.clock import Cycles
+from xlstm_jax.forecast.cost.cycles import count_hbm_bytes
+from xlstm_jax.forecast.hlo.program import parse
 
 ROW, ROWS = 512, 256
 WHOLE = 4 * ROW * ROWS

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from tests.models import LanguageModel
 from tests.support import fsdp, mesh_of
 from xlstm_jax.distributed import abstract_train_state, make_train_step
-from xlstm_jax.distributed.forecast.cost.flops import count_flops
+from xlstm_jax.forecast.cost.flops import count_flops
 
 
 def array(*shape, dtype=jnp.float32):

@@ -26,10 +26,11 @@ from xlstm_jax.distributed import (
     shard_batch,
     shard_module_params,
 )
-from xlstm_jax.distributed.forecast import Collective, Forecast, Roofline, Workload, forecast
-from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
-from xlstm_jax.distributed.forecast.cost.collective_traffic import Overlap
-from xlstm_jax.distributed.forecast.cost.schedule import with_waits
+from xlstm_jax.forecast import Collective, Forecast, Roofline, forecast
+from xlstm_jax.forecast.compiling.compile import compile_for_topology
+from xlstm_jax.forecast.cost.collective_traffic import Overlap
+from xlstm_jax.forecast.cost.schedule import with_waits
+from xlstm_jax.forecast.training import Workload
 
 AXES = ("dp", "fsdp")
 LAYERS, WIDTH, ROWS = 3, 64, 16

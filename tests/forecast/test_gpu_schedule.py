@@ -9,13 +9,13 @@ from types import MappingProxyType
 
 import pytest
 
-from xlstm_jax.distributed.forecast.cost.clock import Kernels, Transfer, waits
-from xlstm_jax.distributed.forecast.cost.collective_traffic import find_collectives
-from xlstm_jax.distributed.forecast.cost.products import product_flops
-from xlstm_jax.distributed.forecast.cost.schedule import timed
-from xlstm_jax.distributed.forecast.hlo.program import parse
-from xlstm_jax.distributed.hardware import CHIPS, Links, parse_topology
-from xlstm_jax.distributed.hardware.chips import Efficiency
+from xlstm_jax.forecast.cost.clock import Kernels, Transfer, waits
+from xlstm_jax.forecast.cost.collective_traffic import find_collectives
+from xlstm_jax.forecast.cost.products import product_flops
+from xlstm_jax.forecast.cost.schedule import timed
+from xlstm_jax.forecast.hardware import CHIPS, Links, parse_topology
+from xlstm_jax.forecast.hardware.chips import Efficiency
+from xlstm_jax.forecast.hlo.program import parse
 
 PEAKS = MappingProxyType({"bfloat16": 1e12, "int8": 2e12, "float8": 2e12, "float32": 5e11})
 CHIP = dataclasses.replace(

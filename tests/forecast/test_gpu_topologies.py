@@ -13,12 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 from tests.forecast.test_forecast import LAYERS, workload
 from xlstm_jax.distributed import DeviceMeshManager
-from xlstm_jax.distributed.forecast import forecast
-from xlstm_jax.distributed.forecast.compiling import compile_process
-from xlstm_jax.distributed.forecast.compiling.compile import StepCall, begin_for_topology
-from xlstm_jax.distributed.forecast.compiling.compile_process import child_environment
-from xlstm_jax.distributed.hardware.chips import CHIPS
-from xlstm_jax.distributed.hardware.topologies import parse_topology
+from xlstm_jax.forecast import forecast
+from xlstm_jax.forecast.compiling import compile_process
+from xlstm_jax.forecast.compiling.compile import StepCall, begin_for_topology
+from xlstm_jax.forecast.compiling.compile_process import child_environment
+from xlstm_jax.forecast.hardware.chips import CHIPS
+from xlstm_jax.forecast.hardware.topologies import parse_topology
 
 WIDTH, ROWS, FLOAT = 512, 64, 4
 # The model of test_forecast: two kernels and two biases a layer, a head of 32. Adam keeps two more of each leaf.

@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from xlstm_jax.distributed import DeviceMeshManager
-from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
-from xlstm_jax.distributed.forecast.hlo.device_groups import axes_of_groups, replica_groups
-from xlstm_jax.distributed.forecast.hlo.instruction import parse_instruction
-from xlstm_jax.distributed.forecast.hlo.program import parse
+from xlstm_jax.forecast.compiling.compile import compile_for_topology
+from xlstm_jax.forecast.hlo.device_groups import axes_of_groups, replica_groups
+from xlstm_jax.forecast.hlo.instruction import parse_instruction
+from xlstm_jax.forecast.hlo.program import parse
 
 
 def compiled_text(fn, *args):

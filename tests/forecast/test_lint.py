@@ -30,12 +30,13 @@ from xlstm_jax.distributed import (
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.trees import map_leaves
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch
-from xlstm_jax.distributed.forecast import CHIPS, Forecast, Workload, forecast
-from xlstm_jax.distributed.forecast.linting import product_rules
-from xlstm_jax.distributed.forecast.linting.lint import Finding, LintError, findings_of, lint, raise_if, table
-from xlstm_jax.distributed.forecast.linting.rules import MIN_KEPT_BYTES, RULES, _narrower
-from xlstm_jax.distributed.forecast.linting.step import Step
 from xlstm_jax.distributed.plan.planning import plan_sharding
+from xlstm_jax.forecast import CHIPS, Forecast, forecast
+from xlstm_jax.forecast.training import Workload
+from xlstm_jax.forecast.training.linting import product_rules
+from xlstm_jax.forecast.training.linting.lint import Finding, LintError, findings_of, lint, raise_if, table
+from xlstm_jax.forecast.training.linting.rules import MIN_KEPT_BYTES, RULES, _narrower
+from xlstm_jax.forecast.training.linting.step import Step
 
 SIZES = {"dp": 2, "fsdp": 4}
 WIDTH, HIDDEN, LAYERS = 256, 1024, 3

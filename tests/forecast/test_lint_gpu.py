@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from xlstm_jax.accelerators import compiler_options
 from xlstm_jax.distributed import DeviceMeshManager, abstract_train_state, make_train_step, shard_module_params
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch
-from xlstm_jax.distributed.forecast import CHIPS, Forecast, forecast
-from xlstm_jax.distributed.forecast.linting.lint import lint
-from xlstm_jax.distributed.hardware.xla_options import compiler_options
 from xlstm_jax.distributed.plan.planning import plan_sharding
+from xlstm_jax.forecast import CHIPS, Forecast, forecast
+from xlstm_jax.forecast.training.linting.lint import lint
 
 pytestmark = pytest.mark.cuda_plugin
 TOPOLOGY = "h100:2x4"

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from tests.models import LanguageModel
 from tests.support import fsdp, mesh_of, on_mesh
 from xlstm_jax.distributed import abstract_train_state, make_train_step, shard_modules, unbox
-from xlstm_jax.distributed.forecast.hlo.op_names import module_path, module_paths
+from xlstm_jax.forecast.hlo.op_names import module_path, module_paths
 
 STEP = "jit(step)/shard_map"
 BACK = f"{STEP}/transpose(jvp(LanguageModel))/while/body"

@@ -11,8 +11,9 @@ from flax import linen as nn
 
 from tests.support import fsdp
 from xlstm_jax.distributed import Offload, plan_sharding
-from xlstm_jax.distributed.forecast import ReportCache, Workload, fit, forecast, lint
 from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD
+from xlstm_jax.forecast import ReportCache, forecast
+from xlstm_jax.forecast.training import Workload, fit, lint
 
 GIB = 2**30
 TOPOLOGY, MESH = "v5e:2x2", {"fsdp": 4}

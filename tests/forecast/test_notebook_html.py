@@ -11,10 +11,11 @@ import pytest
 
 from tests.support import AXES, Model, data, fsdp, mesh_of
 from xlstm_jax.distributed import create_train_state, plan_sharding
-from xlstm_jax.distributed.forecast import Fit, Options, forecast
-from xlstm_jax.distributed.forecast.fitting import Trial
 from xlstm_jax.distributed.training.step_check.comparison import LeafCheck
 from xlstm_jax.distributed.training.step_check.report import StepCheck
+from xlstm_jax.forecast import forecast
+from xlstm_jax.forecast.training import Fit, Options
+from xlstm_jax.forecast.training.fitting import Trial
 from xlstm_jax.wording import MOST_BARS, Bar, format_bytes, notebook_html
 
 BLUE, ORANGE = "#3f87d0", "#e2803a"

@@ -19,13 +19,16 @@ from flax import linen as nn
 
 from tests.forecast.test_forecast import Block, loss_fn, rendered
 from xlstm_jax.distributed import Offload, shard_module_params
-from xlstm_jax.distributed.data_parallel.wire.communication import INTER_HOST_AXES
-from xlstm_jax.distributed.forecast import Range, Workload, fitting
-from xlstm_jax.distributed.forecast.compiling import side_by_side as several
-from xlstm_jax.distributed.forecast.compiling.compile_process import CompileError
-from xlstm_jax.distributed.forecast.compiling.side_by_side import CHILD_BYTES, room_for_jobs, side_by_side
-from xlstm_jax.distributed.forecast.cost.host import HostTraffic
-from xlstm_jax.distributed.forecast.fitting import (
+from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD
+from xlstm_jax.forecast import Range
+from xlstm_jax.forecast.compiling import side_by_side as several
+from xlstm_jax.forecast.compiling.compile_process import CompileError
+from xlstm_jax.forecast.compiling.side_by_side import CHILD_BYTES, room_for_jobs, side_by_side
+from xlstm_jax.forecast.cost.host import HostTraffic
+from xlstm_jax.forecast.hardware.chips import CHIPS
+from xlstm_jax.forecast.hardware.topologies import Topology, parse_topology
+from xlstm_jax.forecast.training import Workload, fitting
+from xlstm_jax.forecast.training.fitting import (
     MAX_MINIBATCHES,
     MAX_PROBLEM,
     OTHER_MIN_WEIGHT_SIZE,
@@ -37,9 +40,7 @@ from xlstm_jax.distributed.forecast.fitting import (
     default_meshes,
     fit,
 )
-from xlstm_jax.distributed.hardware.chips import CHIPS
-from xlstm_jax.distributed.hardware.topologies import Topology, parse_topology
-from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD
+from xlstm_jax.program_names import INTER_HOST_AXES
 
 BUDGET = 45 * 2**20
 

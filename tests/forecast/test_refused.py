@@ -15,9 +15,10 @@ from jax.sharding import PartitionSpec as P
 from xlstm_jax.cli import commands
 from xlstm_jax.cli.command_line import main
 from xlstm_jax.distributed import DeviceMeshManager
-from xlstm_jax.distributed.forecast import CompileError, Workload, forecast, forecasting, parse_topology
-from xlstm_jax.distributed.forecast.compiling.compile import _read_texts
-from xlstm_jax.distributed.forecast.cost.flops import count_flops
+from xlstm_jax.forecast import CompileError, forecast, forecasting, parse_topology
+from xlstm_jax.forecast.compiling.compile import _read_texts
+from xlstm_jax.forecast.cost.flops import count_flops
+from xlstm_jax.forecast.training import Workload
 
 ALL_TO_ALL = {"xla_tpu_enable_async_all_to_all": True}
 WHY = "UNIMPLEMENTED: Async all-to-all not supported on limited ICI"

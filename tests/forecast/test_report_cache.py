@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import pytest
 
 from xlstm_jax.distributed import DeviceMeshManager
-from xlstm_jax.distributed.forecast import CompileError, Forecast, ReportCache, forecast
-from xlstm_jax.distributed.forecast.compiling import compile_process, report_cache
-from xlstm_jax.distributed.forecast.compiling.compile import StepCall, begin_for_topology
-from xlstm_jax.distributed.forecast.compiling.report_cache import chosen_cache, user_cache
-from xlstm_jax.distributed.hardware.topologies import parse_topology
 from xlstm_jax.distributed.plan import ShardingPlan
+from xlstm_jax.forecast import CompileError, Forecast, ReportCache, forecast
+from xlstm_jax.forecast.compiling import compile_process, report_cache
+from xlstm_jax.forecast.compiling.compile import StepCall, begin_for_topology
+from xlstm_jax.forecast.compiling.report_cache import chosen_cache, user_cache
+from xlstm_jax.forecast.hardware.topologies import parse_topology
 
 KEY, OTHER = "0" * 64, "1" * 64
 TEXTS = {"hlo": "HloModule step\n" * 100, "buffers": "é"}

@@ -19,10 +19,10 @@ from tests.support import AXES, Model, data, fsdp, mean_loss, mesh_of
 from xlstm_jax.distributed import abstract_train_state, make_train_step
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
-from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
-from xlstm_jax.distributed.forecast.cost.collective_traffic import find_collectives, ring_bytes
-from xlstm_jax.distributed.forecast.hlo.op_names import common_path
-from xlstm_jax.distributed.forecast.hlo.program import parse
+from xlstm_jax.forecast.compiling.compile import compile_for_topology
+from xlstm_jax.forecast.cost.collective_traffic import find_collectives, ring_bytes
+from xlstm_jax.forecast.hlo.op_names import common_path
+from xlstm_jax.forecast.hlo.program import parse
 
 SIZES = {"dp": 2, "fsdp": 4}
 SCANNED = 3  # layers of support.Model

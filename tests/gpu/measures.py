@@ -24,7 +24,8 @@ from benchmarks.forecasts import forecast_case, installed_versions
 from benchmarks.run_log import read_rows
 from benchmarks.step_time_variants import MODELS
 from tests.gpu.compiled_text import instructions
-from xlstm_jax.distributed.hardware import chip_of, compiler_options
+from xlstm_jax.accelerators import compiler_options
+from xlstm_jax.forecast.hardware import chip_of
 
 PLAIN, WRAPPED = "replicated", "ours"
 COUNTED = ("small", "1.3B")  # models whose peak is counted, as far as they fit

@@ -12,13 +12,14 @@ import jax
 import numpy as np
 import pytest
 
-from xlstm_jax.distributed.forecast.compiling.compile_process import CHILD_ENVIRONMENT
-from xlstm_jax.distributed.forecast.cost.roofline import step_bounds
-from xlstm_jax.distributed.hardware.chips import CHIPS, Chip, chip_of, slices_up_to
-from xlstm_jax.distributed.hardware.gpu_targets import target_config
-from xlstm_jax.distributed.hardware.links import Links
-from xlstm_jax.distributed.hardware.topologies import parse_topology
-from xlstm_jax.distributed.hardware.xla_options import compiler_options
+from xlstm_jax.accelerators import TPUS as KNOWN_TO_TRAINING
+from xlstm_jax.accelerators import Tpu, compiler_options, slices_up_to
+from xlstm_jax.forecast.compiling.compile_process import CHILD_ENVIRONMENT
+from xlstm_jax.forecast.cost.roofline import step_bounds
+from xlstm_jax.forecast.hardware.chips import CHIPS, Chip, chip_of
+from xlstm_jax.forecast.hardware.gpu_targets import target_config
+from xlstm_jax.forecast.hardware.links import Links
+from xlstm_jax.forecast.hardware.topologies import parse_topology
 
 TPUS = [chip for chip in CHIPS.values() if chip.torus_axes]
 MULTIPLIERS = {"v4": 8 * 128**2, "v5e": 4 * 128**2, "v5p": 8 * 128**2, "v6e": 4 * 256**2}
@@ -61,7 +62,7 @@ def test_figures_of_a_chip_keep_their_places():
     v5e = CHIPS["v5e"]
     figures = (v5e.name, v5e.device_kinds, v5e.hbm_bytes, v5e.usable_hbm_bytes, v5e.peak_flops, v5e.hbm_bandwidth)
     links = (v5e.clock_hz, v5e.link_bandwidth, v5e.torus_axes, v5e.host_bandwidth)
-    assert Chip(*figures, *links, slices=v5e.slices, xla_options=v5e.xla_options) == v5e
+    assert Chip(*figures, *links, slices=v5e.slices) == v5e
 
 
 def test_a_device_without_figures_has_no_chip():
@@ -70,13 +71,17 @@ def test_a_device_without_figures_has_no_chip():
     assert len(kinds) == len(set(kinds))
 
 
-def test_a_new_chip_is_one_entry(monkeypatch):
-    figures = {
-        "name": "v9",
-        "device_kinds": ("TPU v9",),
-        "slices": slices_up_to((8, 8, 16)),
-        "xla_options": {"xla_tpu_new": ((2, 2, 1),)},
-    }
+def test_both_tables_agree_on_tpus():
+    assert [chip.name for chip in TPUS] == list(KNOWN_TO_TRAINING)
+    for chip in TPUS:
+        known = KNOWN_TO_TRAINING[chip.name]
+        assert (chip.device_kinds, chip.torus_axes, chip.slices) == known[:3]
+
+
+def test_a_new_tpu_is_one_entry_in_each_table(monkeypatch):
+    tpu = Tpu(("TPU v9",), 3, slices_up_to((8, 8, 16)), {"xla_tpu_new": ((2, 2, 1),)})
+    monkeypatch.setitem(KNOWN_TO_TRAINING, "v9", tpu)
+    figures = {"name": "v9", "device_kinds": tpu.device_kinds, "slices": tpu.slices}
     monkeypatch.setitem(CHIPS, "v9", dataclasses.replace(CHIPS["v5p"], **figures))
     assert parse_topology("v9:4x8x16").wraps == (True,) * 3 and chip_of("TPU v9") is CHIPS["v9"]
     assert compiler_options("TPU v9", shape=(2, 2, 1)) == {"xla_tpu_new": True}

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from xlstm_jax.distributed.hardware import CHIPS, Links
-from xlstm_jax.distributed.hardware.nccl import NVLINK_FRACTION, Group, choice, network_fraction
+from xlstm_jax.forecast.hardware import CHIPS, Links
+from xlstm_jax.forecast.hardware.nccl import NVLINK_FRACTION, Group, choice, network_fraction
 
 CLUSTER = Links(CHIPS["h100"], {"host": 32, "device": 8})
 PAIR = Links(CHIPS["h100"], {"host": 2, "device": 8})

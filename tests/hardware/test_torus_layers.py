@@ -17,7 +17,8 @@ from tests.support import fsdp, plain
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.forecast import Workload, forecast
+from xlstm_jax.forecast import forecast
+from xlstm_jax.forecast.training import Workload
 
 TORI = {"v5e:4x4": {"x": 4, "y": 4}, "v5p:2x2x4": {"x": 2, "y": 2, "z": 4}}
 WIDTH, HEADS, STEPS = 512, 4, 8

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType
 
 from xlstm_jax.distributed import DeviceMeshManager
-from xlstm_jax.distributed.forecast.compiling.compile_process import CHILD_ENVIRONMENT
+from xlstm_jax.forecast.compiling.compile_process import CHILD_ENVIRONMENT
 
 create = DeviceMeshManager.create_fsdp_mesh
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ TOPOLOGIES = """
 import json, sys
 from jax.experimental import topologies
 from xlstm_jax.distributed import DeviceMeshManager
-from xlstm_jax.distributed.hardware.topologies import parse_topology
+from xlstm_jax.forecast.hardware.topologies import parse_topology
 
 def devices_of(name, slices):
     several = {"num_slices": slices} if slices > 1 else {}

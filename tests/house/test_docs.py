@@ -19,18 +19,20 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 import xlstm_jax.distributed
-import xlstm_jax.distributed.forecast
 import xlstm_jax.distributed.metrics
 import xlstm_jax.distributed.metrics.cells
+import xlstm_jax.forecast
+import xlstm_jax.forecast.training
 from tests.house.test_layers import ORDER
 from tests.optimizer_cases import CASES, RIGHT
 from tests.support import blocks_of
-from xlstm_jax.distributed.forecast.linting.rules import RULES
+from xlstm_jax.forecast.training.linting.rules import RULES
 
 ROOT = Path(__file__).parents[2]
 FACES = [
     xlstm_jax.distributed,
-    xlstm_jax.distributed.forecast,
+    xlstm_jax.forecast,
+    xlstm_jax.forecast.training,
     xlstm_jax.distributed.metrics,
     xlstm_jax.distributed.metrics.cells,
 ]

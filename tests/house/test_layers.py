@@ -1,6 +1,7 @@
 """Folders import only from those before them, never sideways, never up; no word names two things; nothing is hidden."""
 
 import ast
+import importlib
 import re
 from collections import defaultdict
 from graphlib import TopologicalSorter
@@ -12,11 +13,12 @@ from tests.measures import names_imported
 
 PACKAGE = Path(__file__).parents[2] / "xlstm_jax"
 
-ORDER = """common_types, private_names, quiet_import < wording, hardware < data_parallel
+ORDER = """common_types, private_names, quiet_import, program_names < wording, equations, accelerators < data_parallel
     < processes, optimizers, model_parallel < device_mesh, checkpoint < metrics, plan, resilience
     < training < forecast < cli"""
 LEVEL = {name.strip(): level for level, names in enumerate(ORDER.split("<")) for name in names.split(",")}
-FILES = sorted(PACKAGE.rglob("*.py"))
+MOVED = [PACKAGE / "distributed" / name for name in ("forecast.py", "hardware.py")]  # each is an error
+FILES = sorted(set(PACKAGE.rglob("*.py")) - set(MOVED))
 
 
 def module_of(path):
@@ -45,6 +47,24 @@ def test_a_file_imports_only_from_folders_before_its_own(module):
     others = {folder_of(name) for name in imported(MODULES[module].read_text())} - {own, "xlstm_jax"}
     wrong = {other for other in others if LEVEL[other] >= LEVEL[own]}
     assert not wrong, f"{module} imports from {sorted(wrong)}; the order is {' '.join(ORDER.split())}"
+
+
+OF_ANY_PROGRAM = [name for name in MODULES if re.match(r"xlstm_jax\.forecast(?!\.training)", name)]
+
+
+@pytest.mark.parametrize("module", OF_ANY_PROGRAM)
+def test_a_forecast_of_any_program_imports_nothing_of_a_training(module):
+    assert not [name for name in imported(MODULES[module].read_text()) if "distributed" in name]
+    assert len(OF_ANY_PROGRAM) > 30  # guard
+    assert any("distributed" in name for name in imported(MODULES["xlstm_jax.forecast.training.workload"].read_text()))
+
+
+@pytest.mark.parametrize("path", MOVED, ids=lambda path: path.stem)
+def test_an_old_place_says_the_new_one(path):
+    with pytest.raises(ModuleNotFoundError, match=r"is xlstm_jax\.forecast.* now"):
+        importlib.import_module(f"xlstm_jax.distributed.{path.stem}")
+    with pytest.raises(ModuleNotFoundError, match=r"is xlstm_jax\.forecast.* now"):
+        importlib.import_module(f"xlstm_jax.distributed.{path.stem}.anything")
 
 
 def test_no_files_import_each_other():

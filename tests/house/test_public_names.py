@@ -39,9 +39,8 @@ PUBLIC_IN_0_1 = {
     "xlstm_jax.distributed.resilience": """
         EXIT_FAILED EXIT_HUNG LoopGuard NonFiniteError ReplicaError check_replicas skip_counts
         skip_nonfinite""",
-    "xlstm_jax.distributed.forecast": """
-        CHIPS Chip Collective CompileError Finding Fit Forecast LintError Options Roofline Topology Workload
-        fit forecast lint parse_topology""",
+    "xlstm_jax.forecast": "CHIPS Chip Collective CompileError Forecast Roofline Topology forecast parse_topology",
+    "xlstm_jax.forecast.training": "Finding Fit LintError Options Workload fit lint",
 }
 
 

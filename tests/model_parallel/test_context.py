@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec as P
 from tests.support import FLOAT32_ROUNDING, equations, on_mesh
 from xlstm_jax.distributed import DeviceMeshManager, value_and_grad
 from xlstm_jax.distributed.device_mesh.zigzag import from_zigzag, to_zigzag, zigzag_order
-from xlstm_jax.distributed.forecast.compiling.compile import compile_for_topology
 from xlstm_jax.distributed.model_parallel import LaidOut, context, in_layout, recurrence_over_axis, scan_over_axis
 from xlstm_jax.distributed.model_parallel.context import context_attention, context_positions
 from xlstm_jax.distributed.model_parallel.sequence_layout import LAYOUTS
+from xlstm_jax.forecast.compiling.compile import compile_for_topology
 
 BATCH, TOKENS, HEADS, KEY_HEADS, SIZE = 2, 16, 8, 2, 4
 SPLIT = P("dp", "cp")

@@ -40,9 +40,10 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, true_value
 from xlstm_jax.distributed.data_parallel.trees import map_leaves
-from xlstm_jax.distributed.forecast import Workload, forecast
 from xlstm_jax.distributed.optimizers import matrix_dimensions
 from xlstm_jax.distributed.optimizers.matrices.muon import newton_schulz_flops
+from xlstm_jax.forecast import forecast
+from xlstm_jax.forecast.training import Workload
 
 STEPS = 10
 RATE = 0.02

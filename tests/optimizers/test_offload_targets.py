@@ -17,8 +17,8 @@ from xlstm_jax.distributed import (
     remat_policy,
     shard_module_params,
 )
-from xlstm_jax.distributed.forecast import forecast
 from xlstm_jax.distributed.optimizers.streaming import GROUP_BYTES, streamed
+from xlstm_jax.forecast import forecast
 
 GIB = 2**30
 V5E = pytest.param("v5e:2x4", marks=pytest.mark.libtpu, id="v5e")

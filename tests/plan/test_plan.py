@@ -45,12 +45,12 @@ from xlstm_jax.distributed.data_parallel.reasons import (
     Unwrapped,
 )
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
-from xlstm_jax.distributed.forecast import Workload
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
 from xlstm_jax.distributed.plan.init_errors import InitError
 from xlstm_jax.distributed.plan.leaf_plan import ByteCount
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
+from xlstm_jax.forecast.training import Workload
 from xlstm_jax.wording import format_bytes, format_fraction
 
 KEY = jax.random.key(0)

@@ -12,16 +12,17 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from xlstm_jax.accelerators import TPUS
 from xlstm_jax.distributed import DeviceMeshManager
-from xlstm_jax.distributed.forecast import CHIPS, CompileError, forecast
+from xlstm_jax.forecast import CompileError, forecast
 
 pytest.importorskip("libtpu")
 
 ALL = [
-    (chip, shape, f"{chip.name}:{'x'.join(map(str, shape))}")
-    for chip in CHIPS.values()
-    if chip.xla_options
-    for shape in chip.slices
+    (tpu, shape, f"{name}:{'x'.join(map(str, shape))}")
+    for name, tpu in TPUS.items()
+    if tpu.xla_options
+    for shape in tpu.slices
 ]
 CHOSEN = [one for one in ALL if one[2] in os.environ.get("SLICES", one[2]).split(",")]
 
@@ -53,12 +54,12 @@ def of_all_collectives(axes):
     return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=places, out_specs=out, check_vma=False)), args
 
 
-@pytest.mark.parametrize("chip, shape, topology", CHOSEN, ids=lambda value: value if isinstance(value, str) else "")
-def test_options_are_taken_on_the_slices_of_the_table_and_no_others(chip, shape, topology):
+@pytest.mark.parametrize("tpu, shape, topology", CHOSEN, ids=lambda value: value if isinstance(value, str) else "")
+def test_options_are_taken_on_the_slices_of_the_table_and_no_others(tpu, shape, topology):
     sizes = [size for size in shape if size > 1] or [1]
     step, args = of_all_collectives({f"fsdp_{name}": size for name, size in zip("xyz", sizes, strict=False)})
-    expected = {name for name, slices in chip.xla_options.items() if shape in slices}
-    sets = [{name} for name in chip.xla_options] if len(sizes) < 3 else [set(chip.xla_options)]
+    expected = {name for name, slices in tpu.xla_options.items() if shape in slices}
+    sets = [{name} for name in tpu.xla_options] if len(sizes) < 3 else [set(tpu.xla_options)]
     taken = set()
     for names in sets:
         try:

@@ -19,8 +19,8 @@ from benchmarks import baselines, compile_time, limits, traffic
 from benchmarks.cases import CASES, OF_HIGHER_RANK, SIZES, counts, mesh_of, threshold
 from benchmarks.large_models import language_model
 from tests.gpu.compiled_text import instructions
-from xlstm_jax.distributed.forecast import forecast, parse_topology
 from xlstm_jax.distributed.training.state import jitted_init
+from xlstm_jax.forecast import forecast, parse_topology
 
 pytest.importorskip("libtpu")
 

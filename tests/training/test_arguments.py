@@ -29,10 +29,11 @@ from xlstm_jax.distributed import (
     sync_gradients,
     unbox,
 )
-from xlstm_jax.distributed.forecast import Workload, forecast
-from xlstm_jax.distributed.forecast.linting.lint import lint
 from xlstm_jax.distributed.metrics import WeightedMean
 from xlstm_jax.distributed.plan.planning import plan_sharding
+from xlstm_jax.forecast import forecast
+from xlstm_jax.forecast.training import Workload
+from xlstm_jax.forecast.training.linting.lint import lint
 
 KEY, BATCH, MESH = jax.random.key(0), data(), mesh_of(2, 4)
 MODEL, PLAIN = fsdp(nn.Dense)(4), nn.Dense(4)

@@ -29,11 +29,11 @@ from xlstm_jax.distributed import (
     value_and_grad,
 )
 from xlstm_jax.distributed.device_mesh.zigzag import to_zigzag
-from xlstm_jax.distributed.forecast import forecast
-from xlstm_jax.distributed.forecast.fitting import Options, code_of, layout_of_step
-from xlstm_jax.distributed.forecast.workload import Workload
 from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
 from xlstm_jax.distributed.model_parallel import ColumnDense, context_attention, context_positions, in_layout
+from xlstm_jax.forecast import forecast
+from xlstm_jax.forecast.training.fitting import Options, code_of, layout_of_step
+from xlstm_jax.forecast.training.workload import Workload
 
 ROWS, TOKENS, VOCABULARY, WIDTH = 8, 16, 13, 16
 KEY = jax.random.key(0)

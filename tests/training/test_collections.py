@@ -38,8 +38,9 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel import box_like
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.forecast import Workload, forecast, lint
 from xlstm_jax.distributed.training.varying import differing_axes
+from xlstm_jax.forecast import forecast
+from xlstm_jax.forecast.training import Workload, lint
 
 KEY, BATCH, TX = jax.random.key(0), data(), optax.sgd(0.1)
 BOTH_MODES = pytest.mark.parametrize("check_vma", [True, False])

@@ -33,7 +33,7 @@ from xlstm_jax.distributed.checkpoint import Checkpointer
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.wire import gather_array
 from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN
-from xlstm_jax.distributed.forecast import forecast
+from xlstm_jax.forecast import forecast
 
 X = jax.random.normal(jax.random.key(1), (16, 16)) * (1 + jnp.arange(16) % 5)[:, None]
 STEPS = 10

@@ -87,7 +87,7 @@ def _report(args: argparse.Namespace, say: "Say") -> "Report":
     import jax
 
     from xlstm_jax.cli.commands import COMMANDS
-    from xlstm_jax.distributed.forecast.workload import described
+    from xlstm_jax.forecast.training.workload import described
 
     # Commands compute nothing. An accelerator that JAX started would be taken from a training on the same machine.
     if not os.environ.get("JAX_PLATFORMS"):
@@ -105,7 +105,7 @@ def _report(args: argparse.Namespace, say: "Say") -> "Report":
 
 def error_line(error: Exception) -> str:
     """An error as one line. An error of other code also has its type and the line of the user's code."""
-    from xlstm_jax.distributed.forecast.workload import in_a_line, is_own
+    from xlstm_jax.forecast.training.workload import in_a_line, is_own
     from xlstm_jax.wording import shortened
 
     text = in_a_line(error) + ("" if is_own(error) else "; --traceback shows the way there")

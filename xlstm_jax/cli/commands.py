@@ -25,17 +25,17 @@ from jax.sharding import Mesh
 from xlstm_jax.cli.doctor import examine
 from xlstm_jax.cli.factory import AXES, VARIED, Factory, load_factory, settings_of
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
-from xlstm_jax.distributed.forecast.compiling.report_cache import FOLDER_VARIABLE, ReportCache, user_cache
-from xlstm_jax.distributed.forecast.fitting import SHARD_AXIS_PREFIX, Options, Trial, command_of, default_meshes, fit
-from xlstm_jax.distributed.forecast.forecasting import Forecast, forecast
-from xlstm_jax.distributed.forecast.linting.lint import lint, table
-from xlstm_jax.distributed.forecast.linting.rules import RULES
-from xlstm_jax.distributed.forecast.workload import Workload
-from xlstm_jax.distributed.hardware.topologies import Topology, parse_topology
 from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 from xlstm_jax.distributed.processes.devices import simulate_cpu_devices
+from xlstm_jax.forecast.compiling.report_cache import FOLDER_VARIABLE, ReportCache, user_cache
+from xlstm_jax.forecast.forecasting import Forecast, forecast
+from xlstm_jax.forecast.hardware.topologies import Topology, parse_topology
+from xlstm_jax.forecast.training.fitting import SHARD_AXIS_PREFIX, Options, Trial, command_of, default_meshes, fit
+from xlstm_jax.forecast.training.linting.lint import lint, table
+from xlstm_jax.forecast.training.linting.rules import RULES
+from xlstm_jax.forecast.training.workload import Workload
 from xlstm_jax.wording import format_bytes, format_mesh, one_line, shortened
 
 

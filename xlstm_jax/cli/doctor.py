@@ -31,9 +31,9 @@ from xlstm_jax import __version__
 from xlstm_jax.cli import self_test
 from xlstm_jax.cli.self_test import Check
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
-from xlstm_jax.distributed.forecast.compiling.compile import StepCall, begin_for_topology
-from xlstm_jax.distributed.forecast.compiling.compile_process import CompileError, Pending, installed_version
-from xlstm_jax.distributed.hardware.topologies import parse_topology
+from xlstm_jax.forecast.compiling.compile import StepCall, begin_for_topology
+from xlstm_jax.forecast.compiling.compile_process import CompileError, Pending, installed_version
+from xlstm_jax.forecast.hardware.topologies import parse_topology
 from xlstm_jax.wording import how_to_install, one_line, rich_table
 
 NEEDED = ("xlstm_jax", "jax", "jaxlib", "flax", "optax", "numpy", "rich")

@@ -24,9 +24,9 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from xlstm_jax.distributed.forecast.fitting import Options
-from xlstm_jax.distributed.forecast.workload import Workload, described
 from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload
+from xlstm_jax.forecast.training.fitting import Options
+from xlstm_jax.forecast.training.workload import Workload, described
 
 AXES = ("shard_axes", "axis_name")  # the axes to split over, as a factory may call them, and as the wrappers do
 # What a search varies: in words, and the names of arguments by which a factory may take it.
@@ -129,8 +129,7 @@ class Factory:
             raise FactoryError(f"{call} raised {described(error)}.") from error
         if not isinstance(made, Workload):
             raise FactoryError(
-                f"{call} returned {type(made).__name__}; return xlstm_jax.distributed.forecast.Workload("
-                "model, tx, batch, loss_fn)."
+                f"{call} returned {type(made).__name__}; return xlstm_jax.forecast.Workload(model, tx, batch, loss_fn)."
             )
         return made if offload == NO_OFFLOAD else dataclasses.replace(made, offload=offload)
 

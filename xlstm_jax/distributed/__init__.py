@@ -14,11 +14,13 @@
   checkpoints      Checkpointer, CheckpointError, export_safetensors, import_safetensors
   faults           LoopGuard, NonFiniteError, check_replicas, ReplicaError
 
-Metrics are in ``xlstm_jax.distributed.metrics``; forecasts, fits and the lint in ``xlstm_jax.distributed.forecast``.
+Metrics are in ``xlstm_jax.distributed.metrics``; forecasts in ``xlstm_jax.forecast``, fits and the lint in
+``xlstm_jax.forecast.training``.
 Names that fewer trainings need are in the packages below: ``data_parallel``, ``device_mesh``, ``optimizers``, ``plan``,
 ``processes``, ``training``.
 """
 
+from xlstm_jax.accelerators import compiler_options
 from xlstm_jax.distributed.checkpoint import Checkpointer, CheckpointError, export_safetensors, import_safetensors
 from xlstm_jax.distributed.data_parallel import (
     BLOCK_INPUT,
@@ -39,7 +41,6 @@ from xlstm_jax.distributed.data_parallel import (
     unbox,
 )
 from xlstm_jax.distributed.device_mesh import DeviceMeshManager, abstract_batch, shard_batch
-from xlstm_jax.distributed.hardware import compiler_options
 from xlstm_jax.distributed.optimizers import (
     Offload,
     clip_by_global_norm,

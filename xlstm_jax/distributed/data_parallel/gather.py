@@ -20,7 +20,7 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, gather_leaf, is_box, leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
-from xlstm_jax.distributed.data_parallel.wire.gather_array import GATHER_SCOPE
+from xlstm_jax.program_names import GATHER_SCOPE
 
 
 def gather_params(

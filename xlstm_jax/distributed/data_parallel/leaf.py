@@ -37,10 +37,11 @@ from xlstm_jax.distributed.data_parallel.wire.communication import (
     Communication,
     value_dtype,
 )
-from xlstm_jax.distributed.data_parallel.wire.gather_array import GATHER_SCOPE, gather_dims, gathered_by_hand
-from xlstm_jax.distributed.data_parallel.wire.lookup import LOOKUP_SCOPE, by_rows, look_up
+from xlstm_jax.distributed.data_parallel.wire.gather_array import gather_dims, gathered_by_hand
+from xlstm_jax.distributed.data_parallel.wire.lookup import by_rows, look_up
 from xlstm_jax.distributed.data_parallel.wire.pieces import Pieces
 from xlstm_jax.distributed.data_parallel.wire.tracing import inside_branch, running_loss
+from xlstm_jax.program_names import GATHER_SCOPE, LOOKUP_SCOPE
 
 # --------------------------------------------------------------------------------------------------------- one leaf
 

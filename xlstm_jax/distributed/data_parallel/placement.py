@@ -16,8 +16,6 @@ from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leav
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes, size_if_bound
 from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
 
-HOST_MEMORY = "pinned_host"  # JAX's name of the memory of the host that a device reaches by itself
-
 
 def spread_spec(names: Iterable[AxisEntry], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """The ``PartitionSpec`` of dims with these names on ``mesh``, without axes of size 1, which split nothing."""

@@ -24,7 +24,8 @@ from xlstm_jax.distributed.data_parallel.reasons import (
     TooSmall,
 )
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, as_axis_names, entry_axes
-from xlstm_jax.distributed.data_parallel.wire.communication import INTER_HOST_AXES, Communication, Replicas
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication, Replicas
+from xlstm_jax.program_names import INTER_HOST_AXES
 
 DEFAULT_MIN_WEIGHT_SIZE = 2**18
 

@@ -30,7 +30,6 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 from xlstm_jax.distributed.data_parallel.wire.gather_array import (
-    GATHER_SCOPE,
     Primal,
     check_one_gradient_of_one_batch,
     gradient_of_shard,
@@ -40,6 +39,7 @@ from xlstm_jax.distributed.data_parallel.wire.gather_array import (
 )
 from xlstm_jax.distributed.data_parallel.wire.quantized import Packing
 from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss, running_loss
+from xlstm_jax.program_names import GATHER_SCOPE
 
 Layer = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 Arrays = list[Any]  # None for the gradient of integers

@@ -38,10 +38,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.equations import GATHERS
-from xlstm_jax.distributed.data_parallel.placement import HOST_MEMORY
 from xlstm_jax.distributed.data_parallel.trees import flatten_with_path
+from xlstm_jax.equations import GATHERS
 from xlstm_jax.private_names import mul_p
+from xlstm_jax.program_names import HOST_MEMORY
 
 Policy = Callable[..., Any]
 

@@ -18,9 +18,9 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
-from xlstm_jax.distributed.data_parallel.wire.communication import HOST_AXIS, SLICE_AXIS
 from xlstm_jax.distributed.device_mesh.checks import auto_types
 from xlstm_jax.distributed.processes.devices import Device
+from xlstm_jax.program_names import HOST_AXIS, SLICE_AXIS
 
 FSDP_AXIS = "fsdp"  # the name of a single axis
 TORUS = (SLICE_AXIS, "fsdp_x", "fsdp_y", "fsdp_z", "fsdp_core")

@@ -40,12 +40,12 @@ from xlstm_jax.distributed.model_parallel.sequence_layout import (
     zigzag_order,
     zigzag_positions,
 )
+from xlstm_jax.program_names import UNBALANCED_SCOPE
 
 Array = jax.Array
 Kernel = Callable[..., Array]
 
 BLOCK_SIZE = 512
-UNBALANCED_SCOPE = "unbalanced_ring"  # in the names of operations, for the lint
 HIDDEN = -1e30  # a logit that the mask hides; finite, so that a difference of two is no NaN
 
 

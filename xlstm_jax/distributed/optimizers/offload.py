@@ -16,10 +16,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import placement, trees
+from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.optimizers.matrices.layout import is_owned
 from xlstm_jax.distributed.optimizers.state import owner_of_state
+from xlstm_jax.program_names import HOST_MEMORY
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def on_host(shardings: PyTree, opt_state: PyTree, params: PyTree, offload: Offlo
         sizes = [math.prod(np.shape(leaf_of(x).value)) for x in (leaf, owner)]
         # The state of owners has the shapes of groups, so no path names a parameter to compare it with.
         is_large = is_owned(leaf) or (owner is not None and leaf_of(owner).axes and sizes[0] >= sizes[1])
-        return sharding.with_memory_kind(placement.HOST_MEMORY) if is_large else sharding
+        return sharding.with_memory_kind(HOST_MEMORY) if is_large else sharding
 
     return trees.map_leaves_with_path(placed, opt_state, shardings)
 

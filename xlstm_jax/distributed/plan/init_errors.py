@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from xlstm_jax.accelerators import absent_device
 from xlstm_jax.common_types import Model, PyTree
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
-from xlstm_jax.distributed.hardware.cudnn import answered_for
 from xlstm_jax.wording import joined, one_line
 
 LIBRARY = str(Path(__file__).parents[2]) + os.sep
@@ -78,7 +78,7 @@ def why_not(model: Model, inputs: Sequence[PyTree], kwargs: Mapping[str, Any]) -
     """Returns what ``model.init`` raises for these inputs, traced for its shapes; None where it does not fail."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     try:
-        with answered_for(None):
+        with absent_device():
             jax.eval_shape(lambda key, inputs: model.init(key, *inputs, **kwargs), key, tuple(inputs))
     except Exception as error:  # the user's code may raise anything
         return error

@@ -12,13 +12,14 @@ import optax
 from jax.sharding import AbstractMesh
 from jax.typing import DTypeLike
 
+from xlstm_jax.accelerators import absent_device
 from xlstm_jax.common_types import AxisNames, Model, PyTree
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, gives_pieces, gives_rows, leaf_of
 from xlstm_jax.distributed.data_parallel.link_balance import balanced_over_model
 from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
 from xlstm_jax.distributed.data_parallel.modules.linen_module import Piece, noting_pieces
-from xlstm_jax.distributed.data_parallel.placement import HOST_MEMORY, check_divides, partition_specs
+from xlstm_jax.distributed.data_parallel.placement import check_divides, partition_specs
 from xlstm_jax.distributed.data_parallel.planned import Decision, Planned, planning_mesh
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, ShardPolicy, padded_size
 from xlstm_jax.distributed.data_parallel.reasons import (
@@ -35,7 +36,6 @@ from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, entry_a
 from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
 from xlstm_jax.distributed.data_parallel.wire.quantized import sent_bytes
 from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
-from xlstm_jax.distributed.hardware.cudnn import answered_for
 from xlstm_jax.distributed.optimizers.matrices.layout import ParameterLayout
 from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload, on_host
 from xlstm_jax.distributed.optimizers.state import (
@@ -49,6 +49,7 @@ from xlstm_jax.distributed.plan.init_errors import init_error, is_the_librarys, 
 from xlstm_jax.distributed.plan.leaf_plan import NO_BYTES, OPTIMIZER, PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.matrix_plan import matrix_plans
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
+from xlstm_jax.program_names import HOST_MEMORY
 from xlstm_jax.wording import format_axes
 
 
@@ -158,7 +159,7 @@ def _planned_init(
     key = jax.eval_shape(lambda: jax.random.key(0)) if rng is None else rng
     try:
         # Attention of cuDNN asks the GPU at hand what it can do. A plan wants shapes, which are the same on any.
-        with answered_for(None):
+        with absent_device():
             return dict(jax.eval_shape(init, key, inputs))
     except Exception as error:
         # Wrappers, names and frozen leaves have errors of their own: those of the inputs show without all of them.

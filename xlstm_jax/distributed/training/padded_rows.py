@@ -30,7 +30,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.equations import COLLECTIVES, named_axes
 from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN
 from xlstm_jax.distributed.device_mesh.batches import padded_rows_of
 from xlstm_jax.distributed.metrics.cells import Cell
@@ -38,6 +37,7 @@ from xlstm_jax.distributed.metrics.pure_metric import PureMetric
 from xlstm_jax.distributed.metrics.sums_and_means import Compose, Max, Min
 from xlstm_jax.distributed.training.loss import Loss, LossFunction
 from xlstm_jax.distributed.training.varying import Axes, followed
+from xlstm_jax.equations import COLLECTIVES, named_axes
 
 ROWS, WEIGHTS, GLOBAL = Axes({"(rows that pad)"}), Axes({"(their weights)"}), Axes({"(reduced weights)"})
 STATISTICS = Axes({"(sums of rows without weights)"})

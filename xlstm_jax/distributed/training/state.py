@@ -18,6 +18,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from xlstm_jax.accelerators import absent_device
 from xlstm_jax.common_types import AxisNames, Model, PyTree
 from xlstm_jax.distributed.data_parallel import placement, trees
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
@@ -29,7 +30,6 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
 from xlstm_jax.distributed.device_mesh.batch_layout import num_shards
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
-from xlstm_jax.distributed.hardware.cudnn import answered_for
 from xlstm_jax.distributed.optimizers.extra_args import GRAD, GRAD_FN, VALUE, VALUE_FN, taking_extra_args
 from xlstm_jax.distributed.optimizers.inside import check_transform
 from xlstm_jax.distributed.optimizers.lookahead import with_plain_params
@@ -330,7 +330,7 @@ def abstract_train_state(
         value = leaf_of(leaf).value
         return rebox(leaf, jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
 
-    with answered_for(None):
+    with absent_device():
         state = jax.eval_shape(create, rng, inputs)
     of_opt_state = optimizer_state_shardings(state.opt_state, state.params, mesh)
     of_state = state.replace(

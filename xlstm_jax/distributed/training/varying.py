@@ -27,10 +27,10 @@ from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.equations import COLLECTIVES, all_equations, named_axes
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
+from xlstm_jax.equations import COLLECTIVES, all_equations, named_axes
 from xlstm_jax.private_names import core
 
 Axes = frozenset[str]

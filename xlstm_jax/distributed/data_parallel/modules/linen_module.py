@@ -28,10 +28,11 @@ from xlstm_jax.distributed.data_parallel.modules.unit import Method, ModuleSyste
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN, ShardPolicy
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.communication import INTER_HOST_AXES, Replicas
+from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
 from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN, check_operand
 from xlstm_jax.distributed.data_parallel.wire.tracing import running_functions
 from xlstm_jax.private_names import linen_callers, linen_interceptors
+from xlstm_jax.program_names import INTER_HOST_AXES
 from xlstm_jax.wording import kind_of
 
 Target = TypeVar("Target", bound=nn.Module | Callable[..., Any])

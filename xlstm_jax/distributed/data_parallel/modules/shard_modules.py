@@ -39,7 +39,8 @@ from xlstm_jax.distributed.data_parallel.modules.linen_module import (
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, Predicate, ShardsItself, as_predicate, is_public
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN, ShardPolicy
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
-from xlstm_jax.distributed.data_parallel.wire.communication import INTER_HOST_AXES, Replicas
+from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
+from xlstm_jax.program_names import INTER_HOST_AXES
 from xlstm_jax.wording import kind_of, path_pattern
 
 Model = TypeVar("Model", bound=nn.Module | Callable[..., Any] | ShardsItself)

@@ -43,8 +43,8 @@ from xlstm_jax.distributed.data_parallel.shard import box_params, box_shards, pl
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves, map_leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN, next_scale, products_of, recording
-from xlstm_jax.distributed.data_parallel.wire.gather_array import GATHER_SCOPE
 from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
+from xlstm_jax.program_names import GATHER_SCOPE
 from xlstm_jax.wording import kind_of
 
 Method = Callable[..., Any]

@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from xlstm_jax.common_types import AxisNames
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.quantized import FORMATS
+from xlstm_jax.program_names import INTER_HOST_AXES
 from xlstm_jax.wording import shortened
 
 P = ParamSpec("P")
@@ -27,12 +28,6 @@ Result = TypeVar("Result")
 SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16"}
 SHORT_NAMES |= {"fp8": "float8_e4m3fn", "f8": "float8_e4m3fn", "float8": "float8_e4m3fn"}
 SHORT_NAMES |= {"fp32": "float32", "f32": "float32", "fp64": "float64", "f64": "float64"}
-
-
-# The names that ``DeviceMeshManager.create_fsdp_mesh`` gives to axes that cross slices or hosts, over slow links: the
-# default of ``inter_host_axes``.
-SLICE_AXIS, HOST_AXIS = "fsdp_slice", "fsdp_host"
-INTER_HOST_AXES = (SLICE_AXIS, HOST_AXIS)
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,6 @@ from xlstm_jax.distributed.data_parallel.wire.fp8_product import dequantised, qu
 from xlstm_jax.distributed.data_parallel.wire.quantized import Packing, fills_blocks, pack, unpack
 from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
 
-GATHER_SCOPE = "gather_params"  # the name by which forecasts and profiles know all gathers
-
 
 def gather_array_with_mean_grads(
     x: jax.Array,

@@ -32,8 +32,6 @@ from xlstm_jax.distributed.data_parallel.wire.gather_array import (
     shard_as_sent,
 )
 
-LOOKUP_SCOPE = "lookup_rows"  # the name by which forecasts and profiles know lookups by rows
-
 # Columns that are narrower waste the lanes of a TPU, which works on rows of this many values.
 LANES = 128
 

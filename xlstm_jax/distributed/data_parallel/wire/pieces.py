@@ -18,7 +18,8 @@ from jax import lax
 
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication
-from xlstm_jax.distributed.data_parallel.wire.gather_array import GATHER_SCOPE, Primal, terms_to_scatter
+from xlstm_jax.distributed.data_parallel.wire.gather_array import Primal, terms_to_scatter
+from xlstm_jax.program_names import GATHER_SCOPE
 
 
 @dataclass(frozen=True)

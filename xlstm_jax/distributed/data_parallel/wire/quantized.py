@@ -63,9 +63,6 @@ FORMATS = {
 
 OF_PRODUCT = "float8_e4m3fn of its product"  # in plans: the kernel of an fp8 product, with one scale; see fp8_product
 
-# The names of ``pack`` and ``unpack`` in compiled programs, with their formats.
-PACK_SCOPES = {f"{way}_{name}": name for way in ("pack", "unpack") for name in FORMATS}
-
 
 def packed_size(size: int) -> int:
     """Bytes of a row of ``size`` values, packed: their codes, up to a whole number of blocks, and the scales."""

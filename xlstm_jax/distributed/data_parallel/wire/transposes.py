@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from xlstm_jax.accelerators import kind_of_mesh, tpu_of
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import promoting
-from xlstm_jax.distributed.hardware.traced_for import chip_of_mesh
 
 
 def linear(forward: Callable[..., Array], transpose: Callable[..., Array]) -> Callable[..., Array]:
@@ -86,8 +86,8 @@ def rows_travel_alone() -> bool:
     crashes beyond 32 devices (JAX 0.11; marin-community/marin#8081, openxla/xla#47283): the option that would prevent
     it is of the whole program, and not ours to set. Elsewhere all places are sent, those without a row as zeros.
     """
-    chip = chip_of_mesh(jax.sharding.get_abstract_mesh())
-    return chip is not None and chip.torus_axes > 0 and "TPU v5 lite" not in chip.device_kinds
+    tpu = tpu_of(kind_of_mesh(jax.sharding.get_abstract_mesh()) or "")
+    return tpu is not None and "TPU v5 lite" not in tpu.device_kinds
 
 
 @promoting

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xlstm_jax.distributed.data_parallel.equations import all_equations, named_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key, value_dtype
+from xlstm_jax.equations import all_equations, named_axes
 from xlstm_jax.private_names import define_prng_impl
 
 CHOICES = (1 / 32, 0.4, 31 / 32)

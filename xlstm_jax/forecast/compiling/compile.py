@@ -1,0 +1,382 @@
+"""From a training step to its compiled program: for accelerators that are not there, or for the devices at hand.
+
+  StepCall --trace, export--> StableHLO --child process, or cache--> Compiled   begin_for_topology, compile_for_topology
+  StepCall --trace, lower, compile--> Compiled                                  compile_here
+
+A step for a topology is traced on a mesh without devices (``jax.sharding.AbstractMesh``) or on any mesh of as many
+devices as the topology has. Nothing is allocated, and this process never starts a compiler for them. The mesh is the
+one of the arguments' shardings, or of ``jax.jit(in_shardings=...)``.
+"""
+
+import dataclasses
+import json
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import export
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.stages import Traced, Wrapped
+
+from xlstm_jax.accelerators import resolved, resolved_on
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.forecast.compiling import child as compile_child
+from xlstm_jax.forecast.compiling.compile_process import (
+    COMPILE_TIMEOUT_S,
+    RESULT,
+    CompileError,
+    Pending,
+    check_compiler,
+    may_be_too_large,
+    said_of_step,
+)
+from xlstm_jax.forecast.compiling.report_cache import ReportCache, Texts
+from xlstm_jax.forecast.hardware.cudnn import ALLOWED, answered_for
+from xlstm_jax.forecast.hardware.topologies import Topology, parse_topology
+from xlstm_jax.private_names import in_shardings_of, traceback_in_locations_limit
+from xlstm_jax.program_names import HOST_MEMORY
+
+JAX_PLATFORM = {"tpu": "tpu", "cuda": "gpu"}  # what JAX calls the devices that each compiler is for
+TRUSTED_OF_CPU = ("argument", "output", "alias")  # the CPU backend's other figures are wrong
+EXPORT_SCOPES = "jit(call)/call_exported/"  # the export puts them in front of the step's own names
+ARGUMENT = re.compile(r'op_name="args\[(\d+)\]"')
+RAGGED = export.DisabledSafetyCheck.custom_call("ragged_all_to_all")  # which this release compiles at once
+CALLS_PYTHON = "different from the lowering platform"  # what export says of jax.debug.print and other callbacks
+GIVE_SHARDINGS = "Give the arguments NamedShardings, as abstract_train_state and abstract_batch do."
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled step, as text and numbers.
+
+    Attributes:
+      platform: "tpu", "cpu", "gpu".
+      device_kind: as JAX names it.
+      topology: None for devices at hand.
+      axis_sizes: the mesh.
+      hlo: the optimized program of one device, instructions in the order of their schedule.
+      buffers, live_ranges: XLA's texts about them; None where the backend gives none.
+      memory: bytes by XLA's own count: argument, output, alias, temp, generated_code (the CPU backend's last two are
+        wrong, and left out); for a topology also total_allocation, where the release has it (temp counts a TPU's
+        temporaries twice). None where the compiler found that the program does not fit.
+      seconds: of compilation.
+      coords: of TPUs: the coordinates on the torus of each device of the mesh, in the mesh's order.
+      versions: of jax, jaxlib, and for a topology of the packages of its compiler.
+      without_sharding: the path of the first argument leaf of a step on several devices that has no sharding; None
+        where all have one.
+      too_large: what the compiler said of a program that may not fit; else None.
+    """
+
+    platform: str
+    device_kind: str
+    topology: Topology | None
+    axis_sizes: dict[str, int]
+    hlo: str
+    buffers: str | None
+    live_ranges: str | None
+    memory: dict[str, int] | None
+    seconds: float
+    coords: tuple[tuple[int, ...], ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+    without_sharding: str | None = None
+    too_large: str | None = None
+
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return math.prod(self.axis_sizes.values())
+
+
+# ------------------------------------------------------------------------------------------- a step and its arguments
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """A step, what it is called with, and for which devices it is compiled.
+
+    Attributes:
+      step: a ``jax.jit`` function.
+      args, kwargs: what it takes: arrays or ``ShapeDtypeStruct`` with shardings on a mesh of as many devices as the
+        topology has; an ``AbstractMesh`` will do.
+      topology: devices that need not be there; None: those that the arguments lie on.
+      compiler_options: XLA's, "auto" for those of the chip and the slice. LIBTPU_INIT_ARGS reaches the compiler too.
+      cache: where to look for the compiler's report on a topology first, and to keep it; None: compiled anew, not kept.
+    """
+
+    step: Wrapped
+    args: tuple[PyTree, ...]
+    kwargs: Mapping[str, PyTree] = field(default_factory=dict)
+    topology: Topology | None = None
+    compiler_options: Mapping[str, Any] | str | None = None
+    cache: ReportCache | None = None
+
+    @cached_property
+    def traced(self) -> Traced:
+        """``step.trace(*args, **kwargs)``.
+
+        Raises:
+          TypeError: ``step`` is not a ``jax.jit`` function.
+        """
+        if not hasattr(self.step, "trace"):
+            raise TypeError(
+                f"step must be a jax.jit function, as make_train_step returns one, not {self.step!r}; pass "
+                "jax.jit(step)."
+            )
+        # JAX asks the GPU at hand about cuDNN while it traces: for an absent one its chip answers.
+        with answered_for(self.topology.chip) if self.topology else nullcontext():
+            return self.step.trace(*self.args, **self.kwargs)
+
+    @cached_property
+    def mesh(self) -> Mesh | AbstractMesh | None:
+        """The mesh of the arguments' shardings, or of ``jax.jit(in_shardings=...)``; None where neither has one.
+
+        Of two meshes of the same shape, one with devices and one without, it is the one with devices.
+
+        Raises:
+          ValueError: arguments lie on meshes of different shapes; names a leaf of each.
+        """
+        own = [(path, getattr(leaf, "sharding", None)) for path, leaf in self.leaves]
+        by_jit = zip(self.argument_names, self.in_shardings, strict=False)
+        meshes = [(path, sharding.mesh) for path, sharding in [*own, *by_jit] if isinstance(sharding, NamedSharding)]
+        by_shape: dict[Any, tuple[str, Mesh | AbstractMesh]] = {}
+        # Meshes with devices first, so that of two meshes of one shape the one with devices is kept.
+        for path, mesh in sorted(meshes, key=lambda pair: isinstance(pair[1], AbstractMesh)):
+            by_shape.setdefault(tuple(mesh.shape.items()), (path, mesh))
+        if len(by_shape) > 1:
+            (one, (path, _)), (two, (other, _)), *_ = by_shape.items()
+            raise ValueError(
+                f"argument {path} lies on the mesh {dict(one)}, but argument {other} on {dict(two)}. Make them on one "
+                "mesh."
+            )
+        return next((mesh for _, mesh in by_shape.values()), None)
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """The axes of ``mesh``; none without one."""
+        return dict(self.mesh.shape) if self.mesh is not None else {}
+
+    @property
+    def argument_names(self) -> Sequence[str]:
+        """The paths of the arguments' leaves, as JAX names them."""
+        return self.traced.jaxpr.jaxpr.debug_info.arg_names
+
+    @cached_property
+    def leaves(self) -> list[tuple[str, Any]]:
+        """Paths and arrays in the order of ``jax.jit``; a static argument is a leaf too, or several."""
+        trees = (self.args, dict(self.kwargs))
+        return [(_name(path), leaf) for tree in trees for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+    @property
+    def in_shardings(self) -> tuple[Any, ...]:
+        """The ``in_shardings`` of ``jax.jit``, leaf by leaf. JAX has no public name for them before the compilation."""
+        return in_shardings_of(self.traced)
+
+    @property
+    def leaf_without_sharding(self) -> str | None:
+        """The path of the first argument leaf without a sharding, where there is a mesh of several devices; else None.
+
+        Scalars and PRNG keys may have none: they are small, and every device has them whole.
+        """
+        if self.mesh is None or self.mesh.size == 1:
+            return None
+        # What is static is no array, so the arrays among the arguments are those of the traced function, in its order.
+        arrays = [(path, leaf) for path, leaf in self.leaves if hasattr(leaf, "dtype") and leaf.shape]
+        infos = zip(jax.tree.leaves(self.traced.args_info), self.in_shardings, strict=False)
+        by_jit = [sharding for info, sharding in infos if info.shape]
+        for (path, leaf), sharding in zip(arrays, by_jit, strict=False):
+            raw_key = leaf.dtype == "uint32" and leaf.shape in ((2,), (4,))
+            is_key = raw_key or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            if not (is_key or _is_sharded(getattr(leaf, "sharding", None)) or _is_sharded(sharding)):
+                return path
+        return None
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """Returns a key path as people write it, ``0/params/head/kernel``."""
+    # The array within a box of Flax, or within a variable of NNX, has the name of the box.
+    named = path[:-1] if path[-1:] == (jax.tree_util.GetAttrKey("value"),) else path
+    return jax.tree_util.keystr(named, simple=True, separator="/")
+
+
+def _is_sharded(sharding: Any) -> bool:
+    """Whether a sharding names a mesh, or several devices."""
+    return isinstance(sharding, NamedSharding) or getattr(sharding, "num_devices", 1) > 1
+
+
+# ---------------------------------------------------------------------------------------------------------- compiling
+
+
+def compile_here(call: StepCall) -> Compiled:
+    """Compiles a step for the devices of its own mesh, in this process.
+
+    Raises:
+      ValueError: the arguments lie on an ``AbstractMesh``, which has no devices; or they lie on no mesh, but the step
+        runs on several devices.
+      CompileError: the compiler refuses the step.
+    """
+    mesh, options = call.mesh, resolved_on(call.mesh, call.compiler_options)
+    if isinstance(mesh, AbstractMesh):
+        raise ValueError(
+            f"the arguments lie on the abstract mesh {call.axis_sizes}, which has no devices. Give a topology, as "
+            "topology='v5e:2x4', or make them on a mesh of devices at hand."
+        )
+    start = time.monotonic()
+    try:
+        compiled = call.traced.lower().compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        said = said_of_step("the devices at hand", error, options)
+        raise CompileError(f"the compiler refuses the step for {said}") from error
+    seconds = time.monotonic() - start
+    # Arguments may lie on no mesh, so the compiled program says where it runs.
+    devices = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))[0].device_set
+    if mesh is None and len(devices) > 1:
+        raise ValueError(f"the step runs on {len(devices)} devices, but its arguments lie on no mesh. {GIVE_SHARDINGS}")
+    device, stats = next(iter(devices)), compiled.memory_analysis()
+    trusted = compile_child.MEMORY if device.platform != "cpu" else TRUSTED_OF_CPU
+    on_torus = [d for d in (mesh.devices.flat if mesh is not None else ()) if d.platform == "tpu"]
+    return Compiled(
+        platform=device.platform,
+        device_kind=device.device_kind,
+        topology=None,
+        axis_sizes=call.axis_sizes,
+        hlo=compiled.as_text() or "",
+        buffers=None,
+        live_ranges=None,
+        memory={name: getattr(stats, f"{name}_size_in_bytes") for name in trusted},
+        seconds=seconds,
+        coords=tuple(tuple(device.coords) for device in on_torus),
+        versions={name: version(name) for name in ("jax", "jaxlib")},
+        without_sharding=call.leaf_without_sharding,
+    )
+
+
+def compile_for_topology(
+    step: Wrapped,
+    *args: PyTree,
+    topology: str,
+    compiler_options: Mapping[str, Any] | None = None,
+    timeout_s: float = COMPILE_TIMEOUT_S,
+    cache: ReportCache | None = None,
+) -> Compiled:
+    """Compiles a step for TPUs or GPUs that are not there, as ``begin_for_topology`` does, and waits for it.
+
+    Raises:
+      ImportError, ValueError: as ``begin_for_topology``.
+      CompileError: the compiler refuses the step, for another reason than memory.
+      TimeoutError: it did not end within ``timeout_s``.
+    """
+    devices = parse_topology(topology)
+    begun = begin_for_topology(StepCall(step, args, {}, devices, compiler_options, cache))
+    begun.timeout_s = timeout_s
+    return begun.start().result()
+
+
+def begin_for_topology(call: StepCall) -> Pending[Compiled]:
+    """A step that is ready for the compiler of a topology, which a child process loads.
+
+    What is left needs the step no more, and may run beside others.
+
+    Raises:
+      ImportError: the compiler is not installed, or is of another version than jaxlib (see ``compilers``).
+      ValueError: the mesh has another number of devices than the topology: names both; or the step calls back into
+        Python (``jax.debug.print``), which it can only on the devices of its process.
+    """
+    topology = call.topology
+    assert topology is not None
+    if call.mesh is None and topology.num_devices > 1:
+        raise ValueError(
+            f"topology={topology.name!r} has {topology.num_devices} devices, but the arguments lie on no mesh. "
+            f"{GIVE_SHARDINGS}"
+        )
+    if call.mesh is not None and call.mesh.size != topology.num_devices:
+        raise ValueError(
+            f"the step's mesh {call.axis_sizes} has {call.mesh.size} devices, but topology={topology.name!r} has "
+            f"{topology.num_devices}. Make the mesh of the topology's size, or choose a topology of the mesh's."
+        )
+    packages = check_compiler(topology.platform)
+    exported = _export(call, topology)
+    if exported.nr_devices not in (1, topology.num_devices):
+        raise ValueError(
+            f"the step is made for {exported.nr_devices} devices, but its arguments lie on the mesh "
+            f"{call.axis_sizes}. {GIVE_SHARDINGS}"
+        )
+    # The child gets bytes and JSON alone: what it writes must follow from them, so that it can be kept in a cache.
+    options = resolved(call.compiler_options, topology.chip.device_kinds[0], topology.shape)
+    settings: dict[str, Any] = {
+        "axes": call.axis_sizes or {"device": 1},
+        "axis_types": [kind.name for kind in call.mesh.axis_types] if call.mesh is not None else ["Auto"],
+        "donated": [i for i, info in enumerate(jax.tree.leaves(call.traced.args_info)) if info.donated],
+        "options": options or {},
+        "topology": topology.description(),
+        "packages": packages,
+        "host_memory": HOST_MEMORY,
+    }
+    names, missing = call.argument_names, call.leaf_without_sharding  # and not the call, which holds arrays
+
+    def finish(texts: Texts) -> Compiled:
+        return dataclasses.replace(_read_texts(texts, topology, settings, names), without_sharding=missing)
+
+    return Pending(bytes(exported.serialize()), settings, finish, call.cache)
+
+
+def _export(call: StepCall, topology: Topology) -> export.Exported:
+    """The step as a function of its leaves: an export can be written only with pytrees that are registered with it.
+
+    It names operations, but no lines of code: who asks for the step, and a comment above it, do not change the program.
+    """
+    try:
+        with traceback_in_locations_limit(0), answered_for(topology.chip):
+            exporting = export.export(call.step, platforms=[topology.platform], disabled_checks=[*ALLOWED, RAGGED])
+            exported = exporting(*call.args, **call.kwargs)
+    except ValueError as error:
+        if CALLS_PYTHON not in str(error):
+            raise
+        raise ValueError(
+            "the step calls back into Python, by jax.debug.print, jax.debug.callback, io_callback or pure_callback, "
+            "and that cannot be compiled for a topology. Leave it out of the step that is forecast, or leave topology "
+            "out."
+        ) from error
+    except AssertionError as error:  # JAX asks for the devices of an operation that it partitions itself
+        raise ValueError(
+            "the step holds an operation that JAX partitions by calling back into Python, such as attention of cuDNN "
+            "outside of shard_map, and that cannot be compiled for a topology. Call it inside of jax.shard_map, as the "
+            "loss of make_train_step is."
+        ) from error
+    inputs: PyTree = ((0,) * len(exported.in_avals), {})
+    outputs = (0,) * len(exported.out_avals)
+    return dataclasses.replace(exported, in_tree=jax.tree.structure(inputs), out_tree=jax.tree.structure(outputs))
+
+
+def _read_texts(texts: Texts, topology: Topology, settings: Mapping[str, Any], arguments: Sequence[str]) -> Compiled:
+    """The program that the compiler wrote. What it wrote before a refusal is none, unless it may only be too large."""
+    result = json.loads(texts[RESULT])
+    error = result["error"]
+    said = said_of_step(topology.name, error or "it wrote no program", settings["options"])
+    if not (texts.get("hlo") and texts.get("buffers")) or (error and not may_be_too_large(error)):
+        raise CompileError(f"the compiler refuses the step for {said}")
+
+    def argument_name(match: re.Match[str]) -> str:  # as when JAX compiles the program without an export
+        return f'op_name="{arguments[int(match[1])]}"'.replace("'", "\\'")
+
+    return Compiled(
+        platform=JAX_PLATFORM[topology.platform],
+        device_kind=result["device_kind"],
+        topology=topology,
+        axis_sizes=settings["axes"],
+        hlo=ARGUMENT.sub(argument_name, texts["hlo"].replace(EXPORT_SCOPES, "")),
+        buffers=texts["buffers"],
+        live_ranges=texts.get("live_ranges"),
+        memory=result["memory"],
+        seconds=result["seconds"],
+        coords=tuple(map(tuple, result["coords"])),
+        versions=result["versions"],
+        too_large=said if error else None,
+    )

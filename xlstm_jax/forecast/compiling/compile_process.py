@@ -1,0 +1,269 @@
+"""A step on its way through the compiler for a topology: read from the cache, or compiled by a child process.
+
+  Pending  --start-->            found in the cache, or a child process with a folder of its own
+           --is_done, result-->  what ``finish`` makes of the compiler's texts
+           --close-->            the child is killed where it still runs, and its folder removed
+
+Nothing here waits but ``result``, so that several steps can be under way (see ``side_by_side``), and there are no
+threads, so that an interrupt ends all of them.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from xlstm_jax.forecast.compiling import child as compile_child
+from xlstm_jax.forecast.compiling.report_cache import ReportCache, Texts
+from xlstm_jax.wording import how_to_install, one_line
+
+# Without these libtpu asks the cloud which slice it runs on, and takes a lock. The accelerator type may be any: the
+# topology decides. JAX's own cache, where the user has one, is for programs that run: none of these does, and what
+# came from there would leave no texts.
+CHILD_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "JAX_PLATFORMS": "cpu",
+    "JAX_ENABLE_COMPILATION_CACHE": "false",
+}
+FOR_ANOTHER_BACKEND = "XLA_FLAGS"  # libtpu ends the process at a flag that it does not know
+OF_THE_COMPILER = ("JAX_", "LIBTPU_", "TPU_", "XLA_")  # variables that may change what it writes
+
+# The compilers: for TPUs libtpu; for GPUs JAX's plugin for CUDA with its runtime, both of jaxlib's version, and ptxas
+# and libdevice of NVIDIA's compiler. CUDA's own libraries, 2 GB of them, are needed to run a program, not to compile.
+EXPORTER = "flatbuffers"  # what jax.export writes with
+PLUGIN = "jax-cuda12-plugin"
+OF_JAXLIB = (PLUGIN, "jax-cuda12-pjrt")  # released with jaxlib, under its version
+COMPILERS = {  # by platform: the device, the extra that installs the compiler, and its packages
+    "tpu": ("TPU", "forecast", ("libtpu",)),
+    "cuda": ("GPU", "forecast-gpu", (*OF_JAXLIB, "nvidia-cuda-nvcc-cu12")),
+}
+
+RESULT = "result.json"
+# How the compilers begin to say that a program does not fit. Each has other causes too (a kernel's scratch memory, a
+# program that is invalid), so a forecast believes it only where the program takes more than the chip has.
+TOO_LARGE = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT: Invalid TPU program.")
+POLL_S = 0.02
+COMPILE_TIMEOUT_S = 1800.0
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+def check_compiler(platform: str) -> list[str]:
+    """The packages of which the compiler for a platform is made; all of them are installed.
+
+    Args:
+      platform: "tpu" or "cuda", as ``Topology.platform``.
+    Raises:
+      ImportError: one is not installed, or the plugin is of another version than jaxlib.
+    """
+    device, extra, packages = COMPILERS[platform]
+    if missing := [name for name in (*packages, EXPORTER) if installed_version(name) is None]:
+        raise ImportError(
+            f"compiling for a {device} topology needs {' and '.join(missing)}, on a machine without {device}s too: "
+            f"{how_to_install(extra)}."
+        )
+    jaxlib = version("jaxlib")
+    if others := [f"{name} {version(name)}" for name in packages if name in OF_JAXLIB and version(name) != jaxlib]:
+        wanted = " ".join(f"{name}=={jaxlib}" for name in OF_JAXLIB)
+        raise ImportError(
+            f"{' and '.join(others)} cannot compile with jaxlib {jaxlib}; their versions must be the same: "
+            f"pip install {wanted}."
+        )
+    return ["jax", "jaxlib", *packages]
+
+
+def installed_version(name: str) -> str | None:
+    """The version of a package; None where it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+class CompileError(RuntimeError):
+    """The compiler refused the step, for another reason than memory. The message quotes the compiler, in one line.
+
+    >>> str(CompileError("v5e:2x4: the compiler refused the step: unsupported operation"))
+    'v5e:2x4: the compiler refused the step: unsupported operation'
+    """
+
+
+def said_of_step(where: str, error: object, options: Mapping[str, Any] | None) -> str:
+    """A compiler's message about a step, in a line, with the options that it may be about.
+
+    >>> said_of_step("v5e:8x8", "UNIMPLEMENTED: not supported", {"xla_tpu_option": True})
+    "v5e:8x8, given {'xla_tpu_option': True}: UNIMPLEMENTED: not supported"
+    """
+    given = f", given {dict(options)}" if options else ""
+    return f"{where}{given}: {one_line(error)}"
+
+
+def may_be_too_large(error: str) -> bool:
+    """Whether a compiler's error may mean that the program does not fit."""
+    return any(words in error for words in TOO_LARGE)
+
+
+def child_environment() -> dict[str, str]:
+    """The variables of the child process."""
+    return {name: value for name, value in os.environ.items() if name != FOR_ANOTHER_BACKEND} | CHILD_ENVIRONMENT
+
+
+def _versions(packages: Sequence[str]) -> dict[str, str]:
+    return {name: version(name) for name in packages}
+
+
+@dataclass
+class Pending(Generic[T]):
+    """A step that is to be compiled, is being compiled, or is compiled.
+
+    What the compiler writes follows from ``step``, ``settings`` and the compiler's own programs alone.
+
+    Attributes:
+      step: StableHLO, serialized.
+      settings: topology, mesh, options, donated arguments, and the packages that the compiler is.
+      finish: makes the result of the compiler's texts; may raise a ``CompileError``.
+      cache: where to look first, and to keep what was compiled; None: nowhere.
+      timeout_s: how long the child may take.
+      seconds: from the start of the child to the result; None before, and where the cache had it.
+    """
+
+    step: bytes
+    settings: Mapping[str, Any]
+    finish: Callable[[Texts], T]
+    cache: ReportCache | None = None
+    timeout_s: float = COMPILE_TIMEOUT_S
+    seconds: float | None = None
+    _texts: Texts | None = None
+    _started: float = 0.0
+    _child: "subprocess.Popen[bytes] | None" = None
+    _folder: "tempfile.TemporaryDirectory[str] | None" = field(default=None, repr=False)
+
+    @functools.cached_property
+    def key(self) -> str:
+        """A digest of the step, its settings, the variables that the compiler reads, and the programs that serve it.
+
+        One compiler is told from another by versions, libtpu's file, and the text of the child's program.
+        """
+        # The variable names another libtpu than that of the package, whose version says nothing of it.
+        library = os.environ.get("TPU_LIBRARY_PATH")
+        status = os.stat(library) if library and os.path.exists(library) else None
+        rest = {
+            "settings": self.settings,
+            "environment": {k: v for k, v in child_environment().items() if k.startswith(OF_THE_COMPILER)},
+            "versions": _versions(self.settings["packages"]),
+            "library": (library, status.st_size, status.st_mtime_ns) if status else None,
+            "child": Path(compile_child.__file__).read_text(),
+        }
+        digest = hashlib.sha256(self.step).digest()
+        return hashlib.sha256(digest + json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+    def then(self, more: Callable[[T], U]) -> "Pending[U]":
+        """The same step, not yet started, whose result is ``more(result)``."""
+        finish = self.finish
+        return Pending(self.step, self.settings, lambda texts: more(finish(texts)), self.cache, self.timeout_s)
+
+    def start(self) -> "Pending[T]":
+        """Reads the cache, or starts the child; returns itself."""
+        self._started = time.monotonic()
+        self._texts = self.cache.read(self.key) if self.cache else None
+        if self._texts is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="xlstm_jax_forecast_")
+            folder = Path(self._folder.name)
+            (folder / "step.bin").write_bytes(self.step)
+            (folder / "request.json").write_text(json.dumps(self.settings))
+            # -P: the folder of the child's program, with the files of the library in it, stays off the path.
+            command = [sys.executable, "-P", compile_child.__file__, str(folder)]
+            with open(folder / "log", "wb") as log:
+                # The child reads its stdin, and ends when this process does, however that ends.
+                self._child = subprocess.Popen(
+                    command, env=child_environment(), stdin=subprocess.PIPE, stdout=log, stderr=log
+                )
+        return self
+
+    def is_done(self) -> bool:
+        """Whether ``result`` need not wait."""
+        # A child that is late counts as done, and `result` says so.
+        is_late = time.monotonic() - self._started > self.timeout_s
+        return is_late or self._child is None or self._child.poll() is not None
+
+    def result(self) -> T:
+        """Waits to the end, and closes.
+
+        Raises:
+          CompileError: the compiler refused the step.
+          TimeoutError: it did not end in time.
+        """
+        try:
+            while not self.is_done():
+                time.sleep(POLL_S)
+            texts = self._texts if self._child is None else self._compiled(self._child)
+            assert texts is not None, "start comes before result"
+            made = self.finish(texts)
+            if self._child is not None:
+                self.seconds = time.monotonic() - self._started
+                if self.cache is not None and _is_final(texts, self.settings["packages"]):
+                    self.cache.write(self.key, texts)
+            return made
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Kills the child, where it still runs, and removes its folder."""
+        if self._child is not None:
+            with self._child:  # closes its stdin, and waits
+                self._child.kill()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _compiled(self, child: "subprocess.Popen[bytes]") -> Texts:
+        """The result of a child that has ended, and those of XLA's texts that a forecast reads."""
+        assert self._folder is not None
+        folder = Path(self._folder.name)
+        if child.poll() is None:
+            raise TimeoutError(
+                f"compiling for the topology took longer than timeout_s={self.timeout_s:.0f}. Scan the layers "
+                "(nn.scan), which compiles one of them, or give it more time."
+            )
+        if not (folder / RESULT).exists():
+            end = (folder / "log").read_text(errors="replace")[-2000:]
+            raise CompileError(f"the compiler's process ended with exit code {child.returncode}:\n{end}")
+        texts = {
+            RESULT: (folder / RESULT).read_text(),
+            # Of TPUs: the text after code generation has the compiler's cycles; a program that does not fit may not
+            # come so far. Of GPUs there is none.
+            "hlo": _dumped(folder, "codegen") or _dumped(folder, "optimizations"),
+            "buffers": _dumped(folder, "optimizations-buffer-assignment"),
+            "live_ranges": _dumped(folder, "optimizations-live-range"),
+        }
+        return {name: text for name, text in texts.items() if text is not None}
+
+
+def _dumped(folder: Path, name: str) -> str | None:
+    paths = list((folder / "dump").glob(f"*[._]after_{name}.txt"))
+    assert len(paths) <= 1, paths  # the child compiles one program
+    return paths[0].read_text() if paths else None
+
+
+def _is_final(texts: Texts, packages: Sequence[str]) -> bool:
+    """Whether the same compiler would write the same again: it took the program, or found that it does not fit.
+
+    It is another compiler than the key says where one was installed while the child started.
+    """
+    result = json.loads(texts[RESULT])
+    error = result["error"] if result["versions"] == _versions(packages) else "compiled by another version"
+    return error is None or may_be_too_large(error)

@@ -1,0 +1,339 @@
+"""The FLOP of a step, counted in its jaxpr: by module, forward, backward and recomputed.
+
+``compiled.cost_analysis()`` counts the body of a loop once. The jaxpr says how often it runs:
+
+    step.trace(*abstract_args).jaxpr    -- count_flops -->    Flops: 2 for each multiply-add, per device
+
+Only matrix products and convolutions count, also those inside of Pallas kernels and of cuDNN's attention: the peak
+rates of chips are theirs. Of a kernel of Pallas every point of the grid counts, also one that a mask lets it skip.
+Elementwise work, reductions, gathers and sorts do not: they are bound by memory, not by arithmetic. Nor does what no
+output needs, such as the value of a loss when only its gradient is used.
+
+A product has the dtype of its wider operand, so one of two arrays of eight bits runs at the rate of eight bits (see
+``peak_rate``). An array that was rounded to float8 and widened again before the product, as Flax's Fp8DotGeneralOp
+does, is wide: for NVIDIA's GPUs XLA drops both casts and multiplies in bfloat16.
+
+Inside ``shard_map`` shapes are those of one device. Outside, they are global, and the work is assumed to be spread
+evenly over the devices, as it is where every operand is sharded over the whole mesh.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from xlstm_jax.forecast.hlo.op_names import in_shard_map, module_paths
+from xlstm_jax.private_names import core
+
+# Operations whose matrix products, if they have any, are not in the jaxpr.
+OPAQUE = {"cholesky", "custom_linear_solve", "eig", "eigh", "fft", "ffi_call", "hessenberg", "householder_product"}
+OPAQUE |= {"io_callback", "lu", "pure_callback", "qr", "schur", "svd", "triangular_solve", "tridiagonal"}
+OPAQUE |= {"tridiagonal_solve"}
+# FLOP by name of the operation, dtype, and whether it is inside of a kernel of Pallas
+Counts = dict[tuple[str, str, bool], float]
+BACKWARD = 2.5  # products of attention's backward pass over those of its forward pass: 5, with the scores again, over 2
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOP per device and step of one module, direction and dtype of the wider operand; "" is outside of modules."""
+
+    path: str
+    direction: str
+    dtype: str
+    flops: float
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOP of matrix products and convolutions per device and step.
+
+    Attributes:
+      work: largest first.
+      unknown_loops: names of ``while`` loops with products inside whose length depends on values; each counts as one
+        trip.
+      opaque: names of operations whose FLOP are unknown and not counted: solvers, custom calls.
+      shared: the part of the total outside of ``shard_map``: the compiler shares it among devices, if it can.
+      in_kernels: the part of the total inside of kernels of Pallas, by dtype.
+      scores_bytes: of modules whose attention holds an array with a score for each pair of a query and a key, the bytes
+        of the largest such array on a device, by the module's path. Kernels hold a block of it at a time and have none.
+    """
+
+    work: tuple[Work, ...]
+    unknown_loops: tuple[str, ...]
+    opaque: tuple[str, ...]
+    shared: float = 0.0
+    in_kernels: dict[str, float] = field(default_factory=dict)
+    scores_bytes: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        return sum(work.flops for work in self.work)
+
+    def by_module(self) -> dict[str, float]:
+        return self._sums("path")
+
+    def by_direction(self) -> dict[str, float]:
+        """Keys are "forward", "backward", "recompute" and "other" as far as there are any."""
+        return self._sums("direction")
+
+    def by_dtype(self) -> dict[str, float]:
+        return self._sums("dtype")
+
+    def _sums(self, key: str) -> dict[str, float]:
+        sums: dict[str, float] = defaultdict(float)
+        for work in self.work:
+            sums[getattr(work, key)] += work.flops
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+def count_flops(jaxpr: Any, num_devices: int = 1) -> Flops:
+    """Counts the FLOP of one step per device.
+
+    Args:
+      jaxpr: of the step, as ``step.trace(*args).jaxpr``; the arguments may be abstract, and so may their mesh.
+      num_devices: of the mesh.
+    Returns:
+      Loops of a known length are multiplied out; of a ``cond`` the branch with the most FLOP counts.
+    """
+    seen = _Seen()
+    counted = _flops_of(jaxpr, "jit(step)", seen)
+    # Scores may be in a branch whose products do not count, as another branch has more.
+    paths = module_paths([*(name for name, *_ in counted), *(name for name, *_ in seen.pairs)])
+    sums: dict[tuple[str, str, str], float] = defaultdict(float)
+    in_kernels: dict[str, float] = defaultdict(float)
+    for (name, dtype, in_kernel), flops in counted.items():
+        sums[(*paths[name], dtype)] += flops / num_devices
+        if in_kernel:
+            in_kernels[dtype] += flops / num_devices
+    work = [Work(*key, flops) for key, flops in sorted(sums.items(), key=lambda item: -item[1])]
+    # Also within `shard_map` the count is of all devices (see `RUNS`), so that one division serves both.
+    shared = sum(flops for (name, *_), flops in counted.items() if not in_shard_map(name)) / num_devices
+    scores: dict[str, float] = defaultdict(float)
+    for name, array, _ in (seen.pairs[i] for i in seen.summed & seen.weighing):
+        on_a_device = array.size * array.dtype.itemsize / (1 if in_shard_map(name) else num_devices)
+        scores[paths[name][0]] = max(scores[paths[name][0]], on_a_device)
+    loops, opaque = (tuple(dict.fromkeys(names)) for names in (seen.loops, seen.opaque))
+    return Flops(tuple(work), loops, opaque, shared, dict(in_kernels), dict(scores))
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a walk over a jaxpr meets besides FLOP: names of operations, and arrays that may be scores of attention.
+
+    Scores are a product over pairs of tokens whose exponential is summed, for a softmax, and weighs values: a product
+    that contracts the tokens. All of it in the forward pass, as the gradient of logits is such a product too.
+    """
+
+    loops: list[str] = field(default_factory=list)
+    opaque: list[str] = field(default_factory=list)
+    pairs: list[tuple[str, Any, set[int]]] = field(default_factory=list)  # name, type, and sizes of both sides
+    stems: dict[Any, set[tuple[int, bool]]] = field(default_factory=dict)  # of a variable: from which pair, by an exp?
+    summed: set[int] = field(default_factory=set)
+    weighing: set[int] = field(default_factory=set)
+
+    def of(self, variables: Sequence[Any]) -> list[set[tuple[int, bool]]]:
+        return [set() if isinstance(v, core.Literal) else self.stems.get(v, set()) for v in variables]
+
+    def follow(self, eqn: Any, name: str) -> None:
+        """What stems from pairs goes on through arrays of the same size, up to the next product."""
+        stems = set().union(*self.of(eqn.invars))
+        exponentials = {i for i, by_exp in stems if by_exp and "transpose(" not in name}
+        if eqn.primitive.name == "reduce_sum":
+            self.summed.update(exponentials)
+        if eqn.primitive.name == "dot_general":
+            self.weighing.update(i for i in exponentials if _contracted_size(eqn) in self.pairs[i][2])
+            stems = set()
+            if sides := _sides_of_pairs(eqn):
+                stems = {(len(self.pairs), False)}
+                self.pairs.append((name, eqn.outvars[0].aval, sides))
+        if eqn.primitive.name == "exp":
+            stems = {(i, True) for i, _ in stems}
+        if any(core.jaxprs_in_params(eqn.params)):
+            stems = set()  # handed over from within
+        for v in eqn.outvars:
+            self.stems[v] = {one for one in stems if self.pairs[one[0]][1].size == getattr(v.aval, "size", None)}
+
+    def hand_over(self, outer: Sequence[Any], inner: Sequence[Any], *, out: bool = False) -> None:
+        """Into a jaxpr of an operation, or out of it; the operation may have more operands, in front of these."""
+        # From the last: what stands in front is the index of a branch, or what a loop closes over.
+        for v, w in zip(reversed(outer), reversed(inner), strict=False):
+            target, source = (v, w) if out else (w, v)
+            self.stems[target] = (self.of([target])[0] if out else set()) | self.of([source])[0]
+
+
+def _flops_of(jaxpr: Any, prefix: str, seen: _Seen) -> Counts:
+    """FLOP on the shapes that this jaxpr shows."""
+    counted: Counts = defaultdict(float)
+    for eqn in _live(jaxpr):
+        primitive = eqn.primitive.name
+        name = "/".join(filter(None, (prefix, str(eqn.source_info.name_stack))))
+        inside: Counts = {}
+        seen.follow(eqn, f"{name}/{primitive}")
+        if primitive in FORMULAS:
+            dtype = max((v.aval.dtype for v in eqn.invars[:2]), key=lambda dtype: dtype.itemsize).name
+            inside = {(f"{name}/{primitive}", dtype, False): FORMULAS[primitive](eqn)}
+        elif primitive in OPAQUE:
+            seen.opaque.append(f"{name}/{primitive}")
+        elif primitive == "cond":
+            # One branch runs. The count must be no less than that of any run.
+            branches = [_within(eqn, branch, f"{name}/cond/branch_0_fun", seen) for branch in eqn.params["branches"]]
+            inside = max(branches, key=lambda branch: sum(branch.values()))
+        else:
+            inside = _flops_inside(eqn, name, seen)
+        for key, flops in inside.items():
+            counted[key] += flops
+    return counted
+
+
+def _within(eqn: Any, jaxpr: Any, prefix: str, seen: _Seen) -> Counts:
+    # Into the program before its products are met, and out of it behind them.
+    seen.hand_over(eqn.invars, jaxpr.invars)
+    counted = _flops_of(jaxpr, prefix, seen)
+    seen.hand_over(eqn.outvars, jaxpr.outvars, out=True)
+    return counted
+
+
+def _live(jaxpr: Any) -> list[Any]:
+    """The operations that an output needs, or that have effects: the compiler drops the others."""
+    needed, live = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}, []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
+            needed.update(v for v in eqn.invars if not isinstance(v, core.Literal))
+            live.append(eqn)
+    return live[::-1]
+
+
+def _flops_inside(eqn: Any, name: str, seen: _Seen) -> Counts:
+    """The FLOP of an operation's own jaxprs, times how often they run."""
+    scope, times = RUNS[eqn.primitive.name](eqn) if eqn.primitive.name in RUNS else ("", 1)
+    if eqn.primitive.name == "pallas_call":
+        seen = _Seen(seen.loops, seen.opaque)  # its arrays are blocks, which never lie in memory
+    counted: Counts = defaultdict(float)
+    for jaxpr in core.jaxprs_in_params(eqn.params):
+        for (path, dtype, in_kernel), flops in _within(eqn, jaxpr, f"{name}/{scope}".rstrip("/"), seen).items():
+            counted[path, dtype, in_kernel or eqn.primitive.name == "pallas_call"] += flops * (times or 1)
+    if times is None and counted:
+        seen.loops.append(f"{name}/{eqn.primitive.name}")
+    return counted
+
+
+# ------------------------------------- the scope of what is inside of an operation, and its runs; None where unknown
+
+
+RUNS: dict[str, Callable[[Any], tuple[str, int | None]]] = {
+    "jit": lambda eqn: (f"jit({eqn.params['name']})", 1),
+    "remat2": lambda eqn: ("checkpoint", 1),  # jax.checkpoint, nn.remat
+    "scan": lambda eqn: ("while/body", eqn.params["length"]),
+    "while": lambda eqn: ("while/body", None),
+    # The work inside is one device's; times the devices over which the shapes are split it is the work of all.
+    "shard_map": lambda eqn: (
+        "shard_map",
+        math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"]),
+    ),
+    "pallas_call": lambda eqn: (
+        "",
+        None if eqn.params["grid_mapping"].num_dynamic_grid_bounds else math.prod(eqn.params["grid_mapping"].grid),
+    ),
+}
+
+
+# ------------------------------------------------------------------------------------------------ FLOP of one operation
+
+
+def _contracted_size(eqn: Any) -> int:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
+
+
+def _sides_of_pairs(eqn: Any) -> set[int]:
+    """How many queries and keys a batch of products has; empty unless both are more than what it contracts.
+
+    That is so of scores of long sequences.
+    """
+    contracted, batches = eqn.params["dimension_numbers"]
+    shapes = [v.aval.shape for v in eqn.invars]
+    sides = {
+        math.prod(size for dim, size in enumerate(shape) if dim not in {*used, *batch})
+        for shape, used, batch in zip(shapes, contracted, batches, strict=True)
+    }
+    return sides if batches[0] and min(sides) > _contracted_size(eqn) else set()
+
+
+def _ragged_dot_general(eqn: Any) -> int:
+    """Every row of the left operand is multiplied by one group of the right: the columns count, not the groups."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+    out = {*range(eqn.invars[1].aval.ndim)} - {*contracted, *batch, *numbers.rhs_group_dimensions}
+    return 2 * eqn.invars[0].aval.size * math.prod(eqn.invars[1].aval.shape[dim] for dim in out)
+
+
+def _conv_general_dilated(eqn: Any) -> int:
+    """2 x batch x features out x features in of a group x taps on a value, not on padding or dilation.
+
+    This covers both groupings: the right operand's features in are those of one group, and each of its features out is
+    made once for every example in the output.
+    """
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    left, right, out = (v.aval.shape for v in (*eqn.invars[:2], eqn.outvars[0]))
+    taps = [
+        window_taps(left[i], right[j], out[k], *settings)
+        for i, j, k, *settings in zip(
+            numbers.lhs_spec[2:],
+            numbers.rhs_spec[2:],
+            numbers.out_spec[2:],
+            params["window_strides"],
+            params["padding"],
+            params["lhs_dilation"],
+            params["rhs_dilation"],
+            strict=True,
+        )
+    ]
+    out_batch, out_features, in_features = out[numbers.out_spec[0]], *(right[d] for d in numbers.rhs_spec[:2])
+    return 2 * out_batch * out_features * in_features * math.prod(taps)
+
+
+def window_taps(
+    size: int, window: int, out: int, stride: int, padding: tuple[int, int], dilation: int, window_dilation: int
+) -> int:
+    """Along one dim: pairs of an output and a position of the window that is on a value of the input."""
+    # Positions before the first value and behind the last are padding; those between two values are dilation.
+    position = np.arange(out)[:, None] * stride + np.arange(window) * window_dilation - padding[0]
+    return int(((position >= 0) & (position <= (size - 1) * dilation) & (position % dilation == 0)).sum())
+
+
+def attention_flops(
+    heads: int, queries: int, keys: int, features: tuple[int, int], *, causal: bool, window: int, backward: bool
+) -> int:
+    """FLOP of attention that never holds its scores (see ``products``); features of queries, and of values."""
+    scores = queries * keys / (2 if causal else 1)
+    scores = min(scores, queries * window) if window else scores
+    return int((BACKWARD if backward else 1) * 2 * heads * scores * sum(features))
+
+
+def _cudnn_attention(eqn: Any) -> int:
+    """Of [b, t, n, d] or, with the second layout, [b, n, t, d]."""
+    # Heads may share keys and values, so those of the query count.
+    query, key, value = (v.aval.shape for v in eqn.invars[:3])
+    long, head = (2, 1) if eqn.params["layout"] else (1, 2)
+    return attention_flops(
+        query[0] * query[head],
+        query[long],
+        key[long],
+        (query[3], value[3]),
+        causal="CAUSAL" in str(getattr(eqn.params["mask_type"], "name", "")),
+        window=eqn.params["sliding_window_length"] or 0,
+        backward="bwd" in eqn.primitive.name,
+    )
+
+
+FORMULAS = {
+    "dot_product_attention_fwd_wrapper": _cudnn_attention,
+    "dot_product_attention_bwd_wrapper": _cudnn_attention,
+    "dot_general": lambda eqn: 2 * eqn.outvars[0].aval.size * _contracted_size(eqn),
+    "ragged_dot_general": _ragged_dot_general,
+    "conv_general_dilated": _conv_general_dilated,
+}

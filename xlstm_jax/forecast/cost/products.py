@@ -1,0 +1,172 @@
+"""The FLOP of a compiled program's matrix products, instruction by instruction: what one device does.
+
+    dot, also inside of a fusion   2 x size of the result x length of the contraction
+    custom call of cuBLAS          the same
+    convolution                    2 x size of the result x features in x taps on a value, not on padding or dilation
+    custom call of cuDNN           2 x size of its output x values of the kernel for each feature of the output
+    attention of cuDNN             b x n x t x s scores, one for each query and key of each head of d features:
+                                   forward 2 products, 4 x scores x d FLOP; backward 5, as it makes the scores again, or
+                                   2.5 x as many; half of both where the mask is causal, and of each row at most a
+                                   window's width
+    kernels of Pallas              the FLOP of the kernel's own jaxpr, once for each point of its grid (see ``flops``)
+    any other custom call          is named in a note of the forecast
+
+TPUs' programs have convolutions for the first four. A batch of products is one along a dim that is dilated so that each
+window holds one value. The formula of attention is that by which "FlashAttention-2" (Dao, 2023,
+arxiv.org/abs/2307.08691, section 4.1) measures it. No compiler estimates the time of a model's own custom calls; the
+bytes that they move are those of their operands and results, each once, as of any other kernel.
+"""
+
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+from xlstm_jax.forecast.cost.cycles import HbmBytes, moved_by, scheduled
+from xlstm_jax.forecast.cost.flops import Flops, attention_flops, window_taps
+from xlstm_jax.forecast.hardware.chips import Chip, peak_rate
+from xlstm_jax.forecast.hlo.instruction import Instruction, Shape
+from xlstm_jax.forecast.hlo.program import Computation, Program
+from xlstm_jax.forecast.hlo.text import integers
+
+_CONTRACTED = re.compile(r'"?lhs_contracting_dim(?:s=|ension)s?"?[=:]?[{\[]([\d,"\s]*)[}\]]')
+_DIM_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+_WINDOW = re.compile(r"window=\{([^}]*)\}")
+_CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul")
+# Which array is the output of the convolution, and which its kernel, of (operand 0, operand 1, result).
+_CUDNN = {
+    "__cudnn$convForward": (2, 1),
+    "__cudnn$convForwardGraph": (2, 1),
+    "__cudnn$convBiasActivationForward": (2, 1),
+    "__cudnn$convBackwardInput": (0, 1),
+    "__cudnn$convBackwardFilter": (1, 2),
+}
+ATTENTION, PALLAS_ON_TPU = "__cudnn$fmha", "tpu_custom_call"
+# Of a compiler's own: products and convolutions, which are counted, and sorts and the like, which memory bounds.
+OWN = re.compile(r"__cublas|__cudnn\$(conv|norm)|__cub\$|cub\$|__gpu\$xla|TopK|PartialReduce|X64|[A-Z]\w*$")
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_SETTINGS = re.compile(r'"(mask_type|sliding_window_length)":\s*"?(\w+)')
+_SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{.*?"dimensions":\s*(\[[^\]]*\])')
+
+
+def executed_flops(program: Program, counts: Callable[[Instruction], bool]) -> float:
+    """FLOP per device and step of the matrix products that ``counts`` is true of, loops multiplied out."""
+    return float(
+        sum(
+            trips * product_flops(within, instruction)
+            for computation, trips in program.executed()
+            for outer in computation.instructions
+            for within, instruction in program.with_fused(computation, outer)
+            if counts(instruction)
+        )
+    )
+
+
+def product_flops(computation: Computation, instruction: Instruction) -> int:
+    """FLOP of an instruction that is a matrix product or a convolution; 0 of any other."""
+    target = target_of(instruction)
+    if target.startswith(ATTENTION):
+        return cudnn_attention_flops(computation, instruction)
+    if instruction.opcode == "convolution":
+        return _convolution_flops(computation, instruction)
+    if instruction.opcode == "dot" or target.startswith(_CUBLAS):
+        left, match = operand_shapes(computation, instruction)[0], _CONTRACTED.search(instruction.attributes)
+        contracted = integers(match[1]) if match else ()
+        return 2 * math.prod(instruction.shapes[0].dims) * math.prod(left.dims[dim] for dim in contracted)
+    if target not in _CUDNN:
+        return 0
+    # Each value of the output sums over the values of the kernel for one feature.
+    output, kernel = _CUDNN[target]
+    arrays = [*operand_shapes(computation, instruction)[:2], instruction.shapes[0]]
+    labels = _DIM_LABELS.search(instruction.attributes)
+    features = arrays[kernel].dims[labels[2].index("o")] if labels else 1
+    return 2 * math.prod(arrays[output].dims) * math.prod(arrays[kernel].dims) // features
+
+
+def _convolution_flops(computation: Computation, instruction: Instruction) -> int:
+    left, kernel, out = (*operand_shapes(computation, instruction)[:2], instruction.shapes[0])
+    labels = _DIM_LABELS.search(instruction.attributes)
+    assert labels  # every convolution has them
+    of_left, of_kernel, of_out = (
+        dict(zip(names, shape.dims, strict=True))
+        for names, shape in zip(labels.groups(), (left, kernel, out), strict=True)
+    )
+    # window={size=3x3 pad=1_1x1_1} is {"size": ["3", "3"], "pad": ["1_1", "1_1"]}.
+    described = _WINDOW.search(instruction.attributes)
+    entries = [entry.split("=") for entry in described[1].split()] if described else []
+    window = {name: values.split("x") for name, values in entries}
+    # Times the taps of each dim of the window, below.
+    flops = 2 * of_out["b"] * of_out["f"] * of_kernel["i"]
+    for place, dim in enumerate(sorted(of_out.keys() - {"b", "f"})):
+        one = {name: values[place] for name, values in window.items()}
+        low, high = map(int, one.get("pad", "0_0").split("_"))
+        stride, dilation, apart = (int(one.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+        flops *= window_taps(of_left[dim], of_kernel[dim], of_out[dim], stride, (low, high), dilation, apart)
+    return flops
+
+
+def operand_shapes(computation: Computation, instruction: Instruction) -> list[Shape]:
+    """Of each operand, the first of a tuple."""
+    return [computation.by_name[name].shapes[0] for name in instruction.operands]
+
+
+# ------------------------------------------------------------------------------- custom calls that a model brings along
+
+
+def target_of(instruction: Instruction) -> str:
+    """What a custom call calls; "" of another instruction."""
+    match = _TARGET.search(instruction.attributes) if instruction.opcode == "custom-call" else None
+    return match[1] if match else ""
+
+
+def cudnn_attention_flops(computation: Computation, instruction: Instruction) -> int:
+    """FLOP of a custom call of cuDNN's attention, forward or backward."""
+    scores, settings = _SCORES.search(instruction.attributes), dict(_SETTINGS.findall(instruction.attributes))
+    if scores is None:  # fp8 has its own
+        return 0
+    *heads, queries, keys = map(int, json.loads(scores[1]))
+    query, _, value = (computation.by_name[name].shapes[0] for name in instruction.operands[:3])
+    # Forward the first product contracts features of queries, the second makes those of values.
+    features = query.dims[-1], value.dims[-1]
+    causal, window = "CAUSAL" in settings.get("mask_type", ""), int(settings.get("sliding_window_length", 0))
+    backward = "Backward" in target_of(instruction)
+    return attention_flops(math.prod(heads), queries, keys, features, causal=causal, window=window, backward=backward)
+
+
+def pallas_seconds(program: Program, flops: Flops, chip: Chip) -> float | None:
+    """On TPUs: the time of all kernels of Pallas by their roofline; None where there are none.
+
+    The compiler estimates no cycles for them. FLOP are those of the jaxpr, so it is one roofline of all together.
+    """
+    # Those of XLA's own kernels have an estimate. A kernel that a model brings along has none, and is timed here.
+    moved = [
+        trips * sum(moved_by(program, computation, instruction))
+        for computation, trips, instruction in scheduled(program)
+        if target_of(instruction) == PALLAS_ON_TPU and instruction.estimated_cycles is None
+    ]
+    products = sum(count / peak_rate(chip, dtype) for dtype, count in flops.in_kernels.items())
+    return max(products, sum(moved) / chip.hbm_bandwidth) if moved else None
+
+
+def unknown_calls(program: Program, moved: HbmBytes) -> Iterator[str]:
+    """A sentence for each custom call that is not known: its work counts as nothing, which makes a share uncertain."""
+    calls: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for computation, trips, instruction in scheduled(program):
+        target = target_of(instruction)
+        if not target or not instruction.is_work or instruction.estimated_cycles is not None or is_known(target):
+            continue
+        calls[target][0] += trips
+        calls[target][1] += trips * sum(moved_by(program, computation, instruction))
+    for target, (count, nbytes) in calls.items():
+        share = nbytes / moved.total if moved.total else 0.0
+        yield (
+            f"Custom call {target!r}, {count:,} in a step: its work is counted as nothing, as it is not known here. "
+            f"The arrays that it reads and writes are {share:.0%} of the bytes that the step moves: at least so much "
+            "of the step is uncertain."
+        )
+
+
+def is_known(target: str) -> bool:
+    """Whether the work of a custom call is counted, or is a compiler's own."""
+    return target.startswith((ATTENTION, PALLAS_ON_TPU)) or bool(OWN.match(target))

@@ -1,0 +1,7 @@
+"""Tables of accelerators for forecasts: chips, slices of TPUs, links between devices, what NCCL takes."""
+
+from xlstm_jax.forecast.hardware.chips import CHIPS, Chip, chip_of
+from xlstm_jax.forecast.hardware.links import Links
+from xlstm_jax.forecast.hardware.topologies import Topology, parse_topology
+
+__all__ = ["CHIPS", "Chip", "Links", "Topology", "chip_of", "parse_topology"]

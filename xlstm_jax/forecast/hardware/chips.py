@@ -1,0 +1,195 @@
+"""The table of accelerators: what makers publish about each chip, and which slices of it there are.
+
+All rates are per chip and second, in FLOP and bytes, 1e9 to the giga; memory sizes in bytes. Bandwidth of a link is
+given *one way*: a ring uses its links in both directions at once and so moves twice as much per axis.
+
+A new chip needs an entry in ``CHIPS``; a new GPU needs another in ``gpu_targets``, and a new TPU in
+``xlstm_jax.accelerators.TPUS``, which has its slices and XLA's options for it.
+
+Sources. TPU: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter "How to Think About TPUs", tables of
+specifications and of interconnect figures; cloud.google.com/tpu/docs, pages v4, v5e, v5p, v6e. GPU: NVIDIA's data
+sheets of A100 (SXM4 80 GB), H100 (SXM5), H200 (SXM), DGX B200 and GB200 NVL72, the last two divided by their GPUs,
+rates without sparsity; for networks the DGX data sheets.
+
+Eight bits. TPU: "Peak compute per chip (Int8)" of the same pages; none of these TPUs has units for float8. GPU: rows
+"INT8 Tensor Core" and "FP8 Tensor Core" of the same sheets, half of what they state with sparsity; A100 has no FP8.
+
+Links to the host. GPU: PCIe x16, of generation 4 (A100) or 5, and NVLink-C2C of GB200, 900 GB/s both ways for its two
+GPUs, by the same data sheets. TPU: the book has 16 GB/s each way for v4; no figure is published for the other TPUs,
+for which the same is taken.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from xlstm_jax.accelerators import CUBE, TPUS, Shapes
+
+GIB = 2**30
+
+
+class Efficiency(NamedTuple):
+    """The fractions of a chip's published rates that kernels reach: of its FLOP/s, and of its HBM's bytes/s."""
+
+    products: float
+    memory: float
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One device as JAX sees it: a TPU chip with all its cores, or a GPU.
+
+    Attributes:
+      name: as in topologies, "v5e"; GPUs "h100".
+      device_kinds: what JAX calls it, in ``device_kind``.
+      hbm_bytes: memory as the maker states it.
+      usable_hbm_bytes: the part that a program may fill. TPU: the limit that libtpu's compiler names when it refuses a
+        program that is too large. GPU: as stated, which leaves the driver some 5% of what is built in.
+      peak_flops: FLOP/s of matrix products, dense: "bfloat16", "int8", "float32" and, where there are units for it,
+        "float8". float32 is at JAX's default precision: one pass of bfloat16 on TPUs, TF32 on GPUs. See ``peak_rate``.
+      hbm_bandwidth: bytes/s.
+      clock_hz: of the matrix units; None for GPUs. Turns cycles that the compiler estimates into seconds.
+      link_bandwidth: bytes/s one way: of one ICI link of a TPU; of all NVLinks of a GPU together.
+      torus_axes: TPU: how many axes the torus has, with two links per chip each. GPU: 0.
+      network_bandwidth: bytes/s one way and device between nodes; None for TPUs, whose slices are one torus.
+      host_bandwidth: bytes/s one way between the memory of the host and the device, which has both ways at once.
+      efficiency: the fractions of ``peak_flops`` and ``hbm_bandwidth`` that kernels reach; None for TPUs, whose
+        compiler estimates the time of each kernel.
+      devices_per_node: GPUs that NVLink joins: of a host, or for GB200 of a rack; None for TPUs.
+      slices: TPU: shapes of the slices that can be rented, the largest one last.
+      cube: TPU: the side of the cubes that larger slices are made of; None without cubes.
+      sparse_cores: TPU: whether it has SparseCores, which can run all kinds of collectives.
+
+    >>> CHIPS["v5e"].hbm_bytes / 2**30, CHIPS["v5e"].peak_flops["bfloat16"]
+    (16.0, 197000000000000.0)
+    """
+
+    name: str
+    device_kinds: tuple[str, ...]
+    hbm_bytes: int
+    usable_hbm_bytes: int
+    peak_flops: Mapping[str, float]
+    hbm_bandwidth: float
+    clock_hz: float | None
+    link_bandwidth: float
+    torus_axes: int
+    host_bandwidth: float
+    network_bandwidth: float | None = None
+    efficiency: Efficiency | None = None
+    devices_per_node: int | None = None
+    slices: Shapes = ()
+    cube: int | None = None
+    sparse_cores: bool = False
+
+    @property
+    def pod(self) -> tuple[int, ...]:
+        """TPU: the shape of the largest slice."""
+        return self.slices[-1]
+
+    @property
+    def reached(self) -> "Chip":
+        """The same chip with the rates that kernels reach in place of the published rates."""
+        if self.efficiency is None:
+            return self
+        peaks = {dtype: self.efficiency.products * peak for dtype, peak in self.peak_flops.items()}
+        bandwidth = self.efficiency.memory * self.hbm_bandwidth
+        return dataclasses.replace(self, peak_flops=peaks, hbm_bandwidth=bandwidth, efficiency=None)
+
+
+def _peaks(
+    bfloat16: float, int8: float, *, float8: float | None = None, float32: float | None = None
+) -> dict[str, float]:
+    peaks = {"bfloat16": bfloat16, "int8": int8, "float32": float32 or bfloat16}
+    return peaks if float8 is None else peaks | {"float8": float8}
+
+
+HOPPER = _peaks(989e12, 1979e12, float8=1979e12, float32=494.5e12)
+
+# What kernels of a training step reach. Products: fitted by benchmarks/published.py, to two published runs of A100 and
+# one of H100; no run of a later chip was found, so those have H100's fraction. Memory: a plain copy reaches some 0.9,
+# and 0.8 is taken for all. docs/forecast.md compares these fractions with runs that they were not fitted to.
+A100_REACHES, H100_REACHES = Efficiency(products=0.75, memory=0.8), Efficiency(products=0.55, memory=0.8)
+
+# The clock follows from peak = matrix units x (128 x 128) x 2 FLOP x clock. v4 and v5p have 2 cores of 4 units each,
+# v5e has 1 core of 4 units. For v6e, with units of 256 x 256, 4 units are taken: cloud.google.com names 2, but the
+# cycles that the compiler estimates for a matrix product are fewer than 2 units could take.
+CHIPS: dict[str, Chip] = {
+    chip.name: chip
+    for chip in (
+        Chip(
+            "v4", ("TPU v4",), 32 * GIB, int(30.75 * GIB), _peaks(275e12, 275e12), 1.2e12,
+            clock_hz=1.05e9, link_bandwidth=4.5e10, torus_axes=3, host_bandwidth=1.6e10,
+            slices=TPUS["v4"].slices, cube=CUBE,
+        ),
+        Chip(
+            "v5e", ("TPU v5 lite", "TPU v5e"), 16 * GIB, int(15.75 * GIB), _peaks(197e12, 394e12), 8.2e11,
+            clock_hz=1.5e9, link_bandwidth=4.5e10, torus_axes=2, host_bandwidth=1.6e10,
+            slices=TPUS["v5e"].slices,
+        ),
+        Chip(
+            # 96 GiB are built in; the documentation lists the 95 that are left for users.
+            "v5p", ("TPU v5", "TPU v5p"), 96 * GIB, int(95.74 * GIB), _peaks(459e12, 918e12), 2.765e12,
+            clock_hz=1.75e9, link_bandwidth=9e10, torus_axes=3, host_bandwidth=1.6e10,
+            slices=TPUS["v5p"].slices, cube=CUBE, sparse_cores=True,
+        ),
+        Chip(
+            "v6e", ("TPU v6 lite", "TPU v6e"), 32 * GIB, int(31.25 * GIB), _peaks(918e12, 1836e12), 1.64e12,
+            clock_hz=1.75e9, link_bandwidth=9e10, torus_axes=2, host_bandwidth=1.6e10,
+            slices=TPUS["v6e"].slices, sparse_cores=True,
+        ),
+        Chip(
+            "a100", ("NVIDIA A100-SXM4-80GB",), int(80e9), int(80e9), _peaks(312e12, 624e12, float32=156e12), 2.039e12,
+            clock_hz=None, link_bandwidth=3e11, torus_axes=0, host_bandwidth=3.2e10,
+            network_bandwidth=2.5e10, efficiency=A100_REACHES, devices_per_node=8,
+        ),
+        Chip(
+            "h100", ("NVIDIA H100 80GB HBM3",), int(80e9), int(80e9), HOPPER, 3.35e12,
+            clock_hz=None, link_bandwidth=4.5e11, torus_axes=0, host_bandwidth=6.4e10,
+            network_bandwidth=5e10, efficiency=H100_REACHES, devices_per_node=8,
+        ),
+        Chip(
+            "h200", ("NVIDIA H200",), int(141e9), int(141e9), HOPPER, 4.8e12,
+            clock_hz=None, link_bandwidth=4.5e11, torus_axes=0, host_bandwidth=6.4e10,
+            network_bandwidth=5e10, efficiency=H100_REACHES, devices_per_node=8,
+        ),
+        Chip(
+            "b200", ("NVIDIA B200",), int(180e9), int(180e9), _peaks(2.25e15, 4.5e15, float8=4.5e15, float32=1.125e15),
+            8e12, clock_hz=None, link_bandwidth=9e11, torus_axes=0, host_bandwidth=6.4e10,
+            network_bandwidth=5e10, efficiency=H100_REACHES, devices_per_node=8,
+        ),
+        Chip(
+            "gb200", ("NVIDIA GB200",), int(186e9), int(186e9), _peaks(2.5e15, 5e15, float8=5e15, float32=1.25e15),
+            8e12, clock_hz=None, link_bandwidth=9e11, torus_axes=0, host_bandwidth=2.25e11,
+            network_bandwidth=5e10, efficiency=H100_REACHES, devices_per_node=72,
+        ),
+    )
+}  # fmt: skip
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The chip that JAX calls ``device_kind``; None for a device without published figures, as a CPU.
+
+    >>> chip_of("TPU v6 lite").name, chip_of("cpu")
+    ('v6e', None)
+    """
+    return next((chip for chip in CHIPS.values() if device_kind in chip.device_kinds), None)
+
+
+# Of dtypes that share the units of another. GPUs have equal published rates for these pairs; the other kinds of float8
+# have no units on these chips.
+_SHARED_UNITS = {"float16": "bfloat16", "float8_e4m3fn": "float8", "float8_e5m2": "float8"}
+_SHARED_UNITS |= dict.fromkeys(("uint8", "int4", "uint4"), "int8")
+
+
+def peak_rate(chip: Chip, dtype: str) -> float:
+    """FLOP/s of matrix products whose operands have a dtype.
+
+    >>> [peak_rate(CHIPS[name], "float8_e4m3fn") / 1e12 for name in ("a100", "h100", "v5e")]
+    [312.0, 1979.0, 197.0]
+
+    Without units for a kind of float8 the compiler widens the operands, and the rate is that of bfloat16. A dtype
+    without a rate has that of float32.
+    """
+    widened = "bfloat16" if dtype.startswith("float8") else "float32"
+    return chip.peak_flops.get(_SHARED_UNITS.get(dtype, dtype), chip.peak_flops[widened])

@@ -1,0 +1,141 @@
+"""The links between the devices of a mesh, and the time that collectives take over them.
+
+TPUs   a torus: groups of devices along its dims, both ways around a closed ring
+GPUs   two networks: NVLink within a host, and between hosts an adapter (NIC) for each GPU
+
+A collective over n GPUs, g of them in each of h hosts, sends s bytes from each, as a ring does: s = payload x (n-1)/n,
+twice that in an all-reduce. The border of a host is crossed by s bytes too, which its g adapters share:
+
+    seconds    max(s / NVLink, s / (g x NIC)) by published rates; on one host s / NVLink alone
+    nic_bytes  s / g, and 0 on one host; a staged collective needs payload x (h-1)/h / g, the least possible
+    choice     NCCL's algorithm and its time, latency included, by measured rates: ``nccl``
+
+A host is what NVLink joins.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from xlstm_jax.forecast.hardware import nccl
+from xlstm_jax.forecast.hardware.chips import Chip
+from xlstm_jax.forecast.hardware.topologies import Topology
+
+NVLINK, NETWORK = "NVLink", "network"
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links between the devices of a mesh, as collectives over its axes use them.
+
+    Attributes:
+      chip: the device.
+      axis_sizes: the mesh, outermost axis first.
+      topology: always given for TPUs; None for the GPUs at hand, whose hosts are taken to have the usual number.
+      coords: of TPUs, in the mesh's order, the place of each device on the torus: [devices, 3].
+
+    >>> from xlstm_jax.forecast.hardware import CHIPS
+    >>> nodes = Links(CHIPS["h100"], {"dp": 32, "fsdp": 8})
+    >>> nodes.seconds(("fsdp",), 45e9), nodes.seconds(("dp",), 45e9)  # within a node; between nodes
+    (0.1, 0.9)
+    >>> nodes.networks(("fsdp",)), nodes.networks(("dp", "fsdp")), nodes.nic_bytes(("dp", "fsdp"), 8e9)
+    (('NVLink',), ('NVLink', 'network'), 1000000000.0)
+    """
+
+    chip: Chip
+    axis_sizes: Mapping[str, int]
+    topology: Topology | None = None
+    coords: Sequence[Sequence[int]] = ()
+
+    def seconds(self, axes: Sequence[str], sent: float) -> float:
+        """The time of a collective over ``axes`` in which each device sends ``sent`` bytes, without latency."""
+        if not self.chip.torus_axes:
+            return sent / self._switched_bandwidth(axes)
+        bandwidth = sum(self._torus_bandwidths(axes).values())
+        return sent / bandwidth if bandwidth else 0.0
+
+    def busiest_seconds(self, wire_bytes: Mapping[tuple[str, ...], float]) -> float:
+        """The least time for several collectives, which run side by side where they use different links.
+
+        It is the time of the busiest link. On TPUs a collective uses the dims of the torus along which its groups lie,
+        each in proportion to its bandwidth; on GPUs NVLink, the network between hosts, or both.
+        """
+        busy: dict[int | str, float] = defaultdict(float)
+        for axes, sent in wire_bytes.items():
+            for link in self._torus_bandwidths(axes) if self.chip.torus_axes else self.networks(axes):
+                busy[link] += self.seconds(axes, sent)
+        return max(busy.values(), default=0.0)
+
+    def networks(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """The networks that a collective of GPUs over these axes uses: NVLink, the network, or both; () for TPUs."""
+        if self.chip.torus_axes:
+            return ()
+        group = self._group(axes)
+        return (NVLINK,) * (group.devices > group.hosts) + (NETWORK,) * (group.hosts > 1)
+
+    def nic_bytes(self, axes: Sequence[str], sent: float) -> float:
+        """The bytes that each GPU's adapter carries to other hosts, where each GPU sends ``sent``; 0 for TPUs."""
+        return sent / self._group(axes).per_host if NETWORK in self.networks(axes) else 0.0
+
+    def choice(self, axes: Sequence[str], kind: str, sent: float) -> nccl.Way | None:
+        """NCCL's algorithm for a collective of GPUs, and its time; None for a single device.
+
+        None for TPUs, too: their latency is not known.
+        """
+        if not self.networks(axes):
+            return None
+        group = self._group(axes)
+        # The rates that NCCL's tests have measured, not those that makers publish.
+        reached = self._switched_bandwidth(axes, nccl.NVLINK_FRACTION, nccl.network_fraction(kind, group.hosts))
+        return nccl.choice(kind, group, sent, reached)
+
+    def _groups(self, axes: Sequence[str]) -> np.ndarray:
+        """The device numbers of each group that a collective over these axes connects: [groups, devices]."""
+        unknown = [axis for axis in axes if axis not in self.axis_sizes]
+        if unknown:
+            raise ValueError(f"wire_bytes names the axis {unknown[0]!r}; the mesh has {dict(self.axis_sizes)}.")
+        names, sizes = list(self.axis_sizes), tuple(self.axis_sizes.values())
+        # The collective's axes last, so that each row of the reshaped numbers is a group; the order of axes stays.
+        order = sorted(range(len(names)), key=lambda i: names[i] in axes)
+        numbers = np.arange(math.prod(sizes)).reshape(sizes).transpose(order)
+        return numbers.reshape(-1, math.prod(self.axis_sizes[axis] for axis in dict.fromkeys(axes)))
+
+    def _group(self, axes: Sequence[str]) -> nccl.Group:
+        """The group that spans the most hosts; groups differ where the GPUs of a host are no multiple of a group."""
+        assert self.chip.devices_per_node  # a GPU
+        per_host = self.topology.shape[-1] if self.topology else self.chip.devices_per_node
+        # A mesh fills one host after another. Sorted, a group crosses a border wherever the host's number rises.
+        hosts = np.sort(self._groups(axes) // per_host, axis=1)
+        borders = (np.diff(hosts, axis=1) > 0).sum(axis=1)
+        _, devices = np.unique(hosts[borders.argmax()], return_counts=True)
+        return nccl.Group(int(devices.sum()), len(devices), int(devices.min()))
+
+    def _torus_bandwidths(self, axes: Sequence[str]) -> dict[int, float]:
+        """Bytes/s that a device sends along each dim of the torus on which the devices of a group differ.
+
+        Where neighbours in a group are s chips apart, s groups share the links between them. Around a closed ring data
+        goes both ways; on a line it must come back along it, which leaves one way.
+        """
+        assert self.topology is not None  # a TPU
+        # One group stands for all: along the axes of a mesh they lie alike on the torus.
+        coords = np.asarray(self.coords)[self._groups(axes)[0]]
+        bandwidths = {}
+        for dim, (size, wraps) in enumerate(zip(self.topology.shape, self.topology.wraps, strict=True)):
+            line = np.unique(coords[:, dim])
+            if len(line) > 1:
+                stride = int(np.diff(line).min())
+                closed = wraps and len(line) * stride == size
+                bandwidths[dim] = self.chip.link_bandwidth * (2 if closed else 1) / stride
+        return bandwidths
+
+    def _switched_bandwidth(self, axes: Sequence[str], of_nvlink: float = 1.0, of_network: float = 1.0) -> float:
+        """Bytes/s of a GPU: on one host NVLink; between hosts the adapters of its group's GPUs on its host, too."""
+        assert self.chip.network_bandwidth  # a GPU
+        group, within = self._group(axes), of_nvlink * self.chip.link_bandwidth
+        # A ring over hosts goes through NVLink and adapters in turn: the slower one bounds it.
+        if group.hosts == 1:
+            return within
+        return min(within, of_network * group.per_host * self.chip.network_bandwidth)

@@ -1,0 +1,120 @@
+"""Names of sets of devices: slices of TPU chips that can be rented, as "v5e:16x16"; hosts of GPUs, as "h100:32x8"."""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from xlstm_jax.forecast.hardware.chips import CHIPS, Chip
+from xlstm_jax.forecast.hardware.gpu_targets import target_config
+
+HOST = 8  # GPUs in a host, as the makers of servers build them
+GPUS_OF_TRAY = 4  # in a host of GB200, of which NVLink joins 18
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Devices that need not be there: ``name`` as "v5e:16x16" or "h100:32x8".
+
+    ``shape`` of TPUs is the torus of chips, each of which JAX sees as one device. ``shape`` of GPUs is (hosts, GPUs per
+    host), or for GB200 (racks, GPUs per rack): the number of NVLink domains, and the GPUs in each.
+
+    >>> Topology("v5e:4x16", CHIPS["v5e"], (4, 16)).wraps
+    (False, True)
+    """
+
+    name: str
+    chip: Chip
+    shape: tuple[int, ...]
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def wraps(self) -> tuple[bool, ...]:
+        """Which dims are rings: on v5e and v6e the dims as long as the pod; on v4 and v5p all dims, or none.
+
+        The source is the scaling book: v4 and v5p close their rings by optical switches between whole cubes of 4x4x4,
+        so smaller slices have none. A dim that is no ring has half the bandwidth for collectives. Switches join
+        GPUs, so none of their dims is a ring.
+        """
+        if not self.chip.torus_axes:
+            return (False,) * len(self.shape)
+        # Only the pod closes rings by its own cables; cubes are joined by optical switches.
+        if self.chip.cube is None:
+            return tuple(size == max(self.chip.pod) for size in self.shape)
+        return (all(size and size % self.chip.cube == 0 for size in self.shape),) * len(self.shape)
+
+    @property
+    def platform(self) -> str:
+        """JAX's name of the compiler: "tpu" or "cuda"."""
+        return "tpu" if self.chip.torus_axes else "cuda"
+
+    def description(self) -> dict[str, Any]:
+        """Arguments of ``jax.experimental.topologies.get_topology_desc``."""
+        arguments: dict[str, Any] = {"platform": self.platform}
+        if self.platform == "cuda":
+            # As XLA counts GPUs: slices x hosts x GPUs per host. A slice of several hosts is one NVLink domain.
+            domains, gpus = self.shape
+            per_host = math.gcd(gpus, GPUS_OF_TRAY)
+            of_racks = (domains, gpus // per_host, per_host)
+            slices = (1, domains, gpus) if self.chip.devices_per_node == HOST else of_racks
+            return arguments | {"topology": "x".join(map(str, slices)), "target_config": target_config(self.chip)}
+        arguments["topology_name"] = self.name
+        if self.chip.name == "v4":
+            # Both cores are one device, as JAX shows them on machines that have the chips.
+            arguments["chip_config_name"] = "megacore"
+        if self.num_devices == 1:
+            # One chip is less than a host, which by default has several.
+            arguments["chips_per_host_bounds"] = (1, 1, 1)
+        return arguments
+
+
+def parse_topology(name: str) -> Topology:
+    """Reads "v5e:16x16" and "h100:32x8".
+
+    TPUs: the chip, and the number of chips along each axis of the torus. GPUs: the chip, hosts, and GPUs per host, or
+    for one host GPUs alone ("h100:8"). GB200: racks, which are NVLink domains, and GPUs per rack, up to 72.
+
+    >>> parse_topology("v5p:4x4x8").num_devices, parse_topology("h100:32x8").num_devices
+    (128, 256)
+
+    Raises:
+      ValueError: an unknown chip, or a slice that does not exist (the error lists the slices that do); no host or no
+        GPU; or more GPUs per host than NVLink joins.
+    """
+    match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", name)
+    chip = CHIPS.get(match[1]) if match else None
+    if match is None or chip is None:
+        tpus = ", ".join(chip.name for chip in CHIPS.values() if chip.torus_axes)
+        gpus = ", ".join(chip.name for chip in CHIPS.values() if not chip.torus_axes)
+        raise ValueError(
+            f"topology={name!r} is not <chip>:<shape> with a chip among {tpus} (TPUs), {gpus} (GPUs). For 256 chips of "
+            f"v5e: 'v5e:16x16'; for 128 of v5p: 'v5p:4x4x8'; for 32 hosts of 8 H100: 'h100:32x8'."
+        )
+    shape = tuple(int(size) for size in match[2].split("x"))
+    if chip.devices_per_node:
+        return Topology(name, chip, _hosts(name, chip.devices_per_node, shape))
+    if shape not in chip.slices:
+        # Slices of whole cubes are too many to list.
+        small = [shape for shape in chip.slices if not chip.cube or shape[0] < chip.cube]
+        *shapes, pod = ("x".join(map(str, shape)) for shape in (*small, chip.pod))
+        larger = f", and multiples of {chip.cube} in ascending order up to {pod}, as 4x4x8" if chip.cube else ""
+        raise ValueError(
+            f"topology={name!r}: there is no such slice of {chip.name}. There are {', '.join(shapes)}{larger}."
+        )
+    return Topology(name, chip, shape)
+
+
+def _hosts(name: str, per_host: int, shape: tuple[int, ...]) -> tuple[int, int]:
+    """(hosts, GPUs per host)"""
+    chip = name.partition(":")[0]
+    host = "NVLink domain" if per_host > HOST else "host"
+    hosts, gpus, *more = (1, *shape) if len(shape) == 1 else shape
+    if more or not hosts or not 0 < gpus <= per_host:
+        raise ValueError(
+            f"topology={name!r} is not {host}s x GPUs of each, of which NVLink joins 1 to {per_host} {chip}. For 4 "
+            f"{host}s of {per_host}: '{chip}:4x{per_host}'."
+        )
+    return hosts, gpus

@@ -1,0 +1,146 @@
+"""Where a compiled program executes collectives.
+
+Compilers write the same collective in several forms. Each of these counts as one:
+    all-reduce(x)                                           the schedule waits for it
+    all-gather-start(x) ... all-gather-done                 under way while what is between them runs
+    call-start(x), to_apply=... ... call-done               the same on a TPU's SparseCore; also async-start
+    fusion async-collective-start ... fusion ... -done      a TPU sends pieces during each fusion between them
+    fusion {dynamic-slice(all-reduce(x))}                   a TPU's reduce-scatter
+    all-reduce(dynamic-update-slice(zeros, x))              a TPU's stand-in for an all-gather: twice its bytes
+"""
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from xlstm_jax.forecast.hlo.dataflow import Value
+from xlstm_jax.forecast.hlo.instruction import COLLECTIVES, Instruction
+from xlstm_jax.forecast.hlo.program import Computation, Program
+
+_ASYNC_FUSION = re.compile(r'custom_call_target="AsyncCollective(Start|Done)"')
+_IS_SYNC = re.compile(r'"is_sync":\s*true')  # a GPU writes all collectives as pairs
+_CHAIN = re.compile(r'chain_id="(\d+)"')
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a collective is executed.
+
+    Attributes:
+      trips: of the computation that schedules it.
+      scheduled: the instruction of the schedule, at which it begins.
+      kind: what is executed.
+      inner, within: the collective itself and the computation that holds it, the same or one called.
+      during: what the schedule runs while the collective is under way; None where the schedule waits.
+    """
+
+    computation: Computation
+    trips: int
+    scheduled: Instruction
+    kind: str
+    inner: Instruction
+    within: Computation
+    during: tuple[Instruction, ...] | None
+
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """The names that the collective carries itself; () where a TPU's compiler has replaced another by it."""
+        return self.inner.op_names or self.scheduled.op_names
+
+    @cached_property
+    def arrays(self) -> tuple[Value, ...]:
+        """The arrays that travel."""
+        return tuple(
+            Value(self.within, name) for name in self.inner.operands if self.within.by_name[name].type_text != "token[]"
+        )
+
+    def result(self, position: int) -> Value:
+        """What becomes of one of ``arrays``."""
+        return Value(self.within, self.inner.name, (position,) if len(self.arrays) > 1 else ())
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The positions in the schedule of the start and of the end, the same where the schedule waits."""
+        start = self.computation.position[self.scheduled.name]
+        return start, start if self.during is None else start + 1 + len(self.during)
+
+
+def sites(program: Program) -> Iterator[Site]:
+    """Every site of the program, callers before those they call."""
+    for computation, trips in program.schedules():
+        for instruction in computation.instructions:
+            yield from _sites_at(program, computation, trips, instruction)
+
+
+def _sites_at(program: Program, computation: Computation, trips: int, at: Instruction) -> Iterator[Site]:
+    if at.opcode.removesuffix("-start") in COLLECTIVES:
+        collectives = [(computation, at)]
+    elif at.opcode in ("fusion", "async-start", "call-start"):
+        collectives = list(_collectives_in(program, at))
+    else:
+        return
+    during = None
+    if collectives and at.opcode.endswith("-start") and not _IS_SYNC.search(at.attributes):
+        during = computation.instructions[computation.position[at.name] + 1 : end_of(computation, at)]
+    role = _role_in_chain(program, at) if collectives and at.opcode == "fusion" else None
+    if role == "start":  # the chain counts here, once
+        during, collectives = _during_chain(program, computation, at, _chain(collectives[0][1])), collectives[:1]
+    elif role is not None:
+        return
+    for within, inner in collectives:
+        kind = inner.opcode.removesuffix("-start")
+        users = within.users.get(inner.name, ())
+        # A TPU's compiler writes a reduce-scatter as a fusion that keeps a device's own shard of an all-reduce.
+        is_sliced = users and all(user.opcode == "dynamic-slice" and position == 0 for user, position in users)
+        if at.opcode == "fusion" and role is None and kind == "all-reduce" and is_sliced:
+            kind = "reduce-scatter"
+        yield Site(computation, trips, at, kind, inner, within, during)
+
+
+def _collectives_in(program: Program, caller: Instruction) -> Iterator[tuple[Computation, Instruction]]:
+    """The collectives in what an instruction calls, fusions in fusions included."""
+    for name in caller.all_called:
+        for instruction in program.computations[name].instructions:
+            if instruction.opcode.removesuffix("-start") in COLLECTIVES:
+                yield program.computations[name], instruction
+            elif instruction.opcode in ("fusion", "call"):
+                yield from _collectives_in(program, instruction)
+
+
+def _chain(inner: Instruction) -> str | None:
+    match = _CHAIN.search(inner.attributes)
+    return match[1] if match else None
+
+
+def _role_in_chain(program: Program, fusion: Instruction) -> str | None:
+    """ "start", "middle" or "done" of a collective that is spread over several fusions; None for any other fusion."""
+    for name in fusion.called.get("calls", ()):
+        for instruction in program.computations[name].instructions:
+            # The two ends hold a custom call; the fusions between them know the chain by its number alone.
+            if match := _ASYNC_FUSION.search(instruction.attributes):
+                return match[1].lower()
+    return "middle" if any(_chain(inner) is not None for _, inner in _collectives_in(program, fusion)) else None
+
+
+def end_of(computation: Computation, start: Instruction) -> int:
+    """The position of the ``-done`` of what an instruction starts."""
+    # Between a start and its done there may be updates, each of which reads the one before.
+    users = (user for user, _ in computation.users[start.name])
+    end = next(user for user in users if user.opcode.endswith(("-update", "-done")))
+    return computation.position[end.name] if end.opcode.endswith("-done") else end_of(computation, end)
+
+
+def _during_chain(
+    program: Program, computation: Computation, start: Instruction, chain: str | None
+) -> tuple[Instruction, ...]:
+    """The fusions between the start of a chain and its end during which its pieces are sent."""
+    middle = []
+    for instruction in itertools.islice(computation.instructions, computation.position[start.name] + 1, None):
+        if instruction.opcode == "fusion" and chain in {_chain(i) for _, i in _collectives_in(program, instruction)}:
+            # The fusion that ends the chain waits for what is left: nothing travels beside it.
+            if _role_in_chain(program, instruction) != "middle":
+                break
+            middle.append(instruction)
+    return tuple(middle)

@@ -1,0 +1,161 @@
+"""The flow of values in a compiled program: through tuples, fusions, loops and asynchronous calls.
+
+%g = all-gather(%x)        downstream: into the fusion that reads %g, to the dot_general in it
+%t = tuple(%g, ...)                    element 0 of %t, of the loop's carry, of its body's parameter
+%w = while(%t), body=...   upstream:   a gradient that a loop has stacked: the operations in its body
+"""
+
+import re
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+from xlstm_jax.forecast.hlo.instruction import COLLECTIVES, Instruction
+from xlstm_jax.forecast.hlo.program import Computation, Program
+
+_MAIN_FIRST = re.compile('"(ConcatBitcast|AsyncCollectiveDone)"')
+MAX_VISITED = 2000  # values per search; what serves a collective is within some ten
+
+
+@dataclass(frozen=True)
+class Value:
+    """The result of an instruction, or an element of that tuple: (1, 0) is the first element of the second."""
+
+    computation: Computation
+    name: str
+    element: tuple[int, ...] = ()
+
+    @property
+    def instruction(self) -> Instruction:
+        return self.computation.by_name[self.name]
+
+
+def upstream(program: Program, value: Value) -> Iterator[Value]:
+    """What a value is made from, nearest first, itself left out."""
+    return _walk(program, value, sources)
+
+
+def downstream(program: Program, value: Value, *, through: Collection[str] | None = None) -> Iterator[Value]:
+    """What is made from a value, nearest first, itself left out; ``through`` operations of these opcodes alone."""
+    return _walk(program, value, uses, through)
+
+
+def _walk(
+    program: Program,
+    value: Value,
+    step: Callable[[Program, Value], list[Value]],
+    through: Collection[str] | None = None,
+) -> Iterator[Value]:
+    queue, seen = deque([value]), {value}
+    while queue and len(seen) < MAX_VISITED:
+        for neighbour in step(program, queue.popleft()):
+            if neighbour not in seen:
+                seen.add(neighbour)
+                if through is None or neighbour.instruction.opcode in through:
+                    queue.append(neighbour)
+                yield neighbour
+
+
+def origin(program: Program, value: Value) -> Value:
+    """The parameter of the program, or the operation, that a value stems from, through operations on one array.
+
+    For an update written into a larger array this is the update's origin; for what a loop carries, the value before it.
+    """
+    while before := sources(program, value):
+        instruction = value.instruction
+        # A TPU brings an array into VMEM in slices, and puts them side by side; what ends an asynchronous gather reads
+        # the shard, then its buffers. Of a loop's carry and of an update the first source is the main one, too.
+        is_carry = instruction.opcode == "parameter" and any(
+            caller.opcode == "while" for _, caller in program.callers[value.computation.name]
+        )
+        is_update = instruction.opcode == "dynamic-update-slice" or _MAIN_FIRST.search(instruction.attributes)
+        if len(before) > 1 and not (is_carry or is_update):
+            break
+        value = before[0]
+    return value
+
+
+def sources(program: Program, value: Value) -> list[Value]:
+    """What a value is directly made from, the main source first."""
+    computation, instruction, element = value.computation, value.instruction, value.element
+    opcode, operands = instruction.opcode, instruction.operands
+    if opcode == "parameter":
+        return _sources_of_parameter(program, value)
+    if opcode == "tuple" and element:
+        return [Value(computation, operands[element[0]], element[1:])]
+    if opcode == "get-tuple-element":
+        return [Value(computation, operands[0], (instruction.tuple_index, *element))]
+    if callees := _callees(program, instruction):
+        return [Value(callee, callee.root.name, element) for callee in callees]
+    if opcode.endswith(("-done", "-update")):
+        return [Value(computation, operands[0], element)]
+    if element and _carries_several(instruction):
+        return [Value(computation, operands[element[0]], element[1:])]
+    if opcode in ("dynamic-slice", "gather"):
+        operands = operands[:1]
+    if opcode == "dynamic-update-slice":
+        operands = (operands[1], operands[0])
+    return [Value(computation, operand) for operand in operands]
+
+
+def _sources_of_parameter(program: Program, value: Value) -> list[Value]:
+    number, before = value.instruction.tuple_index, []
+    for caller, call in program.callers[value.computation.name]:
+        if call.opcode == "while":
+            body = program.computations[call.called["body"][0]]
+            before += [Value(caller, call.operands[0], value.element), Value(body, body.root.name, value.element)]
+        elif call.opcode == "conditional":
+            branch = call.called["branches"].index(value.computation.name)
+            before.append(Value(caller, call.operands[1 + branch], value.element))
+        elif _is_call(call) and number < len(call.operands):  # work offloaded to a SparseCore may be started without
+            before.append(Value(caller, call.operands[number], value.element))
+    return before
+
+
+def uses(program: Program, value: Value) -> list[Value]:
+    """What is directly made from a value."""
+    computation, users = value.computation, []
+    # The root of a computation is the result of what calls it, and in a loop the parameter of the next trip.
+    for caller, call in program.callers[computation.name] if value.instruction.is_root else ():
+        if call.opcode == "while" and computation.name in call.called["body"]:
+            users.append(Value(computation, computation.parameters[0].name, value.element))
+            users.append(Value(caller, call.name, value.element))
+        elif call.opcode == "conditional" or _is_call(call):
+            users.append(Value(caller, call.name, value.element))
+    for user, position in computation.users.get(value.name, ()):
+        users += _used_by(program, value, user, position)
+    return users
+
+
+def _used_by(program: Program, value: Value, user: Instruction, position: int) -> list[Value]:
+    computation, element = value.computation, value.element
+    if user.opcode == "tuple":
+        return [Value(computation, user.name, (position, *element))]
+    if user.opcode == "get-tuple-element":
+        is_other = element and element[0] != user.tuple_index
+        return [] if is_other else [Value(computation, user.name, element[1:])]
+    if callees := _callees(program, user):
+        # A loop takes one operand, its carry; a branch has one parameter. A call has as many parameters as operands.
+        number = {"while": 0, "conditional": 0}.get(user.opcode, position)
+        # Each branch has an operand of its own, after the one that chooses between them.
+        callees = callees[position - 1 : position] if user.opcode == "conditional" else callees
+        return [Value(c, c.parameters[number].name, element) for c in callees if number in c.parameters]
+    if _carries_several(user):
+        return [Value(computation, user.name, (position, *element))]
+    return [Value(computation, user.name, element if user.opcode.endswith(("-done", "-update")) else ())]
+
+
+def _carries_several(instruction: Instruction) -> bool:
+    """Whether it is a collective in which several arrays travel together, each to an element of its result."""
+    return instruction.opcode.removesuffix("-start") in COLLECTIVES and len(instruction.operands) > 1
+
+
+def _is_call(instruction: Instruction) -> bool:
+    return instruction.opcode in ("fusion", "call", "call-start", "async-start")
+
+
+def _callees(program: Program, instruction: Instruction) -> list[Computation]:
+    """The computations whose roots are the result of an instruction."""
+    names = instruction.all_called if instruction.opcode == "conditional" or _is_call(instruction) else ()
+    names = instruction.called["body"] if instruction.opcode == "while" else names
+    return [program.computations[name] for name in names]

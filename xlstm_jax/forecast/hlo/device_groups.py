@@ -1,0 +1,107 @@
+"""Which devices a collective runs over, and along which axes of the mesh.
+
+HLO text lists them, computes them, or names them by the axes of a mesh; all three give the same groups:
+    replica_groups={{0,1},{2,3}}
+    replica_groups=[2,2]<=[4]             ids in order, two groups of two;  <=[2,2]T(1,0) transposes them first
+    replica_groups=mesh['dp'=2,'fsdp'=2] {'fsdp'}
+An id is the position of a device in the flattened mesh, whose last axis runs fastest.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from xlstm_jax.forecast.hlo.text import integers
+
+Groups = tuple[tuple[int, ...], ...]
+
+_PAIRS = re.compile(r"source_target_pairs=\{(|.*?\})\}")  # of a permute, in place of groups
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_LISTED = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
+_MESH = re.compile(
+    r"replica_groups=@?mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\) )?\s*\{([^}]*)\}"
+)
+_MESH_AXIS = re.compile(r"['\"]?([\w.\-]+)['\"]?=(\d+)")
+_MESH_GROUP_AXIS = re.compile(r"['\"]?([\w.\-]+)['\"]?(?::\((\d+)\)(\d+))?")
+
+
+def replica_groups(attributes: str) -> Groups:
+    """The devices of each group that exchanges data; () where all devices form one.
+
+    Raises:
+      ValueError: the groups have a form that is not known here.
+    """
+    if match := _PAIRS.search(attributes):
+        group: dict[int, set[int]] = {}
+        for pair in _listed(match[1]):
+            # Devices of one group share one set; a pair that connects two groups puts all of them into a new set.
+            merged = {other for device in pair for other in group.get(device, {device})}
+            group.update(dict.fromkeys(merged, merged))
+        return tuple(sorted({tuple(sorted(devices)) for devices in group.values()})) or ((0,),)
+    if "replica_groups=" not in attributes:
+        return ()
+    if match := _LISTED.search(attributes):
+        return tuple(group for group in _listed(match[1]) if group)
+    if match := _IOTA.search(attributes):
+        return tuple(map(tuple, _iota(match[2], match[3]).reshape(integers(match[1])).tolist()))
+    if match := _MESH.search(attributes):
+        return _mesh_groups(*match.groups())
+    start = attributes.index("replica_groups=")
+    raise ValueError(f"these groups of devices have a form that is not known here: {attributes[start : start + 80]!r}.")
+
+
+def _listed(text: str) -> Groups:
+    return tuple(integers(group) for group in re.findall(r"\{([\d,]*)\}", text))
+
+
+def _iota(dims: str, permutation: str | None) -> np.ndarray:
+    # <=[2,4]T(1,0): the ids in order, as an array of these dims, which are then exchanged.
+    sizes = integers(dims)
+    ids = np.arange(math.prod(sizes)).reshape(sizes)
+    return ids.transpose(integers(permutation)) if permutation else ids
+
+
+def _mesh_groups(axes: str, id_dims: str | None, permutation: str | None, over: str) -> Groups:
+    """``mesh['a'=2,'b'=4] {'b'}``: the devices of a group differ in their indices along the axes in braces.
+
+    Of an axis that is split into factors, one may be named: ``'b':(2)2`` is the second of the two factors of size 2.
+    """
+    sizes = {name: int(size) for name, size in _MESH_AXIS.findall(axes)}
+    ids = _iota(id_dims or str(math.prod(sizes.values())), permutation)
+    dims: list[int] = []
+    grouped: list[bool] = []
+    chosen = {name: (int(before or 1), int(size or 0)) for name, before, size in _MESH_GROUP_AXIS.findall(over)}
+    for name, size in sizes.items():
+        before, factor = chosen.get(name, (size, 1))
+        factor = factor or size
+        # An axis becomes three dims: what lies before the factor that is named, the factor, and what lies behind it.
+        dims += [before, factor, size // (before * factor)]
+        grouped += [False, name in chosen, False]
+    return _groups_along(ids.reshape(dims), grouped)
+
+
+def _groups_along(ids: np.ndarray, grouped: Sequence[bool]) -> Groups:
+    """The ids of a mesh in groups, in each of which they differ along the ``grouped`` dims."""
+    order = sorted(range(ids.ndim), key=grouped.__getitem__)  # the dims of a group come last
+    in_group = math.prod(size for size, inside in zip(ids.shape, grouped, strict=True) if inside)
+    return tuple(map(tuple, ids.transpose(order).reshape(-1, in_group).tolist()))
+
+
+def axes_of_groups(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, ...] | None:
+    """The axes of a mesh along which the devices of each group lie; None if the groups follow no set of axes.
+
+    Axes of size 1 are left out, as nothing travels along them.
+    """
+    sizes = {axis: size for axis, size in axis_sizes.items() if size > 1}
+    ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+    wanted = set(map(frozenset, groups))
+    # There are few axes, so every set of them is tried, the smallest first.
+    for axes in (axes for n in range(len(sizes) + 1) for axes in itertools.combinations(sizes, n)):
+        if {len(group) for group in wanted} == {math.prod(sizes[axis] for axis in axes)}:
+            along = _groups_along(ids, [axis in axes for axis in sizes])
+            if wanted == set(map(frozenset, along)):
+                return axes
+    return None

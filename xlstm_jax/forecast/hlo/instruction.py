@@ -1,0 +1,189 @@
+"""One line of optimized HLO text: a result's type, an opcode, operands, attributes.
+
+    %fusion.1 = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} fusion(%copy.75, %all-gather.37), kind=kOutput, calls=..., ...
+
+A type gives the memory space, S(1): 0 is HBM (or a CPU's memory), 1 is a TPU core's VMEM, 5 the host's, other
+numbers are scalars and semaphores.
+"""
+
+import math
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from xlstm_jax.forecast.hlo.device_groups import Groups, replica_groups
+from xlstm_jax.forecast.hlo.text import bytes_of, integers, split_outside
+
+HBM, HOST = 0, 5  # memory spaces
+COLLECTIVES = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"}
+COLLECTIVES |= {"collective-broadcast", "ragged-all-to-all"}
+
+# Names for values, which take no time.
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
+_FREE |= {"optimization-barrier", "add-dependency"}
+_FREE_CUSTOM_CALL = re.compile(
+    r'custom_call_target="(AllocateBuffer|ConcatBitcast|PrepareAsync\w+|AsyncCollective\w+)"'
+)
+_MERGED = re.compile(r"(.*/)?\(([^()]*:.*)\)$", re.DOTALL)
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
+_OPCODE = re.compile(r"(?:^| )([a-z][a-z0-9\-]*)\(")
+_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\](?:\{([^}]*)\})?")
+_SPACE = re.compile(r"S\((\d+)\)")
+_ELEMENT_BITS = re.compile(r"E\((\d+)\)")
+_OPERAND = re.compile(r"%([\w.\-]+(?:#\d+)*)")
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_CALLED = re.compile(
+    r"\b(calls|body|condition|to_apply|true_computation|false_computation|branch_computations)="
+    r"(?:%([\w.\-]+)|\{([^}]*)\})"
+)
+_INDEX = re.compile(r"index=(\d+)")
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One array of a result.
+
+    Attributes:
+      dtype: as HLO writes it: "bf16", "f8e4m3fn", "pred", "token".
+      dims: sizes; of a dim of bounded size its bound.
+      space: memory space, 0 being HBM.
+      nbytes: of the values alone. Tiles of a TPU may pad the buffer.
+    """
+
+    dtype: str
+    dims: tuple[int, ...]
+    space: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation. Properties read the text when they are asked for."""
+
+    name: str
+    opcode: str
+    type_text: str = field(repr=False)
+    operand_text: str = field(repr=False)
+    attributes: str = field(repr=False)
+    is_root: bool = False
+
+    @cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The arrays of the result; those of a tuple, nested or not, in order."""
+        shapes = []
+        for dtype, dims, layout in _ARRAY.findall(self.type_text):
+            space, narrow = _SPACE.search(layout), _ELEMENT_BITS.search(layout)
+            # E(4) in the layout says that values are packed, here to 4 bits each.
+            bits, sizes = int(narrow[1]) if narrow else 8 * bytes_of(dtype), integers(dims)
+            nbytes = -(-math.prod(sizes) * bits // 8)  # rounded up
+            shapes.append(Shape(dtype, sizes, int(space[1]) if space else HBM, nbytes))
+        return tuple(shapes)
+
+    @cached_property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the instructions that it reads; none for a parameter or a constant."""
+        if self.opcode in ("parameter", "constant"):
+            return ()
+        return tuple(_OPERAND.findall(self.operand_text))
+
+    @cached_property
+    def op_names(self) -> tuple[str, ...]:
+        """The names of the operations that it stems from, as JAX gave them; () where the compiler made it up.
+
+        Several where the compiler has merged operations: "a/(b/psum:c/psum)" is "a/b/psum" and "a/c/psum".
+        """
+        match = _OP_NAME.search(self.attributes)
+        name = match[1].replace("\\'", "'").replace('\\"', '"') if match else ""
+        merged = _MERGED.fullmatch(name)
+        return tuple(f"{merged[1] or ''}{part}" for part in merged[2].split(":")) if merged else (name,) * bool(name)
+
+    @property
+    def op_name(self) -> str:
+        """The first of ``op_names``, "" where there is none."""
+        return self.op_names[0] if self.op_names else ""
+
+    @cached_property
+    def is_work(self) -> bool:
+        """Whether it computes or moves anything itself, and is neither a name nor one end of an asynchronous pair."""
+        if self.opcode in _FREE or self.opcode.endswith(("-start", "-update", "-done")):
+            return False
+        return not (self.opcode == "custom-call" and _FREE_CUSTOM_CALL.search(self.attributes))
+
+    @cached_property
+    def called(self) -> dict[str, tuple[str, ...]]:
+        """Names of computations by role: calls, body, condition, to_apply, branches."""
+        roles: dict[str, tuple[str, ...]] = {}
+        for role, name, several in _CALLED.findall(self.attributes):
+            # A conditional over a bool names two computations, one over an index a list of them.
+            key = "branches" if role.startswith(("branch", "true", "false")) else role
+            roles[key] = roles.get(key, ()) + ((name,) if name else tuple(_OPERAND.findall(several)))
+        return roles
+
+    @property
+    def all_called(self) -> tuple[str, ...]:
+        """Names of the computations of all roles."""
+        return tuple(name for names in self.called.values() for name in names)
+
+    @cached_property
+    def groups(self) -> Groups:
+        """Device ids of a collective by group, as positions in the flattened mesh; () for all devices in one group."""
+        return replica_groups(self.attributes)
+
+    @cached_property
+    def estimated_cycles(self) -> int | None:
+        """The compiler's own estimate for one execution; TPU only, and not for every instruction."""
+        match = _CYCLES.search(self.attributes)
+        return int(match[1]) if match else None
+
+    @cached_property
+    def tuple_index(self) -> int:
+        """Of a get-tuple-element: which one; of a parameter: its number."""
+        return int(self.operand_text if self.opcode == "parameter" else _INDEX.findall(self.attributes)[0])
+
+
+def parse_instruction(line: str) -> Instruction | None:
+    """Reads one line; None if it is no instruction.
+
+    Raises:
+      ValueError: it begins as one and does not go on.
+    """
+    match = _INSTRUCTION.match(line)
+    if match is None:
+        return None
+    opcode = _OPCODE.search(line, match.end())
+    if opcode is None:
+        raise ValueError(f"no opcode in this line of HLO text: {line.strip()[:120]!r}.")
+    end = _closing(line, opcode.end())
+    return Instruction(
+        name=match[2],
+        opcode=opcode[1],
+        type_text=line[match.end() : opcode.start()],
+        operand_text=line[opcode.end() : end],
+        attributes=line[end + 1 :],
+        is_root=bool(match[1]),
+    )
+
+
+def element(of: Instruction, index: int) -> Instruction:
+    """The get-tuple-element that newer compilers abbreviate to an operand ``%while.3#1``."""
+    return Instruction(
+        name=f"{of.name}#{index}",
+        opcode="get-tuple-element",
+        type_text=split_outside(of.type_text.strip()[1:-1], ",")[index].strip(),
+        operand_text=f"%{of.name}",
+        attributes=f", index={index}",
+    )
+
+
+def _closing(line: str, start: int) -> int:
+    """Where the parenthesis is closed that was opened just before ``start``."""
+    # From one closing parenthesis to the next, and not character by character: a line may be megabytes long (constants,
+    # kernels of Pallas).
+    end, at, depth = line.find(")", start), start, 1
+    while end >= 0:
+        depth += line.count("(", at, end) - 1
+        if depth == 0:
+            return end
+        at, end = end + 1, line.find(")", end + 1)
+    raise ValueError(f"a parenthesis is left open in this line of HLO text: {line.strip()[:120]!r}.")

@@ -1,0 +1,325 @@
+"""A compiled program, read from the HLO text that XLA prints, and how often each computation runs.
+
+compiled.as_text() --parse--> Program: computations, each a list of instructions    (TPU, CPU, GPU)
+                              Program.executed(): (computation, trips)              loops multiplied out
+
+``compiled.as_text()`` also holds the compiler's estimate of cycles, which files dumped by ``xla_dump_to`` as
+"after_optimizations" do not hold yet.
+
+Compilers for CPUs and GPUs write beside a loop how often it runs (``known_trip_count``). Those for TPUs do not; but
+they bring each loop of known length into the same form, in which every number is a constant:
+
+    %while = while(tuple(..., constant(0))), condition=..., body=...
+    condition:  compare(get-tuple-element(%parameter), constant(6)), direction=LT
+    body:       tuple(..., add(get-tuple-element(%parameter), constant(1)))
+"""
+
+import re
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from xlstm_jax.forecast.hlo.instruction import Instruction, element, parse_instruction
+
+_END = re.compile(r'\}(?:, execution_thread="\w+")?\s*$')
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_DIRECTION = re.compile(r"direction=(\w+)")
+_UPWARDS, _DOWNWARDS = ("LT", "LE", "NE"), ("GT", "GE", "NE")
+_INCLUSIVE = {"LE": 1, "GE": -1}
+
+
+@dataclass(frozen=True, eq=False)  # a program has one of each name: to compare their texts would take long
+class Computation:
+    """A list of instructions in the order of their schedule."""
+
+    name: str
+    instructions: tuple[Instruction, ...] = field(repr=False)
+    is_entry: bool = False
+
+    @cached_property
+    def by_name(self) -> dict[str, Instruction]:
+        return {instruction.name: instruction for instruction in self.instructions}
+
+    @cached_property
+    def position(self) -> dict[str, int]:
+        """By name: the index in ``instructions``."""
+        return {instruction.name: i for i, instruction in enumerate(self.instructions)}
+
+    @cached_property
+    def root(self) -> Instruction:
+        return next((i for i in self.instructions if i.is_root), self.instructions[-1])
+
+    @cached_property
+    def parameters(self) -> dict[int, Instruction]:
+        return {i.tuple_index: i for i in self.instructions if i.opcode == "parameter"}
+
+    @cached_property
+    def users(self) -> dict[str, list[tuple[Instruction, int]]]:
+        """By name: who reads it, and as which operand."""
+        readers = defaultdict(list)
+        for instruction in self.instructions:
+            for position, name in enumerate(instruction.operands):
+                readers[name].append((instruction, position))
+        return readers
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled program.
+
+    Attributes:
+      computations: by name.
+      num_partitions: devices that the program is compiled for; None where the text does not say.
+    """
+
+    computations: dict[str, Computation] = field(repr=False)
+    num_partitions: int | None
+
+    @cached_property
+    def entry(self) -> Computation:
+        return next(computation for computation in self.computations.values() if computation.is_entry)
+
+    def executed(self) -> Iterator[tuple[Computation, int]]:
+        """(computation, trips) for everything that runs as scheduled code, callers before those they call.
+
+        That is the entry, the bodies and conditions of loops, all branches of a conditional (each as if it was the one
+        taken), and what is called or runs asynchronously; not the insides of fusions, nor reducers. A loop of unknown
+        length counts as one trip and is listed in ``unknown_loops``.
+        """
+        return ((computation, self.trips[computation.name]) for computation in self._callers_first)
+
+    def schedules(self) -> Iterator[tuple[Computation, int]]:
+        """``executed`` without what runs beside the schedule of its caller: that counts where it is started."""
+        return ((computation, trips) for computation, trips in self.executed() if computation.name not in self.beside)
+
+    @cached_property
+    def trips(self) -> dict[str, int]:
+        """How often each computation runs in a step, by its name."""
+        # Callers come first: when a computation is reached, all that call it have added their trips.
+        trips = defaultdict(int, {self.entry.name: 1})
+        for computation in self._callers_first:
+            for instruction in computation.instructions:
+                for name in _executed_callees(instruction):
+                    trips[name] += trips[computation.name] * self.trips_of(computation, instruction)
+        return trips
+
+    @cached_property
+    def unknown_loops(self) -> tuple[str, ...]:
+        """Loops whose number of trips is unknown: the names of their operations, or of their instructions."""
+        loops = [
+            self.computations[caller].by_name[name] for (caller, name), trips in self._loops.items() if trips is None
+        ]
+        return tuple(loop.op_name or loop.name for loop in loops)
+
+    @cached_property
+    def _loops(self) -> dict[tuple[str, str], int | None]:
+        """The trips of all loops, by the names of computation and instruction; None where unknown."""
+        return {
+            (computation.name, instruction.name): trip_count(self.computations, computation, instruction)
+            for computation in self._callers_first
+            for instruction in computation.instructions
+            if instruction.opcode == "while"
+        }
+
+    def trips_of(self, computation: Computation, caller: Instruction) -> int:
+        """How often an instruction runs what it calls: of a loop its trips; 1 of any other, and where unknown."""
+        trips = self._loops.get((computation.name, caller.name))
+        return 1 if trips is None else trips
+
+    @cached_property
+    def beside(self) -> frozenset[str]:
+        """Names of the computations that an async-start or call-start starts beside the schedule of its caller."""
+        # Callers come first, so one pass also finds what is called by a computation that runs beside the schedule.
+        beside: set[str] = set()
+        for computation in self._callers_first:
+            for instruction in computation.instructions:
+                if instruction.opcode.endswith("-start") or computation.name in beside:
+                    beside.update(_executed_callees(instruction))
+        return frozenset(beside)
+
+    def with_fused(
+        self, computation: Computation, instruction: Instruction
+    ) -> Iterator[tuple[Computation, Instruction]]:
+        """The instruction, and those that it holds if it is a fusion; each with the computation that it stands in."""
+        yield computation, instruction
+        if instruction.opcode == "fusion":
+            for name in instruction.all_called:
+                within = self.computations[name]
+                for inner in within.instructions:
+                    yield from self.with_fused(within, inner)
+
+    @cached_property
+    def callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
+        """By the name of a computation: who calls it, as a fusion or a reducer too."""
+        callers = defaultdict(list)
+        for computation in self.computations.values():
+            for instruction in computation.instructions:
+                for name in set(instruction.all_called):
+                    callers[name].append((computation, instruction))
+        return callers
+
+    def schedule_of(self, computation: Computation) -> str:
+        """The name of the computation whose schedule runs this one, which may be that of a fusion."""
+        # A fusion has one caller. What is no fusion is scheduled by itself.
+        while calls := [caller for caller, call in self.callers[computation.name] if call.opcode == "fusion"]:
+            computation = calls[0]
+        return computation.name
+
+    @cached_property
+    def _callers_first(self) -> list[Computation]:
+        # Depth first: a computation is appended after all that it calls, and the list is turned around at the end. With
+        # a stack of its own, as loops in loops may be nested deeper than Python recurses.
+        order, seen = [], set()
+        stack = [(self.entry.name, False)]
+        while stack:
+            name, done = stack.pop()
+            if done:
+                order.append(self.computations[name])
+            elif name not in seen:
+                seen.add(name)
+                stack.append((name, True))
+                stack += [(c, False) for i in self.computations[name].instructions for c in _executed_callees(i)]
+        return order[::-1]
+
+
+def _executed_callees(instruction: Instruction) -> tuple[str, ...]:
+    # Most instructions call nothing, and the regular expressions of `called` are slow.
+    if "=%" not in instruction.attributes and "computations={" not in instruction.attributes:
+        return ()
+    called = instruction.called
+    if instruction.opcode == "while":
+        return called["body"] + called["condition"]
+    if instruction.opcode == "conditional":
+        return called["branches"]
+    if instruction.opcode in ("call", "call-start"):
+        return called.get("to_apply", ()) + called.get("calls", ())
+    return called.get("calls", ()) if instruction.opcode == "async-start" else ()
+
+
+def parse(text: str) -> Program:
+    """Reads optimized, scheduled HLO text.
+
+    Raises:
+      ValueError: the text is something else, or is cut off.
+    """
+    header, _, body = text.lstrip().partition("\n")
+    if not header.startswith("HloModule ") or "is_scheduled=true" not in header:
+        raise ValueError(
+            f"not the text of a compiled program (an HloModule with is_scheduled=true), but {header[:80]!r}. "
+            "Pass compiled.as_text(), of jitted.lower(...).compile()."
+        )
+    computations = {computation.name: computation for computation in _computations(body)}
+    if sum(computation.is_entry for computation in computations.values()) != 1:
+        raise ValueError(f"{header[:80]!r}: the text has no ENTRY computation; is it cut off?")
+    partitions = re.search(r"num_partitions=(\d+)", header)
+    return Program(computations, int(partitions[1]) if partitions else None)
+
+
+def _computations(body: str) -> Iterator[Computation]:
+    name, is_entry = None, False
+    lines: list[str] = []
+    for line in body.splitlines():
+        if name is None:
+            if line.endswith("{") and (match := _COMPUTATION.match(line)):
+                name, is_entry, lines = match[2], bool(match[1]), []
+        elif _END.match(line):
+            instructions = [instruction for text in lines if (instruction := parse_instruction(text))]
+            yield Computation(name, _with_elements(instructions), is_entry)
+            name = None
+        elif lines and line[:1].strip():  # the description of a Pallas kernel has line breaks
+            lines[-1] += line
+        else:
+            lines.append(line)
+    if name is not None:
+        raise ValueError(f"the HLO text ends inside of the computation {name!r}; it is cut off.")
+
+
+def _with_elements(instructions: list[Instruction]) -> tuple[Instruction, ...]:
+    """The instructions, and behind ``%while.3`` the get-tuple-element that an operand ``%while.3#1`` abbreviates."""
+    wanted = defaultdict(set)
+    for name in [name for i in instructions if "#" in i.operand_text for name in i.operands]:
+        while "#" in name:
+            name, _, index = name.rpartition("#")
+            wanted[name].add(int(index))
+    # An element is looked at next, right behind its tuple, since it may have elements itself: %while.3#1#0.
+    queue, complete = deque(instructions), []
+    while queue:
+        complete.append(queue.popleft())
+        queue.extendleft(
+            element(complete[-1], index) for index in sorted(wanted.pop(complete[-1].name, ()), reverse=True)
+        )
+    return tuple(complete)
+
+
+# -------------------------------------------------------------------------------------------------- the trips of a loop
+
+
+def trip_count(computations: Mapping[str, Computation], caller: Computation, loop: Instruction) -> int | None:
+    """The trips of a ``while``; None where its length is not constant.
+
+    Args:
+      computations: of the program, by name.
+      caller: the computation that the loop is in.
+    """
+    # Compilers for CPUs and GPUs write it down.
+    if known := _KNOWN.search(loop.attributes):
+        return int(known[1])
+    # What follows reads the form in which a TPU's compiler leaves loops of known length (see the top of this file).
+    condition, body = (computations[loop.called[role][0]] for role in ("condition", "body"))
+    direction = _DIRECTION.search(condition.root.attributes)
+    if condition.root.opcode != "compare" or direction is None:
+        return None
+    left, right = condition.root.operands
+    counter, bound = _counter(condition, left), _constant(condition, right)
+    if counter is None or bound is None:
+        return None
+    # The condition compares element `index` of the carry, plus `offset`, with the bound.
+    index, offset = counter
+    start = _constant(caller, _element(caller, loop.operands[0], index))
+    after = _counter(body, _element(body, body.root.name, index))
+    # The body must hand on the same element, plus a constant: else the counter is not what the condition compares.
+    if start is None or after is None or after[0] != index:
+        return None
+    return _count(start + offset, bound, after[1], direction[1])
+
+
+def _count(start: int, bound: int, step: int, direction: str) -> int | None:
+    """The numbers start, start + step, ... for which the comparison with the bound holds; None where all do."""
+    if step == 0 or direction not in (_UPWARDS if step > 0 else _DOWNWARDS):
+        return None
+    numbers = range(start, bound + _INCLUSIVE.get(direction, 0), step)
+    # By != a loop ends only if the counter meets the bound exactly.
+    ends = direction != "NE" or start + len(numbers) * step == bound
+    return len(numbers) if ends else None
+
+
+def _element(computation: Computation, name: str, index: int) -> str:
+    """The instruction that makes an element of a tuple; the tuple itself where it is not made by a ``tuple``."""
+    made = computation.by_name[name]
+    return made.operands[index] if made.opcode == "tuple" else name
+
+
+def _constant(computation: Computation, name: str) -> int | None:
+    """The value of an integer constant, or of its copy."""
+    instruction = computation.by_name[name]
+    if instruction.opcode == "copy":
+        return _constant(computation, instruction.operands[0])
+    is_integer = instruction.opcode == "constant" and re.fullmatch(r"-?\d+", instruction.operand_text)
+    return int(instruction.operand_text) if is_integer else None
+
+
+def _counter(computation: Computation, name: str) -> tuple[int, int] | None:
+    """An element of the computation's parameter plus a constant, as (index of the element, constant)."""
+    instruction = computation.by_name[name]
+    if instruction.opcode == "copy":
+        return _counter(computation, instruction.operands[0])
+    if instruction.opcode == "get-tuple-element":
+        is_carried = computation.by_name[instruction.operands[0]].opcode == "parameter"
+        return (instruction.tuple_index, 0) if is_carried else None
+    if instruction.opcode != "add":
+        return None
+    left, right = instruction.operands
+    counter, constant = _counter(computation, left), _constant(computation, right)
+    return None if counter is None or constant is None else (counter[0], counter[1] + constant)

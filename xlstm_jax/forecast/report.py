@@ -1,0 +1,353 @@
+"""A forecast for people: tables by rich, a picture by matplotlib, which is optional.
+
+``forecast`` is a ``Forecast`` everywhere here; the file of that class imports this file, so its name cannot stand here.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from xlstm_jax.forecast.cost.collective_traffic import Collective, executions, sum_wire_bytes
+from xlstm_jax.forecast.cost.memory import Moment
+from xlstm_jax.forecast.hlo.text import split_outside
+from xlstm_jax.wording import TIMES, Bar, format_bytes, how_to_install, rich_table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ROWS = 12  # of each table; the rest is summed up in a last one
+NAMED = 3  # of the leaves that travel together
+OUTSIDE = "outside of modules"
+LETTERS = 75  # of the names of modules, which fit below the picture of memory
+DOES_NOT_FIT = (
+    "What is said of traffic and time holds for the program that the compiler made all the same, in which it may "
+    "compute and gather again what it could not keep."
+)
+HOW_NEAR = 'How near such times came to published runs: docs/forecast.md, "Published against predicted".'
+COLORS = {"forward": "#4c78a8", "backward": "#e45756", "recompute": "#f2a541", "other": "#9d9da1"}
+
+
+def tables(forecast: Any) -> RenderableType:
+    """The whole report of a ``Forecast``."""
+    parts: list[RenderableType] = [_memory_table(forecast)]
+    parts += [_temporaries_table(forecast)] if forecast.memory.temporaries else []
+    parts += [_axes_table(forecast), _collectives_table(forecast)]
+    parts += [_waiting_table(forecast)] if forecast.roofline and forecast.collectives else []
+    parts += [_time_table(forecast)]
+    head, notes = Text(headline(forecast), style="bold"), [Text(note, style="italic") for note in closing(forecast)]
+    return Group(head, Text(), *parts, *notes)
+
+
+def headline(forecast: Any) -> str:
+    """The forecast in three sentences."""
+    mesh = ", ".join(f"{axis} {size}" for axis, size in forecast.axis_sizes.items())
+    where = f"{forecast.topology or 'devices at hand'} ({forecast.device_kind}; mesh {mesh})"
+    said, sent = f"{where}: {_fits(forecast)}. A step sends", format_bytes(forecast.wire_bytes)
+    if forecast.on_gpus:
+        said += (
+            f" {sent} per GPU, of which {format_bytes(forecast.nic_bytes)} between hosts; "
+            f"{forecast.hidden_fraction:.0%} of it is hidden, {_milliseconds(forecast.exposed_seconds)} are waited for."
+        )
+    else:
+        said += f" {sent} per device, {forecast.asynchronous_fraction:.0%} of it asynchronously."
+    if forecast.step_seconds is None:
+        return said
+    waits = f"{forecast.exposed_seconds / forecast.step_seconds:.0%} of it waiting for collectives"
+    if forecast.host:
+        waits += f", {forecast.host.waited_s / forecast.step_seconds:.0%} for the host's memory"
+    least, expected = map(_milliseconds, forecast.step_time)
+    overlapped = f"{_milliseconds(forecast.roofline.seconds)} if all overlapped ({forecast.roofline.bound}-bound)"
+    return f"{said} It takes {least} by published rates alone, {expected} expected, {waits}; at least {overlapped}."
+
+
+def _fits(forecast: Any) -> str:
+    total = format_bytes(forecast.total_bytes)
+    if forecast.fits is None:
+        return f"arguments take {format_bytes(forecast.memory.argument_bytes)} of each device"
+    available, left = format_bytes(forecast.available_bytes), forecast.available_bytes - forecast.total_bytes
+    if forecast.fits:
+        return f"fits: {total} of {available} per device, {format_bytes(left)} left"
+    return f"DOES NOT FIT: {total} per device, {format_bytes(-left)} more than the {available} there are"
+
+
+def closing(forecast: Any) -> list[str]:
+    """What to do with it: one sentence each."""
+    said = []
+    ridge = forecast.roofline and forecast.roofline.ridge_tokens
+    if ridge:
+        here = forecast.tokens / forecast.devices
+        said.append(
+            f"Were all overlapped, compute would take as long as communication from {ridge:,.0f} tokens per device on "
+            f"(here {here:,.0f})."
+        )
+    if forecast.fits is False:
+        said.append(DOES_NOT_FIT)
+    if forecast.unknown_loops:
+        said.append(f"Counted once, as their length is unknown: {', '.join(map(str, forecast.unknown_loops))}.")
+    if forecast.step_time:
+        said.append(HOW_NEAR)
+    return said + list(forecast.notes)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.1 else f"{seconds * 1e3:,.0f} ms"
+
+
+def _memory_table(forecast: Any) -> RenderableType:
+    memory, available = forecast.memory, forecast.available_bytes
+    counts = {
+        "arguments (parameters, optimizer, batch)": memory.argument_bytes,
+        "outputs with a place of their own": memory.output_bytes,
+        "temporaries (activations, gathered weights, gradients)": memory.temporary_bytes,
+        "constants and the program": memory.constant_bytes + forecast.code_bytes,
+    }
+    if forecast.platform == "cpu":
+        counts = dict(list(counts.items())[:2])  # nothing is known of the others
+    counts["in all"] = sum(counts.values())
+    rows = [[name, format_bytes(size), f"{size / available:.1%}" if available else ""] for name, size in counts.items()]
+    if forecast.host:
+        rows.append(["in the memory of the host", format_bytes(forecast.host.stored_bytes), ""])
+    return rich_table("Memory at the peak", ["", "per device", "of what there is"], rows)
+
+
+def _temporaries_table(forecast: Any) -> RenderableType:
+    alike: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for temporary in forecast.memory.temporaries:
+        alike[temporary.path or "(no module)", temporary.direction, _array(temporary.shape)].append(temporary.bytes)
+    # Layers that are alike are one row: a report has as many rows as a model has kinds of layers.
+    ordered = sorted(alike.items(), key=lambda item: -sum(item[1]))
+    rows = [
+        [path, direction, f"{len(sizes)} {TIMES} {shape}" if len(sizes) > 1 else shape, format_bytes(sum(sizes))]
+        for (path, direction, shape), sizes in ordered[:ROWS]
+    ]
+    if rest := sum(sum(sizes) for _, sizes in ordered[ROWS:]):
+        rows.append([f"{len(ordered) - ROWS} more", "", "", format_bytes(rest)])
+    return rich_table("What fills the temporaries then", ["module", "direction", "array", "per device"], rows, left=3)
+
+
+def _axes_table(forecast: Any) -> RenderableType:
+    """What travels along the axes of the mesh; where times are known, what it takes alone, and what is waited for."""
+    rows = []
+    for traffic in forecast.axis_traffic:
+        sent = (traffic.weights, traffic.activations, traffic.other)
+        times = [] if traffic.seconds is None else [traffic.seconds, traffic.waited_s]
+        cells = ["+".join(traffic.axes) if traffic.axes is not None else "?"]
+        rows.append([*cells, *(format_bytes(size) if size else "" for size in sent), *map(_milliseconds, times)])
+    # Rows have times all or none: a device has figures, or has not.
+    timed = bool(rows) and len(rows[0]) > 4
+    columns = ["axes", "weights", "activations", "other", *["takes", "waited"] * timed]
+    return rich_table("What each axis carries, sent per device", columns, rows)
+
+
+def _collectives_table(forecast: Any) -> RenderableType:
+    """What travels; of GPUs also over which network, and what the adapters carry."""
+    ordered = _alike(forecast.collectives)
+    rows = [[*key, *_counts(members, forecast.on_gpus)] for key, members in ordered[:ROWS]]
+    if rest := [collective for _, members in ordered[ROWS:] for collective in members]:
+        rows.append([f"{len(ordered) - ROWS} more", "", "", "", "", *_counts(rest, forecast.on_gpus)])
+    rows.append(["in all", "", "", "", "", *_counts(forecast.collectives, forecast.on_gpus)])
+    columns = ["collective", "for", "direction", "dtype", "axes"]
+    numbers = ["per step", "sent per device", "async"]
+    if forecast.on_gpus:
+        columns, numbers = [*columns, "over"], ["per step", "sent", "by NIC", "hidden"]
+    return rich_table("What travels in a step", columns + numbers, rows, left=len(columns))
+
+
+def _alike(collectives: Sequence[Collective]) -> list[tuple[tuple[str, ...], list[Collective]]]:
+    """Those with the same kind, purpose, direction, dtype and axes together; first those that send most."""
+    alike: dict[tuple[str, ...], list[Collective]] = defaultdict(list)
+    for collective in collectives:
+        kind = collective.kind + (f" (for {collective.stands_for})" if collective.stands_for else "")
+        kind += " (of rows)" if collective.looks_up_rows else ""
+        axes = "+".join(collective.axes) if collective.axes is not None else "?"
+        alike[kind, _served(collective), collective.direction, collective.dtype, axes].append(collective)
+    return sorted(alike.items(), key=lambda item: -sum_wire_bytes(item[1]))
+
+
+def bars(forecast: Any) -> list[Bar]:
+    """A bar for each row of the table of collectives; those that the step waits for warn."""
+    return [
+        Bar(
+            ", ".join(key),
+            sent := sum_wire_bytes(members),
+            f"{format_bytes(sent)}, {executions(members)} per step",
+            any(collective.exposed_s for collective in members),
+        )
+        for key, members in _alike(forecast.collectives)
+    ]
+
+
+def _waiting_table(forecast: Any) -> RenderableType:
+    """The collectives, those that are waited for longest first, and what the schedule has beside them."""
+    ordered = sorted(forecast.collectives, key=lambda c: (-c.count * (c.exposed_s or 0.0), -c.wire_bytes_per_step))
+    rows = []
+    for collective in ordered[:ROWS]:
+        beside = collective.overlapped
+        modules = ", ".join(dict.fromkeys(module or OUTSIDE for module in beside.modules))
+        products = [beside.product_seconds] if forecast.on_gpus else []
+        each = (collective.alone_s, beside.seconds, *products, collective.exposed_s)
+        times = [_milliseconds(collective.count * seconds) if seconds is not None else "" for seconds in each]
+        rows.append([collective.kind, _served(collective), collective.direction, modules or "nothing", *times])
+    columns = ["collective", "for", "direction", "beside", "takes", "for as long as"]
+    columns += [*["products"] * forecast.on_gpus, "waited"]
+    return rich_table("What is waited for, and what runs beside", columns, rows, left=4)
+
+
+def _served(collective: Collective) -> str:
+    """The leaves that a collective gathers, or the module that it serves; several that travel together, by number."""
+    leaves, modules = (tuple(dict.fromkeys(names)) for names in (collective.leaves, collective.modules))
+    if len(leaves) > 1:
+        return f"{len(leaves)} leaves together: {', '.join(leaves[:NAMED])}{', ...' * (len(leaves) > NAMED)}"
+    if leaves or collective.module or len(modules) < 2:
+        return "".join(leaves) or collective.module or "(no module)"
+    return f"{len(modules)} modules together"
+
+
+def _array(shape: str) -> str:
+    """The shape as the compiler writes it; for a tuple, such as a loop carries, only how many arrays it holds."""
+    if not shape.startswith("("):
+        return shape
+    return f"tuple of {len(split_outside(shape[1:-1], ','))} arrays"
+
+
+def _counts(members: Sequence[Collective], on_gpus: bool) -> list[str]:
+    """Executions, bytes, and how much of them is hidden; of GPUs also networks, and what each adapter carries."""
+    sent = sum_wire_bytes(members)
+    hidden = sum_wire_bytes(c for c in members if (c.is_hidden if on_gpus else c.asynchronous))
+    cells = [f"{executions(members):,}", format_bytes(sent), f"{hidden / sent:.0%}" if sent else ""]
+    if not on_gpus:
+        return cells
+    timings = [(c.count, c.timing) for c in members if c.timing]
+    networks = sorted({network for _, timing in timings for network in timing.networks})
+    carried = sum(count * timing.nic_bytes for count, timing in timings)
+    over = "".join(networks) if len(networks) < 2 else "both"
+    return [over, *cells[:2], format_bytes(carried) if carried else "", cells[2]]
+
+
+def _time_table(forecast: Any) -> RenderableType:
+    flops, roofline, host = forecast.flops.total, forecast.roofline, forecast.host
+    if roofline is None:
+        return rich_table("Time", ["", "amount"], [["matrix products", f"{flops:.3g} FLOP"]])
+    cycles = f"{forecast.cycles:,} cycles" if forecast.cycles else ""
+    times: list[tuple[str, str, float | None]] = [
+        ("matrix products at the peak rate", f"{flops:.3g} FLOP", roofline.compute_s),
+        ("memory at its full bandwidth", format_bytes(roofline.hbm_bytes), roofline.memory_s),
+        ("links at their full bandwidth", format_bytes(roofline.wire_bytes), roofline.wire_s),
+        ("the compiler's estimate, without collectives", cycles, forecast.cycle_seconds),
+        ("of it kernels of Pallas, at their roofline", "", forecast.pallas_seconds),
+        ("each kernel at its roofline, one by one", "", forecast.kernel_seconds),
+        ("the same by the rates that kernels reach", "", forecast.expected_kernel_seconds),
+    ]
+    if forecast.on_gpus:
+        count = f"{executions(forecast.collectives):,} collectives"
+        times += [
+            ("waiting for collectives, by published rates alone", "", forecast.exposed_bandwidth_seconds),
+            ("waiting for collectives, expected", count, forecast.exposed_seconds),
+        ]
+    else:
+        times.append(("collectives that the step waits for, one by one", "", forecast.exposed_seconds))
+    if host:
+        times += [
+            ("to the host's memory and back, one by one", format_bytes(host.moved_bytes), host.seconds),
+            ("waiting for it", f"{host.hidden_fraction:.0%} of it hidden", host.waited_s),
+        ]
+    least, expected = forecast.step_time
+    times += [("a step, by published rates alone", "", least), ("a step, expected", "", expected)]
+    rows = [[what, amount, _milliseconds(seconds)] for what, amount, seconds in times if seconds is not None]
+    return rich_table("Time of a step", ["", "amount", "time"], rows)
+
+
+# -------------------------------------------------------------------------------------------------------------- picture
+
+
+def plot(forecast: Any, path: str | Path) -> None:
+    """Memory over the schedule, and the bounds of the time."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"pictures are drawn with matplotlib: {how_to_install('forecast')}.") from error
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    memory, time = figure.subplots(1, 2, width_ratios=(3, 2))
+    _plot_memory(memory, forecast)
+    _plot_time(time, forecast)
+    figure.suptitle(f"{forecast.topology or forecast.device_kind}, mesh {forecast.axis_sizes}", fontsize=10)
+    figure.savefig(path, dpi=130)
+
+
+def _plot_memory(axes: "Axes", forecast: Any) -> None:
+    """Bytes over the schedule, coloured by direction, with the modules below the axis."""
+    gib, memory = 2**30, forecast.memory
+    base = (forecast.total_bytes - memory.temporary_bytes) / gib
+    axes.set(ylabel="GiB per device", title="Memory", xticks=[])
+    axes.set_xlabel("the schedule, by module", labelpad=16)
+    if not memory.timeline:
+        axes.bar(["arguments, outputs, program", "temporaries"], [base, memory.temporary_bytes / gib])
+        return
+    # Arguments and outputs lie there all the time; temporaries stand on top of them, each moment up to the next.
+    points = [moment.point for moment in memory.timeline]
+    end, widths = points[-1], [after - point for point, after in pairwise([*points, points[-1] + 1])]
+    axes.bar(0, base, end, align="edge", color="#d3d3d8", label="arguments, outputs, program")
+    live = [moment.live_bytes / gib for moment in memory.timeline]
+    owners = owners_of(memory.timeline)
+    axes.bar(points, live, widths, base, align="edge", color=[COLORS[direction] for _, direction in owners])
+    for direction in dict.fromkeys(direction for _, direction in owners):
+        axes.bar(0, 0, color=COLORS[direction], label=direction)  # for the legend
+    for name, middle in names_below(owners, points):
+        axes.annotate(name, (middle, 0), fontsize=7, ha="center", textcoords="offset points", xytext=(0, -10))
+    # A device may have many times what the step takes: its limit is drawn where it is near, and always named.
+    axes.set_ylim(0, 1.25 * (base + memory.peak_live_bytes / gib))
+    if available := forecast.available_bytes:
+        axes.set_title(f"Memory, of {available / gib:.4g} GiB")
+        axes.axhline(available / gib, color="black", linewidth=1, linestyle="--")
+    axes.legend(fontsize=7, loc="upper right")
+
+
+def owners_of(timeline: Sequence[Moment]) -> list[tuple[str, str]]:
+    """The top-level module and the direction of each moment.
+
+    What belongs to no module goes with what is before it, but for the end of the step, which is the optimizer.
+    """
+    last = max((i for i, moment in enumerate(timeline) if moment.path and moment.direction != "other"), default=0)
+    owners: list[tuple[str, str]] = []
+    for i, moment in enumerate(timeline):
+        owner = (moment.path.split("/")[0], moment.direction)
+        owners.append(owners[-1] if owners and owner == ("", "other") and i < last else owner)
+    return owners
+
+
+def names_below(owners: Sequence[tuple[str, str]], points: Sequence[int]) -> list[tuple[str, float]]:
+    """Names of modules with their places: the middle of the longest run of each; none over another."""
+    # What is recomputed alternates with the backward pass of the same module: one name stands below both.
+    parts = [(path, "backward" if direction == "recompute" else direction) for path, direction in owners]
+    starts = [i for i in range(len(parts)) if i == 0 or parts[i] != parts[i - 1]]
+    runs = [(points[after] - points[i], i, after) for i, after in pairwise([*starts, len(parts) - 1])]
+    placed: dict[tuple[str, str], tuple[str, float]] = {}
+    for length, i, after in sorted(runs, reverse=True):
+        name, middle = parts[i][0] or OUTSIDE, (points[i] + points[after]) / 2
+        near = [n for n, m in placed.values() if abs(m - middle) < points[-1] * (len(name) + len(n) + 2) / 2 / LETTERS]
+        if length > points[-1] / 15 and parts[i] not in placed and not near:
+            placed[parts[i]] = (name, middle)
+    return list(placed.values())
+
+
+def _plot_time(axes: "Axes", forecast: Any) -> None:
+    roofline = forecast.roofline
+    axes.set(title="Time of a step", xlabel="ms")
+    if roofline is None:
+        axes.text(0.5, 0.5, f"no figures are known for {forecast.device_kind}", ha="center", transform=axes.transAxes)
+        return
+    bars = {"matrix products": roofline.compute_s, "memory": roofline.memory_s, "links": roofline.wire_s}
+    runs = "each kernel" if forecast.on_gpus else "compiler's cycles"
+    least, expected = forecast.step_time
+    bars |= {runs: forecast.expected_kernel_seconds or forecast.cycle_seconds or 0}
+    bars |= {"a step, published rates": least, "a step, expected": expected}
+    colors = ["#4c78a8", "#72b7b2", "#e45756", "#9d9da1", "#88d27a", "#54a24b"]
+    drawn = axes.barh(list(bars), [seconds * 1e3 for seconds in bars.values()], color=colors)
+    axes.bar_label(drawn, fmt="%.3g", fontsize=8, padding=3)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)

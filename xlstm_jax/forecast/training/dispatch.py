@@ -1,0 +1,132 @@
+"""What a mixture of experts sends to and fro in a step, and what it costs where tokens do not spread evenly.
+
+    forecast(step, ..., tokens=n), plan_sharding(model, ...)  --dispatch(imbalance=1.5)-->  (Dispatch, ...)
+
+A compiled program does not say how many rows an expert will get: that is the router's choice. So the imbalance is yours
+to give: the rows of the busiest device over the mean, as the metric of a run has shown it, or as you fear it. All
+devices wait for the busiest at the next all-to-all.
+
+    no capacity   the busiest device computes imbalance x the mean
+    a capacity    every expert computes its capacity, whatever it gets; what is over the capacity is dropped
+"""
+
+import math
+from dataclasses import dataclass
+
+from xlstm_jax.distributed.plan.expert_plan import ExpertPlan
+from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
+from xlstm_jax.forecast.cost.axis_traffic import total_seconds
+from xlstm_jax.forecast.cost.collective_traffic import RAGGED, Collective, sum_wire_bytes
+from xlstm_jax.forecast.forecasting import Forecast
+from xlstm_jax.forecast.hardware.chips import peak_rate
+from xlstm_jax.wording import format_bytes, format_fraction
+
+ALL_TO_ALL = "all-to-all", RAGGED
+# For each value of a kernel and each row: 2 FLOP forward, again in the backward pass, and 4 for two gradients.
+FLOPS_OF_A_STEP = 8
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """One mixture of experts in a step; bytes and seconds per device and step.
+
+    >>> from xlstm_jax.distributed.plan.expert_plan import ExpertPlan
+    >>> mixture = ExpertPlan("moe", 8, 2, None, ("ep",), devices=8, layers=1, expert_bytes=2**20, expert_size=2**18)
+    >>> found = Dispatch(mixture, imbalance=1.5, wire_bytes=4e9, seconds=0.1, waited_s=0.1, expert_s=0.2)
+    >>> found.ideal_bytes, round(found.imbalance_s, 3)  # 8 devices, each ready for all tokens
+    (1000000000.0, 0.1)
+
+    Attributes:
+      experts: its row of the plan.
+      imbalance: that was given: rows of the busiest device over the mean.
+      wire_bytes: sent by its all-to-alls.
+      seconds, waited_s: of these, alone on their links, and expected to be waited for; None where not known.
+      expert_s: of the experts' products on the mean of rows (with a capacity, on all its places), at the rate that the
+        chip reaches; None where the chip or the tokens are not known.
+      is_ragged: whether rows travel alone, and not in parts of one size.
+    """
+
+    experts: ExpertPlan
+    imbalance: float
+    wire_bytes: float
+    seconds: float | None
+    waited_s: float | None
+    expert_s: float | None
+    is_ragged: bool = False
+
+    @property
+    def padding(self) -> float:
+        """What is sent, over the rows that tokens choose."""
+        return 1.0 if self.is_ragged else self.experts.padding
+
+    @property
+    def ideal_bytes(self) -> float:
+        """What the rows alone would take that tokens choose, evenly spread, without zeros for rows that are not."""
+        return self.wire_bytes / self.padding
+
+    @property
+    def imbalance_s(self) -> float | None:
+        """How much longer a step takes for the imbalance; 0 with a capacity, which drops instead."""
+        if self.experts.capacity_factor is not None:
+            return 0.0
+        return None if self.expert_s is None else (self.imbalance - 1) * self.expert_s
+
+    @property
+    def dropped_fraction(self) -> float:
+        """Of the choices of the busiest device's experts, what has no place; 0 without a capacity."""
+        capacity = self.experts.capacity_factor
+        return 0.0 if capacity is None else max(0.0, 1 - capacity / self.imbalance)
+
+    def __str__(self) -> str:
+        sent = f"{format_bytes(self.wire_bytes)} sent, where {format_bytes(self.ideal_bytes)} are rows that are there"
+        if self.experts.capacity_factor is not None:
+            dropped = format_fraction(self.dropped_fraction)
+            cost = f"the busiest device drops {dropped} of its choices"
+        else:
+            cost = "" if self.imbalance_s is None else f"the step takes {self.imbalance_s * 1e3:.3g} ms longer"
+        return f"{self.experts.path}: {sent}; at {self.imbalance:.3g} x the mean {cost or 'no time is known'}"
+
+
+def dispatch(forecast: Forecast, plan: ShardingPlan, imbalance: float = 1.0) -> tuple[Dispatch, ...]:
+    """What each mixture of experts of a step sends, and what an imbalance would cost.
+
+    >>> dispatch(None, None, imbalance=0.5)
+    Traceback (most recent call last):
+    ValueError: imbalance=0.5: the busiest device has as many rows as the mean at least; pass 1 or more, as 1.5.
+
+    Args:
+      forecast: of the step, with ``tokens=``.
+      plan: of the same model on the same mesh.
+      imbalance: rows of the busiest device over the mean of all devices along the axes of experts, from 1 to their
+        number.
+    Returns:
+      One for each row of ``plan.experts`` that is split.
+    Raises:
+      ValueError: the imbalance is below 1.
+    """
+    if not imbalance >= 1:
+        raise ValueError(
+            f"imbalance={imbalance}: the busiest device has as many rows as the mean at least; pass 1 or more, as 1.5."
+        )
+    return tuple(_of(forecast, plan, experts, imbalance) for experts in plan.experts if experts.devices > 1)
+
+
+def _of(forecast: Forecast, plan: ShardingPlan, experts: ExpertPlan, imbalance: float) -> Dispatch:
+    own = [one for one in forecast.collectives if serves(one, experts)]
+    seconds = total_seconds((one.count, one.alone_s) for one in own)
+    waited_s = total_seconds((one.count, one.exposed_s) for one in own)
+    chip, expert_s = forecast.chip, None
+    if chip and forecast.tokens:
+        # Each token goes to top_k experts. Devices that split layers have the same tokens, and compute the same.
+        equal = math.prod(plan.axis_sizes[axis] for axis, roles in plan.roles.items() if roles == ("tensor",))
+        rows = forecast.tokens * experts.top_k * equal / forecast.devices * (experts.capacity_factor or 1.0)
+        rate = peak_rate(chip.reached, next(iter(forecast.flops.by_dtype()), "bfloat16"))
+        expert_s = rows * experts.layers * FLOPS_OF_A_STEP * experts.expert_size / rate
+    is_ragged = any(one.kind == RAGGED for one in own)
+    return Dispatch(experts, imbalance, sum_wire_bytes(own), seconds, waited_s, expert_s, is_ragged)
+
+
+def serves(collective: Collective, experts: ExpertPlan) -> bool:
+    """Whether a collective is an all-to-all of this mixture."""
+    within = (collective.module + "/").startswith(experts.path + "/") or not experts.path
+    return collective.kind in ALL_TO_ALL and within

@@ -1,0 +1,583 @@
+"""What fits, and what of it is fastest: a search over the options of a sharded step, by forecast; and how to apply it.
+
+  1. the first mesh: weights kept, weights gathered again, blocks recomputed; all three
+  2. where nothing fits: 2, 4, ... minibatches with the options that took the least memory, until the step fits
+  3. each other mesh: with the options of the fastest trial that fits; where nothing fits yet, with the options of 1
+     that took the least memory, and then minibatches as in 2
+  4. where nothing fits on any mesh: step 3 for all meshes, with the optimizer's state in the memory of the host
+  5. another threshold, with the options of the fastest that fits
+
+With ``model_axes``, meshes are those of ``model_axes.model_meshes``, and the few are compiled that its estimate finds
+best; ``Fit.considered`` has all, and why.
+
+Each way of 1 saves memory, and as a rule costs time; which is fastest depends on whether compute, memory or links bound
+the step. A forecast takes seconds to a minute, so the search varies one option after the other and does not try all
+combinations: its best need not be the best of all. The three of 1 are compiled side by side, and so are the meshes of 3
+once something fits, as none of them depends on another; how many run at once does not change what is tried. Offload
+comes last, as it costs transfers that no other step has: it is tried only where nothing fits without it. Options that
+fail (they do not divide the batch, the compiler refuses the step, the user's code raises) become a row that says why;
+if the very first options fail, or all of 1, the search raises.
+"""
+
+import contextlib
+import dataclasses
+import inspect
+import json
+import math
+import shlex
+import textwrap
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE
+from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
+from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload
+from xlstm_jax.distributed.training.step import StepOptions
+from xlstm_jax.forecast.compiling.compile import StepCall
+from xlstm_jax.forecast.compiling.compile_process import CompileError, Pending
+from xlstm_jax.forecast.compiling.report_cache import ReportCache, chosen_cache
+from xlstm_jax.forecast.compiling.side_by_side import room_for_jobs, side_by_side
+from xlstm_jax.forecast.forecasting import Forecast, begin_forecast
+from xlstm_jax.forecast.hardware.cudnn import answered_for
+from xlstm_jax.forecast.hardware.topologies import Topology, parse_topology
+from xlstm_jax.forecast.training.model_axes import (
+    Considered,
+    Estimate,
+    estimate,
+    links_of_mesh,
+    mesh_on,
+    model_meshes,
+    ranked,
+)
+from xlstm_jax.forecast.training.workload import in_a_line
+from xlstm_jax.wording import (
+    Bar,
+    format_axes,
+    format_bytes,
+    format_mesh,
+    notebook_html,
+    plain_text,
+    rich_table,
+    shortened,
+)
+
+SHARD_AXIS_PREFIX = "fsdp"
+BATCH_AXES = ("dp", SHARD_AXIS_PREFIX)  # what their names begin with
+# Below the default: whether a step gains from splitting small leaves depends on the latency of its links.
+OTHER_MIN_WEIGHT_SIZE = 2**12
+MAX_MINIBATCHES = 64
+HOST_GROUPS = (4, 2)  # hosts that share one copy: the first that divides their number
+OPTIONS = ("mesh", "threshold", "gathered weights", "remat", "minibatches", "offload")  # columns
+MAX_PROBLEM = 200  # characters of it in a table
+MESHES_COMPILED = 4  # of those that ``model_axes`` allows
+OFFLOADED_STATE = """\
+state = create_train_state(
+    model, tx, mesh, rng, inputs,
+    batch_axes={axes},
+    offload=Offload(),
+)"""
+
+BuiltStep = tuple[Any, Sequence[PyTree]]  # a jax.jit function and its abstract arguments
+
+
+@dataclass(frozen=True)
+class Options:
+    """One way to build a step.
+
+    Attributes:
+      mesh: axes and sizes, outermost first. Parameters are split over those named fsdp..., the batch over all but the
+        model's own.
+      min_weight_size: see ``shard_module_params``.
+      keep_gathered: whether gathered weights are kept from the forward to the backward pass.
+      remat: whether the activations of each block are computed again in the backward pass.
+      num_minibatches: see ``make_train_step``.
+      offload: see ``create_train_state``.
+
+    >>> Options({"dp": 4, "fsdp_x": 8, "fsdp_y": 8}).shard_axes
+    ('fsdp_x', 'fsdp_y')
+    """
+
+    mesh: dict[str, int]
+    min_weight_size: int = DEFAULT_MIN_WEIGHT_SIZE
+    keep_gathered: bool = True
+    remat: bool = False
+    num_minibatches: int = 1
+    offload: Offload = NO_OFFLOAD
+
+    @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """The axes that parameters are split over."""
+        return tuple(axis for axis in self.mesh if axis.startswith(SHARD_AXIS_PREFIX))
+
+    def __str__(self) -> str:
+        kept = "kept" if self.keep_gathered else "gathered again"
+        said = [format_mesh(self.mesh), f"weights {kept}", *["remat"] * self.remat]
+        said += [f"{self.num_minibatches} minibatches"] * (self.num_minibatches > 1)
+        said += [f"threshold {self.min_weight_size:,}"] * (self.min_weight_size != DEFAULT_MIN_WEIGHT_SIZE)
+        return ", ".join([*said, *["offload"] * (self.offload != NO_OFFLOAD)])
+
+
+_WAYS = (Options({}), Options({}, keep_gathered=False), Options({}, keep_gathered=False, remat=True))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One forecast of the search.
+
+    Attributes:
+      options: of the step.
+      forecast: what it would cost; None where there is none.
+      fits: whether it is within the budget.
+      problem: why there is no forecast, in a line.
+      took_s: how long the compilation took; None where nothing was compiled, or the cache had it.
+    """
+
+    options: Options
+    forecast: Forecast | None
+    fits: bool
+    problem: str = ""
+    took_s: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Expected time of a step; infinite where there is none."""
+        seconds = self.forecast.step_seconds if self.forecast else None
+        return math.inf if seconds is None else seconds
+
+    @property
+    def bytes_per_device(self) -> int | None:
+        """What a device must hold, at the peak."""
+        return self.forecast.total_bytes if self.forecast else None
+
+
+@dataclass(frozen=True)
+class Fit:
+    """All that was tried: what fits first, the fastest first.
+
+    ``batch_specs`` says for each mesh how the steps' batch is split, where all its leaves are split alike. The steps
+    were made with ``layout``.
+
+    >>> failed = Trial(Options({"fsdp": 4}), None, fits=False, problem="4 devices do not divide 6 rows")
+    >>> Fit("v5e:2x2", 2**30, (failed,)).best  # None: nothing fits
+    """
+
+    topology: str
+    budget_bytes: int
+    trials: tuple[Trial, ...]
+    considered: tuple[Considered, ...] = ()
+    batch_specs: Mapping[str, PartitionSpec | None] = field(default_factory=dict)
+    layout: str | None = None
+
+    @property
+    def best(self) -> Trial | None:
+        """The fastest that fits."""
+        return next((trial for trial in self.trials if trial.fits), None)
+
+    def __str__(self) -> str:
+        return plain_text(self.table())
+
+    @property
+    def why_offload(self) -> str:
+        """Why the best has its optimizer's state on the host, and what that takes; "" where it has not."""
+        if self.best is None or not self.best.forecast or self.best.options.offload == NO_OFFLOAD:
+            return ""
+        host = self.best.forecast.host
+        assert host is not None  # or ``fit`` had refused the step
+        return (
+            f"Nothing fits without offload. With it {format_bytes(host.stored_bytes)} of optimizer state lie in the "
+            f"host's memory for each device, and travel there and back in every step: {host.seconds * 1e3:.1f} ms, for "
+            f"{host.waited_s * 1e3:.1f} ms of which the step waits."
+        )
+
+    def _repr_html_(self) -> str:
+        title = f"What each device must hold, of {format_bytes(self.budget_bytes)}; what does not fit in orange"
+        bars = [
+            Bar(str(trial.options), trial.bytes_per_device or 0, ", ".join(_row(trial)[-3:-1]), not trial.fits)
+            for trial in self.trials
+            if trial.forecast
+        ]
+        return notebook_html(self.table(), title, bars)
+
+    def table(self) -> RenderableType:
+        """For ``rich``: a table with one row for each trial, and the code that applies the first."""
+        rows = [_row(trial) for trial in self.trials]
+        title = f"What fits into {format_bytes(self.budget_bytes)} on each device of {self.topology}"
+        trials = rich_table(title, [*OPTIONS, "bytes per device", "expected", "fits"], rows, right=1)
+        if self.best is None:
+            return trials
+        code = textwrap.indent(self._code(self.best), "    ")
+        applied = Text(f"To apply the first, in your training:\n\n{code}\n", overflow="fold")
+        said = [Text(f"{text}\n") for text in (self.why_mesh, self.why_offload) if text]
+        return Group(trials, *said, applied)
+
+    def _code(self, trial: Trial) -> str:
+        # The model's own axes, of those that `model_axes` allowed, need not be axes of the batch.
+        own = {axis for one in self.considered for axis in dict(one.mesh) if not axis.startswith(BATCH_AXES)}
+        return code_of(trial.options, own, self.batch_specs.get(format_mesh(trial.options.mesh)), self.layout)
+
+    @property
+    def why_mesh(self) -> str:
+        """Why the best trial has its mesh, of those that ``model_axes`` allowed; "" without that."""
+        if not self.considered or self.best is None:
+            return ""
+        compiled = [one for one in self.considered if one.compiled]
+        own = next(one for one in compiled if dict(one.mesh) == self.best.options.mesh)
+        # The estimate only ranks meshes: what is said to fit has been compiled.
+        estimates = [one.estimate for one in self.considered if one.estimate]
+        too_large = sum(known.total_bytes > self.budget_bytes for known in estimates)
+        refused = len(self.considered) - len(estimates)
+        return (
+            f"Of {len(self.considered)} meshes {too_large} would not fit by their estimates, and {refused} have no "
+            f"step; the {len(compiled)} best were tried. {format_mesh(own.mesh)} is the fastest of these that fits: "
+            f"{own.estimate}."
+        )
+
+    def to_json(self) -> str:
+        """The trials with their totals; the forecasts themselves have a ``to_json`` of their own."""
+        rows = []
+        for trial in self.trials:
+            least, expected = (trial.forecast and trial.forecast.step_time) or (None, None)
+            sizes = {"bytes_per_device": trial.bytes_per_device}
+            times = {"step_seconds": expected, "least_step_seconds": least}
+            told = {"fits": trial.fits, "problem": trial.problem}
+            rows.append(dataclasses.asdict(trial.options) | sizes | told | times)
+        data = {"topology": self.topology, "budget_bytes": self.budget_bytes, "trials": rows}
+        data |= {"why_offload": self.why_offload, "why_mesh": self.why_mesh}
+        data |= {"considered": [str(one) for one in self.considered]}
+        return json.dumps(data | {"code": self._code(self.best) if self.best else None}, indent=2)
+
+
+def _row(trial: Trial) -> list[str]:
+    options = trial.options
+    kept, remat = "kept" if options.keep_gathered else "gathered again", "yes" if options.remat else "no"
+    offload = "no" if options.offload == NO_OFFLOAD else "yes"
+    cells = [format_mesh(options.mesh), f"{options.min_weight_size:,}", kept, remat]
+    cells += [str(options.num_minibatches), offload]
+    if trial.forecast is None:
+        return [*cells, "", "", shortened(trial.problem, MAX_PROBLEM)]
+    fits = "yes" if trial.fits else "no"
+    return [*cells, format_bytes(trial.forecast.total_bytes), f"{trial.seconds * 1e3:.1f} ms", fits]
+
+
+def fit(
+    build_step: Callable[[Options], BuiltStep],
+    topology: str,
+    budget_bytes: int | None = None,
+    *,
+    meshes: Sequence[dict[str, int]] | None = None,
+    on_trial: Callable[[Options], None] | None = None,
+    on_done: Callable[[Trial], None] | None = None,
+    jobs: int | None = None,
+    cache: bool | ReportCache = True,
+    model_axes: Mapping[str, int] | None = None,
+) -> Fit:
+    """Searches for the fastest step that fits.
+
+    >>> fit(lambda options: training().build_step(options.mesh), "v5e:3x3")
+    Traceback (most recent call last):
+    ValueError: topology='v5e:3x3': there is no such slice of v5e. There are 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16.
+
+    Args:
+      build_step: ``build_step(options) -> (step, abstract_args)`` on ``options.mesh``, an abstract mesh; as
+        ``Workload.build_step`` makes them. It may raise for options that it does not support. ``options.offload``
+        is for ``Workload(..., offload=...)``: if it asks for offload and nothing lies on the host, the row says so.
+      topology: as "v5e:16x16" or "h100:32x8".
+      budget_bytes: of each device; None: what the compiler lets a program have on that chip.
+      meshes: those to try, the first one first. By default one axis for each dim of the torus (of GPUs: one across
+        hosts and one within), one flat axis, and hybrid sharding (replicas over the first dim; of GPUs also over
+        groups of hosts).
+      on_trial: called before each forecast, to show progress.
+      on_done: called with each trial when its forecast is there.
+      jobs: how many may be compiled at once; None: one for every 2 cores, as memory allows.
+      cache: as for ``forecast``.
+      model_axes: in place of ``meshes``: axes of the model's own, those that send most first, with the most devices
+        that each may have, ``{"tp": 8, "cp": 16, "ep": 8}``. Every mesh of ``options.mesh`` has all of these axes, of
+        one device where it does not use them. ``build_step`` is traced for each, in seconds, and compiled for the
+        four that are best by an estimate.
+    Raises:
+      ValueError: an unknown topology; ``meshes`` and ``model_axes`` together; a budget or a number of jobs that is not
+        positive; no mesh, or a limit that is none; or there is no forecast of the very first options, chained to the
+        reason.
+      ImportError: the compiler for the topology is not installed.
+    """
+    parsed = parse_topology(topology)
+    chip = parsed.chip
+    budget = chip.usable_hbm_bytes if budget_bytes is None else budget_bytes
+    if not isinstance(budget, int | float) or not budget > 0:
+        raise ValueError(
+            f"budget_bytes={budget!r}: nothing fits into that. Give the bytes that a device may take, as 14 * 2**30, "
+            f"or None for all that {chip.name} has, {chip.usable_hbm_bytes}."
+        )
+    if meshes is not None and model_axes is not None:
+        raise ValueError("meshes and model_axes both say which meshes to try: pass one of them.")
+    considered: list[Considered] = []
+    batch_specs: dict[str, PartitionSpec | None] = {}
+    layouts: list[str | None] = []
+    if model_axes is not None:
+        considered = _considered(build_step, parsed, model_axes, budget)
+        meshes = [dict(one.mesh) for one in considered if one.compiled]
+    meshes = default_meshes(parsed) if meshes is None else meshes
+    if not meshes:
+        raise ValueError(
+            "meshes is empty; give at least one, as {'fsdp': 8}, or None for those that suit the topology."
+        )
+
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"jobs={jobs}: at least 1 must run at once; None takes as many as this machine has room for.")
+
+    def build(options: Options) -> StepCall:
+        with answered_for(chip):
+            step, args = build_step(options)
+        call = StepCall(step, tuple(args), topology=parsed, cache=kept)
+        batch_specs[format_mesh(options.mesh)] = batch_spec_of(call)
+        layouts.append(layout_of_step(step))
+        _check_offload(options, call.traced)  # the trace runs the user's loss here, where it may raise anything
+        return call
+
+    def begin(call: StepCall) -> Pending[Forecast]:
+        job = begin_forecast(call)
+        if job.key in programs:
+            raise ValueError("the same program as one before: build_step, or the model, does not use what is varied")
+        programs.add(job.key)
+        return job
+
+    # Two options with one program are a mistake in `build_step`, and would look like a tie.
+    kept, programs = chosen_cache(cache), set[str]()  # one for all trials; the keys of what was begun
+    limit = room_for_jobs if jobs is None else lambda: jobs
+    trials = Search(build, begin, budget, on_trial, on_done, limit).run(meshes)
+    return Fit(topology, budget, trials, tuple(considered), batch_specs, next(iter(layouts), None))
+
+
+def _considered(
+    build_step: Callable[[Options], BuiltStep], topology: Topology, model_axes: Mapping[str, int], budget: float
+) -> list[Considered]:
+    """The meshes that ``model_axes`` allows, the best by their estimates first, and which of them are compiled."""
+    found: list[tuple[dict[str, int], Estimate | str]] = []
+    for mesh in model_meshes(topology, model_axes):
+        try:
+            with answered_for(topology.chip):
+                step, args = build_step(Options(mesh, keep_gathered=False, remat=True))
+            call = StepCall(step, tuple(args), topology=topology)
+            _ = call.traced  # runs the user's loss, and is kept
+        except Exception as error:  # whatever the user's code raises
+            found.append((mesh, in_a_line(error)))
+        else:
+            found.append((mesh, estimate(call, links_of_mesh(topology, mesh))))
+    considered = ranked(found, budget, MESHES_COMPILED)
+    if not any(one.compiled for one in considered):
+        raise ValueError(f"no step can be built on any mesh that model_axes allows; the first, {considered[0]}")
+    return considered
+
+
+def _check_offload(options: Options, traced: jax.stages.Traced) -> None:
+    """Refuses a step of which nothing lies on the host, though its options say so."""
+    spaces = {aval.memory_space for aval in traced.jaxpr.in_avals}
+    if options.offload != NO_OFFLOAD and jax.memory.Space.Host not in spaces:
+        raise ValueError(
+            "nothing of this step lies on the host: build_step does not pass options.offload on, as Workload(..., "
+            "offload=options.offload) does, or the optimizer keeps nothing that is split like a parameter"
+        )
+
+
+@dataclass
+class Search:
+    """The search itself, apart from how steps are built and forecast; ``trials`` are those so far, in their order."""
+
+    build: Callable[[Options], StepCall]
+    begin: Callable[[StepCall], Pending[Forecast]]
+    budget_bytes: int
+    on_trial: Callable[[Options], None] | None = None
+    on_done: Callable[[Trial], None] | None = None
+    limit: Callable[[], int] = room_for_jobs
+    trials: list[Trial] = field(default_factory=list)
+
+    def run(self, meshes: Sequence[dict[str, int]]) -> tuple[Trial, ...]:
+        """All trials, sorted: what fits first, the fastest first."""
+        self.attempt(*[dataclasses.replace(way, mesh=meshes[0]) for way in _WAYS])
+        compiled = [trial for trial in self.trials if trial.forecast]
+        if not compiled:
+            raise _no_forecast(self.trials[0].options, self.trials[0].problem)
+        # Minibatches and other meshes begin with what takes least: it has the best chance to fit.
+        smallest = min(compiled, key=lambda trial: trial.bytes_per_device or 0)
+        self.try_minibatches(smallest)
+        rest = self.try_meshes(smallest.options, meshes[1:])
+        if self.best is None:
+            # The memory of the host comes last: each byte of it travels there and back in a step.
+            rest = self.try_meshes(dataclasses.replace(smallest.options, offload=Offload()), meshes)
+        if self.best is not None:
+            self.attempt(*[dataclasses.replace(self.best.options, mesh=mesh) for mesh in rest])
+            self.attempt(dataclasses.replace(self.best.options, min_weight_size=OTHER_MIN_WEIGHT_SIZE))
+        return tuple(sorted(self.trials, key=lambda trial: (not trial.fits, trial.seconds)))
+
+    @property
+    def best(self) -> Trial | None:
+        """The fastest so far of what fits."""
+        return min((trial for trial in self.trials if trial.fits), key=lambda trial: trial.seconds, default=None)
+
+    def try_meshes(self, options: Options, meshes: Sequence[dict[str, int]]) -> list[dict[str, int]]:
+        """One mesh after the other, each with more and more minibatches, until it fits; returns those that are left."""
+        rest = list(meshes)
+        while rest and self.best is None:
+            options = dataclasses.replace(options, mesh=rest.pop(0))
+            self.try_minibatches(self.attempt(options))
+        return rest
+
+    def try_minibatches(self, trial: Trial) -> None:
+        """Twice as many each time, until something fits, no more can be made of the batch, or none would help.
+
+        Parameters, optimizer state and the batch take the same whatever number of minibatches it is cut into.
+        """
+        while self.best is None and trial.forecast and trial.forecast.memory.argument_bytes <= self.budget_bytes:
+            # Twice as many, since each try is a compilation.
+            count = 2 * trial.options.num_minibatches
+            if count > MAX_MINIBATCHES:
+                return
+            trial = self.attempt(dataclasses.replace(trial.options, num_minibatches=count))
+
+    def attempt(self, *several: Options) -> Trial:
+        """More trials, side by side; returns the last. Without a forecast of the very first, a ``ValueError``."""
+        # A generator: the next step is traced while those before it compile.
+        begun = (self._begun(options) for options in several)
+        with contextlib.closing(side_by_side(begun, self.limit)) as done:
+            for job, (options, error) in done:
+                self.trials.append(self._trial(job, options, error))
+                if self.on_done is not None:
+                    self.on_done(self.trials[-1])
+        return self.trials[-1]
+
+    def _begun(self, options: Options) -> tuple[Pending[Forecast] | None, tuple[Options, Exception | None]]:
+        """The step on its way to the compiler; or why it is not."""
+        if self.on_trial is not None:
+            self.on_trial(options)
+        try:
+            step = self.build(options)
+        except Exception as error:  # whatever the user's code raises
+            return None, (options, error)
+        try:
+            return self.begin(step), (options, None)
+        except ValueError as error:  # others have nothing to do with these options
+            return None, (options, error)
+
+    def _trial(self, job: Pending[Forecast] | None, options: Options, error: Exception | None) -> Trial:
+        try:
+            forecast = job.result() if job is not None else None
+        except (ValueError, CompileError, TimeoutError) as raised:  # others have nothing to do with these options
+            forecast, error = None, raised
+        if job is not None and forecast is not None:
+            return Trial(options, forecast, forecast.total_bytes <= self.budget_bytes, took_s=job.seconds)
+        assert error is not None
+        problem = in_a_line(error)
+        if not self.trials and not isinstance(error, CompileError):  # what this one refuses it may take otherwise
+            raise _no_forecast(options, problem) from error
+        return Trial(options, None, False, problem)
+
+
+def _no_forecast(options: Options, problem: str) -> ValueError:
+    return ValueError(f"no forecast of the first options, {options}: {problem}")
+
+
+def default_meshes(topology: Topology) -> list[dict[str, int]]:
+    """Meshes worth trying on a topology, the first one first; dims of size 1 are left out.
+
+    One axis for each dim comes first: over one flat axis of a large torus, XLA compiles a reduce-scatter to an
+    all-reduce of twice the bytes, and between hosts weights are gathered first, so that the slower network carries the
+    smallest pieces. Then one flat axis; copies along the first dim; of GPUs also copies of groups of hosts.
+    """
+    dims = [size for size in topology.shape if size > 1]
+    flat = {SHARD_AXIS_PREFIX: math.prod(dims)}
+    if len(dims) <= 1:
+        return [flat]
+    copies = dims[:1]
+    if topology.platform == "cuda":
+        copies += [dims[0] // group for group in HOST_GROUPS if dims[0] % group == 0 < dims[0] - group][:1]
+    wanted: list[dict[str, int]] = [{}, *({"dp": count} for count in copies)]
+    staged, *copied = [mesh for sizes in wanted if (mesh := mesh_on(topology, sizes))]
+    return [staged, flat, *copied]
+
+
+def batch_spec_of(call: StepCall) -> PartitionSpec | None:
+    """How the arguments after the state are split, where all that are split at all are split alike; else None."""
+    # Scalars and keys are whole, however the batch is split.
+    placed = [leaf.sharding for leaf in jax.tree.leaves(call.args[1:]) if getattr(leaf, "ndim", 0)]
+    specs = {s.spec for s in placed if isinstance(s, NamedSharding) and any(map(entry_axes, s.spec))}
+    return specs.pop() if len(specs) == 1 else None
+
+
+def layout_of_step(step: Callable[..., Any]) -> str | None:
+    """The ``layout`` that a step of ``make_train_step`` was made with; None of other steps."""
+    options = getattr(inspect.unwrap(step), "__self__", None)
+    return options.layout.tokens if isinstance(options, StepOptions) else None
+
+
+def code_of(
+    options: Options,
+    model_axes: Collection[str] = (),
+    batch_spec: PartitionSpec | None = None,
+    layout: str | None = None,
+) -> str:
+    """What to write in the training, line by line; each is at most 60 columns wide for the usual names of axes.
+
+    Args:
+      options: those of the step.
+      model_axes: those of the mesh that need not split the batch.
+      batch_spec: how the step's batch is split, if that is known; said where it is not by all axes, or another dim than
+        that of rows.
+      layout: of the step, as of ``make_train_step``.
+    """
+    axes = tuple(axis for axis in options.mesh if axis not in model_axes)
+    said = [f"    loss_fn, mesh, {axes}, num_minibatches={options.num_minibatches}"]
+    if batch_spec is not None and (len(batch_spec) > 1 or set(axes) != set(options.mesh)):
+        axes = tuple(axis for entry in batch_spec for axis in entry_axes(entry))
+        entries = ", ".join(format_axes(entry_axes(entry)) if entry else "None" for entry in batch_spec)
+        said = [f"    loss_fn, mesh, num_minibatches={options.num_minibatches},", f"    batch_spec=jax.P({entries}),"]
+    elif axes != tuple(options.mesh):
+        said = ["    # and those of the model's own axes that split the batch:", *said]
+    if layout is not None:
+        said = [*said[:-1], f"{said[-1].removesuffix(',')},", f"    layout={layout!r},"]
+    # The code must give what was forecast, and no option that nn.remat makes needless.
+    gathered_again = not options.keep_gathered and not options.remat  # nn.remat gathers again by itself
+    wrapper = [
+        "    shard_module_params,",
+        f"    axis_name={format_axes(options.shard_axes)},",
+        f"    min_weight_size={options.min_weight_size},",
+        *(["    reshard_after_forward=True,"] if gathered_again else []),
+    ]
+    return "\n".join(
+        [
+            "mesh = DeviceMeshManager.create_device_mesh(",
+            f"    {dict(options.mesh)}",
+            ")",
+            *(["wrap = partial(", *wrapper, ")"] if options.shard_axes else []),
+            *(["block = nn.remat(wrap(Block), prevent_cse=False)"] if options.remat else []),
+            *(OFFLOADED_STATE.format(axes=axes).splitlines() if options.offload != NO_OFFLOAD else []),
+            "step = make_train_step(",
+            *said,
+            ")",
+        ]
+    )
+
+
+def command_of(options: Options, factory: str, topology: str, settings: Mapping[str, Any]) -> str:
+    """The command that forecasts these options again, over several lines.
+
+    Args:
+      options: those to forecast.
+      factory: as ``--factory`` takes it.
+      topology: as ``--topology`` takes it.
+      settings: values of the factory's arguments, each of which becomes a ``--set``.
+    """
+    more = [f"--minibatches {options.num_minibatches}"] if options.num_minibatches > 1 else []
+    more += ["--offload"] if options.offload != NO_OFFLOAD else []
+    parts = [
+        f"xlstm-jax forecast --factory {factory}",
+        " ".join([f"--topology {topology} --mesh {format_mesh(options.mesh)}", *more]),
+        *(f"--set {shlex.quote(f'{name}={value!r}')}" for name, value in settings.items()),
+    ]
+    return " \\\n    ".join(parts)

@@ -1,0 +1,167 @@
+"""The lint: what a step does that its sharding does not need, found by comparing its forecast with its plan.
+
+    forecast(step, *args), plan_sharding(model, ...)  --lint-->  [Finding(rule, where, text, cure, bytes), ...]
+    lint.raise_if(findings)                                      a refusal, for scripts
+
+The plan says what the model asked for, the forecast what the compiler made of it; the rules that compare them stand in
+one table, ``rules.RULES``. Leaves that are alike but for the number of their module (``block_0``, ``block_1``, ...) are
+one finding, and so are findings of a rule that differ in their numbers alone and have one cure.
+"""
+
+import dataclasses
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.console import RenderableType
+
+from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
+from xlstm_jax.forecast.forecasting import Forecast
+from xlstm_jax.forecast.training.linting.rules import RULES, Rule
+from xlstm_jax.forecast.training.linting.step import Step
+from xlstm_jax.wording import format_bytes, listed, rich_table
+
+_NUMBER = re.compile(r"\d[\d.,]*\d|\d|\b(?:[KMGT]iB|B|ms|us)\b")  # and its unit
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that costs more than it must.
+
+    Attributes:
+      rule: its name, as in ``RULES``.
+      where: the path of a leaf, ``block_*/up/kernel`` for several that are alike; else a module, or the name that the
+        compiler gives an operation.
+      text: what was found, with the numbers.
+      cure: what to change.
+      bytes: that it costs each device: of a step's traffic for what travels, of memory for what is kept; 0 for FLOP.
+
+    >>> str(Finding("wide-gather", "head/kernel", "travels as f32.", "Pass gather_dtype=bfloat16.", bytes=2**20))
+    'wide-gather: head/kernel: travels as f32. Pass gather_dtype=bfloat16.'
+    """
+
+    rule: str
+    where: str
+    text: str
+    cure: str
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.where}: {self.text} {self.cure}"
+
+
+class LintError(ValueError):
+    """A step has findings; its text lists them, ``findings`` has them as data.
+
+    >>> from xlstm_jax.forecast.training import lint
+    >>> found = Finding("wide-gather", "head/kernel", "travels as f32.", "Pass gather_dtype=bfloat16.", bytes=2**20)
+    >>> lint.raise_if([found])
+    Traceback (most recent call last):
+    xlstm_jax.forecast.training.linting.lint.LintError: 1 finding
+    wide-gather: head/kernel: travels as f32. Pass gather_dtype=bfloat16.
+    """
+
+    def __init__(self, findings: Sequence[Finding]) -> None:
+        super().__init__("\n".join([_counted(findings), *map(str, findings)]))
+        self.findings = tuple(findings)
+
+
+def table(findings: Sequence[Finding]) -> RenderableType:
+    """The findings as a table for ``rich``."""
+    rows = [[one.rule, one.where, f"{one.text} {one.cure}", format_bytes(one.bytes)] for one in findings]
+    return rich_table(_counted(findings), ["rule", "where", "what, and what to do", "bytes"], rows, left=3)
+
+
+def _counted(findings: Sequence[Finding]) -> str:
+    return f"{len(findings)} finding{'s' * (len(findings) != 1)}"
+
+
+def lint(
+    forecast: Forecast,
+    plan: ShardingPlan,
+    *,
+    num_minibatches: int = 1,
+    keep_gathered: bool = False,
+    imbalance: float = 1.0,
+) -> list[Finding]:
+    """Finds where a step costs more than its sharding needs.
+
+    >>> from xlstm_jax.forecast import forecast
+    >>> from xlstm_jax.forecast.training import Workload
+    >>> model, x = nn.Dense(1021), jax.ShapeDtypeStruct((8, 1023), jnp.float32)
+    >>> loss_fn = lambda params, apply_fn, x, rng: apply_fn({"params": params}, x).mean()
+    >>> step, args = Workload(model, optax.sgd(0.1), x, loss_fn).build_step(mesh)
+    >>> [(found.where, found.cure) for found in lint(forecast(step, *args), plan_sharding(model, mesh.shape, x))]
+    [('kernel', "Pass uneven='pad', or give its dim of 1023 the size 1024, which 8 divides.")]
+
+    Args:
+      forecast: of the training step.
+      plan: of the same model on the same mesh.
+      num_minibatches: of the step, each of which gathers anew; as for ``make_train_step``.
+      keep_gathered: gathered weights are kept from forward to backward on purpose, which saves the second gather.
+      imbalance: of experts, as for ``dispatch``: rows of the busiest device over the mean.
+    Returns:
+      The findings by rule, within a rule the largest first; empty for a step that is well made.
+    Raises:
+      ValueError: the plan is of another mesh or another model than the forecast, or ``num_minibatches`` is below 1.
+    """
+    step = Step(forecast, plan, num_minibatches, keep_gathered, imbalance)
+    _check(step)
+    # Findings of one cause differ in numbers alone, as those of layers of several sizes do.
+    causes = defaultdict(list)
+    for finding in (finding for rule in RULES.values() for finding in findings_of(rule, step)):
+        causes[finding.rule, _NUMBER.sub("", finding.text), finding.cure].append(finding)
+    merged = []
+    for first, *others in causes.values():
+        if others:
+            sizes = [f"{one.where} ({format_bytes(one.bytes)})" if one.bytes else one.where for one in others]
+            where = ", ".join(dict.fromkeys(one.where for one in (first, *others)))
+            text = f"{first.text} These are the numbers of {first.where}; likewise {', '.join(sizes)}."
+            nbytes = sum(one.bytes for one in (first, *others))
+            first = dataclasses.replace(first, where=where, text=text, bytes=nbytes)
+        merged.append(first)
+    return merged
+
+
+def findings_of(rule: Rule, step: Step) -> list[Finding]:
+    """What a rule finds, the largest first."""
+    findings = [Finding(rule.name, f.where, f.text, f.cure or rule.cure, round(f.bytes)) for f in rule.find(step)]
+    return sorted(findings, key=lambda finding: -finding.bytes)
+
+
+def raise_if(findings: Iterable[Finding], rules: Iterable[str] | None = None) -> None:
+    """Raises where there is a finding: the last line of a script that guards a step. Also ``lint.raise_if``.
+
+    Args:
+      findings: as ``lint`` returns them.
+      rules: names of the rules that count; None: all.
+    Raises:
+      LintError: there is one; its text lists all that count.
+      ValueError: a rule of that name does not exist; lists those that do.
+    """
+    # A string alone is a name, and not a list of letters.
+    wanted = list(RULES) if rules is None else [rules] if isinstance(rules, str) else list(rules)
+    if unknown := [name for name in wanted if name not in RULES]:
+        raise ValueError(f"rules: there is no rule {unknown[0]!r}; there are {', '.join(RULES)}.")
+    if refused := [finding for finding in findings if finding.rule in wanted]:
+        raise LintError(refused)
+
+
+lint.raise_if = raise_if  # type: ignore[attr-defined] # functions have attributes, types of functions have none
+
+
+def _check(step: Step) -> None:
+    # Forecast and plan are made by two calls: nothing else sees to it that they are of one step.
+    mesh, planned = dict(step.forecast.axis_sizes), dict(step.plan.axis_sizes)
+    if mesh != planned:
+        raise ValueError(
+            f"the forecast is of the mesh {mesh}, the plan of {planned}. Make the plan for the mesh of the step."
+        )
+    if step.num_minibatches < 1:
+        raise ValueError(f"num_minibatches={step.num_minibatches} must be 1 or more; pass that of the step.")
+    if step.gathers and not any(path in step.rows for path in step.gathers):
+        raise ValueError(
+            f"the step gathers {listed(step.gathers)}, of which the plan knows none; its parameters are "
+            f"{listed(step.rows)}. Make the plan of the model that the step trains."
+        )

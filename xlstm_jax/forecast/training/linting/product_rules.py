@@ -1,0 +1,66 @@
+"""The lint's rules for products that cost more than they must: of wide floats, of attention; the table is in ``rules``.
+
+Both look at the step's jaxpr, so they see the same on every platform.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from xlstm_jax.forecast.hardware.chips import peak_rate
+from xlstm_jax.forecast.hlo.op_names import BACKWARD
+from xlstm_jax.forecast.training.linting.step import Defect, Step
+from xlstm_jax.wording import format_bytes, format_fraction, path_pattern
+
+WIDE, NARROW = "float32", "bfloat16"
+MIN_NARROW_FRACTION = 0.5  # of the step's FLOP, from which on a model is one of bfloat16
+MIN_WIDE_FRACTION = 0.01  # of the step's FLOP; a router or a norm has less
+MIN_SCORES_BYTES = 2**30
+
+
+def wide_products(step: Step) -> Iterator[Defect]:
+    """Modules that multiply in float32, where most products of modules are narrower."""
+    flops, chip = step.forecast.flops, step.forecast.chip
+    # Without a path: the loss or the optimizer, which may need float32, or take bfloat16 in a model of float32.
+    in_modules = [work for work in flops.work if work.path]
+    narrow = sum(work.flops for work in in_modules if work.dtype not in (WIDE, "float64"))
+    of_modules = sum(work.flops for work in in_modules)
+    if narrow < MIN_NARROW_FRACTION * of_modules:
+        return
+    by_module: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for work in in_modules:
+        if work.dtype == WIDE:
+            by_module[path_pattern(f"{work.path}/")[:-1]][work.direction] += work.flops
+    for where, directions in by_module.items():
+        wide = sum(directions.values())
+        if wide < MIN_WIDE_FRACTION * flops.total:
+            continue
+        # A chip may multiply both dtypes at one rate: then float32 costs bytes alone.
+        times = [] if chip is None else [wide / peak_rate(chip, dtype) * 1e3 for dtype in (WIDE, NARROW)]
+        slower = f", {times[0]:.3g} ms at least where {NARROW} takes {times[1]:.3g}" if len(set(times)) > 1 else ""
+        yield Defect(
+            where,
+            f"multiplies in {WIDE}: {wide:.3g} FLOP per device and step{slower}, {format_fraction(wide / flops.total)} "
+            f"of the step's. Of the products of all modules {format_fraction(narrow / of_modules)} are narrower. Each "
+            f"operand of {WIDE} takes twice the bytes.",
+            0,
+            _GRADIENTS_ALONE if set(directions) == {BACKWARD} else "",
+        )
+
+
+_GRADIENTS_ALONE = (
+    "Only its backward pass is wide, as preferred_element_type=float32 makes the gradient of its result float32: leave "
+    "it out, and cast the result. jax.nn.dot_product_attention has it inside: in its place take a kernel, as "
+    "attention(q, k, v) of docs/kernels.md."
+)
+
+
+def held_scores(step: Step) -> Iterator[Defect]:
+    """Attention with an array of all its scores in memory."""
+    for path, held in step.forecast.flops.scores_bytes.items():
+        if held > MIN_SCORES_BYTES:
+            yield Defect(
+                path or "the loss",
+                f"holds a score for each pair of a query and a key, {format_bytes(held)} per device, and its softmax "
+                "and gradient more of that size; a kernel holds a block of them at a time.",
+                held,
+            )

@@ -1,0 +1,495 @@
+"""The lint's rules: each looks at a compiled step and its plan, and says what it finds there.
+
+``RULES`` is the table of them: the name, the function that looks, and what to change. A cure that depends on what was
+found comes from the function. Functions with ``_`` in front help a rule. The bytes of a defect are traffic of a step
+for what travels, memory for what is kept.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from xlstm_jax.accelerators import TPUS
+from xlstm_jax.distributed.data_parallel.policy import padded_size
+from xlstm_jax.distributed.data_parallel.reasons import Indivisible, TooSmall, Unwrapped
+from xlstm_jax.distributed.plan.leaf_plan import LeafPlan
+from xlstm_jax.forecast.cost.collective_traffic import Collective, executions, sum_wire_bytes
+from xlstm_jax.forecast.hardware.links import NETWORK, NVLINK
+from xlstm_jax.forecast.hlo.op_names import FORWARD, in_shard_map
+from xlstm_jax.forecast.hlo.text import float_bytes_of
+from xlstm_jax.forecast.training.linting import product_rules, split_rules
+from xlstm_jax.forecast.training.linting.step import Defect, Step, shared_name, size_of
+from xlstm_jax.program_names import HOST_AXIS
+from xlstm_jax.wording import format_bytes, format_fraction, listed, path_pattern
+
+# What a leaf of the default min_weight_size takes in float32: below, a step's time hardly changes.
+MIN_KEPT_BYTES = 2**20
+MIN_REPLICATED_BYTES = 2**20
+# Of the bytes that a device sends in a step. Where a TPU's compiler reduces small arrays by an all-reduce whatever the
+# mesh, they are up to 7% of a well-made step.
+MAX_ALL_REDUCED_FRACTION = 0.075
+MIN_WAITED_FRACTION = 0.05  # of a step's time
+MIN_NAMED_FRACTION = 0.01  # of it, for one module's part in what a step waits for
+MANY = 8  # collectives in a step, of which fewer are not worth a change of the model
+FLAT_LATENCY_S = 1e-4  # of a ring over hosts and GPUs, from which on two rings, 28 us and their hops, are faster
+MIN_SHARED_BYTES = 2**20
+# Of a device's fair share of matrix products: below are the paddings of what devices do not divide.
+MAX_WORK = 1.5
+MIN_REPEATED_FRACTION = 0.01  # of the step's FLOP
+MIN_SAVED_FRACTION = 0.4  # of the moments: what groups save even of a small optimizer state
+
+F32_BYTES = 4
+_VMAP = re.compile(r"vmap\(.*gather_params")  # members of nn.vmap run together, so they are gathered together
+_PRODUCT = re.compile(r"\b(?:dot_general|eigh|svd|qr)\b")
+OPTIMIZER = "the optimizer"
+
+
+class Rule(NamedTuple):
+    """A name, a function that looks at a step, and the cure of defects without a cure of their own."""
+
+    name: str
+    find: Callable[[Step], Iterator[Defect]]
+    cure: str = ""
+
+
+# -------------------------------------------------------------------------------------------------------------- gathers
+
+
+class _Repeat(NamedTuple):
+    """Gathers of a leaf over one mesh axis: how often they run, how often they must, and bytes sent for nothing."""
+
+    executed: int
+    needed: int
+    wasted: float
+
+
+def repeated_gathers(step: Step) -> Iterator[Defect]:
+    """A leaf is gathered more often than forward and backward need."""
+    for name, rows in step.groups:
+        repeats = [repeat for row in rows if (repeat := _repeat(step, row)).wasted]
+        if repeats:
+            executed, needed, wasted = (sum(column) for column in zip(*repeats, strict=True))
+            uses, minibatches = sum(row.uses for row in rows), step.num_minibatches
+            yield Defect(
+                name,
+                f"is gathered {executed} times in a step, where {minibatches} x {uses} uses need {needed}: at most one "
+                f"gather in forward and one in backward each. The rest sends {format_bytes(wasted)} per device.",
+                wasted,
+                "Call the module once in a step, put only one nn.remat around it (reshard_after_forward=True is one), "
+                "or wrap the loop around it rather than its body; if the step goes through more than "
+                f"{minibatches} minibatches, pass their number to lint, as num_minibatches."
+                if uses
+                else "By the plan it stays whole: make the plan of the model that the step trains.",
+            )
+
+
+def _repeat(step: Step, row: LeafPlan) -> _Repeat:
+    """Of the mesh axes over which a leaf is gathered too often, the worst."""
+    gathers, repeats = step.gathers[row.path], [_Repeat(0, 0, 0.0)]
+    if row.parts > 1 and not row.uses:
+        return repeats[0]  # a box of the model's own, which no wrapper gathers: how often it must be is not known
+    for axes in {gather.axes for gather in gathers}:
+        over = [gather for gather in gathers if gather.axes == axes]
+        forward = [gather for gather in over if gather.direction == FORWARD]
+        need = row.uses * step.num_minibatches
+        for some, needed in ((forward, need), (over, 2 * need)):
+            if (executed := executions(some)) > needed:
+                repeats.append(_Repeat(executed, needed, sum_wire_bytes(some) * (1 - needed / executed)))
+    return max(repeats, key=lambda repeat: repeat.wasted)
+
+
+def wide_gathers(step: Step) -> Iterator[Defect]:
+    """A leaf travels in a wider dtype than its wrapper asked for."""
+    for name, rows in step.groups:
+        # The CPU backend sends bfloat16 as float32, whoever asks.
+        asking = [row for row in rows if row.uses and not (step.on_cpu and row.gather_dtype == "bfloat16")]
+        pairs = step.gathers_of(asking)
+        if wide := [(row, gather) for row, gather in pairs if float_bytes_of(gather.dtype) > row.gather_itemsize]:
+            (row, gather), *_ = wide
+            sent = sum_wire_bytes(gather for _, gather in wide)
+            # Traffic is in proportion to the width of a value.
+            asked = sum(g.wire_bytes_per_step * r.gather_itemsize / float_bytes_of(g.dtype) for r, g in wide)
+            yield Defect(
+                name,
+                f"travels as {gather.dtype}, where its wrapper asked for {row.gather_dtype}: {format_bytes(sent)} per "
+                f"device and step instead of {format_bytes(asked)}.",
+                sent - asked,
+                f"Pass gather_dtype={row.gather_dtype} to the shard_module_params around it in the step too, and "
+                "compute in it.",
+            )
+
+
+def hoisted_gathers(step: Step) -> Iterator[Defect]:
+    """All layers of a loop are gathered at once, in front of it."""
+    for name, rows in step.groups:
+        hoisted = [gather for _, gather in step.gathers_of(rows) if step.layers_at_once(gather) > 1]
+        gathers = [gather for gather in hoisted if not _VMAP.search(gather.op_name)]
+        if not gathers:
+            continue
+        layers = max(map(step.layers_at_once, gathers))
+        uses = max(1, *map(step.uses_at_once, gathers))
+        whole = uses * max(row.gathered_size for row in rows) * max(float_bytes_of(gather.dtype) for gather in gathers)
+        per_layer = round(whole / layers)
+        if (extra := (layers - 1) * per_layer) >= MIN_KEPT_BYTES:
+            yield Defect(
+                name,
+                f"is gathered for {layers} layers at once, {format_bytes(layers * per_layer)} that live as long as "
+                f"the loop, where a layer needs {format_bytes(per_layer)}.",
+                extra,
+            )
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def kept_gathered(step: Step) -> Iterator[Defect]:
+    """The gathered weights of all layers live from forward to backward."""
+    if step.keep_gathered:
+        return
+    for name, rows in step.groups:
+        layers = sum(_kept_layers(step, row) for row in rows)
+        # One use leaves it in the dtype that was asked for, or in that of the gather where the compiler narrowed it.
+        widths = filter(None, (float_bytes_of(gather.dtype) for gather in step.gathers[rows[0].path]))
+        each = round(rows[0].gathered_size * min([rows[0].gather_itemsize, *widths]))
+        kept = layers * each
+        if layers > 1 and kept >= MIN_KEPT_BYTES:
+            yield Defect(
+                name,
+                f"is gathered in forward and not again in backward, so that {layers} layers of {format_bytes(each)} "
+                f"live from one to the other: {format_bytes(kept)} per device.",
+                kept,
+            )
+
+
+def _kept_layers(step: Step, row: LeafPlan) -> int:
+    """In how many layers a leaf's gathered weights are left over from forward for backward.
+
+    Vectors do not count: the backward pass of a sum does not read them. Nor does one layer alone, as an embedding,
+    which a step gathers once.
+    """
+    gathers = step.gathers[row.path]
+    again = any(gather.direction != FORWARD for gather in gathers)
+    # Outside of loops the CPU's compiler merges the gathers that nn.remat keeps apart.
+    merged = step.on_cpu and row.layers == 1
+    if again or merged or len(row.use_shape) < 2 or not row.gradients.total:
+        return 0
+    by_axes: dict[tuple[str, ...] | None, int] = defaultdict(int)
+    for gather in gathers:
+        by_axes[gather.axes] += 0 if round(step.uses_at_once(gather)) > 1 else gather.count
+    most = max(by_axes.values())
+    return min(most // step.num_minibatches or 1, row.layers) if most else 0
+
+
+def replicated_leaves(step: Step) -> Iterator[Defect]:
+    """A large leaf stays whole on every device."""
+    alike = defaultdict(list)
+    for row in step.plan.replicated:
+        # Small leaves of many layers are large together, but splitting them is many small gathers.
+        too_small = any(isinstance(reason, TooSmall) for reason in row.reason.each)
+        if row.parameters.total // (row.layers if too_small else 1) >= MIN_REPLICATED_BYTES:
+            alike[path_pattern(row.path), row.shape].append(row)
+    for rows in alike.values():
+        kept, devices = sum(row.all_bytes.per_device for row in rows), step.plan.devices
+        yield Defect(
+            shared_name(rows),
+            f"stays whole on each of {devices} devices ({rows[0].reason}): {format_bytes(kept)} with gradient and "
+            f"optimizer state, where split evenly a device would keep {format_bytes(kept / devices)}.",
+            kept,
+            _replication_cure(rows[0]),
+        )
+
+
+def _replication_cure(row: LeafPlan) -> str:
+    """The cure for the reason that the leaf stays whole; "" for a reason without one of its own."""
+    kinds = (Indivisible, TooSmall, Unwrapped)
+    match next((reason for kind in kinds for reason in row.reason.each if isinstance(reason, kind)), None):
+        case Indivisible(parts=parts):
+            size = max(row.use_shape)
+            fits = padded_size(size, parts)
+            return f"Pass uneven='pad', or give its dim of {size} the size {fits}, which {parts} divides."
+        case TooSmall():
+            return f"Lower min_weight_size to {math.prod(row.use_shape)} or less."
+        case Unwrapped():
+            return "Put shard_module_params around the module that owns it."
+        case _:
+            return ""
+
+
+# -------------------------------------------------------------------------------------------------------------- traffic
+
+
+def all_reduces_of_shards(step: Step) -> Iterator[Defect]:
+    """An all-reduce where a reduce-scatter or an all-gather of half the bytes would do."""
+    stand_ins = [c for c in step.forecast.collectives if c.stands_for]
+    if sum_wire_bytes(stand_ins) > MAX_ALL_REDUCED_FRACTION * step.forecast.wire_bytes:
+        for where, members in step.merged(stand_ins):
+            first, sent = members[0], sum_wire_bytes(members)
+            yield Defect(
+                where,
+                f"the compiler does the {first.stands_for} over {first.axes} by an all-reduce of the whole, "
+                f"{executions(members)} times in a step: {format_bytes(sent)} per device, "
+                f"{step.share_of_traffic(sent)} of the step's traffic, where {format_bytes(sent / 2)} would do.",
+                sent / 2,
+                "Give the mesh one axis for each axis of the torus, and axis_name the tuple of them: a collective over "
+                f"one axis of the torus is what was asked for.{_narrower(members)}",
+            )
+    for collective in step.forecast.collectives:
+        if rows := _whole_gradients(step, collective):
+            yield _whole_gradient(collective, rows)
+
+
+def _narrower(members: Iterable[Collective]) -> str:
+    """What else makes a scatter of float32 gradients cheaper; "" for any other collective."""
+    if any("reduce-scatter" in (c.kind, c.stands_for) and float_bytes_of(c.dtype) == F32_BYTES for c in members):
+        return (
+            " The gradients travel as f32: pass grad_scatter_dtype=jnp.bfloat16 to shard_module_params, which sends "
+            "half of it and rounds each sum."
+        )
+    return ""
+
+
+def _whole_gradients(step: Step, reduce: Collective) -> list[LeafPlan]:
+    """The leaves whose whole gradient an all-reduce averages over an axis that they are gathered over.
+
+    Many arrays travel in one all-reduce, so its size decides: what it carries beyond the leaves that belong in it.
+    """
+    if reduce.kind != "all-reduce" or "sync_gradients" not in reduce.op_name or not (total := size_of(reduce)):
+        return []
+    owned = [row for path, row in step.rows.items() if path.rpartition("/")[0] in reduce.modules]
+    axes = set(reduce.axes or ())
+    split = [row for row in owned if any(axes & set(gather.axes or ()) for gather in step.gathers.get(row.path, ()))]
+    rest = total - sum(math.prod(row.shape) / row.parts for row in owned if row not in split)
+    whole = []
+    for row in sorted(split, key=lambda row: -row.parameters.total):
+        if (size := math.prod(row.shape)) <= rest:
+            whole.append(row)
+            rest -= size
+    return whole
+
+
+def _whole_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Defect:
+    fraction = sum(math.prod(row.shape) for row in rows) * float_bytes_of(reduce.dtype) / reduce.payload_bytes
+    sent = reduce.wire_bytes_per_step * fraction
+    return Defect(
+        listed(row.path for row in rows).replace("'", ""),
+        f"the whole gradient is averaged over {reduce.axes} by an all-reduce, {format_bytes(sent)} per device and "
+        f"step, though the leaf is gathered over one of these axes: a reduce-scatter sends half, and leaves a device "
+        "its shard.",
+        sent / 2,
+        "Differentiate with respect to the split parameters, as value_and_grad does, with the gather inside of the "
+        "loss: its transpose is the reduce-scatter.",
+    )
+
+
+def exposed_collectives(step: Step) -> Iterator[Defect]:
+    """Collectives for whose bytes a step waits; of a CPU, on which nothing is asynchronous, no times are known."""
+    waited = [c for c in step.forecast.collectives if c.by_bandwidth.waited_s > 0]
+    groups = [(where, members, _waited_s(members)) for where, members in step.merged(waited)]
+    # Waits of many modules add up, so all of them together decide. The longest always has a name.
+    if not groups or _waited_s(waited) < MIN_WAITED_FRACTION * step.seconds:
+        return
+    least = min(MIN_NAMED_FRACTION * step.seconds, max(seconds for *_, seconds in groups))
+    for where, members, seconds in groups:
+        if seconds < least:
+            continue
+        kind, sent = members[0].kind, sum_wire_bytes(members)
+        takes = sum(c.count * c.by_bandwidth.seconds for c in members)
+        # By default XLA has one collective of a GPU under way at a time. Of a TPU without SparseCores its options hide
+        # gathers alone.
+        chip = step.forecast.chip
+        helps = chip and (
+            not chip.torus_axes or (TPUS[chip.name].xla_options and (chip.sparse_cores or kind == "all-gather"))
+        )
+        yield Defect(
+            where,
+            f"the step waits {seconds * 1e3:.3g} ms for its {kind}, of the {takes * 1e3:.3g} ms that its bytes take: "
+            f"{executions(members)} times in a step, {format_bytes(sent)} per device, {step.share_of_traffic(sent)} of "
+            "the step's traffic.",
+            sent,
+            f"{OVERLAP_OPTIONS if helps else ''}More tokens per device make it a smaller part of the step."
+            f"{_narrower(members)}",
+        )
+
+
+def _waited_s(collectives: Iterable[Collective]) -> float:
+    return sum(c.count * c.by_bandwidth.waited_s for c in collectives)
+
+
+# ---------------------------------------------------------------------------------------- GPUs, by latency and by hosts
+
+
+def small_collectives(step: Step) -> Iterator[Defect]:
+    """Many collectives whose latency is longer than the time of their bytes, by the axes that they run over."""
+    small = defaultdict(list)
+    for collective in step.forecast.collectives:
+        if collective.timing and collective.timing.latency_s > collective.timing.bytes_s:
+            small[collective.axes].append((collective, collective.timing))
+    for axes, pairs in small.items():
+        members, sent = [collective for collective, _ in pairs], sum_wire_bytes(collective for collective, _ in pairs)
+        seconds = sum(collective.count * min(timing.latency_s, timing.waited_s) for collective, timing in pairs)
+        if executions(members) < MANY or seconds < MIN_WAITED_FRACTION * step.seconds:
+            continue
+        latency_s = max(timing.latency_s for _, timing in pairs)
+        flat = latency_s > FLAT_LATENCY_S and any(len(timing.networks) > 1 for _, timing in pairs)
+        yield Defect(
+            listed(axes or ("unknown axes",)).replace("'", ""),
+            f"{executions(members)} collectives take longer to come around than their bytes do, up to "
+            f"{latency_s * 1e6:.3g} us each: the step waits {seconds * 1e3:.3g} ms for the latency of "
+            f"{format_bytes(sent)}.",
+            sent,
+            IN_TWO_STAGES if flat else "",
+        )
+
+
+def hosts_last(step: Step) -> Iterator[Defect]:
+    """Leaves that are gathered in a host first and cross to other hosts whole."""
+    for name, rows in step.groups:
+        wasted = 0.0
+        for row in rows:
+            gathers = [(gather, gather.timing.networks) for gather in step.gathers[row.path] if gather.timing]
+            within = [gather for gather, networks in gathers if networks == (NVLINK,)]
+            for across in (gather for gather, networks in gathers if networks == (NETWORK,)):
+                before = [g for g in within if step.uses_at_once(g) < step.uses_at_once(across)]
+                # A collective that carries several leaves is met once for each.
+                share = 1 / len(across.leaves)
+                wasted += share * across.wire_bytes_per_step * (1 - 1 / before[0].group_size) if before else 0.0
+        if wasted:
+            yield Defect(
+                name,
+                "is gathered in each host first, and crosses to other hosts whole: each adapter carries "
+                f"{format_bytes(wasted)} more in a step than if its pieces crossed first.",
+                wasted,
+            )
+
+
+# ----------------------------------------------------------------------------------------------------------- optimizers
+# ``make_train_step`` runs an optimizer on global arrays, outside of ``shard_map``. A matrix product there is shared
+# among devices by the compiler, with collectives for each: Newton-Schulz has 15 of them for every matrix. What the
+# compiler does not share, every device does.
+
+
+def shared_matrix_products(step: Step) -> Iterator[Defect]:
+    """Collectives that serve matrix products outside of ``shard_map``."""
+    serving = [c for c in step.forecast.collectives if not in_shard_map(c.op_name) and _PRODUCT.search(c.op_name)]
+    sent = sum_wire_bytes(serving)
+    if sent >= MIN_SHARED_BYTES:
+        yield Defect(
+            OPTIMIZER,
+            f"multiplies matrices of which each device has shards: {executions(serving)} collectives within its "
+            f"matrix products, {format_bytes(sent)} per device, {step.share_of_traffic(sent)} of the step's traffic, "
+            "and work that devices do more than once.",
+            sent,
+        )
+
+
+def repeated_products(step: Step) -> Iterator[Defect]:
+    """Matrix products outside of ``shard_map`` of which each device does far more than its share."""
+    forecast = step.forecast
+    share, done = forecast.flops.shared, forecast.shared_flops or 0.0
+    if done <= MAX_WORK * share or done - share < MIN_REPEATED_FRACTION * forecast.flops.total:
+        return
+    yield Defect(
+        OPTIMIZER,
+        f"each device does {done:.3g} FLOP of matrix products a step, where its share among {forecast.devices} devices "
+        f"is {share:.3g}: {done / share:.3g} times as many, as the compiler does not share them all.",
+        0,
+        # An owner has one matrix of M < D whole: 1 / M of the work, where now each device has done / share / D of it.
+        f"{WHOLE_MATRICES} That is less work from {math.floor(forecast.devices * share / done) + 1} matrices of a "
+        "shape on.",
+    )
+
+
+def needless_offload(step: Step) -> Iterator[Defect]:
+    """Offload of a step that fits without it and waits for it; else offload that leaves most moments on the device.
+
+    What a step would take without offload is known in part. Its moments would lie on the device all the time:
+
+        at most    what it takes now + the moments
+        as a rule  the moments + the most that all else takes, of which the live ranges tell
+
+    So the first says for certain that a step would fit. The second is read from the schedule of the offloaded step,
+    where compilers say what is live (TPUs); without offload they might schedule otherwise.
+    """
+    host, available, memory = step.forecast.host, step.forecast.available_bytes, step.forecast.memory
+    if host is None or not host.stored_bytes:
+        return
+    stored, moved = format_bytes(host.stored_bytes), format_bytes(host.moved_bytes)
+    without = step.forecast.total_bytes + host.stored_bytes
+    if available and without <= available:
+        if host.waited_s >= MIN_WAITED_FRACTION * step.seconds:
+            yield Defect(
+                OPTIMIZER,
+                f"{stored} of its state lie on the host, though with them on the device the step would take "
+                f"{format_bytes(without)} of {format_bytes(available)} at most. {moved} travel there and back in a "
+                f"step, which waits {host.waited_s * 1e3:.3g} of its {step.seconds * 1e3:.3g} ms for them.",
+                host.moved_bytes,
+            )
+    elif memory.resident_peak_bytes is not None:
+        saved = host.stored_bytes - (memory.peak_live_bytes - memory.resident_peak_bytes)
+        if saved < MIN_SAVED_FRACTION * host.stored_bytes:
+            saved = max(0, saved)
+            yield Defect(
+                OPTIMIZER,
+                f"{stored} of its state lie on the host, but most come to the device at once: of its memory "
+                f"{format_bytes(saved)} are saved, {format_fraction(saved / host.stored_bytes)} of them, for {moved} "
+                f"that travel in a step, {host.seconds * 1e3:.3g} ms.",
+                host.stored_bytes - saved,
+                "Take an optimizer that updates leaves one by one (num_minibatches for optax.MultiSteps, clipping of "
+                "gradients for clipping of updates), and the step of make_train_step, which brings them in groups; or "
+                "leave offload out.",
+            )
+
+
+# ------------------------------------------------------------------------------------------------------------ the table
+
+OVERLAP_OPTIONS = (
+    "If the step was compiled without them, pass XLA's options: compiler_options='auto' to make_train_step, or "
+    "compiler_options(device_kind) to a jax.jit of your own. More collectives are then under way at once. "
+)
+IN_TWO_STAGES = (
+    f"Give the mesh an axis across hosts and one within, {{{HOST_AXIS!r}: hosts, 'fsdp_device': GPUs of a host}} as "
+    "DeviceMeshManager.create_fsdp_mesh does, and axis_name both."
+)
+WHOLE_MATRICES = (
+    "Take xlstm_jax.distributed.muon for optax.contrib.muon, or put on_whole_matrices around the rule that needs whole "
+    "matrices: each device then updates whole ones of its own."
+)
+
+_TABLE = (
+    Rule("repeated-gather", repeated_gathers),
+    Rule("wide-gather", wide_gathers),
+    Rule("all-reduce-of-shards", all_reduces_of_shards),
+    Rule("hoisted-gather", hoisted_gathers,
+         "Put the loop outside of the wrapper: nn.scan(nn.remat(shard_module_params(Block, axis_name)), ...)."),
+    Rule("kept-gathered", kept_gathered,
+         "Pass reshard_after_forward=True to the shard_module_params around it, or put nn.remat around the wrapped "
+         "module. The policy of an outer nn.remat overrides what is within: give it remat_policy(), which keeps no "
+         "gathered weight. Where memory is left and links are slow, pass keep_gathered=True to lint."),
+    Rule("exposed-collective", exposed_collectives),
+    Rule("small-collectives", small_collectives,
+         "Raise min_weight_size, so that small leaves stay whole and are averaged together, or wrap a larger module, "
+         "whose leaves travel together."),
+    Rule("hosts-last", hosts_last,
+         f"Name the axis across hosts {HOST_AXIS!r}, as DeviceMeshManager.create_fsdp_mesh does, or pass it as "
+         "inter_host_axes: it is gathered first, when what is sent is smallest."),
+    Rule("split-across-hosts", split_rules.split_across_hosts,
+         "Put the axis of split layers last in the mesh, at most as large as a host has GPUs: its devices then share "
+         "NVLink."),
+    Rule("exposed-ring", split_rules.exposed_rings),
+    Rule("uneven-experts", split_rules.uneven_experts),
+    Rule("unbalanced-sequence", split_rules.unbalanced_sequences,
+         "Make the step with layout='zigzag', which lays out its batches; in a shard_map of your own, with "
+         "in_layout(batch, 'zigzag', axis) as batch."),
+    Rule("replicated-leaf", replicated_leaves, "Split it over another axis, or give it a dim that the axis divides."),
+    Rule("shared-matrix-product", shared_matrix_products, WHOLE_MATRICES),
+    Rule("repeated-product", repeated_products, WHOLE_MATRICES),
+    Rule("wide-product", product_rules.wide_products,
+         "Give the module dtype=jnp.bfloat16; its sums stay float32. Keep what is meant to be float32, and leave this "
+         "rule out."),
+    Rule("held-scores", product_rules.held_scores,
+         "Take a kernel: attention(q, k, v) of docs/kernels.md chooses that of the platform."),
+    Rule("needless-offload", needless_offload, "Leave offload out."),
+)  # fmt: skip
+RULES = {rule.name: rule for rule in _TABLE}

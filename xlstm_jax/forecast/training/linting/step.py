@@ -1,0 +1,111 @@
+"""What the lint's rules look at: a forecast and a plan of the same step, leaf by leaf."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, LeafPlan
+from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
+from xlstm_jax.forecast.cost.collective_traffic import Collective
+from xlstm_jax.forecast.forecasting import Forecast
+from xlstm_jax.forecast.hlo.text import float_bytes_of
+from xlstm_jax.wording import format_fraction, path_pattern
+
+
+class Defect(NamedTuple):
+    """What a rule has found: the place, a sentence, the bytes, and a cure; "" stands for the cure of the rule."""
+
+    where: str
+    text: str
+    bytes: float
+    cure: str = ""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A compiled step beside the plan of its model; ``imbalance`` is that of experts, see ``dispatch``."""
+
+    forecast: Forecast
+    plan: ShardingPlan
+    num_minibatches: int
+    keep_gathered: bool
+    imbalance: float = 1.0
+
+    @cached_property
+    def rows(self) -> dict[str, LeafPlan]:
+        """The parameters by path."""
+        return {row.path: row for row in self.plan.rows if row.collection == PARAMETERS}
+
+    @cached_property
+    def gathers(self) -> dict[str, list[Collective]]:
+        """The collectives that gather each leaf, by its path; twice a collective that gathers the leaf twice."""
+        by_path = defaultdict(list)
+        for collective in self.forecast.collectives:
+            for path in collective.leaves:
+                by_path[path].append(collective)
+        return dict(by_path)
+
+    @cached_property
+    def groups(self) -> list[tuple[str, list[LeafPlan]]]:
+        """The gathered parameters by name; parameters whose paths differ only in a module's number are one group."""
+        alike = defaultdict(list)
+        for path, row in self.rows.items():
+            if path in self.gathers:
+                alike[path_pattern(path), row.use_shape].append(row)
+        return [(shared_name(rows), rows) for rows in alike.values()]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the step was compiled for CPU, whose compiler merges, widens and never hides collectives."""
+        return self.forecast.platform == "cpu"
+
+    def gathers_of(self, rows: Iterable[LeafPlan]) -> list[tuple[LeafPlan, Collective]]:
+        """Each gather of each of the leaves."""
+        return [(row, gather) for row in rows for gather in self.gathers[row.path]]
+
+    def uses_at_once(self, gather: Collective) -> float:
+        """How many uses of its leaves one execution of a gather serves; below 1 if it is one of several stages."""
+        # By sizes, as several leaves may travel in one gather, and one leaf in several stages.
+        rows = [self.rows[path] for path in gather.leaves if path in self.rows]
+        return size_of(gather) / (sum(row.gathered_size for row in rows) or math.inf)
+
+    def layers_at_once(self, gather: Collective) -> int:
+        """How many layers' weights one execution brings: by the plan, or by a loop that reads them in slices."""
+        return max(round(self.uses_at_once(gather)), gather.slices)
+
+    @property
+    def seconds(self) -> float:
+        """What the step is expected to take; 0 where that is not known."""
+        return self.forecast.step_seconds or 0.0
+
+    def share_of_traffic(self, sent: float) -> str:
+        """Bytes as a fraction of all that each device sends in the step."""
+        return format_fraction(sent / self.forecast.wire_bytes)
+
+    def merged(self, collectives: Iterable[Collective]) -> Iterator[tuple[str, list[Collective]]]:
+        """Collectives of one kind in groups by what they serve, whatever the number of the module; and what that is."""
+        alike = defaultdict(list)
+        for collective in collectives:
+            served = tuple(dict.fromkeys(collective.leaves or (collective.module,)))
+            names = served if any(served) else tuple(dict.fromkeys(collective.modules))
+            patterns = tuple(dict.fromkeys(path_pattern(f"{name}/")[:-1] for name in names))
+            alike[patterns, collective.kind, collective.stands_for].append((names, collective))
+        for (patterns, *_), members in alike.items():
+            names = members[0][0]
+            is_one = len(names) == 1 and all(others == names for others, _ in members)
+            where = ", ".join(filter(None, names if is_one else patterns)) or members[0][1].name
+            yield where, [collective for _, collective in members]
+
+
+def shared_name(rows: Sequence[LeafPlan]) -> str:
+    """The path of a leaf; of several that are alike, with ``*`` for the number in which they differ."""
+    return rows[0].path if len(rows) == 1 else path_pattern(rows[0].path)
+
+
+def size_of(collective: Collective) -> float:
+    """How many values one execution carries; 0 where it is not known, as of arrays of several dtypes."""
+    width = float_bytes_of(collective.dtype)
+    return collective.payload_bytes / width if width else 0.0

@@ -1,0 +1,230 @@
+"""Meshes with axes for split layers, sequences and experts, and what a step would cost on each, before compilation.
+
+    model_meshes(topology, {"tp": 8, "cp": 4})   every mesh with 1, 2, 4, 8 devices along "tp", and 1, 2, 4 along "cp"
+    estimate(call, links)                        bytes and seconds, from the jaxpr: a trace takes seconds, XLA a minute
+
+An axis takes a whole dim of the torus if there is a dim of its size, else a part of a dim; of GPUs those of a host come
+first, in the order of the limits, as "tp" sends in each layer. What is left of the dims is FSDP's.
+
+What the estimate counts is exact as far as it goes: arguments, matrix products, and the bytes of the collectives inside
+of ``shard_map``, loops multiplied out. What else is in memory is a guess (``cost.live_values``). Nothing in it
+overlaps, and what the compiler adds or saves is not in it: it ranks meshes, so that few must be compiled.
+"""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from xlstm_jax.equations import COLLECTIVES, named_axes, nbytes
+from xlstm_jax.forecast.compiling.compile import StepCall
+from xlstm_jax.forecast.cost.collective_traffic import RAGGED, ring_bytes
+from xlstm_jax.forecast.cost.flops import count_flops
+from xlstm_jax.forecast.cost.live_values import live_bytes
+from xlstm_jax.forecast.hardware.chips import peak_rate
+from xlstm_jax.forecast.hardware.links import Links
+from xlstm_jax.forecast.hardware.topologies import Topology
+from xlstm_jax.private_names import core
+from xlstm_jax.program_names import HOST_AXIS
+from xlstm_jax.wording import format_bytes, format_mesh
+
+
+def model_meshes(topology: Topology, limits: Mapping[str, int]) -> list[dict[str, int]]:
+    """Every mesh on a topology with 1, 2, 4, ... devices along each axis of ``limits``, up to its limit.
+
+    >>> from xlstm_jax.forecast import parse_topology
+    >>> for mesh in model_meshes(parse_topology("h100:2x8"), {"tp": 8, "cp": 2}):
+    ...     print(mesh)
+    {'fsdp_host': 2, 'fsdp_device': 8, 'cp': 1, 'tp': 1}
+    {'fsdp_host': 2, 'fsdp_device': 4, 'cp': 2, 'tp': 1}
+    {'fsdp_host': 2, 'fsdp_device': 4, 'cp': 1, 'tp': 2}
+    {'fsdp_host': 2, 'fsdp_device': 2, 'cp': 2, 'tp': 2}
+    {'fsdp_host': 2, 'fsdp_device': 2, 'cp': 1, 'tp': 4}
+    {'fsdp_host': 2, 'cp': 2, 'tp': 4}
+    {'fsdp_host': 2, 'cp': 1, 'tp': 8}
+    {'cp': 2, 'fsdp_device': 1, 'tp': 8}
+
+    Args:
+      topology: of the devices.
+      limits: the most devices along each axis, those that send most first: ``{"tp": 8, "cp": 16}``. "dp" takes from the
+        outermost dim, and is of the batch alone.
+    Raises:
+      ValueError: a limit is not positive, or an axis has a name that FSDP's axes have.
+    """
+    for axis, limit in limits.items():
+        if axis.startswith("fsdp") or not isinstance(limit, int) or limit < 1:
+            raise ValueError(
+                f"model_axes={dict(limits)}: {axis!r} must be no axis of FSDP, which gets what is left, and its limit "
+                "a positive number of devices, as {'tp': 8}."
+            )
+    choices = [[2**i for i in range(limit.bit_length())] for limit in limits.values()]
+    sizes = (dict(zip(limits, some, strict=True)) for some in itertools.product(*choices))
+    laid = (mesh_on(topology, some) for some in sizes)
+    return [mesh for mesh in laid if mesh is not None]
+
+
+def mesh_on(topology: Topology, sizes: Mapping[str, int]) -> dict[str, int] | None:
+    """A mesh with axes of these sizes, each in one dim of a torus or of (hosts, GPUs of each); None without room."""
+    gpus = topology.platform == "cuda"
+    dims = [(size, ring) for size, ring in zip(topology.shape, topology.wraps, strict=True) if size > 1] or [(1, False)]
+    shape = [size for size, _ in dims]
+    left = list(shape)
+    within: list[list[tuple[str, int]]] = [[] for _ in shape]
+    for axis, size in sizes.items():
+        # Inner dims first, whose links are faster (of GPUs NVLink). "dp" sends least, and takes the outermost.
+        order = range(len(shape)) if axis == "dp" else range(len(shape) - 1, -1, -1)
+        fitting = [dim for dim in order if left[dim] % size == 0]
+        # An axis that takes a whole dim of a torus can use the links that close its ring.
+        whole = [dim for dim in fitting if not gpus and left[dim] == size == shape[dim]]
+        if not fitting:
+            return None
+        dim = (whole or fitting)[0]
+        left[dim] //= size
+        within[dim].insert(0, (axis, size))
+    names = [HOST_AXIS, "fsdp_device"] if gpus else [f"fsdp_{'xyz'[dim]}" for dim in range(len(shape))]
+    names = names[-len(shape) :]
+    rest = [dim for dim in range(len(shape)) if left[dim] > 1] or [len(shape) - 1]
+    mesh: dict[str, int] = {}
+    for dim in range(len(shape)):
+        own = dict(within[dim])
+        if "dp" in own and not dims[dim][1]:
+            # Around the rest of its dim, which sends more. Of a closed ring the rest must reach all around to be one.
+            mesh["dp"] = own.pop("dp")
+        if dim in rest:
+            mesh["fsdp" if len(shape) == 1 else names[dim]] = left[dim]
+        mesh |= own
+    return mesh
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a step would cost each device, roughly, as its jaxpr says.
+
+    Attributes:
+      argument_bytes: parameters, optimizer's state, batch.
+      live_bytes: of the gradients, and the most of what is computed for them that is alive at a time.
+      compute_s: of matrix products, at the rate that the chip reaches.
+      wire_s: of collectives inside of ``shard_map`` by their axes, each alone on its links.
+    """
+
+    argument_bytes: int
+    live_bytes: int
+    compute_s: float
+    wire_s: Mapping[tuple[str, ...], float]
+
+    @property
+    def total_bytes(self) -> int:
+        return self.argument_bytes + self.live_bytes
+
+    @property
+    def seconds(self) -> float:
+        """If nothing overlapped."""
+        return self.compute_s + sum(self.wire_s.values())
+
+    def __str__(self) -> str:
+        sent = ", ".join(f"{'+'.join(axes)} {seconds * 1e3:,.0f} ms" for axes, seconds in self.wire_s.items())
+        return (
+            f"{format_bytes(self.argument_bytes)} of arguments and {format_bytes(self.live_bytes)} computed; products "
+            f"{self.compute_s * 1e3:,.0f} ms, links: {sent or 'nothing'}"
+        )
+
+
+def estimate(call: StepCall, links: Links) -> Estimate:
+    """What a step would cost, before it is compiled."""
+    jaxpr, devices = call.traced.jaxpr, math.prod(links.axis_sizes.values())
+    reached = links.chip.reached
+    flops = count_flops(jaxpr, devices).by_dtype()
+    live, wire = 0, defaultdict[tuple[str, ...], float](float)
+    for eqn, times in _equations(jaxpr):
+        if eqn.primitive.name == "shard_map":
+            # Gradients, the results, are alive when the optimizer begins.
+            (of_device,) = core.jaxprs_in_params(eqn.params)
+            live = max(live, live_bytes(of_device) + sum(nbytes(v.aval) for v in of_device.outvars))
+        elif eqn.primitive.name in COLLECTIVES:
+            axes, sent = _sent(eqn, links.axis_sizes)
+            if axes:
+                wire[axes] += times * links.seconds(axes, sent)
+    argument_bytes = 0
+    for leaf in jax.tree.leaves(call.args):
+        sharding = getattr(leaf, "sharding", None)
+        shape = sharding.shard_shape(leaf.shape) if isinstance(sharding, NamedSharding) else np.shape(leaf)
+        argument_bytes += math.prod(shape) * leaf.dtype.itemsize
+    return Estimate(
+        argument_bytes=argument_bytes,
+        live_bytes=live,
+        compute_s=sum(count / peak_rate(reached, dtype) for dtype, count in flops.items()),
+        wire_s=dict(sorted(wire.items(), key=lambda item: -item[1])),
+    )
+
+
+def _equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
+    """The operations of a program and of those within it, and how often each runs; an unknown length counts once."""
+    # `equations.all_equations` sees a shared program once: this walk counts each of its calls.
+    for eqn in jaxpr.eqns:
+        yield eqn, times
+        runs = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
+        for part in core.jaxprs_in_params(eqn.params):
+            yield from _equations(part, runs)
+
+
+def _sent(eqn: Any, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], float]:
+    """The axes of a collective with more than one device, and the bytes that each device sends in one execution."""
+    kind = COLLECTIVES[eqn.primitive.name]
+    axes = tuple(axis for axis in named_axes(eqn) if sizes.get(axis, 1) > 1)
+    # What a gather sends is measured by its result. Of a ragged exchange the smaller of operand and result has no
+    # padding: on the way there the operand, on the way back the result.
+    sizes_of = [nbytes(v.aval) for v in (eqn.outvars if kind == "all-gather" else eqn.invars)]
+    payload = min(sizes_of[:2]) if kind == RAGGED else sum(sizes_of)
+    return axes, ring_bytes(kind, payload, math.prod(sizes[axis] for axis in axes))
+
+
+def links_of_mesh(topology: Topology, mesh: Mapping[str, int]) -> Links:
+    """The links of a mesh whose devices lie in the order of the topology's dims."""
+    shape = (*topology.shape, 1, 1)[:3]
+    coords = np.stack(np.unravel_index(np.arange(math.prod(mesh.values())), shape), axis=1).tolist()
+    return Links(topology.chip, dict(mesh), topology, coords if topology.chip.torus_axes else ())
+
+
+@dataclass(frozen=True)
+class Considered:
+    """A mesh of the search: its estimate, or why there is none; and whether it was compiled."""
+
+    mesh: Mapping[str, int]
+    estimate: Estimate | None
+    compiled: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{format_mesh(self.mesh)}: {self.reason}"
+
+
+def ranked(found: Sequence[tuple[dict[str, int], Estimate | str]], budget: float, count: int) -> list[Considered]:
+    """The meshes in the order in which they are worth a compilation, of which the first ``count`` get one.
+
+    Those that fit by their estimate come first, the fastest first; then those that do not, the smallest first.
+    """
+
+    def key(pair: tuple[dict[str, int], Estimate | str]) -> tuple[float, ...]:
+        _, known = pair
+        if isinstance(known, str):
+            return 2, 0.0
+        return (0, known.seconds) if known.total_bytes <= budget else (1, known.total_bytes)
+
+    # What has no step has no place among the first, however few of the others there are.
+    ordered, considered = sorted(found, key=key), []
+    for place, (mesh, known) in enumerate(ordered):
+        compiled = place < count and not isinstance(known, str)
+        if isinstance(known, str):
+            considered.append(Considered(mesh, None, False, known))
+            continue
+        why = "compiled" if compiled else "not compiled, as others are faster by their estimates"
+        if known.total_bytes > budget:
+            why = f"{'compiled, though' if compiled else 'not compiled:'} it would not fit by its estimate"
+        considered.append(Considered(mesh, known, compiled, f"{why}; {known}"))
+    return considered

@@ -1,0 +1,16 @@
+"""Names that the library writes into programs, and by which forecasts and profiles find its parts there.
+
+``xlstm_jax.forecast`` reads this file, the equations of a jaxpr (``equations``) and the facts about accelerators
+(``accelerators``), and nothing else of a training.
+"""
+
+GATHER_SCOPE = "gather_params"  # all gathers of parameters
+LOOKUP_SCOPE = "lookup_rows"  # lookups by rows, in place of a gather
+UNBALANCED_SCOPE = "unbalanced_ring"  # a ring over the sequence in natural order, half of which waits
+# Blocks with scales on the wire: the format that each scope packs or unpacks.
+PACK_SCOPES = {f"{way}_{name}": name for way in ("pack", "unpack") for name in ("int8", "float8_e4m3fn")}
+HOST_MEMORY = "pinned_host"  # JAX's name of the memory of the host that a device reaches by itself
+# The names that ``DeviceMeshManager.create_fsdp_mesh`` gives to axes that cross slices or hosts, over slow links: the
+# default of ``inter_host_axes``.
+SLICE_AXIS, HOST_AXIS = "fsdp_slice", "fsdp_host"
+INTER_HOST_AXES = (SLICE_AXIS, HOST_AXIS)
