@@ -10,7 +10,7 @@ from matplotlib.patches import FancyBboxPatch
 DOCS = Path(__file__).parent
 CAPTIONS = {
     "cli": "the command xlstm-jax",
-    "forecast": "memory, traffic and time on absent devices",
+    "forecast": "memory, traffic and time of any program on absent devices; its folder training imports the rest",
     "training": "initialisation, gradients, the ready step",
     "metrics": "reductions, states",
     "plan": "what is split, and bytes",
@@ -22,7 +22,9 @@ CAPTIONS = {
     "model_parallel": "split layers",
     "data_parallel": "the life of a parameter: boxes, gather, gradients, wrapped modules, collectives",
     "wording": "numbers as text",
-    "hardware": "chips, links, XLA options",
+    "accelerators": "XLA options, absent devices",
+    "equations": "of a traced program",
+    "program_names": "scopes, axes",
     "common_types": "a few type names",
     "private_names": "of JAX and Flax",
     "quiet_import": "CUDA's plugin, silent",

@@ -101,15 +101,17 @@ def test_links_lead_somewhere(page):
 
 def found_file(path):
     """Pages write paths from the top of the repository, or from the folder that holds those of library or tests."""
-    bases = (ROOT, ROOT / "xlstm_jax" / "distributed", ROOT / "tests")
+    bases = (ROOT, ROOT / "xlstm_jax" / "distributed", ROOT / "xlstm_jax", ROOT / "tests")
     return next((base / path for base in bases if (base / path).exists()), None)
 
 
 def resolve(dotted):
-    """The module or attribute of this name; raises where there is none."""
+    """The module or attribute of this name; raises where there is none. None of a place that says where it has moved."""
     try:
         return importlib.import_module(dotted)
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
+        if str(error).startswith(f"{dotted} is "):
+            return None
         parent, _, name = dotted.rpartition(".")
         return getattr(resolve(parent), name)
 

@@ -63,7 +63,8 @@ def _read(file: Path) -> list[Mutant]:
     for number, line in enumerate(file.read_text().splitlines(), 1):
         sign, _, rest = line.partition(" ")
         if sign == "#":
-            path = f"{LIBRARY}/{file.stem}/{rest}.py"
+            folder = file.stem if (ROOT / "xlstm_jax" / file.stem).is_dir() else f"distributed/{file.stem}"
+            path = f"xlstm_jax/{folder}/{rest}.py"
         elif sign == "-":
             found[-1].before.append(rest)
         elif sign == "+":
