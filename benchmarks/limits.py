@@ -7,17 +7,13 @@
   persistent bytes   (4 + 8) (P - small) / N + (4 + 8) small                               float32 parameters and Adam
   temporaries        2 L t d + max((blocks / L)(g + r) + 8 t d,  head (g + r) + 4 t V)     all is computed again
   sent per step      share(N) [g (2 blocks + embedding + head) + r (P - small) + 8 small]  blocks are gathered twice
-  step time          max(matrix products / peak, bytes of HBM / bandwidth, sent / links)   all is overlapped
 
 Sent bytes are those of the ring algorithm, which needs the fewest. Hybrid sharding (HSDP) splits over F devices and has
 R = N / F copies, whose gradients of P / F parameters are averaged besides: 2 share(R) r (P - small) / F.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-from xlstm_jax.forecast.hardware.chips import CHIPS, Chip
 
 BFLOAT16, FLOAT32 = 2, 4
 ADAM_BYTES = 8  # two moments in float32
@@ -160,139 +156,8 @@ def busiest_axis_bytes(payload: float, sizes: Sequence[int]) -> float:
     return max(axis_bytes(payload, dict(enumerate(sizes))).values())
 
 
-# ----------------------------------------------------------------------------------------------------------------- time
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """The least seconds of a step, by what bounds it. ``network`` is between nodes or slices, 0 within one."""
-
-    compute: float
-    memory: float
-    links: float
-    network: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """All overlapped."""
-        return max(self.compute, self.memory, self.links, self.network)
-
-    @property
-    def bound(self) -> str:
-        """Which of them it is."""
-        times = vars(self)
-        return max(times, key=times.__getitem__)
-
-
-def flops(counts: Counts, tokens: float, sequence: int, *, remat: bool = True) -> float:
-    """Of the matrix products of a step on one device; with ``remat`` those of the blocks' forward pass twice.
-
-    12 L s t d are those of attention; causality saves nothing, as masked scores are computed.
-    """
-    attention = 12 * counts.layers * sequence * tokens * counts.dim
-    again = (6 * counts.blocks * tokens + attention) / 3 if remat else 0
-    return 6 * (counts.blocks + counts.head) * tokens + attention + again
-
-
-def hbm_bytes(counts: Counts, parts: int, tokens: float) -> float:
-    """Read and written in a step: weights five times, gradients twice, the state twice, activations of the layers."""
-    weights = (5 + 2) * BFLOAT16 * counts.total
-    return weights + 2 * persistent_bytes(counts, parts) + 6 * counts.layers * tokens * counts.dim
-
-
-def link_bandwidth(chip: Chip, axes: int | None = None) -> float:
-    """Bytes/s that a device sends over so many closed rings of its torus, both ways around; of a GPU by NVLink."""
-    rings = chip.torus_axes if axes is None else axes
-    return 2 * rings * chip.link_bandwidth if chip.torus_axes else chip.link_bandwidth
-
-
-def ridge_tokens(
-    chip: Chip, *, gather_bytes: int = BFLOAT16, scatter_bytes: int = BFLOAT16, remat: bool = True
-) -> float:
-    """Tokens per device from which on a layer's products take as long as its traffic over all links."""
-    flop = 8 if remat else 6
-    return (2 * gather_bytes + scatter_bytes) / flop * chip.peak_flops["bfloat16"] / link_bandwidth(chip)
-
-
-@dataclass(frozen=True)
-class Network:
-    """Devices as a fast domain (a node of GPUs, a slice of TPUs) joined by slower links.
-
-    Attributes:
-      chip: the device.
-      domain: devices of a fast domain at most.
-      bandwidth: bytes/s one way and device between domains.
-    """
-
-    chip: Chip
-    domain: int
-    bandwidth: float
-
-
-# Between slices: the data-center network. v5e, v6e: that of a pod, shared by its 256 chips (cloud.google.com/tpu/docs,
-# pages v5e, v6e). v5p: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter "How to Think About TPUs".
-NETWORKS = {
-    "v5e": Network(CHIPS["v5e"], 256, 3.125e9),
-    "v5p": Network(CHIPS["v5p"], 6144, 6.25e9),
-    "v6e": Network(CHIPS["v6e"], 256, 12.5e9),
-    "h100": Network(CHIPS["h100"], CHIPS["h100"].devices_per_node, CHIPS["h100"].network_bandwidth),
-}
-
-
-def step_bounds(
-    counts: Counts,
-    network: Network,
-    devices: int,
-    tokens: float,
-    sequence: int,
-    *,
-    replicas: int = 1,
-    remat: bool = True,
-    scatter_bytes: int = BFLOAT16,
-    reduce_bytes: int = BFLOAT16,
-) -> Bounds:
-    """The bounds of a step's time: FSDP over all devices, or HSDP with ``replicas`` copies.
-
-    In stages, each device sends over the network only its own part of what its domain sends: FSDP gathers over the
-    network first, while the pieces are small, and scatters over it last; HSDP averages over it what is scattered.
-
-    Args:
-      tokens: on each device.
-      replicas: copies. Each lies within one domain.
-    Raises:
-      ValueError: copies would extend over domains; says the numbers.
-    """
-    parts = devices // replicas
-    domains = math.ceil(devices / network.domain)
-    inside = devices // domains
-    if replicas > 1 and inside % parts:
-        raise ValueError(
-            f"replicas={replicas} of {devices} devices leaves copies of {parts}, which do not divide the {inside} "
-            f"devices of a domain. Choose a multiple of {domains}."
-        )
-    options = {"scatter_bytes": scatter_bytes, "reduce_bytes": reduce_bytes}
-    wire = wire_bytes(counts, parts, replicas=replicas, **options)
-    crossing = crossing_bytes(counts, domains, inside, hybrid=replicas > 1, **options)
-    return Bounds(
-        compute=flops(counts, tokens, sequence, remat=remat) / network.chip.peak_flops["bfloat16"],
-        memory=hbm_bytes(counts, parts, tokens) / network.chip.hbm_bandwidth,
-        links=(wire.total - crossing) / link_bandwidth(network.chip),
-        network=crossing / network.bandwidth,
-    )
-
-
-def crossing_bytes(
-    counts: Counts,
-    domains: int,
-    inside: int,
-    *,
-    hybrid: bool = False,
-    scatter_bytes: int = BFLOAT16,
-    reduce_bytes: int = BFLOAT16,
-) -> float:
-    """What each device sends to other domains: its part of what the ``inside`` devices of its domain send together."""
+def crossing_bytes(counts: Counts, domains: int, inside: int, *, scatter_bytes: int = BFLOAT16) -> float:
+    """Returns what each device sends to other domains: its part of what its domain's ``inside`` devices send."""
     small = SMALL_BYTES * counts.small
-    if hybrid:
-        return share(domains) * (2 * reduce_bytes * counts.sharded + small) / inside
     gathered = BFLOAT16 * (2 * counts.blocks + counts.embedding + counts.head)
     return share(domains) * (gathered + scatter_bytes * counts.sharded + small) / inside

@@ -10,11 +10,9 @@ from benchmarks import (
     forecast_accuracy,
     forecasts,
     fp8,
-    gpu_scaling,
     memory,
     quantized,
     report,
-    scaling,
     step_time,
     traffic,
     wire_dtypes,
@@ -65,9 +63,8 @@ def of_traffic(found):
 def of_gpus(found):
     tables = traffic.gpu_tables("1.3B", "h100:32x8", found | {"cases": failing(found["cases"])})
     options = failing(kept("options", "1.3B_h100_32x8_jax0.12.0.1")["ours"])
-    waiting = {256: gpu_scaling.row_of(kept("forecasts", "1.3B_h100_32x8")["ours, best options"])}
     swept = xla_options.table("1.3B", "h100:32x8", "ours", options)
-    return Group(*tables, *swept, gpu_scaling.table("1.3B", "h100", "ours, best options", waiting))
+    return Group(*tables, *swept)
 
 
 def of_accuracy():
@@ -87,7 +84,6 @@ TABLES = {
     "traffic": lambda: of_traffic(kept("traffic")["v5e:16x16"]),
     "gpus": lambda: of_gpus(kept("traffic", "1.3B_gpus")["h100:32x8"]),
     "forecasts": lambda: forecasts.table("1.3B", "v5e:16x16", failing(kept("forecasts", "1.3B_v5e_16x16"))),
-    "scaling": lambda: scaling.table("7B", "h100", "strong", kept("scaling", "7B")["chips"]["h100"]["strong"]),
     "step_time": lambda: step_time.table("small", kept("step_time", "small")),
     "wire_dtypes": lambda: Group(*wire_dtypes.tables(kept("wire_dtypes", "wire_dtypes"))),
     "quantized": lambda: quantized.table(kept("wire_dtypes", "quantized")),

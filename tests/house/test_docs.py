@@ -106,7 +106,7 @@ def found_file(path):
 
 
 def resolve(dotted):
-    """The module or attribute of this name; raises where there is none. None of a place that says where it has moved."""
+    """Returns the module or attribute of this name, None for a place that says where it has moved; else raises."""
     try:
         return importlib.import_module(dotted)
     except ModuleNotFoundError as error:
