@@ -29,6 +29,8 @@ import pytest
 from flax import linen as nn
 from jax._src import compiler
 
+from tests.quick import chosen as quick_tests
+from tests.quick import is_chosen
 from xlstm_jax import distributed
 from xlstm_jax.distributed import DeviceMeshManager, model_parallel, simulate_cpu_devices
 from xlstm_jax.distributed.training import mistakes
@@ -113,6 +115,8 @@ def pytest_addoption(parser):
     parser.addoption(
         "--part", metavar="K/N", default="1/1", help="run the K-th of N parts of the test files, drawn by their paths"
     )
+    parser.addoption("--quick", action="store_true", help="run the tests that see every mutation: tests/quick.py")
+    parser.addoption("--rest", action="store_true", help="run the tests that --quick leaves out")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m "not slow" chooses
@@ -128,8 +132,15 @@ def pytest_collection_modifyitems(config, items):
     def in_part(item):
         return zlib.crc32(str(item.path.relative_to(config.rootpath)).encode()) % parts == part % parts
 
-    config.hook.pytest_deselected(items=[item for item in items if not in_part(item)])
-    items[:] = filter(in_part, items)
+    quick, rest = config.getoption("quick"), config.getoption("rest")
+    tests = quick_tests() if quick or rest else set()
+
+    def is_wanted(item):
+        is_quick = is_chosen(item.nodeid, tests)
+        return in_part(item) and not (quick and not is_quick) and not (rest and is_quick)
+
+    config.hook.pytest_deselected(items=[item for item in items if not is_wanted(item)])
+    items[:] = filter(is_wanted, items)
     cases = Counter()
     for item in items:
         if marker := item.get_closest_marker("one_in"):
@@ -142,10 +153,20 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("slow")
 
 
-def pytest_ignore_collect(collection_path):
-    """Doctests are those of the library: of tests/ nothing is imported but tests, as it holds scripts too."""
-    is_script = collection_path.suffix == ".py" and not collection_path.name.startswith("test_")
-    return True if is_script and collection_path.is_relative_to(TESTS) else None
+def pytest_ignore_collect(collection_path, config):
+    """Doctests are those of the library: of tests/ nothing is imported but tests, as it holds scripts too.
+
+    With ``--quick`` only the files of its tests are imported: half a minute less for each worker.
+    """
+    if collection_path.suffix != ".py":
+        return None
+    is_script = not collection_path.name.startswith("test_")
+    if is_script and collection_path.is_relative_to(TESTS):
+        return True
+    if config.getoption("quick"):
+        files = {TESTS / test.partition("::")[0] for test in quick_tests()}
+        return None if collection_path in files else True
+    return None
 
 
 def pytest_sessionstart(session):
