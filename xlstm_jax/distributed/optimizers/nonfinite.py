@@ -5,8 +5,9 @@
   not ok   parameters and the optimizer's state stay, bit for bit; two counters go up
 
 The host (``resilience.LoopGuard``) reads the counters one step late, and ends the run after too many such steps. No bad
-update is ever applied. (``optax.apply_if_finite`` applies them after its limit, does not look at the loss, and decides
-on every device by itself inside ``shard_map``.)
+update is ever applied. (``optax.apply_if_finite`` applies them after its limit, does not look at the loss, leaves the
+step's collections as the bad batch made them, brings all moments of the host in at once, and decides on every device by
+itself inside ``shard_map``: ``tests/optimizers/test_beside_optax.py``.)
 """
 
 from typing import Any, NamedTuple

@@ -74,7 +74,7 @@ def make_train_step(
     has_aux: bool = False,
     metric: PureMetric | None = None,
     accumulation: str = DEFAULT_ACCUMULATION,
-    learning_rate: LearningRate = False,
+    learning_rate: LearningRate | None = None,
     compiler_options: str | Mapping[str, Any] | None = None,
     whole_ok: bool = False,
 ) -> TrainStep:
@@ -111,9 +111,8 @@ def make_train_step(
         ``metric.update(local, **observed)`` on its own state, without communication. The step is then ``step(state,
         batch, rng, local) -> (state, metrics, local)``; begin with ``metric.empty(axes, mesh)`` for all axes of the
         batch, read with ``make_log_step``.
-      learning_rate: adds ``learning_rate``, that of this update, to the metrics. Pass the schedule of the optimizer;
-        for groups of parameters a dict of schedules by their names, which gives ``learning_rate/<name>``; or True, for
-        what ``optax.inject_hyperparams`` keeps in the optimizer's state.
+      learning_rate: adds ``learning_rate``, that of this update, to the metrics. Pass the schedule of the optimizer,
+        or for groups of parameters a dict of schedules by their names, which gives ``learning_rate/<name>``.
       compiler_options: XLA's, for ``jax.jit``; "auto": those of ``compiler_options`` for the mesh's chips and slice.
       whole_ok: as for ``create_train_state``.
     Returns:
@@ -171,7 +170,7 @@ class StepOptions:
     layout: BatchLayout
     check_vma: bool = True
     metric: PureMetric | None = None
-    learning_rate: LearningRate = False
+    learning_rate: LearningRate | None = None
     whole_ok: bool = False
 
     def step(
@@ -202,7 +201,7 @@ class StepOptions:
         value_fn, grad_fn = _value_fn(again), _grad_fn(again)
         after = updated_state(state, result.grads, result.loss, value_fn, grad_fn, self.layout.mesh, result.collections)
         metrics |= skip_counts(after.opt_state)
-        metrics |= learning_rates(self.learning_rate, state.opt_state, after.opt_state, state.step)
+        metrics |= learning_rates(self.learning_rate, state.opt_state, state.step)
         if self.metric is not None:
             return after, metrics, result.aux
         return after, metrics | (_checked_aux(result.aux, metrics) if self.loss.has_aux else {})
