@@ -108,7 +108,7 @@ def skip_counts(opt_state: PyTree) -> Metrics:
     return {name: getattr(state, name) for state in found for name in (SKIPPED_STEPS, SKIPPED_IN_A_ROW)}
 
 
-def _all_finite(gradients: PyTree, loss: Any) -> jax.Array:
+def _all_finite(gradients: PyTree, loss: jax.Array | None) -> jax.Array:
     """One bool for all devices: by XLA's own reductions on global arrays, by a collective inside ``shard_map``."""
     looked_at = [leaf for leaf in jax.tree.leaves((gradients, loss)) if leaf_of(leaf).is_differentiable]
     bad = jnp.any(jnp.stack([jnp.zeros((), bool), *(jnp.any(~jnp.isfinite(leaf)) for leaf in looked_at)]))

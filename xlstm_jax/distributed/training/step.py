@@ -46,6 +46,7 @@ from xlstm_jax.distributed.training.mistakes import (
 )
 from xlstm_jax.distributed.training.padded_rows import MarkedLoss, counting_padding
 from xlstm_jax.distributed.training.state import State, updated_state
+from xlstm_jax.private_names import core
 
 
 class TrainStep(jax.stages.Wrapped, Protocol):
@@ -168,10 +169,10 @@ class StepOptions:
     loss: LossFunction
     accumulation: Accumulation
     layout: BatchLayout
-    check_vma: bool = True
-    metric: PureMetric | None = None
-    learning_rate: LearningRate | None = None
-    whole_ok: bool = False
+    check_vma: bool
+    metric: PureMetric | None
+    learning_rate: LearningRate | None
+    whole_ok: bool
 
     def step(
         self, state: Any, batch: PyTree, rng: jax.Array, local: PyTree = None, *, others: Others = None
@@ -216,7 +217,7 @@ class StepOptions:
         of_aux = whole if self.metric is None else PartitionSpec(axes)
 
         def on_device(
-            params: PyTree, batch: PyTree, rng: Any, local: PyTree, kept: Mapping[str, PyTree], others: PyTree
+            params: PyTree, batch: PyTree, rng: jax.Array, local: PyTree, kept: Mapping[str, PyTree], others: PyTree
         ) -> OfBatch:
             rng, others = fold_rng_over_axis(rng, axes), frozen_trees(others)
 
@@ -232,7 +233,9 @@ class StepOptions:
         out_specs = OfBatch._make((whole, of_aux, specs, of_kept))
         return jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma)
 
-    def _warn(self, state: Any, others: PyTree, jaxpr: Any, stacks: Stacks, trace_again: Callable[[], None]) -> None:
+    def _warn(
+        self, state: Any, others: PyTree, jaxpr: core.Jaxpr, stacks: Stacks, trace_again: Callable[[], None]
+    ) -> None:
         """Warns of mistakes that run; ``jaxpr`` has the equations of loss and gradients, and costs a trace to make."""
         mesh = self.layout.mesh
         # While JAX traces, so that a step that runs pays nothing.
@@ -261,7 +264,7 @@ def _again(like: PyTree, of_batch: Callable[[PyTree], OfBatch], params: PyTree) 
 def _grad_fn(again: Callable[[PyTree], tuple[jax.Array, PyTree]]) -> Callable[..., PyTree]:
     """Returns the gradients as a function of parameters and the index of the call, for SAM (``opaque_mode=True``)."""
 
-    def gradients(params: PyTree, index: Any = 0) -> PyTree:
+    def gradients(params: PyTree, index: jax.Array | int = 0) -> PyTree:
         del index  # Each adversarial step is on the batch of the step.
         return again(params)[1]
 
