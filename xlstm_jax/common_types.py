@@ -4,12 +4,15 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 from flax.core import meta
 
 PyTree = Any
 Parameter = jax.Array | meta.Partitioned[Any]
 AxisNames = str | Sequence[str]
 Metrics = dict[str, PyTree]
+DType = np.dtype[np.generic]
+Scalar = jax.Array | float
 
 
 class Model(Protocol):

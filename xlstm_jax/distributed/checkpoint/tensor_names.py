@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from xlstm_jax.wording import listed
 
@@ -169,6 +170,6 @@ class StoredLeaf:
         layers = self._parts[index[0]] if index else self._parts
         return np.stack([layer.read(index[1:]) for layer in layers])
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         del copy
         return np.asarray(self[...] if not self._in_layers else self[()], dtype)

@@ -27,6 +27,7 @@ import numpy as np
 from flax import struct
 from flax.core import meta
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 from xlstm_jax.distributed.data_parallel.logical_names import is_logical, layer_name, mesh_names
 from xlstm_jax.distributed.data_parallel.quick_box import QuickBox
@@ -183,7 +184,7 @@ class Sharded(QuickBox):
     def __jax_array__(self) -> jax.Array:
         return self.unbox()
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.unbox(), dtype, copy=copy)
 
     def __getitem__(self, index: Any) -> jax.Array:
@@ -196,7 +197,7 @@ class Sharded(QuickBox):
     def T(self) -> jax.Array:  # noqa: N802  # as arrays have it
         return self.unbox().T
 
-    def astype(self, dtype: Any) -> jax.Array:
+    def astype(self, dtype: DTypeLike) -> jax.Array:
         return self.unbox().astype(dtype)
 
     # ------------------------------------------------------------------------------------ Flax adds and takes layers
@@ -424,7 +425,7 @@ def gather_leaf(
     return running_loss().gathered_once(box.value, key, gather, path)
 
 
-def shard_to_gather(leaf: Any, axes: tuple[str, ...], path: str = "") -> Any:
+def shard_to_gather(leaf: Any, axes: tuple[str, ...], path: str) -> Any:
     """The shard that a gather over ``axes`` sends; ``gathered_by_hand`` corrects its gradient for ``model_axes``."""
     box = leaf_of(leaf)
     own = box.model_axes if is_ours(leaf) else running_loss().model_axes.intersection(box.axes)

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xlstm_jax.common_types import PyTree
+from xlstm_jax.common_types import PyTree, Scalar
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import as_gathered, is_box, leaf_of, path_in_model, rebox, shard_to_gather
 from xlstm_jax.distributed.data_parallel.wire import collectives
@@ -91,7 +91,7 @@ def prefetched_scan(
     carry: PyTree,
     per_layer: PyTree,
     shared: PyTree,
-    module: tuple[str, ...] | None = None,
+    module: tuple[str, ...] | None,
 ) -> tuple[PyTree, PyTree]:
     """``lax.scan`` over layers whose weights are gathered ahead; inside ``shard_map``.
 
@@ -175,7 +175,7 @@ class _Scan:
         with inside_loss(self.loss):
             return self.layer(jax.tree.unflatten(self.structure, weights), carry, inputs, shared)
 
-    def shards(self, values: Arrays, index: Any) -> Arrays:
+    def shards(self, values: Arrays, index: Scalar) -> Arrays:
         """What a layer's split leaves send."""
         sent = self._of_split(lambda leaf, value: shard_as_sent(_at(value, index), leaf.route.how), values)
         return self._of_split(lambda leaf, shard: leaf.packing.pack(shard) if leaf.packing else shard, sent)
@@ -184,7 +184,7 @@ class _Scan:
         """The whole leaves of the layer that comes next; until here they stay packed."""
         return self._of_split(lambda leaf, x: leaf.packing.unpack(x) if leaf.packing else x, ahead[-1] or [])
 
-    def whole(self, values: Arrays, index: Any) -> Arrays:
+    def whole(self, values: Arrays, index: Scalar) -> Arrays:
         """A layer's leaves that are not split."""
         return [None if leaf.route else _at(value, index) for leaf, value in zip(self.leaves, values, strict=True)]
 
@@ -224,7 +224,7 @@ class _Scan:
     # --------------------------------------------------------------------------------------------------------- forward
 
     def forward(self, values: Arrays, carry: PyTree, per_layer: PyTree, shared: PyTree) -> tuple[Any, Any]:
-        def step(index: Any, state: Any, *, goes_on: bool = True) -> Any:
+        def step(index: Scalar, state: Any, *, goes_on: bool = True) -> Any:
             carry, ahead, kept, outputs = state
             further = self.advance(ahead, self.shards(values, index + self.depth) if goes_on else None)
             args = self.arrived(ahead), self.whole(values, index), carry, _at(per_layer, index), shared
@@ -254,7 +254,7 @@ class _Scan:
             for cotangent in jax.tree.leaves((d_carry, d_outputs)) if route else ():
                 check_one_gradient_of_one_batch(route.path, primal, cotangent, route.axes)
 
-        def step(index: Any, state: Any, *, is_first: bool = False, goes_on: bool = True) -> Any:
+        def step(index: Scalar, state: Any, *, is_first: bool = False, goes_on: bool = True) -> Any:
             d_carry, ahead, pending, (d_values, d_per_layer, d_shared) = state
             further = self.advance(ahead, self.shards(values, index - self.depth) if goes_on else None)
             # In the first iteration no gradient of a later layer waits to be scattered.
@@ -289,7 +289,7 @@ class _Scan:
             lambda leaf, grad: terms_to_scatter(grad, leaf.route.axes, leaf.route.how, leaf.stacked), grads
         )
 
-    def scatter(self, d_values: Arrays, index: Any, terms: Arrays) -> Arrays:
+    def scatter(self, d_values: Arrays, index: Scalar, terms: Arrays) -> Arrays:
         """The gradients of all layers, with those of one from their terms."""
 
         def scattered(leaf: _Leaf, term: jax.Array) -> jax.Array:
@@ -301,7 +301,7 @@ class _Scan:
         return [so_far if grad is None else _put(so_far, index, grad) for so_far, grad in pairs]
 
 
-def _loop(count: int, index_of: Callable[[Any], Any], step: Callable[[Any, Any], Any], state: Any) -> Any:
+def _loop(count: int, index_of: Callable[[Scalar], Scalar], step: Callable[[Any, Any], Any], state: Any) -> Any:
     """``count`` steps in a loop; of none the compiler sees nothing."""
     return lax.fori_loop(0, count, lambda i, state: step(index_of(i), state), state) if count else state
 
@@ -328,12 +328,12 @@ def _pull(run: Callable[..., Any], args: tuple[Any, ...], cotangents: PyTree) ->
     return put_back(grads, rest=lambda leaf: None)
 
 
-def _at(tree: PyTree, index: Any) -> PyTree:
+def _at(tree: PyTree, index: Scalar) -> PyTree:
     """What a layer has of leaves [layers, ...]."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 
-def _put(stacked: PyTree, index: Any, tree: PyTree) -> PyTree:
+def _put(stacked: PyTree, index: Scalar, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda all_, x: lax.dynamic_update_index_in_dim(all_, x, index, 0), stacked, tree)
 
 

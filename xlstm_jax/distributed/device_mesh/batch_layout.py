@@ -294,7 +294,7 @@ def _named(path: str, spec: Any, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, 
     return entries
 
 
-def _columns(spec: PartitionSpec, mesh: Any) -> dict[int, tuple[str, ...]]:
+def _columns(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> dict[int, tuple[str, ...]]:
     """The axes of more than one device that split other dims than the first, by dim."""
     found = {}
     for dim, entry in enumerate(spec):

@@ -36,7 +36,7 @@ def auto_mesh(mesh: AnyMesh) -> AnyMesh:
     return mesh.update(axis_types=auto_types(mesh.axis_names))  # pyright: ignore[reportReturnType] (it has no types)
 
 
-def check_mesh(mesh: Any, *, devices: bool = False) -> None:
+def check_mesh(mesh: object, *, devices: bool = False) -> None:
     """Raises a ``TypeError`` for what is no mesh, or has no devices and should: what it is, and how to make one of it.
 
     >>> check_mesh(mesh)
@@ -53,7 +53,7 @@ def check_mesh(mesh: Any, *, devices: bool = False) -> None:
     raise TypeError(f"mesh{shown} is {kind}; {rule}. {_how_to_make(mesh)}")
 
 
-def _how_to_make(mesh: Any) -> str:
+def _how_to_make(mesh: object) -> str:
     """The call that makes the mesh that somebody may have meant."""
     if isinstance(mesh, jax.sharding.NamedSharding):
         return "Pass the mesh of this sharding, as sharding.mesh."

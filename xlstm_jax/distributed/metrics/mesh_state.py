@@ -65,7 +65,7 @@ class MeshState:
         """Fills the synchronized value by one collective over all devices; every process must call it."""
         sync_together([self])
 
-    def add_own(self, seen: Vectors, on_all_processes: bool = False) -> None:
+    def add_own(self, seen: Vectors, on_all_processes: bool) -> None:
         """Merges what this process has seen into its first row. Process 0 merges what all have seen."""
 
         def with_row(x: jax.Array, row: jax.Array) -> jax.Array:

@@ -165,7 +165,7 @@ def scatter_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "scatter
     return collectives.reduce_scatter(x, dim, (axis_name,))
 
 
-def split_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "split_tokens") -> Array:
+def split_tokens(x: Array, dim: int, axis_name: str) -> Array:
     """This device's share of the tokens of ``x``, which is whole and equal: [b, t, d] -> [b, t / n, d].
 
     >>> double = lambda x: join_tokens(2 * split_tokens(x, 0, "fsdp"), 0, "fsdp")
@@ -175,10 +175,10 @@ def split_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "split_tok
     Raises:
       ValueError: the axis is not bound, or does not divide ``dim``; or the type of ``x`` says that it differs.
     """
-    if (n := devices_here(axis_name, caller)) == 1:
+    if (n := devices_here(axis_name, "split_tokens")) == 1:
         return x
-    check_equal(x, axis_name, n, caller)
-    check_tokens(x, dim, axis_name, caller, features=0)
+    check_equal(x, axis_name, n, "split_tokens")
+    check_tokens(x, dim, axis_name, "split_tokens", features=0)
     return own_part(x, dim, (axis_name,))
 
 

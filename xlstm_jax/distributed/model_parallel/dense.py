@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.linen.dtypes import promote_dtype
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.wire import collectives
@@ -54,7 +55,7 @@ def split_param(
     name: str,
     init: Callable[..., Any],
     shape: tuple[int, ...],
-    dtype: Any,
+    dtype: DTypeLike,
     *,
     dim: int,
     axis_name: str = DEFAULT_AXIS,
@@ -272,7 +273,7 @@ def _contracted(x: Array, kernel: Array, count: int, precision: Any) -> Array:
 
 def _flat_init(init: Callable[..., Any], count: int) -> Callable[..., Array]:
     # As `nn.DenseGeneral` has it: values are drawn for a matrix (of a bias, a vector), whose fan-in scales them.
-    def reshaped(rng: Array, shape: tuple[int, ...], dtype: Any) -> Any:
+    def reshaped(rng: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         flat = (math.prod(shape[:count]), math.prod(shape[count:]))
         leaf = init(rng, flat if count else flat[1:], dtype)
         return rebox(leaf, leaf_of(leaf).value.reshape(shape))
@@ -283,7 +284,7 @@ def _flat_init(init: Callable[..., Any], count: int) -> Callable[..., Array]:
 def _whole_along(axis_name: str, init: Callable[..., Any]) -> Callable[..., Any]:
     """The initialiser of a parameter that is whole along the axis, also where its names would split it there."""
 
-    def without(rng: Array, shape: tuple[int, ...], dtype: Any) -> Any:
+    def without(rng: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         leaf = init(rng, shape, dtype)
         box = leaf_of(leaf)
         if axis_name not in box.axes:
@@ -297,8 +298,8 @@ def _whole_along(axis_name: str, init: Callable[..., Any]) -> Callable[..., Any]
 class Split(nn.Module, kw_only=True):
     """The fields of all layers that are split over an axis; by keyword."""
 
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
     kernel_init: Callable[..., Any] = nn.linear.default_kernel_init
     axis_name: str = DEFAULT_AXIS
     sequence_dim: int | None = None

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.linen.dtypes import promote_dtype
 from jax import Array
+from jax.typing import DTypeLike
 
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import common_dtype
@@ -36,8 +37,8 @@ class SplitEmbed(nn.Module):
 
     num_embeddings: int
     features: int
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
     embedding_init: Callable[..., Any] = nn.linear.default_embed_init
     axis_name: str = DEFAULT_AXIS
     sequence_dim: int | None = None

@@ -16,7 +16,7 @@ from jax import Array
 
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.modules.linen_module import is_nnx, methods_to_lift, taken_apart, watching
-from xlstm_jax.distributed.data_parallel.modules.unit import ShardsItself
+from xlstm_jax.distributed.data_parallel.modules.unit import Method, ShardsItself
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.model_parallel.activations import devices_here, join_tokens, parts_of_params
 from xlstm_jax.distributed.model_parallel.dense import (
@@ -154,7 +154,7 @@ class _Run:
         self.splitting, self.root = splitting, root
         self._column: str | None = None  # a column-split layer that has run, and no row-split one since
 
-    def intercept(self, method: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+    def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """For ``nn.intercept_methods``."""
         module: Any = context.module
         cls: Any = type(module)

@@ -39,8 +39,8 @@ class Part(NamedTuple):
 
     name: str
     held: dict[str, Any]
-    update: Callable[..., Any] | None = None
-    made_by: str = ""
+    update: Callable[..., Any] | None
+    made_by: str
 
 
 def links(tx: optax.GradientTransformation) -> list[optax.GradientTransformation]:

@@ -5,8 +5,9 @@
   not ok   parameters and the optimizer's state stay, bit for bit; two counters go up
 
 The host (``resilience.LoopGuard``) reads the counters one step late, and ends the run after too many such steps. No bad
-update is ever applied. (``optax.apply_if_finite`` applies them after its limit, does not look at the loss, and decides
-on every device by itself inside ``shard_map``.)
+update is ever applied. (``optax.apply_if_finite`` applies them after its limit, does not look at the loss, leaves the
+step's collections as the bad batch made them, brings all moments of the host in at once, and decides on every device by
+itself inside ``shard_map``: ``tests/optimizers/test_beside_optax.py``.)
 """
 
 from typing import Any, NamedTuple
@@ -107,7 +108,7 @@ def skip_counts(opt_state: PyTree) -> Metrics:
     return {name: getattr(state, name) for state in found for name in (SKIPPED_STEPS, SKIPPED_IN_A_ROW)}
 
 
-def _all_finite(gradients: PyTree, loss: Any) -> jax.Array:
+def _all_finite(gradients: PyTree, loss: jax.Array | None) -> jax.Array:
     """One bool for all devices: by XLA's own reductions on global arrays, by a collective inside ``shard_map``."""
     looked_at = [leaf for leaf in jax.tree.leaves((gradients, loss)) if leaf_of(leaf).is_differentiable]
     bad = jnp.any(jnp.stack([jnp.zeros((), bool), *(jnp.any(~jnp.isfinite(leaf)) for leaf in looked_at)]))

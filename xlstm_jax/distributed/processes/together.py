@@ -75,7 +75,7 @@ def interruptions_go_on() -> Iterator[None]:
         raise
 
 
-def interruption(error: BaseException, handled: BaseException | None = None) -> BaseException | None:
+def interruption(error: BaseException, handled: BaseException | None) -> BaseException | None:
     """Returns the ``KeyboardInterrupt``, ``SystemExit`` or the like of which a library has made ``error``, if any.
 
     Args:
@@ -99,7 +99,7 @@ def interruption(error: BaseException, handled: BaseException | None = None) -> 
     return None
 
 
-def allgather_text(text: str, what: str = "exchange a text", timeout_s: float = PEER_TIMEOUT_S) -> list[str]:
+def allgather_text(text: str, what: str, timeout_s: float = PEER_TIMEOUT_S) -> list[str]:
     """The texts of all processes, in order. All must call it; ``what`` says for what purpose, as "restore step 3".
 
     Raises:

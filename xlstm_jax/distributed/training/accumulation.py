@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xlstm_jax.common_types import AxisNames, PyTree
+from xlstm_jax.common_types import AxisNames, PyTree, Scalar
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.gather import gather_params
 from xlstm_jax.distributed.data_parallel.leaf import frozen, leaf_of, rebox, split_by_model, with_communication
@@ -130,8 +130,6 @@ def accumulate_gradients(
     accumulation: str = DEFAULT_ACCUMULATION,
     has_aux: bool = False,
     weighted: bool = False,
-    fold_aux: Callable[[PyTree, PyTree], PyTree] | None = None,
-    carry: PyTree = None,
     collections: Mapping[str, PyTree] | None = None,
 ) -> tuple[Any, ...]:
     """Loss and gradient of the whole batch, also where the weights of minibatches differ; inside ``shard_map``.
@@ -155,16 +153,14 @@ def accumulate_gradients(
       has_aux: the auxiliary output is a tree. Its floats and bools are averaged over minibatches and devices like the
         loss; with ``weighted`` they are sums, divided by the global weight. A cell (``metrics.Count``, ``Total``,
         ``Maximum``, ``Minimum``) is merged instead, and its value returned: ``{"tokens": Count.of(mask)}``.
-      fold_aux, carry: with ``has_aux``, instead of averaging: ``carry = fold_aux(carry, aux)`` after every minibatch,
-        on this device alone (the state of a metric, say). The carry varies over the axes by type, and keeps its types.
       collections: what the model keeps beside its parameters, as ``{"batch_stats": ...}``: the same on all devices. The
         loss function is then ``loss_fn(params, minibatch, rng, collections)`` and returns a pair: what is said above,
         and the updated collections, which the next minibatch gets. A collection that it does not return stays as it
         was. The gradient of "_overwrite_with_gradient" (scales of Flax's fp8 products) is its next value, the largest
         of all devices.
     Returns:
-      ``(loss, grads)``, or ``((loss, aux), grads)``: the same on all devices, apart from split leaves. The carry of
-      ``fold_aux`` stands in place of ``aux``. Collections come third, ``(loss, grads, collections)``.
+      ``(loss, grads)``, or ``((loss, aux), grads)``: the same on all devices, apart from split leaves. Collections come
+      third, ``(loss, grads, collections)``.
     Raises:
       ValueError: m does not divide b, or leaves differ in b (names leaf and both numbers); or ``accumulation`` is
         unknown, or does not fit the parameters: "reduce_once" needs boxes that say in what dtype to gather,
@@ -172,10 +168,10 @@ def accumulate_gradients(
       TypeError: the auxiliary output has an integer, whose average is hardly meant; names the leaf.
     """
     axes = collectives.bound_axes(axis_names, caller="accumulate_gradients")
-    how = Accumulation(axes, num_minibatches, accumulation, fold_aux if has_aux else None)
+    how = Accumulation(axes, num_minibatches, accumulation)
     check_batch(batch, num_minibatches, f"{num_minibatches=}")
     loss = LossFunction(loss_fn, weighted, has_aux, bool(collections))
-    of_batch = accumulated(loss, params, batch, rng, how, carry, collections or {})
+    of_batch = accumulated(loss, params, batch, rng, how, None, collections or {})
     value = (of_batch.loss, of_batch.aux) if has_aux else of_batch.loss
     return (value, of_batch.grads, of_batch.collections) if collections else (value, of_batch.grads)
 
@@ -184,12 +180,14 @@ def accumulate_gradients(
 class Accumulation:
     """How minibatches become one batch; see ``accumulate_gradients``.
 
-    With ``read_later`` the caller reads the equations of all that is traced: see ``updated_collections``.
+    With ``fold_aux`` the auxiliary output is not averaged: ``carry = fold_aux(carry, aux)`` after every minibatch, on
+    this device alone (the state of a metric). The carry varies over the axes by type, and keeps its types. With
+    ``read_later`` the caller reads the equations of all that is traced: see ``updated_collections``.
     """
 
     axes: tuple[str, ...]
-    num_minibatches: int = 1
-    strategy: str = DEFAULT_ACCUMULATION
+    num_minibatches: int
+    strategy: str
     fold_aux: Callable[[PyTree, PyTree], PyTree] | None = None
     read_later: bool = False
 
@@ -248,7 +246,7 @@ def accumulated(
     weights = strategy.weights(own, axes)
     minibatches = split_rows(batch, count)
 
-    def on_minibatch(index: Any, before: _Handed) -> tuple[_OfMinibatch, _Handed]:
+    def on_minibatch(index: Scalar, before: _Handed) -> tuple[_OfMinibatch, _Handed]:
         # One minibatch draws what a batch without minibatches draws.
         key = rng if rng is None or count == 1 else jax.random.fold_in(rng, index)
         rest = (rows_at(minibatches, index), key, *([before.collections] if loss.has_collections else []))
@@ -288,7 +286,7 @@ def split_rows(batch: PyTree, *parts: int) -> PyTree:
     )
 
 
-def rows_at(parts: PyTree, index: Any) -> PyTree:
+def rows_at(parts: PyTree, index: Scalar) -> PyTree:
     """One part of what ``split_rows`` has split."""
     return jax.tree.map(lambda x: x[index] if np.ndim(x) else x, parts)
 

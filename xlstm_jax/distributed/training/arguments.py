@@ -162,7 +162,7 @@ def _binds(takes: inspect.Signature, count: int, names: Iterable[str]) -> bool:
     return True
 
 
-def check_model(model: Any) -> None:
+def check_model(model: object) -> None:
     """Raises a ``TypeError`` where ``model`` is no object with ``init`` and ``apply``."""
     if isinstance(model, type):
         raise TypeError(f"the model is {kind_of(model)}; pass an instance of it, {model.__name__}(...).")
@@ -206,7 +206,7 @@ def frozen_trees(others: Mapping[str, PyTree]) -> Mapping[str, PyTree]:
 
 
 def check_call(
-    state: Any, rng: Any, local: PyTree, mesh: Mesh | AbstractMesh, metric: object | None, others: PyTree = None
+    state: Any, rng: PyTree, local: PyTree, mesh: Mesh | AbstractMesh, metric: object | None, others: PyTree
 ) -> None:
     """Checks, while a step is traced, all its arguments but the batch; ``local`` is the state of ``metric``.
 
@@ -353,7 +353,8 @@ class CheckedStep:
         step: Callable[..., Any],
         layout: BatchLayout,
         arguments: tuple[str, ...] = ARGUMENTS,
-        counting: Callable[[PyTree, tuple[Any, ...], dict[str, Any]], dict[str, list[str]]] = lambda *_: {},
+        *,
+        counting: Callable[[PyTree, tuple[Any, ...], dict[str, Any]], dict[str, list[str]]],
         **options: Any,
     ):
         functools.update_wrapper(self, step)

@@ -27,6 +27,7 @@ import numpy as np
 from flax import linen as nn
 from flax.linen.dtypes import promote_dtype
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, pieces_of
@@ -73,7 +74,7 @@ def chunked_cross_entropy(
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     vocab_axis: str | None = None,
     sequence_dim: int | None = None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
 ) -> TokenLosses:
     """Cross-entropy of ``softmax(hidden @ kernel)`` for each token, holding ``chunk_size`` logits per token at a time.
 
@@ -129,7 +130,7 @@ def _token_losses(
     chunk_size: int,
     vocab_axis: str | None,
     sequence_dim: int | None,
-    dtype: Any,
+    dtype: DTypeLike | None,
 ) -> TokenLosses:
     """``chunked_cross_entropy`` of a kernel that is ``stored`` so and read as ``pieces`` says."""
     hidden, labels = jnp.asarray(hidden), jnp.asarray(labels)
@@ -312,7 +313,7 @@ def _is_label(labels: Array, pieces: Pieces, start: Any, size: int) -> Array:
     return labels[..., None] == pieces.entries(start, size)
 
 
-def _product(a: Array, b: Array, dims_a: tuple[int, ...], dims_b: tuple[int, ...], dtype: Any) -> Array:
+def _product(a: Array, b: Array, dims_a: tuple[int, ...], dims_b: tuple[int, ...], dtype: DTypeLike) -> Array:
     return lax.dot_general(a, b, ((dims_a, dims_b), ((), ())), preferred_element_type=dtype)
 
 
@@ -341,8 +342,8 @@ class LMHead(nn.Module, ReadsShards):
     read_by: ClassVar[dict[str, tuple[str, ...]]] = {"losses": ("_losses", "_operands")}
 
     features: int
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
     kernel_init: Callable[..., Any] = nn.linear.default_kernel_init
     chunk_size: int = DEFAULT_CHUNK_SIZE
     vocab_axis: str | None = None

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from xlstm_jax.common_types import AxisNames, PyTree
+from xlstm_jax.common_types import AxisNames, PyTree, Scalar
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.gather import sync_gradients
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox, split_by_model
@@ -32,7 +32,7 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
-from xlstm_jax.distributed.training.loss import LocalLossFn, Loss, LossFunction, P, Scalar
+from xlstm_jax.distributed.training.loss import LocalLossFn, Loss, LossFunction, P
 from xlstm_jax.distributed.training.varying import check_branches
 from xlstm_jax.wording import listed, one_line
 
@@ -120,8 +120,8 @@ class LocalResult(NamedTuple):
     aux: PyTree
     scale: Scalar
     weight: Scalar
-    collections: PyTree = None
-    gathered_in_branches: Sequence[str] = ()
+    collections: PyTree
+    gathered_in_branches: Sequence[str]
 
 
 def local_result(

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from xlstm_jax.common_types import PyTree
+from xlstm_jax.common_types import PyTree, Scalar
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import common_dtype
@@ -34,7 +34,6 @@ from xlstm_jax.wording import kind_of
 
 P = ParamSpec("P")
 ApplyFn = Callable[..., PyTree]
-Scalar = jax.Array | float
 LossOutput = Scalar | tuple[Any, Any]  # in any of the forms above
 
 
@@ -84,7 +83,7 @@ class LossFunction:
     """A loss function, and what it returns beside a number."""
 
     fn: Callable[..., Any]
-    weighted: bool = False
+    weighted: bool
     has_aux: bool = False
     has_collections: bool = False
 

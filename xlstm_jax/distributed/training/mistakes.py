@@ -32,10 +32,12 @@ from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
 from xlstm_jax.distributed.device_mesh.batches import padded_rows_of
 from xlstm_jax.distributed.optimizers import inside
 from xlstm_jax.distributed.optimizers.extra_args import check_callable
+from xlstm_jax.distributed.optimizers.learning_rate import LearningRate
 from xlstm_jax.distributed.optimizers.state import trainable
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.training.varying import Axes, all_named_axes
+from xlstm_jax.private_names import core
 from xlstm_jax.wording import format_bytes, format_fraction, format_mesh, joined, listed
 
 USERS_LINE = 4  # the caller of create_train_state, for warnings.warn
@@ -188,7 +190,7 @@ def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
             )
 
 
-def warn_of_options(tx: optax.GradientTransformation, weighted: bool, learning_rate: Any) -> None:
+def warn_of_options(tx: optax.GradientTransformation, weighted: bool, learning_rate: LearningRate | None) -> None:
     """Warns of options of a step that do not fit its optimizer."""
     for part in inside.parts(tx):
         if weighted and part.name == "MultiSteps" and (count := _at(part.held["_every_k_schedule"], 0)) > 1:
@@ -234,11 +236,11 @@ def _at(schedule: Callable[[Any], Any], count: int) -> float:
 class ModelFacts(NamedTuple):
     """What parameters alone do not say of their model: why leaves are replicated, and classes of modules, by path."""
 
-    reasons: Mapping[str, Reason] = {}
-    holders: Mapping[str, str] = {}
+    reasons: Mapping[str, Reason]
+    holders: Mapping[str, str]
 
 
-def warn_of_replicated(params: PyTree, mesh: AnyMesh, look: Callable[[], ModelFacts] = ModelFacts) -> None:
+def warn_of_replicated(params: PyTree, mesh: AnyMesh, look: Callable[[], ModelFacts]) -> None:
     """Warns where no parameter is split over devices of the mesh, or where 5 % of their bytes or more are not.
 
     ``look()`` returns the facts of the model. It may trace the model, and is called only where there is a warning.
@@ -364,7 +366,7 @@ def warn_of_gathered_stacks(stacks: Stacks, mesh: AnyMesh) -> None:
 # ------------------------------------------------------------------------------------------------------- axes and means
 
 
-def warn_of_idle_axes(mesh: AnyMesh, batch_axes: tuple[str, ...], state: PyTree, jaxpr: Any) -> None:
+def warn_of_idle_axes(mesh: AnyMesh, batch_axes: tuple[str, ...], state: PyTree, jaxpr: core.Jaxpr) -> None:
     """Warns of axes along which all devices compute the same: no spec and no equation of ``jaxpr`` names them."""
     leaves = [leaf for _, leaf in trees.leaves_with_path(state)]
     split = {axis for leaf in leaves for axis in (*leaf_of(leaf).axes, *leaf_of(leaf).communication.copied_axes)}
@@ -402,7 +404,7 @@ def warn_of_averages(aux: tuple[str, ...], count: int, weighted: bool, jaxpr: Ca
             )
 
 
-def _maker(jaxpr: Any, atom: Any) -> str:
+def _maker(jaxpr: core.Jaxpr, atom: Any) -> str:
     """The name of the primitive that makes a result of a jaxpr."""
     eqn = next((eqn for eqn in jaxpr.eqns if any(atom is made for made in eqn.outvars)), None)
     if eqn is None:

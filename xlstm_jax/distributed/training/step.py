@@ -46,6 +46,7 @@ from xlstm_jax.distributed.training.mistakes import (
 )
 from xlstm_jax.distributed.training.padded_rows import MarkedLoss, counting_padding
 from xlstm_jax.distributed.training.state import State, updated_state
+from xlstm_jax.private_names import core
 
 
 class TrainStep(jax.stages.Wrapped, Protocol):
@@ -74,7 +75,7 @@ def make_train_step(
     has_aux: bool = False,
     metric: PureMetric | None = None,
     accumulation: str = DEFAULT_ACCUMULATION,
-    learning_rate: LearningRate = False,
+    learning_rate: LearningRate | None = None,
     compiler_options: str | Mapping[str, Any] | None = None,
     whole_ok: bool = False,
 ) -> TrainStep:
@@ -111,9 +112,8 @@ def make_train_step(
         ``metric.update(local, **observed)`` on its own state, without communication. The step is then ``step(state,
         batch, rng, local) -> (state, metrics, local)``; begin with ``metric.empty(axes, mesh)`` for all axes of the
         batch, read with ``make_log_step``.
-      learning_rate: adds ``learning_rate``, that of this update, to the metrics. Pass the schedule of the optimizer;
-        for groups of parameters a dict of schedules by their names, which gives ``learning_rate/<name>``; or True, for
-        what ``optax.inject_hyperparams`` keeps in the optimizer's state.
+      learning_rate: adds ``learning_rate``, that of this update, to the metrics. Pass the schedule of the optimizer,
+        or for groups of parameters a dict of schedules by their names, which gives ``learning_rate/<name>``.
       compiler_options: XLA's, for ``jax.jit``; "auto": those of ``compiler_options`` for the mesh's chips and slice.
       whole_ok: as for ``create_train_state``.
     Returns:
@@ -169,10 +169,10 @@ class StepOptions:
     loss: LossFunction
     accumulation: Accumulation
     layout: BatchLayout
-    check_vma: bool = True
-    metric: PureMetric | None = None
-    learning_rate: LearningRate = False
-    whole_ok: bool = False
+    check_vma: bool
+    metric: PureMetric | None
+    learning_rate: LearningRate | None
+    whole_ok: bool
 
     def step(
         self, state: Any, batch: PyTree, rng: jax.Array, local: PyTree = None, *, others: Others = None
@@ -202,7 +202,7 @@ class StepOptions:
         value_fn, grad_fn = _value_fn(again), _grad_fn(again)
         after = updated_state(state, result.grads, result.loss, value_fn, grad_fn, self.layout.mesh, result.collections)
         metrics |= skip_counts(after.opt_state)
-        metrics |= learning_rates(self.learning_rate, state.opt_state, after.opt_state, state.step)
+        metrics |= learning_rates(self.learning_rate, state.opt_state, state.step)
         if self.metric is not None:
             return after, metrics, result.aux
         return after, metrics | (_checked_aux(result.aux, metrics) if self.loss.has_aux else {})
@@ -217,7 +217,7 @@ class StepOptions:
         of_aux = whole if self.metric is None else PartitionSpec(axes)
 
         def on_device(
-            params: PyTree, batch: PyTree, rng: Any, local: PyTree, kept: Mapping[str, PyTree], others: PyTree
+            params: PyTree, batch: PyTree, rng: jax.Array, local: PyTree, kept: Mapping[str, PyTree], others: PyTree
         ) -> OfBatch:
             rng, others = fold_rng_over_axis(rng, axes), frozen_trees(others)
 
@@ -233,7 +233,9 @@ class StepOptions:
         out_specs = OfBatch._make((whole, of_aux, specs, of_kept))
         return jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma)
 
-    def _warn(self, state: Any, others: PyTree, jaxpr: Any, stacks: Stacks, trace_again: Callable[[], None]) -> None:
+    def _warn(
+        self, state: Any, others: PyTree, jaxpr: core.Jaxpr, stacks: Stacks, trace_again: Callable[[], None]
+    ) -> None:
         """Warns of mistakes that run; ``jaxpr`` has the equations of loss and gradients, and costs a trace to make."""
         mesh = self.layout.mesh
         # While JAX traces, so that a step that runs pays nothing.
@@ -262,7 +264,7 @@ def _again(like: PyTree, of_batch: Callable[[PyTree], OfBatch], params: PyTree) 
 def _grad_fn(again: Callable[[PyTree], tuple[jax.Array, PyTree]]) -> Callable[..., PyTree]:
     """Returns the gradients as a function of parameters and the index of the call, for SAM (``opaque_mode=True``)."""
 
-    def gradients(params: PyTree, index: Any = 0) -> PyTree:
+    def gradients(params: PyTree, index: jax.Array | int = 0) -> PyTree:
         del index  # Each adversarial step is on the batch of the step.
         return again(params)[1]
 

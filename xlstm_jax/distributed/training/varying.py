@@ -24,6 +24,7 @@ import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
@@ -129,7 +130,7 @@ class _Reader:
         self.of_marked: dict[str, Axes] = {}
         self._known: dict[tuple[int, tuple[Axes, ...]], list[Axes]] = {}
 
-    def of_jaxpr(self, jaxpr: Any, consts: list[Axes], inputs: list[Axes]) -> list[Axes]:
+    def of_jaxpr(self, jaxpr: core.Jaxpr, consts: list[Axes], inputs: list[Axes]) -> list[Axes]:
         """The axes along which results differ, of the axes of constants and of inputs."""
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
 
@@ -245,7 +246,7 @@ def _references(eqn: Any) -> list[Any]:
     return [var for var in eqn.invars if hasattr(var.aval, "inner_aval")] if eqn.effects else []
 
 
-def _axes_of(spec: Any) -> Axes:
+def _axes_of(spec: PartitionSpec) -> Axes:
     """The axes that a ``PartitionSpec`` names."""
     return Axes().union(*map(entry_axes, spec))
 

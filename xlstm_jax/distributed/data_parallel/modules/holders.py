@@ -18,7 +18,7 @@ LIBRARIES = {"nn": nn, "nnx": nnx}  # as users import them
 
 
 @contextmanager
-def noting_holders(model: Any) -> Iterator[dict[str, str]]:
+def noting_holders(model: object) -> Iterator[dict[str, str]]:
     """Fills with the classes of modules by their paths, as ``{"blocks/mlp": "nn.Dense"}``, while a model runs.
 
     A class of Flax has the name that users write, ``nn.Dense`` or ``nnx.Linear``. The model itself is at path "". Of

@@ -276,7 +276,7 @@ def watching(kind: type[Watcher]) -> list[Watcher]:
 def seeing_calls(seen: Callable[[Any], None]) -> AbstractContextManager[None]:
     """A context in which ``seen(module)`` is called when any module's ``__call__`` has returned."""
 
-    def intercept(method: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+    def intercept(method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         result = method(*args, **kwargs)
         if context.method_name == "__call__":
             seen(context.module)

@@ -164,7 +164,7 @@ def _sharded(model: Any, sharding: _Sharding) -> Any:
     return _subclass(model, sharding)
 
 
-def _check_model(model: Any) -> None:
+def _check_model(model: object) -> None:
     made = model.func if isinstance(model, functools.partial) else model
     cls = made if isinstance(made, type) else type(made)
     if issubclass(cls, nn.Module):

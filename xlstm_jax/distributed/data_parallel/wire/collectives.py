@@ -21,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax.core.tracers import current_trace
 from jax import lax
+from jax.typing import DTypeLike
 
-from xlstm_jax.common_types import AxisNames, PyTree
+from xlstm_jax.common_types import AxisNames, DType, PyTree
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.communication import widened
 
@@ -182,7 +183,7 @@ def to_varying(tree: PyTree, axes: Collection[str]) -> PyTree:
     return jax.tree.map(cast, tree)
 
 
-def zeros_of_type(abstract: jax.ShapeDtypeStruct, dtype: Any) -> jax.Array:
+def zeros_of_type(abstract: jax.ShapeDtypeStruct, dtype: DType) -> jax.Array:
     """Zeros with the shape and the varying axes that ``jax.eval_shape`` found: the start of a ``scan``'s carry."""
     varying = getattr(abstract, "manual_axis_type", abstract)
     axes = tuple(sorted(getattr(varying, "varying", None) or getattr(varying, "vma", None) or ()))
@@ -412,7 +413,7 @@ def _as_words(value: jax.Array) -> jax.Array:
     return value.ravel().astype(_word_dtype(value.dtype)).view(jnp.uint32)
 
 
-def _word_dtype(dtype: Any) -> Any:
+def _word_dtype(dtype: DType) -> DTypeLike:
     """A dtype that holds all values of ``dtype`` in whole 32-bit words."""
     if dtype.itemsize >= 4:
         return dtype

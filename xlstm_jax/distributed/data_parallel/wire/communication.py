@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from xlstm_jax.common_types import AxisNames
+from xlstm_jax.common_types import AxisNames, DType
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.quantized import FORMATS
 from xlstm_jax.program_names import INTER_HOST_AXES
@@ -190,7 +190,7 @@ def promoting(fn: Callable[P, Result]) -> Callable[P, Result]:
 
 
 @promoting
-def common_dtype(*dtypes: Any) -> Any:
+def common_dtype(*dtypes: DTypeLike) -> Any:
     """The dtype that JAX promotes these to."""
     return reduce(jnp.promote_types, dtypes)
 
@@ -200,7 +200,7 @@ def widened(value: jax.Array) -> jax.Array:
     return value.astype(wide_dtype(value.dtype))
 
 
-def term_of_mean(value: jax.Array, count: int, dtype: Any) -> jax.Array:
+def term_of_mean(value: jax.Array, count: int, dtype: DType) -> jax.Array:
     """A device's term of a mean over ``count`` devices that is summed in ``dtype``.
 
     The value is divided before the sum, and before it is narrowed: a float16 sum then overflows only if the mean does.
@@ -217,7 +217,7 @@ def packed_format(x: Any, requested: DTypeLike | None) -> str | None:
     return str(requested) if requested in FORMATS and jnp.issubdtype(value_dtype(x), jnp.floating) else None
 
 
-def cast_dtype(x: Any, requested: DTypeLike | None, argument: str, path: str | None = None) -> Any:
+def cast_dtype(x: Any, requested: DTypeLike | None, argument: str, path: str | None = None) -> DType:
     """The dtype in which ``x`` arrives if it is sent with the option ``requested``.
 
     It is the dtype of x itself if nothing was requested, if x is no float, or if x travels packed, in one of

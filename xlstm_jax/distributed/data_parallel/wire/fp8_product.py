@@ -23,6 +23,7 @@ from flax.linen import fp8_ops
 from flax.linen.dtypes import promote_dtype
 from jax import lax
 
+from xlstm_jax.common_types import DType
 from xlstm_jax.distributed.data_parallel.wire import collectives
 
 OVERWRITTEN = "_overwrite_with_gradient"  # Flax's collection, of which the gradient is the next value
@@ -110,7 +111,7 @@ def quantised(shard: jax.Array, scale: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(fp8_ops.quantize(shard, CODES, scale, shard.dtype), jnp.uint8)
 
 
-def dequantised(codes: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+def dequantised(codes: jax.Array, scale: jax.Array, dtype: DType) -> jax.Array:
     """The inverse: floats of ``dtype``."""
     return fp8_ops.dequantize(lax.bitcast_convert_type(codes, CODES), dtype, scale)
 

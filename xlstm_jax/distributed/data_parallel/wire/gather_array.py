@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from xlstm_jax.common_types import AxisNames
+from xlstm_jax.common_types import AxisNames, DType
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, as_axis_names, axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import (
@@ -88,7 +88,7 @@ class Primal:
     """What the backward pass must know of the value that was gathered: a residual without any array in it."""
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DType
     varying: frozenset[str]
     batched: bool
 
@@ -291,8 +291,8 @@ def gather_dims(
     names: Sequence[AxisEntry],
     axes: Collection[str],
     how: Communication,
-    path: str = "",
-    scale: jax.Array | None = None,
+    path: str,
+    scale: jax.Array | None,
 ) -> tuple[jax.Array, tuple[AxisEntry, ...]]:
     """Gathers all dims that ``names`` say are split, over those of ``axes``; returns the value and the names left.
 

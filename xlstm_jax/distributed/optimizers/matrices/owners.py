@@ -42,7 +42,7 @@ def from_owners(group: MatrixGroup, matrices: jax.Array, exchange_dtype: str | N
 
 
 def by_owners(
-    fn: OnMatrices, groups: Sequence[MatrixGroup], shards: Mapping[str, jax.Array], exchange_dtype: str | None = None
+    fn: OnMatrices, groups: Sequence[MatrixGroup], shards: Mapping[str, jax.Array], exchange_dtype: str | None
 ) -> dict[str, jax.Array]:
     """``fn`` of all matrices of a round (``groups.in_rounds``), as shards by path: two all-to-alls."""
     if len(groups) == 1:

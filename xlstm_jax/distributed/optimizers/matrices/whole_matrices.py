@@ -7,14 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import rebox
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry
-from xlstm_jax.distributed.data_parallel.wire.communication import dtype_name
 from xlstm_jax.distributed.optimizers.inside import check_transform
 from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice, choices_of
 from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup
@@ -39,8 +37,6 @@ class OnWholeMatricesState(NamedTuple):
 def on_whole_matrices(
     tx: optax.GradientTransformation,
     dimension_numbers: Any = None,
-    *,
-    exchange_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformation:
     """Runs an optax rule for one matrix on every matrix of a tree, each whole on the device that owns it.
 
@@ -57,16 +53,14 @@ def on_whole_matrices(
     Args:
       tx: a rule of one matrix. It is initialised on zeros, and gets no parameters: put weight decay behind this.
       dimension_numbers: which leaves are matrices; as for ``muon``.
-      exchange_dtype: in which updates travel; as for ``muon``.
     Returns:
       The transform, for ``make_train_step``, inside ``shard_map`` on boxed trees, or on one device.
     Raises:
       ValueError: (in ``init`` and ``update``) what ``matrix_dimensions`` raises; or stacked layers are split over
         devices, and the devices that share a part of the layers do not divide its number of matrices.
-      TypeError: ``tx`` is no transform, or ``exchange_dtype`` no dtype.
+      TypeError: ``tx`` is no transform.
     """
     check_transform(tx, "on_whole_matrices")
-    dtype = dtype_name(exchange_dtype, "exchange_dtype")
 
     def init(params: PyTree) -> OnWholeMatricesState:
         choices = choices_of(dimension_numbers, params)
@@ -85,9 +79,9 @@ def on_whole_matrices(
             kept: dict[str, PyTree] = {}
             for name, group in named_groups(groups).items():
                 with jax.named_scope(f"whole_{group.name}"):
-                    matrices = to_owners(group, values, dtype)
+                    matrices = to_owners(group, values)
                     updates, new_state = of_each(matrices, trees.stored_values(state[name]))
-                    new |= from_owners(group, updates, dtype)
+                    new |= from_owners(group, updates)
                 kept[name] = trees.map_leaves(rebox, state[name], new_state)
             return new, kept
 

@@ -182,7 +182,7 @@ class _Beside(NamedTuple):
     leaves: list[LeafCheck]
     findings: list[str]
     loss_ratio: float | None
-    of_model: bool = False
+    of_model: bool
 
     @property
     def differs(self) -> bool:
@@ -235,7 +235,7 @@ class Comparison:
         how = "each device's rows with its own draws, one after another" if draws else "each device's rows in turn"
         return self.checked(findings, step.seen, how, total, ratio)
 
-    def of_communicating_loss(self, key: Any, whole: Found) -> StepCheck:
+    def of_communicating_loss(self, key: PyTree, whole: Found) -> StepCheck:
         """The step beside the batch, both with constant draws: slices of such a loss cannot be computed alone."""
         if not whole.is_finite:
             return self.checked([report.not_finite(whole)], self.observed(key, whole))
@@ -276,7 +276,7 @@ class Comparison:
 
     # ------------------------------------------------------------------------------------------------------ compared
 
-    def with_same_draws(self, key: Any) -> tuple[Any, Found]:
+    def with_same_draws(self, key: PyTree) -> tuple[Any, Found]:
         """A constant key, and the loss of the batch with it: the first that gives finite gradients which are not 0."""
         first, *others = CHOICES
         same_key = constant_like(key, first)
@@ -289,11 +289,11 @@ class Comparison:
             found = self.one.whole(same_key)
         return same_key, found
 
-    def observed(self, rng: Any, truth: Found) -> SeenStep:
+    def observed(self, rng: PyTree, truth: Found) -> SeenStep:
         batch, _, *rest = self.given
         return observe(self.step, self.state, (batch, rng, *rest), self.one.tree(truth.grads), self.mesh)
 
-    def beside(self, rng: Any, truth: Found, seen: SeenStep | None = None) -> _Beside:
+    def beside(self, rng: PyTree, truth: Found, seen: SeenStep | None = None) -> _Beside:
         """Runs the step with ``rng``, unless it was ``seen``, and compares it with ``truth``."""
         seen, leaves = self.compared(seen or self.observed(rng, truth), truth)
         of_model, findings = self.loss_differs(rng, seen, truth)
@@ -339,7 +339,7 @@ class Comparison:
         model_axes = self.one.model_axes(self.given[1])
         return list(report.of_leaves(leaves, seen.what, self.parts, of_loss, model_axes))
 
-    def loss_differs(self, key: Any, seen: SeenStep, truth: Found) -> tuple[bool, list[str]]:
+    def loss_differs(self, key: PyTree, seen: SeenStep, truth: Found) -> tuple[bool, list[str]]:
         """Whether the model makes the loss another one where it is split, and what to say of the loss."""
         if seen.loss is None:
             return False, []
@@ -354,13 +354,13 @@ class Comparison:
             return True, [report.of_model(times, axes)]
         return False, [report.of_loss(times, self.one.loss.weighted)]
 
-    def is_of_model(self, key: Any, loss: float, eps: float) -> bool:
+    def is_of_model(self, key: PyTree, loss: float, eps: float) -> bool:
         """Whether the model on the mesh, with unsharded weights and no step around it, has this loss, too."""
         found = self.one.on_mesh(key, self.one.num_minibatches)
         return same_number(loss, found.loss, lambda: found.shaken().loss, eps)[0]
 
     def objective(
-        self, key: Any, mean: Found, whole: Found, seen: SeenStep, real_key: Any
+        self, key: PyTree, mean: Found, whole: Found, seen: SeenStep, real_key: PyTree
     ) -> tuple[Multiple, list[LeafCheck], list[str]]:
         """Whether the loss is a mean over rows: how many times too large it is, its gradients, and what to say."""
         narrow, shaken = of_wire(self.state.params, mean), lambda: flat(whole.shaken().grads)
@@ -385,7 +385,7 @@ class Comparison:
                 return over, [leaf._replace(ratio=1.0, error=0.0) for leaf in leaves], said
         return times, leaves, list(why_no_mean(self.one, key, mean, whole, leaves, times, self.parts, tolerance))
 
-    def own_objective(self, key: Any, seen: SeenStep, whole: Found) -> list[str]:
+    def own_objective(self, key: PyTree, seen: SeenStep, whole: Found) -> list[str]:
         """What to say where a step of the user's own is right, and its loss is no mean over rows."""
         if not self.one.axes:
             return []
@@ -394,7 +394,7 @@ class Comparison:
             return []
         return self.objective(key, mean, whole, seen, self.given[1])[2]
 
-    def without_gradient(self, key: Any, truth: Found) -> list[str]:
+    def without_gradient(self, key: PyTree, truth: Found) -> list[str]:
         """What to say of leaves on which the loss does not depend, and where all gradients are 0."""
         if not any(leaf.size and not np.any(leaf) for leaf in truth.grads.values()):
             return []
@@ -407,7 +407,7 @@ class Comparison:
 
     # ------------------------------------------------------------------------------------------ draws from other keys
 
-    def why_other_draws(self, key: Any) -> str:
+    def why_other_draws(self, key: PyTree) -> str:
         """Why a step may have drawn from other keys than the one that it was given; "" where it has not."""
         if self.one.traced(key).foreign:
             return "loss_fn draws from another key than the one that it is given"
@@ -490,13 +490,13 @@ class Comparison:
             return found._replace(findings=tuple(of), compared=(*found.compared, "collections"))
         return found
 
-    def knows_collections(self, rng: Any) -> bool:
+    def knows_collections(self, rng: PyTree) -> bool:
         """Whether one device returns the collections of the mesh: statistics of all rows, without draws."""
         kept, one = collections_of(self.state), self.one
         is_whole = one.num_minibatches == 1 and (one.devices == 1 or one.needs_all_devices(rng))
         return bool(kept) and OVERWRITTEN not in kept and is_whole and not one.traced(rng).draws
 
-    def of_collections(self, seen: SeenStep, rng: Any) -> list[str]:
+    def of_collections(self, seen: SeenStep, rng: PyTree) -> list[str]:
         got, before = (by_path(bare(readable(dict(tree)))) for tree in (seen.collections, collections_of(self.state)))
         right, again = (partial(self.one.collections_after, rng, shake) for shake in (False, True))
         return list(of_collections(got, by_path(bare(right())), before, lambda: by_path(bare(again())), self.eps))

@@ -5,7 +5,6 @@ the loss of each row has its weight: no equation shows that, and the numbers do.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,7 @@ def with_other_copies(batch: PyTree) -> PyTree | None:
     return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)[taken]) if padded_rows_of(leaf) else leaf, batch)
 
 
-def counted(one: OneDevice, batch: PyTree, rng: Any) -> Iterator[str]:
+def counted(one: OneDevice, batch: PyTree, rng: PyTree) -> Iterator[str]:
     """What to say of a loss that changes with the rows that pad its batch."""
     other = with_other_copies(batch)
     if other is None:

@@ -21,9 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key, value_dtype
 from xlstm_jax.equations import all_equations, named_axes
-from xlstm_jax.private_names import define_prng_impl
+from xlstm_jax.private_names import core, define_prng_impl
 
 CHOICES = (1 / 32, 0.4, 31 / 32)
 _WORDS = 2
@@ -44,12 +45,12 @@ def is_key(leaf: Any) -> bool:
     return is_prng_key(leaf) or (leaf.dtype == jnp.uint32 and jnp.shape(leaf) == (_WORDS,))
 
 
-def folded(rng: Any, data: Any) -> Any:
+def folded(rng: PyTree, data: Any) -> Any:
     """``jax.random.fold_in`` of each key in a tree."""
     return jax.tree.map(lambda leaf: jax.random.fold_in(leaf, data) if is_key(leaf) else leaf, rng)
 
 
-def constant_like(rng: Any, u: float = CHOICES[0]) -> Any:
+def constant_like(rng: PyTree, u: float = CHOICES[0]) -> Any:
     """The same tree with constant keys in place of all keys."""
 
     def constant(leaf: Any) -> Any:
@@ -106,7 +107,7 @@ class Traced(NamedTuple):
     eps: float
 
 
-def traced(jaxpr: Any) -> Traced:
+def traced(jaxpr: core.Jaxpr) -> Traced:
     """Reads all equations of a jaxpr, and of the jaxprs within."""
     draws = foreign = False
     axes: frozenset[str] = frozenset()

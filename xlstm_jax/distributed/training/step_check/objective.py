@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.training.step_check import report
 from xlstm_jax.distributed.training.step_check.comparison import LeafCheck, Multiple, flat
 from xlstm_jax.distributed.training.step_check.draws import constant_like
@@ -31,7 +32,7 @@ FITS = 1e-4  # a fit this good is no accident: there are several times as many v
 
 def why_no_mean(
     one: OneDevice,
-    rng: Any,
+    rng: PyTree,
     mean: Found,
     whole: Found,
     same: list[LeafCheck],
@@ -117,7 +118,7 @@ _OF_TOKENS = (
 )
 
 
-def multiple_over_draws(one: OneDevice, rng: Any, sizes: dict[str, int]) -> Multiple | None:
+def multiple_over_draws(one: OneDevice, rng: PyTree, sizes: dict[str, int]) -> Multiple | None:
     """The mean of the slices over the loss of the batch, both averaged over draws; None where it is no multiple.
 
     What a row draws may depend on its position (stratified times of a diffusion model). With each u slices and batch
@@ -141,7 +142,7 @@ def multiple_over_draws(one: OneDevice, rng: Any, sizes: dict[str, int]) -> Mult
     return times if times.kind != "other" and left <= tolerance * np.linalg.norm(of_mean) else None
 
 
-def is_sum_over_positions(one: OneDevice, key: Any) -> bool:
+def is_sum_over_positions(one: OneDevice, key: PyTree) -> bool:
     """Whether the halves of the batch have the same loss, added, after every other row is exchanged between them.
 
     They have if the loss is a mean or a sum over rows, also where a row's draws depend on its position; no other loss
@@ -168,7 +169,7 @@ def is_sum_over_positions(one: OneDevice, key: Any) -> bool:
     return left <= tolerance * size and abs(losses[0] - losses[1]) <= tolerance * sum(abs(f.loss) for f in before)
 
 
-def _kind(one: OneDevice, rng: Any, mean: Found, whole: Found) -> str:
+def _kind(one: OneDevice, rng: PyTree, mean: Found, whole: Found) -> str:
     # Slices of such a loss have no values of their own: devices compute them together.
     if one.needs_all_devices(rng):
         return "reduced"

@@ -157,34 +157,34 @@ class OneDevice:
         live = dict(zip(self.paths, self._inputs[0], strict=True))
         return [self.tree({path: jnp.full_like(x, value) for path, x in live.items()}) for value in (0, 1)]
 
-    def slices(self, rng: Any, minibatches: int | None = None) -> Found:
+    def slices(self, rng: PyTree, minibatches: int | None = None) -> Found:
         """The mean over the slices, each with the key that the step gives it."""
         count = self.num_minibatches if minibatches is None else minibatches
         if self.needs_all_devices(rng):
             return self.on_mesh(rng, count)
         return self._run(self._mean_in_turn, (self.devices, count), rng)
 
-    def on_mesh(self, rng: Any, minibatches: int) -> Found:
+    def on_mesh(self, rng: PyTree, minibatches: int) -> Found:
         """The mean over the slices, computed on the mesh with unsharded weights, and differentiated by JAX."""
         return self._run(self._mean_on_mesh, (minibatches,), rng)
 
-    def whole(self, rng: Any, batch: PyTree = None, elsewhere: int = 0) -> Found:
+    def whole(self, rng: PyTree, batch: PyTree = None, elsewhere: int = 0) -> Found:
         """The loss of the whole batch, or of ``batch``, at once; with ``elsewhere``, at quite other parameters."""
         return self._run(self._mean_in_turn, (1, 1), rng, batch, elsewhere)
 
-    def collections_after(self, rng: Any, shake: bool = False) -> PyTree:
+    def collections_after(self, rng: PyTree, shake: bool) -> PyTree:
         """The collections that the loss of the whole batch returns."""
         live, weights, batch, kept = self._inputs
         live, batch = shaken((live, batch), self.eps(rng)) if shake else (live, batch)
 
-        def after(live: Any, weights: _Weights, batch: PyTree, kept: Any, rng: Any) -> PyTree:
+        def after(live: Any, weights: _Weights, batch: PyTree, kept: Any, rng: PyTree) -> PyTree:
             _, (_, (updated,)) = self._terms(live, weights, batch, rng, kept)
             return updated
 
         run = jax.shard_map(after, mesh=self._one, in_specs=WHOLE, out_specs=WHOLE, check_vma=False)
         return jax.jit(run)(*self._put((live, weights, batch, kept, rng), self._one))
 
-    def value_fn(self, rng: Any) -> Callable[[PyTree], jax.Array]:
+    def value_fn(self, rng: PyTree) -> Callable[[PyTree], jax.Array]:
         """The loss of the whole batch as a function of the trainable parameters, for optimizers that compute it."""
         _, weights, batch, kept = self._inputs
 
@@ -198,7 +198,7 @@ class OneDevice:
         self,
         make: Callable[..., Any],
         parts: tuple[int, ...],
-        rng: Any,
+        rng: PyTree,
         batch: PyTree = None,
         elsewhere: int = 0,
         shake: bool = False,
@@ -218,19 +218,19 @@ class OneDevice:
 
     # ------------------------------------------------------------------------------- what the equations of it tell
 
-    def eps(self, rng: Any) -> float:
+    def eps(self, rng: PyTree) -> float:
         """The rounding of the narrowest dtype in which the loss is computed on these devices."""
         platform = self.mesh.devices.flat[0].platform
         return min(max(self.traced(rng).eps, MATMUL_EPS.get(platform, 0.0)), COARSEST_EPS)
 
-    def traced(self, rng: Any) -> Traced:
+    def traced(self, rng: PyTree) -> Traced:
         live, *rest = self._inputs
         if (key := str(jax.tree.map(jax.typeof, rng))) not in self._traced:
             jaxpr = jax.make_jaxpr(self._terms_on_mesh(1))(live, *rest, rng)
             self._traced[key] = traced(jaxpr)
         return self._traced[key]
 
-    def unconnected(self, rng: Any) -> list[str]:
+    def unconnected(self, rng: PyTree) -> list[str]:
         """The leaves whose gradient depends on nothing, and is 0: the loss is not computed from them."""
         live, weights, batch, kept = self._inputs
         flat, treedef = jax.tree.flatten((live, batch))
@@ -243,22 +243,22 @@ class OneDevice:
         of_grads = differing_axes(grads, flat, [frozenset({"anything"})] * len(flat))
         return [path for path, of in zip(self.paths, of_grads, strict=True) if not of]
 
-    def asks_for_axes(self, rng: Any) -> bool:
+    def asks_for_axes(self, rng: PyTree) -> bool:
         """Whether the loss communicates along a mesh axis, or asks where on it the device is."""
         return bool(self.traced(rng).axes)
 
-    def needs_all_devices(self, rng: Any) -> bool:
+    def needs_all_devices(self, rng: PyTree) -> bool:
         """Whether it does so along an axis of the batch, so that its slices cannot be computed one after another."""
         return bool(self.traced(rng).axes & set(self.axes))
 
-    def model_axes(self, rng: Any) -> tuple[str, ...]:
+    def model_axes(self, rng: PyTree) -> tuple[str, ...]:
         """The axes along which it does so and the batch is not split: those of a model that is split itself."""
         own = self.traced(rng).axes - set(self.axes)
         return tuple(axis for axis, size in self.mesh.shape.items() if size > 1 and axis in own)
 
     # ------------------------------------------------------------------------------------- one part after another
 
-    def _terms(self, live: list[Any], weights: _Weights, batch: PyTree, rng: Any, kept: Any) -> tuple[Any, Any]:
+    def _terms(self, live: list[Any], weights: _Weights, batch: PyTree, rng: PyTree, kept: Any) -> tuple[Any, Any]:
         """sum, (weight, updated collections) of a batch; the weight of a mean is 1."""
         at_start = zip(self._leaves, live, weights.base, weights.rounded, strict=True)
         rest = iter(weights.rest)
@@ -285,7 +285,7 @@ class OneDevice:
             (total, (weight, kept, count)), grads = jax.value_and_grad(terms, has_aux=True)(*args)
             return (total * count, (weight, kept)), [g * count for g in grads]
 
-        def mean(live: Any, weights: _Weights, batch: PyTree, kept: Any, rng: Any) -> Any:
+        def mean(live: Any, weights: _Weights, batch: PyTree, kept: Any, rng: PyTree) -> Any:
             batch = batch if devices * minibatches == 1 else self.layout.laid_out(batch)
 
             def part(carry: Any, at: tuple[Any, Any]) -> tuple[Any, None]:
@@ -322,7 +322,7 @@ class OneDevice:
         of_live, of_rest = (list(map(_spec_of_model, leaves)) for leaves in (self._leaves, self._rest))
         of_weights = _Weights(of_live, of_live, of_rest, self._of_others)
 
-        def local(live: Any, weights: Any, batch: PyTree, kept: Any, rng: Any, index: Any) -> tuple[Any, Any]:
+        def local(live: Any, weights: Any, batch: PyTree, kept: Any, rng: PyTree, index: Any) -> tuple[Any, Any]:
             def part(kept: Any, j: Any) -> tuple[Any, Any]:
                 rows = rows_at(split_rows(batch, minibatches), j)
                 total, (weight, kept) = self._terms(live, weights, rows, _key_of(rng, index[0], j, minibatches), kept)
@@ -358,7 +358,7 @@ class OneDevice:
         return mean
 
 
-def _key_of(rng: Any, device: Any, minibatch: Any, minibatches: int) -> Any:
+def _key_of(rng: PyTree, device: Any, minibatch: Any, minibatches: int) -> Any:
     """The key of a slice, folded as ``make_train_step`` and ``accumulate_gradients`` fold it."""
     own = folded(rng, device)
     return own if minibatches == 1 else folded(own, minibatch)

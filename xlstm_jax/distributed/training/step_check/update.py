@@ -72,8 +72,8 @@ def check_update(
     before: Any,
     after: Any,
     one: Mesh,
-    again: Callable[[], Any] | None = None,
-    value_fn: Callable[[PyTree], jax.Array] | None = None,
+    again: Callable[[], Any] | None,
+    value_fn: Callable[[PyTree], jax.Array] | None,
 ) -> UpdateCheck:
     """Compares what a step made of its gradients with one device, and then what a further step makes of them.
 
@@ -281,7 +281,7 @@ class _Update:
 
         value_fn = self.value_fn
 
-        def gradients(params: PyTree, index: Any = 0) -> PyTree:
+        def gradients(params: PyTree, index: jax.Array | int = 0) -> PyTree:
             del index
             return jax.grad(value_fn)(params) if value_fn else params
 

@@ -1,0 +1,325 @@
+"""What of the library's own optax has too, tried in the ready step beside a training on one device.
+
+Optimizers run on global arrays there, so whatever of optax is equal needs no second of its kind.
+``optax.apply_if_finite`` is equal in what it does with a gradient, and in nothing else: ``skip_nonfinite`` is kept. The
+rate that ``optax.inject_hyperparams`` keeps is one line of the program; that of a schedule in an optimizer as people
+write it is not. The tables of docs/resilience.md and docs/training.md give these results.
+"""
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from numpy.testing import assert_allclose
+
+from tests.damage import same
+from tests.optimizers.test_offload import fetches
+from tests.support import AXES, Model, assert_same_params, data, equations, fsdp, mean_loss, mesh_of, plain
+from xlstm_jax.distributed import (
+    LoopGuard,
+    NonFiniteError,
+    Offload,
+    create_train_state,
+    make_train_step,
+    muon,
+    skip_nonfinite,
+    unbox,
+)
+from xlstm_jax.distributed.optimizers import matrix_dimensions, on_whole_matrices
+
+KEY, MESH, LIMIT, RATE = jax.random.key(0), mesh_of(2, 4), 2, 0.02
+NEVER = np.iinfo(np.int32).max  # errors in a row after which optax's applies them
+OURS, OPTAX = skip_nonfinite, partial(optax.apply_if_finite, max_consecutive_errors=LIMIT)
+BOTH = pytest.mark.parametrize("wrapper", [OURS, OPTAX], ids=["ours", "optax's"])
+GOOD = data() | {"extra": 0.0}
+BAD = GOOD | {"x": GOOD["x"].at[3, 0].set(jnp.nan)}  # of one device
+BAD_LOSS = GOOD | {"extra": jnp.inf}  # the gradients of which are finite
+
+
+def loss_fn(params, apply_fn, batch, rng):
+    return mean_loss(params, apply_fn, batch, rng) + batch["extra"]
+
+
+def first_state(tx, model=None, **options):
+    return create_train_state(
+        model or fsdp(nn.Dense)(4), tx, MESH, KEY, GOOD["x"], batch_axes=AXES, whole_ok=True, **options
+    )
+
+
+def trained(tx, batches, model=None, num_minibatches=1, **options):
+    """The last state; and for each step its metrics, and whether it changed the parameters."""
+    state = first_state(tx, model, **options)
+    step, seen = make_train_step(loss_fn, MESH, AXES, num_minibatches, whole_ok=True), []
+    for batch in batches:
+        before = jax.device_get(unbox(state.params))
+        state, metrics = step(state, batch, KEY)
+        seen.append((metrics, not same(jax.device_get(unbox(state.params)), before)))
+    return state, seen
+
+
+def on_one_device(tx, batches):
+    """Parameters after an optimizer without a wrapper, to which the batches that are not finite were not given."""
+    model = Model(scan=False)
+    params = jax.jit(model.init)(KEY, GOOD["x"])["params"]
+    state = tx.init(params)
+
+    @jax.jit
+    def update(params, state, batch):
+        updates, state = tx.update(jax.grad(loss_fn)(params, model.apply, batch, None), state, params)
+        return optax.apply_updates(params, updates), state
+
+    for batch in batches:
+        params, state = update(params, state, batch)
+    return params
+
+
+def optax_muon():
+    return optax.contrib.muon(RATE, muon_weight_dimension_numbers=matrix_dimensions())
+
+
+def normalized(updates, params=None):
+    del params
+    return jax.tree.map(lambda u: u / jnp.linalg.norm(u), updates)
+
+
+def by_matrix(of_matrices):
+    """``of_matrices`` for kernels; biases are left as they are."""
+    labels = partial(jax.tree.map, lambda p: "matrix" if p.ndim == 2 else "other")
+    return optax.partition({"matrix": of_matrices, "other": optax.identity()}, labels)
+
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(RATE))
+EQUAL = {
+    "minibatches": (CLIPPED, CLIPPED, {"num_minibatches": 2}),
+    "muon": (muon(RATE), optax_muon(), {}),
+    "whole matrices": (
+        optax.chain(on_whole_matrices(optax.chain(optax.trace(0.9), optax.contrib.normalize())), optax.scale(-RATE)),
+        optax.chain(by_matrix(optax.chain(optax.trace(0.9), optax.stateless(normalized))), optax.scale(-RATE)),
+        {},
+    ),
+    "offload": (CLIPPED, CLIPPED, {"offload": Offload()}),
+}
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("tx, reference, options", EQUAL.values(), ids=EQUAL)
+@BOTH
+def test_a_gradient_that_is_not_finite_is_skipped_by_both(wrapper, tx, reference, options):
+    state, seen = trained(wrapper(tx), [GOOD, BAD, BAD, GOOD], Model(fsdp, scan=False), **options)
+    assert [changed for _, changed in seen] == [True, False, False, True]
+    assert_same_params(state.params, on_one_device(reference, [GOOD, GOOD]))
+    spoiled = on_one_device(reference, [GOOD, BAD, GOOD])
+    assert not np.isfinite(np.asarray(spoiled["Dense_0"]["kernel"])).any()  # guard: the batch is bad
+
+
+@BOTH
+def test_a_loss_that_is_not_finite_is_skipped_by_ours_alone(wrapper):
+    _, seen = trained(wrapper(CLIPPED), [GOOD, BAD_LOSS])
+    assert [bool(np.isfinite(metrics["loss"])) for metrics, _ in seen] == [True, False]
+    assert np.isfinite(seen[1][0]["grad_norm"]) and seen[1][1] == (wrapper is OPTAX)
+
+
+@BOTH
+def test_after_its_limit_optax_applies_what_is_not_finite(wrapper):
+    state, seen = trained(wrapper(optax.sgd(RATE)), [BAD] * (LIMIT + 1))
+    assert [changed for _, changed in seen] == [False] * LIMIT + [wrapper is OPTAX]
+    assert np.isfinite(np.asarray(unbox(state.params)["kernel"])).any() == (wrapper is OURS)
+
+
+def test_a_limit_that_is_never_reached_is_equal_there():
+    counted = optax.apply_if_finite(optax.sgd(1.0), NEVER)
+    state = counted.init(jnp.ones(2))._replace(notfinite_count=jnp.int32(NEVER))
+    updates, state = counted.update(jnp.array([jnp.nan, 1.0]), state, jnp.ones(2))
+    assert not updates.any() and state.notfinite_count == NEVER
+    below = optax.apply_if_finite(optax.sgd(1.0), NEVER - 1)  # guard: one below it is
+    assert np.isnan(below.update(jnp.array([jnp.nan, 1.0]), state, jnp.ones(2))[0]).any()
+
+
+def test_the_counts_of_optax_are_in_no_metric_and_the_guard_ends_a_run_that_skips():
+    step, batches = make_train_step(loss_fn, MESH, AXES, whole_ok=True), [GOOD, BAD, GOOD, GOOD]
+
+    def run(wrapper, counts=lambda state: {}):
+        state, seen = first_state(wrapper(optax.sgd(RATE))), []
+        with LoopGuard(max_skipped_in_a_row=1) as guard:
+            for number, batch in enumerate(batches, 1):
+                state, metrics = step(state, batch, KEY)
+                seen.append(metrics | counts(state))
+                guard.step_done(number, seen[-1])
+        return [(int(metrics["skipped_steps"]), int(metrics["skipped_in_a_row"])) for metrics in seen]
+
+    def of_optax(state):
+        """Copies, as the next step takes the state over."""
+        kept = state.opt_state
+        return {"skipped_steps": jnp.copy(kept.total_notfinite), "skipped_in_a_row": jnp.copy(kept.notfinite_count)}
+
+    with pytest.raises(NonFiniteError, match=r"loss of step 2 is nan, and its update was applied"):
+        run(OPTAX)
+    assert run(OURS) == run(OPTAX, of_optax) == [(0, 0), (1, 1), (1, 0), (1, 0)]
+
+
+class Normalized(nn.Module):
+    wrap: object = plain
+
+    @nn.compact
+    def __call__(self, x):
+        x = self.wrap(nn.Dense)(16)(x)
+        return nn.Dense(4)(nn.BatchNorm(use_running_average=False, axis_name=AXES)(x))
+
+
+def with_statistics(params, apply_fn, batch, rng, collections):
+    del rng
+    out, updated = apply_fn({"params": params, **collections}, batch["x"], mutable=list(collections))
+    return jnp.mean((out - batch["y"]) ** 2), updated
+
+
+@BOTH
+def test_statistics_of_a_batch_that_is_skipped_are_left_out_by_ours_alone(wrapper):
+    state = first_state(wrapper(CLIPPED), Normalized(fsdp()))
+    step = make_train_step(with_statistics, MESH, AXES, whole_ok=True)
+    state, _ = step(state, GOOD, KEY)
+    before = jax.device_get((unbox(state.params), state.collections))
+    state, _ = step(state, BAD, KEY)
+    params, collections = jax.device_get((unbox(state.params), state.collections))
+    assert same(params, before[0]) and same(collections, before[1]) == (wrapper is OURS)
+    assert np.isfinite(collections["batch_stats"]["BatchNorm_0"]["mean"]).all() == (wrapper is OURS)
+
+
+def test_moments_on_the_host_come_a_few_at_a_time_with_ours_and_all_at_once_with_optax(monkeypatch):
+    assert fetches(OURS(optax.adam(0.1)), 1, monkeypatch) == fetches(optax.adam(0.1), 1, monkeypatch) == (0, 4, 2)
+    # Whole leaves, into one branch of a condition.
+    assert fetches(OPTAX(optax.adam(0.1)), 1, monkeypatch)[:2] == (4, 0)
+
+    def operands_of_conditions(tx):
+        grads = {"a": jnp.ones(3), "b": jnp.ones(5)}
+        update = jax.make_jaxpr(tx.update)(grads, tx.init(grads), grads)
+        return [
+            sum(var.aval.shape in ((3,), (5,)) for var in eqn.invars)
+            for _, eqn in equations(update)
+            if eqn.primitive.name == "cond"
+        ]
+
+    assert operands_of_conditions(OURS(optax.adam(0.1))) == []
+    assert operands_of_conditions(OPTAX(optax.adam(0.1))) == [6]  # two leaves: gradients and both moments
+
+
+# --------------------------------------------------------------------------------------------------- the learning rate
+
+DOWN = optax.linear_schedule(0.4, 0.1, 8)
+INJECTED = optax.inject_hyperparams(optax.sgd)
+
+
+def kept_rate(opt_state):
+    """The program's line, a copy, as the next step takes the state over."""
+    return jnp.copy(opt_state.hyperparams["learning_rate"])
+
+
+def rates(tx, kept, learning_rate=None, batches=(GOOD,) * 3, **options):
+    """Of each step what the program reads of the state after it, the metric, and the length of its update by that of
+    its gradient."""
+    state, seen = first_state(tx), []
+    step = make_train_step(loss_fn, MESH, AXES, learning_rate=learning_rate, whole_ok=True, **options)
+    for batch in batches:
+        before = jax.device_get(unbox(state.params))
+        state, metrics = step(state, batch, KEY)
+        moved = optax.tree.norm(jax.tree.map(np.subtract, jax.device_get(unbox(state.params)), before))
+        seen.append((kept(state.opt_state), metrics.get("learning_rate"), moved / metrics["grad_norm"]))
+    return [list(map(float, column)) for column in zip(*seen, strict=True) if column[0] is not None]
+
+
+def test_a_rate_that_is_injected_is_read_after_the_step_of_its_update():
+    kept, reported, moved = rates(INJECTED(DOWN), kept_rate, DOWN, num_minibatches=2)
+    assert_allclose(kept, [DOWN(count) for count in range(3)], rtol=1e-6)
+    assert_allclose(reported, kept, rtol=1e-6)
+    assert_allclose(moved, kept, rtol=1e-4)
+    (kept, moved) = rates(INJECTED(0.25), kept_rate)
+    assert kept == [0.25] * 3
+    assert_allclose(moved, kept, rtol=1e-4)
+
+
+def test_rates_of_groups_that_are_injected_are_read_by_group():
+    tx = optax.partition(
+        {"matrix": INJECTED(DOWN), "other": INJECTED(RATE)},
+        partial(jax.tree.map, lambda p: "matrix" if p.ndim == 2 else "other"),
+    )
+    for group, want in {"matrix": [DOWN(0), DOWN(1)], "other": [RATE] * 2}.items():
+        kept, _ = rates(
+            tx, lambda state, group=group: kept_rate(state.inner_states[group].inner_state), None, [GOOD] * 2
+        )
+        assert_allclose(kept, want, rtol=1e-6)
+
+
+def test_a_step_that_is_skipped_keeps_the_rate_that_was_used_and_reports_the_rate_to_be_used():
+    kept, reported, moved = rates(
+        skip_nonfinite(INJECTED(DOWN)), lambda state: kept_rate(state.inner_state), DOWN, [GOOD, BAD, GOOD]
+    )
+    assert_allclose(kept, [DOWN(0), DOWN(0), DOWN(1)], rtol=1e-6)
+    assert_allclose(reported, [DOWN(0), DOWN(1), DOWN(1)], rtol=1e-6)  # not DOWN(2), by the number of the step
+    assert_allclose(np.asarray(moved)[[0, 2]], [DOWN(0), DOWN(1)], rtol=1e-4)
+
+
+def test_a_jit_around_the_step_puts_the_rate_among_the_metrics():
+    step = make_train_step(loss_fn, MESH, AXES, whole_ok=True)
+
+    @partial(jax.jit, donate_argnums=0)
+    def with_rate(state, batch):
+        state, metrics = step(state, batch, KEY)
+        return state, metrics | {"learning_rate": state.opt_state.hyperparams["learning_rate"]}
+
+    state, seen = first_state(INJECTED(DOWN)), []
+    for _ in range(3):
+        state, metrics = with_rate(state, GOOD)
+        seen.append(metrics["learning_rate"])
+    assert_allclose(seen, [DOWN(count) for count in range(3)], rtol=1e-6)
+
+
+def test_a_rate_in_the_state_is_gone_after_the_next_step_and_a_metric_is_not():
+    def first_of_two(read):
+        state, step = first_state(INJECTED(0.25)), make_train_step(loss_fn, MESH, AXES, whole_ok=True)
+        state, _ = step(state, GOOD, KEY)
+        rate = read(state.opt_state)
+        step(state, GOOD, KEY)
+        return float(rate)
+
+    with pytest.raises(RuntimeError, match="deleted"):
+        first_of_two(lambda state: state.hyperparams["learning_rate"])
+    assert first_of_two(kept_rate) == 0.25
+
+
+@pytest.mark.parametrize("tx", [optax.adamw(DOWN), muon(DOWN), INJECTED(DOWN)], ids=["adamw", "muon", "injected"])
+def test_the_name_of_the_rate_finds_it_in_no_state_with_a_schedule(tx):
+    """``None`` where nothing injects, and two where something does: the value, and the schedule's state."""
+    state = tx.init({"kernel": jnp.ones((4, 4))})
+    found = optax.tree.get_all_with_path(state, "learning_rate")
+    assert len(found) == (2 if hasattr(state, "hyperparams") else 0)
+    step = make_train_step(loss_fn, MESH, AXES, learning_rate=DOWN, whole_ok=True)
+    assert step(first_state(tx), GOOD, KEY)[1]["learning_rate"] == DOWN(0)
+
+
+def test_muon_is_injected_with_its_number_of_iterations_left_out():
+    with pytest.raises(TypeError, match=r"ns_steps=.* is no Python number"):
+        first_state(optax.inject_hyperparams(muon)(DOWN))
+    kept, moved = rates(optax.inject_hyperparams(muon, static_args="ns_steps")(DOWN), kept_rate)
+    assert_allclose(kept, [DOWN(count) for count in range(3)], rtol=1e-6)
+    assert np.isfinite(moved).all()
+
+
+def test_parameters_of_16_bits_make_an_injected_adam_nan():
+    """Its decay of 0.999 is rounded to 1 with them; and a rate without a schedule to 16 bits."""
+    params = {"kernel": jnp.ones(4, jnp.bfloat16)}
+
+    def two_updates(tx):
+        state, moved = tx.init(params), params
+        for _ in range(2):
+            updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, moved)
+            moved = optax.apply_updates(moved, updates)
+        return state, np.isfinite(np.asarray(moved["kernel"], np.float32)).all()
+
+    state, finite = two_updates(optax.inject_hyperparams(optax.adamw)(1e-3))
+    assert state.hyperparams["b2"] == 1 and state.hyperparams["learning_rate"] != np.float32(1e-3) and not finite
+    state, finite = two_updates(optax.inject_hyperparams(optax.adamw, hyperparam_dtype=jnp.float32)(1e-3))
+    assert state.hyperparams["learning_rate"] == np.float32(1e-3) and finite
+    assert two_updates(optax.adamw(DOWN))[1]
