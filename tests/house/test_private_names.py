@@ -193,6 +193,9 @@ def test_programs_are_read_and_written_by_their_parts():
     product = jaxpr.eqns[-1]
     assert product.primitive is names.mul_p, RELEASE
     assert [type(atom) for atom in product.invars] == [names.core.Var, names.core.Literal], RELEASE
+    part = jaxpr.replace(constvars=[], invars=product.invars[:1], outvars=product.outvars, eqns=[product])
+    closed = names.core.ClosedJaxpr(part, [])
+    assert names.core.jaxpr_as_fun(closed)(jnp.float32(3)) == [6] and names.core.DropVar, RELEASE
     inner = jax.make_jaxpr(jax.jit(jnp.sin))(jnp.ones(4)).jaxpr.eqns[0]
     assert len(list(names.core.jaxprs_in_params(inner.params))) == 1, RELEASE
     assert callable(names.mlir.register_lowering) and callable(names.mlir.lower_fun), RELEASE

@@ -64,7 +64,7 @@ class Model(nn.Module):
 
 @pytest.fixture(autouse=True)
 def a_leaf_at_a_time(monkeypatch):
-    """Models of the suite would be one group: every parameter is its own, and stacked layers come one by one."""
+    """The moments of the suite's models would be one group: each moment is a group of its own."""
     monkeypatch.setattr(streaming, "GROUP_BYTES", 1)
 
 
@@ -205,29 +205,51 @@ def test_a_transform_that_couples_leaves_is_the_same(tx):
 
 
 def fetches(tx, group_bytes, monkeypatch):
-    """The moments that come to the device outside and inside of loops, and the barriers between groups."""
+    """The bytes of moments that come to the device, one after the other, and the number of barriers between them."""
     monkeypatch.setattr(streaming, "GROUP_BYTES", group_bytes)
     params, state, grads, update = on_one_device(tx, True)
-    found = equations(jax.make_jaxpr(update)(params, state, grads))
-    puts = [(within, eqn) for within, eqn in found if eqn.primitive.name == "device_put"]
-    to_device = [bool(set(within) & {"scan", "while"}) for within, eqn in puts if _comes_from_host(eqn)]
-    return (
-        to_device.count(False),
-        to_device.count(True),
-        sum(e.primitive.name == "optimization_barrier" for _, e in found),
-    )
+    found = [eqn for _, eqn in equations(jax.make_jaxpr(update)(params, state, grads))]
+    come = [eqn.invars[0].aval for eqn in found if eqn.primitive.name == "device_put" and _comes_from_host(eqn)]
+    return [4 * x.size for x in come], sum(eqn.primitive.name == "optimization_barrier" for eqn in found)
 
 
 def _comes_from_host(eqn):
     return eqn.invars[0].aval.memory_space == jax.memory.Space.Host
 
 
-def test_groups_are_as_large_as_they_may_be_and_larger_leaves_come_in_rows(monkeypatch):
-    adam = optax.adam(0.1)
-    assert fetches(adam, 2**20, monkeypatch) == (4, 0, 1)  # both parameters' moments at once
-    assert fetches(adam, 2 * 10 * 4, monkeypatch) == (2, 2, 2)  # "a" takes 96 bytes, and comes in 2 rows of 4
-    assert fetches(adam, 1, monkeypatch) == (0, 4, 2)
-    assert fetches(optax.lamb(0.1), 1, monkeypatch) == (4, 0, 2)  # its norm needs a whole leaf
+def test_moments_come_one_by_one_those_of_the_smallest_parameter_first_and_small_ones_together(monkeypatch):
+    adam, come = optax.adam(0.1), [40, 40, 48, 48]  # "b", and "a", which is first among the parameters
+    assert fetches(adam, 1, monkeypatch) == (come, 3)
+    assert fetches(adam, 2 * 40, monkeypatch) == (come, 2)  # both moments of "b" at once
+    assert fetches(adam, 2**20, monkeypatch) == (come, 0)
+    assert fetches(optax.lamb(0.1), 1, monkeypatch) == (come, 3)
+    assert fetches(COUPLED["by a branch over all"], 1, monkeypatch)[1] == 0  # all must have come before the first
+
+
+def test_each_moment_waits_for_the_one_before_it(monkeypatch):
+    monkeypatch.setattr(streaming, "GROUP_BYTES", 1)
+    params, state, grads, update = on_one_device(optax.adam(0.1), True)
+    jaxpr = jax.make_jaxpr(update)(params, state, grads).jaxpr
+    puts = {x: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "device_put" for x in eqn.outvars}
+    barriers = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier"]
+    kinds_of = [[_comes_from_host(puts[x]) for x in eqn.invars] for eqn in barriers]
+    assert kinds_of == [[True, False]] * 3  # a moment that has come, and a new one that has gone back
+    # What has come is used behind the barrier alone.
+    come = [x for x, eqn in puts.items() if _comes_from_host(eqn)]
+    used = [x for eqn in jaxpr.eqns if eqn not in barriers for x in eqn.invars if x in come]
+    assert set(used) == {come[0]}
+
+
+@pytest.mark.parametrize("tx", [optax.adam(0.1), COUPLED["by a norm of updates"]], ids=["adam", "coupled"])
+def test_each_equation_is_evaluated_once(tx, monkeypatch):
+    monkeypatch.setattr(streaming, "GROUP_BYTES", 1)
+
+    def names(on_host):
+        params, state, grads, update = on_one_device(tx, on_host)
+        found = [eqn.primitive.name for _, eqn in equations(jax.make_jaxpr(update)(params, state, grads))]
+        return sorted(name for name in found if name not in ("device_put", "optimization_barrier"))
+
+    assert names(True) == names(False) and "sqrt" in names(True)
 
 
 # ------------------------------------------------------------------------------------------------------- activations

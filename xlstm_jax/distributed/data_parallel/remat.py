@@ -55,7 +55,7 @@ _MOVES = (
     "broadcast_in_dim broadcast_to concatenate copy dynamic_slice dynamic_update_slice iota optimization_barrier pad "
     "reshape rev slice split squeeze stack tile transpose unstack"
 )
-ARITHMETIC = (
+_ARITHMETIC = (
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj cos cosh digamma div "
     "eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p log2 logistic lt "
     "max min mul ne neg nextafter not one_minus_square or polynomial population_count pow real rem round rsqrt "
@@ -64,7 +64,7 @@ ARITHMETIC = (
 # Each entry of a dropout mask is drawn from 32 random bits; keeping them would take 32 times the information of the
 # mask. Computed again from the same key, they are the same bits.
 _RANDOM = "iota_2x32_shape random_bits random_fold_in random_seed random_split random_unwrap random_wrap threefry2x32"
-RECOMPUTED = frozenset(f"{_CASTS} {_MOVES} {ARITHMETIC} {_RANDOM}".split())
+RECOMPUTED = frozenset(f"{_CASTS} {_MOVES} {_ARITHMETIC} {_RANDOM}".split())
 
 _MAKE_COMPLEX = ("complex", "eig", "fft")  # of real values
 
