@@ -1,6 +1,6 @@
 """What does it take to read a Llama's safetensors files onto a mesh: by ``import_safetensors``, or by orbax's reader?
 
-    python -m benchmarks.safetensors_readers               twenty minutes, 6 GB of disk and of memory; Linux
+    python -m benchmarks.safetensors_readers               forty minutes, 6 GB of disk and of memory; Linux
     python -m benchmarks.safetensors_readers --repeats 1 --cases model
     python -m benchmarks.safetensors_readers --checkpoint FOLDER --out out.json      a Llama that transformers has saved
 
@@ -12,7 +12,7 @@ split as the leaf is, in the file's layout, and the map of names is then applied
   orbax              one ``load`` with its defaults; the map by ``jax.jit``, leaf by leaf
   orbax, its best    a ``load`` for a leaf at a time, chunks of 4 MiB, 16 MiB of them at once; the map by NumPy, on each
                      device's shard. Nine other choices were tried: none took less time with as little memory. (A
-                     ``max_over_read_ratio`` of 1.0 took two to three times as long.)
+                     ``max_over_read_ratio`` of 1.0 took 1.4 to 3 times as long.)
 
 Each reading has a process of its own (in one case two, each with its own copy of the files, as hosts have). What is
 measured begins when JAX, orbax and the devices are there, and ends when all arrays are: seconds, processor seconds, the

@@ -1,4 +1,4 @@
-"""Readers of safetensors files beside each other: the same bits from a tiny Llama; the page has the tables of one run."""
+"""Readers of safetensors files beside each other: the same bits from a tiny Llama; the page has tables of one run."""
 
 import dataclasses
 import json
