@@ -1,7 +1,7 @@
 # Each of these works on a fresh machine; the virtual environment and the installation come first:
 #   make train    trains the language model of benchmarks/ fully sharded; pass options as ARGS="--model transformer"
-#   make test     runs the suite and the examples in docstrings, without its slow tests; pass options as ARGS="-k parity"
-#   make test-all runs the slow tests, too
+#   make test     runs the tests that see every mutation and hold README's promises; pass options as ARGS="-k parity"
+#   make test-rest runs the others, and the examples in docstrings; make test-all runs all, the slow ones, too
 #   make check    ruff, mypy and pyright, in seconds
 #   make docs     builds the site of the pages in docs/, without a warning, into docs/_build/html; make docs-serve shows it
 #   make test-targets  compiles the large models for TPUs and holds bytes, counts and overlap to their targets; an hour
@@ -20,14 +20,18 @@ VENV ?= .venv
 ARGS ?=
 WORKERS ?= 2
 
-.PHONY: train test test-all check docs docs-serve docs-screens test-targets test-models test-gpu test-mutants test-faults
+.PHONY: train test test-rest test-all check docs docs-serve docs-screens test-targets test-models test-gpu test-mutants test-faults
 .PHONY: prepare-release release clean
 
 train: $(VENV)/has-train
 	$(VENV)/bin/python -m benchmarks.train_lm $(ARGS)
 
 test: $(VENV)/has-test
-	$(VENV)/bin/python -m pytest -n $(WORKERS) -m "not slow" $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) -m "not slow" --quick $(ARGS)
+
+# What `make test` leaves out, but for the slow ones.
+test-rest: $(VENV)/has-test
+	$(VENV)/bin/python -m pytest -n $(WORKERS) -m "not slow" --rest $(ARGS)
 
 test-all: $(VENV)/has-test
 	$(VENV)/bin/python -m pytest -n $(WORKERS) $(ARGS)
