@@ -60,6 +60,7 @@ def test_the_benchmark_writes_transformers_names_and_shapes(tied, tmp_path):
     assert len(want) == 21
 
 
+@pytest.mark.slow
 def test_the_command_compares_readers_in_processes_of_their_own(tmp_path, capsys):
     out = tmp_path / "readers.json"
     case = "model, two processes"
@@ -76,6 +77,10 @@ def test_the_command_compares_readers_in_processes_of_their_own(tmp_path, capsys
         held = 2 * sum(np.prod(shape) for shape in readers.leaves_of(SMALL).values())
         assert found["bytes of the arrays"] == held / 2  # each process holds half of the shards, in bfloat16
     assert_odd_files_are_answered(kept["odd files"])
+
+
+def test_odd_files_are_refused_or_read():
+    assert_odd_files_are_answered(readers.verdicts(mesh_of(1, 8)))
 
 
 def assert_odd_files_are_answered(odd):
