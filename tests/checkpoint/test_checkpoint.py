@@ -114,7 +114,7 @@ def test_every_dtype_is_read_shard_by_shard(tmp_path):
     def placed(array):
         return [jax.device_put(array, NamedSharding(mesh, spec)) for spec in (P(AXES), P())]
 
-    with jax.enable_x64(True), Checkpointer(tmp_path) as checkpointer:
+    with jax.enable_x64(True), Checkpointer(tmp_path, async_timeout_s=600) as checkpointer:
         state = {name: placed(jnp.asarray(values, name)) for name in NUMBERS}
         state |= {name: placed(jax.random.split(jax.random.key(0, impl=name), 8)) for name in KEYS}
         assert all(str(state[name][0].dtype) == name for name in NUMBERS)  # guard

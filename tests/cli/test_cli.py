@@ -293,7 +293,7 @@ ERRORS = {
     "fit --budget 3": ("training", "required: --topology", "--help"),
     "plan --mesh fsdp=2": ("trainign", "has no function 'trainign'", "training"),
     "plan --mesh fsdp=4": ("broken", "broken() raised KeyError: 'missing'", "tiny_training.py, line"),
-    "plan --mesh fsdp=8": ("wrong", "wrong() returned int", "return xlstm_jax.forecast.Workload"),
+    "plan --mesh fsdp=8": ("wrong", "wrong() returned int", "return xlstm_jax.forecast.training.Workload"),
     "plan --mesh fsdp=1": ("needs", "missing 1 required positional argument: 'size'", "size"),
     "forecast --mesh fsdp=8": ("fails_in_the_loss", "RuntimeError: in the loss", "tiny_training.py, line"),
     "plan --mesh dp=1,fsdp=8": ("of_a_wrong_shape", "TypeError: ", f"{SHAPE}); --traceback"),

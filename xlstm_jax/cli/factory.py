@@ -129,7 +129,8 @@ class Factory:
             raise FactoryError(f"{call} raised {described(error)}.") from error
         if not isinstance(made, Workload):
             raise FactoryError(
-                f"{call} returned {type(made).__name__}; return xlstm_jax.forecast.Workload(model, tx, batch, loss_fn)."
+                f"{call} returned {type(made).__name__}; return xlstm_jax.forecast.training.Workload(model, tx, batch, "
+                "loss_fn)."
             )
         return made if offload == NO_OFFLOAD else dataclasses.replace(made, offload=offload)
 
