@@ -188,14 +188,15 @@ def test_functions_that_python_calls_before_it_joins_threads():
 
 
 def test_programs_are_read_and_written_by_their_parts():
-    jaxpr = jax.make_jaxpr(lambda x: jnp.sin(x) * 2.0)(jnp.ones(4)).jaxpr
+    closed = jax.make_jaxpr(lambda x: jnp.sin(x) * 2.0)(jnp.ones(4))
+    jaxpr = closed.jaxpr
     assert isinstance(jaxpr, names.core.Jaxpr) and all(isinstance(eqn, names.core.JaxprEqn) for eqn in jaxpr.eqns)
     product = jaxpr.eqns[-1]
     assert product.primitive is names.mul_p, RELEASE
     assert [type(atom) for atom in product.invars] == [names.core.Var, names.core.Literal], RELEASE
     part = jaxpr.replace(constvars=[], invars=product.invars[:1], outvars=product.outvars, eqns=[product])
-    closed = names.core.ClosedJaxpr(part, [])
-    assert names.core.jaxpr_as_fun(closed)(jnp.float32(3)) == [6] and names.core.DropVar, RELEASE
+    doubled = names.core.jaxpr_as_fun(closed.replace(jaxpr=part, consts=[]))
+    assert doubled(jnp.float32(3)) == [6] and names.core.DropVar, RELEASE
     inner = jax.make_jaxpr(jax.jit(jnp.sin))(jnp.ones(4)).jaxpr.eqns[0]
     assert len(list(names.core.jaxprs_in_params(inner.params))) == 1, RELEASE
     assert callable(names.mlir.register_lowering) and callable(names.mlir.lower_fun), RELEASE

@@ -240,6 +240,13 @@ def test_each_moment_waits_for_the_one_before_it(monkeypatch):
     assert set(used) == {come[0]}
 
 
+def test_a_moment_whose_new_value_waits_for_others_does_not_break_the_chain(monkeypatch):
+    averaged = with_ema(optax.adam(0.1), 0.99)  # the average's new value needs the new parameter, and so both moments
+    come, barriers = fetches(averaged, 1, monkeypatch)
+    assert come == [40] * 3 + [48] * 3
+    assert barriers == 5  # all but the first wait, also after the average of "a", which does not go back yet
+
+
 @pytest.mark.parametrize("tx", [optax.adam(0.1), COUPLED["by a norm of updates"]], ids=["adam", "coupled"])
 def test_each_equation_is_evaluated_once(tx, monkeypatch):
     monkeypatch.setattr(streaming, "GROUP_BYTES", 1)

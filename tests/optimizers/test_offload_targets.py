@@ -66,8 +66,8 @@ def test_of_1_gib_most_moments_are_saved(topology):
     shapes = [(8192, 1024)] * 64  # 256 MiB each of parameters and gradients per device, in leaves of 4 MiB
     on_host, on_device = (adams_update(shapes, topology, there) for there in (True, False))
     assert on_device.total_bytes - on_host.total_bytes >= 0.4 * 2 * 256 * 2**20
-    if topology.startswith("v5e"):  # two groups that come in, the new values of one, and what belongs to no moment
-        assert on_host.memory.temporary_bytes <= 4 * GROUP_BYTES
+    if topology.startswith("v5e"):  # groups that come in and go back, and what belongs to no moment: of 512 MiB
+        assert on_host.memory.temporary_bytes <= 5 * GROUP_BYTES
 
 
 @pytest.mark.parametrize("topology", [V5E])

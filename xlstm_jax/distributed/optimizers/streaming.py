@@ -82,16 +82,18 @@ def streamed(
     # Group after group comes, is computed, and goes back.
     values: _Values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     stored: dict[int, jax.Array] = {}  # new moments on the host, by place
+    before: list[int] = []  # those that went back last
     for k, group in enumerate([[], *groups]):
         there = [jax.device_put(moment.value, jax.memory.Space.Device) for moment in group]
-        before = [i for i in stored if new_in[i] == k - 1]
         if before:  # Without the barrier XLA would bring in all moments at once.
             there, back = jax.lax.optimization_barrier((there, [stored[i] for i in before]))
             stored |= zip(before, back, strict=True)
         values |= zip((variables[moment.place] for moment in group), there, strict=True)
-        values |= _evaluated(jaxpr, eqns[k], values)
+        values |= _evaluated(closed, eqns[k], values)
         new = {i: _read(values, jaxpr.outvars[i]) for i in variables if new_in[i] == k}
         stored |= {i: jax.device_put(value, jax.memory.Space.Host) for i, value in new.items()}
+        # Of a group whose new values need a later group nothing goes back: what comes next waits for a group before it.
+        before = list(new) or before
     out = [stored[i] if i in stored else _read(values, x) for i, x in enumerate(jaxpr.outvars)]
     return jax.tree.unflatten(structure[0], out)
 
@@ -137,9 +139,10 @@ def _read(values: _Values, x: core.Var | core.Literal) -> Any:
     return x.val if isinstance(x, core.Literal) else values[x]
 
 
-def _evaluated(jaxpr: Any, eqns: Sequence[core.JaxprEqn], values: _Values) -> _Values:
+def _evaluated(closed: Any, eqns: Sequence[core.JaxprEqn], values: _Values) -> _Values:
     """Returns the results of some equations of a jaxpr, which JAX evaluates; ``values`` has what they need."""
     made = [x for eqn in eqns for x in eqn.outvars if not isinstance(x, core.DropVar)]
     needed = {x: values[x] for eqn in eqns for x in eqn.invars if not isinstance(x, core.Literal) and x in values}
-    part = core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=list(needed), outvars=made, eqns=list(eqns)), [])
-    return dict(zip(made, core.jaxpr_as_fun(part)(*needed.values()), strict=True))
+    part = closed.jaxpr.replace(constvars=[], invars=list(needed), outvars=made, eqns=list(eqns))
+    results = core.jaxpr_as_fun(closed.replace(jaxpr=part, consts=[]))(*needed.values())
+    return dict(zip(made, results, strict=True))
