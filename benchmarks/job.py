@@ -41,7 +41,7 @@ class TrainConfig:
     mesh: dict[str, int] | None = None
     data: tuple[str, ...] = ()
     replicated: bool = False
-    steps: int = 300
+    steps: int = 250
     batch_size: int = 8
     context: int = 128
     d_model: int = 128
@@ -62,7 +62,7 @@ class TrainConfig:
     generate: int = 0
     generate_gather: str = "each_token"
     log_every: int = 10
-    eval_every: int = 30
+    eval_every: int = 25
     checkpoint_dir: str | None = None
     checkpoint_every: int = 100
     resume: bool = False
