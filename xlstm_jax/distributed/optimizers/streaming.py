@@ -18,6 +18,7 @@ gradients before the largest comes.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.optimizers.offload import is_on_host
 from xlstm_jax.private_names import core
 
+JIT = ("jit", "pjit")  # the name of a call of a jitted function, now and before
 GROUP_BYTES = 2**24  # of a device's memory: a transfer takes 1 ms, and schedules keep several on their way
 
 _Values = dict[core.Var, Any]
@@ -57,7 +59,7 @@ def streamed(
     moments = [_Moment(i, *facts) for i, facts in enumerate(described) if is_on_host(facts[0])]
     groups, structure = _grouped(moments), list[Any]()
 
-    # The update is traced once. Leaves that are on the device are constants of the jaxpr.
+    # Leaves that are on the device are constants of the jaxpr.
     def on_device(*fetched: jax.Array) -> list[jax.Array]:
         there = dict(zip((moment.place for moment in moments), fetched, strict=True))
         updated = update(treedef.unflatten([there.get(i, leaf) for i, leaf in enumerate(leaves)]))
@@ -65,7 +67,10 @@ def streamed(
         structure.append(out_tree)
         return flat
 
-    closed = jax.make_jaxpr(on_device)(*(jax.ShapeDtypeStruct(m.value.shape, m.value.dtype) for m in moments))
+    abstract = [jax.ShapeDtypeStruct(moment.value.shape, moment.value.dtype) for moment in moments]
+    # The second tracing opens calls of jitted functions. Adam's correction of biases is one call for all parameters:
+    # what is computed from its results, as an average of the weights, would wait for all moments.
+    closed = jax.make_jaxpr(partial(_opened, jax.make_jaxpr(on_device)(*abstract)))(*abstract)
     jaxpr: Any = closed.jaxpr
     variables = dict(zip((moment.place for moment in moments), jaxpr.invars, strict=True))
 
@@ -137,6 +142,19 @@ def _arrival_of(x: core.Var | core.Literal, arrival: dict[core.Var, int]) -> int
 
 def _read(values: _Values, x: core.Var | core.Literal) -> Any:
     return x.val if isinstance(x, core.Literal) else values[x]
+
+
+def _opened(closed: Any, *arguments: jax.Array) -> list[Any]:
+    """Returns the results of a jaxpr; a trace has the equations of jitted functions in place of their calls."""
+    names = (*closed.jaxpr.constvars, *closed.jaxpr.invars)
+    values: _Values = dict(zip(names, (*closed.consts, *arguments), strict=True))
+    for eqn in closed.jaxpr.eqns:
+        if eqn.primitive.name in JIT:
+            results = _opened(eqn.params["jaxpr"], *(_read(values, x) for x in eqn.invars))
+            values |= zip(eqn.outvars, results, strict=True)
+        else:
+            values |= _evaluated(closed, [eqn], values)
+    return [_read(values, x) for x in closed.jaxpr.outvars]
 
 
 def _evaluated(closed: Any, eqns: Sequence[core.JaxprEqn], values: _Values) -> _Values:
