@@ -29,8 +29,7 @@ import pytest
 from flax import linen as nn
 from jax._src import compiler
 
-from tests.quick import chosen as quick_tests
-from tests.quick import is_chosen
+from tests import quick
 from xlstm_jax import distributed
 from xlstm_jax.distributed import DeviceMeshManager, model_parallel, simulate_cpu_devices
 from xlstm_jax.distributed.training import mistakes
@@ -132,12 +131,13 @@ def pytest_collection_modifyitems(config, items):
     def in_part(item):
         return zlib.crc32(str(item.path.relative_to(config.rootpath)).encode()) % parts == part % parts
 
-    quick, rest = config.getoption("quick"), config.getoption("rest")
-    tests = quick_tests() if quick or rest else set()
+    wants_quick = config.getoption("quick")
+    is_split = wants_quick or config.getoption("rest")
 
     def is_wanted(item):
-        is_quick = is_chosen(item.nodeid, tests)
-        return in_part(item) and not (quick and not is_quick) and not (rest and is_quick)
+        if is_split and quick.is_chosen(item.nodeid, quick.chosen()) != wants_quick:
+            return False
+        return in_part(item)
 
     config.hook.pytest_deselected(items=[item for item in items if not is_wanted(item)])
     items[:] = filter(is_wanted, items)
@@ -160,12 +160,12 @@ def pytest_ignore_collect(collection_path, config):
     """
     if collection_path.suffix != ".py":
         return None
-    is_script = not collection_path.name.startswith("test_")
-    if is_script and collection_path.is_relative_to(TESTS):
+    in_tests = collection_path.is_relative_to(TESTS)
+    is_test = in_tests and collection_path.name.startswith("test_")
+    if in_tests and not is_test:
         return True
-    if config.getoption("quick"):
-        files = {TESTS / test.partition("::")[0] for test in quick_tests()}
-        return None if collection_path in files else True
+    if config.getoption("quick") and not (is_test and str(collection_path.relative_to(TESTS)) in quick.files()):
+        return True
     return None
 
 

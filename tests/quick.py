@@ -29,6 +29,12 @@ def chosen() -> set[str]:
     return {test for mutant in all_mutants() for test in mutant.tests} | set(PROMISES)
 
 
+@cache
+def files() -> set[str]:
+    """Returns the files of the set below ``tests/``."""
+    return {test.partition("::")[0] for test in chosen()}
+
+
 def is_chosen(nodeid: str, tests: set[str]) -> bool:
     """Returns whether a test of pytest's, such as ``tests/plan/test_plan.py::test_name[case]``, is in the set.
 

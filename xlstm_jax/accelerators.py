@@ -214,6 +214,7 @@ def in_order(shape: Sequence[int]) -> tuple[int, ...]:
 # The kind of the device that a step is traced for. It is part of the keys of JAX's caches: a step that was traced for
 # one kind is traced anew for another one, and for devices at hand.
 _traced_for = jax.make_user_context(None)
+CUDNN = 90800  # the version that answers: 9.8, as JAX counts it
 
 
 def kind_of_mesh(mesh: AbstractMesh) -> str | None:
@@ -255,9 +256,6 @@ def absent_device(device_kind: str | None = None, capability: tuple[int, int] | 
         for name, function in before.items():
             setattr(cudnn_attention, name, function)
         dispatch.prim_requires_devices_during_lowering |= needs_devices
-
-
-CUDNN = 90800  # 9.8, as JAX counts it
 
 
 def _pair(capability: str) -> tuple[int, ...]:

@@ -7,8 +7,8 @@
 GATHER_SCOPE = "gather_params"  # all gathers of parameters
 LOOKUP_SCOPE = "lookup_rows"  # lookups by rows, in place of a gather
 UNBALANCED_SCOPE = "unbalanced_ring"  # a ring over the sequence in natural order, half of which waits
-# Blocks with scales on the wire: the format that each scope packs or unpacks.
-PACK_SCOPES = {f"{way}_{name}": name for way in ("pack", "unpack") for name in ("int8", "float8_e4m3fn")}
+BLOCK_FORMATS = ("int8", "float8_e4m3fn")  # of blocks with scales on the wire
+PACK_SCOPES = frozenset(f"{way}_{name}" for way in ("pack", "unpack") for name in BLOCK_FORMATS)
 HOST_MEMORY = "pinned_host"  # JAX's name of the memory of the host that a device reaches by itself
 # The names that ``DeviceMeshManager.create_fsdp_mesh`` gives to axes that cross slices or hosts, over slow links: the
 # default of ``inter_host_axes``.

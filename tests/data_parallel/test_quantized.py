@@ -55,11 +55,24 @@ from xlstm_jax.distributed.data_parallel.wire.quantized import (
 from xlstm_jax.forecast.compiling.compile import compile_for_topology
 from xlstm_jax.forecast.cost.collective_traffic import find_collectives
 from xlstm_jax.forecast.hlo.program import parse
+from xlstm_jax.program_names import BLOCK_FORMATS, PACK_SCOPES
 
 FLOAT32_STEPS = 1 + 1e-5  # a quotient and two products in float32, each off by 2^-24 of itself
 MOST_OF_BFLOAT16 = 0.52
 every_format = pytest.mark.parametrize("format_name", FORMATS)
 both_modes = pytest.mark.parametrize("check_vma", [True, False])
+
+
+def test_forecasts_find_the_packing_of_each_format():
+    assert tuple(FORMATS) == BLOCK_FORMATS
+    text = ""
+    for name in FORMATS:
+        text += (
+            jax.jit(lambda x, name=name: unpack(pack(x, name), name, 64, jnp.float32))
+            .lower(jnp.ones((4, 64)))
+            .as_text(debug_info=True)
+        )
+    assert all(f"/{scope}/" in text for scope in PACK_SCOPES) and "/pack_other/" not in text
 
 
 def values(shape, seed=0):

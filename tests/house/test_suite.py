@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import quick
+
 TESTS = Path(__file__).parents[1]
 FILES = sorted(TESTS.rglob("*.py"))
 HELPERS = {path.stem for path in TESTS.glob("*.py")}
@@ -40,3 +42,14 @@ def test_the_checks_see_what_they_forbid():
     assert {"support", "damage"} <= HELPERS
     source = "from support import mesh_of\nfrom . import damage\ndef f():\n    import benchmarks.models"
     assert set(imported(source)) == {"support", ".", "benchmarks"}
+
+
+def test_the_quick_tests_are_those_of_the_mutations_and_the_promises():
+    """A name is a file, a function or one case; ``make test`` and ``make test-rest`` share the tests between them."""
+    tests = {"a/test_a.py", "b/test_b.py::test_b", "c/test_c.py::test_c[one]"}
+    cases = ["a/test_a.py::test_x[1]", "b/test_b.py::test_b[1]", "c/test_c.py::test_c[one]"]
+    assert all(quick.is_chosen(f"tests/{case}", tests) for case in cases)
+    others = ["b/test_b.py::test_other", "c/test_c.py::test_c[two]", "c/test_c.py::test_c"]
+    assert not any(quick.is_chosen(f"tests/{case}", tests) for case in others)
+    assert set(quick.PROMISES) < quick.chosen()
+    assert all((TESTS / name).is_file() for name in quick.files())

@@ -22,7 +22,7 @@ for which the same is taken.
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from xlstm_jax.accelerators import CUBE, TPUS, Shapes
 
@@ -111,32 +111,35 @@ HOPPER = _peaks(989e12, 1979e12, float8=1979e12, float32=494.5e12)
 # and 0.8 is taken for all. docs/forecast.md compares these fractions with runs that they were not fitted to.
 A100_REACHES, H100_REACHES = Efficiency(products=0.75, memory=0.8), Efficiency(products=0.55, memory=0.8)
 
+
+def _tpu(name: str, *memory_and_rates: Any, **figures: Any) -> Chip:
+    """Returns the chip of an entry of ``TPUS``, which has its device kinds, its torus and its slices."""
+    tpu = TPUS[name]
+    return Chip(name, tpu.device_kinds, *memory_and_rates, torus_axes=tpu.torus_axes, slices=tpu.slices, **figures)
+
+
 # The clock follows from peak = matrix units x (128 x 128) x 2 FLOP x clock. v4 and v5p have 2 cores of 4 units each,
 # v5e has 1 core of 4 units. For v6e, with units of 256 x 256, 4 units are taken: cloud.google.com names 2, but the
 # cycles that the compiler estimates for a matrix product are fewer than 2 units could take.
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
-        Chip(
-            "v4", ("TPU v4",), 32 * GIB, int(30.75 * GIB), _peaks(275e12, 275e12), 1.2e12,
-            clock_hz=1.05e9, link_bandwidth=4.5e10, torus_axes=3, host_bandwidth=1.6e10,
-            slices=TPUS["v4"].slices, cube=CUBE,
+        _tpu(
+            "v4", 32 * GIB, int(30.75 * GIB), _peaks(275e12, 275e12), 1.2e12,
+            clock_hz=1.05e9, link_bandwidth=4.5e10, host_bandwidth=1.6e10, cube=CUBE,
         ),
-        Chip(
-            "v5e", ("TPU v5 lite", "TPU v5e"), 16 * GIB, int(15.75 * GIB), _peaks(197e12, 394e12), 8.2e11,
-            clock_hz=1.5e9, link_bandwidth=4.5e10, torus_axes=2, host_bandwidth=1.6e10,
-            slices=TPUS["v5e"].slices,
+        _tpu(
+            "v5e", 16 * GIB, int(15.75 * GIB), _peaks(197e12, 394e12), 8.2e11,
+            clock_hz=1.5e9, link_bandwidth=4.5e10, host_bandwidth=1.6e10,
         ),
-        Chip(
+        _tpu(
             # 96 GiB are built in; the documentation lists the 95 that are left for users.
-            "v5p", ("TPU v5", "TPU v5p"), 96 * GIB, int(95.74 * GIB), _peaks(459e12, 918e12), 2.765e12,
-            clock_hz=1.75e9, link_bandwidth=9e10, torus_axes=3, host_bandwidth=1.6e10,
-            slices=TPUS["v5p"].slices, cube=CUBE, sparse_cores=True,
+            "v5p", 96 * GIB, int(95.74 * GIB), _peaks(459e12, 918e12), 2.765e12,
+            clock_hz=1.75e9, link_bandwidth=9e10, host_bandwidth=1.6e10, cube=CUBE, sparse_cores=True,
         ),
-        Chip(
-            "v6e", ("TPU v6 lite", "TPU v6e"), 32 * GIB, int(31.25 * GIB), _peaks(918e12, 1836e12), 1.64e12,
-            clock_hz=1.75e9, link_bandwidth=9e10, torus_axes=2, host_bandwidth=1.6e10,
-            slices=TPUS["v6e"].slices, sparse_cores=True,
+        _tpu(
+            "v6e", 32 * GIB, int(31.25 * GIB), _peaks(918e12, 1836e12), 1.64e12,
+            clock_hz=1.75e9, link_bandwidth=9e10, host_bandwidth=1.6e10, sparse_cores=True,
         ),
         Chip(
             "a100", ("NVIDIA A100-SXM4-80GB",), int(80e9), int(80e9), _peaks(312e12, 624e12, float32=156e12), 2.039e12,
