@@ -112,10 +112,18 @@ HOPPER = _peaks(989e12, 1979e12, float8=1979e12, float32=494.5e12)
 A100_REACHES, H100_REACHES = Efficiency(products=0.75, memory=0.8), Efficiency(products=0.55, memory=0.8)
 
 
-def _tpu(name: str, *memory_and_rates: Any, **figures: Any) -> Chip:
+def _tpu(
+    name: str,
+    hbm_bytes: int,
+    usable_hbm_bytes: int,
+    peak_flops: Mapping[str, float],
+    hbm_bandwidth: float,
+    **figures: Any,
+) -> Chip:
     """Returns the chip of an entry of ``TPUS``, which has its device kinds, its torus and its slices."""
     tpu = TPUS[name]
-    return Chip(name, tpu.device_kinds, *memory_and_rates, torus_axes=tpu.torus_axes, slices=tpu.slices, **figures)
+    memory = (hbm_bytes, usable_hbm_bytes, peak_flops, hbm_bandwidth)
+    return Chip(name, tpu.device_kinds, *memory, torus_axes=tpu.torus_axes, slices=tpu.slices, **figures)
 
 
 # The clock follows from peak = matrix units x (128 x 128) x 2 FLOP x clock. v4 and v5p have 2 cores of 4 units each,
