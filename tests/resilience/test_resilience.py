@@ -32,7 +32,7 @@ from xlstm_jax.distributed import (
     skip_nonfinite,
 )
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
-from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
+from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
 from xlstm_jax.distributed.resilience import watchdog
 from xlstm_jax.distributed.resilience.loop_guard import _failure_of
 from xlstm_jax.distributed.resilience.watchdog import EXIT_FAILED, EXIT_HUNG, LOOK_EVERY_S, MAX_TIMEOUT_S

@@ -33,11 +33,8 @@ from xlstm_jax.distributed.data_parallel.logical_names import is_logical, layer_
 from xlstm_jax.distributed.data_parallel.quick_box import QuickBox
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.wire.communication import (
-    DEFAULT_COMMUNICATION,
-    Communication,
-    value_dtype,
-)
+from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication
+from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.data_parallel.wire.gather_array import gather_dims, gathered_by_hand
 from xlstm_jax.distributed.data_parallel.wire.lookup import by_rows, look_up
 from xlstm_jax.distributed.data_parallel.wire.pieces import Pieces

@@ -23,7 +23,7 @@ from xlstm_jax.distributed.data_parallel.policy import (
 )
 from xlstm_jax.distributed.data_parallel.reasons import PrngKeys
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key, value_dtype
+from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key, value_dtype
 from xlstm_jax.distributed.data_parallel.wire.quantized import OF_PRODUCT
 
 

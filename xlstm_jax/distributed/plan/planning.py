@@ -33,7 +33,7 @@ from xlstm_jax.distributed.data_parallel.reasons import (
 from xlstm_jax.distributed.data_parallel.shard import plan_params, with_unit
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, with_mesh_names
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, entry_axes
-from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
+from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.data_parallel.wire.quantized import sent_bytes
 from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
 from xlstm_jax.distributed.optimizers.matrices.layout import ParameterLayout

@@ -33,7 +33,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, pieces_of
 from xlstm_jax.distributed.data_parallel.modules import ReadsShards
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.communication import common_dtype, promoting
+from xlstm_jax.distributed.data_parallel.wire.dtypes import common_dtype, promoting
 from xlstm_jax.distributed.data_parallel.wire.gather_array import (
     Primal,
     check_one_gradient_of_one_batch,

@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, DType, PyTree
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.wire.communication import widened
+from xlstm_jax.distributed.data_parallel.wire.dtypes import widened
 
 Key = TypeVar("Key")
 

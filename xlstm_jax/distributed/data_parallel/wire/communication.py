@@ -8,23 +8,20 @@ Only floats are ever cast, and only to floats of the same kind (real, complex). 
 ``FORMATS`` of blocks with scales (see ``quantized``) are for transport alone: a gathered value has the leaf's dtype.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from functools import reduce, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, DType
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype, wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.quantized import FORMATS
 from xlstm_jax.program_names import INTER_HOST_AXES
 from xlstm_jax.wording import shortened
 
-P = ParamSpec("P")
-Result = TypeVar("Result")
 SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16"}
 SHORT_NAMES |= {"fp8": "float8_e4m3fn", "f8": "float8_e4m3fn", "float8": "float8_e4m3fn"}
 SHORT_NAMES |= {"fp32": "float32", "f32": "float32", "fp64": "float64", "f64": "float64"}
@@ -158,58 +155,6 @@ def _why_not(name: str, formats: Collection[str]) -> str:
         f"parameters and gradients are floats, which a cast to {name} would truncate. Use a floating dtype, such as "
         f"'bfloat16'{', or ' + ', '.join(map(repr, formats)) if formats else ''}, or None."
     )
-
-
-def is_prng_key(value: Any) -> bool:
-    """Whether ``value`` is an array of typed PRNG keys."""
-    return jnp.issubdtype(value_dtype(value), jax.dtypes.prng_key)
-
-
-def value_dtype(value: Any) -> Any:
-    """The dtype of an array, an abstract array, or a Python number."""
-    return value.dtype if hasattr(value, "dtype") else jnp.result_type(value)
-
-
-def wide_dtype(dtype: Any) -> Any:
-    """The dtype of sums by default: float32 for narrower floats, else the dtype itself."""
-    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32 else dtype
-
-
-def promoting(fn: Callable[P, Result]) -> Callable[P, Result]:
-    """Lets a function of this library mix dtypes and ranks, also where the user's flags of JAX forbid it in their code.
-
-    These flags count while JAX traces: a backward rule, which is traced later, is decorated by itself.
-    """
-
-    @wraps(fn)
-    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            return fn(*args, **kwargs)
-
-    return run
-
-
-@promoting
-def common_dtype(*dtypes: DTypeLike) -> Any:
-    """The dtype that JAX promotes these to."""
-    return reduce(jnp.promote_types, dtypes)
-
-
-def widened(value: jax.Array) -> jax.Array:
-    """The value in its ``wide_dtype``."""
-    return value.astype(wide_dtype(value.dtype))
-
-
-def term_of_mean(value: jax.Array, count: int, dtype: DType) -> jax.Array:
-    """A device's term of a mean over ``count`` devices that is summed in ``dtype``.
-
-    The value is divided before the sum, and before it is narrowed: a float16 sum then overflows only if the mean does.
-    """
-    # By a power of two a narrow value is divided as it is, which gives the same bits: XLA takes the factor into the
-    # matrix product that makes the value, and saves a pass over the gradient.
-    if value.dtype == dtype != wide_dtype(dtype) and count & (count - 1) == 0:
-        return value * (1 / count)
-    return (widened(value) / count).astype(dtype)
 
 
 def packed_format(x: Any, requested: DTypeLike | None) -> str | None:

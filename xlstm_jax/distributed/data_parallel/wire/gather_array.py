@@ -22,15 +22,8 @@ from jax.typing import DTypeLike
 from xlstm_jax.common_types import AxisNames, DType
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, as_axis_names, axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.wire.communication import (
-    Communication,
-    Replicas,
-    cast_dtype,
-    is_prng_key,
-    packed_format,
-    term_of_mean,
-    widened,
-)
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication, Replicas, cast_dtype, packed_format
+from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key, term_of_mean, widened
 from xlstm_jax.distributed.data_parallel.wire.fp8_product import dequantised, quantised
 from xlstm_jax.distributed.data_parallel.wire.quantized import Packing, fills_blocks, pack, unpack
 from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss

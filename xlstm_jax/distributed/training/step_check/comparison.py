@@ -33,7 +33,7 @@ from rich.progress import Progress
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
-from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype, wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype, wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.quantized import BLOCK_SIZE, FORMATS
 from xlstm_jax.distributed.training.step_check.one_device import Found
 from xlstm_jax.wording import format_axes

@@ -31,7 +31,7 @@ from xlstm_jax.distributed.data_parallel import placement, trees
 from xlstm_jax.distributed.data_parallel.gather import gather_params
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, split_by_model, true_value
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key, wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key, wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN, products_of
 from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, num_shards
