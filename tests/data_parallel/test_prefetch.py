@@ -21,7 +21,7 @@ from xlstm_jax.distributed import (
     unbox,
 )
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
-from xlstm_jax.distributed.data_parallel.modules.linen_module import scans_over_params
+from xlstm_jax.distributed.data_parallel.modules.lifted import scans_over_params
 from xlstm_jax.distributed.data_parallel.prefetch import route_of
 from xlstm_jax.forecast.cost.collective_traffic import find_collectives
 from xlstm_jax.forecast.hlo.program import parse

@@ -114,9 +114,9 @@ def test_collectives_prints_and_boxed_walks_stand_in_one_place(path):
 def test_linen_is_known_where_modules_are_lifted_and_nowhere_else():
     """So that other modules can stand beside them: the rest asks for a box, or for a model's ``init`` and ``apply``."""
     in_modules = {"holders", "linen_module", "logical_names", "scan_layers", "shard_modules"}
-    products = {"fp8_product"}  # which quantises a kernel by Linen's own formulas
+    beside = {"fp8_products", "lifted", "pieces", "recurrent_carries", "rows"}  # at units of Linen
     split = {"attention", "dense", "embedding", "experts", "split_input", "splitting"}
-    assert who_imports("flax.linen") == in_modules | products | split | {"cross_entropy", "private_names", "self_test"}
+    assert who_imports("flax.linen") == in_modules | beside | split | {"cross_entropy", "private_names", "self_test"}
 
 
 def test_nnx_is_known_by_its_own_modules_and_the_metric_that_is_a_module_of_it():

@@ -23,7 +23,8 @@ from flax.core import meta
 from flax.nnx.bridge import variables as bridge
 from flax.nnx.nn.dtypes import promote_dtype
 
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, SplitVariable, leaf_of, look_up_rows, read_value
+from xlstm_jax.distributed.data_parallel.extensions.rows import look_up_rows
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, SplitVariable, leaf_of, read_value
 from xlstm_jax.distributed.data_parallel.logical_names import names_in_metadata
 from xlstm_jax.distributed.data_parallel.modules.unit import (
     Method,

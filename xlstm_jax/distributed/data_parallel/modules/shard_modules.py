@@ -21,6 +21,7 @@ from flax.linen.transforms import get_module_scopes
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames
+from xlstm_jax.distributed.data_parallel.extension import called, initialising
 from xlstm_jax.distributed.data_parallel.leaf import is_gathered_here, leaf_of
 from xlstm_jax.distributed.data_parallel.modules.linen_module import (
     LINEN,
@@ -31,10 +32,8 @@ from xlstm_jax.distributed.data_parallel.modules.linen_module import (
     is_nnx,
     lifted,
     methods_to_lift,
-    noting_lookups,
     taken_apart,
     watching,
-    with_varying_carry,
 )
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, Predicate, ShardsItself, as_predicate, is_public
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN, ShardPolicy
@@ -234,14 +233,14 @@ class _Run:
         if not hasattr(type(module), name) or module.path[: len(self.root)] != self.root:
             return method(*args, **kwargs)
         path, cls = "/".join(module.path[len(self.root) :]), type(module)
-        kwargs = with_varying_carry(module, name, args, kwargs)
+        kwargs = called(module, name, args, kwargs)
         # A module of another class at the same path shares its scope (``share_scope``).
         if any(path == at and (issubclass(cls, of) or issubclass(of, cls)) for at, of in self._entered):
             return method(*args, **kwargs)
         self._entered.append((path, cls))
         try:
             if module.is_initializing():
-                with noting_lookups(module, name):
+                with initialising(module, name):
                     return self._initialise(path, module, functools.partial(method, *args, **kwargs))
             if not self._gathers(path, module):
                 return method(*args, **kwargs)

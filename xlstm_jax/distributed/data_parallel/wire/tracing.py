@@ -16,6 +16,8 @@ from typing import Any
 
 from flax.core.tracers import current_trace
 
+OVERWRITTEN = "_overwrite_with_gradient"  # Flax's collection, of which the gradient is the next value
+
 
 @dataclass(frozen=True)
 class RunningLoss:
