@@ -21,10 +21,10 @@ from xlstm_jax.distributed import (
     unbox,
 )
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
-from xlstm_jax.distributed.data_parallel.modules.lifted import scans_over_params
 from xlstm_jax.distributed.data_parallel.prefetch import route_of
 from xlstm_jax.forecast.cost.collective_traffic import find_collectives
 from xlstm_jax.forecast.hlo.program import parse
+from xlstm_jax.foreign import scans_over_params
 
 LAYERS, WIDTH = 4, 16
 P = jax.P

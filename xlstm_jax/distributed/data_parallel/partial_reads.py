@@ -10,7 +10,7 @@ from jax.core import Tracer
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
-from xlstm_jax.distributed.data_parallel.wire.tracing import inside_branch
+from xlstm_jax.foreign import inside_branch, is_batched
 
 
 def gives_parts(box: Sharded) -> bool:
@@ -29,6 +29,6 @@ def split_here(box: Sharded, *operands: jax.Array) -> tuple[int, tuple[str, ...]
     if not isinstance(box.value, Tracer) or not all(map(collectives.is_bound, box.axes)):
         return None
     over = collectives.spread_axes(box.axes)
-    if not over or any(map(collectives.is_batched, operands)) or inside_branch():
+    if not over or any(map(is_batched, operands)) or inside_branch():
         return None
     return next(dim for dim, entry in enumerate(box.names) if entry), over

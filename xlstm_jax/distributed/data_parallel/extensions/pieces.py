@@ -13,11 +13,11 @@ from flax import linen as nn
 from xlstm_jax.distributed.data_parallel.extension import Extension
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, as_read
 from xlstm_jax.distributed.data_parallel.modules import unit
-from xlstm_jax.distributed.data_parallel.modules.lifted import is_unchanged
 from xlstm_jax.distributed.data_parallel.partial_reads import gives_parts, split_here
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.pieces import Pieces
+from xlstm_jax.foreign import is_unchanged
 
 Piece = tuple[int, int]  # the dim of a parameter that a piece is part of, and how many of its entries a piece has
 

@@ -16,12 +16,12 @@ from flax.linen.dtypes import promote_dtype
 from xlstm_jax.distributed.data_parallel.extension import Extension
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, as_read, is_ours
 from xlstm_jax.distributed.data_parallel.modules import unit
-from xlstm_jax.distributed.data_parallel.modules.lifted import is_unchanged
 from xlstm_jax.distributed.data_parallel.partial_reads import gives_parts, split_here
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
 from xlstm_jax.distributed.data_parallel.wire.lookup import by_rows, look_up
+from xlstm_jax.foreign import is_unchanged
 from xlstm_jax.program_names import LOOKUP_SCOPE
 
 TABLE = "embedding"  # the name of the parameter of an ``nn.Embed``

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import numpy as np
 from flax import linen as nn
 from flax.core import lift
-from flax.core.scope import in_filter
 from flax.errors import ScopeParamShapeError
 from flax.linen.transforms import lift_transform
 from jax.typing import DTypeLike
@@ -29,12 +28,11 @@ from xlstm_jax.distributed.data_parallel.extension import (
 )
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.modules import unit
-from xlstm_jax.distributed.data_parallel.modules.lifted import scans_over_params
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, ModuleSystem, gather_here, running, shard_here
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN, ShardPolicy
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
-from xlstm_jax.distributed.data_parallel.wire.tracing import running_functions
+from xlstm_jax.foreign import scans_over_params
 from xlstm_jax.private_names import linen_callers, linen_interceptors
 from xlstm_jax.program_names import INTER_HOST_AXES
 from xlstm_jax.wording import kind_of
@@ -164,21 +162,6 @@ def _gathered(policy: ShardPolicy, variables: PyTree) -> PyTree:
     return (
         gather_here(policy, variables, units[0].path, units[0].extensions) if units else gather_here(policy, variables)
     )
-
-
-def inside_map_variables() -> bool:
-    """Whether this code runs within an ``nn.map_variables`` of the model itself that maps parameters.
-
-    ``nn.WeightNorm`` and ``nn.SpectralNorm`` are made of it. The library's own take shards. That of Flax's
-    ``scan_with_axes`` maps names of dims alone.
-    """
-    for frame in running_functions():
-        maps = frame.f_code.co_filename == lift.__file__ and "map_in_fn" in frame.f_code.co_freevars
-        if not maps or isinstance(frame.f_locals["map_in_fn"], MapOfLeaves):
-            continue
-        if in_filter(frame.f_locals["mapped_collections"], "params"):
-            return True
-    return False
 
 
 def _lifted_function(target: Method, policy: ShardPolicy) -> Method:

@@ -25,9 +25,9 @@ from xlstm_jax.distributed.data_parallel.extension import called, initialising
 from xlstm_jax.distributed.data_parallel.leaf import is_gathered_here, leaf_of
 from xlstm_jax.distributed.data_parallel.modules.linen_module import (
     LINEN,
+    MapOfLeaves,
     enter,
     gathers_one_layer,
-    inside_map_variables,
     inside_unit,
     is_nnx,
     lifted,
@@ -39,6 +39,7 @@ from xlstm_jax.distributed.data_parallel.modules.unit import Method, Predicate, 
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN, ShardPolicy
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
+from xlstm_jax.foreign import inside_map_variables
 from xlstm_jax.program_names import INTER_HOST_AXES
 from xlstm_jax.wording import kind_of, path_pattern
 
@@ -283,7 +284,9 @@ class _Run:
         own_size = sum(size for leaf, size in sizes.items() if self._unit_of.get(leaf, path) == path)
         # A cell would gather at every step of its loop; the RNN around it gathers once.
         by_size = own_size > selection.size and not isinstance(module, nn.RNNCellBase)
-        if selection.takes(path, module, by_size) and not (inside_map_variables() and self._is_left_out(path)):
+        if selection.takes(path, module, by_size) and not (
+            inside_map_variables(MapOfLeaves) and self._is_left_out(path)
+        ):
             # Units within were left before, and keep their parameters.
             self._has_units, self._unit_of = True, dict.fromkeys(sizes, path) | self._unit_of
             gathers_one_layer(path)

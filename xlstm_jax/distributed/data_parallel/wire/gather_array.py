@@ -25,6 +25,7 @@ from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key, term_of
 from xlstm_jax.distributed.data_parallel.wire.formats import WIRE_FORMATS
 from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
 from xlstm_jax.distributed.data_parallel.wire.wires import Wire
+from xlstm_jax.foreign import is_batched
 
 
 def gather_array_with_mean_grads(
@@ -85,7 +86,7 @@ class Primal:
 
     @classmethod
     def of(cls, x: jax.Array) -> "Primal":
-        return cls(x.shape, x.dtype, collectives.varying_axes(x), collectives.is_batched(x))
+        return cls(x.shape, x.dtype, collectives.varying_axes(x), is_batched(x))
 
 
 # ``wire`` None is the wire that ``how`` names. ``path`` is where the leaf stands, for errors in the backward pass.
@@ -178,7 +179,7 @@ def check_one_gradient_of_one_batch(path: str, primal: Primal, cotangent: jax.Ar
     """
     if not collectives.spread_axes(axes):
         return
-    for_each_example = collectives.is_batched(cotangent) and not primal.batched
+    for_each_example = is_batched(cotangent) and not primal.batched
     if for_each_example or running_loss().axes:
         where = "under vmap, for each example" if for_each_example else "in a loss function, which is differentiated"
         raise ValueError(

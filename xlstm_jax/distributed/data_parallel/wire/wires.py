@@ -32,12 +32,15 @@ class Wire(Protocol):
 
     def send(self, shard: jax.Array) -> jax.Array:
         """Returns the array that a device sends in place of its shard ``[..., d / N, ...]``."""
+        ...
 
     def along(self, dim: int) -> int:
         """Returns the dim along which sent arrays are put together, for shards that are along ``dim``."""
+        ...
 
     def receive(self, arrived: jax.Array) -> jax.Array:
         """Returns the value ``[..., d, ...]``, from the arrays of N devices, put together in the order of devices."""
+        ...
 
 
 @jax.tree_util.register_static
