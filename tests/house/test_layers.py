@@ -137,7 +137,7 @@ READS_ERRORS = {"gradients"}  # the frames of an error that was raised, for its 
 
 
 def test_nnx_is_known_by_its_own_modules_and_the_metric_that_is_a_module_of_it():
-    in_modules = {"holders", "nnx_model", "nnx_module"}
+    in_modules = {"holders", "nnx_model", "nnx_module", "nnx_rows"}
     assert who_imports("flax.nnx") == in_modules | {"distributed_metrics", "data_parallel_methods"}
 
 

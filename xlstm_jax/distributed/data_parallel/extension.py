@@ -100,6 +100,22 @@ def avoids_gather(box: Sharded) -> bool:
     return any(cls().avoids_gather(box) for cls in with_hook("avoids_gather"))
 
 
+def computes(module: Any, method: str) -> bool:
+    """Returns whether an extension may compute the result of a unit's method from shards."""
+    return any(cls().computes(module, method) for cls in with_hook("computes"))
+
+
+def computed_from_shards(module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
+    """Returns the result of a unit's method, computed from shards by an extension; None where the unit is to gather."""
+    for cls in with_hook("computes"):
+        extension = cls()
+        if extension.computes(module, method):
+            found = extension.from_shards(module, method, policy, args, kwargs)
+            if found is not None:
+                return found
+    return None
+
+
 def called(module: Any, method: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns the keyword arguments for a method of a module that no unit has entered yet."""
     for cls in with_hook("called"):

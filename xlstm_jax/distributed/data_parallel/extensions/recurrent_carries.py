@@ -11,8 +11,7 @@ from flax import linen as nn
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.extension import Extension
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of
-from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.distributed.data_parallel.modules.unit import carry_axes
 from xlstm_jax.distributed.data_parallel.wire import collectives
 
 
@@ -42,14 +41,3 @@ def _initial_carry(
     time_dim = 0 if time_major else inputs.ndim - (rnn.cell.num_feature_axes + 1)
     key = jax.random.key(0) if init_key is None else init_key
     return rnn.cell.initialize_carry(key, inputs.shape[:time_dim] + inputs.shape[time_dim + 1 :])
-
-
-def carry_axes(tree: PyTree) -> list[str]:
-    """Returns the axes over which the carry of a recurrent module varies that has these inputs and parameters.
-
-    A leaf that is split will vary over its axes when it is gathered.
-    """
-    leaves = [leaf for _, leaf in leaves_with_path(tree)]
-    arrays = [leaf_of(leaf).value for leaf in leaves if isinstance(leaf_of(leaf).value, jax.Array)]
-    split = {axis for leaf in leaves for axis in leaf_of(leaf).axes if collectives.is_bound(axis)}
-    return sorted(split.union(*map(collectives.varying_axes, arrays)))

@@ -22,6 +22,8 @@ from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.extension import (
     EXTENSIONS,
     Extension,
+    computed_from_shards,
+    computes,
     initialising,
     passing_collections,
     with_hook,
@@ -224,18 +226,16 @@ def enter(
 
     The result of an extension is then what ``returned`` makes of it, given the module and the name, too.
     """
-    extensions = [cls() for cls in with_hook("computes")]
-    computing = [extension for extension in extensions if extension.computes(module, name)]
 
     def from_shards(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not module.is_initializing() and running(policy.axes) == "manual":
-            for extension in computing:
-                if (found := extension.from_shards(module, name, policy, args, kwargs)) is not None:
-                    return returned(module, name, found)
+            found = computed_from_shards(module, name, policy, args, kwargs)
+            if found is not None:
+                return returned(module, name, found)
         return gathering(module, *args, **kwargs)
 
     with inside_unit(module, policy.axes):
-        run = from_shards if computing else gathering
+        run = from_shards if computes(module, name) else gathering
         return unit.entered(LINEN, module.name or type(module).__name__, run, module, args, kwargs)
 
 

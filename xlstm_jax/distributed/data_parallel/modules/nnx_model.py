@@ -22,7 +22,6 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.extensions.recurrent_carries import carry_axes
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, with_last_names, with_layer_names
 from xlstm_jax.distributed.data_parallel.modules.nnx_module import (
     NNX,
@@ -37,7 +36,7 @@ from xlstm_jax.distributed.data_parallel.modules.nnx_module import (
     path_of,
     with_leaf,
 )
-from xlstm_jax.distributed.data_parallel.modules.unit import as_predicate, shard_here
+from xlstm_jax.distributed.data_parallel.modules.unit import as_predicate, carry_axes, shard_here
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
 from xlstm_jax.wording import kind_of

@@ -41,7 +41,7 @@ from xlstm_jax.distributed.data_parallel.planned import Planned, is_planning
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.remat import BLOCK_INPUT, remat_policy, split_arrays
 from xlstm_jax.distributed.data_parallel.shard import box_params, box_shards, plan_params, with_unit
-from xlstm_jax.distributed.data_parallel.trees import map_leaves, map_leaves_with_path
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves, map_leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.program_names import GATHER_SCOPE
 from xlstm_jax.wording import kind_of
@@ -235,6 +235,17 @@ def split_over(leaf: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
 def closed_over(path: str, leaf: Any, axes: tuple[str, ...]) -> ValueError:
     """The error for a leaf whose box says that it is split, and whose value is whole."""
     return whole_value(f"'{path}'", np.shape(leaf_of(leaf).value), split_over(leaf, axes))
+
+
+def carry_axes(tree: PyTree) -> list[str]:
+    """Returns the axes over which the carry of a recurrent module varies that has these inputs and parameters.
+
+    A leaf that is split will vary over its axes when it is gathered.
+    """
+    leaves = [leaf for _, leaf in leaves_with_path(tree)]
+    arrays = [leaf_of(leaf).value for leaf in leaves if isinstance(leaf_of(leaf).value, jax.Array)]
+    split = {axis for leaf in leaves for axis in leaf_of(leaf).axes if collectives.is_bound(axis)}
+    return sorted(split.union(*map(collectives.varying_axes, arrays)))
 
 
 # --------------------------------------------------------------------------------------------------------------- drop
