@@ -25,6 +25,7 @@ CAPTIONS = {
     "accelerators": "XLA options, absent devices",
     "equations": "of a traced program",
     "program_names": "scopes, axes",
+    "foreign": "frames, closures",
     "common_types": "a few type names",
     "private_names": "of JAX and Flax",
     "quiet_import": "CUDA's plugin, silent",

@@ -13,7 +13,7 @@ from tests.measures import names_imported
 
 PACKAGE = Path(__file__).parents[2] / "xlstm_jax"
 
-ORDER = """common_types, private_names, quiet_import, program_names, foreign < wording, equations, accelerators
+ORDER = """common_types, private_names, quiet_import, program_names < wording, equations, accelerators, foreign
     < data_parallel < processes, optimizers, model_parallel < device_mesh, checkpoint < metrics, plan, resilience
     < training < forecast < cli"""
 LEVEL = {name.strip(): level for level, names in enumerate(ORDER.split("<")) for name in names.split(",")}
