@@ -22,7 +22,7 @@ CAPTIONS = {
     "model_parallel": "split layers",
     "data_parallel": "the life of a parameter: boxes, gather, gradients, wrapped modules, collectives",
     "wording": "numbers as text",
-    "accelerators": "XLA options, absent devices",
+    "accelerators": "XLA options by chip",
     "equations": "of a traced program",
     "program_names": "scopes, axes",
     "foreign": "frames, closures",
