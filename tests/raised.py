@@ -14,12 +14,13 @@ PASSED_ON = {"distributed/optimizers/elementwise.py:check": "_verdict"}  # who s
 
 
 class Message(NamedTuple):
-    """One text of one ``raise``; ``where`` is ``file.py:function``."""
+    """One text of one ``raise``, which stands in the lines ``line`` to ``end``; ``where`` is ``file.py:function``."""
 
     where: str
     line: int
     kind: str
     text: str
+    end: int
 
 
 @cache
@@ -129,7 +130,7 @@ def _messages() -> Iterator[Message]:
             else:
                 kind, said = ast.unparse(node.exc), texts(node.exc, path, function)
             for text in dict.fromkeys([text for text in said if is_read(text)] or [HOLE]):
-                yield Message(where, node.lineno, kind, text)
+                yield Message(where, node.lineno, kind, text, node.end_lineno or node.lineno)
 
 
 def is_read(text: str) -> bool:
