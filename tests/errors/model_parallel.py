@@ -64,7 +64,7 @@ class Pair(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        return columns_of(x, ColumnDense(8, name="a"), ColumnDense(8, dtype=jnp.bfloat16, name="b"))
+        return columns_of([ColumnDense(8, name="a"), ColumnDense(8, dtype=jnp.bfloat16, name="b")], x)
 
 
 def two_roles(layer):
@@ -91,6 +91,11 @@ def batch_over_tp():
     state = abstract_train_state(ColumnDense(16), SGD, PAIRS, KEY, x, batch_axes="fsdp", whole_ok=True)
     loss_fn = lambda params, apply_fn, x, rng: apply_fn({"params": params}, x).mean()  # noqa: E731
     make_train_step(loss_fn, PAIRS, ("fsdp", "tp"), whole_ok=True).trace(state, x, KEY)
+
+
+def unbound():
+    """A layer inside of a ``shard_map`` over other axes."""
+    shaped(lambda x: ColumnDense(8, axis_name="model").apply({"params": {}}, x), jnp.ones((2, 4)))
 
 
 class Layers(nn.Module):
@@ -185,7 +190,7 @@ class OfTokens(nn.Module):
 
 
 CP = create({"fsdp": 4, "cp": 2})
-BATCH = {"x": np.arange(64.0).reshape(4, 16)}
+BATCH = {"x": np.arange(128.0).reshape(8, 16)}
 
 
 def stepped(model, batch=BATCH, check_vma=True, **options):
@@ -303,6 +308,7 @@ ROWS = [
            "split_tokens: dim 3 is no dim of tokens of an array of shape (4, 8, 3); pass one from 0 to 2"),
     tensor("split-axis-of-batch", batch_over_tp, ValueError, "…: … splits this layer, and the loss is averaged over",
            "'tp' splits this layer, and the loss is averaged over ('fsdp', 'tp')"),
+    names("split-axis-unbound", unbound, ValueError, "…: … is not a bound mesh axis", "'model' is not a bound mesh axis"),
     tensor("split-sum-of-equal",
            lambda: shaped(lambda x: RowDense(8).apply({"params": {"kernel": jnp.ones((2, 8)), "bias": jnp.ones(8)}}, x),
                           jnp.ones((2, 2)), mesh=create({"tp": 4}, jax.devices()[:4])), ValueError,
