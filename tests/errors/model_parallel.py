@@ -277,7 +277,7 @@ ROWS = [
     tensor("split-whole-tokens-ring", shown(ColumnDense(8, **RING), (2, 8, 8)), ValueError,
            "…: an input of shape … is equal along … by its type, so each device has all tokens", "'tp'", "4 times"),
     tensor("split-unlike", shown(Pair(), (2, 8)), ValueError, "columns_of: … has …=…, and … has",
-           "'a' has dtype=None, and 'b' has 'bfloat16'. Layers of one input"),
+           "'a' has dtype=None, and 'b' has <class 'jax.numpy.bfloat16'>. Layers of one input"),
     tensor("split-dim-taken", shown(ColumnDense(8, kernel_init=named(None, "fsdp")), (2, 8)), ValueError,
            "'…' is split along dim … over … by its layer", "'kernel' is split along dim 1 over 'tp'", "are (None, 'fsdp')"),
     tensor("split-axis-taken", shown(ColumnDense(8, kernel_init=named("tp", None)), (2, 8)), ValueError,
