@@ -1,17 +1,18 @@
 """Errors of checkpoints, of safetensors files, and of jobs of several processes, in folders that are removed again."""
 
 import json
+import os
 import tempfile
 from pathlib import Path
 
 import safetensors.numpy
 
-from tests.errors.shared import jax, jnp, np
+from tests.errors.shared import AXES, BATCH, MESH, create_train_state, fsdp, jax, jnp, nn, np, optax
 from tests.errors.table import Section
-from xlstm_jax.distributed import Checkpointer, export_safetensors, import_safetensors, initialize_distributed
+from xlstm_jax.distributed import Checkpointer, abstract_train_state, export_safetensors, import_safetensors, initialize_distributed
 from xlstm_jax.distributed.checkpoint import CheckpointError, Stored
 from xlstm_jax.distributed.checkpoint.checksums import checksum_each
-from xlstm_jax.distributed.checkpoint.record import bare_leaves, check_sound, from_json, record_without_sums, to_json
+from xlstm_jax.distributed.checkpoint.record import check_sound, from_json, record_without_sums, to_json, with_sums
 
 checkpoints, tensors, processes = map(Section, ["Checkpoints", "Safetensors", "Several processes"])
 STATE = {"w": jnp.ones((3, 4)), "rng": jax.random.key(0), "n": 300}
@@ -22,7 +23,7 @@ def within(work):
     """Calls ``work(folder)`` with an empty folder."""
 
     def call():
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             work(Path(folder))
 
     return call
@@ -109,20 +110,9 @@ def empty_alone(use):
     return within(work)
 
 
-def moved(folder):
-    run = folder / "run"
-    with Checkpointer(run) as checkpointer:
-        checkpointer.save(1, {"n": 1})
-        checkpointer.wait()
-        run.rename(folder / "away")
-        try:
-            checkpointer.save(2, {"n": 2})
-        finally:
-            (folder / "away").rename(run)
-
-
-def other_state(checkpointer):
-    checkpointer.save(2, {"w": jnp.ones(3), "m": jnp.ones(3)})
+def other_state(directory):
+    with Checkpointer(directory) as checkpointer:
+        checkpointer.save(2, {"w": jnp.ones(3), "m": jnp.ones(3)})
 
 
 def again(directory):
@@ -131,8 +121,16 @@ def again(directory):
 
 
 def record_of(state, arrays):
-    entries = record_without_sums(bare_leaves(state))
-    return {path: entry | {"checksum": checksum_each(arrays)[path]} for path, entry in entries.items()}
+    return with_sums(record_without_sums(state), checksum_each(arrays))
+
+
+def another_optimizer(folder):
+    def state(make, tx):
+        return make(fsdp(nn.Dense)(4), tx, MESH, jax.random.key(0), BATCH["x"], batch_axes=AXES)
+
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.save(1, state(create_train_state, optax.adam(0.1)))
+        checkpointer.restore(state(abstract_train_state, optax.radam(0.1)))
 
 
 RECORD = to_json(record_of({"n": 3}, {"n": np.int64(3)}), step=7)
@@ -226,6 +224,14 @@ def no_boolean():
     return within(work)
 
 
+def joined_by_a_variable():
+    os.environ["JAX_COORDINATOR_ADDRESS"] = "10.0.0.1:1234"
+    try:
+        initialize_distributed()
+    finally:
+        del os.environ["JAX_COORDINATOR_ADDRESS"]
+
+
 KERNEL = {"a": {"kernel": np.zeros((4, 2))}}
 ONE = {"w": np.ones(2)}
 HOSTILE = [
@@ -246,7 +252,7 @@ ROWS = [
                 "has no step 7; it holds [5]"),
     checkpoints("save-backwards", saved(lambda c: c.close() or again(c.directory), {"a": 1}, 10),
                 ValueError, "step … cannot be saved to", "which holds step 10 already"),
-    checkpoints("save-another-state", saved(lambda c: c.close() or other_state(Checkpointer(c.directory)), {"w": jnp.ones(3)}),
+    checkpoints("save-another-state", saved(lambda c: c.close() or other_state(c.directory), {"w": jnp.ones(3)}),
                 ValueError, "… is of another state than the one to save", "step 1 in ", "'m'"),
     *[checkpoints(f"option-{name.replace('_', '-')}-zero", option(**{name: 0}), ValueError, "…=… must be at least 1", f"{name}=0")
       for name in ["save_interval_steps", "max_to_keep", "async_timeout_s"]],
@@ -265,13 +271,14 @@ ROWS = [
                 "which leads nowhere. Mount"),
     checkpoints("two-writers", within(two_writers), CheckpointError, "another Checkpointer of this process"),
     checkpoints("lock-is-a-link", within(lock_is_a_link), CheckpointError, "… is a link or no regular file"),
-    checkpoints("folder-moved", within(moved), CheckpointError, "… is no longer the folder"),
+    checkpoints("restore-another-optimizer", within(another_optimizer), UserWarning, "…: '…' was saved with the optimizer",
+                "'opt_state/0/count' was saved with the optimizer chain(scale_by_adam, scale", "restore_params"),
     checkpoints("newest-is-empty", emptied(lambda c: c.latest_step()), UserWarning, "step … is the newest in", "step 10 is the newest",
                 "step 20 is damaged: its folder is empty"),
     checkpoints("restore-past-empty", emptied(lambda c: c.restore({"n": 0})), UserWarning,
                 "step … in … is damaged and was passed over", "step 20 in", "Restored step 10 instead"),
-    checkpoints("restore-the-empty", emptied(lambda c: c.restore({"n": 0}, 20)), CheckpointError, "… has no step", "has no step 20",
-                "step 20 is damaged"),
+    checkpoints("restore-the-empty", emptied(lambda c: c.restore({"n": 0}, 20)), CheckpointError, "no sound checkpoint in",
+                "step 20 is damaged: its folder is empty. Nothing was restored"),
     checkpoints("newest-all-empty", empty_alone(lambda c: c.latest_step()), CheckpointError, "no sound checkpoint in", "step 20 is damaged"),
     checkpoints("restore-all-empty", empty_alone(lambda c: c.restore({"n": 0})), CheckpointError, "no sound checkpoint in",
                 "step 20 is damaged", "Nothing was restored"),
@@ -378,6 +385,7 @@ ROWS = [
               "write int(...) around it"),
     processes("join-beyond", lambda: initialize_distributed("10.0.0.1:1234", 2, 2), ValueError, "process_id=… is not",
               "process_id=2 is not one of 0 ... 1"),
+    processes("join-no-cluster", joined_by_a_variable, ValueError, "JAX_COORDINATOR_ADDRESS=… is set", "'10.0.0.1:1234'"),
     processes("join-address", lambda: initialize_distributed("10.0.0.1", 2, 0), ValueError, "coordinator_address=… is not",
               "coordinator_address='10.0.0.1' is not host:port"),
 ]  # fmt: skip

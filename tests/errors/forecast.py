@@ -24,7 +24,8 @@ from xlstm_jax.forecast.hardware.topologies import parse_topology
 from xlstm_jax.forecast.hlo.device_groups import replica_groups
 from xlstm_jax.forecast.hlo.instruction import parse_instruction
 from xlstm_jax.forecast.hlo.program import parse
-from xlstm_jax.forecast.training import Workload, dispatch, fit, lint, raise_if
+from xlstm_jax.forecast.training import Workload, dispatch, fit, lint
+from xlstm_jax.forecast.training.linting.lint import raise_if
 from xlstm_jax.forecast.training.model_axes import model_meshes
 
 forecasts, command, imports, wordings = map(
@@ -116,8 +117,27 @@ def module(**names):
 def factory(function, **chosen):
     def call():
         module(training=function)
-        made = load_factory("of_errors:training")
-        made.workload(made.arguments({"fsdp": 2}, chosen), chosen) if function is not None else None
+        load_factory("of_errors:training").workload({"fsdp": 2}, chosen)
+
+    return call
+
+
+def passes_on(axis_name=None, **sharding):
+    return mean_loss(**sharding)
+
+
+def written(text):
+    """A module of this text, which is imported."""
+
+    def call():
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "written_for_errors.py").write_text(text)
+            sys.path.insert(0, folder)
+            try:
+                load_factory("written_for_errors:training")
+            finally:
+                sys.path.remove(folder)
+                sys.modules.pop("written_for_errors", None)
 
     return call
 
@@ -227,11 +247,21 @@ ROWS = [
             "there is no module 'no_such_module_here'"),
     command("factory-no-function", lambda: load_factory("tests.support:training"), FactoryError, "--factory",
             "tests.support has no function 'training'"),
+    command("factory-raises", factory(lambda mesh=1: 1 // 0), FactoryError, "… raised …", "ZeroDivisionError"),
+    command("factory-returns", factory(lambda: 3), FactoryError, "… returned …; return", "returned int; return"),
+    command("factory-no-argument", factory(lambda: 3, layers=2), FactoryError, "--set …=...: … has no argument", "--set layers=..."),
+    command("factory-passes-on", factory(passes_on, layers=2), FactoryError, "--set …=...: … has no argument",
+            "passes others on to functions that have none of this name either"),
+    command("factory-import-raises", written("1 / 0"), FactoryError, "--factory", "importing written_for_errors raised ZeroDivisionError"),
+    command("factory-import-misses", written("import no_such_package_here"), FactoryError, "--factory", "is it installed here?"),
     command("command-lint-rule", lambda: commands.run_lint(types.SimpleNamespace(rules=["kept"]), print), ValueError,
             "--rules: there is no rule", "no rule 'kept'"),
     command("command-diff-missing", lambda: commands._read_plan("no/such/plan.json"), ValueError, "--diff …", "No such file or directory"),
     command("command-diff-no-plan", lambda: commands._read_plan(__file__), ValueError, "--diff …",
             "is not what `xlstm-jax plan --json` writes"),
+    command("command-no-axis-of-fsdp",
+            lambda: commands._check_shard_axes({"tp": 2}, load_factory("docs.example_training:training"), {}), ValueError, "--mesh …",
+            "no axis begins with fsdp"),
     command("command-no-mesh", lambda: commands._mesh(types.SimpleNamespace(mesh=None, topology=None), None), ValueError, "how many devices?"),
     command("command-wild-mesh", lambda: commands._mesh(types.SimpleNamespace(mesh={"fsdp": -1}, topology=None), None), ValueError, "--mesh …",
             "-1 stands for the rest of a topology"),
