@@ -41,7 +41,9 @@ class Section(NamedTuple):
     def page(self) -> str:
         return f"troubleshooting.md#{re.sub(r'[^a-z0-9]+', '-', self.heading.lower()).strip('-')}"
 
-    def __call__(self, name: str, call: Callable[[], Any], exception: type[BaseException], words: str, *says: str) -> Row:
+    def __call__(
+        self, name: str, call: Callable[[], Any], exception: type[BaseException], words: str, *says: str
+    ) -> Row:
         return Row(name, call, exception, words, self.page, says)
 
 

@@ -42,7 +42,9 @@ def test_error(row):
 
 def test_each_row_stands_on_its_page():
     of_page = sections()
-    lost = [f"{row.name}: {row.words!r} is not in {row.page}" for row in ROWS if row.words not in of_page.get(row.page, ())]
+    lost = [
+        f"{row.name}: {row.words!r} is not in {row.page}" for row in ROWS if row.words not in of_page.get(row.page, ())
+    ]
     assert not lost, "\n".join(["rows whose words are not in their section of docs/troubleshooting.md:", *lost])
 
 
@@ -87,13 +89,20 @@ def fail(error):
     raise error
 
 
-@pytest.mark.parametrize("row, says", [
-    (row_of(lambda: None), "nothing was raised"),
-    (row_of(lambda: fail(TypeError("a 1 b"))), "in place came TypeError: a 1 b"),
-    (row_of(lambda: fail(ValueError("b"))), "begins with 'a … b'; in place came ValueError: b"),
-    (row_of(lambda: fail(ValueError("a 1 b 2")), ValueError, "a … b", "3"), "lacks ['3']; in place came ValueError: a 1 b 2"),
-    (row_of(lambda: fail(ValueError("a 1 b 2")), ValueError, "a … b", "2"), ""),
-], ids=["nothing", "type", "words", "pieces", "right"])  # fmt: skip
+@pytest.mark.parametrize(
+    "row, says",
+    [
+        (row_of(lambda: None), "nothing was raised"),
+        (row_of(lambda: fail(TypeError("a 1 b"))), "in place came TypeError: a 1 b"),
+        (row_of(lambda: fail(ValueError("b"))), "begins with 'a … b'; in place came ValueError: b"),
+        (
+            row_of(lambda: fail(ValueError("a 1 b 2")), ValueError, "a … b", "3"),
+            "lacks ['3']; in place came ValueError: a 1 b 2",
+        ),
+        (row_of(lambda: fail(ValueError("a 1 b 2")), ValueError, "a … b", "2"), ""),
+    ],
+    ids=["nothing", "type", "words", "pieces", "right"],
+)
 def test_a_row_that_is_wrong_says_what_came_in_place(row, says):
     """Guard: a row can fail."""
     found = complaint(row, raised(row))
@@ -101,5 +110,7 @@ def test_a_row_that_is_wrong_says_what_came_in_place(row, says):
 
 
 def test_words_begin_a_message():
-    assert begins("mesh_shape=8\n has no", "mesh_shape=… has no") and not begins("the mesh_shape=8 has no", "mesh_shape=…")
+    assert begins("mesh_shape=8\n has no", "mesh_shape=… has no") and not begins(
+        "the mesh_shape=8 has no", "mesh_shape=…"
+    )
     assert all(messages())
