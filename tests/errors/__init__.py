@@ -1,4 +1,4 @@
-"""The table of errors: each row makes one mistake of a user, and says what the library answers and where it is explained.
+"""The table of errors: each row makes one mistake of a user, and says what the library answers and where that stands.
 
 table.py                 a row, the sections of docs/troubleshooting.md, and what comes of a row's call
 reach.py                 which ``raise`` of the library an exception came from, and those that no row reaches

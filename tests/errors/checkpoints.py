@@ -146,7 +146,7 @@ def record(number=7, **change):
     return lambda: from_json(RECORD | change, number)
 
 
-# ------------------------------------------------------------------------------------------------------- safetensors
+# ----- safetensors
 
 
 def exported(use, tree=None, **options):
@@ -261,7 +261,7 @@ HOSTILE = [
     ("utf-16", header().encode("utf-16"), "UnicodeDecodeError"),
 ]
 ROWS = [
-    # --------------------------------------------------------------------------------------------------- steps and places
+    # ----- steps and places
     checkpoints("save-negative", saved(lambda c: c.save(-10, {"a": 1})), ValueError, "step=… is negative", "step=-10"),
     checkpoints("restore-nothing", saved(lambda c: c.restore({"a": 1})), CheckpointError, "… holds no checkpoint"),
     checkpoints(
@@ -392,7 +392,7 @@ ROWS = [
         "step 20 is damaged",
         "Nothing was restored",
     ),
-    # ---------------------------------------------------------------------------------------------------- what is restored
+    # ----- what is restored
     *[
         checkpoints(f"restore-{name}", into(**change), ValueError, words, *says)
         for name, change, words, *says in [
@@ -527,7 +527,7 @@ ROWS = [
             ("nothing", {}, ValueError, "the state has no leaves"),
         ]
     ],
-    # ----------------------------------------------------------------------------------------------------------- the record
+    # ----- the record
     checkpoints(
         "record-changed",
         record(leaves={"n": RECORD["leaves"]["n"] | {"dtype": "bool"}}),
@@ -578,7 +578,7 @@ ROWS = [
         "…: what was read does not",
         "'w': what was read does not have the checksum or dtype",
     ),
-    # ---------------------------------------------------------------------------------------------------------- safetensors
+    # ----- safetensors
     tensors(
         "import-shape",
         imported({"w": np.ones((4, 3), np.float32)}),
@@ -780,7 +780,7 @@ ROWS = [
         "'…' and '…' would both be the tensor",
         "'b' and 'a' would both be the tensor 'tied'",
     ),
-    # ------------------------------------------------------------------------------------------------------------ processes
+    # ----- processes
     processes(
         "join-without-number",
         lambda: initialize_distributed("10.0.0.1:1234", 2),

@@ -152,7 +152,7 @@ NO_PLANS = [
     ("other-types", '{"format": NUMBER, "leaves": [], "unknown_loops": 3}', "this is not … as the library writes it"),
 ]
 ROWS = [
-    # ---------------------------------------------------------------------------------------------------------- topologies
+    # ----- topologies
     *[
         forecasts(
             f"topology-{name or 'blank'}",
@@ -198,7 +198,7 @@ ROWS = [
             ("gb200:2x80", "is not NVLink domains x GPUs of each, of which NVLink joins 1 to 72 gb200"),
         ]
     ],
-    # ------------------------------------------------------------------------------------------------------------ the step
+    # ----- the step
     forecasts(
         "forecast-no-jit",
         lambda: forecast(lambda x: x, 1.0),
@@ -272,7 +272,7 @@ ROWS = [
         "the batch has the leaves",
         "leaves ['tokens', 'weight']: which of them does model.init take?",
     ),
-    # ------------------------------------------------------------------------------------------------- options of compilers
+    # ----- options of compilers
     *[
         forecasts(
             f"options-of-{kind or 'nothing'}".replace(" ", "-"),
@@ -294,7 +294,7 @@ ROWS = [
         "compiler_options='auto'",
         "this mesh is abstract",
     ),
-    # ----------------------------------------------------------------------------------------------------------------- fit
+    # ----- fit
     forecasts(
         "fit-topology", fitted("v5e:3x3"), ValueError, "topology=…", "topology='v5e:3x3': there is no such slice"
     ),
@@ -339,7 +339,7 @@ ROWS = [
         "no step can be built on any mesh",
         "ZeroDivisionError",
     ),
-    # ---------------------------------------------------------------------------------------------------------------- lint
+    # ----- lint
     forecasts(
         "lint-mesh",
         linted(plan=plan_sharding(nn.Dense(8), {"fsdp": 4}, X)),
@@ -369,7 +369,7 @@ ROWS = [
         "imbalance=0.5",
     ),
     forecasts("cache-damaged", damaged, UserWarning, "a compiled report was not read from", "does not have its digest"),
-    # --------------------------------------------------------------------------------------------------------- what is read
+    # ----- what is read
     forecasts(
         "json-format",
         lambda: Forecast.from_json('{"format": 1}'),
@@ -431,7 +431,7 @@ ROWS = [
         "the HLO text ends",
         "inside of the computation 'main'",
     ),
-    # --------------------------------------------------------------------------------------------------------- the command
+    # ----- the command
     *[
         command(
             f"command-mesh-{i}",
@@ -587,7 +587,7 @@ ROWS = [
         "--mesh …",
         "takes 3 devices, but v5e:2x2 has 4",
     ),
-    # ------------------------------------------------------------------------------------------------------------- imports
+    # ----- imports
     imports(
         "import-forecast",
         lambda: __import__("xlstm_jax.distributed.forecast"),

@@ -33,9 +33,12 @@ TOKENS = {
 CHIP = collections.namedtuple("CHIP", "id process_index coords slice_index platform device_kind core_on_chip")
 
 
-def chips(places, slices=itertools.repeat(0)):
+def chips(places, slices=()):
     """Devices with a place in a torus, as those of TPUs have."""
-    return [CHIP(i, s, p, s, "tpu", "TPU v5e", 0) for i, (p, s) in enumerate(zip(places, slices, strict=False))]
+    return [
+        CHIP(i, s, p, s, "tpu", "TPU v5e", 0)
+        for i, (p, s) in enumerate(itertools.zip_longest(places, slices, fillvalue=0))
+    ]
 
 
 def explicit():
@@ -95,7 +98,7 @@ def spec(name, words, *says, error=ValueError, section=calls, **options):
 
 
 ROWS = [
-    # ---------------------------------------------------------------------------------------------------- shapes of meshes
+    # ----- shapes of meshes
     meshes(
         "mesh-too-many",
         lambda: create({"dp": 5, "fsdp": 2}),
@@ -162,7 +165,7 @@ ROWS = [
         "mesh_shape=…: name axes",
         "{'fsdp': -1}",
     ),
-    # ----------------------------------------------------------------------------------------------------------- devices
+    # ----- devices
     meshes(
         "devices-none",
         lambda: create({"fsdp": 2}, []),
@@ -234,7 +237,7 @@ ROWS = [
         "simulate_cpu_devices(…): the number",
         "simulate_cpu_devices(0)",
     ),
-    # ---------------------------------------------------------------------------------------------------- what is no mesh
+    # ----- what is no mesh
     *[
         meshes(f"no-mesh-{kind}-{function}", lambda take=take, bad=bad: take(bad), TypeError, "mesh… is …", *says)
         for function, take in MESH_TAKERS.items()
@@ -257,7 +260,7 @@ ROWS = [
         "'fdsp'",
         "{'dp': 2, 'fsdp': 4}",
     ),
-    # ----------------------------------------------------------------------------------------------------------- batches
+    # ----- batches
     batches(
         "batch-rows-abstract",
         lambda: abstract_batch({"x": np.ones(10)}, DeviceMeshManager.create_abstract_mesh({"fsdp": 8}), "fsdp"),
@@ -389,7 +392,7 @@ ROWS = [
         ValueError,
         "sharding splits by …",
     ),
-    # -------------------------------------------------------------------------------------------------- specs of a batch
+    # ----- specs of a batch
     spec("spec-none", "batch_axes=… and batch_spec=…", "batch_axes=None and batch_spec=None: pass one"),
     spec(
         "spec-both",
@@ -477,7 +480,7 @@ ROWS = [
         "layout=…: the tokens of a sequence",
         "'zigzig'",
     ),
-    # ------------------------------------------------------------------------------------------------------------ zigzag
+    # ----- zigzag
     calls(
         "zigzag-other-lengths",
         lambda: to_zigzag({"a": TOKENS["tokens"], "image": np.ones((4, 8, 8))}, 2),

@@ -112,7 +112,7 @@ USES = {
 }
 zeros = np.zeros
 ROWS = [
-    # ------------------------------------------------------------------------------------------------------ classification
+    # ----- classification
     metrics(
         "average-misspelt",
         lambda: Precision(average="mean"),
@@ -197,7 +197,7 @@ ROWS = [
         "weight of shape",
         "weight of shape (4,)",
     ),
-    # ---------------------------------------------------------------------------------------------------------- reductions
+    # ----- reductions
     *[
         metrics(f"reduce-{name}-{way}", by(reduce_fn, reduce), ValueError, words, *says)
         for way, reduce in [("global", m.reduce_custom), ("collective", m.reduce_custom_collective)]
@@ -255,7 +255,7 @@ ROWS = [
         "…: … is not a bound mesh axis",
         "no mesh axis is bound here",
     ),
-    # -------------------------------------------------------------------------------------------------------- accumulators
+    # ----- accumulators
     metrics(
         "operation-mean",
         lambda: MetricAccumulator(0.0, "mean"),
@@ -348,7 +348,7 @@ ROWS = [
         "compute reads the value",
         "sync() first, or compute_local()",
     ),
-    # -------------------------------------------------------------------------------------------------------------- states
+    # ----- states
     *[
         metrics(
             f"state-of-another-{name}-{use}",

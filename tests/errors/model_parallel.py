@@ -35,13 +35,13 @@ from xlstm_jax.distributed.model_parallel import (
 from xlstm_jax.distributed.model_parallel.sequence_layout import LaidOut
 
 tensor, contexts, names = map(Section, ["Tensor and sequence parallelism", "Long contexts and experts", "Axis names"])
-SGD = optax.sgd(0.1)
+SGD, WHOLE, SPLIT = optax.sgd(0.1), P(), P("dp", "cp")
 TP4, TP8 = {"fsdp": 2, "tp": 4}, {"tp": 8}
 RING = {"ring": True, "sequence_dim": 1}
 PAIRS = create({"fsdp": 4, "tp": 2})
 
 
-def shown(layer, x, sizes=TP4, spec=P(), dtype=jnp.float32):
+def shown(layer, x, sizes=TP4, spec=WHOLE, dtype=jnp.float32):
     """Initialises on a mesh with these axes, and applies inside ``shard_map``; nothing is computed."""
 
     def call():
@@ -138,7 +138,7 @@ def embedding(how):
     return lambda: split_modules(nn.Embed(8, 4), how)
 
 
-# ------------------------------------------------------------------------------------------------------------- contexts
+# ----- contexts
 
 SEQUENCE = create({"dp": 2, "cp": 4})
 QUERY = jnp.zeros((2, 16, 8, 4))
@@ -161,7 +161,7 @@ def within(fn):
     return lambda: shaped(call, QUERY, mesh=SEQUENCE, in_specs=spec, out_specs=spec)
 
 
-def laid_out(layout="zigzag", spec=P("dp", "cp"), **leaves):
+def laid_out(layout="zigzag", spec=SPLIT, **leaves):
     """A batch whose leaves are given as (layout, devices, tokens)."""
 
     def local(batch):
@@ -206,7 +206,7 @@ def stepped(model, batch=BATCH, check_vma=True, **options):
     return call
 
 
-# -------------------------------------------------------------------------------------------------------------- experts
+# ----- experts
 
 
 class MLP(nn.Module):
@@ -249,7 +249,7 @@ def experts_in_a_step(**options):
 
 BY_ROWS = {"batch_axes": ("fsdp", "cp")}
 ROWS = [
-    # -------------------------------------------------------------------------------------------------------- split layers
+    # ----- split layers
     tensor(
         "split-heads",
         shown(SplitAttention(12, 2), (2, 8, 4), TP8),
@@ -495,7 +495,7 @@ ROWS = [
         "'tp'",
         "4 times",
     ),
-    # -------------------------------------------------------------------------------------------------------- split modules
+    # ----- split modules
     *[
         tensor(f"modules-{name}{suffix}", split(Layers(), how, check_vma=check_vma), ValueError, words, *says)
         for check_vma, suffix in [(True, ""), (False, "-without-types")]
@@ -618,7 +618,7 @@ ROWS = [
         "'layers_0' has dot_general=",
         "Leave this layer out of split=",
     ),
-    # ------------------------------------------------------------------------------------------------------- long contexts
+    # ----- long contexts
     contexts("context-impl", attended(impl="flash"), ValueError, "impl=…: context_attention has", "impl='flash'"),
     contexts(
         "context-layout",
@@ -827,7 +827,7 @@ ROWS = [
         "…: … is not a bound mesh axis",
         "recurrence_over_axis: 'sp' is not a bound mesh axis",
     ),
-    # ------------------------------------------------------------------------------------------------------------- experts
+    # ----- experts
     contexts("experts-top-k", experts(top_k=9), ValueError, "top_k=… of … experts", "top_k=9 of 8 experts"),
     contexts(
         "experts-capacity",

@@ -195,7 +195,7 @@ def uneven_owners():
     return shaped(tx.init, params, in_specs=(P("dp", "fsdp"),), check_vma=False)
 
 
-# --------------------------------------------------------------------------------------------------------------- plans
+# ----- plans
 
 
 class Positions(nn.Module):
@@ -220,7 +220,7 @@ def edited(old, new):
     return call
 
 
-# --------------------------------------------------------------------------------------------------------------- loops
+# ----- loops
 
 
 def guarded(*steps, **options):
@@ -298,7 +298,7 @@ ROWS = [
         for caller in (elementwise_only, skip_nonfinite)
         for name, (bad, says) in NO_TRANSFORMS.items()
     ],
-    # -------------------------------------------------------------------------------------------------------------- shards
+    # ----- shards
     *[
         optimizers(
             f"on-shards-{name}",
@@ -385,7 +385,7 @@ ROWS = [
         )
         for name, bad in [("none", None), ("string", "1"), ("dict", {"w": 1.0}), ("array", jnp.ones(2))]
     ],
-    # ----------------------------------------------------------------------------------------------------- averages, others
+    # ----- averages, others
     optimizers(
         "decay-one",
         lambda: with_ema(SGD, 1),
@@ -449,7 +449,7 @@ ROWS = [
         "2 times",
     ),
     optimizers("skip-around-monitor", monitored, ValueError, "skip_nonfinite: the optimizer's state has"),
-    # ----------------------------------------------------------------------------------------------------- extra arguments
+    # ----- extra arguments
     optimizers(
         "value-beside-skip",
         updated(optax.chain(scale(), skip_nonfinite(optax.sgd(1.0)))),
@@ -496,7 +496,7 @@ ROWS = [
         ValueError,
         "the step: state.tx is optax.lookahead",
     ),
-    # ------------------------------------------------------------------------------------------------------------ matrices
+    # ----- matrices
     optimizers(
         "matrix-unsettled",
         lambda: choose_matrices(UNSETTLED),
@@ -616,7 +616,7 @@ ROWS = [
         )
         for name, bad in [("misspelt", "dot"), ("number", 3), ("list", ["dots"])]
     ],
-    # --------------------------------------------------------------------------------------------------------------- plans
+    # ----- plans
     plans(
         "plan-path",
         lambda: plan().explain("kernal"),
@@ -745,7 +745,7 @@ ROWS = [
         "shard_module_params: … is not an axis of",
         "'nope' is not an axis of axis_sizes",
     ),
-    # --------------------------------------------------------------------------------------------------------------- loops
+    # ----- loops
     loops(
         "guard-timeout-zero",
         lambda: LoopGuard(step_timeout_s=0),

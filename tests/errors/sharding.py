@@ -71,7 +71,7 @@ wrapping, names, layers, models, dtypes, frozen, nnx_section, losses, meshes, st
         "Collections beside the parameters",
     ],
 )
-X, SGD = BATCH["x"], optax.sgd(0.1)
+X, SGD, WHOLE = BATCH["x"], optax.sgd(0.1), P()
 EXPLICIT = jax.make_mesh((2, 4), AXES, axis_types=(AxisType.Explicit,) * 2)
 
 
@@ -177,7 +177,7 @@ def stacked_without_box():
     )
 
 
-def on_shards(fn, shape=(8, 8), spec=P(), out=P(), mesh=MESH, check_vma=False):
+def on_shards(fn, shape=(8, 8), spec=WHOLE, out=WHOLE, mesh=MESH, check_vma=False):
     return lambda: shaped(fn, jnp.ones(shape), mesh=mesh, in_specs=spec, out_specs=out, check_vma=check_vma)
 
 
@@ -257,7 +257,7 @@ def from_state_dict(state):
     return lambda: serialization.from_state_dict({"dense": {"kernel": box}}, {"dense": {"kernel": state}})
 
 
-# ---------------------------------------------------------------------------------------------------------------- NNX
+# ----- NNX
 
 
 class Model(nnx.Module):
@@ -422,7 +422,7 @@ OPTIONS = [
     ),
 ]
 ROWS = [
-    # ------------------------------------------------------------------------------------------------------------ wrappers
+    # ----- wrappers
     *[
         wrapping(
             f"wrap-{name}",
@@ -575,7 +575,7 @@ ROWS = [
         "min_weight_size=2.5",
     ),
     wrapping("larger-than-negative", lambda: larger_than(-1), ValueError, "size=… is no number of values", "size=-1"),
-    # ---------------------------------------------------------------------------------------------------------------- axes
+    # ----- axes
     names(
         "module-axis-in-a-step",
         on_shards(lambda x: fsdp(nn.Dense, axis_name="fdsp")(4).init(KEY, x)),
@@ -679,7 +679,7 @@ ROWS = [
         "batch_axes='data': the mesh has no axis 'data'; its axes are",
         "'dp': 2, 'fsdp': 4",
     ),
-    # ------------------------------------------------------------------------------------------------------ reads, gathers
+    # ----- reads, gathers
     wrapping(
         "closed-over",
         closed_over,
@@ -848,7 +848,7 @@ ROWS = [
         "'w' is split over ('fsdp', 'tp')",
         "('tp',) stays",
     ),
-    # --------------------------------------------------------------------------------------------------- layers and trees
+    # ----- layers and trees
     layers(
         "scan-of-remat",
         lambda: scan_layers(fsdp(nn.remat(Block)), 3),
@@ -1021,7 +1021,7 @@ ROWS = [
         'Unknown field(s) "…" in state dict',
         "/dense/kernel",
     ),
-    # -------------------------------------------------------------------------------------------------------------- frozen
+    # ----- frozen
     frozen(
         "frozen-by-true",
         freezing(trainable=True),
@@ -1052,7 +1052,7 @@ ROWS = [
         "none of 2 is frozen",
         "trainable=",
     ),
-    # ----------------------------------------------------------------------------------------------------------------- NNX
+    # ----- NNX
     nnx_section(
         "nnx-module", lambda: nnx_model(Model(nnx.Rngs(0))), TypeError, "nnx_model takes a function", "not a Model"
     ),
@@ -1127,7 +1127,7 @@ ROWS = [
         "bind: '…' is frozen",
         "which nnx.Optimizer does not know",
     ),
-    # -------------------------------------------------------------------------------------------------------------- kernels
+    # ----- kernels
     losses(
         "kernel-by-index",
         lambda: shaped(

@@ -18,6 +18,7 @@ MESH = mesh_of(2, 4)
 BATCH = data()
 MODEL = Model(fsdp)
 PLAIN = nn.Dense(4)
+WHOLE = P()
 
 
 @cache
@@ -33,7 +34,7 @@ def trace(given=None, batch=BATCH, rng=KEY, *local, loss=mean_loss, mesh=MESH, a
     return step.trace(state() if given is None else given, batch, rng, *local, **named)
 
 
-def shaped(fn, *args, mesh=MESH, in_specs=P(), out_specs=P(), check_vma=True):
+def shaped(fn, *args, mesh=MESH, in_specs=WHOLE, out_specs=WHOLE, check_vma=True):
     """Traces a function inside of ``shard_map``, and runs nothing."""
     return jax.eval_shape(on_mesh(fn, mesh, check_vma, in_specs, out_specs), *args)
 

@@ -1,6 +1,6 @@
-"""Each row of the table of errors is what the library answers, stands on its page, and reaches the ``raise`` that is kept.
+"""Each row of the table of errors is what the library answers, stands on its page, and reaches the kept ``raise``.
 
-What no row reaches has a reason in unreached.txt, and no other ``raise`` has one: a new ``raise`` needs a row or a reason.
+What no row reaches has a reason in unreached.txt, and no other ``raise`` has one: a new one needs a row or a reason.
 """
 
 import re

@@ -61,7 +61,7 @@ calls, losses, models, evaluation, collections, checking, names, frozen, optimiz
         "Optimizers",
     ],
 )
-SGD = optax.sgd(0.1)
+SGD, MEAN = optax.sgd(0.1), WeightedMean()
 
 
 @dataclasses.dataclass
@@ -129,7 +129,7 @@ def evaluate(
     batch=BATCH,
     local=True,
     mesh=MESH,
-    metric=WeightedMean(),
+    metric=MEAN,
     others=None,
 ):
     step = make_eval_step(fn, mesh, AXES, metric=metric)
@@ -152,7 +152,7 @@ def error_of(params, batch, reduce=jnp.mean):
     return reduce((batch["x"] @ params["w"] - batch["y"]) ** 2)
 
 
-# ------------------------------------------------------------------------------------------------- models that JAX refuses
+# ----- models that JAX refuses
 
 
 ROWS3 = jnp.ones((16, 3, 4))
@@ -221,7 +221,7 @@ def no_casts():
         jax.config.update("jax_auto_pcast", True)
 
 
-# ---------------------------------------------------------------------------------------------------------- collections
+# ----- collections
 
 
 class Net(nn.Module):
@@ -275,7 +275,7 @@ def differs_along_tp():
     make_train_step(loss, mesh, "fsdp", whole_ok=True, check_vma=False).trace(whole(), BATCH, KEY)
 
 
-# --------------------------------------------------------------------------------------------------------------- others
+# ----- others
 
 
 def through(params, apply_fn, batch, rng, *, teacher):
@@ -294,7 +294,7 @@ def deleted():
     given({"teacher": old})()
 
 
-# ------------------------------------------------------------------------------------------------------------- warnings
+# ----- warnings
 
 
 def padded(weigh=False, loss=mean_loss, **options):
@@ -340,7 +340,7 @@ def ema():
     return with_ema(optax.sgd(1.0), 0.5)
 
 
-# -------------------------------------------------------------------------------------------------------- cross entropy
+# ----- cross entropy
 
 
 def entropy(**change):
@@ -410,7 +410,7 @@ LEARNING_RATES = [
 ]
 
 ROWS = [
-    # ------------------------------------------------------------------------------------------------- arguments of makers
+    # ----- arguments of makers
     *[
         losses(
             f"loss-function-{name}",
@@ -581,7 +581,7 @@ ROWS = [
         "all … parameters are frozen",
         "all 2 parameters are frozen",
     ),
-    # --------------------------------------------------------------------------------------------------- calls of a step
+    # ----- calls of a step
     *[
         models(
             f"key-{name}",
@@ -723,7 +723,7 @@ ROWS = [
         "state.opt_state is not a state",
         "its leaves are in another tree",
     ),
-    # ------------------------------------------------------------------------------------------------------------ batches
+    # ----- batches
     calls(
         "step-batch-dataclass",
         lambda: trace(batch=PlainBatch(BATCH["x"])),
@@ -802,7 +802,8 @@ ROWS = [
         lambda: trace(batch=data(12)),
         ValueError,
         "… of shape … holds … examples, which",
-        "batch['weight'] of shape (12,) holds 12 examples, which the mesh of {'dp': 2, 'fsdp': 4}, 8 devices does not divide; "
+        "batch['weight'] of shape (12,) holds 12 examples, which the mesh of {'dp': 2, 'fsdp': 4}, "
+        "8 devices does not divide; "
         "the last 4 would be dropped. Pad the batch to 16",
     ),
     calls(
@@ -863,11 +864,12 @@ ROWS = [
         ),
         ValueError,
         "… of shape … holds … examples, which",
-        "batch of shape (10, 8) holds 10 examples, which num_minibatches=4 does not divide; the last 2 would be dropped. Pad the "
+        "batch of shape (10, 8) holds 10 examples, which num_minibatches=4 does not divide; the "
+        "last 2 would be dropped. Pad the "
         "batch to 12 examples",
         "or choose a divisor of 10",
     ),
-    # ------------------------------------------------------------------------------------------------------------- others
+    # ----- others
     calls(
         "others-no-dict",
         given([1]),
@@ -924,7 +926,7 @@ ROWS = [
         "jnp.copy, state.params",
     ),
     calls("others-deleted", deleted, ValueError, "… was deleted: a step has", "others['teacher/bias'] was deleted"),
-    # ------------------------------------------------------------------------------------------------- what a loss returns
+    # ----- what a loss returns
     *[
         losses(f"loss-returns-{name}", returned(out, **options), TypeError, words, *says)
         for name, out, options, words, *says in RETURNED
@@ -998,7 +1000,7 @@ ROWS = [
         "…: … is not a bound mesh axis",
         "fold_rng_over_axis: 'fdsp' is not a bound mesh axis",
     ),
-    # ------------------------------------------------------------------------------------------------------ types and rules
+    # ----- types and rules
     losses(
         "forward-derivative",
         lambda: traced(lambda p, apply_fn, b, rng: jax.jvp(lambda p: mean_loss(p, apply_fn, b), (p,), (p,))[1]),
@@ -1068,7 +1070,7 @@ ROWS = [
         "'loss', 'grads/w' would",
         "along ('tp',)",
     ),
-    # -------------------------------------------------------------------------------------------------------- collections
+    # ----- collections
     collections(
         "statistics-of-devices",
         net(model=Net(None)),
@@ -1186,7 +1188,7 @@ ROWS = [
         "'losses/size' is a tuple",
         "mutable=['params']",
     ),
-    # --------------------------------------------------------------------------------------------------------- evaluation
+    # ----- evaluation
     evaluation(
         "eval-metric-none",
         lambda: make_eval_step(lambda params, apply_fn, batch: {}, MESH, AXES, metric=None),
@@ -1228,7 +1230,7 @@ ROWS = [
         "an array float32[",
         "and a dict of the arguments",
     ),
-    # ---------------------------------------------------------------------------------------------------------- check_step
+    # ----- check_step
     checking(
         "check-own-step",
         lambda: check_step(lambda state, batch, rng: (state, {}), dense(), BATCH, KEY),
@@ -1252,7 +1254,7 @@ ROWS = [
         ValueError,
         "check_step: state.params has no leaves",
     ),
-    # ------------------------------------------------------------------------------------------------------- cross entropy
+    # ----- cross entropy
     losses(
         "entropy-hidden",
         entropy(hidden=jnp.zeros((8, 6, 5))),
@@ -1301,7 +1303,7 @@ ROWS = [
         "…: sequence_dim=… is the dim of tokens that",
         "chunked_cross_entropy: sequence_dim=1",
     ),
-    # ----------------------------------------------------------------------------------------------------------- warnings
+    # ----- warnings
     models(
         "warned-narrow",
         lambda: abstract(model=fsdp(nn.Dense)(4, param_dtype=jnp.bfloat16)),
