@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.errors.table import HERE, Row, raised, rows
-from tests.house.test_troubleshooting import excused
-from tests.raised import PACKAGE, Message, messages
+from tests.raised import PACKAGE, Message, excused, messages
 
 REACHED, UNREACHED = HERE / "reached.txt", HERE / "unreached.txt"
 WORDS = 60  # letters of a text that name a place
