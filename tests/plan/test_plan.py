@@ -357,9 +357,9 @@ def test_70_billion_parameters_on_4096_devices_take_seconds_and_no_memory():
     wrap = partial(shard_module_params, axis_name="fsdp", gather_dtype=jnp.bfloat16)
     model = LanguageModel("transformer", 8192, 80, 64, remat=True, wrap=wrap)
     tokens = jax.ShapeDtypeStruct((4096, 2048), jnp.int32)
-    before, start = {id(array) for array in jax.live_arrays()}, time.monotonic()
+    before, start = {id(array) for array in jax.live_arrays()}, time.process_time()
     plan = plan_sharding(model, {"dp": 16, "fsdp": 256}, tokens, tx=optax.adamw(1e-3))
-    assert time.monotonic() - start < 20
+    assert time.process_time() - start < 20  # of the processor, on which it takes half a second: others may be at work
     assert {id(array) for array in jax.live_arrays()} <= before
     assert plan.devices == 4096 and sum(math.prod(row.shape) for row in plan.rows) > 69e9
     up = plan.row("blocks/up/kernel")

@@ -299,18 +299,13 @@ def test_a_loss_that_is_not_finite_raises_where_nothing_was_skipped(loss):
 def test_the_guard_waits_for_the_step_before_and_not_for_the_step():
     slow = jax.jit(lambda x: jax.lax.fori_loop(0, 40, lambda _, x: jnp.tanh(x @ x), x).sum())
     x = jnp.ones((1000, 1000))
-    began = time.perf_counter()
     slow(x).block_until_ready()
-    began = time.perf_counter()
-    slow(x).block_until_ready()
-    takes = time.perf_counter() - began
     with LoopGuard() as guard:
-        began = time.perf_counter()
-        guard.step_done(1, {"loss": slow(x)})
-        not_waited = time.perf_counter() - began
+        loss = slow(x)
+        guard.step_done(1, {"loss": loss})
+        assert not loss.is_ready()
         guard.step_done(2, {"loss": 0.0})
-        waited = time.perf_counter() - began
-    assert not_waited < takes / 4 and waited > takes / 2
+        assert loss.is_ready()
 
 
 def test_the_longest_limit_is_one_that_the_timer_takes():
@@ -360,7 +355,7 @@ def test_a_failure_ends_the_process_only_if_it_is_still_there_at_the_next_look(m
     dog = watchdog.Watchdog("process 0 of 2", find_failure)
     dog.start()
     dog.watch("step 4", 60)
-    dog._thread.join(20)
+    dog._thread.join(120)
     dog.stop()
     assert ended == [(8, "device 0 failed, and step 4 did not end", EXIT_FAILED)]
 
