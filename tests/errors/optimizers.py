@@ -310,13 +310,6 @@ ROWS = [
         )
         for name, (tx, says) in WRONG.items()
     ],
-    optimizers(
-        "on-shards-traced",
-        lambda: jax.eval_shape(elementwise_only(optax.lamb(0.1)).init, whole_and_split()),
-        ValueError,
-        "elementwise_only: … is wrong on shards",
-        "scale_by_trust_ratio",
-    ),
     *[
         losses(
             f"not-averaged-{name}-{axes or 'any'}",
