@@ -233,16 +233,3 @@ def test_parts_along_the_axis_of_the_copies_are_no_copies(check_vma):
         kernels.append(np.asarray(leaf_of(state.params["kernel"]).value))
     np.testing.assert_array_equal(kernels[0], kernels[1])
     assert not np.allclose(kernels[0][0], kernels[0][1])  # guard: the experts differ
-
-
-def test_a_dtype_that_does_not_fit_names_the_leaf():
-    class Complex(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return jnp.abs(x @ self.param("kernel", nn.initializers.normal(0.3, jnp.complex64), (8, 4)))
-
-    mesh = mesh_of(2, 4)
-    model = fsdp(Complex, replicas=Replicas("dp", reduce_dtype="bfloat16"))()
-    state = create_train_state(model, optax.sgd(1.0), mesh, jax.random.key(0), BATCH["x"], batch_axes=AXES)
-    with pytest.raises(ValueError, match="reduce_dtype=bfloat16 does not fit 'kernel' of dtype complex64"):
-        make_train_step(mean_loss, mesh, AXES)(state, BATCH, jax.random.key(0))

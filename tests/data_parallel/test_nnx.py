@@ -53,7 +53,7 @@ from xlstm_jax.distributed import (
     unbox,
     value_and_grad,
 )
-from xlstm_jax.distributed.data_parallel import box_like, larger_than, rename_leaves
+from xlstm_jax.distributed.data_parallel import box_like, rename_leaves
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
 from xlstm_jax.forecast import forecast
@@ -573,20 +573,6 @@ def test_axes_are_read_by_the_key_of_each_release(key):
     assert model.init(KEY)["params"]["kernel"].names == ("tp", None)
 
 
-def test_what_matches_nothing_or_twice():
-    with pytest.raises(ValueError, match=r"where=.*Conv.* matches no module. There are \(the model\): Model, b"):
-        sharded(where=nnx.Conv)
-    with pytest.raises(ValueError, match=r"'first' matches .* and one before it; shard a module once"):
-        shard_modules(sharded(), nnx.Linear, "fsdp")
-    with pytest.raises(TypeError, match=r"not a Model. For flax.nnx: shard_modules\(nnx_model"):
-        shard_modules(Model(nnx.Rngs(0)), Block, "fsdp")
-    for where in (larger_than(100), nn.Dense, ()):
-        with pytest.raises(TypeError, match=r"pass a module class \(nn.Dense, nnx.Linear\) or a tuple"):
-            sharded(where=where)
-    with pytest.raises(TypeError, match=r"a function that makes the module, not .*Model"):
-        nnx_model(Model(nnx.Rngs(0)))
-
-
 def test_variables_that_are_missing_or_written():
     model = sharded()
     variables = model.init(KEY, BATCH["x"])
@@ -607,20 +593,6 @@ def test_variables_that_are_missing_or_written():
         jax.eval_shape(jax.shard_map(
             lambda x: model.apply(model.init(KEY), x), mesh=mesh, in_specs=P(AXES), out_specs=P(AXES), check_vma=False
         ), BATCH["x"])  # fmt: skip
-
-
-def test_layers_that_are_scanned_over_another_dim_are_refused():
-    class Other(nnx.Module):
-        def __init__(self, rngs):
-            self.layers = nnx.vmap(lambda rngs: nnx.Linear(16, 8, rngs=rngs), out_axes=1)(rngs.split(3))
-
-        def __call__(self, x):
-            run = nnx.scan(lambda x, layer: x + layer(jnp.tile(x, 2)), in_axes=(nnx.Carry, 1), out_axes=nnx.Carry)
-            return run(x, self.layers)
-
-    model = sharded(Other, nnx.Linear)
-    with pytest.raises(ValueError, match=r"'layers/\w+' of shape .* is seen by its module as .* Scan over dim 0"):
-        model.init(KEY, BATCH["x"])
 
 
 def test_a_plan_names_the_unit_that_gathers_each_leaf():

@@ -31,7 +31,6 @@ from xlstm_jax.distributed import (
     Replicas,
     abstract_train_state,
     create_train_state,
-    gather_params,
     init_sharded,
     make_train_step,
     partition_specs,
@@ -39,7 +38,7 @@ from xlstm_jax.distributed import (
     scan_layers,
     value_and_grad,
 )
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, true_value
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves, map_leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.blocks import InBlocks
 from xlstm_jax.distributed.data_parallel.wire.collectives import varying_axes
@@ -291,15 +290,6 @@ def test_the_plan_says_what_is_sent():
     want = [row.gathered_bytes // 4 for row in rows for _ in range(2 if "blocks" in row.path else 1) if row.uses]
     got = [math.prod(shape) for name, shape, _ in programme() if name == "all_gather"]
     assert Counter(got) >= Counter(want) and {row.gather_dtype for row in rows if row.uses} == {"int8"}
-
-
-def test_a_leaf_that_would_be_rounded_twice_on_its_way_is_refused():
-    def local(w):
-        return gather_params({"w": Sharded(w, (("fsdp", "tp"), None))}, "fsdp", "int8")
-
-    mesh = jax.make_mesh((2, 4), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    with pytest.raises(ValueError, match=r"gather_dtype=int8: 'w' is split over \('fsdp', 'tp'\), .* \('tp',\) stays"):
-        on_mesh(local, mesh, False, P(("fsdp", "tp")), P("tp"))(jnp.ones((16, 4)))
 
 
 # ---------------------------------------------------------------------------------------------------- means over copies
