@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tests.exactness.model import Net, Parts, Twin, batch, is_unit, is_unit_of_twin
+from tests.exactness.model import PLAIN, Net, Parts, Twin, batch, is_unit, is_unit_of_twin
 from tests.support import FLOAT32_ROUNDING, KEPT, equations, fsdp
 from xlstm_jax.distributed import (
     Checkpointer,
@@ -59,7 +59,7 @@ class Case:
       saved: whether the state is saved after the first step and restored on a mesh of half the devices.
     """
 
-    parts: Parts = Parts()
+    parts: Parts = PLAIN
     framework: str = "linen"
     outside: bool = False
     wrapping: Mapping[str, Any] = field(default_factory=dict)
@@ -98,7 +98,7 @@ def decisions(changes: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
             yield name, "", value
 
 
-# ----------------------------------------------------------------------------------------------------------- the moments
+# ---------------------------------------------------------------------------------------------------------- the moments
 
 
 @dataclass
@@ -125,7 +125,7 @@ def on_host(tree: Any) -> Any:
     return map_leaves(true_value, jax.device_get(tree))
 
 
-# -------------------------------------------------------------------------------------------------------- on one device
+# ------------------------------------------------------------------------------------------------------- on one device
 
 
 @cache
@@ -205,7 +205,7 @@ def of_one_device(case: Case, rows: tuple[int, ...] | None = None) -> list[Momen
     return _of_one_device(case.parts, case.framework, case.tx, case.weighted, *frozen, rows)
 
 
-# ------------------------------------------------------------------------------------------------------------ on a mesh
+# ----------------------------------------------------------------------------------------------------------- on a mesh
 
 
 @cache
@@ -339,7 +339,7 @@ def moved(state: Any, target: Any) -> Any:
         return checkpointer.restore(target)
 
 
-# ----------------------------------------------------------------------------------------------------------- comparison
+# ---------------------------------------------------------------------------------------------------------- comparison
 
 
 def compare(got: list[Moment], want: list[Moment], tolerance: float = FLOAT32_ROUNDING) -> None:

@@ -55,6 +55,9 @@ class Parts:
     product: Any = None  # in place of that of Flax's Dense
 
 
+PLAIN = Parts()
+
+
 @cache
 def batch() -> dict[str, jax.Array]:
     """Leaves [b, t, ...]; rows differ in scale and in weight, so that no share of the batch is the mean."""
@@ -137,7 +140,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     """The errors [b, t] of the tokens of a batch."""
 
-    parts: Parts = Parts()
+    parts: Parts = PLAIN
     wrap: Callable = plain
     stats_axes: Any = None
 

@@ -70,7 +70,6 @@ def boxed_over(axis: str) -> Callable[[Trained], bool]:
 
 def kinds_of_memory(run: Trained) -> set[str]:
 
-
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(run.state.opt_state)}
 
 
@@ -184,7 +183,7 @@ ROWS = [
         lambda run: "MuonState" in str(type_names(run.state.opt_state)),
         "2x4-vma",
         tolerance=1e-4,
-        because="Newton and Schulz's polynomial amplifies small singular values, and their rounding, some 3.4 times a turn",
+        because="Newton and Schulz's polynomial amplifies small singular values and their rounding, 3.4 times a turn",
     ),
     Row(
         "adafactor",
@@ -215,6 +214,17 @@ ROWS = [
         "1x8-vma",
     ),
     Row("checkpoint", {"saved": True}, lambda run: run.meshes[0] != run.meshes[-1], "2x4-vma"),
+    Row(
+        "copies, reduced once",
+        {
+            "wrapping": {"replicas": Replicas("dp")},
+            "stepping": {"num_minibatches": 2, "accumulation": "reduce_replicas_once"},
+        },
+        calls("scan"),
+        "2x4-no_vma",
+        ("2x4",),
+        because="copies need devices along both axes",
+    ),
     # How the model is made.
     Row("remat", {"parts": {"remat": True}}, calls("checkpoint", "remat", "remat2"), "1x8-no_vma"),
     Row("scan", {"parts": {"stack": "scan"}}, calls("scan"), "8x1-vma"),
@@ -276,8 +286,8 @@ BY_NAME = {row.name: row for row in ROWS}
 
 # ------------------------------------------------------------------------------------------------------------ no pairs
 
-COPIES = {"copies", "copies with split moments"}
-MINIBATCHES = {"minibatches", "minibatches, reduced once"}
+COPIES = {"copies", "copies with split moments", "copies, reduced once"}
+MINIBATCHES = {"minibatches", "minibatches, reduced once", "copies, reduced once"}
 ROUNDED = {"8-bit blocks", "bfloat16 gathers", "bfloat16 scatters"}
 OTHER_PRODUCTS = {"recurrence", "attention of Flax", "context", "experts", "lookup by rows", "head by pieces"} | {
     f"split {part}" for part in ("layers", "sequence", "heads", "vocabulary")
@@ -286,6 +296,7 @@ OTHER_PRODUCTS = {"recurrence", "attention of Flax", "context", "experts", "look
 # Every row of the first set is apart from every row of the second.
 APART: list[tuple[set[str], set[str], str]] = [
     ({"plain"}, set(BY_NAME), "beside it a row is itself"),
+    ({"copies, reduced once"}, COPIES | MINIBATCHES, "it has copies and minibatches already"),
     ({"several axes"}, COPIES, "an axis splits or copies"),
     ({"remat"}, {"prefetch"}, "scan_layers computes its layers again by itself, and refuses nn.remat"),
     ({"nnx"}, {"from outside"}, "a model of NNX is always wrapped from outside"),
@@ -300,6 +311,9 @@ APART: list[tuple[set[str], set[str], str]] = [
 REFUSED: list[tuple[set[str], str, str]] = [
     ({"padding", "logical names"}, "", "boxed as .* shards do not divide dim 1 of size 15"),
 ]
+
+# Cells that are tried at every commit: a mutation of the library shows in them alone.
+ALWAYS = ["scan + context @ 2x4-vma"]
 
 
 def why_apart(first: Row, second: Row) -> str:

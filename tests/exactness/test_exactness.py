@@ -13,7 +13,7 @@ import pytest
 
 from tests.exactness.case import Case, compare, of_one_device
 from tests.exactness.matrix import Cell, cell, check, drawn, pairs, seed_of_commit
-from tests.exactness.rows import APART, BY_NAME, COLUMNS, REFUSED, ROWS, why_apart
+from tests.exactness.rows import ALWAYS, APART, BY_NAME, COLUMNS, REFUSED, ROWS, why_apart
 
 
 def pytest_generate_tests(metafunc):
@@ -23,7 +23,8 @@ def pytest_generate_tests(metafunc):
     cells = [cell(text) for text in given]
     if not given:
         count = metafunc.config.getoption("pairs")
-        cells = [Cell((row,), row.quick) for row in ROWS] + drawn(count, seed_of_commit())
+        cells = [*(Cell((row,), row.quick) for row in ROWS), *map(cell, ALWAYS), *drawn(count, seed_of_commit())]
+        cells = list({str(what): what for what in cells}.values())
     metafunc.parametrize("what", cells, ids=str)
 
 
@@ -31,7 +32,7 @@ def test_training_is_that_of_one_device(what):
     check(what)
 
 
-# ---------------------------------------------------------------------------------------------------------------- guards
+# --------------------------------------------------------------------------------------------------------------- guards
 
 
 def test_a_difference_names_the_leaf_and_how_to_repeat_it():
