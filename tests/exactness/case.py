@@ -34,6 +34,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves, path_string
+from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN
 
 KEY, STEPS, DECAY = jax.random.key(0), 2, 0.5
 RULES = (("embed", "fsdp"),)  # of logical names; the others have no rule
@@ -137,15 +138,15 @@ def start(parts: Parts, framework: str) -> Any:
 
 
 @cache
-def _of_one_device(
+def _step_of_one_device(
     parts: Parts,
     framework: str,
     tx: optax.GradientTransformation,
     weighted: bool,
     trainable: Callable[[str], bool] | None,
     frozen_dtype: str | None,
-    rows: tuple[int, ...],
-) -> list[Moment]:
+) -> tuple[Callable[..., Any], tuple[Any, ...], Callable[[Any], Any]]:
+    """A step on one device, what it begins with, and a function that puts frozen leaves beside trained ones."""
     variables = dict(start(parts, framework))
     params, kept = variables.pop("params"), variables
     # The twin's parameters have the paths of the Linen model, which computes the reference of both.
@@ -155,8 +156,8 @@ def _of_one_device(
     )
     frozen = jax.tree.map(lambda yes, p: None if yes else p.astype(frozen_dtype or p.dtype), is_trained, params)
     trained = jax.tree.map(lambda yes, p: p if yes else None, is_trained, params)
-    overwritten = {name: tree for name, tree in kept.items() if name == "_overwrite_with_gradient"}
-    updated = {name: tree for name, tree in kept.items() if name not in overwritten}
+    overwritten = {name: tree for name, tree in kept.items() if name == OVERWRITTEN}
+    updated = {name: tree for name, tree in kept.items() if name != OVERWRITTEN}
 
     def merge(trained):
         return jax.tree.map(lambda a, b: b if a is None else a, trained, frozen, is_leaf=lambda x: x is None)
@@ -176,25 +177,22 @@ def _of_one_device(
         updates, opt_state = tx.update(grads, opt_state, trained)
         trained = optax.apply_updates(trained, updates)
         average = jax.tree.map(lambda a, p: DECAY * a + (1 - DECAY) * p, average, trained)
-        return loss, grads, trained, over, new, opt_state, average
+        return (trained, over, new, opt_state, average), loss, grads
 
-    found = []
-    opt_state, average = tx.init(trained), trained
+    return step, (trained, overwritten, updated, tx.init(trained), trained), merge
+
+
+@cache
+def _of_one_device(rows: tuple[int, ...], *what: Any) -> list[Moment]:
+    step, carry, merge = _step_of_one_device(*what)
     of_batch = {name: leaf[np.asarray(rows)] for name, leaf in batch().items()}
+    found = []
     for _ in range(STEPS):
-        loss, grads, trained, overwritten, updated, opt_state, average = step(
-            trained, overwritten, updated, opt_state, average, of_batch
-        )
-        moment = Moment(
-            float(loss),
-            float(np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(grads)))),
-            grads,
-            merge(trained),
-            opt_state,
-            {**overwritten, **updated},
-            average,
-        )
-        found.append(moment)
+        carry, loss, grads = step(*carry, of_batch)
+        params, overwritten, updated, opt_state, average = carry
+        squares = sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(grads))
+        kept = {**overwritten, **updated}
+        found.append(Moment(float(loss), float(np.sqrt(squares)), grads, merge(params), opt_state, kept, average))
     return found
 
 
@@ -202,7 +200,7 @@ def of_one_device(case: Case, rows: tuple[int, ...] | None = None) -> list[Momen
     """The reference, on the whole batch, or on a batch of some of its rows."""
     rows = tuple(range(len(batch()["x"]))) if rows is None else rows
     frozen = case.making.get("trainable"), case.making.get("frozen_dtype")
-    return _of_one_device(case.parts, case.framework, case.tx, case.weighted, *frozen, rows)
+    return _of_one_device(rows, case.parts, case.framework, case.tx, case.weighted, *frozen)
 
 
 # ----------------------------------------------------------------------------------------------------------- on a mesh

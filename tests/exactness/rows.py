@@ -98,7 +98,14 @@ HEADS = {  # of attention without a bias: nothing else tells
     "*/mixer/out/kernel": optax.contrib.MuonDimensionNumbers((0, 1), 2),
     "*/mixer/*/kernel": optax.contrib.MuonDimensionNumbers(0, (1, 2)),
 }
-OPTAX_MUON = optax.contrib.muon(1e-2, muon_weight_dimension_numbers=matrix_dimensions(HEADS))
+
+
+def matrices(params: Any) -> Any:
+    paths = [jax.tree_util.keystr(path, simple=True) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    return matrix_dimensions(HEADS if any("mixerout" in path for path in paths) else None)(params)
+
+
+OPTAX_MUON = optax.contrib.muon(1e-2, muon_weight_dimension_numbers=matrices)
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), ADAMW)
 
 ROWS = [
@@ -179,7 +186,7 @@ ROWS = [
     Row("clipping", {"tx": CLIPPED}, lambda run: run.moments[0].norm > 0.2, "8x1-no_vma"),
     Row(
         "muon",
-        {"tx": OPTAX_MUON, "on_mesh_tx": muon(1e-2, muon_weight_dimension_numbers=matrix_dimensions(HEADS))},
+        {"tx": OPTAX_MUON, "on_mesh_tx": muon(1e-2, muon_weight_dimension_numbers=matrices)},
         lambda run: "MuonState" in str(type_names(run.state.opt_state)),
         "2x4-vma",
         tolerance=1e-4,
@@ -303,6 +310,7 @@ APART: list[tuple[set[str], set[str], str]] = [
     ({"statistics", "fp8"}, MINIBATCHES, "statistics and scales are then those of a minibatch"),
     ({"fp8"}, OTHER_PRODUCTS, "a weight without an fp8 product would travel in blocks of 8 bits, which round"),
     ({"fp8"}, ROUNDED, "what has been rounded otherwise may be another value of fp8, 2^-4 away"),
+    ({"8-bit blocks"}, {"lookup by rows"}, "in blocks of 8 bits the whole table is fewer bytes than its rows"),
     ({"experts"}, ROUNDED, "a token whose choice is close goes to another expert"),
     ({"muon", "adafactor"}, ROUNDED, "they divide by gradients, so that rounding in small ones is a whole step"),
 ]
@@ -310,6 +318,8 @@ APART: list[tuple[set[str], set[str], str]] = [
 # Pairs that the library refuses: the rows, a part of the columns' names, and its words.
 REFUSED: list[tuple[set[str], str, str]] = [
     ({"padding", "logical names"}, "", "boxed as .* shards do not divide dim 1 of size 15"),
+    ({"prefetch", "statistics"}, "", "collection is empty"),
+    ({"prefetch", "fp8"}, "", "collection is empty"),
 ]
 
 # Cells that are tried at every commit: a mutation of the library shows in them alone.
