@@ -320,6 +320,7 @@ REFUSED: list[tuple[set[str], str, str]] = [
     ({"padding", "logical names"}, "", "boxed as .* shards do not divide dim 1 of size 15"),
     ({"prefetch", "statistics"}, "", "collection is empty"),
     ({"prefetch", "fp8"}, "", "collection is empty"),
+    ({"prefetch", "logical names"}, "", '"partition_name" is not specified'),
 ]
 
 # Cells that are tried at every commit: a mutation of the library shows in them alone.
