@@ -76,9 +76,10 @@ def check(what: Cell) -> None:
                 _trained(what)
         else:
             _check(what)
-    except (AssertionError, pytest.fail.Exception) as error:
+    except (Exception, pytest.fail.Exception) as error:
+        kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
         repeat = f'python -m pytest -n 0 tests/exactness/test_exactness.py --cell "{what}"'
-        raise AssertionError(f"{error}; on {what}; to repeat: {repeat}") from error
+        raise AssertionError(f"{kind}{error}; on {what}; to repeat: {repeat}") from error
 
 
 def _trained(what: Cell):

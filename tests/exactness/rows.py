@@ -69,13 +69,11 @@ def boxed_over(axis: str) -> Callable[[Trained], bool]:
 
 
 def kinds_of_memory(run: Trained) -> set[str]:
-
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(run.state.opt_state)}
 
 
 def type_names(tree: Any) -> list[str]:
     """The names of all states within a state of an optimizer."""
-
     found = []
 
     def look(node: Any) -> bool:
