@@ -14,6 +14,7 @@ from tests.mutants.catalogue import all_mutants
 
 # What README promises, and a mutation of the library does not show: pages, commands, installation.
 PROMISES = {
+    "exactness/test_exactness.py": "each feature, and six pairs, train as one device does",
     "house/test_layers.py": "a file imports only from the layers below it",
     "house/test_public_names.py": "public names stay importable",
     "house/test_readme.py": "README's own examples",
