@@ -6,11 +6,13 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from tests.cover import data
 from tests.mutants.catalogue import Mutant, all_mutants
 from tests.mutants.run import Outcome, Run, outcomes
 
@@ -18,7 +20,10 @@ console = Console() if sys.stdout.isatty() else Console(width=160)
 
 
 def main(args: argparse.Namespace) -> int:
-    mutants = [m for m in all_mutants() if args.only in m.name and (m.is_short or not args.short)]
+    recorded = data.read_seen(args.record) if args.record else {}
+    mutants = [
+        m for m in all_mutants() if args.only in m.name and (m.is_short or not args.short) and m.name not in recorded
+    ]
     for mutant in mutants:
         mutant.check()
     begun = time.monotonic()
@@ -29,7 +34,7 @@ def main(args: argparse.Namespace) -> int:
             console.print(outcome.text, markup=False)
         console.print("These tests must pass without a mutation.")
         return 2
-    found = _shown("mutations", [Run(tuple(m.tests), m) for m in mutants], args.jobs)
+    found = _shown("mutations", [Run(tuple(m.tests), m) for m in mutants], args.jobs, args.record)
     _print(found, args.times)
     alive = [o for o in found if o.result in ("passed", "broken")]
     unexpected = [o for o in alive if o.result == "broken" or not o.run.mutant.stays]
@@ -49,13 +54,15 @@ def _by_file(tests: set[str]) -> list[Run]:
     return [Run(tuple(some)) for some in of_file.values()]
 
 
-def _shown(what: str, runs: Sequence[Run], jobs: int) -> list[Outcome]:
+def _shown(what: str, runs: Sequence[Run], jobs: int, record: Path | None = None) -> list[Outcome]:
     """The outcomes, with a bar that no thread draws: a process with threads should not fork."""
     found = []
     with Progress(console=console, auto_refresh=False) as progress:
         task = progress.add_task(what, total=len(runs))
         for outcome in outcomes(runs, jobs):
             found.append(outcome)
+            if record and outcome.result == "failed":
+                data.add_seen(record, outcome.run.mutant.name, outcome.test, outcome.seconds)
             progress.update(task, advance=1, refresh=True)
     return found
 
@@ -76,4 +83,7 @@ if __name__ == "__main__":
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many run at a time")
     parser.add_argument("--short", action="store_true", help="the few that run in CI")
     parser.add_argument("--times", action="store_true", help="show all, with the test that saw it and its seconds")
+    parser.add_argument(
+        "--record", type=Path, metavar="FILE", help="add to a file which case saw each, and skip what it has"
+    )
     sys.exit(main(parser.parse_args()))
