@@ -6,6 +6,7 @@ and calls pytest: a second or two, and the tests that it is given.
 
 import contextlib
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -27,6 +28,7 @@ import pytest
 
 from tests.cover.data import path_of
 from tests.mutants.catalogue import ROOT, Mutant
+from tests.mutants.drawn import Drawn
 
 COPIED = ("xlstm_jax", "tests", "conftest.py", "pyproject.toml", "setup.cfg")
 LIMIT_S = 600.0
@@ -34,14 +36,19 @@ POLL_S = 0.05
 
 
 class Run(NamedTuple):
-    """The tests that are run, with a mutation or without one."""
+    """The tests that are run, with a mutation or without one.
+
+    Where ``cases`` are given, these of the tests alone, in their order; a case that is not there is left out.
+    """
 
     tests: tuple[str, ...]
-    mutant: Mutant | None = None
+    mutant: Mutant | Drawn | None = None
+    cases: tuple[str, ...] = ()
+    limit_s: float | None = None  # of processor time
 
 
 class Outcome(NamedTuple):
-    """What came of it: "passed", "failed", "hung", or "broken" where no test ran."""
+    """What came of it: "passed", "failed", "hung", "broken" where tests cannot run, "empty" where there are none."""
 
     run: Run
     result: str
@@ -60,6 +67,18 @@ class _Child(NamedTuple):
     @property
     def failed(self) -> Path:
         return self.log.with_suffix(".failed")
+
+
+class _Cases:
+    """The plugin that keeps the cases of a run, in their order."""
+
+    def __init__(self, cases: Sequence[str]) -> None:
+        self.place = {path_of(case): number for number, case in enumerate(cases)}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        found = {item.nodeid: item for item in items if item.nodeid in self.place}
+        items[:] = sorted(found.values(), key=lambda item: self.place[item.nodeid])
 
 
 class _FirstFailure:
@@ -133,7 +152,11 @@ def _run_tests(run: Run, copy: Path, log: Path) -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "xlstm_jax", "conftest")]:
             del sys.modules[name]
         sys.path[:] = [str(copy), *(path for path in sys.path if path not in ("", str(ROOT)))]
-        plugins = [_FirstFailure(log.with_suffix(".failed"))]
+        plugins: list[object] = [_FirstFailure(log.with_suffix(".failed"))]
+        if run.cases:
+            plugins.append(_Cases(run.cases))
+        if run.limit_s:
+            resource.setrlimit(resource.RLIMIT_CPU, (int(run.limit_s) + 1, resource.RLIM_INFINITY))
         code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *map(path_of, run.tests)], plugins))
     finally:
         with contextlib.suppress(OSError):
@@ -152,7 +175,8 @@ def _ended(child: _Child) -> Outcome | None:
         shutil.copy2(ROOT / child.run.mutant.path, child.copy / child.run.mutant.path)
     text = child.log.read_text(errors="replace")
     found = child.failed.read_text() if child.failed.exists() else ""
-    result = {0: "passed", 1: "failed"}.get(os.waitstatus_to_exitcode(status), "broken") if pid else "hung"
+    ends = {0: "passed", 1: "failed", 5: "empty", -signal.SIGXCPU: "hung"}
+    result = ends.get(os.waitstatus_to_exitcode(status), "broken") if pid else "hung"
     return Outcome(child.run, result, found.removeprefix("tests/"), used.ru_utime + used.ru_stime, text)
 
 
