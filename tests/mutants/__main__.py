@@ -43,6 +43,7 @@ def _catalogue(args: argparse.Namespace) -> int:
     for mutant in mutants:
         mutant.check()
     begun = time.monotonic()
+    marked = "not slow" if args.record else ""  # as `make test` runs them
     tests = {test for mutant in mutants for test in mutant.tests}
     first = [] if args.short else _shown("without a mutation", _by_file(tests), args.jobs)  # the suite has run the few
     if red := [outcome for outcome in first if outcome.result != "passed"]:
@@ -50,7 +51,7 @@ def _catalogue(args: argparse.Namespace) -> int:
             console.print(outcome.text, markup=False)
         console.print("These tests must pass without a mutation.")
         return 2
-    found = _shown("mutations", [Run(tuple(m.tests), m) for m in mutants], args.jobs, args.record)
+    found = _shown("mutations", [Run(tuple(m.tests), m, marked=marked) for m in mutants], args.jobs, args.record)
     _print(found, args.times)
     alive = [o for o in found if o.result in ("passed", "broken", "empty")]
     unexpected = [o for o in alive if o.result != "passed" or not o.run.mutant.stays]

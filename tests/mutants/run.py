@@ -45,6 +45,7 @@ class Run(NamedTuple):
     mutant: Mutant | Drawn | None = None
     cases: tuple[str, ...] = ()
     limit_s: float | None = None  # of processor time
+    marked: str = ""  # as pytest's -m: all tests without it
 
 
 class Outcome(NamedTuple):
@@ -157,7 +158,8 @@ def _run_tests(run: Run, copy: Path, log: Path) -> None:
             plugins.append(_Cases(run.cases))
         if run.limit_s:
             resource.setrlimit(resource.RLIMIT_CPU, (int(run.limit_s) + 1, resource.RLIM_INFINITY))
-        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *map(path_of, run.tests)], plugins))
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-m", run.marked]
+        code = int(pytest.main([*options, *map(path_of, run.tests)], plugins))
     finally:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
