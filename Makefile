@@ -1,13 +1,13 @@
 # Each of these works on a fresh machine; the virtual environment and the installation come first:
 #   make train    trains the language model of benchmarks/ fully sharded; pass options as ARGS="--model transformer"
-#   make test     runs the tests that see every mutation and hold README's promises; pass options as ARGS="-k parity"
+#   make test     runs the tests that see every mutation, enter every function and hold README's promises; ARGS="-k parity"
 #   make test-rest runs the others, and the examples in docstrings; make test-all runs all, the slow ones, too
 #   make check    ruff, mypy and pyright, in seconds
 #   make docs     builds the site of the pages in docs/, without a warning, into docs/_build/html; make docs-serve shows it
 #   make test-targets  compiles the large models for TPUs and holds bytes, counts and overlap to their targets; an hour
 #   make test-models   trains models of other packages, sharded from outside, and compares them with one device; minutes
 #   make test-gpu      on one NVIDIA GPU: parity, compiled text, step time, peak memory, options; minutes, or says none
-#   make test-mutants  puts some three hundred mistakes into the library, each of which a test must see; half an hour
+#   make test-mutants  puts some 360 mistakes into the library, each of which a test must see, and 40 drawn ones; half an hour
 #   make docs-screens  pictures of every page of the site, narrow and wide, light and dark, and what does not fit; minutes
 #   make prepare-release VERSION=... URL=...  version and changelog, as a commit; make release then builds and tries it
 #   make test-faults   kills the training job some fifty times, fills its disk, damages its checkpoints; half an hour

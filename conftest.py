@@ -30,6 +30,8 @@ from flax import linen as nn
 from jax._src import compiler
 
 from tests import quick
+from tests.cover import data
+from tests.cover.record import Recorder, case_of
 from xlstm_jax import distributed
 from xlstm_jax.distributed import DeviceMeshManager, model_parallel, simulate_cpu_devices
 from xlstm_jax.distributed.training import mistakes
@@ -120,13 +122,31 @@ def pytest_addoption(parser):
         "--cell", action="append", default=[], metavar="CELL", help="of tests/exactness: 'copies + frozen @ 2x4-vma'"
     )
     parser.addoption("--rest", action="store_true", help="run the tests that --quick leaves out")
+    parser.addoption("--record", metavar="FOLDER", help="record each test's seconds and lines: tests/cover/__init__.py")
+
+
+def pytest_configure(config):
+    if folder := config.getoption("record"):
+        config.pluginmanager.register(Recorder(Path(folder).absolute()))
+
+
+class Lacking(pytest.Item):
+    """A test that fails because chosen cases are not there: of an error in a worker's collection xdist shows none."""
+
+    def __init__(self, *, cases, **options):
+        super().__init__(**options)
+        self.cases = cases
+
+    def runtest(self):
+        pytest.fail(f"make test has chosen cases that are not there: {self.cases[:5]}. {data.REMAKE}", pytrace=False)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m "not slow" chooses
-def pytest_collection_modifyitems(config, items):
+def pytest_collection_modifyitems(session, config, items):
     """Keeps the test files of one part, and marks cases as slow.
 
     Of a test with the marker ``one_in(n)`` all cases but every n-th are slow; with an older JAX all but every n^2-th.
+    Cases that were chosen for ``--quick`` are not.
 
     And what benchmarks have compiled for TPUs, which they do with the newest JAX.
     """
@@ -137,6 +157,10 @@ def pytest_collection_modifyitems(config, items):
 
     wants_quick = config.getoption("quick")
     is_split = wants_quick or config.getoption("rest")
+    chosen_cases = data.chosen() if wants_quick else {}
+    # Which cases there are can differ with an older JAX; and of a file of which one test is asked for, others lack.
+    has_whole_files = NEWEST and not any("::" in arg for arg in config.args)
+    lacking = quick.missing([item.nodeid for item in items]) if chosen_cases and has_whole_files else []
 
     def is_wanted(item):
         if is_split and quick.is_chosen(item.nodeid, quick.chosen()) != wants_quick:
@@ -145,12 +169,14 @@ def pytest_collection_modifyitems(config, items):
 
     config.hook.pytest_deselected(items=[item for item in items if not is_wanted(item)])
     items[:] = filter(is_wanted, items)
+    if lacking:
+        items.append(Lacking.from_parent(session, name="tests/cover/chosen.txt", cases=lacking))
     cases = Counter()
     for item in items:
         if marker := item.get_closest_marker("one_in"):
             test, (n,) = item.nodeid.partition("[")[0], marker.args
             # n has no factor in common with the numbers of values, so neither has its square: each value is tried.
-            if cases[test] % (n if NEWEST else n**2):
+            if cases[test] % (n if NEWEST else n**2) and case_of(item.nodeid) not in chosen_cases:
                 item.add_marker("slow")
             cases[test] += 1
         if not NEWEST and item.get_closest_marker("libtpu") and BENCHMARKS in item.path.parents:
@@ -164,11 +190,9 @@ def pytest_ignore_collect(collection_path, config):
     """
     if collection_path.suffix != ".py":
         return None
-    in_tests = collection_path.is_relative_to(TESTS)
-    is_test = in_tests and collection_path.name.startswith("test_")
-    if in_tests and not is_test:
+    if collection_path.is_relative_to(TESTS) and not collection_path.name.startswith("test_"):
         return True
-    if config.getoption("quick") and not (is_test and str(collection_path.relative_to(TESTS)) in quick.files()):
+    if config.getoption("quick") and case_of(str(collection_path.relative_to(config.rootpath))) not in quick.files():
         return True
     return None
 

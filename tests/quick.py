@@ -1,18 +1,21 @@
-"""The tests that see every mutation of the catalogue, and touch every promise of README: `make test`.
+"""The tests that see every mutation of the catalogue, enter every function of the library, and hold the promises.
 
-A test is in the set if a mutation names it (``tests/mutants/*.txt``: the named tests are run against the mutation, and
-one of them must fail), or if ``PROMISES`` names it. ``make test-all`` runs all tests.
+``make test`` runs them. A test is in the set if the measurement has chosen it (``tests/cover/chosen.txt``, case by
+case), if ``PROMISES`` names it, or if a mutation names it that the measurement does not know. ``make test-all`` runs
+all tests.
 
     pytest --quick                    this set
     python -m tests.quick             what the set has: tests by folder, and the promises
 """
 
 from collections import Counter
+from collections.abc import Collection
 from functools import cache
 
+from tests.cover import data
 from tests.mutants.catalogue import all_mutants
 
-# What README promises, and a mutation of the library does not show: pages, commands, installation.
+# What README promises, and neither a line nor a mutation of the library shows: pages, commands, installation.
 PROMISES = {
     "exactness/test_exactness.py": "each feature, and six pairs, train as one device does",
     "house/test_layers.py": "a file imports only from the layers below it",
@@ -28,13 +31,22 @@ PROMISES = {
 @cache
 def chosen() -> set[str]:
     """Returns the tests of the set below ``tests/``: files, functions, and single cases with their parameters."""
-    return {test for mutant in all_mutants() for test in mutant.tests} | set(PROMISES)
+    seen = data.read_seen()
+    named = {test for mutant in all_mutants() if mutant.name not in seen for test in mutant.tests}
+    return set(data.chosen()) | named | set(PROMISES)
 
 
 @cache
 def files() -> set[str]:
-    """Returns the files of the set below ``tests/``."""
+    """Returns the files of the set below ``tests/``, and those of the library whose examples are in it."""
     return {test.partition("::")[0] for test in chosen()}
+
+
+def missing(nodeids: Collection[str]) -> list[str]:
+    """Returns the chosen cases that are not among the tests of the files that were collected."""
+    cases = {nodeid.removeprefix("tests/") for nodeid in nodeids}
+    collected = {case.partition("::")[0] for case in cases}
+    return sorted(case for case in set(data.chosen()) - cases if case.partition("::")[0] in collected)
 
 
 def is_chosen(nodeid: str, tests: set[str]) -> bool:
@@ -54,6 +66,7 @@ def main() -> None:
     for folder, count in sorted(Counter(test.partition("/")[0] for test in tests).items()):
         print(f"{count:4}  {folder}")
     print(f"{len(tests):4}  in all, of which {len(PROMISES)} are files of promises")
+    print(f"{sum(data.chosen().values()):4.0f}  processor seconds of the {len(data.chosen())} measured cases")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,33 @@
 """Mutations of the library: their texts are those of today, and the few that run here are seen. See docs/mutants.md."""
 
+import ast
 import subprocess
 import sys
 
 import pytest
 
+from tests.mutants import drawn
 from tests.mutants.catalogue import ROOT, Mutant, all_mutants
+
+SOURCE = '''
+import jax.numpy as jnp
+def total(x: int, mesh_axis, row_axes):
+    """A docstring of 1 line."""
+    if x < 2 and not row_axes:
+        raise ValueError(f"{x + 3} is no size")
+    log(jnp.sum(x, 4))
+    assert x > 5
+    check(x, mesh_axis)
+    value: jax.Array = jnp.mean(x, axis=0).astype(jnp.float32)
+    return tuple(value)
+
+
+def __repr__(self):
+    return self.x == 6
+
+
+AT_IMPORT = 7 == 8
+'''
 
 
 def test_the_mutations_are_of_the_library_as_it_is():
@@ -29,3 +51,80 @@ def test_ten_mutations_are_seen():
     command = [sys.executable, "-m", "tests.mutants", "--short", "--jobs", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0 and "10 mutations, 10 seen, 0 not" in done.stdout, done.stdout + done.stderr
+
+
+def test_all_kinds_of_mutations_are_drawn_and_texts_are_not():
+    """All mutations of a short source, by hand: what they replace, and by what."""
+    found = drawn.mutations_of("xlstm_jax/x.py", SOURCE)
+    changes = {(mutant.kind, SOURCE[mutant.start : mutant.end].strip(), mutant.text.strip()) for mutant in found}
+    assert changes == {
+        ("compare", "<", "<="),
+        ("bound", "2", "3"),
+        ("bound", "2", "1"),
+        ("logic", "and", "or"),
+        ("logic", "not row_axes", "(row_axes)"),
+        ("logic", "x < 2 and not row_axes", "not (x < 2 and not row_axes)"),
+        ("axis", "row_axes", "mesh_axis"),
+        ("axis", "mesh_axis", "row_axes"),
+        ("call", "check(x, mesh_axis)", "pass"),
+        ("swap", "x, mesh_axis", "mesh_axis, x"),
+        ("axis", "0", "-1"),
+        ("axis", "0", "1"),
+        ("call", "jnp.mean(x, axis=0)", "(x)"),
+        ("call", "jnp.mean(x, axis=0).astype(jnp.float32)", "(jnp.mean(x, axis=0))"),
+        ("dtype", "float32", "bfloat16"),
+        ("none", "tuple(value)", "None"),
+    }
+    assert {mutant.function for mutant in found} == {"total"}
+    for mutant in found:
+        lines = zip(SOURCE.splitlines(), mutant.mutated(SOURCE).splitlines(), strict=True)
+        ((before, after),) = [(old.strip(), new.strip()) for old, new in lines if old != new]
+        assert (before, after) == (mutant.before, mutant.after)
+
+
+def test_a_seed_draws_the_same_again_and_as_many_of_each_kind():
+    only = "distributed/metrics"
+    functions = {
+        (path.removeprefix("xlstm_jax/"), mutant.function)
+        for path in drawn.files()
+        if only in path
+        for mutant in drawn.mutations_of(path, (ROOT / path).read_text())
+    }
+    some, counts = drawn.draw(16, 3, functions, only)
+    assert some == drawn.draw(16, 3, functions, only)[0] != drawn.draw(16, 4, functions, only)[0]
+    assert [mutant.kind for mutant in some] == [*drawn.KINDS, *drawn.KINDS]
+    assert counts == {"entered": len(functions), "not entered": 0} and len(functions) > 100
+    for mutant in some:
+        ast.parse(mutant.mutated((ROOT / mutant.path).read_text()))
+    assert not drawn.draw(16, 3, set(), only)[0]  # no test enters a function
+    assert not any(path.startswith("xlstm_jax/cli/") for path in drawn.files())
+
+
+SCRIPT = """
+from tests.mutants import drawn
+from tests.mutants.run import Run, outcomes
+
+path, file = "xlstm_jax/distributed/device_mesh/meshes.py", "device_mesh/test_device_mesh.py"
+of_file = drawn.mutations_of(path, (drawn.ROOT / path).read_text())
+(mutant,) = [m for m in of_file if m.kind == "bound" and m.after.startswith("if len(wild) > 2")]
+blind, absent = f"{file}::test_no_devices_are_refused", f"{file}::test_of_another_name"
+test = "test_sizes_that_do_not_fit_are_refused_with_both_numbers"
+seeing = f"{file}::{test}[{{'dp': -1, 'fsdp': -1}}-at most one of them -1]"
+for cases in [(absent, blind, seeing), (blind,), (absent,)]:
+    (outcome,) = outcomes([Run((file,), mutant, cases)], 1)
+    print(outcome.result, outcome.test == seeing)
+"""
+
+
+def test_a_mutation_that_was_drawn_is_run_against_its_cases():
+    """In a process without JAX's threads, as it forks: cases that see it, that do not, and that are not there."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.stdout.split("\n") == ["failed True", "passed False", "empty False", ""], done.stdout + done.stderr
+
+
+def test_survivors_that_were_judged_are_mutations_with_a_reason():
+    assert not list(drawn.stale(drawn.judged())), "change these in tests/mutants/judged.txt, or delete them"
+    assert all(len(reason) > 10 for _, reason in drawn.judged())
+    path = "distributed/device_mesh/meshes.py"
+    known = (path, "filled_sizes", "if len(wild) > 1 or True:", "if len(wild) >= 1 or True:")
+    assert list(drawn.stale([(known, "of another source")])) == [f"{path}: filled_sizes: if len(wild) > 1 or True:"]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).parent
+JUDGED = HERE / "judged.txt"  # of mutations that were drawn: tests/mutants/drawn.py
 ROOT = HERE.parents[1]
 LIBRARY = "xlstm_jax/distributed"
 
@@ -55,7 +56,8 @@ class Mutant:
 
 
 def all_mutants() -> list[Mutant]:
-    return [mutant for file in sorted(HERE.glob("*.txt")) for mutant in _read(file)]
+    files = sorted(file for file in HERE.glob("*.txt") if file != JUDGED)
+    return [mutant for file in files for mutant in _read(file)]
 
 
 def _read(file: Path) -> list[Mutant]:

@@ -6,7 +6,7 @@ and calls pytest: a second or two, and the tests that it is given.
 
 import contextlib
 import os
-import re
+import resource
 import shutil
 import signal
 import sys
@@ -26,23 +26,30 @@ import jax.numpy  # noqa: F401
 import optax  # noqa: F401
 import pytest
 
+from tests.cover.data import path_of
 from tests.mutants.catalogue import ROOT, Mutant
+from tests.mutants.drawn import Drawn
 
 COPIED = ("xlstm_jax", "tests", "conftest.py", "pyproject.toml", "setup.cfg")
 LIMIT_S = 600.0
 POLL_S = 0.05
-FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
 class Run(NamedTuple):
-    """The tests that are run, with a mutation or without one."""
+    """The tests that are run, with a mutation or without one.
+
+    Where ``cases`` are given, these of the tests alone, in their order; a case that is not there is left out.
+    """
 
     tests: tuple[str, ...]
-    mutant: Mutant | None = None
+    mutant: Mutant | Drawn | None = None
+    cases: tuple[str, ...] = ()
+    limit_s: float | None = None  # of processor time
+    marked: str = ""  # as pytest's -m: all tests without it
 
 
 class Outcome(NamedTuple):
-    """What came of it: "passed", "failed", "hung", or "broken" where no test ran."""
+    """What came of it: "passed", "failed", "hung", "broken" where tests cannot run, "empty" where there are none."""
 
     run: Run
     result: str
@@ -57,6 +64,37 @@ class _Child(NamedTuple):
     copy: Path
     log: Path
     begun: float
+
+    @property
+    def failed(self) -> Path:
+        return self.log.with_suffix(".failed")
+
+
+class _Cases:
+    """The plugin that keeps the cases of a run, in their order."""
+
+    def __init__(self, cases: Sequence[str]) -> None:
+        self.place = {path_of(case): number for number, case in enumerate(cases)}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        found = {item.nodeid: item for item in items if item.nodeid in self.place}
+        items[:] = sorted(found.values(), key=lambda item: self.place[item.nodeid])
+
+
+class _FirstFailure:
+    """The plugin that writes the name of the first test, or file, that failed: names can have spaces."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and not self.file.exists():
+            self.file.write_text(report.nodeid)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed and not self.file.exists():
+            self.file.write_text(report.nodeid)
 
 
 def outcomes(runs: Sequence[Run], jobs: int) -> Iterator[Outcome]:
@@ -92,14 +130,15 @@ def _started(run: Run, copy: Path) -> _Child:
         file = copy / run.mutant.path
         file.write_text(run.mutant.mutated((ROOT / run.mutant.path).read_text()))
     log = copy.with_suffix(".log")
+    log.with_suffix(".failed").unlink(missing_ok=True)
     sys.stdout.flush()
     pid = os.fork()
     if not pid:
-        _run_tests(run.tests, copy, log)
+        _run_tests(run, copy, log)
     return _Child(run, pid, copy, log, time.monotonic())
 
 
-def _run_tests(tests: Sequence[str], copy: Path, log: Path) -> None:
+def _run_tests(run: Run, copy: Path, log: Path) -> None:
     """In the child: it never returns."""
     code = 99
     try:
@@ -114,7 +153,13 @@ def _run_tests(tests: Sequence[str], copy: Path, log: Path) -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "xlstm_jax", "conftest")]:
             del sys.modules[name]
         sys.path[:] = [str(copy), *(path for path in sys.path if path not in ("", str(ROOT)))]
-        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *(f"tests/{test}" for test in tests)]))
+        plugins: list[object] = [_FirstFailure(log.with_suffix(".failed"))]
+        if run.cases:
+            plugins.append(_Cases(run.cases))
+        if run.limit_s:
+            resource.setrlimit(resource.RLIMIT_CPU, (int(run.limit_s) + 1, resource.RLIM_INFINITY))
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-m", run.marked]
+        code = int(pytest.main([*options, *map(path_of, run.tests)], plugins))
     finally:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
@@ -131,11 +176,10 @@ def _ended(child: _Child) -> Outcome | None:
     if child.run.mutant:
         shutil.copy2(ROOT / child.run.mutant.path, child.copy / child.run.mutant.path)
     text = child.log.read_text(errors="replace")
-    found = FAILED.search(text)
-    result = {0: "passed", 1: "failed"}.get(os.waitstatus_to_exitcode(status), "broken") if pid else "hung"
-    return Outcome(
-        child.run, result, found[1].removeprefix("tests/") if found else "", used.ru_utime + used.ru_stime, text
-    )
+    found = child.failed.read_text() if child.failed.exists() else ""
+    ends = {0: "passed", 1: "failed", 5: "empty", -signal.SIGXCPU: "hung"}
+    result = ends.get(os.waitstatus_to_exitcode(status), "broken") if pid else "hung"
+    return Outcome(child.run, result, found.removeprefix("tests/"), used.ru_utime + used.ru_stime, text)
 
 
 def _kill(pid: int) -> None:

@@ -1,0 +1,140 @@
+"""Chooses the tests of ``make test`` from recordings, and writes the data in tests/cover: see tests/cover/__init__.py.
+
+Without a folder of recordings the choice stays, and only the cases that see mutations are added to it.
+"""
+
+import argparse
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests import quick
+from tests.cover import data
+from tests.cover.choose import as_bits, cover
+from tests.cover.record import Recorded, recorded
+from tests.mutants.catalogue import all_mutants
+
+CASES_OF_A_FUNCTION = 24
+
+
+def main(args: argparse.Namespace) -> int:
+    seen = _kept_seen(args.mutants)
+    if not args.recordings:
+        seconds = data.chosen()
+        data.write_seen(seen)
+        data.write_chosen(seconds | {case: spent for case, spent in seen.values() if case not in seconds})
+        print(f"{len(seen)} mutations have the case that sees them; the rest of the choice is as it was")
+        return 0
+
+    found = [entry for folder in args.recordings for entry in recorded(folder)]
+    if failed := [entry.case for entry in found if entry.outcome == "failed"]:
+        print("These tests failed while they were recorded; run them, and record them again:", *failed, sep="\n  ")
+        return 1
+    found = [entry for entry in found if entry.outcome == "passed"]
+    if not found:
+        print(f"no test was recorded in {', '.join(map(str, args.recordings))}")
+        return 1
+    chosen = _choose(found, seen, 60 * args.minutes)
+    data.write_seen(seen)
+    data.write_chosen(chosen)
+    data.write_matrix({entry.case: entry.seconds for entry in found}, entering(found))
+    print(f"written: {data.CHOSEN}, {data.SEEN} and {data.MATRIX} ({data.MATRIX.stat().st_size / 1e6:.2f} MB)")
+    return 0
+
+
+def _kept_seen(file: Path | None) -> dict[str, tuple[str, float]]:
+    """The case that sees each mutation: as it was last measured, of the mutations that there are."""
+    seen = data.read_seen() | (data.read_seen(file) if file else {})
+    names = {mutant.name for mutant in all_mutants()}
+    return {name: case for name, case in seen.items() if name in names and data.is_there(case[0])}
+
+
+def _choose(found: Sequence[Recorded], seen: Mapping[str, tuple[str, float]], budget_s: float) -> dict[str, float]:
+    """The chosen cases and their seconds; promises stand in tests/quick.py, and count as taken."""
+    by_case = {entry.case: entry for entry in found}
+    seconds = {entry.case: entry.seconds for entry in found}
+    # A mutation may be seen by a file that cannot be imported: any of its cases sees it, so the shortest.
+    needed = {}
+    for case, spent in seen.values():
+        cases = [other for other in by_case if other.startswith(f"{case}::")] if case.endswith(".py") else []
+        best = min(cases, key=lambda other: seconds[other], default=case)
+        needed[best] = seconds.get(best, spent)
+    promised = {case for case in by_case if quick.is_chosen(case, set(quick.PROMISES))}
+    alone = {entry.case: entry for entry in found if not entry.has_processes}  # of others not all lines are seen
+
+    functions = as_bits(
+        {case: {(path, name) for path, of in entry.lines.items() for name in of} for case, entry in by_case.items()}
+    )
+    lines = as_bits(
+        {
+            case: {(path, line) for path, of in entry.lines.items() for some in of.values() for line in some}
+            for case, entry in by_case.items()
+        }
+    )
+
+    def added(sets: Mapping[str, int], taken: Sequence[str], limit: float = float("inf")) -> list[str]:
+        mine = {case: bits for case, bits in sets.items() if case in alone}
+        before = {case: sets[case] for case in taken if case in sets}
+        return [case for case in cover(mine | before, seconds, taken, limit) if case not in before]
+
+    taken = [*needed, *promised]
+    for_functions = added(functions, taken)
+    first = sum(seconds.get(case, needed.get(case, 0.0)) for case in {*taken, *for_functions})
+    for_lines = added(lines, [*taken, *for_functions], max(0.0, budget_s - first))
+    all_lines = added(lines, taken)
+
+    def share(sets: Mapping[str, int], cases: Sequence[str]) -> str:
+        every = has = 0
+        for case in alone:
+            every |= sets[case]
+        for case in cases:
+            has |= sets.get(case, 0)
+        return f"{(has & every).bit_count():6} of {every.bit_count():6}"
+
+    def row(what: str, cases: Sequence[str], so_far: Sequence[str]) -> None:
+        spent = sum(seconds.get(case, needed.get(case, 0.0)) for case in set(cases))
+        print(f"{what:34}{len(set(cases)):6}{spent:9.0f}  {share(functions, so_far)}  {share(lines, so_far)}")
+
+    print(f"{'':34}{'cases':>6}{'CPU s':>9}  {'functions so far':>16}  {'lines so far':>16}")
+    row("see the mutations", list(needed), list(needed))
+    row("hold promises", list(promised), taken)
+    row("enter the other functions", for_functions, [*taken, *for_functions])
+    row(f"execute lines, in {budget_s / 60:g} min in all", for_lines, [*taken, *for_functions, *for_lines])
+    row("would be added for every line", all_lines, [*taken, *all_lines])
+    row("all that were recorded", list(by_case), list(by_case))
+    processes = Counter(entry.case.partition("/")[0] for entry in found if entry.has_processes)
+    print("start processes, and are chosen for mutations alone:", dict(processes))
+    return needed | {case: seconds[case] for case in [*for_functions, *for_lines]}
+
+
+def entering(found: Sequence[Recorded]) -> dict[tuple[str, str], list[str]]:
+    """Returns by file and function the cases that a mutation of it is run against, the shortest first.
+
+    They are one case of each test that enters the function, so that they differ: first those that together execute all
+    of its lines, then those that execute few functions besides, which are about it.
+    """
+    tests: defaultdict[tuple[str, str], dict[str, Recorded]] = defaultdict(dict)
+    breadth = {entry.case: sum(map(len, entry.lines.values())) for entry in found}
+    by_case = {entry.case: entry for entry in found}
+    for entry in sorted(found, key=lambda entry: (entry.seconds, entry.case)):
+        for path, functions in entry.lines.items():
+            for function in functions:
+                tests[path, function].setdefault(entry.case.partition("[")[0], entry)
+    kept = {}
+    for (path, function), of_tests in tests.items():
+        cases = [entry.case for entry in of_tests.values()]
+        sets = as_bits({case: by_case[case].lines[path][function] for case in cases})
+        first = cover(sets, {case: by_case[case].seconds for case in cases})
+        others = sorted(set(cases) - set(first), key=lambda case: (breadth[case], case))
+        some = [*first, *others][:CASES_OF_A_FUNCTION]
+        kept[path, function] = sorted(some, key=lambda case: (by_case[case].seconds, case))
+    return kept
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m tests.cover", description=__doc__)
+    parser.add_argument("recordings", nargs="*", type=Path, metavar="FOLDER", help="of pytest --record")
+    parser.add_argument("--mutants", type=Path, metavar="FILE", help="of python -m tests.mutants --record")
+    parser.add_argument("--minutes", type=float, default=4.0, help="of processor time, which all chosen cases may take")
+    sys.exit(main(parser.parse_args()))

@@ -1,0 +1,126 @@
+"""The choice of `make test` by measurement: recordings, the cover, and the data that stand in git. See tests/cover."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests import quick
+from tests.cover import data
+from tests.cover.choose import as_bits, cover
+from tests.cover.record import function_of, recorded
+from tests.mutants.catalogue import all_mutants
+
+ROOT = data.ROOT
+TEST = """
+import subprocess, sys
+
+from xlstm_jax.distributed.device_mesh.meshes import filled_sizes
+
+
+def test_sizes():
+    assert filled_sizes({"dp": 2, "fsdp": -1}, 8) == (2, 4)
+
+
+def test_of_a_process():
+    subprocess.run([sys.executable, "-c", ""], check=True)
+
+
+def test_that_fails():
+    assert not filled_sizes({"dp": 2}, 2)
+"""
+
+
+def test_cases_of_the_data_are_tests():
+    """By file and function; ``pytest --quick`` compares the parameters, too."""
+    seconds, entering = data.matrix()
+    cases = {*data.chosen(), *seconds, *(case for case, _ in data.read_seen().values())}
+    lacking = sorted(case for case in cases if not data.is_there(case))
+    assert not lacking, f"these tests are not there: {lacking[:5]}. {data.REMAKE}"
+    assert all(set(some) <= set(seconds) for some in entering.values())
+
+
+def test_every_mutation_is_seen_by_a_quick_test():
+    """By the case that was measured, or, where none was, by the tests that the mutation names."""
+    names = {mutant.name: mutant for mutant in all_mutants()}
+    seen, tests = data.read_seen(), quick.chosen()
+    stale = sorted(set(seen) - set(names))
+    assert not stale, f"no mutation is called {stale[:5]}. {data.REMAKE}"
+
+    def is_quick(case):
+        file_is_seen = case.endswith(".py") and any(test.startswith(f"{case}::") for test in tests)
+        return quick.is_chosen(case, tests) or file_is_seen
+
+    unseen = [name for name, (case, _) in seen.items() if not is_quick(case)]
+    unseen += [name for name in set(names) - set(seen) if not set(names[name].tests) <= tests]
+    assert not unseen, f"no quick test sees {unseen[:5]}. {data.REMAKE}"
+
+
+def test_data_are_read_as_they_were_written(tmp_path, monkeypatch):
+    case, other = "plan/test_plan.py::test_name[two words-{'a': 1}]", "xlstm_jax/wording.py::xlstm_jax.wording.number"
+    monkeypatch.setattr(data, "MATRIX", tmp_path / "matrix.txt")
+    monkeypatch.setattr(data, "CHOSEN", tmp_path / "chosen.txt")
+    data.write_matrix({case: 0.25, other: 1.5}, {("wording.py", "number"): [other, case], ("a.py", "A.f"): [case]})
+    data.write_chosen({case: 0.25})
+    assert data.matrix.__wrapped__() == (
+        {case: 0.25, other: 1.5},
+        {("a.py", "A.f"): [case], ("wording.py", "number"): [other, case]},
+    )
+    assert data.chosen.__wrapped__() == {case: 0.25}
+    data.add_seen(tmp_path / "seen.txt", "plan: a size is off", case, 2.0)
+    assert data.read_seen(tmp_path / "seen.txt") == {"plan: a size is off": (case, 2.0)}
+
+
+def test_a_case_that_was_renamed_is_missing(monkeypatch):
+    monkeypatch.setattr(data, "chosen", lambda: {"a/test_a.py::test_x[1]": 1.0, "b/test_b.py::test_y": 1.0})
+    assert quick.missing(["tests/a/test_a.py::test_x[1]", "tests/a/test_a.py::test_z"]) == []
+    assert quick.missing(["tests/a/test_a.py::test_x[2]"]) == ["a/test_a.py::test_x[1]"]
+    assert not data.is_there("house/test_cover.py::test_of_another_name[1]")
+    assert data.is_there("house/test_cover.py::test_a_case_that_was_renamed_is_missing[1]")
+
+
+@pytest.mark.parametrize(
+    "sets, seconds, taken, budget_s, want",
+    [
+        ({"a": "xyz", "b": "xy", "c": "z"}, {"a": 9, "b": 1, "c": 1}, [], 99, {"b", "c"}),
+        ({"a": "xyz", "b": "xy", "c": "z"}, {"a": 1, "b": 1, "c": 1}, [], 99, {"a"}),
+        # What is taken counts, and is not added again.
+        ({"a": "xyz", "b": "xy", "c": "z"}, {"a": 9, "b": 1, "c": 1}, ["b"], 99, {"c"}),
+        # The first by its rate is needless after the second and the third.
+        ({"a": "wxyz", "b": "wx12345", "c": "yz67890"}, {"a": 0.1, "b": 5, "c": 5}, [], 99, {"b", "c"}),
+        ({"a": "xyz", "b": "x"}, {"a": 9, "b": 5}, [], 6, {"b"}),
+    ],
+)
+def test_the_cover_is_complete_and_short(sets, seconds, taken, budget_s, want):
+    assert set(cover(as_bits(sets), seconds, taken, budget_s)) == want
+
+
+def test_functions_without_a_name_are_part_of_those_around():
+    assert function_of("Metric.update.<locals>.<lambda>.<locals>.<genexpr>") == "Metric.update"
+    assert function_of("step.<locals>.inner") == "step.inner"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="recordings need sys.monitoring")
+def test_a_recording_has_the_lines_of_each_test(tmp_path):
+    (tmp_path / "test_recorded.py").write_text(TEST)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider", "--record", "runs"]
+    options = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "timeout": 300}
+    outputs = [subprocess.run(command, capture_output=True, text=True, **options) for _ in range(2)]
+    assert "1 failed, 2 passed" in outputs[0].stdout, outputs
+    assert "1 failed, 2 deselected" in outputs[1].stdout  # what was recorded is not run again, what failed is
+    found = {entry.case.rpartition("::")[2]: entry for entry in recorded(tmp_path / "runs")}
+    assert {name: entry.outcome for name, entry in found.items()} == {
+        "test_sizes": "passed",
+        "test_of_a_process": "passed",
+        "test_that_fails": "failed",
+    }
+    assert [entry.has_processes for entry in found.values()] == [False, True, False]
+    file = "distributed/device_mesh/meshes.py"
+    lines = found["test_sizes"].lines[file]["filled_sizes"]
+    source = (ROOT / "xlstm_jax" / file).read_text().splitlines()
+    executed = "\n".join(source[line - 1] for line in sorted(lines))
+    assert "known = math.prod(" in executed and "return tuple(" in executed
+    # Lines that raise, and those of other functions and of the import.
+    assert "nearest =" not in executed and "def " not in executed
+    assert not found["test_of_a_process"].lines
