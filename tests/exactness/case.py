@@ -192,7 +192,8 @@ def _of_one_device(rows: tuple[int, ...], *what: Any) -> list[Moment]:
         params, overwritten, updated, opt_state, average = carry
         squares = sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(grads))
         kept = {**overwritten, **updated}
-        found.append(Moment(float(loss), float(np.sqrt(squares)), grads, merge(params), opt_state, kept, average))
+        both = merge(params), opt_state, kept, merge(average)
+        found.append(Moment(float(loss), float(np.sqrt(squares)), grads, *both))
     return found
 
 
