@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tests.exactness.case import Case, Moment, compare, compare_trees, of_one_device, trained
 from tests.exactness.model import ROWS as BATCH_ROWS
-from tests.exactness.rows import BY_NAME, COLUMNS, REFUSED, ROWS, VMA, Row, why_apart
+from tests.exactness.rows import BY_NAME, COLUMNS, FAULTS, REFUSED, ROWS, VMA, Row, why_apart
 from tests.support import FLOAT32_ROUNDING
 
 # A share of the batch, as often as it takes to have as many rows.
@@ -51,8 +51,16 @@ class Cell:
     @property
     def refused(self) -> str:
         """What the library says to such a cell, if it refuses it."""
+        return self._words(REFUSED)
+
+    @property
+    def fault(self) -> str:
+        """What is seen of a fault that is known."""
+        return self._words(FAULTS)
+
+    def _words(self, table: list[tuple[set[str], str, str]]) -> str:
         names = {row.name for row in self.rows}
-        return next((words for pair, mode, words in REFUSED if pair <= names and mode in self.column), "")
+        return next((words for pair, mode, words in table if pair <= names and mode in self.column), "")
 
 
 def cell(text: str) -> Cell:
@@ -74,6 +82,9 @@ def check(what: Cell) -> None:
         if what.refused:
             with pytest.raises((ValueError, TypeError, FlaxError), match=what.refused):
                 _trained(what)
+        elif what.fault:
+            with pytest.raises((ValueError, AssertionError), match=what.fault):
+                _check(what)
         else:
             _check(what)
     except (Exception, pytest.fail.Exception) as error:

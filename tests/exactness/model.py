@@ -76,7 +76,7 @@ def batch() -> dict[str, jax.Array]:
 def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     """Positions count, so that each device must know which tokens it has."""
     angle = context_positions(query.shape[1]).astype(jnp.float32)[None, :, None, None] / 3.0
-    return context_attention(query * jnp.cos(angle), key * jnp.cos(angle), value, impl="ring")
+    return context_attention(query * jnp.cos(angle), key, value * jnp.cos(angle), impl="ring")
 
 
 class Expert(nn.Module):

@@ -309,6 +309,7 @@ APART: list[tuple[set[str], set[str], str]] = [
     ({"fp8"}, OTHER_PRODUCTS, "a weight without an fp8 product would travel in blocks of 8 bits, which round"),
     ({"fp8"}, ROUNDED, "what has been rounded otherwise may be another value of fp8, 2^-4 away"),
     ({"8-bit blocks"}, {"lookup by rows"}, "in blocks of 8 bits the whole table is fewer bytes than its rows"),
+    ({"minibatches, reduced once"}, {"lookup by rows"}, "what is gathered once for all minibatches is gathered whole"),
     ({"experts"}, ROUNDED, "a token whose choice is close goes to another expert"),
     ({"muon", "adafactor"}, ROUNDED, "they divide by gradients, so that rounding in small ones is a whole step"),
 ]
@@ -319,6 +320,19 @@ REFUSED: list[tuple[set[str], str, str]] = [
     ({"prefetch", "statistics"}, "", "collection is empty"),
     ({"prefetch", "fp8"}, "", "collection is empty"),
     ({"prefetch", "logical names"}, "", '"partition_name" is not specified'),
+]
+
+# Faults of the library that are not mended yet: the rows, a part of the columns' names, and what is seen. A cell that
+# is without its fault fails, and leaves the list.
+#
+# A frozen kernel does not vary over the axes along which it is whole, and Flax's rule for the gradient of an fp8
+# product returns one that does: JAX refuses the types, with or without a gather in fp8. And a frozen kernel that is
+# stored in bfloat16 and gathered in fp8 gives another loss from the second step on, when scales are no longer 1; stored
+# in float32 it is right, and so is one that is gathered as it is stored.
+FAULTS: list[tuple[set[str], str, str]] = [
+    ({"frozen", "fp8"}, "1x8", "after step 2 the loss: off by"),
+    ({"frozen", "fp8"}, "2x4-no_vma", "after step 2 the loss: off by"),
+    ({"frozen", "fp8"}, "2x4-vma", "Custom VJP bwd rule attached to .* do not match"),
 ]
 
 # Cells that are tried at every commit: a mutation of the library shows in them alone.
