@@ -117,6 +117,10 @@ def pytest_addoption(parser):
         "--part", metavar="K/N", default="1/1", help="run the K-th of N parts of the test files, drawn by their paths"
     )
     parser.addoption("--quick", action="store_true", help="run the tests that see every mutation: tests/quick.py")
+    parser.addoption("--pairs", type=int, default=6, metavar="N", help="pairs of features that tests/exactness draws")
+    parser.addoption(
+        "--cell", action="append", default=[], metavar="CELL", help="of tests/exactness: 'copies + frozen @ 2x4-vma'"
+    )
     parser.addoption("--rest", action="store_true", help="run the tests that --quick leaves out")
     parser.addoption("--record", metavar="FOLDER", help="record each test's seconds and lines: tests/cover/__init__.py")
 

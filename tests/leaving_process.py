@@ -86,5 +86,8 @@ elif MODE == "save":
     save_that_hangs()
 elif MODE == "pause":
     steps(DeviceMeshManager.create_device_mesh({"data": -1}))
-np.testing.assert_equal(jax.process_count(), COUNT)
+elif MODE == "shutdown":
+    jax.distributed.shutdown()
+if MODE != "shutdown":
+    np.testing.assert_equal(jax.process_count(), COUNT)
 say("END", time.time())

@@ -10,9 +10,6 @@ from flax import nnx
 NAMES = {"Dense_0": "first", "Dense_1": "last"}
 NAMES_IN_BLOCK = {"LayerNorm_0": "norm", "Dense_0": "up", "Dense_1": "down"}
 NAMES_OF_SCAN = NAMES | {f"blocks/{old}": f"blocks/{new}" for old, new in NAMES_IN_BLOCK.items()}
-NAMES_OF_LOOP = NAMES | {
-    f"block_{i}/{old}": f"blocks/{i}/{new}" for i in range(3) for old, new in NAMES_IN_BLOCK.items()
-}
 
 
 class Block(nnx.Module):

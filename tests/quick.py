@@ -17,12 +17,14 @@ from tests.mutants.catalogue import all_mutants
 
 # What README promises, and neither a line nor a mutation of the library shows: pages, commands, installation.
 PROMISES = {
+    "exactness/test_exactness.py": "each feature, and six pairs, train as one device does",
     "house/test_layers.py": "a file imports only from the layers below it",
     "house/test_public_names.py": "public names stay importable",
     "house/test_readme.py": "README's own examples",
     "house/test_mutants.py::test_the_mutations_are_of_the_library_as_it_is": "each mutation is one",
     "house/test_troubleshooting.py": "each error is on its page",
     "training/test_lowered_text.py": "a step lowers to the program that it lowered to",
+    "errors/test_errors.py": "each mistake gets its error, and each error has a row or a reason",
 }
 
 

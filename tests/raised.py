@@ -1,7 +1,11 @@
-"""What the library raises and warns, read from its source: the text of each message, with ``…`` for what varies."""
+"""What the library raises and warns, read from its source: the text of each message, with ``…`` for what varies.
+
+And what docs/troubleshooting.md has of these messages: their first words.
+"""
 
 import ast
 import itertools
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -10,16 +14,19 @@ from typing import NamedTuple
 PACKAGE = Path(__file__).parent.parent / "xlstm_jax"
 HOLE = "…"
 WARN = {"warnings.warn", "_warn"}
+PAGE = PACKAGE.parent / "docs" / "troubleshooting.md"
+ROW = re.compile(r"\*\*`([^`]+)`\*\*")
 PASSED_ON = {"distributed/optimizers/elementwise.py:check": "_verdict"}  # who says the text, where a thread hands it on
 
 
 class Message(NamedTuple):
-    """One text of one ``raise``; ``where`` is ``file.py:function``."""
+    """One text of one ``raise``, which stands in the lines ``line`` to ``end``; ``where`` is ``file.py:function``."""
 
     where: str
     line: int
     kind: str
     text: str
+    end: int
 
 
 @cache
@@ -129,7 +136,7 @@ def _messages() -> Iterator[Message]:
             else:
                 kind, said = ast.unparse(node.exc), texts(node.exc, path, function)
             for text in dict.fromkeys([text for text in said if is_read(text)] or [HOLE]):
-                yield Message(where, node.lineno, kind, text)
+                yield Message(where, node.lineno, kind, text, node.end_lineno or node.lineno)
 
 
 def is_read(text: str) -> bool:
@@ -143,3 +150,55 @@ def _raises(node: ast.AST, function: ast.AST) -> Iterator[tuple[ast.AST, ast.AST
         if isinstance(child, ast.Raise) or (isinstance(child, ast.Call) and ast.unparse(child.func) in WARN):
             yield inside, child
         yield from _raises(child, inside)
+
+
+# ------------------------------------------------------------------------------------------------------------ the page
+
+# Where the source alone does not say the text, by ``file:function``, and why the page needs none.
+EXCUSED = {
+    "cli/command_line.py:_report": "goes on as it came: SIGTERM",
+    "cli/command_line.py:end": "SIGTERM as an exception, which has no text",
+    "distributed/checkpoint/errors.py:read": "caught by its caller, which says what was read",
+    "distributed/checkpoint/writer.py:_opened": "goes on as it came: an error of the system",
+    "distributed/checkpoint/orbax_backend.py:patient": "goes on as it came: orbax's own",
+    "distributed/data_parallel/leaf.py:as_sharded": "an interface; subclasses have it",
+    "distributed/data_parallel/leaf.py:replace": "an interface; subclasses have it",
+    "distributed/data_parallel/leaf.py:replace_boxed": "an interface; subclasses have it",
+    "distributed/data_parallel/modules/linen_module.py:from_shards": "an interface; modules have it",
+    "distributed/data_parallel/modules/linen_module.py:inside_unit": "goes on as it came: Flax's own",
+    "forecast/compiling/child.py:make_mesh": "goes on as it came: the compiler's own",
+    "forecast/compiling/compile.py:_export": "goes on as it came: JAX's own",
+    "forecast/compiling/report_cache.py:_unusable": "becomes a part of one warning, or of ``problem``",
+    "forecast/compiling/report_cache.py:_write_whole": "goes on as it came: an error of the system",
+    "forecast/training/workload.py:explaining_init": "goes on as it came: the user's code's own",
+    "forecast/training/linting/lint.py:raise_if": "its text is the findings, which docs/lint.md has by rule",
+    "distributed/plan/planning.py:_planned_init": "goes on as it came: the model's own",
+    "distributed/processes/store.py:read": "goes on as it came: the coordination service's own",
+    "distributed/processes/together.py:interruptions_go_on": "goes on as it came: Ctrl-C, or the error of the work",
+    "distributed/processes/together.py:fail_together": "goes on as it came: the texts of all processes, joined",
+    "distributed/resilience/loop_guard.py:__exit__": "goes on as it came: the loop's own",
+    "distributed/training/arguments.py:__getattr__": "the protocol of attributes",
+    "distributed/training/arguments.py:_explained": "goes on as it came: JAX's own",
+    "distributed/training/step_check/recording.py:__getattr__": "the protocol of attributes",
+    "distributed/training/mistakes.py:_warn": "its callers have the text",
+    "distributed/training/nan_inputs.py:naming_nans": "goes on as it came: JAX's own",
+    "distributed/training/gradients.py:explained": "goes on as it came: the loss function's own",
+    "distributed/training/state.py:update": "goes on as it came: the optimizer's own",
+}
+
+
+@cache
+def heads() -> list[str]:
+    """The first words of messages that the page has."""
+    return [" ".join(row.split()) for row in ROW.findall(PAGE.read_text())]
+
+
+def begins(text: str, head: str) -> bool:
+    """Whether a row is of this message; one of few letters is so only of a message that says no more."""
+    text = " ".join(text.split())
+    return text.startswith(head) if sum(map(str.isalpha, head)) > 3 else text.rstrip(".") == head
+
+
+def excused(said: Message) -> bool:
+    """Whether the source does not say the text, and EXCUSED has the reason."""
+    return said.where in EXCUSED and not is_read(said.text)

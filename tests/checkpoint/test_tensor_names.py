@@ -85,22 +85,6 @@ def test_two_leaves_may_read_one_tensor_and_not_write_it(tmp_path):
         export_safetensors(both, tmp_path / "again", names=names)
 
 
-@pytest.mark.parametrize(
-    "names, problem",
-    [
-        ({"other": "x"}, "no pattern of names is all of the path 'a/kernel'; it has 'other'"),
-        ({"a/kernel": Stored("x", "i o h -> o i h")}, "'a/kernel' of shape (4, 2) does not have the dims of"),
-        ({"a/kernel": Stored("x", "i o -> o")}, "'a/kernel' of shape (4, 2) does not have the dims of"),
-        ({"a/kernel": Stored("x", "i o -> (o i")}, "'a/kernel' of shape (4, 2) does not have the dims of"),
-        ({"(.)/kernel": r"\\2.weight"}, "does not fit 'a/kernel' of shape (4, 2): its pattern has 1 groups"),
-        ({"(.)/kernel": r"\\0.weight"}, "does not fit 'a/kernel' of shape (4, 2): its pattern has 1 groups"),
-    ],
-)
-def test_a_map_that_does_not_fit_is_refused_with_the_leaf(names, problem, tmp_path):
-    with pytest.raises(ValueError, match=re.escape(problem)):
-        export_safetensors({"a": {"kernel": np.zeros((4, 2))}}, tmp_path, names=names)
-
-
 def test_a_leaf_of_a_rank_that_no_choice_has_is_stored_as_it_is(tmp_path):
     """A kernel of one dim, beside choices for two and more."""
     kernel = np.arange(3.0)

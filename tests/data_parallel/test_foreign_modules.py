@@ -87,15 +87,6 @@ def test_what_a_function_makes_outside_of_a_module_is_a_wrapped_module():
     assert initialised(make({"features": 32}))["params"]["kernel"].names == (None, "fsdp")
 
 
-def test_a_function_of_neither_kind_is_refused_at_the_call():
-    with pytest.raises(
-        TypeError, match="<lambda>, which shard_module_params has wrapped, was called with a dict of 'a' "
-    ):
-        fsdp(lambda config: jnp.ones(3))({"a": 1})
-    with pytest.raises(TypeError, match=r"called with no argument by position.*make\(config\) -> nn.Module"):
-        fsdp(lambda **config: 3)(a=1)
-
-
 # ------------------------------------------------------------------------ decorated classes, remat, norms of parameters
 
 

@@ -3,7 +3,6 @@
 import functools
 import re
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import flax.linen as nn
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 
@@ -234,32 +232,6 @@ WHERE = {
 @pytest.mark.parametrize("where, want", WHERE.values(), ids=WHERE)
 def test_where_chooses(where, want):
     assert units(shard_modules(Tied(), where, **SMALL), TOKENS) == want
-
-
-def test_nothing_chosen_is_refused_with_the_modules_that_there_are():
-    model = shard_modules(Tied(), nn.ConvLSTMCell, **SMALL)
-    there = r"'' \(the model itself\), 'wte' \(Embed\), 'h' \(Layers\), 'h/\*' \(Layer\), .*'h/\*/up' \(Dense\)"
-    with pytest.raises(ValueError, match=r"ConvLSTM.* chooses none of the modules of Tied: " + there):
-        jax.eval_shape(model.init, KEY, TOKENS)
-
-
-@pytest.mark.parametrize("where", ["Dense", nn.Dense(4), (), 3, (nn.Dense, "Embed"), dict])
-def test_what_chooses_nothing_by_its_kind_is_refused(where):
-    with pytest.raises(TypeError, match=r"pass a module class \(nn.Dense, nnx.Linear\) or a tuple of them"):
-        shard_modules(Tied(), where, "fsdp")
-
-
-def test_other_arguments_are_refused_at_the_call():
-    with pytest.raises(TypeError, match="shard_modules takes a Linen module or its class"):
-        shard_modules(lambda x: x, nn.Dense, "fsdp")
-    with pytest.raises(TypeError, match=r"not a Linear. For flax.nnx: shard_modules\(nnx_model"):
-        shard_modules(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nn.Dense, "fsdp")
-    with pytest.raises(TypeError, match=r"not a SimpleNamespace. Its 'module' is one: pass that."):
-        shard_modules(SimpleNamespace(_module=Tied()), nn.Dense, "fsdp")
-    with pytest.raises(TypeError, match=r"min_weight_size=2\.5 is not a number"):
-        shard_modules(Tied(), nn.Dense, "fsdp", 2.5)
-    with pytest.raises(ValueError, match="size=-1 is no number of values"):
-        larger_than(-1)
 
 
 def test_a_module_without_parameters_is_harmless():

@@ -521,28 +521,6 @@ def test_an_nnx_model_is_trained_as_one_device_trains_it():
             model.bind({"params": state.params})
 
 
-@pytest.mark.parametrize(
-    "given, error, match",
-    [
-        ({"trainable": True}, TypeError, r"trainable is True; pass a predicate of a leaf's path"),
-        (
-            {"trainable": is_trained, "frozen_dtype": "int16"},
-            ValueError,
-            r"frozen_dtype=int16: parameters .* are floats",
-        ),
-        (
-            {"trainable": is_trained, "frozen_dtype": "float8_e5m2"},
-            ValueError,
-            r"'float8_e5m2' has 8 bits.*bfloat16",
-        ),
-        ({"frozen_dtype": "bfloat16"}, ValueError, r"frozen_dtype='bfloat16' .* none of 2 is frozen.*trainable="),
-    ],
-)
-def test_what_cannot_be_frozen_is_refused(given, error, match):
-    with pytest.raises(error, match=match):
-        abstract_train_state(fsdp(nn.Dense)(16), ADAM, MESH, KEY, X, batch_axes=AXES, **given)
-
-
 def test_nothing_to_train_is_refused_and_a_predicate_where_none_belongs():
     step, state = abstract_step(fsdp(nn.Dense)(4), trainable=lambda path: path.startswith("params/"))
     with pytest.raises(ValueError, match=r"all 2 parameters are frozen, 'bias' among them.*Paths are as this one"):

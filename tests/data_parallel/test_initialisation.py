@@ -124,10 +124,3 @@ def test_a_mesh_that_is_set_is_fine_with_auto_axes_and_refused_with_explicit_one
         pytest.raises(ValueError, match=r"explicit axes \('dp', 'fsdp'\); parameters live on .* DeviceMeshManager"),
     ):
         init_sharded(Model(fsdp()), explicit, KEY, X, batch_axes=AXES)
-
-
-def test_a_batch_axis_that_is_no_mesh_axis_is_refused():
-    with pytest.raises(
-        ValueError, match=r"batch_axes='data': the mesh has no axis 'data'; its axes are .*'dp': 2, 'fsdp': 4"
-    ):
-        init_sharded(Model(fsdp()), mesh_of(2, 4), KEY, X, batch_axes="data")

@@ -294,18 +294,6 @@ def test_an_instance_made_in_setup_is_wrapped_there():
     check_parity(Net)
 
 
-def test_an_instance_that_its_parent_has_named_is_refused_with_the_way_to_write_it():
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return fsdp(nn.Dense(16))(x)
-
-    with pytest.raises(
-        TypeError, match=r"Dense\(name='Dense_0'\).*Net has.*shard_module_params\(Dense, axis_name\)\(...\)"
-    ):
-        Net().init(KEY, X)
-
-
 def test_a_function_of_a_module_is_lifted():
     class Net(nn.Module):
         wrap: object
@@ -315,11 +303,6 @@ def test_a_function_of_a_module_is_lifted():
             return self.wrap(lambda module, x: nn.Dense(16, name="dense")(x))(self, x)
 
     check_parity(Net)
-
-
-def test_what_is_no_module_is_refused():
-    with pytest.raises(TypeError, match="takes a Linen module, its class or a function of one, not 3"):
-        shard_module_params(3, "fsdp")
 
 
 # ------------------------------------------------------------------------------------------------- other collections
@@ -449,16 +432,6 @@ def test_options_that_are_none_are_refused_when_wrapping():
         fsdp(nn.Dense, gather_dtype="bf16")
     with pytest.raises(TypeError, match=r"min_weight_size=.*bfloat16.* is not a number of values"):
         shard_module_params(nn.Dense, "fsdp", jnp.bfloat16)
-
-
-def test_a_layer_dim_named_as_no_axis_is_refused_by_leaf():
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return scanned(fsdp(Block), x, metadata_params={nn.PARTITION_NAME: "layers"})
-
-    with pytest.raises(ValueError, match=r"'params/blocks/.*' is boxed.*no 'layers'.*metadata_params"):
-        init_sharded(Net(), mesh_of(2, 4), KEY, X, batch_axes=AXES)
 
 
 def test_a_leaf_of_integers_or_keys_beside_weights():

@@ -1,7 +1,6 @@
-"""NNX models train as their Linen twins do, sharded from outside: same values, same collectives, same plan.
+"""NNX models as their Linen twins, sharded from outside: same values, same collectives, same plan.
 
-The reference of the parity table is the plain *Linen* model on one device (``test_parity.reference``), whose parameters
-come over under the twin's names. Tolerances are those of the Linen table.
+That they train as one device does is in ``tests/exactness``.
 """
 
 import copy
@@ -20,8 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests import models, nnx_models
 from tests import support as linen
-from tests.data_parallel.test_parity import LEARNING_RATE, MESHES, STEPS, optimizer, reference, train
-from tests.nnx_models import NAMES_OF_LOOP, NAMES_OF_SCAN, Block, Model
+from tests.nnx_models import NAMES_OF_SCAN, Block, Model
 from tests.support import (
     AXES,
     FLOAT32_ROUNDING,
@@ -48,12 +46,11 @@ from xlstm_jax.distributed import (
     shard_batch,
     shard_module_params,
     shard_modules,
-    shardings,
     sync_gradients,
     unbox,
     value_and_grad,
 )
-from xlstm_jax.distributed.data_parallel import box_like, larger_than, rename_leaves
+from xlstm_jax.distributed.data_parallel import rename_leaves
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
 from xlstm_jax.forecast import forecast
@@ -75,41 +72,8 @@ def twin(scan=True, remat=False):
     return partial(Model, scan=scan, remat=remat)
 
 
-def names(scan):
-    return NAMES_OF_SCAN if scan else NAMES_OF_LOOP
-
-
 def back(names):
     return {new: old for old, new in names.items()}
-
-
-# -------------------------------------------------------------------------------------------------------------- parity
-
-
-CASES = [("2x4", True, True, True), ("4x2", False, False, False)]
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("mesh_shape, check_vma, scan, remat", CASES)
-def test_a_twin_trains_as_the_linen_model_does_on_one_device(mesh_shape, check_vma, scan, remat):
-    shape = MESHES[mesh_shape]
-    mesh = DeviceMeshManager.create_device_mesh(shape, devices=jax.devices()[: int(np.prod(list(shape.values())))])
-    state = create_train_state(
-        sharded(twin(scan, remat)), optimizer(), mesh, KEY, BATCH["x"], batch_axes=tuple(shape), whole_ok=True
-    )
-    start = jax.jit(linen.Model(scan=scan).init)(KEY, BATCH["x"])["params"]
-    values = jax.device_put(rename_leaves(start, names(scan)), unbox(shardings(state.params, mesh)))
-    state = state.replace(params=box_like(values, state.params))
-    boxed = [leaf for _, leaf in leaves_with_path(state.params) if is_box(leaf)]
-    assert len(boxed) >= 5
-
-    grads, losses, params = train(make_train_step(mean_loss, mesh, tuple(shape), check_vma=check_vma), state)
-
-    want = reference(scan, frozenset(), 1)
-    assert_same_params(rename_leaves(unbox(grads), back(names(scan))), want[0])
-    np.testing.assert_allclose(losses, want[1], rtol=2e-6)
-    assert_same_params(rename_leaves(params, back(names(scan))), want[2])
-    assert LEARNING_RATE * STEPS > 100 * FLOAT32_ROUNDING  # guard: ten steps do move what is compared
 
 
 def test_the_initial_values_are_those_of_the_plain_module():
@@ -573,20 +537,6 @@ def test_axes_are_read_by_the_key_of_each_release(key):
     assert model.init(KEY)["params"]["kernel"].names == ("tp", None)
 
 
-def test_what_matches_nothing_or_twice():
-    with pytest.raises(ValueError, match=r"where=.*Conv.* matches no module. There are \(the model\): Model, b"):
-        sharded(where=nnx.Conv)
-    with pytest.raises(ValueError, match=r"'first' matches .* and one before it; shard a module once"):
-        shard_modules(sharded(), nnx.Linear, "fsdp")
-    with pytest.raises(TypeError, match=r"not a Model. For flax.nnx: shard_modules\(nnx_model"):
-        shard_modules(Model(nnx.Rngs(0)), Block, "fsdp")
-    for where in (larger_than(100), nn.Dense, ()):
-        with pytest.raises(TypeError, match=r"pass a module class \(nn.Dense, nnx.Linear\) or a tuple"):
-            sharded(where=where)
-    with pytest.raises(TypeError, match=r"a function that makes the module, not .*Model"):
-        nnx_model(Model(nnx.Rngs(0)))
-
-
 def test_variables_that_are_missing_or_written():
     model = sharded()
     variables = model.init(KEY, BATCH["x"])
@@ -607,20 +557,6 @@ def test_variables_that_are_missing_or_written():
         jax.eval_shape(jax.shard_map(
             lambda x: model.apply(model.init(KEY), x), mesh=mesh, in_specs=P(AXES), out_specs=P(AXES), check_vma=False
         ), BATCH["x"])  # fmt: skip
-
-
-def test_layers_that_are_scanned_over_another_dim_are_refused():
-    class Other(nnx.Module):
-        def __init__(self, rngs):
-            self.layers = nnx.vmap(lambda rngs: nnx.Linear(16, 8, rngs=rngs), out_axes=1)(rngs.split(3))
-
-        def __call__(self, x):
-            run = nnx.scan(lambda x, layer: x + layer(jnp.tile(x, 2)), in_axes=(nnx.Carry, 1), out_axes=nnx.Carry)
-            return run(x, self.layers)
-
-    model = sharded(Other, nnx.Linear)
-    with pytest.raises(ValueError, match=r"'layers/\w+' of shape .* is seen by its module as .* Scan over dim 0"):
-        model.init(KEY, BATCH["x"])
 
 
 def test_a_plan_names_the_unit_that_gathers_each_leaf():

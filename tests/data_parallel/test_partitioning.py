@@ -85,17 +85,6 @@ def test_a_string_is_one_axis_and_a_sequence_is_its_axes(given, want):
     assert as_axis_names(given) == want
 
 
-@pytest.mark.parametrize("given", [None, (), "", 3, ("fsdp", None), ("fsdp", "fsdp")], ids=str)
-def test_what_names_no_axis_is_refused(given):
-    with pytest.raises(ValueError, match=r"names (no mesh axis|an axis twice).*name|names no mesh axis; pass one"):
-        as_axis_names(given)
-
-
-def test_a_set_of_axes_has_no_order_and_is_refused():
-    with pytest.raises(ValueError, match="a set has no order"):
-        as_axis_names({"dp", "fsdp"})
-
-
 def test_boxes_are_put_back_around_bare_values():
     boxed = {"w": Sharded(jnp.ones((4, 2)), ("fsdp", None)), "b": jnp.ones(3)}
     again = box_like(jax.tree.map(lambda x: 2 * x, unbox(boxed)), boxed)
@@ -144,14 +133,6 @@ def test_specs_name_the_axes_that_split_and_no_others():
     assert partition_specs(tree, mesh_of(2, 4)) == {"column": P(None, "fsdp"), "both": P(("dp", "fsdp")), "whole": P()}
     # An axis of size 1 splits nothing.
     assert partition_specs(tree, mesh_of(8, 1)) == {"column": P(), "both": P("dp"), "whole": P()}
-
-
-def test_a_box_that_names_no_mesh_axis_is_refused_by_its_path():
-    tree = {"blocks": {"kernel": nn.Partitioned(jnp.ones((3, 8)), ("layers", "fsdp"))}}
-    with pytest.raises(
-        ValueError, match=r"'blocks/kernel' is boxed.*\('dp', 'fsdp'\) and no 'layers'.*metadata_params"
-    ):
-        partition_specs(tree, mesh_of(2, 4))
 
 
 def test_what_takes_a_gradient_is_split_off_and_put_back():

@@ -17,14 +17,11 @@ from xlstm_jax.distributed import (
     init_sharded,
     partition_specs,
     scan_layers,
-    shard_module_params,
     unbox,
 )
-from xlstm_jax.distributed.data_parallel.leaf import Sharded
-from xlstm_jax.distributed.data_parallel.modules.linen_module import scans_over_params
-from xlstm_jax.distributed.data_parallel.prefetch import route_of
 from xlstm_jax.forecast.cost.collective_traffic import find_collectives
 from xlstm_jax.forecast.hlo.program import parse
+from xlstm_jax.foreign import scans_over_params
 
 LAYERS, WIDTH = 4, 16
 P = jax.P
@@ -189,24 +186,6 @@ def test_it_is_the_scan_that_one_would_write():
     want = Holder(scan).init_with_output(jax.random.key(0), x)
     got = Holder(scan_layers(wrapped, 3)).init_with_output(jax.random.key(0), x)
     assert jax.tree.all(jax.tree.map(np.array_equal, got, want))
-
-
-def test_what_it_cannot_do_is_refused():
-    with pytest.raises(TypeError, match=r"inside nn\.remat"):
-        scan_layers(shard_module_params(nn.remat(Plain), "fsdp"), 3)
-    with pytest.raises(TypeError, match=r"inside nn\.remat"):
-        scan_layers(nn.remat(shard_module_params(Plain, "fsdp")), 3)
-    with pytest.raises(TypeError, match="takes the class of a layer, not"):
-        scan_layers(Plain(), 3)
-    with pytest.raises(ValueError, match=r"in_axes=\(0, 1\) has 1"):
-        scan_layers(Plain, 3, in_axes=(0, 1))
-
-
-def test_an_axis_that_stays_inside_of_one_to_gather_is_refused():
-    box = Sharded(jnp.zeros((4, 8)), (("fsdp", "dp"), None), model_axes=("dp",))
-    route = on_mesh(lambda: str(route_of("up/kernel", box)), mesh_of(2, 4), False, (), None)
-    with pytest.raises(ValueError, match=r"'up/kernel' is split as .* only where one dim is split"):
-        jax.eval_shape(route)
 
 
 def test_a_scan_of_gathered_layers_in_a_wrapped_module_is_known_as_a_scan():

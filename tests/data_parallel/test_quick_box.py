@@ -3,7 +3,6 @@
 import copy
 import copyreg
 import dataclasses
-import functools
 import io
 import pickle
 
@@ -148,33 +147,6 @@ def test_a_class_of_a_user_stays_registered_under_the_decorator_of_flax():
 
     assert struct.dataclass(Box) is Box
     assert equal(jax.tree.map(lambda x: x, Box(VALUE, ("fsdp",))), Box(VALUE, ("fsdp",)))
-
-
-class HasPostInit:
-    def __post_init__(self):
-        pass
-
-
-class HasCached:
-    @functools.cached_property
-    def total(self):
-        return self.value.sum()
-
-
-@pytest.mark.parametrize(
-    ("bases", "members", "message"),
-    [
-        ((), {"__post_init__": HasPostInit.__post_init__}, r"Box has an __init__ or __post_init__, .* class method"),
-        ((), {"__init__": lambda self, value: None}, r"Box has an __init__ or __post_init__, .* class method"),
-        ((HasPostInit,), {}, r"Box has an __init__ or __post_init__, .* class method"),
-        ((), {"total": vars(HasCached)["total"]}, r"Box: total is a cached_property, .* Make it a property"),
-        ((HasCached,), {}, r"Box: total is a cached_property, .* Make it a property"),
-        ((), {"scale": 1.0, "__annotations__": {"scale": float}}, r"Box: scale would be no leaf .*pytree_node=False"),
-    ],
-)
-def test_a_class_that_jax_would_make_wrongly_is_refused(bases, members, message):
-    with pytest.raises(TypeError, match=message):
-        type("Box", (*bases, Sharded), members)
 
 
 def test_a_class_of_a_user_may_have_static_fields_and_properties():

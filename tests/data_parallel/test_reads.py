@@ -155,14 +155,6 @@ def test_a_split_of_the_model_itself_is_left():
     assert_allclose(got, X @ weight.value, rtol=1e-5, atol=1e-5)
 
 
-def test_a_box_that_was_stacked_without_its_knowing_is_refused():
-    mesh = mesh_of(2, 4)
-    weight = init_sharded(fsdp(Weight)(), mesh, KEY, X, batch_axes=AXES)["params"]["weight"]
-    run = on_mesh(jax.vmap(lambda w: jnp.sum(w.T)), mesh, False, (partition_specs(weight, mesh),), P())
-    with pytest.raises(ValueError, match=r"a parameter is read that .* a box for 2 dims.*Use nn.vmap"):
-        run(weight)
-
-
 def test_to_tree_functions_a_box_is_the_node_that_it_was():
     mesh = mesh_of(2, 4)
     box = init_sharded(fsdp(Weight)(), mesh, KEY, X, batch_axes=AXES)["params"]["weight"]

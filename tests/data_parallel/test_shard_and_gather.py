@@ -16,7 +16,7 @@ from xlstm_jax.distributed.data_parallel import gather_array_with_mean_grads
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box
 from xlstm_jax.distributed.data_parallel.trees import unbox
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.communication import term_of_mean
+from xlstm_jax.distributed.data_parallel.wire.dtypes import term_of_mean
 
 BOTH_MODES = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 MESHES = pytest.mark.parametrize("dp, fsdp", [(1, 8), (2, 4), (8, 1), (1, 1)])
@@ -172,13 +172,6 @@ def test_a_negative_dim_counts_from_the_end():
 
     w = normal(0, (4, 16))
     assert_allclose(on_mesh(local, mesh_of(1, 8), True, P(None, "fsdp"), P(None, "fsdp"))(w), 2 * w, rtol=1e-6)
-
-
-@pytest.mark.parametrize("shape, axis", [((4, 16), 2), ((4, 16), -3), ((), 0)])
-def test_a_dim_that_is_not_there_is_refused(shape, axis):
-    gather = on_mesh(lambda w: gather_array_with_mean_grads(w, axis, "fsdp"), mesh_of(1, 8), False, P(), P())
-    with pytest.raises(ValueError, match=f"axis={axis} is no dim of an array of shape"):
-        gather(normal(0, shape))
 
 
 def scattered_as(dtype, grad_scatter_dtype, devices):
@@ -434,45 +427,3 @@ def test_narrow_gradients_are_averaged_in_float32():
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda w: shard_params({"w": w}, "fdsp", 0),
-        lambda w: gather_params({"w": Sharded(w, ("fsdp",))}, "fdsp"),
-        lambda w: gather_array_with_mean_grads(w, 0, ("fsdp", "fdsp")),
-        lambda w: sync_gradients({"w": w}, ("dp", "fdsp")),
-    ],
-    ids=["shard_params", "gather_params", "gather_array_with_mean_grads", "sync_gradients"],
-)
-def test_a_misspelt_axis_lists_the_ones_there_are(call):
-    with pytest.raises(ValueError, match=r"'fdsp' is not a bound mesh axis; the axes bound here are \('dp', 'fsdp'\)"):
-        on_mesh(call, mesh_of(2, 4), False, P(), P())(jnp.ones((8, 4)))
-    with pytest.raises(ValueError, match=r"no mesh axis is bound here. Call it inside jax.shard_map"):
-        call(jnp.ones((8, 4)))
-
-
-def test_a_string_of_two_axes_is_not_two_axes():
-    mesh = DeviceMeshManager.create_device_mesh({"f": 2, "s": 4})
-    with pytest.raises(ValueError, match=r"'fs' is not a bound mesh axis; the axes bound here are \('f', 's'\)"):
-        on_mesh(lambda w: sync_gradients(w, "fs"), mesh, False, P(), P())(jnp.ones(4))
-
-
-@pytest.mark.parametrize(
-    "dtype, options, message",
-    [
-        (jnp.complex64, {"gather_dtype": jnp.bfloat16}, r"gather_dtype=bfloat16.*'a/w'.*complex64.*imaginary part"),
-        (jnp.complex64, {"grad_scatter_dtype": jnp.float32}, r"grad_scatter_dtype=float32.*'a/w'.*imaginary part"),
-        (jnp.float32, {"gather_dtype": jnp.complex64}, r"gather_dtype=complex64.*'a/w'.*is a real float"),
-        (jnp.float32, {"gather_dtype": jnp.int16}, r"gather_dtype=int16: .* are floats.*floating dtype"),
-        (jnp.complex64, {"gather_dtype": jnp.int8}, r"gather_dtype=int8 .*'a/w'.*complex64.*imaginary part"),
-    ],
-    ids=["complex-gather", "complex-scatter", "real-complex", "int16", "complex-int8"],
-)
-def test_a_dtype_that_would_change_the_kind_of_number_is_refused(dtype, options, message):
-    def local(w):
-        return gather_params({"a": {"w": Sharded(w, ("fsdp", None))}}, "fsdp", **options)["a"]["w"]
-
-    with pytest.raises(ValueError, match=message):
-        on_mesh(local, mesh_of(1, 8), False, P("fsdp"), P())(jnp.ones((8, 4), dtype))

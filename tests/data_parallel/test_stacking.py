@@ -2,7 +2,6 @@
 
 from functools import cache, partial
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -126,42 +125,6 @@ def test_layers_lie_anywhere_and_in_any_container():
     jax.tree.map(np.testing.assert_array_equal, unstack_layers(scan, "layers", "layer_{}_x"), (loop, opt_state))
 
 
-W, BOXED = jnp.ones((4, 2)), nn.Partitioned(jnp.ones((4, 2)), (None, "fsdp"))
-WRONG = {
-    "none": ({"dense": W, "norm": W}, r"no 'block_0'; its names are 'dense', 'norm'"),
-    "one is missing": ({"block_0": W, "block_2": W}, r"'block_1' is missing among the layers 'block_0', 'block_2'"),
-    "shapes": ({"block_0": W, "block_1": W[:2]}, r"'block_0/.' is float32\[4, 2\], .*'block_1/.' is float32\[2, 2\]"),
-    "structures": ({"block_0": {}, "block_1": {"b": W}}, r"'block_0/b' is not there, and 'block_1/b' is float32"),
-    "boxes": ({"block_0": W, "block_1": BOXED}, r"'block_1/.' is .* in a Partitioned of \(None, 'fsdp'\)"),
-    "the name is taken": ({"block_0": W, "blocks": W}, r"beside 'block_0' there is 'blocks' already"),
-}
-
-
-@pytest.mark.parametrize("tree, match", WRONG.values(), ids=WRONG)
-def test_layers_that_make_no_scan_are_refused(tree, match):
-    with pytest.raises(ValueError, match=match):
-        stack_layers(tree, LOOP, SCAN)
-
-
-def test_what_is_no_scan_is_refused():
-    split = nn.Partitioned(jnp.ones((4, 2)), ("pipe", None))
-    for tree, match in [
-        ({"dense": W}, r"no 'blocks'; its names are 'dense'"),
-        (
-            {"blocks": {"a": W, "b": jnp.ones(3)}},
-            r"'blocks/b' is float32\[3\], and 'blocks/a' is float32\[4, 2\]: dim 0",
-        ),
-        ({"blocks": split}, r"'blocks/\.' is .*\('pipe', None\).*lie on different devices"),
-        ({"blocks": W, "block_2": W}, r"beside 'blocks' there is 'block_2' already"),
-    ]:
-        with pytest.raises(ValueError, match=match):
-            unstack_layers(tree, SCAN, LOOP)
-    with pytest.raises(TypeError, match=r"layer_names='blocks' has not one \{\}"):
-        stack_layers({}, SCAN, LOOP)
-    with pytest.raises(TypeError, match=r"a name of layers is a string, not 0"):
-        stack_layers({}, LOOP, 0)
-
-
 # ---------------------------------------------------------------------------------------------- an array over the mesh
 
 WHOLE = PartitionSpec()
@@ -202,16 +165,3 @@ def test_the_gradient_of_a_slice(check_vma):
     np.testing.assert_allclose(of_w, want_w, atol=1e-7)
     np.testing.assert_allclose(of_v, want_v, atol=1e-7)
     assert np.abs(want_w).max() > 1e-3 < np.abs(want_v).max()  # guard
-
-
-@pytest.mark.parametrize(
-    "axes, dim, match",
-    [
-        ("fsdp", 1, r"dim 1 of .*\(4, 6\) has size 6, which the 4 devices over \('fsdp',\) .*Pad it to 8"),
-        ("fsdp", 2, r"split_axis=2 is no dim of an array of shape \(4, 6\)"),
-        ("tp", 1, "split_array_over_mesh: 'tp' is not a bound mesh axis"),
-    ],
-)
-def test_a_slice_that_cannot_be_is_refused(axes, dim, match):
-    with pytest.raises(ValueError, match=match):
-        jax.eval_shape(split_on(mesh_of(2, 4), axes, dim), jnp.ones((4, 6)))

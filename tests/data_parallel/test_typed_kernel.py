@@ -203,22 +203,6 @@ def test_it_is_right_in_vmap_scan_and_remat_with_a_flag():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_a_result_that_depends_on_more_than_the_arguments_is_refused():
-    x = jnp.ones((8, 8))
-
-    def by_index(x):
-        return x * jax.lax.axis_index("fsdp")
-
-    with pytest.raises(ValueError, match=r"typed_kernel: by_index contains axis_index"):
-        on_mesh(typed_kernel(by_index), mesh_of(1, 8), True, P("fsdp"), P("fsdp"))(x)
-
-    def closed(x, y):
-        return typed_kernel(lambda x: x * y)(x)
-
-    with pytest.raises(ValueError, match=r"<lambda> closes over an array that varies over \['dp'\]"):
-        on_mesh(closed, mesh_of(2, 4), True, (P("fsdp"), P("dp")), P(AXES))(jnp.ones((32, 8)), jnp.ones((16, 8)))
-
-
 def test_arrays_that_a_kernel_closes_over_count_as_arguments():
     """In the body of a scan, which JAX traces once more for the gradient."""
     x, weight = jax.random.normal(jax.random.key(0), (16, 8)), jnp.arange(8.0)

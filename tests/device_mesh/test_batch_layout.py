@@ -73,38 +73,6 @@ def test_a_whole_batch_is_laid_out_in_zigzag_and_back():
 
 
 NO_SPEC = "a PartitionSpec of names of axes and None is needed"
-REFUSED = {
-    r"batch_axes=None and batch_spec=None: pass one": {"batch_axes": None, "batch_spec": None},
-    r"batch_axes='dp' and batch_spec=P.*: pass one": {"batch_axes": "dp", "batch_spec": P("dp")},
-    r"batch_axes=P.* and batch_spec=None: pass one": {"batch_axes": P("dp", "cp"), "batch_spec": None},
-    rf"batch_spec\['0'\] is 'fsdp', and {NO_SPEC}": {"batch_spec": ("fsdp", "cp")},
-    rf"batch_spec is P.*UNCONSTRAINED.*, and {NO_SPEC}": {"batch_spec": P("dp", P.UNCONSTRAINED)},
-    r"batch_spec=P.*: the mesh has no axis 'sp'; its axes are .*'cp': 2": {"batch_spec": P("dp", "sp")},
-    r"batch_spec=P.* names the axis 'cp' twice": {"batch_spec": P(("dp", "cp"), "cp")},
-    r"batch_spec=P.* splits nothing": {"batch_spec": P(None, None)},
-    r"dim 0, the examples, over \('dp', 'fsdp'\) at 'label' and over \('cp',\) at 'tokens'": {
-        "batch_spec": SPEC | {"tokens": P("cp")}
-    },
-    r"batch_spec has specs at 'label', 'tokens', and the batch has leaves at 'label', 'scale', 'tokens'": {
-        "batch_spec": {name: SPEC[name] for name in ("tokens", "label")}
-    },
-    r"batch\['label'\] of shape \(4,\) has 1 dims, and its spec P.* is of 2": {"batch_spec": P(ROWS, "cp")},
-    r"batch\['label'\] of shape \(4,\) has the spec P\(\), which splits nothing": {"batch_spec": SPEC | {"label": P()}},
-    r"batch\['tokens'\] of shape \(4, 13\) .* the 2 devices over \('cp',\) do not divide dim 1 .* Pad it to 14": {
-        "batch_spec": SPEC,
-        "tokens": BATCH["tokens"][:, :13],
-    },
-}
-
-
-@pytest.mark.parametrize("match", REFUSED)
-def test_what_the_data_or_the_mesh_do_not_have_is_refused(match, mesh):
-    options = dict(REFUSED[match])
-    batch = BATCH | {"tokens": options.pop("tokens", BATCH["tokens"])}
-    error = TypeError if NO_SPEC in match else ValueError
-    for take in (shard_batch, abstract_batch):
-        with pytest.raises(error, match=match):
-            take(batch, mesh, **options)
 
 
 def test_a_step_refuses_a_batch_that_lies_otherwise(mesh):

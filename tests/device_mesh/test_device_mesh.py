@@ -9,25 +9,17 @@ from fnmatch import fnmatch
 
 import jax
 import numpy as np
-import optax
 import pytest
-from flax import linen as nn
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType
 
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     abstract_batch,
-    create_train_state,
-    init_sharded,
-    make_train_step,
     shard_batch,
     simulate_cpu_devices,
 )
-from xlstm_jax.distributed.device_mesh import auto_mesh, mesh_axes
 from xlstm_jax.distributed.device_mesh.meshes import filled_sizes
 from xlstm_jax.distributed.device_mesh.topology import crossing_sizes
-from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
 from xlstm_jax.distributed.processes import devices
 
 create = DeviceMeshManager.create_device_mesh
@@ -56,34 +48,6 @@ def test_devices_lie_in_the_order_given():
 
 
 @pytest.mark.parametrize(
-    "shape, message",
-    [
-        (
-            {"dp": 5, "fsdp": 2},
-            r"takes 10 devices, but there are 8. Nearest shapes that fit: {'dp': 4, 'fsdp': 2}, .*}; or try it on simu",
-        ),
-        (
-            {"dp": 3, "fsdp": -1},
-            r"takes 3 devices or a multiple, but there are 8. .* fit: {'dp': 4, 'fsdp': 2}, {'dp': 2",
-        ),
-        ([("dp", 2), ("dp", 4)], r"names an axis twice"),
-        ({"dp": -1, "fsdp": -1}, r"at most one of them -1"),
-        ({"fsdp": 0}, r"a size is a positive integer"),
-        ({}, r"names no mesh axis"),
-        ({"fsdp": True}, r"a size is a positive integer"),
-        (8, r"mesh_shape=8 has no axis names; write {'fsdp': 8}, say"),
-        ((2, 4), r"mesh_shape=\(2, 4\) has no axis names; write {'dp': 2, 'fsdp': 4}, say"),
-        (None, r"mesh_shape=None has no axis names; write {'dp': 2, 'fsdp': 4}, say"),
-        ("fsdp", r"mesh_shape='fsdp' has no axis names; write {'dp'"),
-    ],
-    ids=str,
-)
-def test_sizes_that_do_not_fit_are_refused_with_both_numbers(shape, message):
-    with pytest.raises(ValueError, match=message):
-        create(shape)
-
-
-@pytest.mark.parametrize(
     "devices, error, message",
     [
         (
@@ -101,52 +65,6 @@ def test_what_are_no_devices_are_refused(devices, error, message):
     with pytest.raises(error, match=message):
         create({"fsdp": 2}, devices)
     assert create({"fsdp": 4}, np.array(jax.devices()[:4]).reshape(2, 2)).size == 4  # guard: an array of them is fine
-
-
-def test_sizes_of_an_abstract_mesh_have_names():
-    with pytest.raises(ValueError, match=r"mesh_shape=\(4, 64\) has no axis names; write {'dp': 4, 'fsdp': 64}, say"):
-        DeviceMeshManager.create_abstract_mesh((4, 64))
-    with pytest.raises(ValueError, match=r"num_devices='4' for the axis 'data': there are 8 devices"):
-        DeviceMeshManager.create_data_parallel_mesh("4")
-
-
-def takes_a_mesh():
-    model, x = nn.Dense(2), np.ones((8, 3), np.float32)
-    state = (model, optax.sgd(0.1))
-    where = {"batch_axes": "fsdp"}
-    return {
-        "auto_mesh": auto_mesh,
-        "mesh_axes": lambda mesh: mesh_axes(mesh, "fsdp", "batch_axes"),
-        "shard_batch": lambda mesh: shard_batch({"x": x}, mesh, "fsdp"),
-        "abstract_batch": lambda mesh: abstract_batch({"x": x}, mesh, "fsdp"),
-        "get_mesh_info": DeviceMeshManager.get_mesh_info,
-        "init_sharded": lambda mesh: init_sharded(model, mesh, jax.random.key(0), x, **where),
-        "create_train_state": lambda mesh: create_train_state(*state, mesh, jax.random.key(0), x, **where),
-        "make_train_step": lambda mesh: make_train_step(lambda *_: 0.0, mesh, "fsdp"),
-        "make_log_step": lambda mesh: make_log_step(WeightedMean(), mesh, "fsdp"),
-    }
-
-
-@pytest.mark.parametrize("function", takes_a_mesh())
-@pytest.mark.parametrize(
-    "mesh, message",
-    [
-        (None, r"mesh is None; a mesh is a .*create_device_mesh\({'fsdp': -1}\)"),
-        ((2, 4), r"mesh=\(2, 4\) is a tuple; a mesh is .*: devices .*create_device_mesh\({'dp': 2, 'fsdp': 4}\)"),
-        ({"fsdp": 8}, r"mesh={'fsdp': 8} is a dict; .*create_device_mesh\({'fsdp': 8}\)"),
-        (8, r"mesh=8 is a int; .*create_device_mesh\({'fsdp': 8}\)"),
-        (jax.devices(), r"is a list; .*create_device_mesh\({'fsdp': 8}, devices\)"),
-        (DeviceMeshManager, r"is a DeviceMeshManager; .*create_device_mesh\({'fsdp': -1}\)"),
-        (
-            NamedSharding(create({"fsdp": 8}), P()),
-            r"is a NamedSharding; .*Pass the mesh of this sharding, as sharding\.m",
-        ),
-    ],
-    ids=["None", "sizes", "dict", "number", "devices", "class", "sharding"],
-)
-def test_what_is_no_mesh_is_refused_with_the_call_that_makes_one(function, mesh, message):
-    with pytest.raises(TypeError, match=message):
-        takes_a_mesh()[function](mesh)
 
 
 def test_a_mesh_without_devices_takes_no_batch():
@@ -241,22 +159,6 @@ def test_sizes_that_take_fewer_devices_take_the_first(mesh, shape):
     assert mesh.devices.ravel().tolist() == jax.devices()[: mesh.size]
 
 
-def test_too_few_devices_are_refused_with_advice_that_every_way_to_make_a_mesh_can_follow():
-    for make in (lambda: DeviceMeshManager.create_hybrid_mesh(3, 4), lambda: create({"data": 12})):
-        with pytest.raises(ValueError, match=r"takes 12 devices, but there are 8") as error:
-            make()
-        assert "devices=" not in str(error.value)  # which create_hybrid_mesh does not have
-
-
-@pytest.mark.parametrize("count", [-1, 0, 9])
-def test_more_devices_than_there_are_or_none_are_refused(count):
-    message = "num_devices={} for the axis '{}': there are 8 devices, 1 to 8 fit"
-    with pytest.raises(ValueError, match=message.format(count, "model")):
-        DeviceMeshManager.create_model_parallel_mesh(count)
-    with pytest.raises(ValueError, match=message.format(count, "data")):
-        DeviceMeshManager.create_data_parallel_mesh(count)
-
-
 def test_what_there_is_to_know_about_a_mesh():
     info = DeviceMeshManager.get_mesh_info(create({"dp": 2, "fsdp": 4}))
     assert info == {
@@ -317,11 +219,6 @@ def test_with_an_accelerator_or_a_plugin_jax_looks_for_itself(monkeypatch, file)
     assert devices._has_cpus_alone()
     monkeypatch.setattr(devices, "_plugins", lambda: {"xla_cuda12", "of_a_cloud"})
     assert not devices._has_cpus_alone()
-
-
-def test_no_devices_are_refused():
-    with pytest.raises(ValueError, match=r"simulate_cpu_devices\(0\): the number of devices is positive"):
-        simulate_cpu_devices(0)
 
 
 MANY_IN_FLIGHT = """

@@ -237,33 +237,6 @@ def test_what_jit_places_is_not_told_and_what_it_does_not_is():
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
-def test_a_step_is_a_jitted_function():
-    with pytest.raises(TypeError, match=r"step must be a jax.jit function.*pass jax.jit\(step\)"):
-        forecast(loss_fn, 1.0)
-
-
-def test_the_topology_has_the_devices_of_the_mesh():
-    step, args = workload().build_step({"dp": 2, "fsdp": 4})
-    with pytest.raises(ValueError, match=r"mesh \{'dp': 2, 'fsdp': 4\} has 8 devices, but topology='v5e:4x4' has 16"):
-        forecast(step, *args, topology="v5e:4x4")
-    with pytest.raises(ValueError, match=r"topology='v9:4x4' is not <chip>:<shape>"):
-        forecast(step, *args, topology="v9:4x4")
-
-
-def test_a_mesh_is_that_of_the_arguments():
-    step, args = workload().build_step(mesh_of(2, 4))
-    with pytest.raises(ValueError, match=r"is the mesh \{'dp': 8, 'fsdp': 1\}, but the arguments lie on \{'dp': 2"):
-        forecast(step, *args, topology=mesh_of(8, 1))
-
-
-def test_arguments_lie_on_one_mesh():
-    step, (state, x, key) = live(mesh_of(2, 4), Model())
-    with pytest.raises(
-        ValueError, match=r"argument 0/.* lies on the mesh .*, but argument 1 on \{'dp': 4, 'fsdp': 2\}"
-    ):
-        forecast(step, state, jax.device_put(x, NamedSharding(mesh_of(4, 2), P(AXES))), key)
-
-
 def test_arguments_lie_on_the_mesh_that_jit_says():
     one, other = mesh_of(2, 4), mesh_of(4, 2)
     step = jax.jit(plain, in_shardings=(plain_shardings(one)[0], None))
@@ -271,25 +244,6 @@ def test_arguments_lie_on_the_mesh_that_jit_says():
         ValueError, match=r"argument 1/x lies on the mesh \{'dp': 4.*, but argument params\['down'\] on"
     ):
         forecast(step, plain_args(one, sharded=False)[0], plain_args(other)[1])
-
-
-def test_a_step_on_several_devices_has_arguments_on_a_mesh():
-    by_body = jax.shard_map(lambda x: x + 1, mesh=mesh_of(2, 4), in_specs=P(AXES), out_specs=P(AXES))
-    x = jax.ShapeDtypeStruct((ROWS,), jnp.float32)
-    with pytest.raises(
-        ValueError, match=r"runs on 8 devices, but its arguments lie on no mesh\. Give .* NamedShardings"
-    ):
-        forecast(jax.jit(by_body), x)
-    with pytest.raises(ValueError, match=r"'v5e:2x4' has 8 devices, but the arguments lie on no mesh\. Give"):
-        forecast(jax.jit(by_body), x, topology="v5e:2x4")
-
-
-def test_without_a_topology_there_are_devices():
-    step, args = workload().build_step({"dp": 2, "fsdp": 4})
-    with pytest.raises(
-        ValueError, match=r"abstract mesh \{'dp': 2, 'fsdp': 4\}, which has no devices\. Give a topology"
-    ):
-        forecast(step, *args)
 
 
 @pytest.mark.libtpu

@@ -543,16 +543,6 @@ def test_the_table_has_a_row_for_each_finding():
     assert all(text in out.getvalue() for text in [*KERNELS, "kept-gathered", "3 MiB"])
 
 
-def test_a_plan_of_another_mesh_is_refused():
-    with pytest.raises(ValueError, match=r"mesh \{'dp': 2, 'fsdp': 4\}, the plan of \{'dp': 1, 'fsdp': 8\}"):
-        lint(cached(), plan_of(sizes={"dp": 1, "fsdp": 8}))
-
-
 def test_a_plan_of_another_model_is_refused():
     with pytest.raises(ValueError, match=r"(?s)gathers 'first/kernel'.*knows none; its parameters are 'bare/bias'"):
         lint(cached(), plan_of(Large()))
-
-
-def test_no_minibatches_are_refused():
-    with pytest.raises(ValueError, match="num_minibatches=0 must be 1 or more"):
-        lint(cached(), plan_of(), num_minibatches=0)

@@ -402,21 +402,6 @@ def test_a_loss_that_raises_is_the_users_code_too():
         fit(build, "v5e:2x2", meshes=[{"fsdp": 4}])
 
 
-def test_what_is_no_place_to_fit_into_is_refused():
-    def unused(options):
-        raise AssertionError
-
-    with pytest.raises(ValueError, match=r"topology='v5e:3x3': there is no such slice"):
-        fit(unused, "v5e:3x3")
-    for budget in (0, -1, float("nan"), "16GiB"):
-        with pytest.raises(ValueError, match=rf"budget_bytes={budget!r}: nothing fits.*None for all that v5e has, \d+"):
-            fit(unused, "v5e:2x2", budget)
-    with pytest.raises(ValueError, match="jobs=0: at least 1 must run at once"):
-        fit(unused, "v5e:2x2", jobs=0)
-    with pytest.raises(ValueError, match="meshes is empty"):
-        fit(unused, "v5e:2x2", meshes=[])
-
-
 # -------------------------------------------------------------------------------------------------------- side by side
 
 

@@ -13,8 +13,8 @@ from tests.measures import names_imported
 
 PACKAGE = Path(__file__).parents[2] / "xlstm_jax"
 
-ORDER = """common_types, private_names, quiet_import, program_names < wording, equations, accelerators < data_parallel
-    < processes, optimizers, model_parallel < device_mesh, checkpoint < metrics, plan, resilience
+ORDER = """common_types, private_names, quiet_import, program_names < wording, equations, accelerators, foreign
+    < data_parallel < processes, optimizers, model_parallel < device_mesh, checkpoint < metrics, plan, resilience
     < training < forecast < cli"""
 LEVEL = {name.strip(): level for level, names in enumerate(ORDER.split("<")) for name in names.split(",")}
 MOVED = [PACKAGE / "distributed" / name for name in ("forecast.py", "hardware.py")]  # each is an error
@@ -114,13 +114,30 @@ def test_collectives_prints_and_boxed_walks_stand_in_one_place(path):
 def test_linen_is_known_where_modules_are_lifted_and_nowhere_else():
     """So that other modules can stand beside them: the rest asks for a box, or for a model's ``init`` and ``apply``."""
     in_modules = {"holders", "linen_module", "logical_names", "scan_layers", "shard_modules"}
-    products = {"fp8_product"}  # which quantises a kernel by Linen's own formulas
+    beside = {"fp8_products", "pieces", "recurrent_carries", "rows"}  # at units of Linen
     split = {"attention", "dense", "embedding", "experts", "split_input", "splitting"}
-    assert who_imports("flax.linen") == in_modules | products | split | {"cross_entropy", "private_names", "self_test"}
+    assert who_imports("flax.linen") == in_modules | beside | split | {
+        "cross_entropy",
+        "foreign",
+        "private_names",
+        "self_test",
+    }
+
+
+FOREIGN = r"_getframe|f_locals|__closure__|getclosurevars|cell_contents|parent_trace"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_frames_and_closures_of_other_libraries_are_read_in_one_place(path):
+    found = re.findall(FOREIGN, path.read_text())
+    assert bool(found) == (path.stem == "foreign") or path.stem in READS_ERRORS, f"{path.stem} reads {found}"
+
+
+READS_ERRORS = {"gradients"}  # the frames of an error that was raised, for its text
 
 
 def test_nnx_is_known_by_its_own_modules_and_the_metric_that_is_a_module_of_it():
-    in_modules = {"holders", "nnx_model", "nnx_module"}
+    in_modules = {"holders", "nnx_model", "nnx_module", "nnx_rows"}
     assert who_imports("flax.nnx") == in_modules | {"distributed_metrics", "data_parallel_methods"}
 
 

@@ -308,29 +308,6 @@ def test_a_state_is_a_few_vectors_whatever_the_number_of_metrics():
     assert jax.tree.structure(named.empty().cells) == jax.tree.structure(named.identity())
 
 
-def test_a_state_of_other_metrics_or_of_other_names_is_refused():
-    mine = Compose({"a": WeightedMean(), "b": WeightedMean()})
-    state = mine.empty()
-    for other in (Compose({"a": WeightedMean(), "c": WeightedMean()}), WeightedMean(), Compose({"a": Max()})):
-        for use in (other.update, other.compute_local, lambda s, other=other: other.merge(s, s)):
-            with pytest.raises(ValueError, match=r"the state is that of another metric.*a/total: Total \[\]"):
-                use(state)
-
-
-def test_what_is_observed_has_the_type_and_the_shape_of_the_state():
-    class Wrong(MeanSquare):
-        def observe(self, values):
-            return values
-
-    metric = Wrong()
-    with pytest.raises(ValueError, match=r"total has the shape \(\), and \(3,\) was observed for it. Reduce"):
-        metric.update(metric.empty(), {"total": Total.of(jnp.ones(3), keep=1)})
-    with pytest.raises(TypeError, match=r"count is a Count, and Total was observed for it"):
-        metric.update(metric.empty(), {"count": Total.of(jnp.ones(3))})
-    with pytest.raises(ValueError, match=r"the state has no 'mean'; it has \['count', 'total'\]"):
-        metric.update(metric.empty(), {"mean": Total.of(jnp.ones(3))})
-
-
 # ---------------------------------------------------------------------------------------------------- numbers that last
 
 
@@ -417,24 +394,6 @@ def test_an_axis_along_which_devices_see_the_same_is_not_counted_twice(check_vma
     kept = on_mesh(lambda s, v: metric.update(s, sum=v, n=v.size), mesh, check_vma, (P("dp"),) * 2, P("dp"))(kept, v)
     got, _ = make_log_step(metric, mesh, "dp")(kept)
     assert float(got["sum"]) == v.sum() and float(got["n"]) == 8
-
-
-@pytest.mark.parametrize(
-    "declared, message",
-    [
-        (("dp", "tp"), r"the same along 'tp', over which the state was declared: it would count 2 times.*\('dp',\)"),
-        (("tp",), r"differs along 'dp', but the state was declared over \('tp',\), so only one of 4 devices"),
-    ],
-)
-def test_types_refuse_axes_that_were_declared_wrongly(declared, message):
-    mesh = DeviceMeshManager.create_device_mesh({"dp": 4, "tp": 2})
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(
-            jax.shard_map(
-                lambda v: Sum().sync(Sum().update(Sum().empty(declared), v)), mesh=mesh, in_specs=P("dp"), out_specs=P()
-            ),
-            jnp.ones(8),
-        )
 
 
 def test_local_and_synchronized_states_are_not_mixed_up():
@@ -537,11 +496,6 @@ def test_the_train_step_carries_the_state_without_a_further_collective(check_vma
     _, _, local = step(state, batch, rng, emptied)
     assert step._cache_size() == 1, "the emptied state made the step compile again"
     assert float(make_log_step(metric, mesh, AXES)(local)[0]["n"]) == 32
-
-
-def test_metric_and_has_aux_exclude_each_other():
-    with pytest.raises(ValueError, match="has_aux and metric both say"):
-        make_train_step(observed_loss, mesh_of(2, 4), AXES, has_aux=True, metric=WeightedMean())
 
 
 @pytest.mark.one_in(2)

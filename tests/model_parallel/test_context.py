@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from tests.support import FLOAT32_ROUNDING, equations, on_mesh
 from xlstm_jax.distributed import DeviceMeshManager, value_and_grad
 from xlstm_jax.distributed.device_mesh.zigzag import from_zigzag, to_zigzag, zigzag_order
-from xlstm_jax.distributed.model_parallel import LaidOut, context, in_layout, recurrence_over_axis, scan_over_axis
+from xlstm_jax.distributed.model_parallel import LaidOut, context, in_layout
 from xlstm_jax.distributed.model_parallel.context import context_attention, context_positions
 from xlstm_jax.distributed.model_parallel.sequence_layout import LAYOUTS
 from xlstm_jax.forecast.compiling.compile import compile_for_topology
@@ -345,102 +345,3 @@ def test_what_jax_keeps_of_an_inner_function_is_of_its_layout(mesh):
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused
-
-
-REFUSED = {
-    r"impl='flash': context_attention has": {"impl": "flash"},
-    r"layout='striped': the tokens": {"layout": "striped"},
-    r"6 query heads do not divide over the 4 devices along \('cp',\)": {"impl": "ulysses", "heads": 6},
-    r"8 query heads do not divide into groups for 3 key heads": {"key_heads": 3},
-    r"query, key and value have the shapes \(1, 4, 8, 4\), \(1, 3, 2, 4\)": {"key_tokens": 3},
-    r"kernel= with impl='ring'": {"impl": "ring", "kernel": jax.nn.dot_product_attention},
-    r"window=\(-1, 0\): how many tokens": {"window": (-1, 0)},
-    r"segment_ids of shape \(4,\) do not fit a query of shape \(1, 4, 8, 4\)": {"segment_ids": jnp.zeros(4, int)},
-    r"context_attention: block_size=0 must be": {"impl": "ring", "block_size": 0},
-    r"layout='zigzag', and nothing says that the tokens over 'cp' are laid out so": {"layout": "zigzag"},
-    r"context_attention: 'sp' is not a bound mesh axis; the axes bound here": {"axis": "sp"},
-}
-
-
-@pytest.mark.parametrize("match", REFUSED)
-def test_what_does_not_fit_is_refused(match, mesh):
-    options = dict(REFUSED[match])
-    query = jnp.zeros((1, options.pop("tokens", 4), options.pop("heads", 8), 4))
-    key = jnp.zeros((1, options.pop("key_tokens", 4), options.pop("key_heads", 2), 4))
-    local = lambda query, key: context_attention(query, key, key, **options)  # noqa: E731
-    with pytest.raises(ValueError, match=match):
-        jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False), query, key)
-
-
-def test_tokens_that_are_the_same_on_all_devices_are_refused(mesh):
-    local = lambda x: context_attention(x, x, x)  # noqa: E731
-    with pytest.raises(ValueError, match="context_attention: the query does not vary over 'cp'"):
-        jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=P("dp"), out_specs=P("dp")), QUERY)
-
-
-WITHIN = {
-    r"context_attention is given layout='contiguous', and the tokens of this step lie zigzag": lambda x: (
-        context_attention(x, x, x, layout="contiguous")
-    ),
-    r"context_positions is given layout='contiguous', and the tokens": lambda x: context_positions(
-        4, "cp", "contiguous"
-    ),
-    r"context_attention is given layout='zigzag', and the tokens of this step lie contiguous over 'dp'": lambda x: (
-        context_attention(x, x, x, "dp", layout="zigzag")
-    ),
-    r"context_positions over \('dp', 'cp'\): the tokens of this step are laid out in zigzag over 'cp'": lambda x: (
-        context_positions(4, ("dp", "cp"))
-    ),
-    r"context_positions: 12 tokens do not divide into the 8 chunks": lambda x: context_positions(3),
-    r"recurrence_over_axis is of tokens that lie contiguous, and .* zigzag over 'cp'. Make the step with": lambda x: (
-        recurrence_over_axis(x[0], x[0])
-    ),
-    r"scan_over_axis is of tokens that lie contiguous": lambda x: scan_over_axis(jnp.maximum, x, first=x),
-    r"an array of shape \(1, 4, 8, 4\) in zigzag order is used as": lambda x: jnp.sin(LaidOut(x, "zigzag", 4)),
-    r"in zigzag order is used as an array": lambda x: LaidOut(x, "zigzag", 4)[0],
-}
-
-
-@pytest.mark.parametrize("match", WITHIN)
-def test_what_contradicts_the_layout_is_refused(match, mesh):
-    def local(x):
-        with in_layout(x, "zigzag") as x:
-            return WITHIN[match](x)
-
-    with pytest.raises(ValueError, match=match):
-        jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=SPLIT, out_specs=SPLIT), QUERY)
-
-
-NOT_SO = {
-    r"batch\['x'\] of shape \(1, 4\) is laid out in zigzag for 2 devices, and 4 split": {"x": ("zigzag", 2, 16)},
-    r"batch\['x'\] of shape \(1, 4\) is laid out in zigzag, and the layout here is layout='contiguous'": {
-        "x": ("zigzag", 4, 16),
-        "layout": "contiguous",
-    },
-    r"in_layout: batch\['x'\]: 20 tokens do not divide into the 8 chunks .* to 24 tokens": {"x": (None, 0, 20)},
-    r"in_layout: batch\['y'\] has 5 entries along dim 1, and 'x' 4 tokens": {"x": (None, 0, 16), "y": (None, 0, 20)},
-}
-
-
-@pytest.mark.parametrize("match", NOT_SO)
-def test_a_batch_that_is_laid_out_otherwise_is_refused(match, mesh):
-    options = dict(NOT_SO[match])
-    layout = options.pop("layout", "zigzag")
-    arrays = {name: (jnp.zeros((2, size)), how, devices) for name, (how, devices, size) in options.items()}
-    batch = {name: LaidOut(x, how, devices) if how else x for name, (x, how, devices) in arrays.items()}
-
-    def local(batch):
-        with in_layout(batch, layout):
-            return jnp.zeros(())
-
-    with pytest.raises(ValueError, match=match):
-        jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=SPLIT, out_specs=P(), check_vma=False), batch)
-    with pytest.raises(
-        ValueError, match=r"batch\['x'\] of shape \(2, 16\) is laid out in zigzag for 4 devices already"
-    ):
-        to_zigzag(to_zigzag({"x": jnp.zeros((2, 16))}, 4), 4)
-
-
-def test_a_length_that_does_not_divide_is_refused():
-    with pytest.raises(ValueError, match=r"10 tokens do not divide into the 8 chunks .* to 16 tokens"):
-        to_zigzag(np.zeros((1, 10)), 4)

@@ -124,11 +124,3 @@ def test_a_wide_decay_leaves_the_dtype_of_the_state():
 def test_outside_of_shard_map_the_sequence_is_whole():
     got, want = (jax.jit(fn)(DECAY, UPDATE, INITIAL) for fn in (split_states, one_after_the_other))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
-
-
-def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match=r"decay of shape \(2,\) and initial of shape \(2, 3\) do not fit a state"):
-        recurrence_over_axis(jnp.ones(2), jnp.ones((2, 3)))
-    local = lambda x: recurrence_over_axis(x, x, "sp")  # noqa: E731
-    with pytest.raises(ValueError, match="recurrence_over_axis: 'sp' is not a bound mesh axis"):
-        jax.eval_shape(jax.shard_map(local, mesh=mesh_of_sequence(2), in_specs=P("cp"), out_specs=P("cp")), DECAY)

@@ -12,7 +12,6 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from tests.support import (
@@ -35,14 +34,12 @@ from xlstm_jax.distributed import (
     create_train_state,
     init_sharded,
     make_train_step,
-    nnx_model,
     partition_specs,
     shard_modules,
     unbox,
 )
 from xlstm_jax.distributed.model_parallel import (
     ColumnDense,
-    Experts,
     RowDense,
     SplitAttention,
     SplitEmbed,
@@ -406,20 +403,6 @@ def test_losses_of_a_split_vocabulary_and_what_is_predicted_are_those_of_the_who
     assert 6 <= want.correct.sum() < 18 and np.isnan(want.loss[1]).all()  # guard
 
 
-def shown(layer, x, sizes, **specs):
-    """Initialises on a mesh with these axes, and applies inside ``shard_map``; nothing is computed."""
-    mesh = DeviceMeshManager.create_device_mesh(sizes)
-    params = init_sharded(
-        layer, mesh, jax.random.key(0), jnp.zeros(x, specs.get("dtype", jnp.float32)), batch_axes="tp"
-    )
-    spec = specs.get("spec", P())
-    jax.eval_shape(
-        jax.shard_map(layer.apply, mesh=mesh, in_specs=(partition_specs(params, mesh), spec), out_specs=P()),
-        params,
-        jax.ShapeDtypeStruct(x, specs.get("dtype", jnp.float32)),
-    )
-
-
 class Pair(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -431,131 +414,6 @@ def named(*names):
 
 
 TP8, TP4 = {"tp": 8}, {"fsdp": 2, "tp": 4}
-REFUSED = {
-    "heads": (
-        SplitAttention(12, 2),
-        (2, 8, 4),
-        TP8,
-        r"'query/kernel' of shape \(4, 12, 2\) .* 12, which the 8 devices .* 16",
-    ),
-    "features": (
-        ColumnDense(30),
-        (2, 4),
-        TP4,
-        r"'kernel' of shape \(4, 30\) .* dim 1, of size 30, .* the 4 devices .* 32",
-    ),
-    "key heads": (
-        SplitAttention(24, 2, 3),
-        (2, 8, 4),
-        TP4,
-        r"'key': 3 heads are to be copied to the 4 devices .* Take 6",
-    ),
-    "groups": (SplitAttention(8, 2, 3), (2, 8, 4), TP8, r"num_kv_heads=3 key heads do not divide num_heads=8"),
-    "vocabulary": (SplitEmbed(50, 2), (2, 8), TP4, r"'embedding' of shape \(50, 2\) .* the 4 devices along 'tp' .* 52"),
-    "an axis": (
-        ColumnDense(8, axis_name="model"),
-        (2, 4),
-        TP4,
-        r"'model' is not an axis of the mesh, which has \('fsdp'",
-    ),
-    "the last dims": (
-        ColumnDense(8, axis=0),
-        (2, 4),
-        TP4,
-        r"axis=0 are not the last dims of an input of shape \(2, 4\)",
-    ),
-    "a ring alone": (ColumnDense(8, ring=True), (2, 4), TP4, r"ring=True hides .* without sequence_dim="),
-    "the length": (RowDense(8, sequence_dim=1), (2, 6, 8), TP4, r"dim 1 of .* has 6 tokens, .* 4 devices .* Pad .* 8"),
-    "a dim": (ColumnDense(8, sequence_dim=2), (2, 8, 8), TP4, r"dim 2 is no dim of tokens .* from 0 to 1"),
-    "whole tokens": (ColumnDense(8, sequence_dim=1), (2, 8, 8), TP4, r"is equal along 'tp' .* all tokens, .* 4 times"),
-    "a ring's dim": (
-        ColumnDense(8, **RING | {"sequence_dim": 2}),
-        (2, 8, 8),
-        TP4,
-        r"dim 2 is no dim of tokens",
-    ),
-    "whole tokens in a ring": (
-        ColumnDense(8, **RING),
-        (2, 8, 8),
-        TP4,
-        r"is equal along 'tp' .* all tokens, .* 4 times",
-    ),
-    "layers that differ": (Pair(), (2, 8), TP4, r"'a' has dtype=None, and 'b' has 'bfloat16'. Layers of one input"),
-    "a dim that is taken": (
-        ColumnDense(8, kernel_init=named(None, "fsdp")),
-        (2, 8),
-        TP4,
-        r"'kernel' is split along dim 1 over 'tp' .* are \(None, 'fsdp'\)",
-    ),
-    "an axis that is taken": (ColumnDense(8, kernel_init=named("tp", None)), (2, 8), TP4, r"are \('tp', None\)"),
-    "whole features": (RowDense(8), (2, 8), TP4, r"is split by rows, .* all 8 features, .* 2: .* 'column'"),
-    "split features": (
-        nn.Sequential([ColumnDense(8), ColumnDense(8)]),
-        (2, 4),
-        TP4,
-        r"'layers_1' is split by columns, .* 2 of the 8 features .* RowDense",
-    ),
-    "fused": (
-        ColumnDense((3, 8, 2)),
-        (2, 4),
-        TP4,
-        r"features \(3, 8, 2\), .* of 3, over the 4 .* 3 layers of features \(8, 2\), .* first: \(8, 3, 2\);",
-    ),
-    "fused, and other heads": (ColumnDense((3, 6, 2)), (2, 4), TP4, r"first: \(6, 3, 2\), with a multiple of 4 in pl"),
-    "gate and up": (ColumnDense((2, 8)), (2, 4), TP4, r"2 layers of features 8, .* first: \(8, 2\); .* take 1 or 2"),
-    "more devices than heads": (ColumnDense((4, 2)), (2, 4), TP8, r"of size 4, .* as 8, .* along 'tp': 1, 2 or 4"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_fit_is_refused_with_both_numbers_and_a_cure(case):
-    layer, x, sizes, text = REFUSED[case]
-    dtype = jnp.int32 if case == "vocabulary" else jnp.float32
-    with pytest.raises(ValueError, match=text):
-        shown(layer, x, sizes, dtype=dtype, spec=P(None, None, "tp") if case == "the length" else P())
-
-
-@pytest.mark.parametrize(
-    "layer, text",
-    [
-        (
-            ColumnDense(8),
-            r"'layers_0/kernel' of shape \(8, 8\) is whole on each of the 4 devices along 'tp'",
-        ),
-        (Experts(nn.Dense(8), 4, 1, axis="tp"), "axis_name of the wrapper name the experts' axis, too"),
-    ],
-    ids=["columns", "experts"],
-)
-def test_a_box_over_two_roles_is_refused(layer, text):
-    """A layer computes with its own part along an axis over which its wrapper would gather."""
-    mesh, x, axes = DeviceMeshManager.create_abstract_mesh({"fsdp": 2, "tp": 4}), jnp.ones((8, 8)), ("fsdp", "tp")
-    model, key = shard_modules(nn.Sequential([layer]), type(layer), axes, 8), jax.random.key(0)
-    of_batch = axes if isinstance(layer, Experts) else "fsdp"
-    state = abstract_train_state(model, optax.sgd(0.1), mesh, key, x, batch_axes=of_batch, whole_ok=True)
-    step = make_train_step(lambda p, apply, x, rng: apply({"params": p}, x).sum(), mesh, of_batch, whole_ok=True)
-    with pytest.raises(ValueError, match=text):
-        jax.eval_shape(step, state, x, key)
-
-
-def test_other_things_that_are_refused():
-    with pytest.raises(TypeError, match=r"on_split_input takes a class of Linen modules, as nn.LayerNorm, not"):
-        on_split_input(nn.LayerNorm(), "tp")
-    with pytest.raises(TypeError, match="tokens are float32, and must be integers"):
-        SplitEmbed(4, 2).init(jax.random.key(0), jnp.ones(3))
-    mesh = DeviceMeshManager.create_device_mesh({"tp": 4}, devices=jax.devices()[:4])
-    for spec, dim, text in (
-        (P("tp"), 1, r"split_tokens: an input of shape \(1, 8, 3\) differs along 'tp' by its type"),
-        (P(), 3, r"split_tokens: dim 3 is no dim of tokens of an array of shape \(4, 8, 3\); pass one from 0 to 2"),
-    ):
-        split = jax.shard_map(partial(split_tokens, dim=dim, axis_name="tp"), mesh=mesh, in_specs=spec, out_specs=spec)
-        with pytest.raises(ValueError, match=text):
-            jax.eval_shape(split, X)
-    with pytest.raises(ValueError, match="chunked_cross_entropy: sequence_dim=1 is the dim of tokens that vocab_axis="):
-        chunked_cross_entropy(jnp.ones((2, 3, 4)), jnp.ones((4, 5)), jnp.ones((2, 3), int), sequence_dim=1)
-    mesh, _ = on("4x2")
-    step = make_train_step(loss_fn, mesh, ("fsdp", "tp"), weighted=True, whole_ok=True)
-    with pytest.raises(ValueError, match=r"'tp' splits this layer, and the loss is averaged over \('fsdp', 'tp'\)"):
-        step(state_of("4x2"), BATCH, jax.random.key(0))
 
 
 # ---------------------------------------------------------------------------------------------------- norms and dropout
@@ -781,25 +639,3 @@ def test_a_wrapped_norm_on_split_tokens_can_be_chosen_to_be_sharded():
     model = shard_modules(plain_model, nn.LayerNorm, "fsdp", 4)
     params = gradients_are_those_of_one_device(model, plain_model, own_loss, mesh, "fsdp", x, check_vma=False)
     assert params["norm"]["scale"].names == ("fsdp",)
-
-
-def test_what_split_modules_refuses():
-    x, key = jnp.ones((2, 4, 8)), jax.random.key(0)
-    with pytest.raises(ValueError, match="'embed' is of the class Embed, and 'column' is for 'Dense', 'DenseG"):
-        jax.eval_shape(split_modules(ForeignDecoder(True), {"embed": "column"}).init, key, TOKENS)
-    with pytest.raises(ValueError, match="'columns' is none of 'column', 'row', 'vocabulary', 'inside' and 'whole'"):
-        split_modules(Foreign(), {"up": "columns"})
-    with pytest.raises(TypeError, match="split_modules takes a Linen module or its class, not"):
-        split_modules(jnp.sin, {"up": "column"})
-    with pytest.raises(TypeError, match=r"not a NnxModel. A layer of flax.nnx is split by .* \(None, 'tp'\)"):
-        split_modules(nnx_model(lambda rngs: nnx.Linear(4, 4, rngs=rngs)), {"up": "column"})
-    with pytest.raises(ValueError, match=r"'layers_0' has the features \(2, 4, 8\), .* 2 devices along 'tp': one for"):
-        model = split_modules(nn.Sequential([nn.DenseGeneral((2, 4, 8))]), {"layers_0": "column"})
-        init_sharded(model, on("4x2")[0], key, x, batch_axes="fsdp")
-    with pytest.raises(ValueError, match="'upp' matches none of the dense layers of Foreign: 'attention/key'"):
-        jax.eval_shape(split_modules(Foreign(), {"upp": "column"}).init, key, x)
-    with pytest.raises(ValueError, match="'norm' matches none of the modules of Foreign: 'attention', 'attention/key'"):
-        jax.eval_shape(split_modules(Foreign(), DENSE | {"norm": "inside"}).init, key, x)
-    with pytest.raises(ValueError, match=r"'layers_0' has dot_general=.*Leave this layer out of split="):
-        model = nn.Sequential([nn.Dense(4, dot_general=partial(jax.lax.dot_general))])
-        jax.eval_shape(split_modules(model, {"layers_0": "column"}).init, key, x)

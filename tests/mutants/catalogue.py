@@ -1,6 +1,7 @@
-"""The mutations, read from the ``.txt`` files beside this one, one for each folder of the library.
+"""The mutations, read from the ``.txt`` files beside this one, one for each folder.
 
 # wire/gather_array                          the file of the library, of the folder that the .txt file is called by
+                                             (base.txt: files beside the folders)
 a gradient is summed, not averaged           what breaks; with * in front it is one of the few that run in CI
 - axis_size(axes), how                       a text that stands in the file exactly once; of several lines each has a -
 + 1, how                                     what stands in its place
@@ -66,7 +67,7 @@ def _read(file: Path) -> list[Mutant]:
         sign, _, rest = line.partition(" ")
         if sign == "#":
             folder = file.stem if (ROOT / "xlstm_jax" / file.stem).is_dir() else f"distributed/{file.stem}"
-            path = f"xlstm_jax/{folder}/{rest}.py"
+            path = f"xlstm_jax/{rest}.py" if file.stem == "base" else f"xlstm_jax/{folder}/{rest}.py"
         elif sign == "-":
             found[-1].before.append(rest)
         elif sign == "+":

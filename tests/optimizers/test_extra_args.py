@@ -11,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from flax.training.train_state import TrainState as FlaxTrainState
 from optax import contrib
 
 import tests.optimizer_cases as cases
@@ -180,14 +179,6 @@ def test_what_a_step_cannot_give_is_refused_by_name_before_the_model_is_traced(n
         abstract(build())
 
 
-def test_a_state_of_flax_is_refused_by_the_step():
-    params = {"kernel": jnp.ones(3)}
-    for tx, rule in [(private(), "the step: optax's diff"), (optax.lookahead(optax.sgd(1.0), 2, 0.5), "is optax.look")]:
-        state = FlaxTrainState.create(apply_fn=None, params=params, tx=tx)
-        with pytest.raises(ValueError, match=rule):
-            make_train_step(mean_loss, mesh_of(2, 4), AXES, whole_ok=True).lower(state, data(), jax.random.key(0))
-
-
 def test_a_diagonal_of_gradients_makes_sophia_callable():
     diagonal = optax.stateless(lambda grads, params: jax.tree.map(jnp.square, grads))
     abstract(contrib.sophia(0.1, hessian_diagonal_fn=diagonal))
@@ -326,15 +317,6 @@ def test_lookahead_lies_within_wrappers_of_this_library_and_in_states_made_by_ha
     named = name_of(optax.MultiSteps(with_slow_params(looking_ahead()), 2))
     assert named == "MultiSteps(with_slow_params(lookahead))"
     abstract(optax.MultiSteps(with_slow_params(looking_ahead()), 2))
-
-
-def test_slow_weights_that_are_not_there_are_said():
-    with pytest.raises(ValueError, match=r"with_slow_params: tx is neither optax\.lookahead nor"):
-        with_slow_params(optax.sgd(0.1))
-    with pytest.raises(ValueError, match="slow_params: the optimizer's state holds slow weights 0 times"):
-        slow_params(optax.sgd(0.1).init(jnp.ones(2)), jnp.ones(2))
-    with pytest.raises(ValueError, match="with_slow_params: update needs the parameters"):
-        with_slow_params(looking_ahead()).update(jnp.ones(2), None)
 
 
 # -------------------------------------------------------------------------------------------------------------- SAM

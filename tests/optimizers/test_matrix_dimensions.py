@@ -64,36 +64,9 @@ def test_attention_and_convolutions_have_as_outputs_what_their_biases_have():
 UNSETTLED = {"blocks/up/kernel": (3, 8, 32)}
 
 
-def test_a_kernel_of_three_dims_that_nothing_explains_is_refused():
-    with pytest.raises(ValueError, match=r"'blocks/up/kernel' of shape \(3, 8, 32\) has 3 dims and no bias.*Say so"):
-        choose_matrices(UNSETTLED)
-
-
 @pytest.mark.parametrize("dims, found", [(MuonDimensionNumbers(-2, -1), (3, 8, 32)), (None, "given for '*/up/*'")])
 def test_what_is_said_of_a_pattern_of_paths_decides(dims, found):
     assert chosen(UNSETTLED, {"*/up/*": dims}) == {"blocks/up/kernel": found}
-
-
-@pytest.mark.parametrize(
-    "overrides, rule",
-    [
-        ({"head/*": None}, r"'head/\*' fits none of the 1 leaves, as 'blocks/up/kernel'"),
-        ({"*": MuonDimensionNumbers(1, 3)}, r"'blocks/up/kernel' of shape \(3, 8, 32\) is labelled as a matrix with"),
-        ({"*": MuonDimensionNumbers(1, 1)}, r"inputs along \(1,\) and outputs along \(1,\).*none twice"),
-    ],
-    ids=["no-leaf", "no-dim", "twice"],
-)
-def test_labels_that_fit_no_leaf_are_refused(overrides, rule):
-    with pytest.raises(ValueError, match=rule):
-        choose_matrices(UNSETTLED, overrides)
-
-
-def test_a_leaf_that_is_labelled_as_a_matrix_and_is_none_is_refused_by_the_optimizer():
-    params = {"bias": jnp.ones(8)}
-    with pytest.raises(ValueError, match=r"'bias' of shape \(8,\) is labelled as a matrix"):
-        muon(0.1, muon_weight_dimension_numbers={"bias": MuonDimensionNumbers()}).init(params)
-    with pytest.raises(TypeError, match=r"'bias': pass optax\.contrib\.MuonDimensionNumbers"):
-        choose_matrices({"bias": (8,)}, {"bias": (0, 1)})
 
 
 def test_shards_are_judged_by_their_global_shapes():

@@ -300,22 +300,6 @@ def test_on_one_device_options_are_those_of_optax(options):
     assert_same_params(got, on_one_device(shapes, **options), TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    "options, rule",
-    [
-        ({"preconditioning": "qr"}, "preconditioning='qr'; there are frobenius, spectral"),
-        ({"ns_coeffs": "fast"}, "no preset ns_coeffs='fast'; there are standard, dion"),
-        ({"ns_coeffs": (1.0, 2.0)}, r"ns_coeffs of shape \(2,\); pass three"),
-        ({"ns_coeffs": "dion", "ns_steps": 3}, "for 5 steps, more than ns_steps=3"),
-        ({"exchange_dtype": "int8"}, "exchange_dtype=int8"),
-    ],
-    ids=str,
-)
-def test_bad_arguments_are_refused(options, rule):
-    with pytest.raises(ValueError, match=rule):
-        muon(RATE, **options)
-
-
 # ----------------------------------------------------------------------------------------- compiled for TPUs and GPUs
 
 

@@ -130,11 +130,6 @@ def test_what_is_small_or_whole_stays_on_the_device():
     assert kinds(ema_params(averaged.opt_state, averaged.params)["Dense_0"]) == ["device", "device"]
 
 
-def test_parameters_on_the_host_are_refused_with_what_helps():
-    with pytest.raises(ValueError, match=r"Offload\(params=True\): parameters stay on the device.*BLOCK_INPUT"):
-        Offload(params=True)
-
-
 def test_an_abstract_state_lies_where_the_real_one_will():
     real = state_of(CLIPPED, ON_HOST)
     abstract = state_of(CLIPPED, ON_HOST, create=abstract_train_state)

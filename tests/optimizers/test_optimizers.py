@@ -328,16 +328,6 @@ def test_norm_refuses_a_gradient_that_was_not_averaged():
         on_mesh(global_norm, mesh, True, (specs,), P())(tree)
 
 
-@pytest.mark.parametrize("fn", [global_norm, clip(1.0)], ids=["norm", "clip"])
-def test_norm_refuses_a_box_that_names_no_bound_axis(fn):
-    def local(value):
-        return fn({"layer": {"kernel": Sharded(value, ("tp", "fsdp"))}})
-
-    rule = r"'layer/kernel'.*'tp' is not a bound mesh axis; the axes bound here are \('dp', 'fsdp'\)"
-    with pytest.raises(ValueError, match=rule):
-        on_mesh(local, mesh_of(2, 4), False, (P(None, "fsdp"),), P())(jnp.ones((8, 8)))
-
-
 @pytest.mark.parametrize("placed", [True, False], ids=["on-the-mesh", "on-one-device"])
 def test_norm_and_clipping_outside_of_shard_map_see_global_values(placed):
     tree = tree_of(BOXES)

@@ -6,11 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from jax.sharding import PartitionSpec as P
-from optax.contrib import MuonDimensionNumbers
 
-from tests.support import AXES, Model, assert_same_params, data, fsdp, mean_loss, mesh_of, on_mesh
+from tests.support import AXES, Model, assert_same_params, data, fsdp, mean_loss, mesh_of
 from xlstm_jax.distributed import (
     Checkpointer,
     abstract_train_state,
@@ -18,7 +16,6 @@ from xlstm_jax.distributed import (
     make_train_step,
     skip_nonfinite,
 )
-from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.trees import stored_values
 from xlstm_jax.distributed.optimizers import on_whole_matrices
 
@@ -112,11 +109,3 @@ def test_owners_keep_the_state_of_their_matrices_alone(tmp_path):
     of_other, _ = restored.opt_state.inner_state[0].of_owners["16x32"]
     np.testing.assert_array_equal(np.asarray(of_other.value)[:6], np.asarray(left.value)[:6])
     assert len(of_other.value.sharding.device_set) == 8
-
-
-def test_stacks_that_are_split_unevenly_are_refused():
-    """Three layers on each of two devices, whose four owners of a matrix they do not fill."""
-    tx = on_whole_matrices(shampoo(), {"w": MuonDimensionNumbers(1, 2)})
-    params = {"w": Sharded(jnp.ones((6, 8, 8)), ("dp", "fsdp", None))}
-    with pytest.raises(ValueError, match=r"'w' has 3 matrices on each of 2 parts.*the 4 devices"):
-        jax.eval_shape(on_mesh(tx.init, mesh_of(2, 4), False, (P("dp", "fsdp"),), P()), params)

@@ -78,6 +78,12 @@ def test_a_process_that_fails_a_moment_later_prints_its_own_error(run):
     assert codes == [EXIT_FAILED] * 2 and "OSError: my data are gone, too" in errors[1]
 
 
+def test_a_program_that_shuts_the_job_down_itself_ends_in_peace(run):
+    """Four processes, of which one in four ended with SIGABRT when the thread that waits for peers was not joined."""
+    codes, errors = ended(run("shutdown", 4))
+    assert codes == [0] * 4, "\n".join(error[-1500:] for error in errors)
+
+
 def test_ctrl_c_to_one_process_ends_all(run):
     processes = run("interrupt", 2)
     for process in processes:

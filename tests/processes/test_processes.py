@@ -7,7 +7,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -215,8 +214,7 @@ def test_the_commands_of_the_page_start_two_processes(tmp_path):
 
 
 def test_waiting_for_a_process_that_never_comes_is_bounded():
-    """Process 1 without process 0 raises; process 0 without process 1 is ended by JAX's runtime."""
-    begun = time.monotonic()
+    """Process 1 without process 0 raises; process 0 without process 1 is ended by JAX's runtime, within LIMIT_S."""
     alone = [start("join", rank, 2, free_port()) for rank in range(2)]
     try:
         (_, aborted), (told, _) = [process.communicate(timeout=LIMIT_S) for process in alone]
@@ -230,7 +228,6 @@ def test_waiting_for_a_process_that_never_comes_is_bounded():
     )
     assert 3 <= join["seconds"] < 3 + BUSY_S
     assert alone[0].returncode == -6 and "Deadline Exceeded" in aborted
-    assert time.monotonic() - begun < 40  # imports of a busy machine included
 
 
 # ------------------------------------------------------------------------------------------------------------- agreeing

@@ -114,15 +114,6 @@ def test_gathered_once_gradients_are_not_narrowed_on_their_way():
     np.testing.assert_array_equal(got, mean)
 
 
-def test_what_does_not_fit_is_refused():
-    mesh = mesh_of(2, 4)
-    with pytest.raises(ValueError, match="accumulation='all' is none of"):
-        make_train_step(weighted_loss, mesh, AXES, accumulation="all")
-    step, state = step_on(mesh, (("axis_name", "fsdp"),), num_minibatches=2, accumulation="reduce_replicas_once")
-    with pytest.raises(ValueError, match="no parameter has copies"):
-        step(state, BATCH, jax.random.key(0))
-
-
 def test_boxes_of_flax_are_gathered_by_the_modules_where_all_others_are_gathered_once():
     step, state = step_on(mesh_of(2, 4), WRAP, num_minibatches=2, accumulation="reduce_once")
     foreign = map_leaves(lambda leaf: nn.Partitioned(leaf.value, leaf.names) if is_box(leaf) else leaf, state.params)

@@ -1,7 +1,6 @@
 """What is wrong with an argument is said in words that name argument, leaf, rule and cure; and what is right passes."""
 
-import dataclasses
-from functools import cache, partial
+from functools import cache
 
 import flax.linen as nn
 import jax
@@ -9,22 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose
 
 from tests.support import AXES, assert_same_params, data, fsdp, mean_loss, mesh_of, on_mesh
 from xlstm_jax.distributed import (
     DeviceMeshManager,
-    Replicas,
-    accumulate_gradients,
     clip_by_global_norm,
     create_train_state,
     elementwise_only,
-    init_sharded,
-    make_eval_step,
     make_train_step,
-    shard_module_params,
     skip_nonfinite,
     sync_gradients,
     unbox,
@@ -124,48 +117,12 @@ def test_a_step_is_a_jitted_function_still():
 # ------------------------------------------------------------------------------------------------- arguments of a step
 
 
-@dataclasses.dataclass
-class PlainBatch:
-    x: jax.Array
-
-
-class Foreign:
-    """An array of another library."""
-
-    shape, dtype, __array__ = (16,), "torch.float32", None
-
-
 def test_the_arguments_that_are_right_trace():
     """Guard of what follows."""
     trace()
     trace(rng=jax.random.PRNGKey(0))
     trace(batch=(BATCH["x"], {"t": 0.5}), loss=lambda p, f, b, r: jnp.mean(f({"params": p}, b[0])) * b[1]["t"])
     trace(batch=None, loss=lambda p, f, b, r: jnp.mean(f({"params": p}, jax.random.normal(r, (2, 8)))))
-
-
-@pytest.mark.parametrize("batch, error, rule", [
-    (PlainBatch(BATCH["x"]), TypeError, "batch is a PlainBatch, a dataclass .*register_dataclass"),
-    ({"x": PlainBatch(1)}, TypeError, r"batch\['x'\] is a PlainBatch, a dataclass"),
-    (BATCH | {"name": "train"}, TypeError, r"batch\['name'\] is 'train', not an array. Leave it out"),
-    (BATCH | {"t": np.array(["a"] * 16)}, TypeError, r"batch\['t'\] is an array <U1\[16\], not of numbers"),
-    (BATCH | {"t": Foreign()}, TypeError, r"batch\['t'\] is a Foreign of tests, .*np.asarray"),
-    (BATCH | {"ids": [1] * 16}, ValueError, r"batch\['ids'\] is a list or tuple of 16 numbers.*np.asarray"),
-    (BATCH | {"x": np.ones((16, 8)).tolist()}, ValueError, r"batch\['x/0'\] is a list or tuple of 8 numbers"),
-    ((1, 2.0), ValueError, "batch is a list or tuple of 2 numbers"),
-    (BATCH | {"y": jnp.ones((32, 4))}, ValueError,
-        r"\['y'\] of shape \(32, 4\) holds 32 examples, but batch\['weight'\] of shape \(16,\) holds 16.*same exam"),
-], ids=lambda x: None if isinstance(x, str | type) else type(x).__name__)  # fmt: skip
-def test_a_batch_that_is_none(batch, error, rule):
-    with pytest.raises(error, match=rule):
-        trace(batch=batch)
-
-
-def test_the_batch_of_a_device_is_looked_at_too():
-    def local(x):
-        return accumulate_gradients(lambda p, b, r: p * jnp.mean(b[0]), jnp.ones(()), (x, x[:1]), None, AXES)[0]
-
-    with pytest.raises(ValueError, match=r"batch\['1'\] of shape \(1, 8\) holds 1 examples, but batch\['0'\]"):
-        on_mesh(local, MESH, True, P(AXES), P())(BATCH["x"])
 
 
 def test_a_nan_in_an_argument_is_named_where_jax_looks_for_one():
@@ -196,33 +153,6 @@ def test_a_nan_that_reaches_no_result_is_no_error():
         assert np.isfinite(float(metrics["loss"]))
 
 
-@pytest.mark.parametrize("rng, what", [
-    (42, r"an array int32\[\]"), (None, "None"), (jax.random.split(KEY, 3), r"an array key<fry>\[3\]"),
-    (jnp.ones(2), r"an array float32\[2\]"), (jnp.uint32(3), r"an array uint32\[\]"),
-], ids=str)  # fmt: skip
-def test_a_key_that_is_none(rng, what):
-    with pytest.raises(TypeError, match=rf"rng is {what}, where step\(state, batch, rng\) takes a key: .*key\(seed\)"):
-        trace(rng=rng)
-
-
-@pytest.mark.parametrize("args, rule", [
-    ((BATCH, "state", KEY), "its state is a dict of 'weight', 'x', 'y', not a TrainState.*has no 'step'"),
-    (("state", KEY, BATCH), r"rng\['weight'\] is an array float32\[16\]"),
-    ((("state", {}), BATCH, KEY), r"its state is a tuple of 2, .*state, metrics = step\(state, batch, rng\)"),
-], ids=["batch first", "rng first", "a pair"])  # fmt: skip
-def test_arguments_in_another_order(args, rule):
-    args = jax.tree.map(lambda x: kept_state() if isinstance(x, str) else x, args)
-    with pytest.raises(TypeError, match=rule):
-        make_train_step(mean_loss, MESH, AXES).trace(*args)
-
-
-def test_a_state_of_a_metric_without_one_and_the_reverse():
-    with pytest.raises(ValueError, match="metric=None, and its step was given local=an array"):
-        trace(None, BATCH, KEY, jnp.ones(8))
-    with pytest.raises(ValueError, match=r"metric=WeightedMean.*was given local=None"):
-        trace(metric=WeightedMean())
-
-
 def test_the_state_of_another_optimizer():
     trace(kept_state().replace(tx=optax.adam(1e-3)))  # guard: an optimizer that keeps the same may go on
     for tx, rule in [(optax.sgd(0.1, momentum=0.9), r"its leaf '0/count' is of shape \(\), and tx.init makes none"),
@@ -246,111 +176,10 @@ def test_an_error_of_the_optimizer_itself_is_left_as_it_is():
 # ---------------------------------------------------------------------------------------------------- losses and models
 
 
-@pytest.mark.parametrize("out, options, rule", [
-    (lambda loss: None, {}, "loss_fn returned None .*end with a return"),
-    (lambda loss: loss + 1j, {}, "a loss of dtype complex64; only a real float"),
-    (lambda loss: jnp.int32(loss), {}, "a loss of dtype int32; only a real float"),
-    (lambda loss: loss[None], {}, r"loss_fn returned float32\[1\].* where a scalar loss is expected"),
-    (lambda loss: loss, {"weighted": True}, r"must return \(sum, weight\), not an array float32\[\]"),
-    (lambda loss: loss, {"has_aux": True}, r"must return \(loss, aux\), not an array float32\[\]"),
-    (lambda loss: (loss, 1, 2), {"has_aux": True}, r"must return \(loss, aux\), not a tuple of 3"),
-    (lambda loss: (loss, {}), {}, "A pair .loss, aux. needs has_aux=True"),
-])  # fmt: skip
-def test_what_a_loss_function_returns(out, options, rule):
-    with pytest.raises(TypeError, match=rule):
-        trace(loss=lambda *args: out(mean_loss(*args)), **options)
-
-
-@pytest.mark.parametrize("loss_fn, rule", [
-    (None, "not None; pass"), (MESH, r"not a Mesh; pass \(loss_fn, mesh, batch_axes\)"),
-    (PLAIN, "not a Dense; write a function that calls apply_fn"), (nn.Dense, "not the class Dense"),
-], ids=str)  # fmt: skip
-def test_a_loss_function_that_is_none(loss_fn, rule):
-    with pytest.raises(TypeError, match=rf"make_train_step takes first a function loss_fn\(.*{rule}"):
-        make_train_step(loss_fn, MESH, AXES)
-
-
-class OfNnx(nnx.Module):
-    """A module of Flax's other kind."""
-
-
-def test_what_create_train_state_takes():
-    create = partial(create_train_state, batch_axes=AXES)
-    for model, rule in [(nn.Dense, r"the class Dense; pass an instance of it, Dense\(...\)"),
-                        (optax.sgd(1.0), r"a GradientTransformation\w*, which has no init and apply.*\(model, tx, me"),
-                        (OfNnx(), r"an OfNnx of flax.nnx, .*; pass nnx_model\(make\)")]:  # fmt: skip
-        with pytest.raises(TypeError, match=f"the model is {rule}"):
-            create(model, optax.sgd(1.0), MESH, KEY, BATCH["x"])
-        with pytest.raises(TypeError, match=f"the model is {rule}"):
-            init_sharded(model, MESH, KEY, BATCH["x"], batch_axes=AXES)
-    for rng in (0, None, {"params": 0}):
-        with pytest.raises(TypeError, match=r"where model.init takes a key: pass jax.random.key"):
-            create(PLAIN, optax.sgd(1.0), MESH, rng, BATCH["x"])
-
-
-@pytest.mark.parametrize("take", [partial(create_train_state, PLAIN, mesh=MESH, rng=KEY, batch_axes=AXES),
-                                  elementwise_only, skip_nonfinite], ids=["state", "guard", "skip"])  # fmt: skip
-@pytest.mark.parametrize("tx, rule", [
-    (None, "tx is None, .*optax.adamw"), (optax.adam, r"tx is the function adam, .*Call it: adam\(...\)"),
-    (1e-3, "tx is 0.001"), (PLAIN, "tx is a Dense"), (optax.constant_schedule(1.0), "tx is the function"),
-], ids=["none", "uncalled", "number", "model", "schedule"])  # fmt: skip
-def test_an_optimizer_that_is_none(take, tx, rule):
-    with pytest.raises(TypeError, match=rule):
-        take(tx=tx)
-
-
 # ---------------------------------------------------------------------------------------------------------- the wrapper
 
 
-@pytest.mark.parametrize("target, rule", [
-    (OfNnx, r"the class OfNnx of flax.nnx. Pass nnx_model\(.*\) to shard_modules"),
-    (OfNnx(), "an OfNnx of flax.nnx"),
-    (Foreign, "the class Foreign"), ({"kernel": 1}, "a dict of 'kernel'"), ("fsdp", "'fsdp'"),
-], ids=["nnx", "nnx instance", "class", "dict", "swapped"])  # fmt: skip
-def test_only_linen_modules_are_wrapped(target, rule):
-    with pytest.raises(TypeError, match=rf"takes a Linen module, its class or a function of one, not {rule}"):
-        shard_module_params(target, "fsdp")
-
-
-@pytest.mark.parametrize("options, error, rule", [
-    ({"gather_dtype": "bf16"}, TypeError, "gather_dtype='bf16' is no dtype; write gather_dtype='bfloat16' or jnp.bf"),
-    ({"grad_scatter_dtype": "fp16"}, TypeError, "grad_scatter_dtype='fp16' is no dtype; .*='float16'"),
-    ({"gather_dtype": nn.Dense}, TypeError, "gather_dtype=<class .* is no dtype"),
-    ({"gather_dtype": "fp8"}, TypeError, "gather_dtype='fp8' is no dtype; write gather_dtype='float8_e4m3fn'"),
-    ({"gather_dtype": jnp.int16}, ValueError, "gather_dtype=int16: parameters .* are floats.*'bfloat16', or 'int8', "),
-    ({"grad_scatter_dtype": "int8"}, ValueError, "grad_scatter_dtype=int8: int8 travels in blocks .* cannot add up"),
-    ({"grad_scatter_dtype": bool}, ValueError, "grad_scatter_dtype=bool: "),
-    ({"min_weight_size": -1}, ValueError, "min_weight_size=-1 is negative; 0 splits every leaf"),
-    ({"min_weight_size": float("nan")}, TypeError, "min_weight_size=nan is not a number of values; pass an int"),
-    ({"min_weight_size": 2.0**18}, TypeError, "min_weight_size=262144.0 is not"),
-    ({"min_weight_size": True}, TypeError, "min_weight_size=True is not"),
-    ({"reshard_after_forward": "no"}, TypeError, "reshard_after_forward='no' is not True or False"),
-], ids=str)  # fmt: skip
-def test_options_of_the_wrapper(options, error, rule):
-    with pytest.raises(error, match=rule):
-        shard_module_params(nn.Dense, "fsdp", **options)
-
-
-def test_the_dtype_of_copies():
-    with pytest.raises(TypeError, match="reduce_dtype='bf16' is no dtype; write reduce_dtype='bfloat16'"):
-        Replicas("dp", reduce_dtype="bf16")
-    with pytest.raises(ValueError, match="reduce_dtype=uint8: "):
-        Replicas("dp", reduce_dtype="uint8")
-
-
 # ----------------------------------------------------------------------------------------------- numbers and averages
-
-
-@pytest.mark.parametrize("bad", [-1.0, 0, float("nan"), np.float32(-1), jnp.float32(-1)], ids=str)
-def test_clipping_to_a_norm_that_is_none_would_turn_gradients_round(bad):
-    with pytest.raises(ValueError, match=r"max_norm=\S+; it must be more than 0. .*float\('inf'\)"):
-        clip_by_global_norm(bad)
-
-
-@pytest.mark.parametrize("bad", [None, "1", {"w": 1.0}, jnp.ones(2)], ids=str)
-def test_clipping_to_what_is_no_number(bad):
-    with pytest.raises(TypeError, match=r"clip_by_global_norm: max_norm is .* where one number is needed"):
-        clip_by_global_norm(bad)
 
 
 def test_a_norm_that_is_infinite_or_traced_clips():
@@ -426,22 +255,3 @@ def test_a_step_with_scalars_is_forecast_and_linted():
     found = forecast(step, *args)
     assert {c.kind for c in found.collectives} >= {"all-gather", "reduce-scatter"}
     assert not lint(found, plan_sharding(MODEL, MESH.shape, BATCH["x"]), num_minibatches=2)
-
-
-STEP = make_train_step(mean_loss, MESH, AXES)
-EVALUATION = make_eval_step(lambda params, apply_fn, batch: {"values": batch["x"]}, MESH, AXES, metric=WeightedMean())
-
-
-@pytest.mark.parametrize("call, says", [
-    (lambda state: STEP(state, BATCH), r"^step\(state, batch, rng\) was called without 'rng'. Pass a key"),
-    (lambda state: STEP.lower(state), r"^step\(state, batch, rng\) was called without 'batch'"),
-    (lambda state: STEP.eval_shape(state, BATCH), "was called without 'rng'"),
-    (lambda state: STEP(state, BATCH, KEY, key=KEY), "^step.* has no argument 'key'"),
-    (lambda state: STEP(state, BATCH, KEY, None, state), "^step.* was called with 5 arguments. .*others="),
-    (lambda state: STEP(state, BATCH, KEY, rng=KEY), "^step.* was given 'rng' twice"),
-    (lambda state: EVALUATION(state, BATCH), r"^step\(state, batch, local\) was called without 'local'.*metric.empty"),
-    (lambda state: EVALUATION(state, BATCH, KEY), "its local is an array key<fry>.*metric.empty"),
-])  # fmt: skip
-def test_a_call_with_other_arguments_names_those_of_the_step(call, says):
-    with pytest.raises(TypeError, match=says):
-        call(kept_state())

@@ -16,7 +16,7 @@ from flax.training import train_state
 from jax.sharding import PartitionSpec as P
 
 from tests.damage import same
-from tests.support import AXES, Block, assert_same_params, data, fsdp, mean_loss, mesh_of, on_mesh, plain
+from tests.support import AXES, Block, assert_same_params, data, fsdp, mesh_of, on_mesh, plain
 from xlstm_jax.distributed import (
     Checkpointer,
     ReplicaError,
@@ -322,27 +322,6 @@ def test_a_collection_that_is_left_out_stays():
     assert same(jax.tree.map(np.asarray, state.collections), held)
 
 
-@pytest.mark.parametrize("loss, error, message", [
-    (lambda *args: loss_fn(*args)[0], TypeError, r"must return \(what it returns .*, updated collections\), not"),
-    (_updated(lambda new: [new]), TypeError, r"whose second part is a dict .* names of \['batch_stats'\], not a list"),
-    (_updated(lambda new: new | {"losses": 0.0}), ValueError, r"'losses', which the state does not have.*Return these"),
-    (_updated(lambda new: {"batch_stats": {"BatchNorm_0": {"mean": new["batch_stats"]["BatchNorm_0"]["mean"]}}}),
-     ValueError, rf"did not return '{STATS}/var'.*It returns a collection whole, or leaves it out"),
-    (_updated(lambda new: jax.tree.map(jnp.bfloat16, new)), ValueError,
-     rf"made '{STATS}/mean' bfloat16\[16\], which was float32\[16\]"),
-    (mean_loss, TypeError, r"state has the collections \['batch_stats'\], and loss_fn takes 4 .*mutable=list"),
-], ids=["no pair", "no dict", "unknown", "part", "dtype", "four arguments"])  # fmt: skip
-def test_what_a_step_cannot_carry_on_is_refused(loss, error, message):
-    with pytest.raises(error, match=message):
-        traced(loss)
-
-
-def test_a_loss_that_takes_collections_is_refused_where_the_state_has_none():
-    plain_state = train_state.TrainState.create(apply_fn=None, params={"w": jnp.ones(8)}, tx=TX)
-    with pytest.raises(TypeError, match=r"takes collections as argument 5, and the state has none. Make it with"):
-        traced(loss_fn, state=plain_state, whole_ok=True)
-
-
 # --------------------------------------------------------------------------------------------------- what a state holds
 
 
@@ -452,11 +431,6 @@ def _while(x, w):
     """How often the second value is counted up depends on the first."""
     start = x.sum(), 0 * x.sum() + w.sum()
     return jax.lax.while_loop(lambda values: values[0] < 3, lambda values: (values[0] + x.sum(), values[1] + 1), start)
-
-
-def _cond(x, w):
-    positive = jax.lax.psum(x.sum(), "fsdp") > 0
-    return jax.lax.cond(positive, lambda: jax.lax.psum(x.sum(), "fsdp"), lambda: jax.lax.psum(2 * x.sum(), "fsdp"))
 
 
 @jax.custom_vjp

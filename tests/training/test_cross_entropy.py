@@ -177,26 +177,6 @@ def test_labels_of_one_byte():
     assert_array_equal(got.loss, chunked_cross_entropy(hidden, kernel, labels).loss)
 
 
-@pytest.mark.parametrize(
-    "change, error, message",
-    [
-        ({"hidden": jnp.zeros((8, 6, 5))}, ValueError, r"hidden of shape \(8, 6, 5\) does not fit .* must be 16"),
-        ({"kernel": jnp.zeros((37, 16))}, ValueError, r"kernel of shape \(37, 16\).* pass vocab_dim=0"),
-        ({"kernel": jnp.zeros((37,))}, ValueError, r"kernel of shape \(37,\) with vocab_dim=1: it must be \[d, V\]"),
-        ({"vocab_dim": 2}, ValueError, "vocab_dim=2: it must be"),
-        ({"labels": jnp.zeros((8, 5), int)}, ValueError, r"labels of shape \(8, 5\) .* \(8, 6\), is needed"),
-        ({"labels": jnp.zeros((8, 6))}, TypeError, "labels are float32, and must be integers"),
-        ({"chunk_size": 0}, ValueError, "chunk_size=0 is not a positive number"),
-        ({"chunk_size": 1.5}, ValueError, "chunk_size=1.5 is not"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_what_does_not_fit_is_refused(change, error, message):
-    arguments = dict(zip(("hidden", "kernel", "labels"), example(), strict=True)) | change
-    with pytest.raises(error, match=message):
-        chunked_cross_entropy(**arguments)
-
-
 # -------------------------------------------------------------------------------------------------------- in programs
 
 

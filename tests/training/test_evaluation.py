@@ -169,55 +169,6 @@ def test_collections_are_handed_in_where_there_are_some():
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 
-def test_the_other_number_of_arguments_is_refused_with_the_collections():
-    given = state_of(), next(batches()), METRIC.empty(AXES, MESH)
-    with pytest.raises(TypeError, match="eval_fn takes collections as argument 4, and the state has none"):
-        eval_step(lambda params, apply_fn, batch, collections: {}).trace(*given)
-    kept = given[0].replace(collections={"batch_stats": {"mean": jnp.zeros(8)}})
-    with pytest.raises(
-        TypeError, match=r"the state has the collections \['batch_stats'\], and eval_fn takes 3 arguments"
-    ):
-        eval_step(lambda params, apply_fn, batch: {}).trace(kept, *given[1:])
-
-
-def test_what_makes_no_evaluation_is_refused():
-    with pytest.raises(TypeError, match=r"make_eval_step takes first a function eval_fn.*a Model; write a function"):
-        eval_step(Model())
-    with pytest.raises(TypeError, match="metric=None is no PureMetric"):
-        eval_step(metric=None)
-
-
-OTHER = mesh_of(4, 2)
-WRONG = {
-    "state": (
-        lambda state, **_: {"state": state.params},
-        {},
-        TypeError,
-        r"is a dict of .*, which has no 'params'",
-    ),
-    "rows": (lambda **_: {"batch": SET}, {}, ValueError, r"\(21,\) .* 8 devices does not divide.*24 .*pad=True"),
-    "mesh": (
-        lambda **_: {"local": METRIC.empty(AXES, OTHER)},
-        {"mesh": OTHER},
-        ValueError,
-        r"'state/params/.*' lies on a mesh \{'dp': 2, 'fsdp': 4\}.*\{'dp': 4, 'fsdp': 2\}",
-    ),
-    "observed": (
-        lambda **_: {},
-        {"fn": lambda params, apply_fn, batch: batch["x"]},
-        TypeError,
-        r"eval_fn returned an array float32\[.*, and a dict of the arguments",
-    ),
-}
-
-
-@pytest.mark.parametrize("change, options, error, match", WRONG.values(), ids=WRONG)
-def test_what_cannot_be_evaluated_is_refused(change, options, error, match):
-    given = {"state": state_of(), "batch": next(batches()), "local": METRIC.empty(AXES, MESH)}
-    with pytest.raises(error, match=match):
-        eval_step(**options).trace(*(given | change(**given)).values())
-
-
 def test_a_state_of_a_metric_is_taken_over_and_the_state_of_the_training_is_not():
     step, local = eval_step(), METRIC.empty(AXES, MESH)
     after = step(state_of(), next(batches()), local)

@@ -17,7 +17,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from tests.model_parallel import test_pairs as pairs
+from tests.model_parallel import test_axes_together as together
 from tests.support import AXES, fsdp, mesh_of
 from xlstm_jax.distributed import (
     LMHead,
@@ -158,7 +158,7 @@ def of_tokens(params, apply_fn, batch, rng):
     ).sum()
 
 
-def of_pair(params, apply_fn, batch, rng):
+def of_layers(params, apply_fn, batch, rng):
     return of_tokens(params, apply_fn, dict(zip(("tokens", "labels"), batch, strict=True)), rng)
 
 
@@ -241,18 +241,23 @@ def test_a_step_is_traced_under_each_flag(name, flag):
         assert trace(CASES[name]).params
 
 
+SPLIT = {"tp": {"tp": 2}, "sp": {"tp": 2}, "ep": {"ep": 2}, "cp": {"cp": 2}}
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("flag", FLAGS)
-@pytest.mark.parametrize("axis", pairs.AXES)
+@pytest.mark.parametrize("axis", SPLIT)
 def test_layers_over_axes_of_their_own_are_traced_under_each_flag(axis, flag):
-    mesh, tokens = pairs.mesh_of(pairs.AXES[axis]), jax.ShapeDtypeStruct(pairs.TOKENS.shape, jnp.int32)
+    mesh, tokens = together.mesh_of(SPLIT[axis]), jax.ShapeDtypeStruct(together.TOKENS.shape, jnp.int32)
     wrap, key = partial(fsdp, min_weight_size=16), jax.eval_shape(lambda: jax.random.key(0))
-    model = pairs.Decoder(axis == "ep", axis == "sp", layers="scan and remat", wrap=wrap)
+    model = together.Decoder(axis == "ep", axis == "sp", stacked=True, wrap=wrap)
     with FLAGS[flag]():
         state = abstract_train_state(
-            model, optax.sgd(0.1), mesh, key, tokens, tokens, batch_axes=pairs.BATCH_AXES[:-1], whole_ok=True
+            model, optax.sgd(0.1), mesh, key, tokens, tokens, batch_axes=together.BATCH_AXES[:-1], whole_ok=True
         )
-        step = make_train_step(of_pair, mesh, batch_spec=pairs.BATCH_SPEC, weighted=True, whole_ok=True, **ACCUMULATED)
+        step = make_train_step(
+            of_layers, mesh, batch_spec=together.BATCH_SPEC, weighted=True, whole_ok=True, **ACCUMULATED
+        )
         assert jax.eval_shape(step, state, (tokens, tokens), key)[0].params
 
 

@@ -77,10 +77,3 @@ def test_an_optimizer_without_a_count_is_asked_at_the_step():
 def test_a_parameter_may_be_called_count():
     opt_state = optax.adam(DOWN).init({"count": jnp.ones(2)})
     assert_allclose(learning_rates(DOWN, opt_state, 7)["learning_rate"], DOWN(0), rtol=1e-6)
-
-
-def test_what_is_no_schedule_is_refused():
-    for wrong, what in [(1e-3, "0.001"), ("cosine", "'cosine'"), ({"a": 1.0}, "a dict of 'a'"), ({}, "an empty dict"),
-                        (True, "True"), (False, "False")]:  # fmt: skip
-        with pytest.raises(TypeError, match=f"learning_rate is {what}: pass the schedule.*inject_hyperparams"):
-            make_train_step(mean_loss, MESH, AXES, learning_rate=wrong)

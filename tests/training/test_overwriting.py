@@ -30,9 +30,9 @@ from xlstm_jax.distributed import (
     value_and_grad,
 )
 from xlstm_jax.distributed.checkpoint import Checkpointer
+from xlstm_jax.distributed.data_parallel.extensions import fp8_products
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
-from xlstm_jax.distributed.data_parallel.wire import gather_array
-from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN
+from xlstm_jax.distributed.data_parallel.wire.tracing import OVERWRITTEN
 from xlstm_jax.forecast import forecast
 
 X = jax.random.normal(jax.random.key(1), (16, 16)) * (1 + jnp.arange(16) % 5)[:, None]
@@ -233,7 +233,7 @@ def test_where_no_fp8_is_asked_for_no_product_is_looked_at():
 @pytest.mark.slow
 def test_two_products_and_what_is_gathered_once_travel_in_blocks(monkeypatch):
     jax.clear_caches()  # what other tests have traced
-    monkeypatch.setattr(gather_array, "quantised", lambda *_: pytest.fail("as its product rounds it"))
+    monkeypatch.setattr(fp8_products, "quantised", lambda *_: pytest.fail("as its product rounds it"))
     assert gathers(lowered(fsdp(gather_dtype=NARROW)(Own)(times=2))) == {"ui8"}
     once = {"num_minibatches": 2, "accumulation": "reduce_once"}
     assert gathers(lowered(Fp8(fsdp(gather_dtype=NARROW)), **once)) == {"ui8"}

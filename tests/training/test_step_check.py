@@ -253,11 +253,3 @@ def test_the_tolerance_is_that_of_rounding():
     assert compared(w=right["w"] * (1 + 1e-4)) == [False, True]  # a ratio
     assert compared(w=right["w"] + 1e-3 * np.array([2.0, -1.0, 0])) == [False, True]  # another direction
     assert compared(zero=np.full(3, 1e-3)) == [True, False]  # beside nothing
-
-
-def test_what_cannot_be_checked_is_refused(mesh, state):
-    with pytest.raises(ValueError, match=r"not of make_train_step. Pass loss_fn="):
-        check_step(lambda state, batch, rng: (state, {}), state, BATCH, KEY)
-    plain = state.replace(params=jax.device_put(unbox(state.params), jax.devices()[0]))
-    with pytest.raises(ValueError, match=r"is on no mesh .* Make the state with create_train_state"):
-        check_step(make_train_step(mean_loss, mesh, AXES), plain, BATCH, KEY)

@@ -36,7 +36,7 @@ from xlstm_jax.distributed.checkpoint.backend import Arrays, Json
 from xlstm_jax.distributed.checkpoint.checksums import checksum_each
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox, true_value, with_padding
 from xlstm_jax.distributed.data_parallel.trees import flatten_with_path, leaves_with_path, map_leaves_with_path
-from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
+from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
 from xlstm_jax.distributed.optimizers.inside import name_of
 from xlstm_jax.distributed.processes.together import interruptions_go_on
 from xlstm_jax.wording import listed

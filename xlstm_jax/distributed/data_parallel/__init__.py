@@ -22,6 +22,7 @@ The words of the library, each with one meaning:
 The method is ZeRO-3 (arXiv:1910.02054), known as FSDP (arXiv:2304.11277).
 """
 
+from xlstm_jax.distributed.data_parallel import extensions  # noqa: F401  # registers them
 from xlstm_jax.distributed.data_parallel.freezing import freeze_params
 from xlstm_jax.distributed.data_parallel.gather import gather_params, sync_gradients
 from xlstm_jax.distributed.data_parallel.modules.linen_module import shard_module_params

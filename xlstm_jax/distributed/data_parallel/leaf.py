@@ -33,16 +33,12 @@ from xlstm_jax.distributed.data_parallel.logical_names import is_logical, layer_
 from xlstm_jax.distributed.data_parallel.quick_box import QuickBox
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.wire.communication import (
-    DEFAULT_COMMUNICATION,
-    Communication,
-    value_dtype,
-)
+from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication
+from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.data_parallel.wire.gather_array import gather_dims, gathered_by_hand
-from xlstm_jax.distributed.data_parallel.wire.lookup import by_rows, look_up
-from xlstm_jax.distributed.data_parallel.wire.pieces import Pieces
-from xlstm_jax.distributed.data_parallel.wire.tracing import inside_branch, running_loss
-from xlstm_jax.program_names import GATHER_SCOPE, LOOKUP_SCOPE
+from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
+from xlstm_jax.distributed.data_parallel.wire.wires import Wire
+from xlstm_jax.program_names import GATHER_SCOPE
 
 # --------------------------------------------------------------------------------------------------------- one leaf
 
@@ -118,9 +114,9 @@ class Sharded(QuickBox):
     @property
     def true_shape(self) -> tuple[int, ...]:
         """The global shape that the plain model's leaf has; of a leaf of global shape, padded or not."""
-        return self._shape_of_parts([1] * np.ndim(self.value))
+        return self.shape_of_parts([1] * np.ndim(self.value))
 
-    def _shape_of_parts(self, counts: list[int]) -> tuple[int, ...]:
+    def shape_of_parts(self, counts: list[int]) -> tuple[int, ...]:
         """The shape of the values without padding, of ``counts`` such parts along each dim."""
         dims = zip(np.shape(self.value), counts, self.unpadded_sizes, strict=True)
         return tuple(size * count if true is None else true for size, count, true in dims)
@@ -179,7 +175,7 @@ class Sharded(QuickBox):
     def shape(self) -> tuple[int, ...]:
         read, leaf = self._axes_to_read(), leaf_of(self)
         counts = [collectives.axis_size([a for a in entry_axes(entry) if a in read]) for entry in leaf.names]
-        return leaf._shape_of_parts(counts)
+        return leaf.shape_of_parts(counts)
 
     def __jax_array__(self) -> jax.Array:
         return self.unbox()
@@ -396,19 +392,18 @@ def with_padding(leaf: Any, value: Any) -> Any:
 
 def read_value(leaf: Any) -> Any:
     """``true_value``, without gradient where the leaf is frozen: what a module computes with."""
-    return _as_read(leaf, true_value(leaf))
+    return as_read(leaf, true_value(leaf))
 
 
-def _as_read(leaf: Any, value: Any) -> Any:
+def as_read(leaf: Any, value: Any) -> Any:
+    """Returns ``value`` as that of the leaf: without gradient where the leaf is frozen."""
     return value if leaf_of(leaf).trainable else jax.lax.stop_gradient(value)
 
 
-def gather_leaf(
-    leaf: Any, axes: tuple[str, ...], how: Communication, path: str = "", scale: jax.Array | None = None
-) -> Any:
-    """The value gathered over ``axes``, without padding; in a box where other axes still split it.
+def gather_leaf(leaf: Any, axes: tuple[str, ...], how: Communication, path: str = "", wire: Wire | None = None) -> Any:
+    """Returns the value gathered over ``axes``, without padding; in a box where other axes still split it.
 
-    What ``how`` leaves open, the box of the leaf says. ``scale`` is that of the fp8 product that alone reads the value.
+    What ``how`` leaves open, the box of the leaf says. A ``wire`` replaces the wire of these options.
     """
     box = leaf_of(leaf)
     how = how.or_else(box.communication)
@@ -417,11 +412,11 @@ def gather_leaf(
         how.dtypes(box.value, path)  # refused here, with the leaf's name
 
     def gather() -> Any:
-        value, names = gather_dims(shard_to_gather(leaf, axes, path), box.names, axes, how, path, scale)
+        value, names = gather_dims(shard_to_gather(leaf, axes, path), box.names, axes, how, path, wire)
         return as_gathered(leaf, value, names, axes, how)
 
     # The box but for its shard says how the shard is gathered, and what becomes of it then.
-    key = box.replace(value=None), axes, how, scale is None
+    key = box.replace(value=None), axes, how, type(wire)
     return running_loss().gathered_once(box.value, key, gather, path)
 
 
@@ -429,85 +424,7 @@ def shard_to_gather(leaf: Any, axes: tuple[str, ...], path: str) -> Any:
     """The shard that a gather over ``axes`` sends; ``gathered_by_hand`` corrects its gradient for ``model_axes``."""
     box = leaf_of(leaf)
     own = box.model_axes if is_ours(leaf) else running_loss().model_axes.intersection(box.axes)
-    return gathered_by_hand(_as_read(leaf, box.value), tuple(axis for axis in axes if axis in own), path)
-
-
-def gives_rows(box: Sharded) -> bool:
-    """Whether a lookup may ask for rows of a table."""
-    return box.looked_up and _gives_parts(box)
-
-
-def gives_pieces(box: Sharded, along: int) -> bool:
-    """Whether a matrix may be gathered by pieces: parts of its dim ``along``."""
-    # Padding of the other dim would have to be cut off each piece.
-    return _gives_parts(box) and (not box.is_padded or bool(box.names[along]))
-
-
-def _gives_parts(box: Sharded) -> bool:
-    """Whether parts of a matrix may be sent instead of all: one dim is split, and values travel as floats."""
-    in_blocks = box.communication.format_of(box.value) is not None
-    is_float = not in_blocks and jnp.issubdtype(value_dtype(box.value), jnp.inexact)
-    is_own = not box.model_axes and not box.read_as_stored
-    return is_float and is_own and len(box.names) == 2 and sum(map(bool, box.names)) == 1
-
-
-def _split_here(box: Sharded, *operands: jax.Array) -> tuple[int, tuple[str, ...]] | None:
-    """The dim of a matrix that is split here, and over which axes; None where only a gather of all of it is exact.
-
-    In a branch of ``lax.cond`` gathers are refused where they are made. Under ``vmap`` nothing here tells how many
-    examples there are.
-    """
-    if not isinstance(box.value, Tracer) or not all(map(collectives.is_bound, box.axes)):
-        return None
-    over = collectives.spread_axes(box.axes)
-    if not over or any(map(collectives.is_batched, operands)) or inside_branch():
-        return None
-    return next(dim for dim, entry in enumerate(box.names) if entry), over
-
-
-def pieces_of(box: Sharded, along: int, *operands: jax.Array, path: str = "") -> tuple[jax.Array, Pieces] | None:
-    """The shard of a matrix, and how pieces of it are gathered: parts of its dim ``along``; None where it goes whole.
-
-    ``operands`` are the arrays that it is read with.
-    """
-    how = box.communication
-    split = _split_here(box, box.value, *operands) if gives_pieces(box, along) else None
-    if split is None:
-        return None
-    named = f"'{path}'" if path else "a parameter"
-    collectives.check_bound(how.copied_axes, caller=f"pieces of {named}, replicas of it")
-    how.dtypes(box.value, path or None)  # refused here, not in the backward pass
-    (dim, over), held = split, box.value.shape[along]
-    return _as_read(box, box.value), Pieces(along, box.shape, held, dim, over, how, box.trainable, path)
-
-
-def look_up_rows(box: Sharded, indices: Any, path: str = "") -> jax.Array | None:
-    """The rows of a table at ``indices``; None where to gather the table sends less, or is the only exact way."""
-    are_indices = isinstance(indices, jax.Array) and jnp.issubdtype(indices.dtype, jnp.integer) and indices.size
-    split = _split_here(box, indices) if are_indices and gives_rows(box) else None
-    if split is None:
-        return None
-    (dim, over), how = split, box.communication
-    collectives.check_bound(how.copied_axes, caller=f"the lookup of rows of '{path}', replicas of it")
-    sent, summed = (jnp.dtype(dtype).itemsize for dtype in how.dtypes(box.value, path))
-    summed *= box.trainable
-    counts = [collectives.axis_size(entry_axes(entry)) for entry in box.names]
-    lookup = by_rows(
-        box._shape_of_parts(counts),
-        tuple(size * count for size, count in zip(box.value.shape, counts, strict=True)),
-        dim,
-        [(axis, collectives.axis_size((axis,))) for axis in over],
-        how,
-        path,
-        tokens=indices.size,
-        index_bytes=indices.dtype.itemsize,
-        table_bytes=sent + summed,
-        row_bytes=sent + min(sent, summed),
-    )
-    if lookup is None:
-        return None
-    with jax.named_scope(LOOKUP_SCOPE):
-        return look_up(_as_read(box, box.value), indices, lookup)
+    return gathered_by_hand(as_read(leaf, box.value), tuple(axis for axis in axes if axis in own), path)
 
 
 def as_gathered(leaf: Any, value: Any, names: tuple[AxisEntry, ...], axes: tuple[str, ...], how: Communication) -> Any:

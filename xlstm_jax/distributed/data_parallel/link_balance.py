@@ -22,10 +22,11 @@ from typing import Any
 import numpy as np
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.leaf import gives_rows, is_ours, leaf_of
+from xlstm_jax.distributed.data_parallel.extension import avoids_gather
+from xlstm_jax.distributed.data_parallel.leaf import is_ours, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.wire.quantized import sent_itemsize
+from xlstm_jax.distributed.data_parallel.wire.formats import sent_itemsize
 
 Order = tuple[str, ...]
 
@@ -135,7 +136,7 @@ def _travelling_bytes(leaf: Any) -> float:
     """Bytes of a whole leaf in one gather and, unless it is frozen, in the reduce-scatter of its gradient."""
     box = leaf_of(leaf)
     shape = np.shape(box.value)
-    if gives_rows(box):
+    if avoids_gather(box):
         return 0.0
     gathered, summed = box.communication.dtypes(box.value)
     sent = sent_itemsize(box.communication.format_of(box.value) or np.dtype(gathered).name)

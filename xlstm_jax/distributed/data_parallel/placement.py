@@ -14,7 +14,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes, size_if_bound
-from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
+from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 
 
 def spread_spec(names: Iterable[AxisEntry], mesh: Mesh | AbstractMesh) -> PartitionSpec:

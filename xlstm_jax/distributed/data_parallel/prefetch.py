@@ -33,12 +33,11 @@ from xlstm_jax.distributed.data_parallel.wire.gather_array import (
     Primal,
     check_one_gradient_of_one_batch,
     gradient_of_shard,
-    packing_of,
     shard_as_sent,
     terms_to_scatter,
 )
-from xlstm_jax.distributed.data_parallel.wire.quantized import Packing
 from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss, running_loss
+from xlstm_jax.distributed.data_parallel.wire.wires import Wire
 from xlstm_jax.program_names import GATHER_SCOPE
 
 Layer = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -129,10 +128,10 @@ class _Leaf(NamedTuple):
     stacked: Primal
 
     @property
-    def packing(self) -> Packing | None:
-        """How the shard of a layer is packed."""
-        shard, route = replace(self.stacked, shape=self.stacked.shape[1:]), self.route
-        return packing_of(shard, route.dim, route.axes, route.how) if route else None
+    def wire(self) -> Wire:
+        """How the shard of a layer travels; of a leaf with a route."""
+        shard = replace(self.stacked, shape=self.stacked.shape[1:])
+        return self.route.how.wire(shard, self.route.dim, self.route.axes)
 
 
 @dataclass(frozen=True)
@@ -178,11 +177,11 @@ class _Scan:
     def shards(self, values: Arrays, index: Scalar) -> Arrays:
         """What a layer's split leaves send."""
         sent = self._of_split(lambda leaf, value: shard_as_sent(_at(value, index), leaf.route.how), values)
-        return self._of_split(lambda leaf, shard: leaf.packing.pack(shard) if leaf.packing else shard, sent)
+        return self._of_split(lambda leaf, shard: leaf.wire.send(shard), sent)
 
     def arrived(self, ahead: list[Arrays | None]) -> Arrays:
-        """The whole leaves of the layer that comes next; until here they stay packed."""
-        return self._of_split(lambda leaf, x: leaf.packing.unpack(x) if leaf.packing else x, ahead[-1] or [])
+        """Returns the gathered leaves of the layer that comes next; until here they stay as they were sent."""
+        return self._of_split(lambda leaf, arrived: leaf.wire.receive(arrived), ahead[-1] or [])
 
     def whole(self, values: Arrays, index: Scalar) -> Arrays:
         """A layer's leaves that are not split."""
@@ -202,7 +201,7 @@ class _Scan:
             # A leaf of fewer stages sets out later, so that it is whole no sooner.
             own_stage = stage - self.depth + len(leaf.route.stages)
             axes = leaf.route.stages[own_stage : own_stage + 1] if own_stage >= 0 else ()
-            return collectives.all_gather(value, 0 if leaf.packing else leaf.route.dim, axes)
+            return collectives.all_gather(value, leaf.wire.along(leaf.route.dim), axes)
 
         with jax.named_scope(GATHER_SCOPE):
             stages = enumerate([shards, *ahead[:-1]])

@@ -1,7 +1,8 @@
 """``shard_params``: every device keeps its shard of each leaf that is large enough, in a box with its names."""
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -23,8 +24,7 @@ from xlstm_jax.distributed.data_parallel.policy import (
 )
 from xlstm_jax.distributed.data_parallel.reasons import PrngKeys
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key, value_dtype
-from xlstm_jax.distributed.data_parallel.wire.quantized import OF_PRODUCT
+from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key, value_dtype
 
 
 def shard_params(
@@ -115,11 +115,14 @@ def _padded(value: Any, dim: int, multiple: int) -> tuple[Any, int | None]:
 
 
 def plan_params(
-    params: PyTree, axis_sizes: dict[str, int], policy: ShardPolicy, of_products: Collection[str] = ()
+    params: PyTree,
+    axis_sizes: dict[str, int],
+    policy: ShardPolicy,
+    wires: Mapping[str, str] = MappingProxyType({}),
 ) -> PyTree:
     """The decisions that ``shard_params`` would take: every leaf, global or abstract, split or not, as a ``Planned``.
 
-    ``of_products`` are the paths of kernels that travel as their fp8 products will quantise them.
+    ``wires`` are the names of the wires of leaves that do not travel as ``policy`` says, by path.
 
     Raises:
       ValueError: a dtype does not fit a leaf that would be gathered; names the leaf.
@@ -131,7 +134,7 @@ def plan_params(
         if choice.dim is not None:
             gathered, summed = map(str, map(jnp.dtype, policy.communication.dtypes(value, path)))
             gathered = policy.communication.format_of(value) or gathered
-            gathered = OF_PRODUCT if path in of_products else gathered
+            gathered = wires.get(path, gathered)
         # The names after the split: of several wrappers the next one finds the dim taken.
         names = leaf_of(boxed).names
         return Planned.of(leaf, boxed, Decision(tuple(axis_sizes), choice, np.shape(value), names, gathered, summed))

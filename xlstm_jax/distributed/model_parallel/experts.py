@@ -32,7 +32,7 @@ from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, split_by_m
 from xlstm_jax.distributed.data_parallel.modules.shard_modules import apart_from_model
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, axes_entry
-from xlstm_jax.distributed.data_parallel.wire.communication import common_dtype, promoting
+from xlstm_jax.distributed.data_parallel.wire.dtypes import common_dtype, promoting
 from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
 from xlstm_jax.distributed.data_parallel.wire.transposes import (
     Exchange,

@@ -16,7 +16,7 @@ import optax
 from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype, wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype, wide_dtype
 from xlstm_jax.distributed.optimizers.inside import check_transform
 from xlstm_jax.distributed.optimizers.lookahead import as_inner
 from xlstm_jax.distributed.optimizers.state import as_parameters, states_of

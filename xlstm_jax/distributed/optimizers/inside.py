@@ -6,7 +6,6 @@ Optax keeps no such list, so this reads the closures of its functions. Errors, w
 no computed value depends on it.
 """
 
-import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ import optax
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.foreign import closure
 from xlstm_jax.wording import kind_of
 
 
@@ -46,7 +46,7 @@ class Part(NamedTuple):
 def links(tx: optax.GradientTransformation) -> list[optax.GradientTransformation]:
     """The transforms of an ``optax.chain``, nested chains flattened; any other transform alone."""
     # Of optax's transforms only `chain` closes over variables of these names.
-    inits, updates = _closure(tx.init).get("init_fns"), _closure(tx.update).get("update_fns")
+    inits, updates = closure(tx.init).get("init_fns"), closure(tx.update).get("update_fns")
     if not (inits and updates):
         return [tx]
     return [link for pair in zip(inits, updates, strict=True) for link in links(optax.GradientTransformation(*pair))]
@@ -191,9 +191,4 @@ def _is_transform(value: Any) -> bool:
 
 def _held(tx: optax.GradientTransformation) -> dict[str, Any]:
     owner = getattr(tx.update, "__self__", None)  # of a method: MultiSteps
-    return dict(vars(owner)) if hasattr(owner, "__dict__") else _closure(tx.update)
-
-
-def _closure(fn: Callable[..., Any]) -> dict[str, Any]:
-    """The closure variables of a function by name; no computed value depends on them."""
-    return dict(inspect.getclosurevars(fn).nonlocals) if inspect.isfunction(fn) else {}
+    return dict(vars(owner)) if hasattr(owner, "__dict__") else closure(tx.update)

@@ -15,7 +15,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.dtypes import wide_dtype
 from xlstm_jax.wording import kind_of
 
 AxesOfEach = tuple[tuple[str, ...], ...]

@@ -21,7 +21,7 @@ from xlstm_jax.distributed.data_parallel import placement, trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox, true_value, with_padding
 from xlstm_jax.distributed.data_parallel.policy import choose_shard_dim
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
+from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.optimizers.matrices.layout import ParameterLayout, is_owned, laid_out
 
 State = TypeVar("State", bound=tuple[Any, ...])

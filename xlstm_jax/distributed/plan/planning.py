@@ -14,11 +14,12 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.accelerators import absent_device
 from xlstm_jax.common_types import AxisNames, Model, PyTree
+from xlstm_jax.distributed.data_parallel.extensions.pieces import Piece, gives_pieces, noting_pieces
+from xlstm_jax.distributed.data_parallel.extensions.rows import gives_rows
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, gives_pieces, gives_rows, leaf_of
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of
 from xlstm_jax.distributed.data_parallel.link_balance import balanced_over_model
 from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
-from xlstm_jax.distributed.data_parallel.modules.linen_module import Piece, noting_pieces
 from xlstm_jax.distributed.data_parallel.placement import check_divides, partition_specs
 from xlstm_jax.distributed.data_parallel.planned import Decision, Planned, planning_mesh
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, ShardPolicy, padded_size
@@ -33,8 +34,8 @@ from xlstm_jax.distributed.data_parallel.reasons import (
 from xlstm_jax.distributed.data_parallel.shard import plan_params, with_unit
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, with_mesh_names
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, entry_axes
-from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
-from xlstm_jax.distributed.data_parallel.wire.quantized import sent_bytes
+from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
+from xlstm_jax.distributed.data_parallel.wire.formats import sent_bytes
 from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
 from xlstm_jax.distributed.optimizers.matrices.layout import ParameterLayout
 from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload, on_host

@@ -119,6 +119,9 @@ def _let_others_leave() -> None:
 def _at_the_end(listener: threading.Thread) -> None:
     """Leaves if an exception ends the program; else ends the listening thread."""
     if not _has_peers():
+        # The program has called jax.distributed.shutdown(), which ends the wait of the thread with an error. Python
+        # must not be torn down before the thread has seen the error: the process would end with SIGABRT.
+        listener.join(POST_TIMEOUT_S)
         return
     error = getattr(sys, "last_value", None)  # set where Python prints what nobody caught
     if error is not None:

@@ -24,7 +24,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checkpoint.checksums import checksum
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.trees import check_alive, leaves_with_path
-from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
+from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
 from xlstm_jax.distributed.processes.devices import Device
 from xlstm_jax.distributed.processes.together import allgather_text
 

@@ -27,9 +27,10 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.gather import gather_params
 from xlstm_jax.distributed.data_parallel.leaf import frozen, leaf_of, rebox, split_by_model, with_communication
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.communication import dtype_name, wide_dtype
-from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN
+from xlstm_jax.distributed.data_parallel.wire.communication import dtype_name
+from xlstm_jax.distributed.data_parallel.wire.dtypes import wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.gather_array import reduce_over_replicas
+from xlstm_jax.distributed.data_parallel.wire.tracing import OVERWRITTEN
 from xlstm_jax.distributed.training.arguments import check_batch
 from xlstm_jax.distributed.training.collections import overwriting_result, readable, updated_collections
 from xlstm_jax.distributed.training.gradients import averaged, local_result, varying_leaves

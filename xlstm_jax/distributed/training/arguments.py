@@ -23,7 +23,7 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import frozen, is_box, leaf_of, split_by_model
 from xlstm_jax.distributed.data_parallel.modules import is_nnx
 from xlstm_jax.distributed.data_parallel.trees import named_leaf
-from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key
+from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout
 from xlstm_jax.distributed.device_mesh.batch_leaves import why_no_array
 from xlstm_jax.distributed.device_mesh.batches import any_padded, padded_rows_of

@@ -25,8 +25,8 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import is_box, is_ours, leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
-from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN
+from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
+from xlstm_jax.distributed.data_parallel.wire.tracing import OVERWRITTEN
 from xlstm_jax.distributed.training.gradients import LocalResult, local_result
 from xlstm_jax.distributed.training.loss import Loss
 from xlstm_jax.distributed.training.varying import Axes, differing_args, differing_axes, marked

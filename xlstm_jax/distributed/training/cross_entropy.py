@@ -30,10 +30,10 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, pieces_of
-from xlstm_jax.distributed.data_parallel.modules import ReadsShards
+from xlstm_jax.distributed.data_parallel.extensions.pieces import ReadsShards, pieces_of
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.communication import common_dtype, promoting
+from xlstm_jax.distributed.data_parallel.wire.dtypes import common_dtype, promoting
 from xlstm_jax.distributed.data_parallel.wire.gather_array import (
     Primal,
     check_one_gradient_of_one_batch,

@@ -30,7 +30,7 @@ from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
 from xlstm_jax.distributed.data_parallel.remat import split_arrays
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.wire.communication import wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.dtypes import wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
 from xlstm_jax.distributed.training.loss import LocalLossFn, Loss, LossFunction, P
 from xlstm_jax.distributed.training.varying import check_branches

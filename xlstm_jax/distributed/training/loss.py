@@ -27,7 +27,7 @@ from flax import struct
 from xlstm_jax.common_types import PyTree, Scalar
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.communication import common_dtype
+from xlstm_jax.distributed.data_parallel.wire.dtypes import common_dtype
 from xlstm_jax.distributed.metrics.cells import Cell
 from xlstm_jax.distributed.metrics.pure_metric import all_reduce_cells
 from xlstm_jax.wording import kind_of

@@ -28,7 +28,7 @@ from xlstm_jax.distributed.data_parallel.modules import Stacks
 from xlstm_jax.distributed.data_parallel.modules.holders import noting_holders
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.data_parallel.reasons import Indivisible, Reason, TooSmall, Unwrapped
-from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
+from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.device_mesh.batches import padded_rows_of
 from xlstm_jax.distributed.optimizers import inside
 from xlstm_jax.distributed.optimizers.extra_args import check_callable

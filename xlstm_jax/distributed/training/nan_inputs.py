@@ -17,7 +17,7 @@ from jax.core import Tracer
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, named_leaf
-from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
+from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.wording import joined
 
 NAMED = 3  # leaves

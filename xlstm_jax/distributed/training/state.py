@@ -27,7 +27,7 @@ from xlstm_jax.distributed.data_parallel.link_balance import balanced_over_model
 from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
 from xlstm_jax.distributed.data_parallel.modules import noting_stacks
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype
+from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.device_mesh.batch_layout import num_shards
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
 from xlstm_jax.distributed.optimizers.extra_args import GRAD, GRAD_FN, VALUE, VALUE_FN, taking_extra_args

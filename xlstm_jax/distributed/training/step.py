@@ -12,7 +12,7 @@ from xlstm_jax.accelerators import resolved_on
 from xlstm_jax.common_types import AxisNames, Metrics, PyTree
 from xlstm_jax.distributed.data_parallel import placement
 from xlstm_jax.distributed.data_parallel.modules import Stacks, noting_stacks
-from xlstm_jax.distributed.data_parallel.wire.communication import common_dtype
+from xlstm_jax.distributed.data_parallel.wire.dtypes import common_dtype
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_layout
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric

@@ -9,28 +9,32 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
-import jax
 import numpy as np
 from flax import linen as nn
 from flax.core import lift
-from flax.core.scope import in_filter
 from flax.errors import ScopeParamShapeError
-from flax.linen.dtypes import promote_dtype
 from flax.linen.transforms import lift_transform
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_ours, leaf_of, look_up_rows
+from xlstm_jax.distributed.data_parallel.extension import (
+    EXTENSIONS,
+    Extension,
+    computed_from_shards,
+    computes,
+    initialising,
+    passing_collections,
+    with_hook,
+)
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.modules import unit
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, ModuleSystem, gather_here, running, shard_here
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN, ShardPolicy
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
-from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
-from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN, check_operand
-from xlstm_jax.distributed.data_parallel.wire.tracing import running_functions
+from xlstm_jax.foreign import scans_over_params
 from xlstm_jax.private_names import linen_callers, linen_interceptors
 from xlstm_jax.program_names import INTER_HOST_AXES
 from xlstm_jax.wording import kind_of
@@ -146,7 +150,7 @@ class MapOfLeaves(functools.partial[PyTree]):
 def lifted(target: Any, methods: list[str] | None, policy: ShardPolicy) -> Any:
     """A class with these methods lifted, or a function of a module (``methods=None``)."""
     gather, shard = MapOfLeaves(_gathered, policy), functools.partial(shard_here, policy)
-    new = nn.map_variables(target, ["params", OVERWRITTEN], gather, shard, mutable=True, methods=methods)
+    new = nn.map_variables(target, ["params", *passing_collections()], gather, shard, mutable=True, methods=methods)
     if methods is not None:
         # Linen makes an __init__ for each class, without what a decorator has put around that of the target.
         new.__init__ = target.__init__
@@ -157,22 +161,9 @@ def lifted(target: Any, methods: list[str] | None, policy: ShardPolicy) -> Any:
 def _gathered(policy: ShardPolicy, variables: PyTree) -> PyTree:
     """What a module sees of its variables; errors name their leaves by their paths in the model."""
     units = watching(RunningUnit)
-    return gather_here(policy, variables, units[0].path, units[0].kernels) if units else gather_here(policy, variables)
-
-
-def inside_map_variables() -> bool:
-    """Whether this code runs within an ``nn.map_variables`` of the model itself that maps parameters.
-
-    ``nn.WeightNorm`` and ``nn.SpectralNorm`` are made of it. The library's own take shards. That of Flax's
-    ``scan_with_axes`` maps names of dims alone.
-    """
-    for frame in running_functions():
-        maps = frame.f_code.co_filename == lift.__file__ and "map_in_fn" in frame.f_code.co_freevars
-        if not maps or isinstance(frame.f_locals["map_in_fn"], MapOfLeaves):
-            continue
-        if in_filter(frame.f_locals["mapped_collections"], "params"):
-            return True
-    return False
+    return (
+        gather_here(policy, variables, units[0].path, units[0].extensions) if units else gather_here(policy, variables)
+    )
 
 
 def _lifted_function(target: Method, policy: ShardPolicy) -> Method:
@@ -222,7 +213,7 @@ def _only_when_bound(plain: Method, gathering: Method, policy: ShardPolicy) -> M
             return plain(self, *args, **kwargs)
         if running(policy.axes) != "plain":
             check_not_inside_reader(self)
-        with noting_lookups(self, plain.__name__):
+        with initialising(self, plain.__name__):
             return enter(self, plain.__name__, gathering, policy, args, kwargs, _returned)
 
     return method
@@ -231,18 +222,20 @@ def _only_when_bound(plain: Method, gathering: Method, policy: ShardPolicy) -> M
 def enter(
     module: nn.Module, name: str, gathering: Method, policy: ShardPolicy, args: Any, kwargs: Any, returned: Method
 ) -> Any:
-    """Runs the method of this name, lifted as ``gathering``, or what computes the same from shards, if there is such.
+    """Runs the method of this name, lifted as ``gathering``, or what an extension computes in its place from shards.
 
-    An ``nn.Embed`` looks up rows, where that sends less. The result is then what ``returned`` makes of it, given the
-    module and the name, too.
+    The result of an extension is then what ``returned`` makes of it, given the module and the name, too.
     """
 
     def from_shards(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        found = _from_shards(module, name, policy, args, kwargs)
-        return gathering(module, *args, **kwargs) if found is None else returned(module, name, found)
+        if not module.is_initializing() and running(policy.axes) == "manual":
+            found = computed_from_shards(module, name, policy, args, kwargs)
+            if found is not None:
+                return returned(module, name, found)
+        return gathering(module, *args, **kwargs)
 
-    run = from_shards if isinstance(module, nn.Embed | ReadsShards) else gathering
     with inside_unit(module, policy.axes):
+        run = from_shards if computes(module, name) else gathering
         return unit.entered(LINEN, module.name or type(module).__name__, run, module, args, kwargs)
 
 
@@ -287,22 +280,22 @@ def seeing_calls(seen: Callable[[Any], None]) -> AbstractContextManager[None]:
 
 @dataclasses.dataclass(frozen=True)
 class RunningUnit:
-    """A unit while one of its methods runs, or while it is initialised. Errors name its leaves below its path.
-
-    ``kernels`` are those that were gathered as their fp8 products quantise them, by the paths of these products.
-    """
+    """A unit while one of its methods runs, or while it is initialised. Errors name its leaves below its path."""
 
     path: tuple[str, ...]
-    kernels: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False)
+    extensions: list[Extension] = dataclasses.field(
+        default_factory=lambda: [cls() for cls in EXTENSIONS], compare=False
+    )
+
+    @functools.cached_property
+    def _seeing_calls(self) -> list[Extension]:
+        return [extension for extension in self.extensions if type(extension) in with_hook("called")]
 
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        """For ``nn.intercept_methods``: the carries of an RNN within the unit vary from the beginning.
-
-        And each fp8 product gets the kernel that was rounded for it.
-        """
-        if self.kernels and context.method_name == "__call__":
-            check_operand(self.kernels, context.module, args, kwargs)
-        return method(*args, **with_varying_carry(context.module, context.method_name, args, kwargs))
+        """For ``nn.intercept_methods``: extensions see each method of the unit, and of modules within."""
+        for extension in self._seeing_calls:
+            kwargs = extension.called(context.module, context.method_name, args, kwargs)
+        return method(*args, **kwargs)
 
 
 @contextmanager
@@ -322,77 +315,6 @@ def inside_unit(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
         raise
 
 
-# ------------------------------------------------------------------------------- what is computed without a gather
-
-TABLE = "embedding"  # the name of the parameter of an ``nn.Embed``
-Piece = tuple[int, int]  # the dim of a parameter that a piece is part of, and how many of its entries a piece has
-
-
-class ReadsShards:
-    """The base of modules that can compute from shards of their own parameters: ``LMHead``, by pieces of its kernel.
-
-    ``read_by`` has the methods for which ``from_shards`` may stand, each with the methods that it is made of: where a
-    subclass has changed one of these, parameters are gathered for the method, as for any other.
-    """
-
-    read_by: ClassVar[dict[str, tuple[str, ...]]] = {}
-
-    @nn.nowrap
-    def pieces(self) -> dict[str, Piece]:
-        """The parameters that it reads by pieces, by name."""
-        return {}
-
-    def from_shards(self, method: str, shards: dict[str, Sharded], *args: Any, **kwargs: Any) -> Any:
-        """What a method returns for its arguments, from shards by name; None where they are to be gathered for it."""
-        raise NotImplementedError
-
-
-class Lookup(ReadsShards):
-    """For an ``nn.Embed``, which is ``self`` here: it asks for rows of its table, where that sends less."""
-
-    read_by: ClassVar[dict[str, tuple[str, ...]]] = {"__call__": ()}
-
-    def from_shards(self: Any, method: str, shards: dict[str, Sharded], *args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) != 1 or TABLE not in shards or not _promotes_as_flax(self):
-            return None
-        rows = look_up_rows(shards[TABLE], args[0], "/".join((*self.path, TABLE)))
-        return rows if rows is None else promote_dtype(rows, dtype=self.dtype, inexact=False)[0]
-
-
-def _from_shards(module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
-    """What a module returns that can compute from shards; None where it is to gather them."""
-    if module.is_initializing() or running(policy.axes) != "manual" or not reads_shards(module, method):
-        return None
-    own = module.variables.get("params", {})
-    read = {name: unit.shard_to_read(policy, leaf) for name, leaf in own.items() if isinstance(leaf, Sharded)}
-    shards = {name: shard for name, shard in read.items() if shard is not None}
-    reader: Any = Lookup if isinstance(module, nn.Embed) else type(module)
-    return reader.from_shards(module, method, shards, *args, **kwargs)
-
-
-def reads_shards(module: Any, method: str) -> bool:
-    """Whether ``from_shards`` may stand for a method: nobody has changed what it computes."""
-    is_embed = isinstance(module, nn.Embed)
-    cls: Any = nn.Embed if is_embed else next(cls for cls in type(module).__mro__ if "from_shards" in vars(cls))
-    made_of = (Lookup if is_embed else cls).read_by.get(method)
-    return made_of is not None and all(_is_own(module, name, cls) for name in (method, *made_of))
-
-
-@contextmanager
-def noting_pieces() -> Iterator[dict[str, Piece]]:
-    """While a model is initialised, notes by their paths the parameters that modules read by pieces, and how."""
-    found: dict[str, Piece] = {}
-
-    def note(method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        module = context.module
-        if isinstance(module, ReadsShards) and any(reads_shards(module, name) for name in module.read_by):
-            found.update({"/".join((*module.path, name)): piece for name, piece in module.pieces().items()})
-        return method(*args, **kwargs)
-
-    with nn.intercept_methods(note):
-        yield found
-
-
 def _returned(module: nn.Module, method: str, result: Any) -> Any:
     """``result`` as that of a method of Linen's, which those see who capture intermediates."""
 
@@ -401,41 +323,6 @@ def _returned(module: nn.Module, method: str, result: Any) -> Any:
 
     returns.__name__ = method
     return nn.module.wrap_method_once(returns)(module)
-
-
-@contextmanager
-def noting_lookups(module: nn.Module, method: str) -> Iterator[None]:
-    """While a method of a unit runs that, initialising it, boxes its table: says whether one lookup alone reads it.
-
-    A table that the head reads, too, is gathered for the head: then the lookup has it for nothing.
-    """
-    before = _table(module) if isinstance(module, nn.Embed) and module.is_initializing() else None
-    yield
-    if isinstance(module, nn.Embed) and module.is_initializing() and (after := _table(module)) is not None:
-        is_lookup = method == "__call__" and _is_own(module, method, nn.Embed) and _promotes_as_flax(module)
-        # A second lookup has the table that was gathered for the first: together they may ask for more than the table.
-        module.put_variable("params", TABLE, after.replace(looked_up=is_lookup and before is None))
-
-
-def _table(module: nn.Embed) -> Any:
-    """The box of its table, as it is stored; None where it has none."""
-    leaf = module.get_variable("params", TABLE) if module.scope is not None else None
-    return leaf if is_ours(leaf) else None
-
-
-def _promotes_as_flax(module: nn.Embed) -> bool:
-    """Whether it makes the same of rows that ``nn.Embed`` makes of the whole table."""
-    return getattr(module, "promote_dtype", promote_dtype) is promote_dtype
-
-
-def _is_own(module: nn.Module, method: str, cls: type[nn.Module]) -> bool:
-    """Whether a method is that of ``cls``, as nobody has changed it.
-
-    A class of the user's may do something else, and so may a transformation of the model (nn.map_variables, say).
-    """
-    found = inspect.getattr_static(type(module), method)
-    is_of_class = inspect.unwrap(found) is inspect.unwrap(getattr(cls, method))
-    return is_of_class and "transform" not in _closure_of_lifted(found)
 
 
 # ------------------------------------------------------------------------------------------------------ what is refused
@@ -456,30 +343,6 @@ def check_not_inside_reader(module: nn.Module) -> None:
                 "would take norms of shards, and name its own parameters after their boxes. Wrap a module that has "
                 f"both inside, and call nn.{kind}(nn.{layer}(...)) of the plain class there."
             )
-
-
-# ---------------------------------------------------------------------------------------------------- carries that vary
-
-
-def with_varying_carry(module: nn.Module, method: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of a method, with an ``initial_carry`` that varies where the method is that of an RNN."""
-    if not isinstance(module, nn.RNN) or method != "__call__" or kwargs.get("initial_carry") is not None:
-        return kwargs
-    axes = unit.carry_axes((args, kwargs, module.variables))
-    # Without types a scan compares shapes and dtypes, and any carry will do.
-    if not any(map(collectives.is_tracked, axes)):
-        return kwargs
-    return kwargs | {"initial_carry": collectives.to_varying(_initial_carry(module, *args, **kwargs), axes)}
-
-
-def _initial_carry(
-    rnn: nn.RNN, inputs: jax.Array, *, init_key: Any = None, time_major: bool | None = None, **_: Any
-) -> PyTree:
-    """What ``nn.RNN`` begins with: its cell's carry for inputs without their time dim."""
-    time_major = rnn.time_major if time_major is None else time_major
-    time_dim = 0 if time_major else inputs.ndim - (rnn.cell.num_feature_axes + 1)
-    key = jax.random.key(0) if init_key is None else init_key
-    return rnn.cell.initialize_carry(key, inputs.shape[:time_dim] + inputs.shape[time_dim + 1 :])
 
 
 # ------------------------------------------------------------------------------------------------- scans over layers
@@ -522,24 +385,3 @@ def gathers_one_layer(path: str) -> None:
     """The module at ``path`` is a layer, and was sharded from outside: it gathers one layer at a time."""
     for stacks in watching(Stacks):
         stacks.layers.pop(path.rpartition("/")[-1], None)
-
-
-def scans_over_params(cls: type[nn.Module]) -> bool:
-    """Whether ``nn.scan`` has made this class, with a layer dim for "params"; Flax leaves that in a closure only."""
-    found = _closure_of_lifted(vars(cls).get("__call__"))
-    axes = found.get("trafo_kwargs", {}).get("variable_axes", {}) if found.get("transform") is lift.scan else {}
-    return axes.get("params") is not None
-
-
-def recomputes(cls: type[nn.Module]) -> bool:
-    """Whether ``nn.remat`` has made this class, or the one that it wraps."""
-    return _closure_of_lifted(inspect.getattr_static(cls, "__call__", None)).get("transform") is lift.checkpoint
-
-
-def _closure_of_lifted(method: Any) -> dict[str, Any]:
-    """What Flax has left of the transformation that made a method, around which there may be wrappers."""
-    found: dict[str, Any] = {}
-    while inspect.isfunction(method) and "transform" not in found:
-        cells = zip(method.__code__.co_freevars, method.__closure__ or (), strict=True)
-        found, method = {name: cell.cell_contents for name, cell in cells}, getattr(method, "__wrapped__", None)
-    return found

@@ -21,9 +21,9 @@ import numpy as np
 from flax import nnx
 from flax.core import meta
 from flax.nnx.bridge import variables as bridge
-from flax.nnx.nn.dtypes import promote_dtype
 
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, SplitVariable, leaf_of, look_up_rows, read_value
+from xlstm_jax.distributed.data_parallel.extension import computed_from_shards
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, SplitVariable, leaf_of, read_value
 from xlstm_jax.distributed.data_parallel.logical_names import names_in_metadata
 from xlstm_jax.distributed.data_parallel.modules.unit import (
     Method,
@@ -32,8 +32,6 @@ from xlstm_jax.distributed.data_parallel.modules.unit import (
     entered,
     gather_here,
     public_methods,
-    running,
-    shard_to_read,
 )
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire import collectives
@@ -318,20 +316,10 @@ def _gathering(cls: type[nnx.Module], name: str, policy: ShardPolicy) -> Method:
         return entered(NNX, cls.__name__, run, self, args, kwargs)
 
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-        rows = _rows(module, policy, *args) if is_lookup and len(args) == 1 and not kwargs else None
-        return dropping(whole, NNX, policy)(module, *args, **kwargs) if rows is None else rows
+        found = computed_from_shards(module, name, policy, args, kwargs)
+        return dropping(whole, NNX, policy)(module, *args, **kwargs) if found is None else found
 
     return method
-
-
-def _rows(module: nnx.Embed, policy: ShardPolicy, tokens: Any) -> Any:
-    """What an ``nnx.Embed`` returns for its tokens, by rows of its shards; None where it is to gather them."""
-    # With another promotion than Flax's the module may make something else of its rows.
-    if not is_split(module.embedding) or module.promote_dtype is not promote_dtype or running(policy.axes) != "manual":
-        return None
-    table = shard_to_read(policy, module.embedding)
-    rows = None if table is None else look_up_rows(table, tokens)
-    return rows if rows is None else promote_dtype((rows,), dtype=module.dtype, inexact=False)[0]
 
 
 def let_carries_vary(model: nnx.Module, axes: frozenset[str]) -> None:

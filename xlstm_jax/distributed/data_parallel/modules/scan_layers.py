@@ -15,10 +15,11 @@ from flax.core import lift, meta
 from flax.linen.transforms import lift_transform
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.modules.linen_module import RunningUnit, inside_unit, recomputes, watching
+from xlstm_jax.distributed.data_parallel.modules.linen_module import RunningUnit, inside_unit, watching
 from xlstm_jax.distributed.data_parallel.prefetch import prefetched_scan, route_of
 from xlstm_jax.distributed.data_parallel.remat import split_arrays
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.foreign import recomputes
 from xlstm_jax.wording import kind_of
 
 Layer = TypeVar("Layer", bound=type[nn.Module])

@@ -21,25 +21,25 @@ from flax.linen.transforms import get_module_scopes
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames
+from xlstm_jax.distributed.data_parallel.extension import called, initialising
 from xlstm_jax.distributed.data_parallel.leaf import is_gathered_here, leaf_of
 from xlstm_jax.distributed.data_parallel.modules.linen_module import (
     LINEN,
+    MapOfLeaves,
     enter,
     gathers_one_layer,
-    inside_map_variables,
     inside_unit,
     is_nnx,
     lifted,
     methods_to_lift,
-    noting_lookups,
     taken_apart,
     watching,
-    with_varying_carry,
 )
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, Predicate, ShardsItself, as_predicate, is_public
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN, ShardPolicy
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
+from xlstm_jax.foreign import inside_map_variables
 from xlstm_jax.program_names import INTER_HOST_AXES
 from xlstm_jax.wording import kind_of, path_pattern
 
@@ -234,14 +234,14 @@ class _Run:
         if not hasattr(type(module), name) or module.path[: len(self.root)] != self.root:
             return method(*args, **kwargs)
         path, cls = "/".join(module.path[len(self.root) :]), type(module)
-        kwargs = with_varying_carry(module, name, args, kwargs)
+        kwargs = called(module, name, args, kwargs)
         # A module of another class at the same path shares its scope (``share_scope``).
         if any(path == at and (issubclass(cls, of) or issubclass(of, cls)) for at, of in self._entered):
             return method(*args, **kwargs)
         self._entered.append((path, cls))
         try:
             if module.is_initializing():
-                with noting_lookups(module, name):
+                with initialising(module, name):
                     return self._initialise(path, module, functools.partial(method, *args, **kwargs))
             if not self._gathers(path, module):
                 return method(*args, **kwargs)
@@ -284,7 +284,9 @@ class _Run:
         own_size = sum(size for leaf, size in sizes.items() if self._unit_of.get(leaf, path) == path)
         # A cell would gather at every step of its loop; the RNN around it gathers once.
         by_size = own_size > selection.size and not isinstance(module, nn.RNNCellBase)
-        if selection.takes(path, module, by_size) and not (inside_map_variables() and self._is_left_out(path)):
+        if selection.takes(path, module, by_size) and not (
+            inside_map_variables(MapOfLeaves) and self._is_left_out(path)
+        ):
             # Units within were left before, and keep their parameters.
             self._has_units, self._unit_of = True, dict.fromkeys(sizes, path) | self._unit_of
             gathers_one_layer(path)

@@ -14,7 +14,7 @@ What entering and leaving do depends on where the module runs:
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -25,6 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel.extension import Extension, named_wires, passing_collections
 from xlstm_jax.distributed.data_parallel.leaf import (
     BOXES,
     Sharded,
@@ -42,8 +43,6 @@ from xlstm_jax.distributed.data_parallel.remat import BLOCK_INPUT, remat_policy,
 from xlstm_jax.distributed.data_parallel.shard import box_params, box_shards, plan_params, with_unit
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves, map_leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN, next_scale, products_of, recording
-from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
 from xlstm_jax.program_names import GATHER_SCOPE
 from xlstm_jax.wording import kind_of
 
@@ -161,19 +160,25 @@ def named_input(system: ModuleSystem, args: Any, kwargs: Any) -> tuple[Any, Any]
 
 
 def gather_here(
-    policy: ShardPolicy, variables: PyTree, module: tuple[str, ...] | None = None, kernels: dict[str, Any] | None = None
+    policy: ShardPolicy,
+    variables: PyTree,
+    module: tuple[str, ...] | None = None,
+    extensions: Sequence[Extension] = (),
 ) -> PyTree:
-    """What the module sees: its leaves gathered, except those that a unit within it gathers by itself.
+    """Returns what the module sees: its leaves gathered, except those that a unit within it gathers by itself.
 
-    ``module`` is the path of a Linen module, by which errors name its leaves. ``kernels`` gets those that travelled as
-    their fp8 products quantise them, by the paths of these products, for ``check_operand``; without it none does.
+    Args:
+      policy: the options of the unit.
+      variables: collections of the module, "params" among them.
+      module: the path of a Linen module in the model, by which errors name its leaves.
+      extensions: those of the unit, which may give wires to leaves, and replace leaves.
     """
     # Copies are those that the box of a leaf names: ``or_else`` takes what is None here from there.
     how = replace(policy.communication, replicas=None)
 
     def gathered(stored: str, leaf: Any) -> Any:
-        if kernels is not None and stored in shards:
-            return recording(leaf_of(leaf).value, shards[stored])
+        if stored in replaced:
+            return replaced[stored](leaf)
         if not is_box(leaf) or not is_gathered_here(stored, leaf):
             return leaf
         path, value = path_in_model(module, stored), leaf_of(leaf).value
@@ -181,10 +186,10 @@ def gather_here(
         # lost in a scan of Linen; ``linen_module`` sees those by their shapes.
         if isinstance(value, jax.Array) and not isinstance(value, Tracer) and split_over(leaf, policy.axes):
             raise closed_over(path, leaf, policy.axes)
-        if kernels is None or stored not in scales:
-            return gather_leaf(leaf, policy.axes, how, path)
-        product, scale = scales[stored]
-        kernels[product] = whole = gather_leaf(leaf, policy.axes, how, path, scale)
+        extension, wire = wires.get(stored, (None, None))
+        whole = gather_leaf(leaf, policy.axes, how, path, wire)
+        if extension is not None:
+            extension.arrived(stored, whole)
         return whole
 
     def take_out(path: str, leaf: Any) -> Any:
@@ -197,51 +202,14 @@ def gather_here(
 
     if running(policy.axes) != "manual":
         return map_leaves_with_path(take_out, variables)
-    scales, shards = _of_products(policy, variables, module) if OVERWRITTEN in variables else ({}, {})
+    wires = {
+        path: (extension, wire)
+        for extension in extensions
+        for path, wire in extension.wires(policy, variables, module or ()).items()
+    }
+    replaced = {path: read for extension in extensions for path, read in extension.replaced().items()}
     with jax.named_scope(GATHER_SCOPE):
         return map_leaves_with_path(gathered, variables)
-
-
-def _of_products(
-    policy: ShardPolicy, variables: PyTree, module: tuple[str, ...] | None
-) -> tuple[dict[str, tuple[str, jax.Array]], dict[str, jax.Array]]:
-    """What fp8 products need that are to quantise their kernels before the gather: see ``fp8_product``.
-
-    Returns:
-      The products' paths in the model and their scales, by the paths of kernels; and the shards as they would travel,
-      by the paths of histories.
-    Raises:
-      ValueError: the state of a product is not differentiated, though its kernel may be trained; or it is split over
-        the axes of the gather.
-    """
-    scales: dict[str, tuple[str, jax.Array]] = {}
-    shards: dict[str, jax.Array] = {}
-    leaves = dict(leaves_with_path(variables))
-    for product in products_of(variables):
-        path, scale, history = path_in_model(module, product.kernel), leaves[product.scale], leaves[product.history]
-        kernel = leaves.get(product.kernel)
-        how, box = policy.communication.or_else(leaf_of(kernel).communication), leaf_of(kernel)
-        if running_loss().axes and not running_loss().overwrites and box.trainable:
-            raise ValueError(
-                f"the fp8 product of '{path}' has scales in {OVERWRITTEN!r}, of which the gradient is the next value. "
-                "This loss is differentiated by its parameters alone, and scales would stay as they are. Keep the "
-                "collection in the state, and train by make_train_step; or pass it to accumulate_gradients(..., "
-                "collections=...), which returns the next one. A teacher is to be frozen: "
-                "others={'teacher': freeze_params(params, lambda path: False)}."
-            )
-        here = is_gathered_here(product.kernel, kernel) and bool(split_over(kernel, policy.axes))
-        if not here or not how.quantises_products:
-            continue
-        if axes := split_over(scale, policy.axes):
-            raise ValueError(
-                f"the fp8 product of '{path}' has a scale that is split over {axes}, over which the kernel is "
-                f"gathered: each device would quantise its part with another scale. Leave {axes} out of the names of "
-                f"'{product.scale}', or gather the kernel as it is, with gather_dtype=None."
-            )
-        place = path_in_model(module, product.path.replace(OVERWRITTEN, "params", 1))
-        scales[product.kernel] = place, next_scale(leaf_of(scale).value, leaf_of(history).value)
-        shards[product.history] = box.value.astype(how.dtypes(box.value)[0])
-    return scales, shards
 
 
 def shard_to_read(policy: ShardPolicy, leaf: Any) -> Sharded | None:
@@ -251,6 +219,12 @@ def shard_to_read(policy: ShardPolicy, leaf: Any) -> Sharded | None:
         return None
     # The box says which copies there are, as in ``gather_here``.
     return box.replace(communication=replace(policy.communication, replicas=None).or_else(box.communication))
+
+
+def shards_to_read(policy: ShardPolicy, params: Mapping[str, Any]) -> dict[str, Sharded]:
+    """Returns the shards of a module's own parameters by name, each set to travel as its unit would gather it."""
+    found = {name: shard_to_read(policy, leaf) for name, leaf in params.items() if isinstance(leaf, Sharded)}
+    return {name: shard for name, shard in found.items() if shard is not None}
 
 
 def split_over(leaf: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -264,11 +238,9 @@ def closed_over(path: str, leaf: Any, axes: tuple[str, ...]) -> ValueError:
 
 
 def carry_axes(tree: PyTree) -> list[str]:
-    """The axes over which the carry of a recurrent module varies that has these inputs and parameters.
+    """Returns the axes over which the carry of a recurrent module varies that has these inputs and parameters.
 
-    A cell makes its first carry from shapes alone, so under ``check_vma=True`` its type is equal on all devices. The
-    carry after a step is not, and a scan wants one type for both: the first carry is therefore cast. A leaf that is
-    split will vary over its axes when it is gathered.
+    A leaf that is split will vary over its axes when it is gathered.
     """
     leaves = [leaf for _, leaf in leaves_with_path(tree)]
     arrays = [leaf_of(leaf).value for leaf in leaves if isinstance(leaf_of(leaf).value, jax.Array)]
@@ -309,9 +281,9 @@ def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
 
 def shard_here(policy: ShardPolicy, variables: PyTree) -> PyTree:
     """The variables that a module has initialised, split, in boxes that say that this module gathers them."""
-    # The state of fp8 products stays whole: each device needs the scale, and histories are small.
-    whole = {name: tree for name, tree in variables.items() if name == OVERWRITTEN}
-    variables = {name: tree for name, tree in variables.items() if name != OVERWRITTEN}
+    passing = passing_collections()
+    whole = {name: tree for name, tree in variables.items() if name in passing}
+    variables = {name: tree for name, tree in variables.items() if name not in passing}
     mode, mesh = running(policy.axes), jax.sharding.get_abstract_mesh()
     if mode == "plain" or not jax.tree.leaves(variables):
         return variables | whole
@@ -321,6 +293,6 @@ def shard_here(policy: ShardPolicy, variables: PyTree) -> PyTree:
         raise _no_axis(missing[0])
     sizes = {axis: mesh.shape[axis] for axis in policy.axes}
     if is_planning():
-        products = [product.kernel for product in products_of(whole) if policy.communication.quantises_products]
-        return with_unit(plan_params(variables, sizes, policy, products), variables) | whole
+        names = named_wires(whole, lambda path: policy.communication)
+        return with_unit(plan_params(variables, sizes, policy, names), variables) | whole
     return with_unit(box_params(variables, sizes, policy), variables) | whole

@@ -25,7 +25,8 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, DType, PyTree
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.wire.communication import widened
+from xlstm_jax.distributed.data_parallel.wire.dtypes import widened
+from xlstm_jax.foreign import is_for_shapes
 
 Key = TypeVar("Key")
 
@@ -147,25 +148,7 @@ def types_tell(axis: str, value: Any) -> bool:
 
     ``nn.scan`` traces a layer twice, first for its shapes: then all arguments are typed as equal everywhere.
     """
-    return is_tracked(axis) and not _is_for_shapes(value)
-
-
-def _is_for_shapes(tracer: Any) -> bool:
-    """Whether ``nn.scan`` traces for shapes."""
-    # JAX exports no name for a trace: in 0.10 the name of its class tells, later its debug info.
-    trace = getattr(tracer, "_trace", None)
-    while trace is not None:
-        debug_info = getattr(getattr(trace, "frame", None), "debug_info", None)
-        if type(trace).__name__ == "JaxprTrace" or getattr(debug_info, "traced_for", None) == "flax scan":
-            return True
-        trace = getattr(trace, "parent_trace", None)
-    return False
-
-
-def is_batched(value: Any) -> bool:
-    """Whether ``value`` is one example of a batch that ``jax.vmap`` maps over."""
-    # JAX exports no name for such a tracer.
-    return type(value).__name__ == "BatchTracer"
+    return is_tracked(axis) and not is_for_shapes(value)
 
 
 def to_varying(tree: PyTree, axes: Collection[str]) -> PyTree:

@@ -5,29 +5,29 @@
   copies          gradients of copies of a shard are summed in ``Replicas.reduce_dtype``; the default is the same
 
 Only floats are ever cast, and only to floats of the same kind (real, complex). Nothing is narrowed unless a user asks.
-``FORMATS`` of blocks with scales (see ``quantized``) are for transport alone: a gathered value has the leaf's dtype.
+``WIRE_FORMATS`` are for transport alone: a gathered value has the leaf's dtype.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from functools import reduce, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, DType
+from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.wire.quantized import FORMATS
+from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype, wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.formats import WIRE_FORMATS
+from xlstm_jax.distributed.data_parallel.wire.wires import AsItIs, Wire
 from xlstm_jax.program_names import INTER_HOST_AXES
 from xlstm_jax.wording import shortened
 
-P = ParamSpec("P")
-Result = TypeVar("Result")
 SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16"}
 SHORT_NAMES |= {"fp8": "float8_e4m3fn", "f8": "float8_e4m3fn", "float8": "float8_e4m3fn"}
 SHORT_NAMES |= {"fp32": "float32", "f32": "float32", "fp64": "float64", "f64": "float64"}
+AVERAGING = tuple(name for name, found in WIRE_FORMATS.items() if found.averages)  # what ``reduce_dtype`` takes
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Replicas:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axis_name", as_axis_names(self.axis_name))
-        object.__setattr__(self, "reduce_dtype", dtype_name(self.reduce_dtype, "reduce_dtype", FORMATS))
+        object.__setattr__(self, "reduce_dtype", dtype_name(self.reduce_dtype, "reduce_dtype", AVERAGING))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ class Communication:
         inter_host_axes: tuple[str, ...] = INTER_HOST_AXES,
     ) -> "Communication":
         """A ``Communication`` from dtypes as users write them; see ``dtype_name``."""
-        gather = dtype_name(gather_dtype, "gather_dtype", FORMATS)
+        gather = dtype_name(gather_dtype, "gather_dtype", tuple(WIRE_FORMATS))
         return cls(gather, dtype_name(grad_scatter_dtype, "grad_scatter_dtype"), replicas, inter_host_axes)
 
     def or_else(self, other: "Communication") -> "Communication":
@@ -114,13 +114,13 @@ class Communication:
         return (gathered, summed) if self.grad_scatter_dtype else (gathered, wide_dtype(summed))
 
     def format_of(self, value: Any) -> str | None:
-        """The format of blocks in which a value is gathered; None if it travels as a plain array."""
+        """Returns the name of the wire format in which a value is gathered; None if it travels as a plain array."""
         return packed_format(value, self.gather_dtype)
 
-    @property
-    def quantises_products(self) -> bool:
-        """Whether kernels of fp8 products travel as their products will quantise them: where fp8 was asked for."""
-        return self.gather_dtype == "float8_e4m3fn"
+    def wire(self, shard: Any, dim: int, axes: tuple[str, ...]) -> Wire:
+        """Returns how a shard, or its ``Primal``, travels in a gather along ``dim``: as it is where nothing travels."""
+        name = self.format_of(shard) if collectives.spread_axes(axes) else None
+        return WIRE_FORMATS[name].wire(shard.shape, shard.dtype, dim) if name else AsItIs()
 
 
 DEFAULT_COMMUNICATION = Communication()
@@ -133,8 +133,8 @@ def dtype_name(dtype: DTypeLike | None, argument: str = "dtype", formats: Collec
       TypeError: it is no dtype.
       ValueError: it is neither one of ``formats`` nor a real or complex float; a parameter is cast to nothing else.
     """
-    if dtype is None:
-        return None
+    if dtype is None or (isinstance(dtype, str) and dtype in formats):
+        return dtype
     try:
         found = jnp.dtype(dtype)
     except (TypeError, ValueError):
@@ -149,7 +149,7 @@ def dtype_name(dtype: DTypeLike | None, argument: str = "dtype", formats: Collec
 
 def _why_not(name: str, formats: Collection[str]) -> str:
     """Why a dtype that is no float is refused, where ``formats`` are taken."""
-    if name in FORMATS and not formats:
+    if name in WIRE_FORMATS and name not in formats:
         return (
             f"{name} travels in blocks with scales, which a sum on the way cannot add up; gather_dtype and "
             "Replicas(reduce_dtype=...) alone take it. Use a floating dtype, such as 'bfloat16', or None."
@@ -160,68 +160,17 @@ def _why_not(name: str, formats: Collection[str]) -> str:
     )
 
 
-def is_prng_key(value: Any) -> bool:
-    """Whether ``value`` is an array of typed PRNG keys."""
-    return jnp.issubdtype(value_dtype(value), jax.dtypes.prng_key)
-
-
-def value_dtype(value: Any) -> Any:
-    """The dtype of an array, an abstract array, or a Python number."""
-    return value.dtype if hasattr(value, "dtype") else jnp.result_type(value)
-
-
-def wide_dtype(dtype: Any) -> Any:
-    """The dtype of sums by default: float32 for narrower floats, else the dtype itself."""
-    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32 else dtype
-
-
-def promoting(fn: Callable[P, Result]) -> Callable[P, Result]:
-    """Lets a function of this library mix dtypes and ranks, also where the user's flags of JAX forbid it in their code.
-
-    These flags count while JAX traces: a backward rule, which is traced later, is decorated by itself.
-    """
-
-    @wraps(fn)
-    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            return fn(*args, **kwargs)
-
-    return run
-
-
-@promoting
-def common_dtype(*dtypes: DTypeLike) -> Any:
-    """The dtype that JAX promotes these to."""
-    return reduce(jnp.promote_types, dtypes)
-
-
-def widened(value: jax.Array) -> jax.Array:
-    """The value in its ``wide_dtype``."""
-    return value.astype(wide_dtype(value.dtype))
-
-
-def term_of_mean(value: jax.Array, count: int, dtype: DType) -> jax.Array:
-    """A device's term of a mean over ``count`` devices that is summed in ``dtype``.
-
-    The value is divided before the sum, and before it is narrowed: a float16 sum then overflows only if the mean does.
-    """
-    # By a power of two a narrow value is divided as it is, which gives the same bits: XLA takes the factor into the
-    # matrix product that makes the value, and saves a pass over the gradient.
-    if value.dtype == dtype != wide_dtype(dtype) and count & (count - 1) == 0:
-        return value * (1 / count)
-    return (widened(value) / count).astype(dtype)
-
-
 def packed_format(x: Any, requested: DTypeLike | None) -> str | None:
-    """``requested`` if it is one of ``FORMATS`` and x is a real float, which alone can be packed; else None."""
-    return str(requested) if requested in FORMATS and jnp.issubdtype(value_dtype(x), jnp.floating) else None
+    """Returns ``requested`` if it is one of ``WIRE_FORMATS``, and that takes values of the dtype of x; else None."""
+    found = WIRE_FORMATS.get(str(requested))
+    return str(requested) if found and found.takes(value_dtype(x)) else None
 
 
 def cast_dtype(x: Any, requested: DTypeLike | None, argument: str, path: str | None = None) -> DType:
     """The dtype in which ``x`` arrives if it is sent with the option ``requested``.
 
-    It is the dtype of x itself if nothing was requested, if x is no float, or if x travels packed, in one of
-    ``FORMATS``.
+    It is the dtype of x itself if nothing was requested, if x is no float, or if x travels in one of
+    ``WIRE_FORMATS``.
 
     Raises:
       ValueError: ``requested`` is no floating dtype, or would make a complex value real or a real one complex.

@@ -8,32 +8,24 @@ steps one by one.
 """
 
 import inspect
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, DType
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, as_axis_names, axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.wire.communication import (
-    Communication,
-    Replicas,
-    cast_dtype,
-    is_prng_key,
-    packed_format,
-    term_of_mean,
-    widened,
-)
-from xlstm_jax.distributed.data_parallel.wire.fp8_product import dequantised, quantised
-from xlstm_jax.distributed.data_parallel.wire.quantized import Packing, fills_blocks, pack, unpack
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication, Replicas, cast_dtype, packed_format
+from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key, term_of_mean, widened
+from xlstm_jax.distributed.data_parallel.wire.formats import WIRE_FORMATS
 from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
+from xlstm_jax.distributed.data_parallel.wire.wires import Wire
+from xlstm_jax.foreign import is_batched
 
 
 def gather_array_with_mean_grads(
@@ -94,22 +86,21 @@ class Primal:
 
     @classmethod
     def of(cls, x: jax.Array) -> "Primal":
-        return cls(x.shape, x.dtype, collectives.varying_axes(x), collectives.is_batched(x))
+        return cls(x.shape, x.dtype, collectives.varying_axes(x), is_batched(x))
 
 
-# ``scale`` is that of the fp8 product that alone reads x, else None. ``path`` is where the leaf stands, for errors in
-# the backward pass.
+# ``wire`` None is the wire that ``how`` names. ``path`` is where the leaf stands, for errors in the backward pass.
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
 def _gather(
-    x: jax.Array, scale: jax.Array | None, dim: int, axes: tuple[str, ...], how: Communication, path: str = ""
+    x: jax.Array, wire: Wire | None, dim: int, axes: tuple[str, ...], how: Communication, path: str = ""
 ) -> jax.Array:
-    return _whole(x, scale, dim, axes, how)
+    return _whole(x, wire, dim, axes, how)
 
 
 def _gather_fwd(
-    x: jax.Array, scale: jax.Array | None, dim: int, axes: tuple[str, ...], how: Communication, path: str
+    x: jax.Array, wire: Wire | None, dim: int, axes: tuple[str, ...], how: Communication, path: str
 ) -> tuple[jax.Array, Primal]:
-    return _whole(x, scale, dim, axes, how), Primal.of(x)
+    return _whole(x, wire, dim, axes, how), Primal.of(x)
 
 
 def _gather_bwd(
@@ -132,14 +123,11 @@ for _rule in _rules:
 
 
 @partial(jax.jit, static_argnums=(2, 3, 4))
-def _whole(x: jax.Array, scale: jax.Array | None, dim: int, axes: tuple[str, ...], how: Communication) -> jax.Array:
+def _whole(x: jax.Array, wire: Wire | None, dim: int, axes: tuple[str, ...], how: Communication) -> jax.Array:
     """The forward pass of a gather."""
-    shard, packing = shard_as_sent(x, how), packing_of(x, dim, axes, how)
-    if scale is not None:
-        return dequantised(collectives.all_gather(quantised(shard, scale), dim, axes), scale, shard.dtype)
-    if packing is None:
-        return collectives.all_gather(shard, dim, axes)
-    return packing.unpack(collectives.all_gather(packing.pack(shard), 0, axes))
+    wire = wire or how.wire(x, dim, axes)
+    sent = wire.send(shard_as_sent(x, how))
+    return wire.receive(collectives.all_gather(sent, wire.along(dim), axes))
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
@@ -161,14 +149,8 @@ def apart_from_product(cotangent: jax.Array, axes: tuple[str, ...]) -> jax.Array
     return jax.lax.platform_dependent(cotangent, cpu=lambda g: jax.lax.optimization_barrier(g.T).T, default=lambda g: g)
 
 
-def packing_of(x: Any, dim: int, axes: tuple[str, ...], how: Communication) -> Packing | None:
-    """How the shard ``x``, or a ``Primal``, is packed for its gather; None where it is not, or nothing travels."""
-    format_name = how.format_of(x)
-    return Packing(format_name, x.shape, x.dtype, dim) if format_name and collectives.spread_axes(axes) else None
-
-
 def shard_as_sent(x: jax.Array, how: Communication) -> jax.Array:
-    """What the stages of a gather begin with, or what is packed for them.
+    """Returns the shard in the dtype of its gather, for ``Wire.send``.
 
     Copies are equal by type only until here: the cast to varying over them must not be JAX's, which transposes it to a
     sum of whole gradients.
@@ -197,7 +179,7 @@ def check_one_gradient_of_one_batch(path: str, primal: Primal, cotangent: jax.Ar
     """
     if not collectives.spread_axes(axes):
         return
-    for_each_example = collectives.is_batched(cotangent) and not primal.batched
+    for_each_example = is_batched(cotangent) and not primal.batched
     if for_each_example or running_loss().axes:
         where = "under vmap, for each example" if for_each_example else "in a loss function, which is differentiated"
         raise ValueError(
@@ -250,7 +232,7 @@ def reduce_over_replicas(grad: jax.Array, replicas: Replicas, varying: Collectio
         return wide
     count, requested = collectives.axis_size(axes), replicas.reduce_dtype
     if format_name := packed_format(wide, requested):
-        mean = packed_mean(term_of_mean(wide, count, wide.dtype), axes, format_name)
+        mean = WIRE_FORMATS[format_name].mean_of_terms(term_of_mean(wide, count, wide.dtype), axes)
     else:
         term = term_of_mean(wide, count, cast_dtype(wide, requested, "reduce_dtype"))
         mean = collectives.all_reduce_sum(term, axes)
@@ -259,44 +241,17 @@ def reduce_over_replicas(grad: jax.Array, replicas: Replicas, varying: Collectio
     return mean * collectives.axis_size(summed) if summed else mean
 
 
-def packed_mean(term: jax.Array, axes: Sequence[str], format_name: str) -> jax.Array:
-    """The sum of float32 terms over devices, equal on all of them bit by bit, and by type; each device sends bytes.
-
-      term on each of R copies -- pack --> all-to-all --> unpack, float32 sum of one part of R
-                               -- pack --> all-gather --> unpack: the same bits on all copies
-
-    Each value is rounded by every copy, and once more as the mean. Terms of a mean are divided by R before they come
-    here.
-    """
-    count = collectives.axis_size(axes)
-    rows, size = _matrix_of_parts(term.shape, count)
-    padded = jnp.pad(term.ravel(), (0, rows * size - term.size)).reshape(count, rows // count, size)
-    received = collectives.all_to_all(pack(padded, format_name), axes)
-    mean = jnp.sum(unpack(received, format_name, size, jnp.float32), 0)
-    whole = collectives.all_gather_equal(pack(mean, format_name), 0, axes)
-    return unpack(whole, format_name, size, jnp.float32).ravel()[: term.size].reshape(term.shape)
-
-
-def _matrix_of_parts(shape: Sequence[int], count: int) -> tuple[int, int]:
-    """Rows and their size, for values of this shape: whole dims where ``count`` divides the rows, else padded."""
-    for dim in range(1, len(shape)):
-        rows, size = math.prod(shape[:dim]), math.prod(shape[dim:])
-        if rows and rows % count == 0 and fills_blocks(size):
-            return rows, size
-    return count, -(-math.prod(shape) // count)
-
-
 def gather_dims(
     value: jax.Array,
     names: Sequence[AxisEntry],
     axes: Collection[str],
     how: Communication,
     path: str,
-    scale: jax.Array | None,
+    wire: Wire | None,
 ) -> tuple[jax.Array, tuple[AxisEntry, ...]]:
     """Gathers all dims that ``names`` say are split, over those of ``axes``; returns the value and the names left.
 
-    With ``scale``, of the fp8 product that alone reads the value, it travels as the product will quantise it.
+    The value travels by ``wire``; None: as ``how`` says.
     """
     left = list(names)
     for dim, entry in enumerate(names):
@@ -304,16 +259,16 @@ def gather_dims(
         if set(held).isdisjoint(axes):
             continue
         if set(held) <= set(axes):
-            value, left[dim] = _gather(value, scale, dim, held, how, path), None
+            value, left[dim] = _gather(value, wire, dim, held, how, path), None
         else:
-            value, left[dim] = _gather_some(value, scale, dim, held, axes, how, path)
+            value, left[dim] = _gather_some(value, wire, dim, held, axes, how, path)
         how = replace(how, replicas=None)  # once for each leaf
     return value, tuple(left)
 
 
 def _gather_some(
     value: jax.Array,
-    scale: jax.Array | None,
+    wire: Wire | None,
     dim: int,
     held: tuple[str, ...],
     axes: Collection[str],
@@ -325,8 +280,8 @@ def _gather_some(
     outer, inner = held[:first], held[first:]
     kept = tuple(axis for axis in inner if axis not in axes)
     if not kept:
-        return _gather(value, scale, dim, inner, how, path), axes_entry(outer)
-    if how.format_of(value) and scale is None:
+        return _gather(value, wire, dim, inner, how, path), axes_entry(outer)
+    if (wire or how.wire(value, dim, held)).rounds_again:
         raise ValueError(
             f"gather_dtype={how.gather_dtype}: {f'{path!r}' if path else 'a parameter'} is split over {held}, and "
             f"gathered over those of {sorted(axes)}: {kept} stays split and lies inside of an axis that is gathered, "
@@ -336,7 +291,7 @@ def _gather_some(
     # sum, as they are shards and not copies), and the one that it holds by itself is cut out.
     for axis in reversed(inner):
         if axis in axes:
-            value, how = _gather(value, scale, dim, (axis,), how, path), replace(how, replicas=None)
+            value, how = _gather(value, wire, dim, (axis,), how, path), replace(how, replicas=None)
         else:
             value = collectives.all_gather(value, dim, (axis,))
     return collectives.own_shard(value, dim, kept), axes_entry(outer + kept)

@@ -1,8 +1,4 @@
-"""Packs floats into bytes, block by block: rows of floats, and arrays that are sent in 8 bits.
-
-  gather   W[d_fsdp, f] -- Packing --> rows of bytes -- all-gather, each stage --> -- unpack --> W[d, f]
-
-A packed shard stays packed through all stages of a gather, and is unpacked at its reader: each value is rounded once.
+"""Packs rows of floats into bytes, block by block; ``blocks`` sends arrays so.
 
   pack     x[..., r]                   -->  uint8[..., packed_size(r)]    codes of the values, then scales of the blocks
   unpack   uint8[..., packed_size(r)]  -->  x[..., r]                     code times scale
@@ -17,9 +13,7 @@ m is below ``smallest``, all of the block becomes zero; where it is not finite, 
 NaN is never lost.
 """
 
-import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,8 +54,6 @@ FORMATS = {
     "int8": Format(127.0, 0.0, 1.0),
     "float8_e4m3fn": Format(448.0, 2.0**-3, 2.0**-9),
 }
-
-OF_PRODUCT = "float8_e4m3fn of its product"  # in plans: the kernel of an fp8 product, with one scale; see fp8_product
 
 
 def packed_size(size: int) -> int:
@@ -142,60 +134,3 @@ def _decoded(codes: jax.Array, format_name: str) -> jax.Array:
     if format_name == "float8_e4m3fn":
         return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
     return lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.float32)
-
-
-# ------------------------------------------------------------------------------------------------------------ arrays
-
-
-class Packing(NamedTuple):
-    """How shards of one shape and dtype are packed, to be gathered along a dim.
-
-    A row is the part of a shard at one index of the dim. Rows keep the layouts of TPUs; flattening the shard would copy
-    the gathered weight several times. If blocks do not fill such rows, the whole shard is a single row.
-    """
-
-    format_name: str
-    shape: tuple[int, ...]  # of a shard
-    dtype: Any
-    dim: int
-
-    @property
-    def matrix(self) -> tuple[int, int]:
-        """The shard as rows of values."""
-        rows, size = self.shape[self.dim], math.prod(self._rest)
-        return (rows, size) if fills_blocks(size) else (1, rows * size)
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of a packed shard."""
-        rows, size = self.matrix
-        return rows * packed_size(size)
-
-    def pack(self, shard: jax.Array) -> jax.Array:
-        """The shard as uint8 [rows, bytes]: gathered along dim 0, in as many stages as there are."""
-        return pack(jnp.moveaxis(shard, self.dim, 0).reshape(self.matrix), self.format_name)
-
-    def unpack(self, gathered: jax.Array) -> jax.Array:
-        """The packed shards of any number of devices, one below the other, as one array of their dtype."""
-        rows, size = self.matrix
-        values = unpack(gathered, self.format_name, size, self.dtype)
-        whole = values.reshape(gathered.shape[0] // rows * self.shape[self.dim], *self._rest)
-        return jnp.moveaxis(whole, 0, self.dim)
-
-    @property
-    def _rest(self) -> tuple[int, ...]:
-        return self.shape[: self.dim] + self.shape[self.dim + 1 :]
-
-
-def sent_bytes(shape: Sequence[int], dim: int, dtype: str) -> int:
-    """Bytes that a device puts into a gather along ``dim``, for a shard of this shape and a gather dtype."""
-    if dtype in FORMATS:
-        return Packing(dtype, tuple(shape), None, dim).sent_bytes
-    return math.prod(shape) * int(sent_itemsize(dtype))
-
-
-def sent_itemsize(dtype: str) -> float:
-    """Bytes of a value in a gather dtype; a packed value has its part of its block's scale."""
-    if dtype == OF_PRODUCT:
-        return 1
-    return packed_size(BLOCK_SIZE) / BLOCK_SIZE if dtype in FORMATS else np.dtype(dtype).itemsize

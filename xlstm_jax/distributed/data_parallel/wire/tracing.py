@@ -1,20 +1,20 @@
-"""What a gather knows about its surroundings while it is traced: the running loss function, and the calls on the stack.
+"""The loss function that runs, which each gather reads while it is traced.
 
-The loss function is a context variable: between ``value_and_grad``, which knows the axes, and the gathers stands the
-user's model. Functions are read off the stack, since a trace does not say in which branch it is. All of this happens
-while a model is traced, never while a step runs.
+The loss function is a context variable: between ``value_and_grad``, which has the axes, and the gathers stands the
+user's model. All of this happens while a model is traced, never while a step runs.
 """
 
 import contextlib
-import os
-import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 from flax.core.tracers import current_trace
+
+from xlstm_jax.foreign import inside_branch
+
+OVERWRITTEN = "_overwrite_with_gradient"  # Flax's collection, of which the gradient is the next value
 
 
 @dataclass(frozen=True)
@@ -87,32 +87,3 @@ def set_context(variable: ContextVar[Any], value: Any) -> Iterator[None]:
         yield
     finally:
         variable.reset(token)
-
-
-# JAX's functions that trace branches, with their files: a user's function may be called `cond`, too.
-BRANCHES = {
-    ("cond", "conditionals.py"),
-    ("_cond", "conditionals.py"),
-    ("switch", "conditionals.py"),
-    ("_switch", "conditionals.py"),
-    ("while_loop", "loops.py"),
-}
-_NAMES_OF_BRANCHES = frozenset(name for name, _ in BRANCHES)
-
-
-def running_functions() -> Iterator[FrameType]:
-    """The frames of the functions that are being called, the innermost first."""
-    # Frame 0 is this generator, and frame 1 iterates over it.
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def inside_branch() -> bool:
-    """Whether this code is traced as a branch of ``lax.cond`` or ``lax.switch``, or within ``lax.while_loop``."""
-    for frame in running_functions():
-        name, file = frame.f_code.co_name, frame.f_code.co_filename
-        if name in _NAMES_OF_BRANCHES and (name, os.path.basename(file)) in BRANCHES:
-            return True
-    return False

@@ -33,8 +33,8 @@ from rich.progress import Progress
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
-from xlstm_jax.distributed.data_parallel.wire.communication import value_dtype, wide_dtype
-from xlstm_jax.distributed.data_parallel.wire.quantized import BLOCK_SIZE, FORMATS
+from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype, wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.formats import WIRE_FORMATS
 from xlstm_jax.distributed.training.step_check.one_device import Found
 from xlstm_jax.wording import format_axes
 
@@ -150,15 +150,14 @@ def of_wire(params: PyTree, found: Found) -> dict[str, float]:
         box, size = leaf_of(leaf), np.abs(np.asarray(found.sizes[path], np.float64)).ravel()
         of_copies = box.communication.replicas.reduce_dtype if box.communication.replicas else None
         dtypes = [value_dtype(box.value).name, box.communication.grad_scatter_dtype if box.axes else None]
-        dtypes += [] if of_copies in FORMATS else [of_copies]
+        summed_in = WIRE_FORMATS.get(str(of_copies))
+        dtypes += [] if summed_in else [of_copies]
         wide = jnp.finfo(wide_dtype(value_dtype(box.value))).bits
         narrow = (float(jnp.finfo(dtype).eps) for dtype in dtypes if dtype and jnp.finfo(dtype).bits < wide)
         bounds[path] = 4 * sum(narrow) * float(np.linalg.norm(size))
-        if of_copies in FORMATS:
-            blocks = np.pad(size, (0, -size.size % BLOCK_SIZE)).reshape(-1, BLOCK_SIZE)
-            largest = blocks.max(-1, keepdims=True)
-            # Errors are spread evenly up to half a distance. A device's term may be larger than the mean of all.
-            half = FORMATS[str(of_copies)].error_bound(blocks, 2 * largest)
+        if summed_in:
+            # Errors are spread evenly up to half the distance of two codes.
+            half = summed_in.mean_error(size)
             bounds[path] += PACKED_TWICE / math.sqrt(3) * float(np.linalg.norm(half))
     return bounds
 

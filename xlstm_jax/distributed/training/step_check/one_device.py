@@ -28,12 +28,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import placement, trees
+from xlstm_jax.distributed.data_parallel.extension import named_wires
 from xlstm_jax.distributed.data_parallel.gather import gather_params
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, split_by_model, true_value
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.wire.communication import is_prng_key, wide_dtype
-from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN, products_of
-from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
+from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key, wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.tracing import OVERWRITTEN, RunningLoss, inside_loss
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, num_shards
 from xlstm_jax.distributed.model_parallel.sequence_layout import in_natural_order, said
 from xlstm_jax.distributed.training.accumulation import rows_at, split_rows
@@ -111,14 +111,10 @@ class OneDevice:
         live = list(map(true_value, self._leaves))
         rest = [leaf for _, leaf in trees.leaves_with_path(state.params) if not leaf_of(leaf).is_differentiable]
         self._rest, kept = rest, collections_of(state)
-        # A kernel that travels as its fp8 product rounds it is rounded by the product on one device, too.
-        by_product = {product.kernel.removeprefix("params/") for product in products_of(kept)}
-        rounded = [
-            None
-            if path in by_product and leaf_of(leaf).communication.quantises_products
-            else _rounded_on_mesh(leaf, mesh)
-            for path, leaf in zip(self.paths, self._leaves, strict=True)
-        ]
+        # The kernel of an fp8 product travels by its own wire, and is rounded by the product on one device, too.
+        boxes = {f"params/{path}": leaf for path, leaf in zip(self.paths, self._leaves, strict=True)}
+        by_extension = named_wires(kept, lambda path: leaf_of(boxes.get(path)).communication)
+        rounded = [None if path in by_extension else _rounded_on_mesh(leaf, mesh) for path, leaf in boxes.items()]
         self._of_others = trees.map_leaves(lambda leaf: _spec_of_model(split_by_model(leaf)), dict(others))
         arrived = trees.map_leaves(lambda leaf: _arrived(split_by_model(leaf), mesh), dict(others))
         weights = _Weights(live, rounded, list(map(true_value, rest)), arrived)

@@ -13,8 +13,10 @@ have a product. That the product gets V itself is checked when it is called: see
 """
 
 import inspect
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +25,18 @@ from flax.linen import fp8_ops
 from flax.linen.dtypes import promote_dtype
 from jax import lax
 
-from xlstm_jax.common_types import DType
+from xlstm_jax.common_types import DType, PyTree
+from xlstm_jax.distributed.data_parallel.extension import Extension, ModulePath
+from xlstm_jax.distributed.data_parallel.leaf import is_gathered_here, leaf_of, path_in_model
+from xlstm_jax.distributed.data_parallel.modules.unit import split_over
+from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication
+from xlstm_jax.distributed.data_parallel.wire.tracing import OVERWRITTEN, running_loss
+from xlstm_jax.distributed.data_parallel.wire.wires import Wire
 
-OVERWRITTEN = "_overwrite_with_gradient"  # Flax's collection, of which the gradient is the next value
+NAME = "float8_e4m3fn of its product"  # of the wire, in plans
 CODES = jnp.float8_e4m3fn
 PRODUCTS = (fp8_ops.Fp8DirectDotGeneralOp, fp8_ops.Fp8DotGeneralOp, fp8_ops.Fp8Einsum)
 READERS = (nn.Dense, nn.DenseGeneral)  # they hand their kernel to their product, with nothing but a cast
@@ -134,3 +144,110 @@ def _recording_bwd(largest: jax.Array, after: jax.Array) -> tuple[jax.Array, Non
 
 
 recording.defvjp(_recording_fwd, _recording_bwd)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class OfProduct:
+    """The wire of a kernel: codes of the product's format, all by the product's scale [1]."""
+
+    # A value of the format is the same after another round of the same scale.
+    rounds_again: ClassVar[bool] = False
+
+    scale: jax.Array
+    dtype: DType  # of the gathered kernel
+
+    def send(self, shard: jax.Array) -> jax.Array:
+        return quantised(shard, self.scale)
+
+    def along(self, dim: int) -> int:
+        return dim
+
+    def receive(self, arrived: jax.Array) -> jax.Array:
+        return dequantised(arrived, self.scale, self.dtype)
+
+    def tree_flatten(self) -> tuple[tuple[jax.Array], DType]:
+        return (self.scale,), self.dtype
+
+    @classmethod
+    def tree_unflatten(cls, dtype: DType, children: tuple[jax.Array]) -> "OfProduct":
+        return cls(*children, dtype)
+
+
+def _recorded(shard: jax.Array, leaf: Any) -> jax.Array:
+    return recording(leaf_of(leaf).value, shard)
+
+
+def quantises_products(how: Communication) -> bool:
+    """Returns whether kernels of fp8 products travel as their products will quantise them: where fp8 was asked for."""
+    return how.gather_dtype == "float8_e4m3fn"
+
+
+@dataclass
+class Fp8Products(Extension):
+    """The kernels of a unit that travel as their products quantise them.
+
+    Attributes:
+      products: the paths of products in the model, by the paths of kernels in the unit's variables.
+      kernels: the gathered kernels, by the paths of products in the model; see ``check_operand``.
+      shards: the shards as they travel, by the paths of histories in the unit's variables.
+    """
+
+    collections: ClassVar[tuple[str, ...]] = (OVERWRITTEN,)  # each device needs the scale, and histories are small
+
+    products: dict[str, str] = field(default_factory=dict)
+    kernels: dict[str, Any] = field(default_factory=dict)
+    shards: dict[str, jax.Array] = field(default_factory=dict)
+
+    def wires(self, policy: ShardPolicy, variables: PyTree, module: ModulePath) -> Mapping[str, Wire]:
+        """Returns the wires of the kernels that products are to quantise before the gather.
+
+        Raises:
+          ValueError: the state of a product is not differentiated, though its kernel may be trained; or it is split
+            over the axes of the gather.
+        """
+        if OVERWRITTEN not in variables:
+            return {}
+        found: dict[str, Wire] = {}
+        leaves = dict(leaves_with_path(variables))
+        for product in products_of(variables):
+            path, scale, history = path_in_model(module, product.kernel), leaves[product.scale], leaves[product.history]
+            kernel = leaves.get(product.kernel)
+            how, box = policy.communication.or_else(leaf_of(kernel).communication), leaf_of(kernel)
+            if running_loss().axes and not running_loss().overwrites and box.trainable:
+                raise ValueError(
+                    f"the fp8 product of '{path}' has scales in {OVERWRITTEN!r}, of which the gradient is the next "
+                    "value. This loss is differentiated by its parameters alone, and scales would stay as they are. "
+                    "Keep the collection in the state, and train by make_train_step; or pass it to "
+                    "accumulate_gradients(..., collections=...), which returns the next one. A teacher is to be "
+                    "frozen: others={'teacher': freeze_params(params, lambda path: False)}."
+                )
+            here = is_gathered_here(product.kernel, kernel) and bool(split_over(kernel, policy.axes))
+            if not here or not quantises_products(how):
+                continue
+            if axes := split_over(scale, policy.axes):
+                raise ValueError(
+                    f"the fp8 product of '{path}' has a scale that is split over {axes}, over which the kernel is "
+                    f"gathered: each device would quantise its part with another scale. Leave {axes} out of the names "
+                    f"of '{product.scale}', or gather the kernel as it is, with gather_dtype=None."
+                )
+            self.products[product.kernel] = path_in_model(module, product.path.replace(OVERWRITTEN, "params", 1))
+            self.shards[product.history] = sent = box.value.astype(how.dtypes(box.value)[0])
+            found[product.kernel] = OfProduct(next_scale(leaf_of(scale).value, leaf_of(history).value), sent.dtype)
+        return found
+
+    def replaced(self) -> Mapping[str, Callable[[Any], Any]]:
+        """Returns the histories that take the largest magnitude of the shard, in place of that of what arrived."""
+        return {path: partial(_recorded, shard) for path, shard in self.shards.items()}
+
+    def arrived(self, path: str, value: Any) -> None:
+        self.kernels[self.products[path]] = value
+
+    def called(self, module: Any, method: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if self.kernels and method == "__call__":
+            check_operand(self.kernels, module, args, kwargs)
+        return kwargs
+
+    def named_wires(self, variables: PyTree, how_of: Callable[[str], Communication]) -> Mapping[str, str]:
+        kernels = [product.kernel for product in products_of(variables)]
+        return {kernel: NAME for kernel in kernels if quantises_products(how_of(kernel))}

@@ -1,0 +1,145 @@
+"""A wire format and an extension of somebody else's, each in a file of its own: what they must write, and no more."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax import lax
+
+from tests.support import AXES, KEPT, assert_same_params, data, fsdp, mean_loss, mesh_of, plain, train_on_one_device
+from xlstm_jax.distributed import check_step, create_train_state, make_train_step, plan_sharding, scan_layers, unbox
+from xlstm_jax.distributed.data_parallel.extension import EXTENSIONS, Extension
+from xlstm_jax.distributed.data_parallel.wire.formats import WIRE_FORMATS
+from xlstm_jax.distributed.data_parallel.wire.wires import WireFormat
+
+NAME = "bfloat16_stochastic"
+BATCH = data()
+UNIT = 2.0**-8  # the distance of two bfloat16 values, relative to the larger: more than stochastic rounding changes
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Stochastic:
+    """bfloat16 on the wire, rounded up or down with the probability that makes the mean right."""
+
+    rounds_again: ClassVar[bool] = True
+    dtype: object
+
+    def send(self, shard):
+        bits = lax.bitcast_convert_type(shard.astype(jnp.float32), jnp.uint32)
+        # Random bits of the values' own, so that a step needs no key: 16 bits are added, and cut off.
+        noise = (bits * jnp.uint32(2654435761)) >> 16
+        return lax.bitcast_convert_type(((bits + noise) >> 16).astype(jnp.uint16), jnp.bfloat16)
+
+    def along(self, dim):
+        return dim
+
+    def receive(self, arrived):
+        return arrived.astype(self.dtype)
+
+
+class StochasticFormat(WireFormat):
+    itemsize = 2.0
+
+    def wire(self, shape, dtype, dim):
+        return Stochastic(dtype)
+
+    def nbytes(self, shape, dim):
+        return 2 * int(np.prod(shape))
+
+
+@pytest.fixture
+def format_of_ones_own(monkeypatch):
+    monkeypatch.setitem(WIRE_FORMATS, NAME, StochasticFormat())
+    return NAME
+
+
+class Deep(nn.Module):
+    wrap: object = staticmethod(plain)
+    ahead: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        x = self.wrap(nn.Dense)(16)(x)
+        if self.ahead:
+            x, _ = scan_layers(self.wrap(Layer), 3)(name="layers")(x, None)
+        return self.wrap(nn.Dense)(4)(x)
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.tanh(nn.Dense(16)(x)), None
+
+
+def gradients(wrap, check_vma, ahead=False):
+    model = Deep(wrap, ahead)
+    mesh = mesh_of(2, 4)
+    state = create_train_state(model, KEPT, mesh, jax.random.key(0), BATCH["x"], batch_axes=AXES)
+    step = make_train_step(mean_loss, mesh, AXES, check_vma=check_vma)
+    return state, step, mesh
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["plain", "ahead"])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_format_of_ones_own_is_one_class_and_one_row(format_of_ones_own, check_vma, ahead):
+    state, step, _ = gradients(fsdp(gather_dtype=format_of_ones_own), check_vma, ahead)
+    text = step.lower(state, BATCH, jax.random.key(1)).as_text()
+    sent = [line for line in text.splitlines() if "stablehlo.all_gather" in line]
+    assert sent and all("xbf16>" in line for line in sent)
+    params = unbox(jax.tree.map(np.asarray, state.params))
+    want = train_on_one_device(Deep(ahead=ahead), KEPT, params, mean_loss, BATCH)[1]
+    got = step(state, BATCH, jax.random.key(1))[0].opt_state
+    # Each weight is off by at most one unit of bfloat16, and a gradient passes three products of weights.
+    assert_same_params(got, want, 8 * UNIT)
+    with pytest.raises(AssertionError):  # guard: values are rounded
+        assert_same_params(got, want, UNIT / 64)
+
+
+def test_plans_and_check_step_read_the_format(format_of_ones_own):
+    model = Deep(fsdp(gather_dtype=format_of_ones_own))
+    plan = plan_sharding(model, {"dp": 2, "fsdp": 4}, BATCH["x"])
+    kernel = next(row for row in plan.rows if row.path == "Dense_0/kernel")
+    assert (kernel.gather_dtype, kernel.gather_itemsize, kernel.gathered_bytes) == (NAME, 2.0, 2 * 8 * 16)
+    state, step, _ = gradients(fsdp(gather_dtype=format_of_ones_own), True)
+    assert check_step(step, state, BATCH, jax.random.key(1)).verdict == "right"
+
+
+def test_a_format_that_no_row_names_is_refused():
+    with pytest.raises(TypeError, match="gather_dtype='bfloat16_stochastic' is no dtype"):
+        fsdp(gather_dtype=NAME)(nn.Dense)(4)
+
+
+class Counting(Extension):
+    """Counts the calls of modules within units."""
+
+    calls: ClassVar[list[str]] = []
+
+    def called(self, module, method, args, kwargs):
+        self.calls.append(type(module).__name__)
+        return kwargs
+
+
+def test_an_extension_of_ones_own_is_one_class_and_one_line(monkeypatch):
+    monkeypatch.setattr(Counting, "calls", [])
+    EXTENSIONS.append(Counting)
+    try:
+        state, step, _ = gradients(fsdp(), True)
+        step(state, BATCH, jax.random.key(1))
+    finally:
+        EXTENSIONS.remove(Counting)
+    assert Counting.calls.count("Dense") > 1
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_units_gather_without_any_extension(monkeypatch, check_vma):
+    monkeypatch.setattr("xlstm_jax.distributed.data_parallel.extension.EXTENSIONS", [])
+    monkeypatch.setattr("xlstm_jax.distributed.data_parallel.modules.linen_module.EXTENSIONS", [])
+    state, step, _ = gradients(fsdp(), check_vma)
+    params = unbox(jax.tree.map(np.asarray, state.params))
+    want = train_on_one_device(Deep(), KEPT, params, mean_loss, BATCH)[1]
+    assert_same_params(step(state, BATCH, jax.random.key(1))[0].opt_state, want)

@@ -1,0 +1,70 @@
+"""What the rows share: a small mesh, model, state and batch, each made once."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from jax.sharding import PartitionSpec as P
+
+from tests.support import AXES, Block, Model, data, fsdp, mean_loss, mesh_of, on_mesh, weighted_loss
+from xlstm_jax.distributed import DeviceMeshManager, create_train_state, make_train_step
+
+create = DeviceMeshManager.create_device_mesh
+KEY = jax.random.key(0)
+MESH = mesh_of(2, 4)
+BATCH = data()
+MODEL = Model(fsdp)
+PLAIN = nn.Dense(4)
+WHOLE = P()
+
+
+@cache
+def state():
+    """A state of MODEL and adam on MESH; rows trace steps with it and run none, so that it stays."""
+    return create_train_state(MODEL, optax.adam(1e-3), MESH, KEY, BATCH["x"], batch_axes=AXES)
+
+
+def trace(given=None, batch=BATCH, rng=KEY, *local, loss=mean_loss, mesh=MESH, axes=AXES, others=None, **options):
+    """Traces a step of a loss on a batch, with the shared state unless another is given."""
+    named = {} if others is None else {"others": others}
+    step = make_train_step(loss, mesh, axes, **options)
+    return step.trace(state() if given is None else given, batch, rng, *local, **named)
+
+
+def shaped(fn, *args, mesh=MESH, in_specs=WHOLE, out_specs=WHOLE, check_vma=True):
+    """Traces a function inside of ``shard_map``, and runs nothing."""
+    return jax.eval_shape(on_mesh(fn, mesh, check_vma, in_specs, out_specs), *args)
+
+
+__all__ = [
+    "AXES",
+    "BATCH",
+    "KEY",
+    "MESH",
+    "MODEL",
+    "PLAIN",
+    "Block",
+    "DeviceMeshManager",
+    "Model",
+    "P",
+    "create",
+    "create_train_state",
+    "data",
+    "fsdp",
+    "jax",
+    "jnp",
+    "make_train_step",
+    "mean_loss",
+    "mesh_of",
+    "nn",
+    "np",
+    "on_mesh",
+    "optax",
+    "shaped",
+    "state",
+    "trace",
+    "weighted_loss",
+]

@@ -1,0 +1,81 @@
+"""Training on a mesh is the training of one device: each feature in one column, and six pairs that the commit draws.
+
+    pytest tests/exactness --pairs 40                       more pairs
+    pytest tests/exactness --cell "copies + frozen @ 2x4-vma"   these rows in this column, and no others
+
+The other columns are in ``test_all_columns.py``. See ``matrix.py`` for the comparison, ``rows.py`` for the features.
+"""
+
+from dataclasses import replace
+
+import jax
+import pytest
+
+from tests.exactness.case import Case, compare, of_one_device
+from tests.exactness.matrix import Cell, cell, check, drawn, pairs, seed_of_commit
+from tests.exactness.rows import ALWAYS, APART, BY_NAME, COLUMNS, REFUSED, ROWS, why_apart
+
+
+def pytest_generate_tests(metafunc):
+    if "what" not in metafunc.fixturenames:
+        return
+    given = metafunc.config.getoption("cell")
+    cells = [cell(text) for text in given]
+    if not given:
+        count = metafunc.config.getoption("pairs")
+        cells = [*(Cell((row,), row.quick) for row in ROWS), *map(cell, ALWAYS), *drawn(count, seed_of_commit())]
+        cells = list({str(what): what for what in cells}.values())
+    metafunc.parametrize("what", cells, ids=str)
+
+
+def test_training_is_that_of_one_device(what):
+    check(what)
+
+
+# --------------------------------------------------------------------------------------------------------------- guards
+
+
+def test_a_difference_names_the_leaf_and_how_to_repeat_it():
+    plain = BY_NAME["plain"]
+    repeat = r"on plain @ 2x4-vma; to repeat: python -m pytest .* --cell \"plain @ 2x4-vma\""
+    with pytest.raises(AssertionError, match=rf"^after step 1 the [a-z]+( of [a-z/]+)?: off by .*{repeat}"):
+        check(Cell((replace(plain, tolerance=1e-12),), "2x4-vma"))
+    with pytest.raises(AssertionError, match=rf"the feature 'plain' is not on.*{repeat}"):
+        check(Cell((replace(plain, shows=lambda run: False),), "2x4-vma"))
+
+
+def test_each_part_of_a_moment_is_compared():
+    want = of_one_device(Case())
+    for part in ("loss", "norm", "gradients", "params", "moments", "collections", "average"):
+        value = getattr(want[1], part)
+        other = value * (1 + 1e-4) if part in ("loss", "norm") else jax.tree.map(lambda x: x * (1 + 1e-4), value)
+        if part == "collections":
+            value, other = {"mean": 1.0}, {"mean": 1.0001}
+        first, second = ([want[0], replace(want[1], **{part: tree})] for tree in (value, other))
+        compare(first, first)
+        with pytest.raises(AssertionError, match=f"after step 2 the {part}.*: off by"):
+            compare(second, first)
+
+
+def test_a_weight_counts():
+    weighted, unweighted = (of_one_device(Case(weighted=on)) for on in (True, False))
+    with pytest.raises(AssertionError, match="after step 1 the loss: off by"):
+        compare(weighted, unweighted, 0.01)
+
+
+def test_pairs_are_drawn_by_the_commit_and_by_nothing_else():
+    first, again, other = ([str(pair) for pair in drawn(6, commit)] for commit in ("1a2b", "1a2b", "c3d4"))
+    assert first == again != other and len(set(first)) == len(first) == 6
+    assert [str(cell(name)) for name in first] == first
+
+
+def test_rows_are_spread_over_columns_and_most_pairs_are_tried():
+    assert {row.quick for row in ROWS} == set(COLUMNS)
+    assert all(row.quick in row.columns for row in ROWS)
+    together = {frozenset(row.name for row in pair.rows) for pair in pairs()}
+    assert len(together) > 0.7 * len(ROWS) * (len(ROWS) - 1) / 2
+    for some, others, reason in APART:
+        assert some | others <= BY_NAME.keys() and reason
+    for names, mode, words in REFUSED:
+        assert frozenset(names) in together and mode in COLUMNS[0] + COLUMNS[1] and words
+    assert "both decide tx" in why_apart(BY_NAME["muon"], BY_NAME["clipping"])

@@ -1,0 +1,132 @@
+"""The protocol by which a feature stands beside the units of a model, in a file of its own.
+
+A unit (``modules/unit``) gathers its leaves by their boxes and runs. All else that a feature needs of a unit is a hook
+of ``Extension``:
+
+  enter     wires        leaves that travel by another wire than their boxes say
+            replaced     leaves that the module reads otherwise
+            arrived      a leaf of ``wires`` was gathered
+            from_shards  a method's result, computed without a gather
+  run       called       a method of the unit, or of a module within, is called
+  leave     initialising around a method of a unit that may initialise it
+  before    collections  collections that pass the unit, beside "params"
+            named_wires  names of the wires of ``wires``, for plans and for ``check_step``
+            avoids_gather  leaves of which nothing is gathered as a rule
+
+``extensions`` registers each feature with one line. Without any, units gather and run: the core imports no extension.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, ClassVar
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
+from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication
+from xlstm_jax.distributed.data_parallel.wire.wires import Wire
+
+ModulePath = tuple[str, ...]
+
+
+class Extension:
+    """One feature while one unit runs; an instance is made where a unit is entered, and may keep state
+    until the unit is left.
+
+    A hook that a subclass does not write does nothing, and costs nothing.
+    """
+
+    collections: ClassVar[tuple[str, ...]] = ()  # which stay replicated
+
+    def wires(self, policy: ShardPolicy, variables: PyTree, module: ModulePath) -> Mapping[str, Wire]:
+        """Returns the wires of leaves that do not travel as their boxes say, by path in ``variables``."""
+        return {}
+
+    def replaced(self) -> Mapping[str, Callable[[Any], Any]]:
+        """Returns functions of leaves, by path: what the module reads in place of the leaf. Runs after ``wires``."""
+        return {}
+
+    def arrived(self, path: str, value: Any) -> None:
+        """Receives the gathered value of a leaf of ``wires``."""
+
+    def called(self, module: Any, method: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Returns the keyword arguments for a method of the unit, or of a module within, which is about to run."""
+        return kwargs
+
+    def computes(self, module: Any, method: str) -> bool:
+        """Returns whether ``from_shards`` may replace this method of a unit."""
+        return False
+
+    def from_shards(self, module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
+        """Returns the result of the method, computed from shards; None where the unit is to gather."""
+        return None
+
+    def initialising(self, module: Any, method: str) -> AbstractContextManager[None]:
+        """Returns a context around a method of a unit that may initialise the unit."""
+        return nullcontext()
+
+    def named_wires(self, variables: PyTree, how_of: Callable[[str], Communication]) -> Mapping[str, str]:
+        """Returns the names of the wires that ``wires`` would return, by path; ``how_of(path)`` has the options."""
+        return {}
+
+    def avoids_gather(self, box: Sharded) -> bool:
+        """Returns whether a leaf is not gathered as a rule, so that links carry next to nothing of the leaf."""
+        return False
+
+
+EXTENSIONS: list[type[Extension]] = []  # filled by ``extensions``, in the order of its lines
+
+
+def with_hook(name: str) -> list[type[Extension]]:
+    """Returns the registered extensions that write the hook of this name."""
+    return [cls for cls in EXTENSIONS if getattr(cls, name) is not getattr(Extension, name)]
+
+
+def passing_collections() -> list[str]:
+    """Returns the collections that pass units beside "params"."""
+    return list(dict.fromkeys(name for cls in EXTENSIONS for name in cls.collections))
+
+
+def named_wires(variables: PyTree, how_of: Callable[[str], Communication]) -> dict[str, str]:
+    """Returns the names of all wires that extensions choose, by the paths of leaves in ``variables``."""
+    found: dict[str, str] = {}
+    for cls in with_hook("named_wires"):
+        found |= cls().named_wires(variables, how_of)
+    return found
+
+
+def avoids_gather(box: Sharded) -> bool:
+    """Returns whether an extension computes with a leaf without a gather, as a rule."""
+    return any(cls().avoids_gather(box) for cls in with_hook("avoids_gather"))
+
+
+def computes(module: Any, method: str) -> bool:
+    """Returns whether an extension may compute the result of a unit's method from shards."""
+    return any(cls().computes(module, method) for cls in with_hook("computes"))
+
+
+def computed_from_shards(module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
+    """Returns the result of a unit's method, computed from shards by an extension; None where the unit is to gather."""
+    for cls in with_hook("computes"):
+        extension = cls()
+        if extension.computes(module, method):
+            found = extension.from_shards(module, method, policy, args, kwargs)
+            if found is not None:
+                return found
+    return None
+
+
+def called(module: Any, method: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keyword arguments for a method of a module that no unit has entered yet."""
+    for cls in with_hook("called"):
+        kwargs = cls().called(module, method, args, kwargs)
+    return kwargs
+
+
+@contextmanager
+def initialising(module: Any, method: str) -> Iterator[None]:
+    """Enters the contexts of all extensions around a method of a unit that may initialise the unit."""
+    with ExitStack() as stack:
+        for cls in with_hook("initialising"):
+            stack.enter_context(cls().initialising(module, method))
+        yield

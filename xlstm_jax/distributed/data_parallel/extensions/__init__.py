@@ -1,0 +1,19 @@
+"""Features that stand beside the units of a model, each in a file of its own: a line here registers each.
+
+Remove a line and its file, and units do without the feature.
+"""
+
+from xlstm_jax.distributed.data_parallel.extension import EXTENSIONS
+from xlstm_jax.distributed.data_parallel.extensions.fp8_products import Fp8Products
+from xlstm_jax.distributed.data_parallel.extensions.nnx_rows import NnxRowLookups
+from xlstm_jax.distributed.data_parallel.extensions.pieces import PieceReaders
+from xlstm_jax.distributed.data_parallel.extensions.recurrent_carries import RecurrentCarries
+from xlstm_jax.distributed.data_parallel.extensions.rows import RowLookups
+
+EXTENSIONS[:] = [
+    Fp8Products,
+    RecurrentCarries,
+    RowLookups,
+    NnxRowLookups,
+    PieceReaders,
+]

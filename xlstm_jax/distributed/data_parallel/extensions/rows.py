@@ -1,0 +1,101 @@
+"""Lookups by rows: an embedding asks for the rows of its tokens, where that sends less than a gather of its table.
+
+``wire/lookup`` sends the rows. A table is marked (``Sharded.looked_up``) when one lookup alone has read it while the
+model was initialised; a table that the head reads, too, is gathered for the head, and the lookup has it for nothing.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen.dtypes import promote_dtype
+
+from xlstm_jax.distributed.data_parallel.extension import Extension
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, as_read, is_ours
+from xlstm_jax.distributed.data_parallel.modules import unit
+from xlstm_jax.distributed.data_parallel.partial_reads import gives_parts, split_here
+from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
+from xlstm_jax.distributed.data_parallel.wire.lookup import by_rows, look_up
+from xlstm_jax.foreign import is_unchanged
+from xlstm_jax.program_names import LOOKUP_SCOPE
+
+TABLE = "embedding"  # the name of the parameter of an ``nn.Embed``
+
+
+def gives_rows(box: Sharded) -> bool:
+    """Returns whether a lookup may ask for rows of a table."""
+    return box.looked_up and gives_parts(box)
+
+
+def look_up_rows(box: Sharded, indices: Any, path: str = "") -> jax.Array | None:
+    """Returns the rows of a table at ``indices``; None where a gather sends less, or is the only exact way."""
+    are_indices = isinstance(indices, jax.Array) and jnp.issubdtype(indices.dtype, jnp.integer) and indices.size
+    split = split_here(box, indices) if are_indices and gives_rows(box) else None
+    if split is None:
+        return None
+    (dim, over), how = split, box.communication
+    collectives.check_bound(how.copied_axes, caller=f"the lookup of rows of '{path}', replicas of it")
+    sent, summed = (jnp.dtype(dtype).itemsize for dtype in how.dtypes(box.value, path))
+    summed *= box.trainable
+    counts = [collectives.axis_size(entry_axes(entry)) for entry in box.names]
+    lookup = by_rows(
+        box.shape_of_parts(counts),
+        tuple(size * count for size, count in zip(box.value.shape, counts, strict=True)),
+        dim,
+        [(axis, collectives.axis_size((axis,))) for axis in over],
+        how,
+        path,
+        tokens=indices.size,
+        index_bytes=indices.dtype.itemsize,
+        table_bytes=sent + summed,
+        row_bytes=sent + min(sent, summed),
+    )
+    if lookup is None:
+        return None
+    with jax.named_scope(LOOKUP_SCOPE):
+        return look_up(as_read(box, box.value), indices, lookup)
+
+
+class RowLookups(Extension):
+    """The lookup of a unit that is an ``nn.Embed``."""
+
+    def computes(self, module: Any, method: str) -> bool:
+        return isinstance(module, nn.Embed) and method == "__call__"
+
+    def from_shards(self, module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
+        if kwargs or len(args) != 1 or not is_lookup(module, method):
+            return None
+        table = unit.shards_to_read(policy, module.variables.get("params", {})).get(TABLE)
+        rows = None if table is None else look_up_rows(table, args[0], "/".join((*module.path, TABLE)))
+        return rows if rows is None else promote_dtype(rows, dtype=module.dtype, inexact=False)[0]
+
+    @contextmanager
+    def initialising(self, module: Any, method: str) -> Iterator[None]:
+        """Notes, while the method initialises its module, whether one lookup alone reads the table."""
+        before = _table(module) if isinstance(module, nn.Embed) and module.is_initializing() else None
+        yield
+        if isinstance(module, nn.Embed) and module.is_initializing() and (after := _table(module)) is not None:
+            # A second lookup has the table that was gathered for the first: together they may ask for more than the
+            # table.
+            looked_up = is_lookup(module, method) and before is None
+            module.put_variable("params", TABLE, after.replace(looked_up=looked_up))
+
+    def avoids_gather(self, box: Sharded) -> bool:
+        return gives_rows(box)
+
+
+def _table(module: nn.Embed) -> Any:
+    """Returns the box of its table, as it is stored; None where it has none."""
+    leaf = module.get_variable("params", TABLE) if module.scope is not None else None
+    return leaf if is_ours(leaf) else None
+
+
+def is_lookup(module: nn.Embed, method: str) -> bool:
+    """Returns whether a method is the lookup of ``nn.Embed``, and makes the same of rows as of the whole table."""
+    promotes_as_flax = getattr(module, "promote_dtype", promote_dtype) is promote_dtype
+    return method == "__call__" and is_unchanged(module, method, nn.Embed) and promotes_as_flax

@@ -1,0 +1,34 @@
+"""Parts of a split matrix that are sent in place of the matrix: which matrices may be read so, and where.
+
+``extensions/rows`` (lookups in a table) and ``extensions/pieces`` (chunks of a kernel) both ask here.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
+from xlstm_jax.foreign import inside_branch, is_batched
+
+
+def gives_parts(box: Sharded) -> bool:
+    """Returns whether parts of a matrix may be sent instead of all: one dim is split, and values travel as floats."""
+    is_float = box.communication.format_of(box.value) is None and jnp.issubdtype(value_dtype(box.value), jnp.inexact)
+    is_own = not box.model_axes and not box.read_as_stored
+    return is_float and is_own and len(box.names) == 2 and sum(map(bool, box.names)) == 1
+
+
+def split_here(box: Sharded, *operands: jax.Array) -> tuple[int, tuple[str, ...]] | None:
+    """Returns the dim of a matrix that is split here, and over which axes; None where only a gather of all is exact.
+
+    In a branch of ``lax.cond`` gathers are refused where they are made. Under ``vmap`` the number of examples is not
+    known here.
+    """
+    if not isinstance(box.value, Tracer) or not all(map(collectives.is_bound, box.axes)):
+        return None
+    over = collectives.spread_axes(box.axes)
+    if not over or any(map(is_batched, operands)) or inside_branch():
+        return None
+    return next(dim for dim, entry in enumerate(box.names) if entry), over

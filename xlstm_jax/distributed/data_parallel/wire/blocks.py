@@ -1,0 +1,125 @@
+"""Arrays that travel in 8 bits, in blocks with scales (``quantized``): gathers of parameters, and means over copies.
+
+  gather   W[d_fsdp, f] -- pack --> rows of bytes -- all-gather, each stage --> all rows -- unpack --> W[d, f]
+
+A packed shard stays packed through all stages of a gather: each value is rounded once.
+
+  mean     term on each of R copies -- pack --> all-to-all --> unpack, float32 sum of one part of R
+                                    -- pack --> all-gather --> unpack: the same bits on all copies
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xlstm_jax.common_types import DType
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.quantized import (
+    BLOCK_SIZE,
+    FORMATS,
+    fills_blocks,
+    pack,
+    packed_size,
+    unpack,
+)
+from xlstm_jax.distributed.data_parallel.wire.wires import Wire, WireFormat
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class InBlocks:
+    """The wire of shards of one shape and dtype that are packed, and gathered along the dim ``dim``.
+
+    A row is the part of a shard at one index of the dim. Rows keep the layouts of TPUs; flattening the shard would copy
+    the gathered weight several times. If blocks do not fill such rows, the whole shard is a single row.
+    """
+
+    rounds_again: ClassVar[bool] = True
+
+    format_name: str
+    shape: tuple[int, ...]  # of a shard
+    dtype: DType
+    dim: int
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """The number of rows of a shard, and the number of values in each."""
+        rows, size = self.shape[self.dim], math.prod(self._rest)
+        return (rows, size) if fills_blocks(size) else (1, rows * size)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of a packed shard."""
+        rows, size = self.matrix
+        return rows * packed_size(size)
+
+    def send(self, shard: jax.Array) -> jax.Array:
+        """Returns the shard as uint8 [rows, bytes]."""
+        return pack(jnp.moveaxis(shard, self.dim, 0).reshape(self.matrix), self.format_name)
+
+    def along(self, dim: int) -> int:
+        """Returns 0: the rows of devices are put together one below the other."""
+        return 0
+
+    def receive(self, arrived: jax.Array) -> jax.Array:
+        """Returns the packed shards of any number of devices as one array of their dtype."""
+        rows, size = self.matrix
+        values = unpack(arrived, self.format_name, size, self.dtype)
+        whole = values.reshape(arrived.shape[0] // rows * self.shape[self.dim], *self._rest)
+        return jnp.moveaxis(whole, 0, self.dim)
+
+    @property
+    def _rest(self) -> tuple[int, ...]:
+        return self.shape[: self.dim] + self.shape[self.dim + 1 :]
+
+
+@dataclass(frozen=True)
+class Blocks(WireFormat):
+    """Blocks of codes of the format ``name`` of ``quantized``, with a scale for each block."""
+
+    averages: ClassVar[bool] = True
+
+    name: str
+
+    def wire(self, shape: tuple[int, ...], dtype: DType, dim: int) -> Wire:
+        return InBlocks(self.name, shape, dtype, dim)
+
+    @property
+    def itemsize(self) -> float:
+        """Bytes of a value with its part of its block's scale."""
+        return packed_size(BLOCK_SIZE) / BLOCK_SIZE
+
+    def nbytes(self, shape: tuple[int, ...], dim: int) -> int:
+        return InBlocks(self.name, shape, np.dtype(np.float32), dim).sent_bytes
+
+    def mean_of_terms(self, term: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        """Returns the mean; each value is rounded by every copy, and once more as the mean."""
+        count = collectives.axis_size(axes)
+        rows, size = matrix_of_parts(term.shape, count)
+        padded = jnp.pad(term.ravel(), (0, rows * size - term.size)).reshape(count, rows // count, size)
+        received = collectives.all_to_all(pack(padded, self.name), axes)
+        mean = jnp.sum(unpack(received, self.name, size, jnp.float32), 0)
+        whole = collectives.all_gather_equal(pack(mean, self.name), 0, axes)
+        return unpack(whole, self.name, size, jnp.float32).ravel()[: term.size].reshape(term.shape)
+
+    def mean_error(self, terms: np.ndarray) -> np.ndarray:
+        blocks = np.pad(terms, (0, -terms.size % BLOCK_SIZE)).reshape(-1, BLOCK_SIZE)
+        # A device's term may be larger than the mean of all.
+        return FORMATS[self.name].error_bound(blocks, 2 * blocks.max(-1, keepdims=True))
+
+
+def matrix_of_parts(shape: Sequence[int], count: int) -> tuple[int, int]:
+    """Returns rows and their size, for values of this shape: dims as they are where ``count`` divides the rows.
+
+    Else the values are one row for each of ``count`` devices, padded.
+    """
+    for dim in range(1, len(shape)):
+        rows, size = math.prod(shape[:dim]), math.prod(shape[dim:])
+        if rows and rows % count == 0 and fills_blocks(size):
+            return rows, size
+    return count, -(-math.prod(shape) // count)

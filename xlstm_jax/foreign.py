@@ -1,0 +1,124 @@
+"""Reads frames, closures and traces of JAX, Flax and optax: what these libraries know, and have no function for.
+
+Every reading of this kind stands here, and nowhere else (``tests/house/test_layers.py``); private names by import stand
+in ``private_names``. Where a release hides what is read here, the functions return that nothing was found.
+"""
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+from flax import linen as nn
+from flax.core import lift
+from flax.core.scope import in_filter
+
+# ------------------------------------------------------------------------------------------------------------- frames
+
+# JAX's functions that trace branches, with their files: a user's function may be called `cond`, too.
+BRANCHES = {
+    ("cond", "conditionals.py"),
+    ("_cond", "conditionals.py"),
+    ("switch", "conditionals.py"),
+    ("_switch", "conditionals.py"),
+    ("while_loop", "loops.py"),
+}
+_NAMES_OF_BRANCHES = frozenset(name for name, _ in BRANCHES)
+
+
+def _running_functions() -> Iterator[FrameType]:
+    """Yields the frames of the functions that are being called, the innermost first."""
+    # Frame 0 is this generator, and frame 1 iterates over it.
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def inside_branch() -> bool:
+    """Returns whether this code is traced as a branch of ``lax.cond`` or ``lax.switch``, or within ``lax.while_loop``.
+
+    A trace does not say in which branch it is.
+    """
+    for frame in _running_functions():
+        name, file = frame.f_code.co_name, frame.f_code.co_filename
+        if name in _NAMES_OF_BRANCHES and (name, os.path.basename(file)) in BRANCHES:
+            return True
+    return False
+
+
+def inside_map_variables(ours: type[Any]) -> bool:
+    """Returns whether this code runs within an ``nn.map_variables`` of the model itself that maps parameters.
+
+    ``nn.WeightNorm`` and ``nn.SpectralNorm`` are made of it. Maps by functions of class ``ours`` are the library's, and
+    take shards. That of Flax's ``scan_with_axes`` maps names of dims alone.
+    """
+    for frame in _running_functions():
+        maps = frame.f_code.co_filename == lift.__file__ and "map_in_fn" in frame.f_code.co_freevars
+        if not maps or isinstance(frame.f_locals["map_in_fn"], ours):
+            continue
+        if in_filter(frame.f_locals["mapped_collections"], "params"):
+            return True
+    return False
+
+
+# ----------------------------------------------------------------------------------------------------------- closures
+
+
+def closure(function: Callable[..., Any]) -> dict[str, Any]:
+    """Returns the closure variables of a function by name; {} of what is no Python function."""
+    return dict(inspect.getclosurevars(function).nonlocals) if inspect.isfunction(function) else {}
+
+
+def closure_of_lifted(method: Any) -> dict[str, Any]:
+    """Returns the closure of the Linen transformation that made a method, around which there may be wrappers."""
+    found: dict[str, Any] = {}
+    while inspect.isfunction(method) and "transform" not in found:
+        cells = zip(method.__code__.co_freevars, method.__closure__ or (), strict=True)
+        found, method = {name: cell.cell_contents for name, cell in cells}, getattr(method, "__wrapped__", None)
+    return found
+
+
+def is_unchanged(module: nn.Module, method: str, cls: type[nn.Module]) -> bool:
+    """Returns whether a method is that of ``cls``, as nobody has changed it.
+
+    A class of the user's may do something else, and so may a transformation of the model (nn.map_variables, say).
+    """
+    found = inspect.getattr_static(type(module), method)
+    is_of_class = inspect.unwrap(found) is inspect.unwrap(getattr(cls, method))
+    return is_of_class and "transform" not in closure_of_lifted(found)
+
+
+def scans_over_params(cls: type[nn.Module]) -> bool:
+    """Returns whether ``nn.scan`` has made this class, with a layer dim for "params"."""
+    found = closure_of_lifted(vars(cls).get("__call__"))
+    axes = found.get("trafo_kwargs", {}).get("variable_axes", {}) if found.get("transform") is lift.scan else {}
+    return axes.get("params") is not None
+
+
+def recomputes(cls: type[nn.Module]) -> bool:
+    """Returns whether ``nn.remat`` has made this class, or the one that it wraps."""
+    return closure_of_lifted(inspect.getattr_static(cls, "__call__", None)).get("transform") is lift.checkpoint
+
+
+# ------------------------------------------------------------------------------------------------------------- traces
+
+
+def is_for_shapes(tracer: Any) -> bool:
+    """Returns whether ``nn.scan`` traces a layer for the shapes of its outputs."""
+    # JAX exports no name for a trace: in 0.10 the name of its class tells, later its debug info.
+    trace = getattr(tracer, "_trace", None)
+    while trace is not None:
+        debug_info = getattr(getattr(trace, "frame", None), "debug_info", None)
+        if type(trace).__name__ == "JaxprTrace" or getattr(debug_info, "traced_for", None) == "flax scan":
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False
+
+
+def is_batched(value: Any) -> bool:
+    """Returns whether ``value`` is one example of a batch that ``jax.vmap`` maps over."""
+    # JAX exports no name for such a tracer.
+    return type(value).__name__ == "BatchTracer"
