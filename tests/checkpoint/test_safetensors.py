@@ -187,6 +187,41 @@ def test_a_model_in_several_files_must_be_whole(tmp_path):
         import_safetensors(tmp_path, params)
 
 
+def test_two_files_have_an_index_and_values_of_a_file_begin_at_multiples_of_eight(tmp_path):
+    """Names of every length: without padding behind the header values would begin anywhere."""
+    for length in range(1, 9):
+        params = {name * length: np.full(100, i, np.float32) for i, name in enumerate("ab")}
+        folder = tmp_path / str(length)
+        export_safetensors(params, folder, max_file_bytes=400)
+        files = [folder / f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+        assert sorted(folder.iterdir()) == [*files, folder / "model.safetensors.index.json"]
+        headers = [int.from_bytes(file.read_bytes()[:8], "little") for file in files]
+        assert [header % 8 for header in headers] == [0, 0]
+        assert [file.stat().st_size - header for file, header in zip(files, headers, strict=True)] == [408, 408]
+        assert same(import_safetensors(folder, params), params)
+
+
+def test_a_file_has_its_name_when_all_of_it_is_on_disk(tmp_path, monkeypatch):
+    """In the order of events: after a crash a file system may have the new name and not the bytes."""
+    synced, renamed, fsync, replace = {}, [], os.fsync, os.replace
+
+    def counted_fsync(descriptor):
+        fsync(descriptor)
+        status = os.fstat(descriptor)
+        synced[status.st_ino] = status.st_size
+
+    def noted_replace(old, new):
+        status = os.stat(old)
+        renamed.append((os.path.basename(new), synced.get(status.st_ino) == status.st_size))
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", counted_fsync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    export_safetensors({name: np.full(1000, 1.0) for name in "ab"}, tmp_path, max_file_bytes=8000)
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    assert renamed == [(name, True) for name in names], "renamed before the last byte was on disk, or in another order"
+
+
 def test_a_tensor_in_two_files_of_an_index_is_refused(tmp_path):
     """Which one was read hung on the order of a set, and so on PYTHONHASHSEED."""
     save_file({"a": np.zeros(2, np.float32), "b": np.zeros(2, np.float32)}, tmp_path / "one.safetensors")

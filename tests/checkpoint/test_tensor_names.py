@@ -85,6 +85,17 @@ def test_two_leaves_may_read_one_tensor_and_not_write_it(tmp_path):
         export_safetensors(both, tmp_path / "again", names=names)
 
 
+def test_a_leaf_of_a_rank_that_no_choice_has_is_stored_as_it_is(tmp_path):
+    """A kernel of one dim, beside choices for two and more."""
+    kernel = np.arange(3.0)
+    export_safetensors({"a": {"kernel": kernel}}, tmp_path, names=TRANSFORMERS)
+    (stored,) = load_file(tmp_path / "model.safetensors").items()
+    assert stored[0] == "a.weight" and np.array_equal(stored[1], kernel)
+    assert np.array_equal(
+        import_safetensors(tmp_path, {"a": {"kernel": kernel}}, names=TRANSFORMERS)["a"]["kernel"], kernel
+    )
+
+
 def test_another_shape_is_refused_with_leaf_tensor_and_both_shapes(tmp_path):
     export_safetensors({"a": {"kernel": np.zeros((4, 2))}}, tmp_path, names=TRANSFORMERS)
     problem = "'a/kernel' is float64[2, 4] as 'a.weight' in the file, and float64[5, 2] in abstract_params"

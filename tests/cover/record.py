@@ -4,7 +4,8 @@ A line of the library counts where a function executes it during the test, its f
 does not count. Lines in processes that a test starts are not seen, and such tests are noted.
 
 ``sys.monitoring`` calls back once for each line and test, and for functions of the library alone: the first start of a
-function in a test says whose it is, and only those of the library report lines.
+function in a test says whose it is, and only those of the library report lines. JAX forgets before each test what it
+has traced, so that lines and seconds do not depend on the tests before.
 """
 
 import json
@@ -126,6 +127,10 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        import jax  # not by those who only read recordings
+
+        # A function that an earlier test has traced would not be entered again, and its lines would not be this test's.
+        jax.clear_caches()
         events = sys.monitoring.events
         self.hits.clear()
         self.outcomes.clear()

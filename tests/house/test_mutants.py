@@ -106,10 +106,9 @@ from tests.mutants.run import Run, outcomes
 
 path, file = "xlstm_jax/distributed/device_mesh/meshes.py", "device_mesh/test_device_mesh.py"
 of_file = drawn.mutations_of(path, (drawn.ROOT / path).read_text())
-(mutant,) = [m for m in of_file if m.kind == "bound" and m.after.startswith("if len(wild) > 2")]
-blind, absent = f"{file}::test_no_devices_are_refused", f"{file}::test_of_another_name"
-test = "test_sizes_that_do_not_fit_are_refused_with_both_numbers"
-seeing = f"{file}::{test}[{{'dp': -1, 'fsdp': -1}}-at most one of them -1]"
+(mutant,) = [m for m in of_file if m.kind == "none" and m.function == "DeviceMeshManager.create_hsdp_mesh"]
+seeing = f"{file}::test_sizes_that_take_fewer_devices_take_the_first[hsdp]"
+blind, absent = f"{file}::test_simulating_too_late_says_so", f"{file}::test_of_another_name"
 for cases in [(absent, blind, seeing), (blind,), (absent,)]:
     (outcome,) = outcomes([Run((file,), mutant, cases)], 1)
     print(outcome.result, outcome.test == seeing)
