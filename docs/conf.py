@@ -118,7 +118,7 @@ MESH = 'mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 4})'
 USES_MESH, MAKES_MESH = re.compile(r"\bmesh\b(?!=)"), re.compile(r"\bmesh(, \w+)* = |\bas mesh\b")
 STRIDE = 8
 # Most programs of pages run a few times, and take longer to compile. On these pages they run often, or are timed.
-OPTIMIZED = {"howto/profile", "howto/slow_step"}
+OPTIMIZED = {"tutorials/generation", "tutorials/muon", "howto/profile", "howto/slow_step"}
 
 
 @cache

@@ -59,7 +59,7 @@ def loss_fn(params, apply_fn, windows, rng):
     return losses(logits, windows[:, -1]).mean()
 
 
-def windows(number, rows=128):
+def windows(number, rows=256):
     rng = np.random.default_rng(number)
     starts = rng.integers(0, len(TEXT) - CONTEXT, (rows, 1))
     return TEXT[starts + np.arange(CONTEXT + 1)]
@@ -108,7 +108,7 @@ for group in plan.matrices:
 
 def kernels_of_blocks(shards):
     sizes = {"dp": 2, "fsdp": shards}
-    example = jax.ShapeDtypeStruct((128, CONTEXT), jnp.int32)
+    example = jax.ShapeDtypeStruct((256, CONTEXT), jnp.int32)
     plan = plan_sharding(Model(), sizes, example, tx=optimizers["Muon"])
     return next(g for g in plan.matrices if "blocks/up/kernel" in g.leaves)
 
