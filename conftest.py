@@ -1,12 +1,10 @@
 """Eight simulated CPU devices for the whole suite, set up before JAX starts; and the names that doctests may use."""
 
-import hashlib
 import os
-import re
 import signal
 import zlib
-from collections import Counter, OrderedDict
-from functools import cache, wraps
+from collections import Counter
+from functools import cache
 from pathlib import Path
 
 # Test workers share two cores: one thread each for XLA's kernels keeps them out of each other's way. And most of their
@@ -27,9 +25,9 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from jax._src import compiler
 
 from tests import quick
+from tests.compiled_once import keep_compiled_programs
 from tests.cover import data
 from tests.cover.record import Recorder, case_of
 from xlstm_jax import distributed
@@ -61,37 +59,7 @@ FACES = [
 
 simulate_cpu_devices(8)
 
-KEPT_PROGRAMS = 128
-NAMED = re.compile(r'loc\("([^"]*/[^"]*"\(|[^"]*"\))')  # operations and arguments, not functions and lines
-
-
-def compiled_once(compile_module):
-    """JAX's function that compiles, with the last programs kept: a seventh of a worker's time is for programs again.
-
-    Tests make new functions of the same steps and models. Nothing is read from a disk, where programs for simulated
-    devices are not safe (docs/architecture.md).
-    """
-    kept = OrderedDict()
-
-    @wraps(compile_module)
-    def compiled(backend, module, devices, options, callbacks):
-        names = NAMED.findall(module.operation.get_asm(enable_debug_info=True))
-        text = "\n".join([str(module), *names]).encode() + options.SerializeAsString()
-        key = backend, devices, hashlib.sha256(text).digest()
-        if callbacks or key not in kept:
-            program = compile_module(backend, module, devices, options, callbacks)
-            if callbacks:
-                return program
-            kept[key] = program
-        kept.move_to_end(key)
-        while len(kept) > KEPT_PROGRAMS:
-            kept.popitem(last=False)
-        return kept[key]
-
-    return compiled
-
-
-compiler.backend_compile_and_load = compiled_once(compiler.backend_compile_and_load)
+keep_compiled_programs()
 
 
 @cache

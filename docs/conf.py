@@ -13,6 +13,7 @@ import sys
 from functools import cache, partial
 from pathlib import Path
 
+import furo
 from jupyter_cache import get_cache
 
 DOCS = Path(__file__).parent
@@ -33,7 +34,7 @@ os.environ |= {
     "OPENBLAS_NUM_THREADS": "1",
 }
 logging.basicConfig()  # else a package of the theme does, and all that any package logs as INFO is shown
-sys.path.insert(0, str(DOCS))
+sys.path[:0] = [str(DOCS), str(DOCS.parent)]
 
 import make_inventories  # noqa: E402  # it lies here, as the extension "drawings" does
 from implied_pages import (  # noqa: E402
@@ -71,6 +72,7 @@ extensions = [
 ]
 exclude_patterns = ["_build", "notebooks"]  # notebooks are written from pages, and linked as files
 html_theme = "furo"
+furo._compute_navigation_tree = lambda context: ""  # of all pages, for each page, which our sidebar does not show
 html_title = f"{project} {version}"
 html_static_path = ["_static"]
 templates_path = ["_templates"]

@@ -5,6 +5,7 @@ already, to read docstrings, and a fork has what its parent imported. A fork doe
 build itself must not ask JAX for a device: that would start them.
 """
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ from ipykernel.kernelapp import IPKernelApp
 from jupyter_client.provisioning import KernelProvisionerFactory, LocalProvisioner
 
 import xlstm_jax.forecast  # noqa: F401
+from tests.compiled_once import keep_compiled_programs
 
 
 class ForkedProvisioner(LocalProvisioner):
@@ -26,6 +28,7 @@ class ForkedProvisioner(LocalProvisioner):
     async def launch_kernel(self, cmd, *, cwd, env, **kwargs):
         del kwargs
         assert not jax._src.xla_bridge.backends_are_initialized()
+        gc.freeze()  # what is there already: else each collection of the fork looks at all of it, and copies its pages
         self.process = _Process(target=_serve, args=(cmd[cmd.index("-f") + 1], cwd, env))
         self.process.start()
         self.pid, self.cwd = self.process.pid, cwd
@@ -58,6 +61,7 @@ def _serve(sockets, cwd, env):
     logging.root.handlers.clear()
     warnings.filterwarnings("ignore", "IProgress not found")  # tqdm would draw its bars by widgets
     jax._src.pretty_printer.CAN_USE_COLOR = True  # JAX looks for a notebook only while it is imported
+    keep_compiled_programs()
     IPKernelApp.launch_instance(argv=["-f", sockets, f"--IPKernelApp.parent_handle={os.getppid()}"])
 
 

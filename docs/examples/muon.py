@@ -66,7 +66,7 @@ def windows(number, rows=256):
 
 
 # ---- Two trainings
-STEPS = 150
+STEPS = 80
 schedule = optax.cosine_decay_schedule(5e-3, STEPS)
 step = make_train_step(loss_fn, mesh, AXES)
 

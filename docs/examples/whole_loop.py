@@ -79,7 +79,7 @@ def loss_fn(params, apply_fn, batch, rng):  # the mean over this device's rows
 
 
 # ---- Optimizer and steps
-STEPS, EVERY = 120, 20
+STEPS, EVERY = 100, 20
 schedule = optax.warmup_cosine_decay_schedule(0, 5e-3, 20, STEPS)
 adamw = optax.adamw(schedule, weight_decay=1e-2)
 tx = skip_nonfinite(optax.chain(optax.clip_by_global_norm(1.0), adamw))
@@ -188,6 +188,6 @@ left.axvline(50, color="gray", linestyle=":")
 left.text(51, left.get_ylim()[1], "SIGTERM", color="gray", va="top")
 left.set(xlabel="step", ylabel="loss (nats)")
 left.legend(loc="center right")
-right.plot(range(STEPS), [1e3 * schedule(step) for step in range(STEPS)])
+right.plot(range(STEPS), 1e3 * schedule(np.arange(STEPS)))
 right.set(xlabel="step", ylabel="learning rate / 0.001")
 right.grid(alpha=0.3)
