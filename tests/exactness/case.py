@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN
 
 from tests.exactness.model import PLAIN, Net, Parts, Twin, batch, is_unit, is_unit_of_twin
 from tests.support import FLOAT32_ROUNDING, KEPT, equations, fsdp
@@ -35,6 +34,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves, path_string
+from xlstm_jax.distributed.data_parallel.wire.tracing import OVERWRITTEN
 
 KEY, STEPS, DECAY = jax.random.key(0), 2, 0.5
 RULES = (("embed", "fsdp"),)  # of logical names; the others have no rule

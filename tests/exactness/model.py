@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
-from xlstm_jax.distributed.data_parallel.wire.fp8_product import OVERWRITTEN
 
 from tests.support import plain
 from xlstm_jax.distributed import LMHead, scan_layers
+from xlstm_jax.distributed.data_parallel.wire.tracing import OVERWRITTEN
 from xlstm_jax.distributed.model_parallel import (
     Experts,
     SplitAttention,
