@@ -2,6 +2,7 @@
 #   make train    trains the language model of benchmarks/ fully sharded; pass options as ARGS="--model transformer"
 #   make test     runs the tests that see every mutation, enter every function and hold README's promises; ARGS="-k parity"
 #   make test-rest runs the others, and the examples in docstrings; make test-all runs all, the slow ones, too
+#   make test-pairs draws six pairs of features by the commit, and trains each beside one device; ARGS="--pairs 40" more
 #   make check    ruff, mypy and pyright, in seconds
 #   make docs     builds the site of the pages in docs/, without a warning, into docs/_build/html; make docs-serve shows it
 #   make test-targets  compiles the large models for TPUs and holds bytes, counts and overlap to their targets; an hour
@@ -20,7 +21,7 @@ VENV ?= .venv
 ARGS ?=
 WORKERS ?= 2
 
-.PHONY: train test test-rest test-all check docs docs-serve docs-screens test-targets test-models test-gpu test-mutants test-faults
+.PHONY: train test test-rest test-all test-pairs check docs docs-serve docs-screens test-targets test-models test-gpu test-mutants test-faults
 .PHONY: prepare-release release clean
 
 train: $(VENV)/has-train
@@ -51,6 +52,9 @@ docs-serve: docs
 
 docs-screens: docs $(VENV)/has-screens
 	$(VENV)/bin/python docs/screens.py $(ARGS)
+
+test-pairs: $(VENV)/has-test
+	$(VENV)/bin/python -m pytest -n $(WORKERS) -v -m slow tests/exactness/test_drawn_pairs.py $(ARGS)
 
 test-targets: $(VENV)/has-test,forecast-gpu
 	JAX_PLATFORMS=cpu $(VENV)/bin/python -m pytest tests/targets $(ARGS)

@@ -1,9 +1,9 @@
-"""Training on a mesh is the training of one device: each feature in one column, and six pairs that the commit draws.
+"""Training on a mesh is the training of one device: each feature in one column.
 
-    pytest tests/exactness --pairs 40                       more pairs
     pytest tests/exactness --cell "copies + frozen @ 2x4-vma"   these rows in this column, and no others
 
-The other columns are in ``test_all_columns.py``. See ``matrix.py`` for the comparison, ``rows.py`` for the features.
+The other columns are in ``test_all_columns.py``, pairs of features in ``test_drawn_pairs.py``. See ``matrix.py`` for
+the comparison, ``rows.py`` for the features.
 """
 
 from dataclasses import replace
@@ -12,20 +12,15 @@ import jax
 import pytest
 
 from tests.exactness.case import Case, compare, of_one_device
-from tests.exactness.matrix import Cell, cell, check, drawn, pairs, seed_of_commit
+from tests.exactness.matrix import Cell, cell, check, drawn, pairs
 from tests.exactness.rows import ALWAYS, APART, BY_NAME, COLUMNS, FAULTS, REFUSED, ROWS, why_apart
 
 
 def pytest_generate_tests(metafunc):
-    if "what" not in metafunc.fixturenames:
-        return
-    given = metafunc.config.getoption("cell")
-    cells = [cell(text) for text in given]
-    if not given:
-        count = metafunc.config.getoption("pairs")
-        cells = [*(Cell((row,), row.quick) for row in ROWS), *map(cell, ALWAYS), *drawn(count, seed_of_commit())]
-        cells = list({str(what): what for what in cells}.values())
-    metafunc.parametrize("what", cells, ids=str)
+    if "what" in metafunc.fixturenames:
+        given = [cell(text) for text in metafunc.config.getoption("cell")]
+        cells = given or [*(Cell((row,), row.quick) for row in ROWS), *map(cell, ALWAYS)]
+        metafunc.parametrize("what", {str(what): what for what in cells}.values(), ids=str)
 
 
 def test_training_is_that_of_one_device(what):
