@@ -30,10 +30,10 @@ ModulePath = tuple[str, ...]
 
 
 class Extension:
-    """One feature while one unit runs; an instance is made where a unit is entered, and may keep state
-    until the unit is left.
+    """One feature while one unit runs.
 
-    A hook that a subclass does not write does nothing, and costs nothing.
+    An instance is made where a unit is entered, and may keep state until the unit is left. A hook that a subclass
+    does not write does nothing.
     """
 
     collections: ClassVar[tuple[str, ...]] = ()  # which stay replicated

@@ -1,6 +1,5 @@
 """Lookups by rows of an ``nnx.Embed``: see ``rows``."""
 
-import inspect
 from typing import Any
 
 from flax import nnx
@@ -8,8 +7,8 @@ from flax.nnx.nn.dtypes import promote_dtype
 
 from xlstm_jax.distributed.data_parallel.extension import Extension
 from xlstm_jax.distributed.data_parallel.extensions.rows import look_up_rows
-from xlstm_jax.distributed.data_parallel.modules.nnx_module import is_split
-from xlstm_jax.distributed.data_parallel.modules.unit import running, shard_to_read
+from xlstm_jax.distributed.data_parallel.modules.nnx_module import is_flax_lookup, is_split
+from xlstm_jax.distributed.data_parallel.modules.unit import shard_to_read
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 
 
@@ -17,14 +16,13 @@ class NnxRowLookups(Extension):
     """The lookup of a unit that is an ``nnx.Embed``."""
 
     def computes(self, module: Any, method: str) -> bool:
-        # The class of a unit is a subclass of the user's, whose method nobody may have changed.
-        own = type(module).__mro__[1] if isinstance(module, nnx.Embed) and method == "__call__" else None
-        return own is not None and inspect.getattr_static(own, method) is inspect.getattr_static(nnx.Embed, method)
+        # The class of a unit is a subclass of the user's.
+        return isinstance(module, nnx.Embed) and is_flax_lookup(type(module).__mro__[1], method)
 
     def from_shards(self, module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
         # With another promotion than Flax's the module may make something else of its rows.
         is_flaxs = is_split(module.embedding) and module.promote_dtype is promote_dtype
-        if kwargs or len(args) != 1 or not is_flaxs or running(policy.axes) != "manual":
+        if kwargs or len(args) != 1 or not is_flaxs:
             return None
         table = shard_to_read(policy, module.embedding)
         rows = None if table is None else look_up_rows(table, args[0])

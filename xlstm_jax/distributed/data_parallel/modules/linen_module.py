@@ -161,9 +161,9 @@ def lifted(target: Any, methods: list[str] | None, policy: ShardPolicy) -> Any:
 def _gathered(policy: ShardPolicy, variables: PyTree) -> PyTree:
     """What a module sees of its variables; errors name their leaves by their paths in the model."""
     units = watching(RunningUnit)
-    return (
-        gather_here(policy, variables, units[0].path, units[0].extensions) if units else gather_here(policy, variables)
-    )
+    if not units:
+        return gather_here(policy, variables)
+    return gather_here(policy, variables, units[0].path, units[0].extensions)
 
 
 def _lifted_function(target: Method, policy: ShardPolicy) -> Method:

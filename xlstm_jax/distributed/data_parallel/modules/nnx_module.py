@@ -32,6 +32,7 @@ from xlstm_jax.distributed.data_parallel.modules.unit import (
     entered,
     gather_here,
     public_methods,
+    running,
 )
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire import collectives
@@ -299,7 +300,7 @@ def _subclass(cls: type[Any], fields: dict[str, Any]) -> Any:
 
 def _gathering(cls: type[nnx.Module], name: str, policy: ShardPolicy) -> Method:
     plain: Any = inspect.getattr_static(cls, name)
-    is_lookup = issubclass(cls, nnx.Embed) and plain is inspect.getattr_static(nnx.Embed, "__call__")
+    notes_lookup = is_flax_lookup(cls, name)
 
     def whole(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         with gathered(_split_variables(module)):
@@ -310,16 +311,23 @@ def _gathering(cls: type[nnx.Module], name: str, policy: ShardPolicy) -> Method:
         # Somebody may ask for the shapes that a unit sees: those of one layer, where the model scans over layers.
         for leaf in own_variables(self).values():
             if note := leaf.get_metadata(NOTE_SHAPE, None):
-                note(np.shape(leaf.get_raw_value()), is_lookup)
+                note(np.shape(leaf.get_raw_value()), notes_lookup)
         if not _split_variables(self):  # none was ever split, or another method of the module has gathered them
             return plain.__get__(self, cls)(*args, **kwargs)
         return entered(NNX, cls.__name__, run, self, args, kwargs)
 
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-        found = computed_from_shards(module, name, policy, args, kwargs)
+        is_sharded = running(policy.axes) == "manual"
+        found = computed_from_shards(module, name, policy, args, kwargs) if is_sharded else None
         return dropping(whole, NNX, policy)(module, *args, **kwargs) if found is None else found
 
     return method
+
+
+def is_flax_lookup(cls: type[nnx.Module], method: str) -> bool:
+    """Returns whether a method of a class of the user's is the lookup of ``nnx.Embed``, as nobody has changed it."""
+    is_embed = issubclass(cls, nnx.Embed) and method == "__call__"
+    return is_embed and inspect.getattr_static(cls, method) is inspect.getattr_static(nnx.Embed, method)
 
 
 def let_carries_vary(model: nnx.Module, axes: frozenset[str]) -> None:
