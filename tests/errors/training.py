@@ -32,6 +32,7 @@ from tests.errors.shared import (
     weighted_loss,
 )
 from tests.errors.table import Section
+from tests.mistaken_models import OfRow, OwnScan, Stacked, Vmapped, with_statistics
 from xlstm_jax.distributed import (
     TrainState,
     abstract_train_state,
@@ -158,46 +159,12 @@ def error_of(params, batch, reduce=jnp.mean):
 ROWS3 = jnp.ones((16, 3, 4))
 
 
-class OfRow(nn.Module):
-    axes: tuple[str, ...]
-
-    @nn.compact
-    def __call__(self, x):
-        return nn.BatchNorm(use_running_average=False, axis_name=self.axes)(nn.Dense(8)(x))
-
-
-class Vmapped(nn.Module):
-    axes: tuple[str, ...]
-
-    @nn.compact
-    def __call__(self, x):
-        shared = {"params": None, "batch_stats": None}
-        mapped = nn.vmap(OfRow, in_axes=1, axis_name="v", variable_axes=shared, split_rngs={"params": False})
-        return mapped(self.axes)(x)
-
-
-class OwnScan(nn.Module):
-    """An LSTM cell in a scan of the model's own."""
-
-    @nn.compact
-    def __call__(self, x):
-        x = jnp.stack([fsdp(nn.Dense)(16)(x)] * 3, 1)
-        scan = nn.scan(nn.LSTMCell, variable_broadcast="params", split_rngs={"params": False}, in_axes=1, out_axes=1)
-        cell = scan(4)
-        return cell(cell.initialize_carry(KEY, x[:, 0].shape), x)[1][:, -1]
-
-
 def in_a_branch():
     def loss(params, apply_fn, batch, rng):
         mean = batch["x"].mean()
         return lax.cond(mean > 0, lambda: mean_loss(params, apply_fn, batch), lambda: mean)
 
     traced(loss)
-
-
-def with_statistics(params, apply_fn, batch, rng, kept):
-    out, kept = apply_fn({"params": params, **kept}, batch, mutable=["batch_stats"])
-    return jnp.mean(out**2), kept
 
 
 def of_rows(model, loss, mesh=MESH, **options):
@@ -303,16 +270,6 @@ def padded(weigh=False, loss=mean_loss, **options):
     batch, weight = shard_batch(rows, MESH, AXES, pad=True)
     batch |= {"weight": weight} if weigh else {}
     return make_train_step(loss, MESH, AXES, **options)(jax.tree.map(jnp.copy, dense()), batch, KEY)
-
-
-class Stacked(nn.Module):
-    """Blocks of a scan, whose biases have two dims, and a Dense."""
-
-    @nn.compact
-    def __call__(self, x):
-        x = fsdp(nn.Dense)(16)(x)
-        scan = nn.scan(fsdp(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
-        return fsdp(nn.Dense)(4)(scan(name="blocks")(x, None)[0])
 
 
 class AroundScan(nn.Module):

@@ -6,16 +6,15 @@ Which pairs are drawn depends on the commit, and on nothing else, so that all wo
 import itertools
 import os
 import re
-import subprocess
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import pytest
 from flax.errors import FlaxError
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from tests.commit import commit_hash
 from tests.exactness.case import Case, Moment, compare, compare_trees, of_one_device, trained
 from tests.exactness.model import ROWS as BATCH_ROWS
 from tests.exactness.rows import BY_NAME, COLUMNS, FAULTS, REFUSED, ROWS, VMA, Row, why_apart
@@ -134,10 +133,7 @@ def seed_of_commit() -> str:
     """Returns the hash of the commit, or an empty text where there is none: in an unpacked archive, say."""
     if given_seed := os.environ.get("XLSTM_JAX_PAIRS_OF"):
         return given_seed
-    done = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return commit_hash()
 
 
 def drawn(count: int, commit: str) -> list[Cell]:

@@ -29,13 +29,13 @@ A survivor that has no effect anybody could see goes into ``judged.txt``, with t
 import ast
 import random
 import re
-import subprocess
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from tests.commit import commit_hash
 from tests.mutants.catalogue import JUDGED, ROOT
 
 KINDS = ("compare", "bound", "axis", "dtype", "call", "logic", "swap", "none")
@@ -388,9 +388,7 @@ def draw(
 
 def seed_of_commit() -> int:
     """Returns a number that the commit chooses; 0 outside of a repository."""
-    command = ["git", "rev-parse", "--short=8", "HEAD"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return int(done.stdout, 16) if done.returncode == 0 else 0
+    return int(commit_hash()[:8] or "0", 16)
 
 
 @cache

@@ -12,8 +12,9 @@ import pytest
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
+from tests.mistaken_models import OwnScan, Stacked
 from tests.step_corpus import ENTRIES
-from tests.support import AXES, Block, assert_same_params, data, fsdp, mean_loss, mesh_of, on_mesh, weighted_loss
+from tests.support import AXES, assert_same_params, data, fsdp, mean_loss, mesh_of, on_mesh, weighted_loss
 from xlstm_jax.distributed import (
     Checkpointer,
     abstract_train_state,
@@ -70,16 +71,6 @@ def traced(loss=mean_loss, tx=None, batch=BATCH, axes=AXES, model=None, **option
 
 
 # ------------------------------------------------------------------------------------- what is told, and its neighbours
-
-
-class Stacked(nn.Module):
-    """Blocks of a scan, whose biases have two dims, and a Dense."""
-
-    @nn.compact
-    def __call__(self, x):
-        x = fsdp(nn.Dense)(16)(x)
-        scan = nn.scan(fsdp(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
-        return fsdp(nn.Dense)(4)(scan(name="blocks")(x, None)[0])
 
 
 def with_mask(mask):
@@ -341,22 +332,6 @@ def test_a_state_that_a_step_has_taken_over_is_named_where_it_is_read(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------ models of users
-
-
-class OwnScan(nn.Module):
-    """An LSTM cell in a scan of the model's own; ``cast`` as the error says."""
-
-    cast: bool = False
-
-    @nn.compact
-    def __call__(self, x):
-        x = jnp.stack([fsdp(nn.Dense)(16)(x)] * 3, 1)
-        scan = nn.scan(nn.LSTMCell, variable_broadcast="params", split_rngs={"params": False}, in_axes=1, out_axes=1)
-        cell = scan(4)
-        carry = cell.initialize_carry(KEY, x[:, 0].shape)
-        if self.cast and not self.is_initializing():
-            carry = jax.lax.pcast(carry, AXES, to="varying")
-        return cell(carry, x)[1][:, -1]
 
 
 def test_a_carry_without_its_type_is_explained_and_both_cures_trace():

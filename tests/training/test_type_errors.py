@@ -6,33 +6,11 @@ import optax
 import pytest
 from flax import linen as nn
 
+from tests.mistaken_models import OfRow, Vmapped, with_statistics
 from tests.support import AXES, mesh_of
 from xlstm_jax.distributed import abstract_train_state, make_train_step
 
 X = jnp.ones((16, 3, 4))
-
-
-class OfRow(nn.Module):
-    axes: tuple[str, ...]
-
-    @nn.compact
-    def __call__(self, x):
-        return nn.BatchNorm(use_running_average=False, axis_name=self.axes)(nn.Dense(8)(x))
-
-
-class Vmapped(nn.Module):
-    axes: tuple[str, ...]
-
-    @nn.compact
-    def __call__(self, x):
-        shared = {"params": None, "batch_stats": None}
-        mapped = nn.vmap(OfRow, in_axes=1, axis_name="v", variable_axes=shared, split_rngs={"params": False})
-        return mapped(self.axes)(x)
-
-
-def with_statistics(params, apply_fn, batch, rng, kept):
-    out, kept = apply_fn({"params": params, **kept}, batch, mutable=["batch_stats"])
-    return jnp.mean(out**2), kept
 
 
 def trace(model, loss, mesh=None, **options):
