@@ -40,11 +40,23 @@ def test_the_mutations_are_of_the_library_as_it_is():
 
 
 def test_a_mutation_that_fits_no_more_says_so():
-    mutant = Mutant("xlstm_jax/distributed/x.py", "x is y", False, ["x = 1"], ["x = 2"], ["house/test_mutants.py"])
+    texts = {"before": ["x = 1"], "after": ["x = 2"], "tests": ["house/test_mutants.py"]}
+    mutant = Mutant("xlstm_jax/distributed/x.py", "x is y", False, **texts)
     assert mutant.mutated("x = 1\n") == "x = 2\n"
     for source, count in (("x = 3", 0), ("x = 1\nx = 1", 2)):
         with pytest.raises(ValueError, match=rf"has the text 'x = 1' {count} times, and a mutation needs it once"):
             mutant.mutated(source)
+
+
+def test_a_mutation_follows_its_function_to_another_file():
+    texts = {"before": ["axis % x.ndim"], "after": ["axis"]}
+    moved = Mutant("xlstm_jax/distributed/gone.py", "nothing", False, "gather_array_with_mean_grads", **texts)
+    assert moved.path == "xlstm_jax/distributed/data_parallel/wire/gather_array.py"
+    texts = {"before": ["return"], "after": ["pass"]}
+    source = "def f():\n    return 1\n\n\n@cache\ndef g():\n    return 1\n"
+    assert Mutant("x.py", "g", False, "g", ["@cache"], ["@jit"]).mutated(source) == source.replace("@cache", "@jit")
+    assert Mutant("x.py", "g", False, "g", **texts).mutated(source) == source[:-9] + "pass 1\n"
+    assert Mutant("x.py", "f", False, "f", **texts).mutated(source).startswith("def f():\n    pass 1")
 
 
 def test_ten_mutations_are_seen():

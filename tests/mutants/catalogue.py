@@ -3,13 +3,20 @@
 # wire/gather_array                          the file of the library, of the folder that the .txt file is called by
                                              (base.txt: files beside the folders)
 a gradient is summed, not averaged           what breaks; with * in front it is one of the few that run in CI
-- axis_size(axes), how                       a text that stands in the file exactly once; of several lines each has a -
+@ _backward                                  the function, method or class that is changed; none where the module itself is
+- axis_size(axes), how                       a text that stands there exactly once; of several lines each has a -
 + 1, how                                     what stands in its place
 ? data_parallel/test_parity.py::test_name    a test in tests/ that should see it, as pytest names it; cheap first
 = why no test does                           of a mutation that changes nothing which anybody could see
+
+A mutation follows its function: where the file no longer has the function with the text, the one file of the library
+that has both is changed. Without a function, the one file that has the text once.
 """
 
+import ast
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -20,15 +27,27 @@ LIBRARY = "xlstm_jax/distributed"
 
 @dataclass
 class Mutant:
-    """``before`` becomes ``after`` in the file at ``path``; ``stays`` is why no test sees it, if that is so."""
+    """``before`` becomes ``after`` in ``function``, of the file at ``path``; ``stays`` is why no test sees it.
 
-    path: str
+    ``listed`` is the file that the catalogue names.
+    """
+
+    listed: str
     breaks: str
     is_short: bool
+    function: str = ""
     before: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
     tests: list[str] = field(default_factory=list)
     stays: str = ""
+
+    @property
+    def path(self) -> str:
+        """The file that is changed: the listed one or, where the function has moved, the one that has it now."""
+        if self._count(self.listed) == 1:
+            return self.listed
+        others = [path for path in _library() if self._count(path) == 1]
+        return others[0] if len(others) == 1 else self.listed
 
     @property
     def name(self) -> str:
@@ -37,12 +56,23 @@ class Mutant:
     def mutated(self, source: str) -> str:
         """The source with the mutation; a ``ValueError`` where its text does not stand there once."""
         before, after = "\n".join(self.before), "\n".join(self.after)
-        if (count := source.count(before)) != 1:
+        places = [(start, end) for start, end in _places(source, self.function) if before in source[start:end]]
+        count = sum(source[start:end].count(before) for start, end in places)
+        if count != 1:
+            where = f"{self.function} of {self.path}" if self.function else self.path
             raise ValueError(
-                f"{self.path} has the text {before!r} {count} times, and a mutation needs it once ({self.breaks}). "
+                f"{where} has the text {before!r} {count} times, and a mutation needs it once ({self.breaks}). "
                 "Change it in tests/mutants to what the file has now."
             )
-        return source.replace(before, after)
+        ((start, end),) = places
+        return source[:start] + source[start:end].replace(before, after) + source[end:]
+
+    def _count(self, path: str) -> int:
+        """How often the function, in this file, has the text."""
+        file, before = ROOT / path, "\n".join(self.before)
+        if not file.exists() or before not in (source := _source(path)):
+            return 0
+        return sum(source[start:end].count(before) for start, end in _places(source, self.function))
 
     def check(self) -> None:
         """Raises a ``ValueError`` where it is no mutation, or names no test."""
@@ -53,6 +83,38 @@ class Mutant:
             file, _, function = test.partition("::")
             if f"def {function.partition('[')[0]}" not in (ROOT / "tests" / file).read_text():
                 raise ValueError(f"{self.name}: there is no test {test}.")
+
+
+@cache
+def _library() -> list[str]:
+    return [str(file.relative_to(ROOT)) for file in sorted((ROOT / "xlstm_jax").rglob("*.py"))]
+
+
+@cache
+def _source(path: str) -> str:
+    return (ROOT / path).read_text()
+
+
+@cache
+def _places(source: str, function: str) -> list[tuple[int, int]]:
+    """Where the functions of this qualified name begin and end in the source; all of the source without a name."""
+    if not function:
+        return [(0, len(source))]
+    ends = [0]
+    for line in source.splitlines(keepends=True):
+        ends.append(ends[-1] + len(line))
+    return [(ends[first - 1], ends[last]) for name, first, last in functions_of(ast.parse(source)) if name == function]
+
+
+def functions_of(tree: ast.AST, scope: str = "") -> Iterator[tuple[str, int, int]]:
+    """Yields the qualified name and the first and last line, decorators included, of each function and class."""
+    for node in ast.iter_child_nodes(tree):
+        inner = scope
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            inner = f"{scope}.{node.name}".lstrip(".")
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            yield inner, first, node.end_lineno or first
+        yield from functions_of(node, inner)
 
 
 def all_mutants() -> list[Mutant]:
@@ -68,6 +130,8 @@ def _read(file: Path) -> list[Mutant]:
         if sign == "#":
             folder = file.stem if (ROOT / "xlstm_jax" / file.stem).is_dir() else f"distributed/{file.stem}"
             path = f"xlstm_jax/{rest}.py" if file.stem == "base" else f"xlstm_jax/{folder}/{rest}.py"
+        elif sign == "@":
+            found[-1].function = rest
         elif sign == "-":
             found[-1].before.append(rest)
         elif sign == "+":
