@@ -6,6 +6,7 @@ rate of survivors is printed apart.
 
 import argparse
 import os
+import random
 import sys
 import time
 from collections import defaultdict
@@ -31,7 +32,7 @@ SURVIVE = 0.1  # the share that may
 
 def main(args: argparse.Namespace) -> int:
     code = _catalogue(args) if not args.drawn_only else 0
-    count = args.draw if args.draw is not None else 0 if args.short or args.only or args.record else DRAWN
+    count = args.draw if args.draw is not None else 0 if args.short or args.only or args.record else args.turn or DRAWN
     return _drawn(args, count) if count and not code else code
 
 
@@ -40,18 +41,30 @@ def _catalogue(args: argparse.Namespace) -> int:
     mutants = [
         m for m in all_mutants() if args.only in m.name and (m.is_short or not args.short) and m.name not in recorded
     ]
+    if args.turn:
+        mutants = random.Random(drawn.seed_of_commit()).sample(mutants, min(args.turn, len(mutants)))
     for mutant in mutants:
         mutant.check()
     begun = time.monotonic()
     marked = "not slow" if args.record else ""  # as `make test` runs them
     tests = {test for mutant in mutants for test in mutant.tests}
-    first = [] if args.short else _shown("without a mutation", _by_file(tests), args.jobs)  # the suite has run the few
+    # The suite has run the tests of the few.
+    first = [] if args.short or args.turn else _shown("without a mutation", _by_file(tests), args.jobs)
     if red := [outcome for outcome in first if outcome.result != "passed"]:
         for outcome in red:
             console.print(outcome.text, markup=False)
         console.print("These tests must pass without a mutation.")
         return 2
-    found = _shown("mutations", [Run(tuple(m.tests), m, marked=marked) for m in mutants], args.jobs, args.record)
+    # One case is known to see a mutation that was measured, and is enough in turn.
+    seen = data.read_seen() if args.turn else {}
+    cases = {name: (case,) for name, (case, _) in seen.items() if "::" in case and data.is_there(case)}
+    runs = [
+        Run((cases[m.name][0].partition("::")[0],), m, cases[m.name])
+        if m.name in cases
+        else Run(tuple(m.tests), m, marked=marked)
+        for m in mutants
+    ]
+    found = _shown("mutations", runs, args.jobs, args.record)
     _print(found, args.times)
     alive = [o for o in found if o.result in ("passed", "broken", "empty")]
     unexpected = [o for o in alive if o.result != "passed" or not o.run.mutant.stays]
@@ -148,6 +161,7 @@ if __name__ == "__main__":
     parser.add_argument("--only", default="", metavar="TEXT", help="mutations whose file or words have this text")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many run at a time")
     parser.add_argument("--short", action="store_true", help="the few that run in CI")
+    parser.add_argument("--turn", type=int, metavar="N", help="N of them, by the commit, each against one case")
     parser.add_argument("--times", action="store_true", help="show all, with the test that saw it and its seconds")
     parser.add_argument(
         "--draw", type=int, metavar="N", help=f"how many are drawn: {DRAWN}, or none with --only, --short or --record"

@@ -3,7 +3,7 @@
 # wire/gather_array                          the file of the library, of the folder that the .txt file is called by
                                              (base.txt: files beside the folders)
 a gradient is summed, not averaged           what breaks; with * in front it is one of the few that run in CI
-@ _backward                                  the function, method or class that is changed; none where the module itself is
+@ _backward                                  the function, method or class that is changed; none in a module's own lines
 - axis_size(axes), how                       a text that stands there exactly once; of several lines each has a -
 + 1, how                                     what stands in its place
 ? data_parallel/test_parity.py::test_name    a test in tests/ that should see it, as pytest names it; cheap first
@@ -51,7 +51,7 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        return f"{self.path.removeprefix(f'{LIBRARY}/').removesuffix('.py')}: {self.breaks}"
+        return f"{self.listed.removeprefix(f'{LIBRARY}/').removesuffix('.py')}: {self.breaks}"
 
     def mutated(self, source: str) -> str:
         """The source with the mutation; a ``ValueError`` where its text does not stand there once."""
