@@ -7,11 +7,9 @@
 steps one by one.
 """
 
-import inspect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -113,9 +111,6 @@ def _gather_bwd(
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)
-_rules: tuple[Any, ...] = (_gather.fun, _gather_fwd, _gather_bwd)
-for _rule in _rules:
-    _rule.__signature__ = inspect.signature(_rule)  # for which JAX asks four times at each call
 
 
 # Functions of their own for JAX: of all leaves of one shape, as of layers in a Python loop, each is traced and lowered
