@@ -1,6 +1,6 @@
 # Each of these works on a fresh machine; the virtual environment and the installation come first:
 #   make train    trains the language model of benchmarks/ fully sharded; pass options as ARGS="--model transformer"
-#   make test     runs the tests that see every mutation, enter every function and hold README's promises; ARGS="-k parity"
+#   make test     runs the tests that see every mutation and hold README's promises, in minutes; ARGS="-k parity"
 #   make test-rest runs the others, and the examples in docstrings; make test-all runs all, the slow ones, too
 #   make test-pairs draws six pairs of features by the commit, and trains each beside one device; ARGS="--pairs 40" more
 #   make check    ruff, mypy and pyright, in seconds

@@ -1,4 +1,4 @@
-"""The tests that see every mutation of the catalogue, enter every function of the library, and hold the promises.
+"""The tests that see every mutation of the catalogue, enter nearly every function, and hold the promises.
 
 ``make test`` runs them. A test is in the set if the measurement has chosen it (``tests/cover/chosen.txt``, case by
 case), if ``PROMISES`` names it, or if a mutation names it that the measurement does not know. ``make test-all`` runs

@@ -35,7 +35,7 @@ def main(args: argparse.Namespace) -> int:
     if not found:
         print(f"no test was recorded in {', '.join(map(str, args.recordings))}")
         return 1
-    chosen = _choose(found, seen, 60 * args.minutes)
+    chosen = _choose(found, seen, args.functions)
     data.write_seen(seen)
     data.write_chosen(chosen)
     data.write_matrix({entry.case: entry.seconds for entry in found}, entering(found))
@@ -50,7 +50,7 @@ def _kept_seen(file: Path | None) -> dict[str, tuple[str, float]]:
     return {name: case for name, case in seen.items() if name in names and data.is_there(case[0])}
 
 
-def _choose(found: Sequence[Recorded], seen: Mapping[str, tuple[str, float]], budget_s: float) -> dict[str, float]:
+def _choose(found: Sequence[Recorded], seen: Mapping[str, tuple[str, float]], functions_s: float) -> dict[str, float]:
     """The chosen cases and their seconds; promises stand in tests/quick.py, and count as taken."""
     by_case = {entry.case: entry for entry in found}
     seconds = {entry.case: entry.seconds for entry in found}
@@ -79,10 +79,8 @@ def _choose(found: Sequence[Recorded], seen: Mapping[str, tuple[str, float]], bu
         return [case for case in cover(mine | before, seconds, taken, limit) if case not in before]
 
     taken = [*needed, *promised]
-    for_functions = added(functions, taken)
-    first = sum(seconds.get(case, needed.get(case, 0.0)) for case in {*taken, *for_functions})
-    for_lines = added(lines, [*taken, *for_functions], max(0.0, budget_s - first))
-    all_lines = added(lines, taken)
+    for_functions = added(functions, taken, functions_s)
+    every_function, every_line = added(functions, taken), added(lines, taken)
 
     def share(sets: Mapping[str, int], cases: Sequence[str]) -> str:
         every = has = 0
@@ -99,13 +97,13 @@ def _choose(found: Sequence[Recorded], seen: Mapping[str, tuple[str, float]], bu
     print(f"{'':34}{'cases':>6}{'CPU s':>9}  {'functions so far':>16}  {'lines so far':>16}")
     row("see the mutations", list(needed), list(needed))
     row("hold promises", list(promised), taken)
-    row("enter the other functions", for_functions, [*taken, *for_functions])
-    row(f"execute lines, in {budget_s / 60:g} min in all", for_lines, [*taken, *for_functions, *for_lines])
-    row("would be added for every line", all_lines, [*taken, *all_lines])
+    row(f"enter other functions, in {functions_s:g} s", for_functions, [*taken, *for_functions])
+    row("would be added for every function", every_function, [*taken, *every_function])
+    row("would be added for every line", every_line, [*taken, *every_line])
     row("all that were recorded", list(by_case), list(by_case))
     processes = Counter(entry.case.partition("/")[0] for entry in found if entry.has_processes)
     print("start processes, and are chosen for mutations alone:", dict(processes))
-    return needed | {case: seconds[case] for case in [*for_functions, *for_lines]}
+    return needed | {case: seconds[case] for case in for_functions}
 
 
 def entering(found: Sequence[Recorded]) -> dict[tuple[str, str], list[str]]:
@@ -136,5 +134,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.cover", description=__doc__)
     parser.add_argument("recordings", nargs="*", type=Path, metavar="FOLDER", help="of pytest --record")
     parser.add_argument("--mutants", type=Path, metavar="FILE", help="of python -m tests.mutants --record")
-    parser.add_argument("--minutes", type=float, default=4.0, help="of processor time, which all chosen cases may take")
+    parser.add_argument(
+        "--functions",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="processor seconds for functions that no other enters",
+    )
     sys.exit(main(parser.parse_args()))
