@@ -9,9 +9,7 @@ factored moments and the moments of replicated parameters are small and stay on 
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -75,9 +73,3 @@ def on_host(shardings: PyTree, opt_state: PyTree, params: PyTree, offload: Offlo
         return sharding.with_memory_kind(HOST_MEMORY) if is_large else sharding
 
     return trees.map_leaves_with_path(placed, opt_state, shardings)
-
-
-def is_on_host(value: Any) -> bool:
-    """Whether an array lies in the memory of the host."""
-    # By its type, which a tracer has, too.
-    return isinstance(value, jax.Array) and jax.typeof(value).memory_space == jax.memory.Space.Host

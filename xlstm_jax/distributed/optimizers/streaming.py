@@ -25,7 +25,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.optimizers.offload import is_on_host
+from xlstm_jax.distributed.data_parallel.placement import is_on_host
 from xlstm_jax.private_names import core
 
 JIT = ("jit", "pjit")  # the name of a call of a jitted function, now and before
