@@ -19,8 +19,6 @@ from xlstm_jax.distributed import (
     abstract_train_state,
     create_train_state,
     make_train_step,
-    muon,
-    skip_nonfinite,
     unbox,
 )
 from xlstm_jax.distributed.optimizers.sharded_optimizer import WRAPPERS, sharded_optimizer
@@ -140,8 +138,7 @@ def test_moments_in_bfloat16_are_those_of_one_device_bit_for_bit(registry, offlo
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no-vma"])
 def test_a_factor_in_the_state_scales_gradients_as_on_one_device(registry, check_vma):
     registry[:] = [*registry, cautious, measured]
-    # Within skip_nonfinite, whose counters are beside the norm among the metrics.
-    tx = skip_nonfinite(optax.chain(optax.clip_by_global_norm(2.0), optax.sgd(5.0)))
+    tx = optax.chain(optax.clip_by_global_norm(2.0), optax.sgd(5.0))
     state, params = started(tx), one_device()
     step = make_train_step(mean_loss, mesh_of(2, 4), AXES, check_vma=check_vma)
     of_loss = jax.jit(jax.value_and_grad(lambda p: mean_loss(p, TwoLayers().apply, data())))
@@ -158,7 +155,7 @@ def test_a_factor_in_the_state_scales_gradients_as_on_one_device(registry, check
         np.testing.assert_allclose(metrics["grad_norm"], metrics["seen_norm"], rtol=1e-6)
     assert_same_params(state.params, params, 1e-4)
     assert float(state.opt_state[0]) == factor > 1  # guard: the loss has risen
-    assert int(metrics["skipped_steps"]) == 0 and int(state.step) == STEPS
+    assert int(state.step) == STEPS
     assert step._cache_size() == 1, "a later step was compiled again"
 
 
@@ -179,7 +176,7 @@ def test_without_wrappers_a_step_is_that_of_one_device(registry):
 
 
 @pytest.mark.parametrize("offload", [ON_DEVICE, ON_HOST], ids=["on the device", "on the host"])
-@pytest.mark.parametrize("tx", [optax.adafactor(0.1), skip_nonfinite(muon(0.1))], ids=["adafactor", "muon"])
+@pytest.mark.parametrize("tx", [optax.adafactor(0.1), optax.adam(0.1)], ids=["adafactor", "adam"])
 def test_shardings_are_where_the_state_lies(tx, offload):
     state = started(tx, offload)
     optimizer = sharded_optimizer(tx, state.params, mesh_of(2, 4), offload.wrap)

@@ -29,9 +29,7 @@ from xlstm_jax.distributed.optimizers.lookahead import as_inner
 from xlstm_jax.distributed.optimizers.norms import check_averaged
 from xlstm_jax.distributed.optimizers.sharded_optimizer import ShardedOptimizer, Trained
 from xlstm_jax.distributed.optimizers.state import states_of
-
-SKIPPED_STEPS = "skipped_steps"
-SKIPPED_IN_A_ROW = "skipped_in_a_row"
+from xlstm_jax.program_names import SKIPPED_IN_A_ROW, SKIPPED_STEPS
 
 
 class SkipNonfiniteState(NamedTuple):
