@@ -14,7 +14,6 @@ from flax import linen as nn
 
 from tests.support import AXES, assert_same_params, data, fsdp, mean_loss, mesh_of, plain
 from xlstm_jax.distributed import (
-    Offload,
     TrainState,
     abstract_train_state,
     create_train_state,
@@ -24,7 +23,6 @@ from xlstm_jax.distributed import (
 from xlstm_jax.distributed.optimizers.sharded_optimizer import WRAPPERS, sharded_optimizer
 
 STEPS = 5
-ON_DEVICE, ON_HOST = Offload(optimizer_state=False), Offload()
 
 
 def cast(opt_state, dtype):
@@ -95,9 +93,8 @@ def padded(cls):
     return fsdp(cls, min_weight_size=16, uneven="pad")
 
 
-def started(tx, offload=ON_DEVICE, create=create_train_state, wrap=padded):
-    x = data()["x"]
-    return create(TwoLayers(wrap), tx, mesh_of(2, 4), jax.random.key(0), x, batch_axes=AXES, offload=offload)
+def started(tx, create=create_train_state, wrap=padded):
+    return create(TwoLayers(wrap), tx, mesh_of(2, 4), jax.random.key(0), data()["x"], batch_axes=AXES)
 
 
 def one_device():
@@ -107,12 +104,11 @@ def one_device():
 # ------------------------------------------------------------------------------------------------ wrappers of one's own
 
 
-@pytest.mark.parametrize("offload", [ON_DEVICE, ON_HOST], ids=["on the device", "on the host"])
-def test_moments_in_bfloat16_are_those_of_one_device_bit_for_bit(registry, offload):
+def test_moments_in_bfloat16_are_those_of_one_device_bit_for_bit(registry):
     # Powers of two and whole gradients, so that float32 rounds nothing, in whatever order XLA computes.
     tx = optax.sgd(2.0**-10, momentum=0.5)
-    registry.insert(0, rounded)  # within the streaming of moments: on the host they are in bfloat16, too
-    state = started(tx, offload)
+    registry.insert(0, rounded)  # the innermost
+    state = started(tx)
     params = jax.device_put(unbox(state.params), jax.devices()[0])
     exact, moments, wide = params, cast(tx.init(params), jnp.bfloat16), tx.init(params)
     update = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
@@ -125,12 +121,10 @@ def test_moments_in_bfloat16_are_those_of_one_device_bit_for_bit(registry, offlo
         updates, wide = tx.update(grads, wide, exact)
         exact = optax.apply_updates(exact, updates)
     jax.tree.map(np.testing.assert_array_equal, unbox(state.params), params)
-    there = jax.device_put(state.opt_state, jax.memory.Space.Device)
-    jax.tree.map(np.testing.assert_array_equal, unbox(there), moments)
+    jax.tree.map(np.testing.assert_array_equal, unbox(state.opt_state), moments)
     trace = state.opt_state[0].trace["up"]["bias"].value
     assert trace.dtype == jnp.bfloat16 and trace.shape == (20,)  # padded, and split, as in float32
     assert trace.sharding.spec == state.params["up"]["bias"].value.sharding.spec
-    assert (trace.sharding.memory_kind == "pinned_host") == (offload == ON_HOST)
     # Guard: float32 moments make other parameters.
     assert not np.array_equal(exact["up"]["kernel"], params["up"]["kernel"])
 
@@ -175,25 +169,17 @@ def test_without_wrappers_a_step_is_that_of_one_device(registry):
 # ------------------------------------------------------------------------------------- states: where, and made by whom
 
 
-@pytest.mark.parametrize("offload", [ON_DEVICE, ON_HOST], ids=["on the device", "on the host"])
 @pytest.mark.parametrize("tx", [optax.adafactor(0.1), optax.adam(0.1)], ids=["adafactor", "adam"])
-def test_shardings_are_where_the_state_lies(tx, offload):
-    state = started(tx, offload)
-    optimizer = sharded_optimizer(tx, state.params, mesh_of(2, 4), offload.wrap)
+def test_shardings_are_where_the_state_lies(tx):
+    state = started(tx)
+    optimizer = sharded_optimizer(tx, state.params, mesh_of(2, 4))
     abstract = jax.eval_shape(optimizer.init, state.params)
     assert jax.tree.structure(abstract) == jax.tree.structure(state.opt_state)
     wanted = jax.tree.leaves(optimizer.shardings(abstract))
     assert [x.sharding for x in jax.tree.leaves(state.opt_state)] == wanted
-    of_shapes = started(tx, offload, abstract_train_state).opt_state
+    of_shapes = started(tx, abstract_train_state).opt_state
     assert [x.sharding for x in jax.tree.leaves(of_shapes)] == wanted
     assert len({sharding.spec for sharding in wanted}) > 1  # guard
-
-
-def test_the_state_of_another_optimizer_is_named_on_the_host_too():
-    state = started(optax.adam(0.1), ON_HOST).replace(tx=optax.sgd(0.1, momentum=0.9))
-    step = make_train_step(mean_loss, mesh_of(2, 4), AXES)
-    with pytest.raises(ValueError, match=r"state.opt_state is not a state of state.tx .*: its leaf '0/"):
-        step(state, data(), jax.random.key(1))
 
 
 def test_a_state_knows_whether_its_optimizer_sees_boxes():
