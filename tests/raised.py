@@ -188,7 +188,7 @@ EXCUSED = {
     "distributed/training/mistakes.py:_warn": "its callers have the text",
     "distributed/training/nan_inputs.py:naming_nans": "goes on as it came: JAX's own",
     "distributed/training/gradients.py:explained": "goes on as it came: the loss function's own",
-    "distributed/training/state.py:update": "goes on as it came: the optimizer's own",
+    "distributed/training/state.py:_updated": "goes on as it came: the optimizer's own",
 }
 
 

@@ -1,4 +1,4 @@
-"""Names that the library writes into programs, and by which forecasts and profiles find its parts there.
+"""Names that the library writes into programs, and by which forecasts, profiles and guards find its parts there.
 
 ``xlstm_jax.forecast`` reads this file, the equations of a jaxpr (``equations``) and the facts about accelerators
 (``accelerators``), and nothing else of a training.
@@ -14,3 +14,5 @@ HOST_MEMORY = "pinned_host"  # JAX's name of the memory of the host that a devic
 # default of ``inter_host_axes``.
 SLICE_AXIS, HOST_AXIS = "fsdp_slice", "fsdp_host"
 INTER_HOST_AXES = (SLICE_AXIS, HOST_AXIS)
+# Metrics of a step, which a guard of the loop reads: how many updates were skipped in all, and since the last good one.
+SKIPPED_STEPS, SKIPPED_IN_A_ROW = "skipped_steps", "skipped_in_a_row"

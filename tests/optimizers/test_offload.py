@@ -36,7 +36,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel.modules.linen_module import LINEN
 from xlstm_jax.distributed.data_parallel.modules.unit import named_input
-from xlstm_jax.distributed.optimizers import streaming
+from xlstm_jax.distributed.optimizers import sharded_optimizer, streaming
 from xlstm_jax.distributed.optimizers.streaming import streamed
 
 ON_DEVICE, ON_HOST = Offload(optimizer_state=False), Offload()
@@ -152,6 +152,36 @@ def test_a_checkpoint_is_restored_into_either_memory(tmp_path, after):
     assert_same_bits(restored, saved)
     got, want = (trained(state, step, [data(seed=2)])[0] for state in (restored, saved))
     assert_same_bits(got.params, want.params)
+
+
+def test_the_state_of_another_optimizer_is_named():
+    state = state_of(optax.adam(0.1), ON_HOST).replace(tx=optax.sgd(0.1, momentum=0.9))
+    with pytest.raises(ValueError, match=r"state.opt_state is not a state of state.tx .*: its leaf '0/"):
+        make_train_step(mean_loss, mesh_of(2, 4), AXES)(state, data(), jax.random.key(1))
+
+
+def in_16_bits(optimizer, params, mesh):
+    """A wrapper that stores moments in bfloat16."""
+    del params, mesh
+
+    def cast(opt_state, dtype):
+        return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, opt_state)
+
+    def update(grads, before, collections, **extra_args):
+        wide = before._replace(opt_state=cast(before.opt_state, jnp.float32))
+        after, metrics = optimizer.update(grads, wide, collections, **extra_args)
+        return after._replace(opt_state=cast(after.opt_state, jnp.bfloat16)), metrics
+
+    return optimizer._replace(init=lambda params: cast(optimizer.init(params), jnp.bfloat16), update=update)
+
+
+def test_a_wrapper_within_stores_what_lies_on_the_host(monkeypatch):
+    monkeypatch.setattr(sharded_optimizer, "WRAPPERS", [in_16_bits, *sharded_optimizer.WRAPPERS])
+    step, batches = make_train_step(mean_loss, mesh_of(2, 4), AXES), [data(seed=1), data(seed=2)]
+    got, want = (trained(state_of(optax.adam(1e-2), offload), step, batches)[0] for offload in (ON_HOST, ON_DEVICE))
+    assert_same_bits(got, want)
+    assert "pinned_host" in kinds(got.opt_state) and set(kinds(want.opt_state)) == {"device"}
+    assert got.opt_state[0].mu["Dense_0"]["kernel"].dtype == jnp.bfloat16
 
 
 # ------------------------------------------------------------------------------------------- the order of the equations

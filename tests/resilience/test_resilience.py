@@ -1,4 +1,4 @@
-"""Faults in real processes end all of them in time; a bad step is skipped everywhere; copies that differ are named."""
+"""Faults in real processes end all of them in time; copies that differ are named."""
 
 import re
 import signal
@@ -7,32 +7,24 @@ import subprocess
 import sys
 import threading
 import time
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.support import AXES, assert_same_params, fsdp, mesh_of, on_mesh, plain
+from tests.support import AXES, mesh_of
 from xlstm_jax.distributed import (
     LoopGuard,
     NonFiniteError,
     ReplicaError,
     check_replicas,
-    create_train_state,
-    make_train_step,
-    skip_counts,
-    skip_nonfinite,
 )
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
-from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
 from xlstm_jax.distributed.resilience import watchdog
 from xlstm_jax.distributed.resilience.loop_guard import _failure_of
 from xlstm_jax.distributed.resilience.watchdog import EXIT_FAILED, EXIT_HUNG, LOOK_EVERY_S, MAX_TIMEOUT_S
@@ -399,162 +391,6 @@ def test_a_thread_that_cannot_hear_sigterm_is_refused():
     thread.start()
     thread.join()
     assert re.search("outside of the main thread", found[0])
-
-
-# ------------------------------------------------------------------------------------------------- non-finite steps
-
-
-class Mlp(nn.Module):
-    wrap: object = plain
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.gelu(self.wrap(nn.Dense)(16)(x))
-        return self.wrap(nn.Dense)(4)(x)
-
-
-def loss_fn(params, apply_fn, batch, rng=None):
-    """sqrt(root * out^2) is |out| where root is 1; where it is 0 the value is finite, and the gradient NaN."""
-    del rng
-    out = apply_fn({"params": params}, batch["x"])
-    root = jnp.sqrt(batch["root"][:, None] * out**2)
-    return jnp.mean((out - 1) ** 2 + root / 10) + jax.lax.stop_gradient(batch["extra"].mean())
-
-
-POISON = {"x": np.nan, "root": 0.0, "extra": np.inf}  # both; the gradient alone; the loss alone
-KINDS = [None, "x", None, "root", "extra", None]
-SKIPPED = [0, 1, 1, 2, 3, 3]
-IN_A_ROW = [0, 1, 0, 1, 2, 0]
-TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.05))
-
-
-def batches():
-    """16 examples, of which the last, on one device alone, is bad in some steps."""
-    for step, kind in enumerate(KINDS):
-        x = np.random.default_rng(step).normal(size=(16, 8)).astype(np.float32)
-        batch = {"x": x, "root": np.ones(16, np.float32), "extra": np.zeros(16, np.float32)}
-        if kind:
-            batch[kind][-1] = POISON[kind]
-        yield kind, batch
-
-
-def bits(tree):
-    """Copies of all leaves, as bytes; of a key, its words."""
-    leaves = jax.tree.leaves(tree)
-    return [np.asarray(jax.random.key_data(x) if is_prng_key(x) else x).tobytes() for x in leaves]
-
-
-def start_of(tx, mesh):
-    return create_train_state(Mlp(fsdp), tx, mesh, jax.random.key(0), jnp.zeros((16, 8)), batch_axes=AXES)
-
-
-def trained(step, state, skip=()):
-    """The state after the steps whose kind is not in ``skip``, and the metrics of each."""
-    before, metrics = jax.tree.map(lambda leaf: leaf.sharding, state), []
-    for kind, batch in batches():
-        if kind not in skip:
-            state, row = step(state, batch, jax.random.key(1))
-            metrics.append(jax.device_get(row))
-    assert jax.tree.map(lambda leaf: leaf.sharding, state) == before and step._cache_size() == 1
-    return state, metrics
-
-
-@cache
-def trained_on_one_device():
-    model, plain_params = Mlp(), Mlp().init(jax.random.key(0), jnp.zeros((16, 8)))["params"]
-    opt_state, gradient = TX.init(plain_params), jax.jit(jax.grad(lambda p, b: loss_fn(p, model.apply, b)))
-    for kind, batch in batches():
-        if kind is None:
-            grads = gradient(plain_params, batch)
-            updates, opt_state = TX.update(grads, opt_state, plain_params)
-            plain_params = optax.apply_updates(plain_params, updates)
-    return plain_params
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("dp, fsdp_size, check_vma", [(2, 4, True), (1, 8, False)])
-def test_skipped_steps_leave_the_training_that_never_had_them(dp, fsdp_size, check_vma):
-    mesh, tx = mesh_of(dp, fsdp_size), skip_nonfinite(TX)
-    step = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma)
-    start = start_of(tx, mesh)
-    state, metrics = trained(step, jax.tree.map(jnp.copy, start))
-    # In every bit that of the same program; to rounding that of optax on one device, which XLA compiles otherwise.
-    want, _ = trained(step, start, skip=tuple(POISON))
-    assert bits((state.params, state.opt_state.inner_state)) == bits((want.params, want.opt_state.inner_state))
-    assert_same_params(state.params, trained_on_one_device())
-    assert [int(row["skipped_steps"]) for row in metrics] == SKIPPED
-    assert [int(row["skipped_in_a_row"]) for row in metrics] == IN_A_ROW
-    moment = state.opt_state.inner_state[1][0].mu["Dense_0"]["kernel"]
-    assert moment.sharding.spec == P(None, "fsdp")  # split like its parameter, though one level further down
-    assert int(state.step) == len(KINDS)
-    check_replicas(state)
-
-
-def test_the_decision_is_one_small_all_reduce_for_the_whole_tree():
-    def all_reduces(tx):
-        state, (_, batch) = start_of(tx, mesh_of(2, 4)), next(batches())
-        step = make_train_step(loss_fn, mesh_of(2, 4), AXES)
-        return len(
-            re.findall(r" all-reduce(-start)?\(", step.lower(state, batch, jax.random.key(1)).compile().as_text())
-        )
-
-    assert 0 < all_reduces(optax.adamw(0.05)) == all_reduces(skip_nonfinite(optax.adamw(0.05))) - 1
-
-
-@pytest.mark.parametrize("kind", POISON)
-def test_without_it_one_bad_example_is_the_end(kind):
-    mesh = mesh_of(2, 4)
-    others = tuple(POISON.keys() - {kind})
-    state, metrics = trained(make_train_step(loss_fn, mesh, AXES), start_of(TX, mesh), skip=others)
-    ends = [not np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(state.params)]
-    assert all(ends) if kind != "extra" else not np.isfinite([row["loss"] for row in metrics]).all()
-
-
-def test_a_skipped_update_changes_no_bit_of_the_parameters_and_the_state():
-    params = {"w": jnp.array([-0.0, 0.0, jnp.inf, 3.0]), "half": jnp.array([-0.0, 1.0], jnp.bfloat16)}
-    tx = skip_nonfinite(optax.chain(optax.add_noise(0.1, 0.5, key=jax.random.key(0)), optax.adam(0.1)))
-
-    @jax.jit
-    def step(params, state, loss):
-        updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params, value=loss)
-        return optax.apply_updates(params, updates), state
-
-    _, state = step(params, tx.init(params), 1.0)
-    after, skipped = step(params, state, jnp.nan)
-    assert bits(after) == bits(params) and bits(skipped.inner_state) == bits(state.inner_state)
-    assert bits(step(params, state, 1.0)[0]) != bits(params)  # guard: a good one does
-    assert (int(skipped.skipped_steps), int(skipped.skipped_in_a_row)) == (1, 1)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_inside_shard_map_one_bad_shard_is_one_decision_too(check_vma):
-    def local(grad, params, tx):
-        updates, state = tx.update(grad, tx.init(params), params)
-        return params + updates, (skip_counts(state) or {"skipped_steps": jnp.zeros((), jnp.int32)})["skipped_steps"]
-
-    grad = jnp.ones(16).at[3].set(jnp.nan if check_vma else jnp.inf)
-
-    def run(tx):
-        step = on_mesh(lambda *args: local(*args, tx), mesh_of(2, 4), check_vma, P(AXES), (P(AXES), P()))
-        return step(grad, jnp.ones(16))
-
-    new, skipped = run(skip_nonfinite(optax.sgd(0.5)))
-    assert int(skipped) == 1 and (np.asarray(new) == 1).all()
-    if not check_vma:  # guard: optax's own lets the other devices go on
-        went_on, _ = run(optax.apply_if_finite(optax.sgd(0.5), 3))
-        assert (np.asarray(went_on) == 0.5).sum() == 14
-
-
-def test_counters_are_found_anywhere_but_only_once():
-    params = {"w": jnp.ones(3), "skipped_steps": jnp.ones(2)}
-    inside = optax.chain(optax.scale(1.0), skip_nonfinite(optax.adam(0.1)))
-    assert {name: int(value) for name, value in skip_counts(inside.init(params)).items()} == {
-        "skipped_steps": 0,
-        "skipped_in_a_row": 0,
-    }
-    assert skip_counts(optax.adam(0.1).init(params)) == {}
-    with pytest.raises(ValueError, match="stands in this optimizer 2 times"):
-        skip_counts(optax.chain(skip_nonfinite(optax.sgd(0.1)), skip_nonfinite(optax.adam(0.1))).init(params))
 
 
 # ---------------------------------------------------------------------------------------------------------- replicas

@@ -87,6 +87,12 @@ def shardings(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     return jax.tree.map(cache(partial(NamedSharding, mesh)), partition_specs(tree, mesh))
 
 
+def is_on_host(value: Any) -> bool:
+    """Returns whether an array lies in the memory of the host."""
+    # By its type, which a tracer has, too.
+    return isinstance(value, jax.Array) and jax.typeof(value).memory_space == jax.memory.Space.Host
+
+
 def bytes_per_device(tree: PyTree) -> int:
     """Bytes of the tree that lie on the first of its devices; the whole size of arrays that are not on a mesh.
 

@@ -16,18 +16,31 @@ on every device, without an error, and leaves that should stay equal on all devi
   with_slow_params      keeps the slow weights of optax.lookahead in the optimizer's state; slow_params reads them
   Offload               which parts of a training state lie in host memory
   skip_nonfinite        passes over steps whose loss or gradient is not finite, on all devices alike; anywhere
+
+``sharded_optimizer`` makes a ``ShardedOptimizer`` from any transform: init, update and shardings of a state on a mesh.
+Features of its update stand in files beside it, and a line of ``WRAPPERS`` here registers each. Remove a line and its
+file, and updates do without the feature.
 """
 
 from xlstm_jax.distributed.optimizers.elementwise import elementwise_only
 from xlstm_jax.distributed.optimizers.ema import ema_params, with_ema
 from xlstm_jax.distributed.optimizers.lookahead import slow_params, with_slow_params
 from xlstm_jax.distributed.optimizers.matrices.dimensions import matrix_dimensions
+from xlstm_jax.distributed.optimizers.matrices.layout import with_layout
 from xlstm_jax.distributed.optimizers.matrices.muon import muon
 from xlstm_jax.distributed.optimizers.matrices.whole_matrices import on_whole_matrices
-from xlstm_jax.distributed.optimizers.nonfinite import skip_counts, skip_nonfinite
+from xlstm_jax.distributed.optimizers.nonfinite import skip_counts, skip_nonfinite, with_skipped_collections
 from xlstm_jax.distributed.optimizers.norms import clip_by_global_norm, global_norm
 from xlstm_jax.distributed.optimizers.offload import Offload
+from xlstm_jax.distributed.optimizers.sharded_optimizer import WRAPPERS
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
+from xlstm_jax.distributed.optimizers.streaming import with_streaming
+
+WRAPPERS[:] = [
+    with_layout,
+    with_streaming,
+    with_skipped_collections,
+]
 
 __all__ = [
     "Offload",

@@ -2,7 +2,7 @@
 
   ok = isfinite(loss) and all(isfinite(gradients))   an "and" over all shards: the same bit on every device
   ok       the optimizer's update and new state
-  not ok   parameters and the optimizer's state stay, bit for bit; two counters go up
+  not ok   parameters, the optimizer's state and the model's collections stay, bit for bit; two counters go up
 
 The host (``resilience.LoopGuard``) reads the counters one step late, and ends the run after too many such steps. No bad
 update is ever applied. (``optax.apply_if_finite`` applies them after its limit, does not look at the loss, leaves the
@@ -10,22 +10,26 @@ step's collections as the bad batch made them, brings all moments of the host in
 itself inside ``shard_map``: ``tests/optimizers/test_beside_optax.py``.)
 """
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import AbstractMesh, Mesh
 
 from xlstm_jax.common_types import Metrics, PyTree
+from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.optimizers.extra_args import VALUE
 from xlstm_jax.distributed.optimizers.inside import check_transform
 from xlstm_jax.distributed.optimizers.lookahead import as_inner
 from xlstm_jax.distributed.optimizers.norms import check_averaged
+from xlstm_jax.distributed.optimizers.sharded_optimizer import ShardedOptimizer, Trained
 from xlstm_jax.distributed.optimizers.state import states_of
-
-SKIPPED_STEPS = "skipped_steps"
-SKIPPED_IN_A_ROW = "skipped_in_a_row"
+from xlstm_jax.program_names import SKIPPED_IN_A_ROW, SKIPPED_STEPS
 
 
 class SkipNonfiniteState(NamedTuple):
@@ -106,6 +110,44 @@ def skip_counts(opt_state: PyTree) -> Metrics:
             "own gradients. Put one around the whole: skip_nonfinite(optax.chain(...)), or optax.partition(...)."
         )
     return {name: getattr(state, name) for state in found for name in (SKIPPED_STEPS, SKIPPED_IN_A_ROW)}
+
+
+def with_skipped_collections(
+    optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | AbstractMesh
+) -> ShardedOptimizer:
+    """Returns the optimizer; a step that ``skip_nonfinite`` skips keeps its collections, and is counted in metrics."""
+    del params, mesh
+
+    def update(
+        grads: PyTree, before: Trained, collections: Mapping[str, PyTree], **extra_args: PyTree
+    ) -> tuple[Trained, Metrics]:
+        if not skip_counts(before.opt_state):
+            return optimizer.update(grads, before, collections, **extra_args)
+        if collections and VALUE in extra_args:
+            extra_args[VALUE] = _nan_where_spoiled(extra_args[VALUE], before.collections, collections)
+        after, metrics = optimizer.update(grads, before, collections, **extra_args)
+        counts = skip_counts(after.opt_state)
+        if collections:
+            applied = counts[SKIPPED_IN_A_ROW] == 0
+            kept = jax.tree.map(partial(jnp.where, applied), after.collections, before.collections)
+            after = after._replace(collections=kept)
+        return after, metrics | counts
+
+    return optimizer._replace(update=update)
+
+
+def _nan_where_spoiled(loss: jax.Array, before: Mapping[str, PyTree], after: Mapping[str, PyTree]) -> jax.Array:
+    """Returns the loss that ``skip_nonfinite`` looks at: NaN where the step would make a finite statistic infinite.
+
+    Sums of squares overflow before the loss does: the variance is then infinite, activations divided by it are 0, and
+    the loss is finite.
+    """
+    # Integers and keys are always finite.
+    floats, _ = trees.split_differentiable(before)
+    new_floats, _ = trees.split_differentiable(after)
+    pairs = [(leaf_of(old).value, leaf_of(new).value) for old, new in zip(floats, new_floats, strict=True)]
+    spoiled = [jnp.any(jnp.isfinite(old) & ~jnp.isfinite(new)) for old, new in pairs]
+    return jnp.where(jnp.any(jnp.stack([jnp.zeros((), bool), *spoiled])), jnp.nan, loss)
 
 
 def _all_finite(gradients: PyTree, loss: jax.Array | None) -> jax.Array:

@@ -1,7 +1,7 @@
 """Host offload: the optimizer's state lies in the memory of the host, and comes to the device for its update.
 
   create_train_state(..., offload=Offload())      moments in "pinned_host", split over devices as without it
-  make_train_step                                 sees in the types of the state what lies there; see ``streaming``
+  make_train_step                                 reads off the types of the state what lies there; see ``streaming``
 
 Leaves of the state lie on the host if they are at least as large as the sharded parameter that they belong to. Counts,
 factored moments and the moments of replicated parameters are small and stay on the device.
@@ -9,17 +9,15 @@ factored moments and the moments of replicated parameters are small and stay on 
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
-from xlstm_jax.distributed.optimizers.matrices.layout import is_owned
-from xlstm_jax.distributed.optimizers.state import owner_of_state
+from xlstm_jax.distributed.optimizers.sharded_optimizer import ShardedOptimizer
+from xlstm_jax.distributed.optimizers.state import is_state_box, owner_of_state
 from xlstm_jax.program_names import HOST_MEMORY
 
 
@@ -51,11 +49,20 @@ class Offload:
                 "activations, and freeze_params for parameters that need no training and may be stored in 16 bits."
             )
 
+    def wrap(self, optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | AbstractMesh) -> ShardedOptimizer:
+        """Returns the optimizer with shardings that place the state so; a ``Wrapper``."""
+        del mesh
+        if not self.optimizer_state:
+            return optimizer
+        return optimizer._replace(
+            shardings=lambda opt_state: on_host(optimizer.shardings(opt_state), opt_state, params)
+        )
+
 
 NO_OFFLOAD = Offload(optimizer_state=False)
 
 
-def on_host(shardings: PyTree, opt_state: PyTree, params: PyTree, offload: Offload) -> PyTree:
+def on_host(shardings: PyTree, opt_state: PyTree, params: PyTree) -> PyTree:
     """The ``shardings`` of an optimizer's state, with offloaded leaves in the memory of the host.
 
     Args:
@@ -63,21 +70,13 @@ def on_host(shardings: PyTree, opt_state: PyTree, params: PyTree, offload: Offlo
       opt_state: arrays or ``ShapeDtypeStruct``.
       params: boxed parameters, arrays or abstract.
     """
-    if not offload.optimizer_state:
-        return shardings
     by_path = dict(trees.leaves_with_path(params))
 
     def placed(path: str, leaf: PyTree, sharding: NamedSharding) -> NamedSharding:
         owner = owner_of_state(path, by_path)
         sizes = [math.prod(np.shape(leaf_of(x).value)) for x in (leaf, owner)]
-        # The state of owners has the shapes of groups, so no path names a parameter to compare it with.
-        is_large = is_owned(leaf) or (owner is not None and leaf_of(owner).axes and sizes[0] >= sizes[1])
+        # Where a transform lays out its state by itself, no path names a parameter to compare the leaf with.
+        is_large = is_state_box(leaf) or (owner is not None and leaf_of(owner).axes and sizes[0] >= sizes[1])
         return sharding.with_memory_kind(HOST_MEMORY) if is_large else sharding
 
     return trees.map_leaves_with_path(placed, opt_state, shardings)
-
-
-def is_on_host(value: Any) -> bool:
-    """Whether an array lies in the memory of the host."""
-    # By its type, which a tracer has, too.
-    return isinstance(value, jax.Array) and jax.typeof(value).memory_space == jax.memory.Space.Host

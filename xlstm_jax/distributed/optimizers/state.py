@@ -1,9 +1,10 @@
 """What an optimizer sees of parameters, and how its state is stored.
 
-  trainable -> tx.update -> stored_state       in a step, on global arrays
+  trainable, given_state -> tx.update -> stored_state, with_trainable       in a step, on global arrays
 
 An optimizer sees arrays without boxes and without padding, so that a norm is the norm of the parameters, and a factored
-moment sees its whole matrix. Its state of a parameter is padded and split over devices like the parameter.
+moment sees its whole matrix. Its state of a parameter is padded and split over devices like the parameter. A transform
+that lays out a leaf of its state by itself puts a ``StateBox`` around the leaf.
 """
 
 import math
@@ -12,19 +13,26 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import placement, trees
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox, true_value, with_padding
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, rebox, true_value, with_padding
 from xlstm_jax.distributed.data_parallel.policy import choose_shard_dim
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
-from xlstm_jax.distributed.optimizers.matrices.layout import ParameterLayout, is_owned, laid_out
 
 State = TypeVar("State", bound=tuple[Any, ...])
+
+
+class StateBox(Sharded, repr=False):
+    """The box of a leaf that a transform lays out by itself: split as its names say, and given back as it is stored."""
+
+
+def is_state_box(leaf: PyTree) -> bool:
+    """Returns whether a transform lays out this leaf of its state by itself."""
+    return isinstance(leaf, StateBox)
 
 
 def owner_of_state(path: str, params: dict[str, Any]) -> Any | None:
@@ -101,15 +109,9 @@ def stored_state(opt_state: PyTree, params: PyTree) -> PyTree:
     return trees.map_leaves_with_path(stored, opt_state)
 
 
-def initial_state(tx: optax.GradientTransformation, params: PyTree, layout: ParameterLayout) -> PyTree:
-    """The first state of an optimizer, as it is stored. A matrix optimizer sees the layout of the parameters."""
-    with laid_out(layout):
-        return stored_state(tx.init(trainable(params)), params)
-
-
 def given_state(opt_state: PyTree) -> PyTree:
-    """A stored state as ``tx.update`` gets it: without boxes and padding. State of matrices' owners stays boxed."""
-    return trees.map_leaves(lambda leaf: leaf if is_owned(leaf) else true_value(leaf), opt_state)
+    """A stored state as ``tx.update`` gets it: without boxes and padding, but for each ``StateBox``."""
+    return trees.map_leaves(lambda leaf: leaf if is_state_box(leaf) else true_value(leaf), opt_state)
 
 
 def optimizer_state_shardings(opt_state: PyTree, params: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
@@ -137,14 +139,8 @@ def optimizer_state_shardings(opt_state: PyTree, params: PyTree, mesh: Mesh | Ab
     return trees.map_leaves_with_path(sharding, opt_state)
 
 
-def optimizer_layout(params: PyTree, mesh: Mesh | AbstractMesh) -> ParameterLayout:
-    """How gradients, updates and moments, which have the shapes of the boxed ``params``, are split."""
-    owners = dict(trees.leaves_with_path(params))
-    return ParameterLayout(mesh, owners, {path: _state_spec(leaf, leaf, mesh) for path, leaf in owners.items()})
-
-
 def _state_spec(leaf: PyTree, owner: PyTree, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    if is_owned(leaf):
+    if is_state_box(leaf):
         return placement.spread_spec(leaf_of(leaf).names, mesh)
     if owner is None or not leaf_of(owner).axes:
         return PartitionSpec()

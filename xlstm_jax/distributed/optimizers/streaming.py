@@ -17,21 +17,44 @@ gradients before the largest comes.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.optimizers.offload import is_on_host
+from xlstm_jax.common_types import Metrics, PyTree
+from xlstm_jax.distributed.data_parallel.placement import is_on_host
+from xlstm_jax.distributed.optimizers.sharded_optimizer import ShardedOptimizer, Trained
+from xlstm_jax.distributed.optimizers.state import owners
 from xlstm_jax.private_names import core
 
 JIT = ("jit", "pjit")  # the name of a call of a jitted function, now and before
 GROUP_BYTES = 2**24  # of a device's memory: a transfer takes 1 ms, and schedules keep several on their way
 
 _Values = dict[core.Var, Any]
+
+
+def with_streaming(optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | AbstractMesh) -> ShardedOptimizer:
+    """Returns the optimizer, whose update takes a state of which some leaves lie on the host."""
+    del mesh
+
+    def update(
+        grads: PyTree, before: Trained, collections: Mapping[str, PyTree], **extra_args: PyTree
+    ) -> tuple[Trained, Metrics]:
+        def on_device(opt_state: PyTree) -> tuple[PyTree, tuple[Trained, Metrics]]:
+            there = before._replace(opt_state=opt_state)
+            after, metrics = optimizer.update(grads, there, collections, **extra_args)
+            return after.opt_state, (after._replace(opt_state=None), metrics)
+
+        # Without leaves on the host this is `on_device` itself.
+        opt_state, (after, metrics) = streamed(
+            on_device, before.opt_state, optimizer.shardings, partial(owners, before.opt_state, params)
+        )
+        return after._replace(opt_state=opt_state), metrics
+
+    return optimizer._replace(update=update)
 
 
 def streamed(

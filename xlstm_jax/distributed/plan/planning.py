@@ -37,14 +37,10 @@ from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, entry_a
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_bytes
 from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
-from xlstm_jax.distributed.optimizers.matrices.layout import ParameterLayout
-from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload, on_host
-from xlstm_jax.distributed.optimizers.state import (
-    initial_state,
-    optimizer_layout,
-    optimizer_state_shardings,
-    owner_of_state,
-)
+from xlstm_jax.distributed.optimizers.matrices.layout import noting_matrices
+from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload
+from xlstm_jax.distributed.optimizers.sharded_optimizer import sharded_optimizer
+from xlstm_jax.distributed.optimizers.state import owner_of_state
 from xlstm_jax.distributed.plan.expert_plan import ExpertPlan, expert_plan, noting_experts
 from xlstm_jax.distributed.plan.init_errors import init_error, is_the_librarys, why_not
 from xlstm_jax.distributed.plan.leaf_plan import NO_BYTES, OPTIMIZER, PARAMETERS, ByteCount, LeafPlan
@@ -107,8 +103,8 @@ def plan_sharding(
     partition_specs(variables, mesh)  # refuses names that are no axes
     # In the order in which training gathers several axes.
     params = balanced_over_model(variables.pop(PARAMETERS, {}), sizes)
-    layout = optimizer_layout(params, mesh)
-    of_params, beside = _optimizer_rows(tx, params, layout, offload)
+    with noting_matrices() as reports:
+        of_params, beside = _optimizer_rows(tx, params, mesh, offload)
     rows = []
     for path, leaf in leaves_with_path(params):
         kept, box = _bytes_of(path, leaf, sizes), leaf_of(leaf)
@@ -123,7 +119,7 @@ def plan_sharding(
         rows.append(_row(path, collection, leaf, reason, sizes, other=_bytes_of(path, leaf, sizes)))
     experts = tuple(expert_plan(path, *mixture, sizes, rows) for path, mixture in mixtures.items())
     roles = _roles(params, experts, sizes)
-    return ShardingPlan(sizes, assumed, (*rows, *beside), matrix_plans(layout.reports), experts, roles)
+    return ShardingPlan(sizes, assumed, (*rows, *beside), matrix_plans(reports), experts, roles)
 
 
 def _roles(params: PyTree, experts: Sequence[ExpertPlan], sizes: dict[str, int]) -> dict[str, tuple[str, ...]]:
@@ -305,16 +301,17 @@ def _gathered_as(leaf: PyTree) -> str:
 
 
 def _optimizer_rows(
-    tx: optax.GradientTransformation | None, params: PyTree, layout: ParameterLayout, offload: Offload
+    tx: optax.GradientTransformation | None, params: PyTree, mesh: AbstractMesh, offload: Offload
 ) -> tuple[Mapping[str, Mapping[str, ByteCount]], list[LeafPlan]]:
     """Bytes of the optimizer's state by parameter and by where they lie, and rows for what belongs to no parameter."""
     of_params: dict[str, dict[str, ByteCount]] = defaultdict(lambda: defaultdict(ByteCount))
     beside: list[LeafPlan] = []
     if tx is None:
         return of_params, beside
-    opt_state = jax.eval_shape(lambda params: initial_state(tx, params, layout), params)
-    placed = on_host(optimizer_state_shardings(opt_state, params, layout.mesh), opt_state, params, offload)
-    shardings, paths = dict(leaves_with_path(placed)), {path: path for path, _ in leaves_with_path(params)}
+    optimizer = sharded_optimizer(tx, params, mesh, offload.wrap)
+    opt_state = jax.eval_shape(optimizer.init, params)
+    shardings = dict(leaves_with_path(optimizer.shardings(opt_state)))
+    paths = {path: path for path, _ in leaves_with_path(params)}
     for path, leaf in leaves_with_path(opt_state):
         # By the shardings that training would give it: copies, offload and all.
         value, sharding = leaf_of(leaf).value, shardings[path]

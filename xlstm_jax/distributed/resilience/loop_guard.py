@@ -25,9 +25,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from xlstm_jax.distributed.optimizers.nonfinite import SKIPPED_IN_A_ROW, SKIPPED_STEPS
 from xlstm_jax.distributed.processes.leaving import EXIT_FAILED, EXIT_INTERRUPTED, leave, leave_with_others
 from xlstm_jax.distributed.resilience.watchdog import MAX_TIMEOUT_S, Watchdog
+from xlstm_jax.program_names import SKIPPED_IN_A_ROW, SKIPPED_STEPS
 
 INTERRUPTED = (
     b"\nCtrl-C: this run saves and ends after its step, with exit code 130; a second Ctrl-C ends it at once.\n"

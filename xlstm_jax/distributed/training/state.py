@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from xlstm_jax.accelerators import absent_device
-from xlstm_jax.common_types import AxisNames, Model, PyTree
+from xlstm_jax.common_types import AxisNames, Metrics, Model, PyTree
 from xlstm_jax.distributed.data_parallel import placement, trees
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, rebox, split_by_model
@@ -33,20 +33,9 @@ from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explici
 from xlstm_jax.distributed.optimizers.extra_args import GRAD, GRAD_FN, VALUE, VALUE_FN, taking_extra_args
 from xlstm_jax.distributed.optimizers.inside import check_transform
 from xlstm_jax.distributed.optimizers.lookahead import with_plain_params
-from xlstm_jax.distributed.optimizers.matrices.layout import is_owned, laid_out
-from xlstm_jax.distributed.optimizers.nonfinite import SKIPPED_IN_A_ROW, skip_counts
-from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload, on_host
-from xlstm_jax.distributed.optimizers.state import (
-    given_state,
-    initial_state,
-    optimizer_layout,
-    optimizer_state_shardings,
-    owners,
-    stored_state,
-    trainable,
-    with_trainable,
-)
-from xlstm_jax.distributed.optimizers.streaming import streamed
+from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload
+from xlstm_jax.distributed.optimizers.sharded_optimizer import Trained, sharded_optimizer
+from xlstm_jax.distributed.optimizers.state import given_state, trainable
 from xlstm_jax.distributed.plan.leaf_plan import ByteCount
 from xlstm_jax.distributed.training.arguments import check_keys, check_model, collections_of, why_not_its_state
 from xlstm_jax.distributed.training.collections import check_kept
@@ -71,6 +60,9 @@ class TrainState(FlaxTrainState):
     ``collections`` is all that ``model.init`` returned beside "params", as ``{"batch_stats": ...}``: equal on all
     devices, apart from leaves in boxes. For most models it is empty, and a plain Flax ``TrainState`` does as well.
 
+    ``sees_boxes`` says of the optimizer's state that ``create`` made it of parameters in boxes, so that its moments
+    have these boxes. ``create_train_state`` and updates on global arrays make states that follow ``ShardedOptimizer``.
+
     >>> state = TrainState.create(apply_fn=nn.Dense(4).apply, params={}, tx=optax.sgd(0.1))
     >>> state.collections, state.replace(collections={"batch_stats": {"mean": 0.0}}).collections
     ({}, {'batch_stats': {'mean': 0.0}})
@@ -93,6 +85,7 @@ class TrainState(FlaxTrainState):
 
     # Keyword-only, so that a subclass may have fields without a default after it.
     collections: Mapping[str, PyTree] = struct.field(default_factory=dict, kw_only=True)
+    sees_boxes: bool = struct.field(default=False, pytree_node=False, kw_only=True)
 
     @classmethod
     def create(
@@ -103,7 +96,8 @@ class TrainState(FlaxTrainState):
             tx = with_plain_params(tx)
         # Flax's `create` calls tx.init on what it gets, so the frozen leaves come back afterwards.
         state: TrainState = super().create(apply_fn=apply_fn, params=trees.without_frozen(params), tx=tx, **fields)
-        return state.replace(params=params)
+        in_boxes = any(is_box(leaf) for _, leaf in trees.leaves_with_path(state.opt_state))
+        return state.replace(params=params, sees_boxes=in_boxes)
 
     def apply_gradients(self, *, grads: PyTree, **kwargs: Any) -> Self:
         """As Flax's, for gradients with or without boxes: those that ``value_and_grad`` returns, say.
@@ -113,10 +107,7 @@ class TrainState(FlaxTrainState):
         given: see ``elementwise_only``.
         """
         mesh = _mesh_of(self.params)
-        kept = [leaf for _, leaf in trees.leaves_with_path(self.opt_state) if is_box(leaf) and not is_owned(leaf)]
-        # Boxes around moments that have no padding: the state was made of boxed parameters, and not by
-        # create_train_state.
-        if mesh is None or collectives.manual_axes() or not all(leaf_of(leaf).is_padded for leaf in kept):
+        if mesh is None or self.sees_boxes or collectives.manual_axes():
             return super().apply_gradients(grads=grads, **kwargs)
 
         def gradient(leaf: Any, grad: Any) -> Any:
@@ -125,7 +116,7 @@ class TrainState(FlaxTrainState):
             return value[tuple(map(slice, leaf_of(leaf).true_shape))] if leaf_of(leaf).is_differentiable else None
 
         bare = trees.map_leaves(gradient, self.params, grads)
-        return _with_update(self, bare, mesh).replace(**kwargs)
+        return _replaced(self, _updated(self, bare, mesh, {})[0]).replace(**kwargs)
 
 
 def _mesh_of(params: PyTree) -> Mesh | AbstractMesh | None:
@@ -281,23 +272,24 @@ def create_train_state(
     # On the mesh from the beginning: a step returns it there, and another sharding would compile the second step again.
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, PartitionSpec()))
     opt_state = sharded_opt_state(tx, params, mesh, offload)
-    kept = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), variables)  # strongly typed, see sharded_opt_state
+    # Strongly typed, as a step returns them: after a weak type the second step would compile again.
+    kept = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), variables)
     return TrainState(step=step, apply_fn=model.apply, params=params, tx=tx, opt_state=opt_state, collections=kept)
 
 
 def sharded_opt_state(
     tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | AbstractMesh, offload: Offload = NO_OFFLOAD
 ) -> PyTree:
-    """The initial state of an optimizer, split over the mesh like the parameters that it belongs to."""
+    """Returns the first state of an optimizer, split over the mesh like the parameters that it belongs to."""
+    optimizer = sharded_optimizer(tx, params, mesh, offload.wrap)
 
     def init(params: PyTree) -> PyTree:
         # Copies, because a step donates each buffer once, and some optimizers keep the parameters themselves. Strongly
         # typed, because a step returns strong types: after a weak type the second step would compile again.
-        return jax.tree.map(lambda x: jnp.array(x, x.dtype), initial_state(tx, params, optimizer_layout(params, mesh)))
+        return jax.tree.map(lambda x: jnp.array(x, x.dtype), optimizer.init(params))
 
     # The shapes of the state are known only once tx.init was traced; where each leaf lies follows from them.
-    abstract = jax.eval_shape(init, params)
-    out = on_host(optimizer_state_shardings(abstract, params, mesh), abstract, params, offload)
+    out = optimizer.shardings(jax.eval_shape(init, params))
     return jax.jit(init, out_shardings=out)(params)
 
 
@@ -332,11 +324,11 @@ def abstract_train_state(
 
     with absent_device():
         state = jax.eval_shape(create, rng, inputs)
-    of_opt_state = optimizer_state_shardings(state.opt_state, state.params, mesh)
+    optimizer = sharded_optimizer(state.tx, state.params, mesh, offload.wrap)
     of_state = state.replace(
         step=NamedSharding(mesh, PartitionSpec()),
         params=placement.shardings(state.params, mesh),
-        opt_state=on_host(of_opt_state, state.opt_state, state.params, offload),
+        opt_state=optimizer.shardings(state.opt_state),
         collections=placement.shardings(state.collections, mesh),
     )
     return trees.map_leaves(with_sharding, state, of_state)
@@ -350,68 +342,46 @@ def updated_state(
     grad_fn: Callable[..., PyTree],
     mesh: Mesh | AbstractMesh,
     collections: Mapping[str, PyTree],
-) -> State:
-    """The state after the optimizer's update on global arrays, in the same boxes and with the same shardings.
+) -> tuple[State, Metrics]:
+    """Returns the state after the optimizer's update on global arrays, in the same boxes and places, and its metrics.
 
     ``value_fn`` and ``grad_fn`` compute loss and gradients of the batch at other parameters, for line searches and SAM.
     """
-    grads, value = trainable(grads), _nan_where_spoiled(loss, state, collections)
-    given = {VALUE: value, GRAD: grads, VALUE_FN: value_fn, GRAD_FN: grad_fn}
-    updated = _with_update(state, grads, mesh, **given)
+    grads = trainable(grads)
+    given = {VALUE: loss, GRAD: grads, VALUE_FN: value_fn, GRAD_FN: grad_fn}
+    after, metrics = _updated(state, grads, mesh, collections, **given)
+    updated = _replaced(state, after)
     if not collections:
-        return updated
-    if counts := skip_counts(updated.opt_state):  # a step that is skipped keeps the old ones
-        applied = counts[SKIPPED_IN_A_ROW] == 0
-        collections = jax.tree.map(partial(jnp.where, applied), collections, collections_of(state))
-    shardings = placement.shardings(collections, mesh)
-    return updated.replace(collections=jax.lax.with_sharding_constraint(collections, shardings))
+        return updated, metrics
+    shardings = placement.shardings(after.collections, mesh)
+    return updated.replace(collections=jax.lax.with_sharding_constraint(after.collections, shardings)), metrics
 
 
-def _with_update(state: State, grads: PyTree, mesh: Mesh | AbstractMesh, **extra_args: Any) -> State:
-    """The state after an update by ``grads``, which have no boxes and no padding."""
-    params, tx = trainable(state.params), taking_extra_args(state.tx)
-
-    def shardings(opt_state: PyTree) -> PyTree:
-        return optimizer_state_shardings(opt_state, state.params, mesh)
-
-    def update(stored: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
-        opt_state = given_state(stored)
-        try:
-            # An optimizer for matrices (Muon) sees global arrays without names; the layout tells it how they are split.
-            with laid_out(optimizer_layout(state.params, mesh)):
-                updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
-        except Exception:  # an optimizer that gets the state of another may raise anything
-            if reason := why_not_its_state(tx, opt_state, params):
-                raise ValueError(reason) from None
-            raise
-        opt_state = stored_state(opt_state, state.params)
-        new_params = with_trainable(state.params, optax.apply_updates(params, updates))
-        fields = {
-            "step": state.step + 1,
-            "params": jax.lax.with_sharding_constraint(new_params, placement.shardings(new_params, mesh)),
-        }
-        # Of the new state, whose tree may be another than that of the first: optax.monitor begins without measures.
-        return jax.lax.with_sharding_constraint(opt_state, shardings(opt_state)), fields
-
-    # Without offload this is `update` itself.
-    opt_state, fields = streamed(update, state.opt_state, shardings, partial(owners, state.opt_state, state.params))
-    return state.replace(**fields, opt_state=opt_state)
+def _replaced(state: State, after: Trained) -> State:
+    """Returns the state with the parts that an update on global arrays has made, but for collections."""
+    stored: dict[str, Any] = {"sees_boxes": False} if isinstance(state, TrainState) else {}
+    return state.replace(step=after.step, params=after.params, opt_state=after.opt_state, **stored)
 
 
-def _nan_where_spoiled(loss: Array, state: Any, collections: Mapping[str, PyTree]) -> Array:
-    """The loss that ``skip_nonfinite`` looks at: NaN where the step would make a finite statistic infinite.
-
-    Sums of squares overflow before the loss does: the variance is then infinite, activations divided by it are 0, and
-    the loss is finite.
-    """
-    if not (collections and skip_counts(state.opt_state)):
-        return loss
-    # Integers and keys are always finite.
-    floats, _ = trees.split_differentiable(collections_of(state))
-    new_floats, _ = trees.split_differentiable(collections)
-    pairs = [(leaf_of(old).value, leaf_of(new).value) for old, new in zip(floats, new_floats, strict=True)]
-    spoiled = [jnp.any(jnp.isfinite(old) & ~jnp.isfinite(new)) for old, new in pairs]
-    return jnp.where(jnp.any(jnp.stack([jnp.zeros((), bool), *spoiled])), jnp.nan, loss)
+def _updated(
+    state: FlaxTrainState,
+    grads: PyTree,
+    mesh: Mesh | AbstractMesh,
+    collections: Mapping[str, PyTree],
+    **extra_args: PyTree,
+) -> tuple[Trained, Metrics]:
+    """Returns what an update by ``grads``, which have no boxes and no padding, makes of the parts of a state."""
+    optimizer = sharded_optimizer(state.tx, state.params, mesh)
+    before = Trained(state.step, state.params, state.opt_state, collections_of(state))
+    try:
+        return optimizer.update(grads, before, collections, **extra_args)
+    except Exception:  # an optimizer that gets the state of another may raise anything
+        # Of shapes alone: nothing is computed from leaves in the memory of the host.
+        stored = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), value_dtype(x)), state.opt_state)
+        given, tx = jax.eval_shape(given_state, stored), taking_extra_args(state.tx)
+        if reason := why_not_its_state(tx, given, trainable(state.params)):
+            raise ValueError(reason) from None
+        raise
 
 
 # ---------------------------------------------------------------------------------------------------- as people read it

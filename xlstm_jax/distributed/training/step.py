@@ -17,7 +17,6 @@ from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_la
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
 from xlstm_jax.distributed.optimizers.learning_rate import LearningRate, check_learning_rate, learning_rates
-from xlstm_jax.distributed.optimizers.nonfinite import skip_counts
 from xlstm_jax.distributed.optimizers.norms import global_norm
 from xlstm_jax.distributed.optimizers.state import trainable, with_trainable
 from xlstm_jax.distributed.training.accumulation import DEFAULT_ACCUMULATION, Accumulation, OfBatch, accumulated
@@ -200,8 +199,10 @@ class StepOptions:
         metrics = {"loss": result.loss, "grad_norm": global_norm(result.grads)}
         again = partial(_again, state.params, lambda params: on_mesh(params, *rest))
         value_fn, grad_fn = _value_fn(again), _grad_fn(again)
-        after = updated_state(state, result.grads, result.loss, value_fn, grad_fn, self.layout.mesh, result.collections)
-        metrics |= skip_counts(after.opt_state)
+        after, of_optimizer = updated_state(
+            state, result.grads, result.loss, value_fn, grad_fn, self.layout.mesh, result.collections
+        )
+        metrics |= of_optimizer
         metrics |= learning_rates(self.learning_rate, state.opt_state, state.step)
         if self.metric is not None:
             return after, metrics, result.aux

@@ -1,28 +1,30 @@
 """How the leaves of an optimizer's trees are split over devices.
 
 Inside ``shard_map`` the boxes of the leaves say so. Outside, an optimizer sees global arrays without boxes, whose types
-do not tell: ``make_train_step`` and ``create_train_state`` set the layout for the time of ``tx.update`` and
+do not tell: ``with_layout``, a wrapper of every ``ShardedOptimizer``, sets the layout for the time of ``tx.update`` and
 ``tx.init``. Without a layout an optimizer runs on whole arrays, as on one device.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from xlstm_jax.common_types import PyTree
+from xlstm_jax.common_types import Metrics, PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, rebox, with_padding
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox, with_padding
 from xlstm_jax.distributed.data_parallel.placement import partition_specs
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.tracing import set_context
 from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice
 from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup, grouped, matrix_leaf
+from xlstm_jax.distributed.optimizers.sharded_optimizer import ShardedOptimizer, Trained
+from xlstm_jax.distributed.optimizers.state import StateBox
 
 Values = dict[str, jax.Array]
 OfGroups = Callable[[Sequence[MatrixGroup], Values, Mapping[str, PyTree]], tuple[Values, dict[str, PyTree]]]
@@ -30,15 +32,11 @@ OfGroups = Callable[[Sequence[MatrixGroup], Values, Mapping[str, PyTree]], tuple
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """The mesh, and by path the boxed parameters and the specs of an optimizer's state of each.
-
-    Matrix optimizers that are initialised with it add to ``reports``, which a plan shows.
-    """
+    """The mesh, and by path the boxed parameters and the specs of an optimizer's state of each."""
 
     mesh: Mesh | AbstractMesh
     params: Mapping[str, Any]
     specs: Mapping[str, PartitionSpec]
-    reports: "list[MatrixReport]" = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -60,20 +58,54 @@ def laid_out(layout: ParameterLayout) -> AbstractContextManager[None]:
     return set_context(_LAYOUT, layout)
 
 
+def with_layout(optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | AbstractMesh) -> ShardedOptimizer:
+    """Returns the optimizer; transforms for matrices within it know how the parameters are split."""
+
+    def layout() -> AbstractContextManager[None]:
+        # Gradients, updates and moments have the shapes of the parameters, and are split as a state of that shape is.
+        placed = trees.leaves_with_path(optimizer.shardings(params))
+        specs = {path: sharding.spec for path, sharding in placed}
+        return laid_out(ParameterLayout(mesh, dict(trees.leaves_with_path(params)), specs))
+
+    def init(params: PyTree) -> PyTree:
+        with layout():
+            return optimizer.init(params)
+
+    def update(
+        grads: PyTree, before: Trained, collections: Mapping[str, PyTree], **extra_args: PyTree
+    ) -> tuple[Trained, Metrics]:
+        with layout():
+            return optimizer.update(grads, before, collections, **extra_args)
+
+    return optimizer._replace(init=init, update=update)
+
+
+# ------------------------------------------------------------------------------------------------------------- reports
+
+_REPORTS: ContextVar[list[MatrixReport] | None] = ContextVar("reports of optimizers for matrices", default=None)
+
+
+@contextmanager
+def noting_matrices() -> Iterator[list[MatrixReport]]:
+    """Fills with the reports of optimizers for matrices that are initialised inside the context."""
+    reports: list[MatrixReport] = []
+    with set_context(_REPORTS, reports):
+        yield reports
+
+
 def report_matrices(rule: str, params: PyTree, choices: Mapping[str, MatrixChoice], any_order: bool) -> None:
-    """Adds the report of an optimizer that is initialised to the layout."""
-    if layout := _LAYOUT.get():
+    """Adds the report of an optimizer that is initialised, where ``noting_matrices`` waits for reports."""
+    reports = _REPORTS.get()
+    if reports is not None:
         groups = place_of(params).groups(choices, any_order)
-        layout.reports.append(MatrixReport(rule, tuple(groups), choices))
+        reports.append(MatrixReport(rule, tuple(groups), choices))
 
 
-class Owned(Sharded, repr=False):
+# ----------------------------------------------------------------------------------------------------- places of leaves
+
+
+class Owned(StateBox, repr=False):
     """The box of the state that owners keep: [matrices, ...], split over the owners, padded to an equal number each."""
-
-
-def is_owned(leaf: PyTree) -> bool:
-    """Whether owners keep this leaf of a state; its optimizer gets the leaf as it is stored."""
-    return isinstance(leaf, Owned)
 
 
 @dataclass(frozen=True)

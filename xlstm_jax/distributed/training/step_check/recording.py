@@ -20,7 +20,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
 from xlstm_jax.distributed.optimizers.extra_args import taking_extra_args
-from xlstm_jax.distributed.optimizers.matrices.layout import is_owned
+from xlstm_jax.distributed.optimizers.state import is_state_box
 from xlstm_jax.distributed.training.state import sharded_opt_state
 
 
@@ -118,7 +118,7 @@ def _first_record(state: Any, mesh: Mesh) -> Record:
         seals = jnp.ones((), jnp.int32), jnp.ones(())
         return Record(jnp.zeros((), jnp.int32), grads, given, updates, {}, none[0], none[1], none[2], seals)
 
-    boxed = [leaf for _, leaf in trees.leaves_with_path(state.opt_state) if is_box(leaf) and not is_owned(leaf)]
+    boxed = [leaf for _, leaf in trees.leaves_with_path(state.opt_state) if is_box(leaf) and not is_state_box(leaf)]
     # A state that was made of boxed parameters has boxed moments: then the optimizer sees boxes.
     if not all(leaf_of(leaf).is_padded for leaf in boxed):
         record = jax.jit(nothing)(trees.without_frozen(state.params))
