@@ -1,0 +1,112 @@
+"""Removes a feature's files, and what imports them, from a copy of the tree."""
+
+import ast
+import re
+import shutil
+import subprocess
+from collections.abc import Collection
+from pathlib import Path
+
+from tests.deletion.features import Feature
+
+ROOT = Path(__file__).parents[2]
+LIBRARY = "xlstm_jax/distributed"
+COPIED = ("xlstm_jax", "tests", "benchmarks", "conftest.py", "pyproject.toml", "setup.cfg")
+
+
+def copy_tree(to: Path) -> None:
+    """Copies the files that git tracks to a folder that does not exist yet."""
+    listed = subprocess.run(["git", "ls-files", *COPIED], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in listed.splitlines():
+        if (ROOT / name).exists():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, to / name)
+
+
+def delete(feature: Feature, tree: Path) -> tuple[int, list[str]]:
+    """Deletes the feature; returns the number of deleted lines, and the files of the library that still import it."""
+    gone, lines = set(), 0
+    for name in feature.files:
+        path = tree / LIBRARY / name
+        files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+        for file in files:
+            lines += len(file.read_text().splitlines())
+            gone.add(module_of(file.relative_to(tree)))
+            file.unlink()
+        gone.add(module_of(path.relative_to(tree)))
+        if path.is_dir():
+            shutil.rmtree(path)
+    for name, pattern in feature.lines:
+        file = tree / name
+        kept = [line for line in file.read_text().splitlines(keepends=True) if not re.search(pattern, line)]
+        lines += len(file.read_text().splitlines()) - len(kept)
+        file.write_text("".join(kept))
+    # Faces import from each other: a name that one has lost is lost for those that import the name from there.
+    lost: dict[str, set[str]] = {}
+    faces = sorted((tree / "xlstm_jax").rglob("__init__.py"), key=lambda file: -len(file.parts))
+    changed = True
+    while changed:
+        changed = False
+        for face in faces:
+            names = without(face, gone, lost)
+            if names:
+                lines += len(names)
+                lost.setdefault(module_of(face.relative_to(tree)), set()).update(names)
+                changed = True
+    left = [file for file in sorted((tree / "xlstm_jax").rglob("*.py")) if missing(file, gone, lost)]
+    for file in sorted((tree / "tests").rglob("*.py")) + sorted((tree / "benchmarks").rglob("*.py")):
+        if missing(file, gone, lost):
+            file.unlink()
+    return lines, [str(file.relative_to(tree)) for file in left]
+
+
+def module_of(path: Path) -> str:
+    """Returns the dotted name of a module.
+
+    >>> module_of(Path("xlstm_jax/wording.py")), module_of(Path("xlstm_jax/distributed/__init__.py"))
+    ('xlstm_jax.wording', 'xlstm_jax.distributed')
+    """
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+
+
+def missing(file: Path, gone: Collection[str], lost: dict[str, set[str]]) -> list[ast.stmt]:
+    """Returns the import statements of a file that name what is gone."""
+    found: list[ast.stmt] = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = {alias.name for alias in node.names}
+            of_package = {f"{node.module}.{name}" for name in names}
+            if node.module in gone or of_package & set(gone) or names & lost.get(node.module, set()):
+                found.append(node)
+        elif isinstance(node, ast.Import) and {alias.name for alias in node.names} & set(gone):
+            found.append(node)
+    return found
+
+
+def without(face: Path, gone: Collection[str], lost: dict[str, set[str]]) -> set[str]:
+    """Rewrites a face without imports of what is gone; returns the names that the face no longer has."""
+    statements = missing(face, gone, lost)
+    if not statements:
+        return set()
+    source = face.read_text()
+    lines = source.splitlines(keepends=True)
+    names: set[str] = set()
+    for node in sorted(statements, key=lambda node: -node.lineno):
+        assert isinstance(node, ast.ImportFrom), ast.unparse(node)
+        bad = [
+            alias
+            for alias in node.names
+            if node.module in gone
+            or f"{node.module}.{alias.name}" in gone
+            or alias.name in lost.get(node.module or "", set())
+        ]
+        names |= {alias.asname or alias.name for alias in bad}
+        node.names = [alias for alias in node.names if alias not in bad]
+        lines[node.lineno - 1 : node.end_lineno] = [ast.unparse(node) + "\n"] if node.names else []
+    # Rows of registries and of ``__all__`` have a line of their own, or stand between commas.
+    rest = "".join(lines)
+    for name in names:
+        rest = re.sub(rf'^\s*"?\b{name}\b"?,\s*(#.*)?\n', "", rest, flags=re.M)
+        rest = re.sub(rf'"{name}", |, "{name}"(?=\])|\["{name}"\]|\b{name}, |, {name}\b(?=[\])])', "", rest)
+    face.write_text(rest)
+    return names

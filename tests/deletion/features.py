@@ -1,0 +1,92 @@
+"""The features that can be deleted, and those that cannot yet."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature that stands beside the core.
+
+    ``files`` are files and folders below ``xlstm_jax/distributed``. ``knows`` is a regular expression of the names by
+    which code outside of ``files`` would know the feature. ``lines`` are pairs of a file and a regular expression:
+    further lines that go, such as a row of a registry that does not name what it imports.
+    """
+
+    name: str
+    files: tuple[str, ...]
+    knows: str
+    lines: tuple[tuple[str, str], ...] = ()
+
+
+FEATURES = [
+    Feature(
+        "fp8 products",
+        ("data_parallel/extensions/fp8_products.py",),
+        r"\bFp8Products\b|fp8_products",
+    ),
+    Feature(
+        "carries of recurrent layers",
+        ("data_parallel/extensions/recurrent_carries.py",),
+        r"\bRecurrentCarries\b|recurrent_carries",
+    ),
+    Feature(
+        "lookups by rows, in NNX",
+        ("data_parallel/extensions/nnx_rows.py",),
+        r"\bNnxRowLookups\b|nnx_rows",
+    ),
+    Feature(
+        "prefetch",
+        ("data_parallel/prefetch.py", "data_parallel/modules/scan_layers.py"),
+        r"\bscan_layers\b|\bprefetch\b",
+    ),
+    Feature("typed kernels", ("data_parallel/typed_kernel.py",), r"\btyped_kernel\b"),
+    Feature("renaming", ("data_parallel/rename.py",), r"\bstack_layers\b|\bunstack_layers\b|data_parallel\.rename\b"),
+    Feature("streaming of moments", ("optimizers/streaming.py",), r"\bwith_streaming\b|optimizers\.streaming\b"),
+    Feature(
+        "matrices (Muon)",
+        ("optimizers/matrices", "plan/matrix_plan.py"),
+        r"\bmuon\b|\bon_whole_matrices\b|\bMatrixPlan\b|optimizers\.matrices",
+    ),
+    Feature("averages of weights", ("optimizers/ema.py",), r"\bwith_ema\b|\bema_params\b"),
+    Feature("skipped steps", ("optimizers/nonfinite.py",), r"\bskip_nonfinite\b|\bskip_counts\b"),
+    Feature("faults", ("resilience",), r"\bLoopGuard\b|\bcheck_replicas\b|distributed\.resilience\b"),
+    Feature(
+        "checkpoints, and faults that read their checksums",
+        ("checkpoint", "resilience"),
+        r"\bCheckpointer\b|distributed\.checkpoint\b",
+    ),
+    Feature("plans", ("plan",), r"\bplan_sharding\b|distributed\.plan\b"),
+    Feature("experts", ("model_parallel/experts.py", "model_parallel/router.py"), r"\bExperts\b|parallel\.experts\b"),
+    Feature(
+        "context parallel",
+        ("model_parallel/context.py", "model_parallel/recurrence.py"),
+        r"\bcontext_parallel_attention\b|parallel\.context\b",
+    ),
+    Feature("remat policy", ("data_parallel/remat.py",), r"\bremat_policy\b|data_parallel\.remat\b"),
+    Feature("check_step", ("training/step_check",), r"\bcheck_step\b|\bstep_check\b"),
+]
+
+# Why a feature cannot be deleted, or not yet.
+NOT_YET = {
+    "matrices (Muon)": "a plan prints which device owns which matrix: plan/planning, sharding_plan and table import it",
+    "experts": "a plan prints where experts stand: plan/planning, sharding_plan, table and the forecast import it",
+    "plans": "the state warns by the reasons of a plan; the forecast and the lint are made of plans",
+    "remat policy": "units reject a gather by it",
+}
+
+# Threaded through shared code, and without a row so far.
+WITHOUT_ROW = (
+    "padding",
+    "copies of shards (Replicas)",
+    "blocks of 8 bits on the wire",
+    "lookups by rows",
+    "heads by pieces",
+    "logical names",
+    "frozen parameters",
+    "NNX",
+    "balance of links",
+    "offload",
+    "collections",
+    "checks of arguments and mistakes",
+    "tensor parallel",
+)
