@@ -100,7 +100,7 @@ def padding_of(tree):
     """The values of all padding, by path."""
     found = {}
     for path, leaf in leaves_with_path(tree):
-        if leaf_of(leaf).is_padded:
+        if not leaf_of(leaf).stores_value:
             value = np.asarray(leaf_of(leaf).value)
             inside = np.zeros(value.shape, bool)
             inside[tuple(slice(n) for n in true_value(leaf).shape)] = True
@@ -119,7 +119,9 @@ def test_it_trains_as_one_device_does(devices, check_vma, tx):
     want, want_metrics = trained(1, tx, wrap=plain)
     assert_same_params(true_tree(state.params), true_tree(want.params), tolerance=1e-4)
     np.testing.assert_allclose(metrics["grad_norm"], want_metrics["grad_norm"], rtol=1e-5)
-    assert all(leaf_of(leaf).is_padded for _, leaf in leaves_with_path(state.params))  # guard: that is what was tested
+    assert all(
+        not leaf_of(leaf).stores_value for _, leaf in leaves_with_path(state.params)
+    )  # guard: that is what was tested
 
 
 def test_stored_evenly_with_zeros_that_stay_zero():

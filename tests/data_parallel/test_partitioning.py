@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from tests.support import mesh_of
 from xlstm_jax.distributed import bytes_per_device, partition_specs, unbox
 from xlstm_jax.distributed.data_parallel import box_like
+from xlstm_jax.distributed.data_parallel.extensions.padding import Padded
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of
 from xlstm_jax.distributed.data_parallel.policy import choose_shard_dim
 from xlstm_jax.distributed.data_parallel.reasons import (
@@ -21,7 +22,6 @@ from xlstm_jax.distributed.data_parallel.reasons import (
     Largest,
     NoValues,
     OfSeveral,
-    Padded,
     Scalar,
     Taken,
     TooSmall,
@@ -113,7 +113,7 @@ def test_what_is_known_of_a_leaf_is_the_same_for_all_boxes():
     for other in (nn.Partitioned(value, names), nn.LogicallyPartitioned(value, names)):
         assert jax.tree.structure(leaf_of(other)) == jax.tree.structure(box) and leaf_of(other).value is value
     bare = leaf_of(value)
-    assert (bare.axes, bare.trainable, bare.is_padded, bare.true_shape) == ((), True, False, (4, 2))
+    assert (bare.axes, bare.trainable, bare.stores_value, bare.true_shape) == ((), True, True, (4, 2))
     assert leaf_of(box) is box  # it is not made anew
 
 

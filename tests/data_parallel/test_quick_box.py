@@ -12,6 +12,7 @@ import pytest
 from flax import linen as nn
 from flax import serialization, struct
 
+from xlstm_jax.distributed.data_parallel.extensions.padding import ZeroPadding
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 
@@ -53,7 +54,7 @@ def test_a_box_is_the_same_after_each_way_of_making_it_anew(box):
 def test_structures_differ_where_fields_do(box):
     mine = jax.tree.structure(box)
     assert mine == jax.tree.structure(box.replace(value=None, mesh=None).replace(value=1))
-    for field in ({"trainable": True}, {"names": (None,)}, {"unit_depth": 2}, {"true_sizes": (3,)}):
+    for field in ({"trainable": True}, {"names": (None,)}, {"unit_depth": 2}, {"store": ZeroPadding((3,))}):
         other = jax.tree.structure(box.replace(**field))
         assert mine != other
         assert "Sharded" in str(other)

@@ -19,6 +19,7 @@ class Feature:
 
 
 FEATURES = [
+    Feature("padding", ("data_parallel/extensions/padding.py",), r"\bZeroPadding\b|\bPadded\b|extensions\.padding\b"),
     Feature(
         "fp8 products",
         ("data_parallel/extensions/fp8_products.py",),
@@ -76,7 +77,6 @@ NOT_YET = {
 
 # Threaded through shared code, and without a row so far.
 WITHOUT_ROW = (
-    "padding",
     "copies of shards (Replicas)",
     "blocks of 8 bits on the wire",
     "lookups by rows",

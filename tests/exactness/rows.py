@@ -112,7 +112,7 @@ ROWS = [
     Row(
         "padding",
         {"wrapping": {"uneven": "pad"}, "parts": {"width": 15, "hidden": 21}},
-        some(lambda leaf: leaf.is_padded),
+        some(lambda leaf: not leaf.stores_value),
         "1x8-no_vma",
         GATHERED,
         because=NOTHING_GATHERED,

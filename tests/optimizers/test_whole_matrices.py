@@ -97,7 +97,7 @@ def test_owners_keep_the_state_of_their_matrices_alone(tmp_path):
     """Six kernels of 16 x 32 on four devices: two places on each, of which two are left over, and are not saved."""
     state = three_steps_of_shampoo()
     left, _ = state.opt_state.inner_state[0].of_owners["16x32"]
-    assert left.names == ("fsdp", None, None) and left.value.shape == (8, 16, 16) and left.true_sizes[0] == 6
+    assert left.names == ("fsdp", None, None) and left.value.shape == (8, 16, 16) and left.true_shape[0] == 6
     assert left.value.sharding.spec == P("fsdp")
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(3, state)

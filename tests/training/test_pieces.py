@@ -30,6 +30,7 @@ from xlstm_jax.distributed import (
     plan_sharding,
     shard_modules,
 )
+from xlstm_jax.distributed.data_parallel.extensions.padding import ZeroPadding
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication
 from xlstm_jax.distributed.training.cross_entropy import LMHead, chunked_cross_entropy
@@ -174,7 +175,7 @@ def test_padding_has_no_gradient_where_the_loss_is_not_finite(mesh, replicas, na
     def run(hidden, shard, labels):
         def loss(shard):
             sizes = tuple(37 if dim == along else None for dim in (0, 1))
-            box = Sharded(shard, names, communication=Communication(replicas=replicas), true_sizes=sizes)
+            box = Sharded(shard, names, communication=Communication(replicas=replicas), store=ZeroPadding(sizes))
             return weighted_loss(hidden, box, labels, chunk_size=16, vocab_dim=vocab_dim)[0]
 
         return jax.grad(loss)(shard)
@@ -235,8 +236,8 @@ def test_a_head_by_pieces_has_the_gradients_of_one_device(mesh, vocab, changes, 
         model, plain, model_loss, mesh, BATCH, batch_of(vocab), check_vma=check_vma
     )
     split = params["head"]["kernel"]
-    assert split.axes and (split.names[0] is None) == (vocab == VOCAB or split.is_padded)
-    assert split.is_padded == ("dim" in changes)  # guard
+    assert split.axes and (split.names[0] is None) == (vocab == VOCAB or not split.stores_value)
+    assert (not split.stores_value) == ("dim" in changes)  # guard
 
 
 @pytest.mark.parametrize("names", [(None, BATCH), (BATCH, None)], ids=str)
@@ -425,7 +426,7 @@ def for_each_row(losses):
     [
         (lambda losses: losses, {"communication": Communication("int8")}),
         (lambda losses: losses, {"model_axes": ("y",), "read_as_stored": True}),
-        (lambda losses: losses, {"true_sizes": (DIM - 1, None), "names": (BATCH, None)}),
+        (lambda losses: losses, {"store": ZeroPadding((DIM - 1, None)), "names": (BATCH, None)}),
         (in_a_branch, {}),
         (for_each_row, {}),
     ],

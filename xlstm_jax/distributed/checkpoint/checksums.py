@@ -38,7 +38,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from xlstm_jax.distributed.checkpoint.backend import Arrays
 from xlstm_jax.distributed.data_parallel.placement import is_on_host
 from xlstm_jax.distributed.processes.devices import Device
-from xlstm_jax.distributed.processes.store import Store, digest, named
+from xlstm_jax.distributed.processes.store import KeyValueStore, digest, named
 from xlstm_jax.private_names import job
 
 Sums = dict[str, list[int]]  # by path
@@ -171,7 +171,7 @@ class SavedSums:
         self._paths, self._timeout_s = list(arrays), timeout_s
         several = jax.process_count() > 1
         kind = f"checksums/{digest(place)}"
-        self._store = Store(kind, job.process_id, range(job.num_processes)) if several else None
+        self._store = KeyValueStore(kind, job.process_id, range(job.num_processes)) if several else None
         self._parts = [part for path, array in arrays.items() for part in _parts(path, array)]
         self._begun = threading.Event()
 
@@ -190,7 +190,7 @@ class SavedSums:
             _add(sums, part.path, np.asarray(found).tolist())
         return sums if self._store is None else self._of_all(sums, self._store)
 
-    def _of_all(self, own: Sums, store: Store) -> Sums:
+    def _of_all(self, own: Sums, store: KeyValueStore) -> Sums:
         # Through the job's store, not a collective: training steps with collectives of their own are in flight.
         deadline = time.monotonic() + self._timeout_s
 

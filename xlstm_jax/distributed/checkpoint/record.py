@@ -34,7 +34,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checkpoint.backend import Arrays, Json
 from xlstm_jax.distributed.checkpoint.checksums import checksum_each
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox, true_value, with_padding
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox, stored_value, true_value
 from xlstm_jax.distributed.data_parallel.trees import flatten_with_path, leaves_with_path, map_leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
 from xlstm_jax.distributed.optimizers.inside import name_of
@@ -78,10 +78,10 @@ def _above(path: str) -> list[str]:
 
 
 def _unpadded(leaf: Any) -> Any:
-    """The value in its true shape. The value of a padded leaf becomes whole on every device."""
-    # Whole, since the axes do not divide the true shape: JAX has no sharding for it.
+    """The value in its true shape; where another array is stored, whole on every device."""
+    # Whole, since the axes may not divide the true shape: JAX has no sharding for it.
     described = leaf_of(leaf)
-    if not described.is_padded:
+    if described.stores_value:
         return described.value
     sharding = described.value.sharding
     whole = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
@@ -91,13 +91,13 @@ def _unpadded(leaf: Any) -> Any:
 
 
 def boxed_like(target: PyTree, leaves: Leaves) -> PyTree:
-    """The inverse of ``bare_leaves``: the leaves in the structure and boxes of ``target``, with its padding."""
+    """The inverse of ``bare_leaves``: the leaves in the structure and boxes of ``target``, stored as there."""
 
     def boxed(path: str, like: Any) -> Any:
-        if not leaf_of(like).is_padded:
+        if leaf_of(like).stores_value:
             return rebox(like, leaves[path])
-        pad = jax.jit(partial(with_padding, like), out_shardings=leaf_of(like).value.sharding)
-        return rebox(like, pad(leaves[path]))
+        store = jax.jit(partial(stored_value, like), out_shardings=leaf_of(like).value.sharding)
+        return rebox(like, store(leaves[path]))
 
     return map_leaves_with_path(boxed, target)
 

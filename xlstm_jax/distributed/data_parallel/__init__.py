@@ -19,6 +19,16 @@ The words of the library, each with one meaning:
   frozen         not trained, as its box says: gathered like any other leaf, without gradient and optimizer state
   minibatch      one of the m parts of a device's batch, where a step accumulates gradients
 
+Read in this order, some 1,500 lines of code:
+  wire/wires.py            how a shard is sent, and what arrives: ``Wire``. A new format is a row of wire/formats.py
+  store.py                 how a device keeps a leaf: ``Store``. A new one is a subclass in a file of its own
+  leaf.py                  a leaf: what is stored, the axes of each dim, wire, store, whether it is trained
+  wire/gather_array.py     the gather of an array, and its gradient
+  policy.py, shard.py      which dim is split; boxes are made
+  modules/unit.py          a module that gathers its leaves when it runs. A new module system is a ``ModuleSystem``
+  extension.py             what a feature adds to a unit: ``Extension``, registered in extensions/__init__.py
+  modules/linen_module.py  the same for Linen
+
 The method is ZeRO-3 (arXiv:1910.02054), known as FSDP (arXiv:2304.11277).
 """
 

@@ -10,6 +10,7 @@ leaves too: bare arrays, boxes of Flax, variables of NNX. ``leaf_of`` is the one
   leaf_of(leaf).value, .names, .axes, .communication, .trainable, ...      what is known
   rebox(leaf, value), frozen(leaf), with_communication(leaf, ...)          another leaf, for the tree
   true_value(leaf), read_value(leaf), gather_leaf(leaf, axes, how)         its values
+  stored_value(leaf, value)                                                a value, as the leaf stores values
 
 ``trees`` walks trees with boxes as leaves. Which dim is split, ``policy`` decides. A box that is read inside
 ``shard_map`` gathers itself.
@@ -31,6 +32,7 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.distributed.data_parallel.logical_names import is_logical, layer_name, mesh_names
 from xlstm_jax.distributed.data_parallel.quick_box import QuickBox
+from xlstm_jax.distributed.data_parallel.store import AS_IT_IS, Store
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication
@@ -49,8 +51,7 @@ class Sharded(QuickBox):
     Fields, all static but ``value``:
       names: for each dim the axes that split it.
       communication: how the leaf travels.
-      true_sizes: for each dim its size without padding, where it was padded so that the axes divide it, else None;
-        empty where no dim is padded.
+      store: what the stored array has to do with the value: see ``store``.
       unit_depth: tells the wrapped module that gathers the leaf: the number of names in the leaf's path after that
         module's own path. 1 for "blocks/mlp/kernel" gathered by "blocks/mlp"; 0 where no module is known.
       model_axes: axes over which the model itself splits the leaf, and no wrapper gathers it (tensor parallel,
@@ -72,7 +73,7 @@ class Sharded(QuickBox):
 
     names: tuple[AxisEntry, ...] = struct.field(pytree_node=False)  # type: ignore[assignment]  # Flax: no tuples in it
     communication: Communication = struct.field(default=DEFAULT_COMMUNICATION, pytree_node=False)
-    true_sizes: tuple[int | None, ...] = struct.field(default=(), pytree_node=False)
+    store: Store = struct.field(default=AS_IT_IS, pytree_node=False)
     unit_depth: int = struct.field(default=0, pytree_node=False)
     model_axes: tuple[str, ...] = struct.field(default=(), pytree_node=False)
     trainable: bool = struct.field(default=True, pytree_node=False)
@@ -102,24 +103,18 @@ class Sharded(QuickBox):
         return self.trainable and jnp.issubdtype(value_dtype(self.value), jnp.inexact)
 
     @property
-    def is_padded(self) -> bool:
-        """Whether it is stored with padding."""
-        return any(self.true_sizes)
-
-    @property
-    def unpadded_sizes(self) -> tuple[int | None, ...]:
-        """``true_sizes`` with an entry for each dim."""
-        return self.true_sizes or (None,) * np.ndim(self.value)
+    def stores_value(self) -> bool:
+        """Whether the stored array is the value itself."""
+        return self.store == AS_IT_IS
 
     @property
     def true_shape(self) -> tuple[int, ...]:
-        """The global shape that the plain model's leaf has; of a leaf of global shape, padded or not."""
+        """The global shape that the plain model's leaf has, of a leaf that is stored whole."""
         return self.shape_of_parts([1] * np.ndim(self.value))
 
     def shape_of_parts(self, counts: list[int]) -> tuple[int, ...]:
-        """The shape of the values without padding, of ``counts`` such parts along each dim."""
-        dims = zip(np.shape(self.value), counts, self.unpadded_sizes, strict=True)
-        return tuple(size * count if true is None else true for size, count, true in dims)
+        """Returns the shape of the value, of ``counts`` such parts along each dim."""
+        return self.store.shape(np.shape(self.value), counts)
 
     @property
     def stored_bytes(self) -> int:
@@ -200,14 +195,18 @@ class Sharded(QuickBox):
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "Sharded":
         index = index % (len(self.names) + 1)
-        sizes = self.true_sizes and (*self.true_sizes[:index], None, *self.true_sizes[index:])
-        return self.replace(names=super().add_axis(index, params).names, true_sizes=sizes)
+        return self.replace(names=super().add_axis(index, params).names, store=self.store.with_dim(index))
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "Sharded":
         index = index % len(self.names)
-        sizes = self.true_sizes and self.true_sizes[:index] + self.true_sizes[index + 1 :]
         # Flax's own compares with the name that was added, which rules may have changed.
-        return self.replace(names=self.names[:index] + self.names[index + 1 :], true_sizes=sizes)
+        return self.replace(names=self.names[:index] + self.names[index + 1 :], store=self.store.without_dim(index))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        for name in Store.OF_OLD_FIELDS.keys() & state.keys():
+            state["store"] = Store.OF_OLD_FIELDS[name](state.pop(name))
+        super().__setstate__(state)
 
     def _get_partition_name(self, params: dict[Any, Any]) -> AxisEntry:  # type: ignore[override]  # Flax: no None
         return layer_name(params.get(meta.PARTITION_NAME))
@@ -325,8 +324,13 @@ def with_layer_names(leaf: Any) -> Any:
     if not isinstance(leaf, meta.Partitioned):
         return leaf
     layers = (None,) * (np.ndim(leaf.value) - len(leaf.names))
-    sizes = {"true_sizes": layers + leaf.true_sizes} if isinstance(leaf, Sharded) and leaf.true_sizes else {}
-    return leaf.replace(names=layers + tuple(leaf.names), **sizes)
+    stores = {}
+    if isinstance(leaf, Sharded):
+        store = leaf.store
+        for _ in layers:
+            store = store.with_dim(0)
+        stores = {"store": store}
+    return leaf.replace(names=layers + tuple(leaf.names), **stores)
 
 
 def with_last_names(leaf: Any, ndim: int) -> Any:
@@ -335,22 +339,22 @@ def with_last_names(leaf: Any, ndim: int) -> Any:
 
 
 def split_along(
-    leaf: Any, value: Any, dim: int, axes: tuple[str, ...], communication: Communication, true_size: int | None
+    leaf: Any, value: Any, dim: int, axes: tuple[str, ...], communication: Communication, store: Store
 ) -> Sharded:
     """``value`` in a box that splits ``dim`` over ``axes``; the other dims stay as in the box of ``leaf``.
 
-    ``true_size`` is the size of ``dim`` without padding, or None where ``value`` has no padding.
+    ``store`` says how ``value`` keeps the leaf.
     """
     box = leaf_of(leaf)
-    names, sizes = list(box.names), list(box.unpadded_sizes)
-    names[dim], sizes[dim] = axes_entry(axes), true_size
+    names = list(box.names)
+    names[dim] = axes_entry(axes)
     split = {axis for entry in names for axis in entry_axes(entry)}
     replicas = communication.replicas or box.communication.replicas
     return Sharded(
         value,
         tuple(names),
         communication=replace(communication, replicas=replicas).not_copied_along(split),
-        true_sizes=tuple(sizes) if any(sizes) else (),
+        store=store,
         model_axes=box.model_axes,
         trainable=box.trainable,
     )
@@ -374,20 +378,17 @@ def is_gathered_here(path: str, leaf: Any) -> bool:
 
 
 def true_value(leaf: Any) -> Any:
-    """Returns the value of a leaf, replicated or global, without its padding."""
+    """Returns the value of a leaf, replicated or global, as the plain model has it."""
     if not is_box(leaf):
         return leaf
     box = leaf_of(leaf)
-    return box.value[tuple(map(slice, box.true_shape))] if box.is_padded else box.value
+    return box.store.read(box.value, (False,) * np.ndim(box.value))
 
 
-def with_padding(leaf: Any, value: Any) -> Any:
-    """``value``, of the true shape of ``leaf``, padded with zeros to the stored shape of ``leaf``."""
+def stored_value(leaf: Any, value: Any) -> Any:
+    """Returns ``value``, of the true shape of ``leaf``, as ``leaf`` stores values."""
     box = leaf_of(leaf)
-    if not box.is_padded:
-        return value
-    sizes = zip(np.shape(box.value), np.shape(value), strict=True)
-    return jnp.pad(value, [(0, size - true) for size, true in sizes])
+    return box.store.write(value, np.shape(box.value))
 
 
 def read_value(leaf: Any) -> Any:
@@ -401,7 +402,7 @@ def as_read(leaf: Any, value: Any) -> Any:
 
 
 def gather_leaf(leaf: Any, axes: tuple[str, ...], how: Communication, path: str = "", wire: Wire | None = None) -> Any:
-    """Returns the value gathered over ``axes``, without padding; in a box where other axes still split it.
+    """Returns the value gathered over ``axes``; in a box where other axes still split it.
 
     What ``how`` leaves open, the box of the leaf says. A ``wire`` replaces the wire of these options.
     """
@@ -430,16 +431,14 @@ def shard_to_gather(leaf: Any, axes: tuple[str, ...], path: str) -> Any:
 def as_gathered(leaf: Any, value: Any, names: tuple[AxisEntry, ...], axes: tuple[str, ...], how: Communication) -> Any:
     """What ``gather_leaf`` returns for ``value``, which was gathered over ``axes``; ``names`` still split it."""
     box = leaf_of(leaf)
-    if box.is_padded:
-        sizes = zip(box.true_sizes, names, strict=True)
-        value = value[tuple(slice(size if entry is None else None) for size, entry in sizes)]
+    value = box.store.read(value, [entry is not None for entry in names])
     if not any(names):
         return value
     return Sharded(
         value,
         names,
         communication=replace(how, replicas=None) if set(box.axes) & set(axes) else how,
-        true_sizes=box.true_sizes if box.is_padded else (),
+        store=box.store,
         unit_depth=box.unit_depth,
         trainable=box.trainable,
         read_as_stored=True,

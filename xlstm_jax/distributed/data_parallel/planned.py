@@ -15,6 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.logical_names import is_logical
 from xlstm_jax.distributed.data_parallel.policy import ShardChoice
+from xlstm_jax.distributed.data_parallel.store import AS_IT_IS
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
 
 _NO_DEVICE = AbstractDevice(device_kind="planned", num_cores=None, platform="planned")
@@ -80,7 +81,7 @@ class Planned(Sharded, repr=False):
             box.value,
             decision.names,
             communication=box.communication,
-            true_sizes=box.true_sizes,
+            store=box.store,
             unit_depth=leaf_of(leaf).unit_depth,
             trainable=box.trainable,
             looked_up=leaf_of(leaf).looked_up,
@@ -97,7 +98,7 @@ class Planned(Sharded, repr=False):
         kept = (tuple(axis for axis in entry_axes(entry) if axis not in axes) for entry in self.names)
         names = tuple(map(axes_entry, kept))
         stands_for = self.stands_for if any(names) else None
-        return self.replace(value=true_value(self), true_sizes=(), names=names, stands_for=stands_for)
+        return self.replace(value=true_value(self), store=AS_IT_IS, names=names, stands_for=stands_for)
 
     def _get_partition_name(self, params: dict[Any, Any]) -> str | None:  # type: ignore[override]  # Flax: no None
         # Only a box takes a name for the layer dim that is added to it; a leaf without a box takes none.

@@ -17,19 +17,18 @@ from xlstm_jax.distributed.data_parallel.reasons import (
     Indivisible,
     Largest,
     NoValues,
-    Padded,
     Reason,
     Scalar,
     Taken,
     TooSmall,
 )
+from xlstm_jax.distributed.data_parallel.store import UNEVEN
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, as_axis_names, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication, Replicas
 from xlstm_jax.program_names import INTER_HOST_AXES
 
 DEFAULT_MIN_WEIGHT_SIZE = 2**18
-
-UNEVEN = ("replicate", "pad")
+DEFAULT_UNEVEN = "replicate"
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class ShardPolicy:
     _: KW_ONLY
     reshard_after_forward: bool = False
     replicas: Replicas | None = None
-    uneven: str = UNEVEN[0]
+    uneven: str = DEFAULT_UNEVEN
     trainable: bool = True
     inter_host_axes: AxisNames | tuple[()] = INTER_HOST_AXES
     axes: tuple[str, ...] = field(init=False, repr=False)
@@ -68,7 +67,7 @@ class ShardPolicy:
         if size < 0:
             raise ValueError(f"min_weight_size={size} is negative; 0 splits every leaf that can be split.")
         if self.uneven not in UNEVEN:
-            raise ValueError(f"uneven={self.uneven!r} is none of {UNEVEN}.")
+            raise ValueError(f"uneven={self.uneven!r} is none of {tuple(UNEVEN)}.")
         if not isinstance(self.replicas, Replicas | None):
             raise TypeError(
                 f"replicas={self.replicas!r}: pass Replicas({self.replicas!r}), with the axes of the copies."
@@ -103,7 +102,7 @@ def choose_shard_dim(
     names: tuple[AxisEntry, ...],
     axis_sizes: dict[str, int],
     min_weight_size: int,
-    uneven: str = "replicate",
+    uneven: str = DEFAULT_UNEVEN,
 ) -> ShardChoice:
     """Decides which dim of a leaf is split over the axes: the largest dim that they divide and that is not split yet.
 
@@ -133,12 +132,12 @@ def choose_shard_dim(
         return ShardChoice(dim, Largest(dim, shape[dim], parts))
     if not free:
         return ShardChoice(None, Taken(shape, names) if shape else Scalar())
-    if uneven == "pad":
+    if mode := UNEVEN[uneven]:
         dim = max(free, key=lambda dim: (shape[dim], dim))
-        return ShardChoice(dim, Padded(dim, shape[dim], padded_size(shape[dim], parts), parts))
+        return ShardChoice(dim, mode.reason(dim, shape[dim], parts))
     return ShardChoice(None, Indivisible(parts, shape))
 
 
-def padded_size(size: int, multiple: int) -> int:
+def next_multiple(size: int, multiple: int) -> int:
     """``size``, rounded up to a multiple."""
     return -(-size // multiple) * multiple

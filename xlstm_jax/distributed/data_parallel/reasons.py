@@ -43,13 +43,6 @@ class Largest(Reason, text="dim {dim} of size {size} is the largest that {parts}
     parts: int
 
 
-class Padded(Reason, text="dim {dim} of size {size} is the largest, padded to {padded} for {parts} shards"):
-    dim: int
-    size: int
-    padded: int
-    parts: int
-
-
 class Indivisible(Reason, text="{parts} divides no free dim of shape {shape}"):
     parts: int
     shape: tuple[int, ...]

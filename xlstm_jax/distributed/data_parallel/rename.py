@@ -221,8 +221,8 @@ def _described(leaf: Any) -> str:
     text = f"{getattr(value, 'dtype', type(value).__name__)}{list(np.shape(value))}"
     text += "" if leaf_of(leaf).trainable else ", frozen,"
     if is_box(leaf):
-        padded = f" with padding from {leaf_of(leaf).true_shape}" if leaf_of(leaf).is_padded else ""
-        text += f"{padded} in a {type(leaf).__name__} of {leaf_of(leaf).names}, {leaf_of(leaf).communication}"
+        stored = "" if leaf_of(leaf).stores_value else f" that stores {leaf_of(leaf).true_shape}"
+        text += f"{stored} in a {type(leaf).__name__} of {leaf_of(leaf).names}, {leaf_of(leaf).communication}"
     return text
 
 

@@ -16,19 +16,24 @@ from xlstm_jax.distributed.data_parallel.link_balance import balanced_orders
 from xlstm_jax.distributed.data_parallel.planned import Decision, Planned
 from xlstm_jax.distributed.data_parallel.policy import (
     DEFAULT_MIN_WEIGHT_SIZE,
-    UNEVEN,
+    DEFAULT_UNEVEN,
     ShardChoice,
     ShardPolicy,
     choose_shard_dim,
-    padded_size,
+    next_multiple,
 )
 from xlstm_jax.distributed.data_parallel.reasons import PrngKeys
+from xlstm_jax.distributed.data_parallel.store import UNEVEN
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key, value_dtype
 
 
 def shard_params(
-    params: PyTree, axis_name: AxisNames, min_weight_size: int = DEFAULT_MIN_WEIGHT_SIZE, *, uneven: str = UNEVEN[0]
+    params: PyTree,
+    axis_name: AxisNames,
+    min_weight_size: int = DEFAULT_MIN_WEIGHT_SIZE,
+    *,
+    uneven: str = DEFAULT_UNEVEN,
 ) -> PyTree:
     """Splits parameters over a mesh axis: every device keeps its shard of each leaf that is large enough.
 
@@ -70,7 +75,7 @@ def box_params(
     policy: ShardPolicy,
     take: Callable[[Any, int, tuple[str, ...]], Any] = lambda value, dim, axes: value,
 ) -> PyTree:
-    """Boxes the leaves that are to be split, with their global values, padded if needed; boxes frozen leaves, too.
+    """Boxes the leaves that are to be split, with their global values as they are stored; boxes frozen leaves, too.
 
     ``take(value, dim, axes)`` makes the value that a box holds from the global value: its shard, say.
     """
@@ -89,8 +94,11 @@ def box_params(
         if path not in dims:
             return leaf
         dim, axes = dims[path], order_of[path]
-        value, true_size = _padded(leaf_of(leaf).value, dim, math.prod(axis_sizes.values()))
-        return split_along(leaf, take(value, dim, axes), dim, axes, how, true_size)
+        box = leaf_of(leaf)
+        value, store = box.value, box.store
+        if mode := UNEVEN[policy.uneven]:
+            value, store = mode.stored(value, dim, math.prod(axis_sizes.values()), store)
+        return split_along(leaf, take(value, dim, axes), dim, axes, how, store)
 
     return trees.map_leaves_with_path(box, params)
 
@@ -100,18 +108,6 @@ def _choice(leaf: Any, axis_sizes: dict[str, int], policy: ShardPolicy) -> Shard
     if is_prng_key(box.value):
         return ShardChoice(None, PrngKeys())
     return choose_shard_dim(np.shape(box.value), box.names, axis_sizes, policy.min_weight_size, policy.uneven)
-
-
-def _padded(value: Any, dim: int, multiple: int) -> tuple[Any, int | None]:
-    """The value with ``dim`` padded by zeros to a multiple, and the dim's size before; None if nothing was added."""
-    size = value.shape[dim]
-    if size % multiple == 0:
-        return value, None
-    widths = [(0, padded_size(size, multiple) - size if d == dim else 0) for d in range(value.ndim)]
-    # A plan pads types, and has no values.
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return jax.eval_shape(lambda x: jnp.pad(x, widths), value), size
-    return jnp.pad(value, widths), size
 
 
 def plan_params(
@@ -172,7 +168,7 @@ def split_array_over_mesh(x: jax.Array, axis_name: AxisNames, split_axis: int) -
         raise ValueError(
             f"split_array_over_mesh: dim {split_axis} of an array of shape {x.shape} has size {size}, which the "
             f"{count} devices over {axes} do not divide; the last {size % count} would be lost. Pad it to "
-            f"{padded_size(size, count)}."
+            f"{next_multiple(size, count)}."
         )
     return collectives.own_shard(x, split_axis % x.ndim, axes)
 

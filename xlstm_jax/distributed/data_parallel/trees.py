@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jax.tree_util import DictKey, keystr
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, rebox, split_by_model, true_value, with_padding
+from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, rebox, split_by_model, stored_value, true_value
 from xlstm_jax.distributed.data_parallel.logical_names import as_flax_has_it, is_logical, with_names_of_collections
 
 OneLeaf = Callable[[Any], bool]  # which nodes count as one leaf although JAX could take them apart
@@ -68,8 +68,7 @@ def unbox(tree: PyTree) -> PyTree:
 
     def bare(leaf: Any) -> Any:
         box = leaf_of(leaf)
-        # What is stored in blocks is never padded, and stays as it is.
-        if not box.is_padded:
+        if box.stores_value:
             return box.value
         return jax.eval_shape(true_value, leaf) if isinstance(box.value, jax.ShapeDtypeStruct) else true_value(leaf)
 
@@ -146,10 +145,10 @@ def box_like(tree: PyTree, boxed: PyTree) -> PyTree:
 
     def boxed_like(box: Any, value: Any) -> Any:
         found = leaf_of(box)
-        # A value of the padded shape is stored as it is; one of the true shape gets its padding back.
-        is_bare = found.is_padded and np.shape(value) == found.true_shape
+        # A value of the stored shape is what is stored; one of the true shape is stored as the box stores values.
+        is_bare = not found.stores_value and np.shape(value) == found.true_shape
         if is_bare and isinstance(value, jax.ShapeDtypeStruct):
-            return rebox(box, jax.eval_shape(partial(with_padding, box), value))
-        return rebox(box, with_padding(box, value) if is_bare else value)
+            return rebox(box, jax.eval_shape(partial(stored_value, box), value))
+        return rebox(box, stored_value(box, value) if is_bare else value)
 
     return map_leaves(boxed_like, boxed, tree)

@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.placement import spread_spec
-from xlstm_jax.distributed.data_parallel.policy import padded_size
+from xlstm_jax.distributed.data_parallel.policy import next_multiple
 from xlstm_jax.distributed.data_parallel.trees import flatten_with_path, leaves_with_path, named_leaf, path_string
 from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
 from xlstm_jax.distributed.device_mesh.checks import check_mesh, mesh_axes
@@ -208,8 +208,8 @@ class BatchLayout:
             if shape[dim] % (count := num_shards(self.mesh, entry_axes(spec[dim]))):
                 raise ValueError(
                     f"{name} of shape {shape} has the spec {spec}: the {count} devices over {entry_axes(spec[dim])} do "
-                    f"not divide dim {dim} of size {shape[dim]}. Pad it to {padded_size(shape[dim], count)} (tokens of "
-                    "weight 0, weighted=True), or split another dim."
+                    f"not divide dim {dim} of size {shape[dim]}. Pad it to {next_multiple(shape[dim], count)} (tokens "
+                    "of weight 0, weighted=True), or split another dim."
                 )
         return spec
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel.policy import padded_size
+from xlstm_jax.distributed.data_parallel.policy import next_multiple
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path, named_leaf
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_layout, num_shards
 from xlstm_jax.distributed.device_mesh.batch_leaves import check_values, why_no_array, with_copies
@@ -150,7 +150,7 @@ def abstract_batch(
         if rows and rows[0] % shards:
             raise ValueError(
                 f"batch['{path}'] of shape {shape} has {rows[0]} rows, which the {shards} devices over {axes} do not "
-                f"divide. Take {padded_size(rows[0], shards)} rows."
+                f"divide. Take {next_multiple(rows[0], shards)} rows."
             )
         dtype = jax.eval_shape(lambda x: x, leaf).dtype  # as a step gets it: float32 of a Python number
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
@@ -226,7 +226,7 @@ def _padded_rows(rows: int, here: int, pad: bool | int, axes: tuple[str, ...]) -
             raise ValueError(f"pad={pad} rows for {rows} rows on {where}: at least as many, and a multiple of {here}.")
         return int(pad)
     # At least a row for each shard: a process may have none left, and its devices take part all the same.
-    up = max(padded_size(rows, here), here)
+    up = max(next_multiple(rows, here), here)
     if pad is False and up != rows:
         down = f"{rows // here * here} or " if rows > here else ""
         raise ValueError(

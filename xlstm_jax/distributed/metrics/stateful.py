@@ -32,7 +32,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel.policy import padded_size
+from xlstm_jax.distributed.data_parallel.policy import next_multiple
 from xlstm_jax.distributed.metrics.cells import Count, Maximum, Minimum, Total
 from xlstm_jax.distributed.metrics.layout import Cells, Vectors
 from xlstm_jax.distributed.metrics.mesh_state import (
@@ -335,7 +335,7 @@ class StatefulMetric(Metric[PyTree]):
                 if shape and shape[0] % count:
                     raise ValueError(
                         f"update got an array of shape {shape}, whose first dim {count} devices do not divide. Pad it "
-                        f"to {padded_size(shape[0], count)} rows with weight 0."
+                        f"to {next_multiple(shape[0], count)} rows with weight 0."
                     )
             self.state.add_batch(arguments)
             return

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import placement, trees
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, rebox, true_value, with_padding
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, rebox, stored_value, true_value
 from xlstm_jax.distributed.data_parallel.policy import choose_shard_dim
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
@@ -91,20 +91,20 @@ def with_trainable(tree: PyTree, values: PyTree) -> PyTree:
     """The inverse of ``trainable``: ``values`` in the boxes of ``tree``, whose other leaves stay."""
     live, put_back = trees.split_differentiable(tree)
     values = jax.tree.leaves(values)
-    return put_back([rebox(p, with_padding(p, value)) for p, value in zip(live, values, strict=True)])
+    return put_back([rebox(p, stored_value(p, value)) for p, value in zip(live, values, strict=True)])
 
 
 def stored_state(opt_state: PyTree, params: PyTree) -> PyTree:
-    """An optimizer's state as it is stored: a leaf with a padded parameter's true shape is padded and boxed like it."""
+    """Returns an optimizer's state as it is stored: leaves of a parameter's true shape in the parameter's box."""
     by_path = dict(trees.leaves_with_path(params))
-    if not any(leaf_of(leaf).is_padded for leaf in by_path.values()):
+    if all(leaf_of(leaf).stores_value for leaf in by_path.values()):
         return opt_state
 
     def stored(path: str, leaf: PyTree) -> PyTree:
         owner = owner_of_state(path, by_path)
-        if owner is None or not leaf_of(owner).is_padded or np.shape(leaf) != leaf_of(owner).true_shape:
+        if owner is None or leaf_of(owner).stores_value or np.shape(leaf) != leaf_of(owner).true_shape:
             return leaf
-        return rebox(owner, with_padding(owner, leaf))
+        return rebox(owner, stored_value(owner, leaf))
 
     return trees.map_leaves_with_path(stored, opt_state)
 

@@ -22,7 +22,7 @@ from xlstm_jax.distributed.data_parallel.link_balance import balanced_over_model
 from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
 from xlstm_jax.distributed.data_parallel.placement import check_divides, partition_specs
 from xlstm_jax.distributed.data_parallel.planned import Decision, Planned, planning_mesh
-from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, ShardPolicy, padded_size
+from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, ShardPolicy, next_multiple
 from xlstm_jax.distributed.data_parallel.reasons import (
     BoxedByModel,
     NoParameter,
@@ -266,8 +266,8 @@ def _gathering(path: str, leaf: PyTree, sizes: dict[str, int], pieces: Piece | N
     added = _count(set(found.axes) - seen, sizes)
     layers = math.prod(shape) // math.prod(last.shape) // added
     stored = list(last.shape)
-    # The padding travels, too.
-    stored[dim] = padded_size(stored[dim], _count(last.axes, sizes))
+    # All that is stored travels.
+    stored[dim] = next_multiple(stored[dim], _count(last.axes, sizes))
     # What no wrapper gathers (tensor parallel) stays split.
     shard = [size // _count(entry_axes(entry), sizes) for size, entry in zip(stored, last.names, strict=True)]
     dtype = last.gather_dtype if found.trainable else _gathered_as(leaf)

@@ -28,7 +28,7 @@ import numpy as np
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
-from xlstm_jax.distributed.processes.store import Store, by_text, digest, exchange_in, named
+from xlstm_jax.distributed.processes.store import KeyValueStore, by_text, digest, exchange_in, named
 from xlstm_jax.private_names import job
 
 AGREEMENT_TIMEOUT_S = 60.0
@@ -73,13 +73,13 @@ def compare(entries: Mapping[str, str], what: str, me: int, processes: Sequence[
     """``assert_same_everywhere`` for entries, among ``processes``; ``me`` is the number of this process."""
     # Digests first: entries of a large configuration, times thousands of processes, are too much for the store.
     entries_digest = digest(json.dumps(sorted(entries.items())))
-    digests = exchange_in(Store("agreement", me, processes), entries_digest, f"compare the {what}", timeout_s)
+    digests = exchange_in(KeyValueStore("agreement", me, processes), entries_digest, f"compare the {what}", timeout_s)
     groups = sorted(by_text(digests, processes).values(), key=len, reverse=True)
     if len(groups) == 1:
         return
     # All exchange again, so that all counts of the store stay equal; the first process of each group sends its entries.
     shown = json.dumps(dict(entries) if me in [group[0] for group in groups[:GROUPS_SHOWN]] else {})
-    texts = exchange_in(Store("agreement", me, processes), shown, f"see what differs in the {what}", timeout_s)
+    texts = exchange_in(KeyValueStore("agreement", me, processes), shown, f"see what differs in the {what}", timeout_s)
     of_process = dict(zip(processes, map(json.loads, texts), strict=True))
     raise ValueError(_difference(what, [(group, of_process[group[0]]) for group in groups[:GROUPS_SHOWN]]))
 

@@ -24,7 +24,7 @@ PEER_TIMEOUT_S = 600.0  # the default limit of a step; the slowest process may t
 GRACE_S = 1.0  # for the answer, which process 0 may post only at the deadline
 
 
-class Store:
+class KeyValueStore:
     """A folder of the store for one exchange among ``processes``; ``me`` is the number of this process.
 
     Exchanges of one ``kind`` among the same processes are numbered, since a key can be set only once. Each process
@@ -60,7 +60,7 @@ class Store:
         self._client.key_value_delete(f"{self._folder}/{self._number - 1}/")
 
 
-def exchange_in(store: Store, text: str, what: str, timeout_s: float) -> list[str]:
+def exchange_in(store: KeyValueStore, text: str, what: str, timeout_s: float) -> list[str]:
     """The texts of all processes of ``store``, in order. All call it, with the same ``what``, as "restore step 3".
 
     Raises:
@@ -90,7 +90,7 @@ def exchange_in(store: Store, text: str, what: str, timeout_s: float) -> list[st
     return list(texts)
 
 
-def _answer(store: Store, deadline: float) -> None:
+def _answer(store: KeyValueStore, deadline: float) -> None:
     """Posts the texts of all processes; or, if some did not come, their numbers."""
     posted = [store.read(f"texts/{process}", deadline) for process in store.processes]
     missing = [process for process, text in zip(store.processes, posted, strict=True) if text is None]

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import jax
 
-from xlstm_jax.distributed.processes.store import PEER_TIMEOUT_S, Store, by_text, exchange_in, named
+from xlstm_jax.distributed.processes.store import PEER_TIMEOUT_S, KeyValueStore, by_text, exchange_in, named
 from xlstm_jax.private_names import job
 from xlstm_jax.wording import one_line
 
@@ -111,7 +111,7 @@ def allgather_text(text: str, what: str, timeout_s: float = PEER_TIMEOUT_S) -> l
             raise RuntimeError("these processes have not joined; call initialize_distributed at the start.")
         return [text]
     me, count = job.process_id, job.num_processes
-    return exchange_in(Store("exchange", me, range(count)), text, what, timeout_s) if count > 1 else [text]
+    return exchange_in(KeyValueStore("exchange", me, range(count)), text, what, timeout_s) if count > 1 else [text]
 
 
 def cause_of(error: BaseException) -> str:

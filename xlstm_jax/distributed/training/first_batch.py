@@ -22,7 +22,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
 from xlstm_jax.distributed.processes.same_everywhere import compare, entries_of
-from xlstm_jax.distributed.processes.store import PEER_TIMEOUT_S, Store, by_text, digest, exchange_in, named
+from xlstm_jax.distributed.processes.store import PEER_TIMEOUT_S, KeyValueStore, by_text, digest, exchange_in, named
 
 KEY = "key of the initial parameters"
 BATCH = "first batch of a step"
@@ -50,7 +50,7 @@ def compare_batches(batch: PyTree, mesh: Mesh | AbstractMesh) -> None:
     entries = entries_of({path: leaf for path, leaf in leaves.items() if path not in rows})
     entries |= {path: f"{leaf.dtype}{list(leaf.shape)}, {leaf.sharding}" for path, leaf in rows.items()}
     compare(entries, BATCH, me, processes, PEER_TIMEOUT_S)
-    told = exchange_in(Store("batch", me, processes), _rows_here(rows), f"compare the {BATCH}", PEER_TIMEOUT_S)
+    told = exchange_in(KeyValueStore("batch", me, processes), _rows_here(rows), f"compare the {BATCH}", PEER_TIMEOUT_S)
     of_process = dict(zip(processes, map(json.loads, told), strict=True))
     for same in by_text([where for where, _, _ in of_process.values()], processes).values():
         if len({of_process[process][1] for process in same}) > 1:

@@ -22,7 +22,7 @@ from xlstm_jax.accelerators import absent_device
 from xlstm_jax.common_types import AxisNames, Metrics, Model, PyTree
 from xlstm_jax.distributed.data_parallel import placement, trees
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
-from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, rebox, split_by_model
+from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, rebox, split_by_model, true_value
 from xlstm_jax.distributed.data_parallel.link_balance import balanced_over_model
 from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
 from xlstm_jax.distributed.data_parallel.modules import noting_stacks
@@ -112,8 +112,8 @@ class TrainState(FlaxTrainState):
 
         def gradient(leaf: Any, grad: Any) -> Any:
             """Without box and padding, as the optimizer sees it; None for a leaf that takes no gradient."""
-            value = leaf_of(grad).value
-            return value[tuple(map(slice, leaf_of(leaf).true_shape))] if leaf_of(leaf).is_differentiable else None
+            box = leaf_of(leaf)
+            return true_value(box.replace(value=leaf_of(grad).value)) if box.is_differentiable else None
 
         bare = trees.map_leaves(gradient, self.params, grads)
         return _replaced(self, _updated(self, bare, mesh, {})[0]).replace(**kwargs)

@@ -24,8 +24,8 @@ Piece = tuple[int, int]  # the dim of a parameter that a piece is part of, and h
 
 def gives_pieces(box: Sharded, along: int) -> bool:
     """Returns whether a matrix may be gathered by pieces: parts of its dim ``along``."""
-    # Padding of the other dim would have to be cut off each piece.
-    return gives_parts(box) and (not box.is_padded or bool(box.names[along]))
+    # What is stored along the other dim besides the value (padding) would have to be cut off each piece.
+    return gives_parts(box) and (box.stores_value or bool(box.names[along]))
 
 
 def pieces_of(box: Sharded, along: int, *operands: jax.Array, path: str = "") -> tuple[jax.Array, Pieces] | None:

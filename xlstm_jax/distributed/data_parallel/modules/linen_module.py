@@ -31,7 +31,7 @@ from xlstm_jax.distributed.data_parallel.extension import (
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.modules import unit
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, ModuleSystem, gather_here, running, shard_here
-from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN, ShardPolicy
+from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, DEFAULT_UNEVEN, ShardPolicy
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
 from xlstm_jax.foreign import scans_over_params
@@ -54,7 +54,7 @@ def shard_module_params(
     *,
     reshard_after_forward: bool = False,
     replicas: Replicas | None = None,
-    uneven: str = UNEVEN[0],
+    uneven: str = DEFAULT_UNEVEN,
     trainable: bool = True,
     inter_host_axes: AxisNames | tuple[()] = INTER_HOST_AXES,
 ) -> Target:

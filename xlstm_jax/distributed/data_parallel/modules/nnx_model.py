@@ -144,9 +144,9 @@ class NnxModel:
         Parameters that are split are ``nnx.Param`` and boxes: ``partition_specs(nnx.state(module, nnx.Param), mesh)``
         gives their specs. They are gathered where a module that was sharded runs, and wherever else they are read.
         """
-        if padded := [path for path, leaf in trees.leaves_with_path(variables) if leaf_of(leaf).is_padded]:
+        if others := [path for path, leaf in trees.leaves_with_path(variables) if not leaf_of(leaf).stores_value]:
             raise ValueError(
-                f"bind: '{padded[0]}' is stored with padding (uneven='pad'), which nnx.Optimizer takes for values of "
+                f"bind: '{others[0]}' is stored with padding (uneven='pad'), which nnx.Optimizer takes for values of "
                 "the model. Train it by make_train_step, call it by apply, or shard it with uneven='replicate'."
             )
         if frozen := [path for path, leaf in trees.leaves_with_path(variables) if not leaf_of(leaf).trainable]:

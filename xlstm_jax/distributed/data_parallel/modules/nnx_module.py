@@ -106,8 +106,8 @@ def _box(variable: Any) -> Sharded:
     """The stored value of a split variable in its box, with an entry for each dim."""
     box, value = variable.get_metadata(BOX), variable.get_raw_value()
     names = _of_last_dims(box.names, np.ndim(value))
-    sizes = _of_last_dims(box.true_sizes, np.ndim(value)) if box.is_padded else ()
-    return leaf_of(box.replace(value=value, names=names, true_sizes=sizes))
+    store = box.store.of_last_dims(np.ndim(value))
+    return leaf_of(box.replace(value=value, names=names, store=store))
 
 
 def _of_last_dims(entries: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:

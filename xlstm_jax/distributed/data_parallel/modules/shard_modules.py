@@ -36,7 +36,7 @@ from xlstm_jax.distributed.data_parallel.modules.linen_module import (
     watching,
 )
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, Predicate, ShardsItself, as_predicate, is_public
-from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, UNEVEN, ShardPolicy
+from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, DEFAULT_UNEVEN, ShardPolicy
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
 from xlstm_jax.foreign import inside_map_variables
@@ -58,7 +58,7 @@ def shard_modules(
     *,
     reshard_after_forward: bool = False,
     replicas: Replicas | None = None,
-    uneven: str = UNEVEN[0],
+    uneven: str = DEFAULT_UNEVEN,
     trainable: bool = True,
     inter_host_axes: AxisNames | tuple[()] = INTER_HOST_AXES,
 ) -> Model:

@@ -109,8 +109,8 @@ def whole_shapes(tree: PyTree) -> dict[str, Shape]:
     """Global shapes by path, without padding; also of shards inside ``shard_map``."""
 
     def shape(leaf: PyTree) -> Shape:
-        sizes = zip(stored_shape(leaf), leaf_of(leaf).unpadded_sizes, strict=True)
-        return tuple(size if true is None else true for size, true in sizes)
+        stored = stored_shape(leaf)
+        return leaf_of(leaf).store.shape(stored, [1] * len(stored))
 
     return {path: shape(leaf) for path, leaf in trees.leaves_with_path(tree)}
 

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import Metrics, PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox, with_padding
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox, stored_value
 from xlstm_jax.distributed.data_parallel.placement import partition_specs
+from xlstm_jax.distributed.data_parallel.store import Store
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.tracing import set_context
@@ -104,8 +106,29 @@ def report_matrices(rule: str, params: PyTree, choices: Mapping[str, MatrixChoic
 # ----------------------------------------------------------------------------------------------------- places of leaves
 
 
+@dataclass(frozen=True)
+class FirstPlaces(Store):
+    """Keeps ``count`` matrices in the first places of dim 0, and zeros in the others: each owner has as many places."""
+
+    count: int
+
+    def shape(self, stored: tuple[int, ...], counts: Sequence[int]) -> tuple[int, ...]:
+        return self.count, *super().shape(stored, counts)[1:]
+
+    def read(self, stored: jax.Array, is_split: Sequence[bool]) -> jax.Array:
+        return stored if is_split[0] else stored[: self.count]
+
+    def write(self, value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return jnp.pad(value, [(0, size - true) for size, true in zip(shape, value.shape, strict=True)])
+
+
 class Owned(StateBox, repr=False):
     """The box of the state that owners keep: [matrices, ...], split over the owners, padded to an equal number each."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        sizes = state.get("true_sizes", ())  # of a box that was pickled before boxes had a store
+        store = {"store": FirstPlaces(sizes[0])} if sizes else {}
+        super().__setstate__({name: field for name, field in state.items() if name != "true_sizes"} | store)
 
 
 @dataclass(frozen=True)
@@ -150,7 +173,7 @@ def _bound(names: Sequence[AxisEntry]) -> list[AxisEntry]:
 
 
 def _on_mesh(layout: ParameterLayout, values: Values) -> Place:
-    padded = {path: with_padding(layout.params[path], value) for path, value in values.items()}
+    padded = {path: stored_value(layout.params[path], value) for path, value in values.items()}
     specs = {path: layout.specs[path] for path in values}
     shapes = {path: NamedSharding(layout.mesh, specs[path]).shard_shape(padded[path].shape) for path in values}
     names = {path: [*spec, *[None] * (values[path].ndim - len(spec))] for path, spec in specs.items()}

@@ -11,12 +11,14 @@ import optax
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import rebox
+from xlstm_jax.distributed.data_parallel.store import AS_IT_IS
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry
 from xlstm_jax.distributed.optimizers.inside import check_transform
 from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice, choices_of
 from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup
 from xlstm_jax.distributed.optimizers.matrices.layout import (
+    FirstPlaces,
     Owned,
     Place,
     Values,
@@ -108,8 +110,8 @@ def _state_of(tx: optax.GradientTransformation, group: MatrixGroup, place: Place
     state = jax.vmap(tx.init)(zeros)
 
     def boxed(leaf: jax.Array) -> Any:
-        sizes = (group.count, *[None] * (leaf.ndim - 1)) if left_over else ()
-        return Owned(leaf, (axes_entry(axes), *[None] * (leaf.ndim - 1)), true_sizes=sizes) if axes else leaf
+        store = FirstPlaces(group.count) if left_over else AS_IT_IS
+        return Owned(leaf, (axes_entry(axes), *[None] * (leaf.ndim - 1)), store=store) if axes else leaf
 
     if place.mesh is None and axes:
         # Zeros are equal on all devices. Later states are not, and a state keeps its type.

@@ -120,7 +120,7 @@ def _first_record(state: Any, mesh: Mesh) -> Record:
 
     boxed = [leaf for _, leaf in trees.leaves_with_path(state.opt_state) if is_box(leaf) and not is_state_box(leaf)]
     # A state that was made of boxed parameters has boxed moments: then the optimizer sees boxes.
-    if not all(leaf_of(leaf).is_padded for leaf in boxed):
+    if any(leaf_of(leaf).stores_value for leaf in boxed):
         record = jax.jit(nothing)(trees.without_frozen(state.params))
     else:
         record = sharded_opt_state(optax.GradientTransformation(nothing, optax.identity().update), state.params, mesh)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from xlstm_jax.accelerators import TPUS
-from xlstm_jax.distributed.data_parallel.policy import padded_size
+from xlstm_jax.distributed.data_parallel.policy import next_multiple
 from xlstm_jax.distributed.data_parallel.reasons import Indivisible, TooSmall, Unwrapped
 from xlstm_jax.distributed.plan.leaf_plan import LeafPlan
 from xlstm_jax.forecast.cost.collective_traffic import Collective, executions, sum_wire_bytes
@@ -207,7 +207,7 @@ def _replication_cure(row: LeafPlan) -> str:
     match next((reason for kind in kinds for reason in row.reason.each if isinstance(reason, kind)), None):
         case Indivisible(parts=parts):
             size = max(row.use_shape)
-            fits = padded_size(size, parts)
+            fits = next_multiple(size, parts)
             return f"Pass uneven='pad', or give its dim of {size} the size {fits}, which {parts} divides."
         case TooSmall():
             return f"Lower min_weight_size to {math.prod(row.use_shape)} or less."

@@ -1,0 +1,80 @@
+"""Padding: a leaf of which no dim divides is stored with zeros behind its largest dim (``uneven="pad"``).
+
+W[37, 16] over 8 devices is stored as [40, 16]: each device keeps five rows, the last two rows of W and three of zeros.
+The gathered array is cut to [37, 16] before a module reads it, so that the gradient of the zeros is 0.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xlstm_jax.distributed.data_parallel.policy import next_multiple
+from xlstm_jax.distributed.data_parallel.reasons import Reason
+from xlstm_jax.distributed.data_parallel.store import AS_IT_IS, UNEVEN, Shape, Store
+
+Sizes = tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class ZeroPadding(Store):
+    """Keeps zeros behind the value; ``sizes`` has the value's size for each dim with zeros, and None for the others."""
+
+    sizes: Sizes
+
+    @classmethod
+    def of(cls, sizes: Sizes) -> Store:
+        """Returns the store for these sizes; without any size the store that keeps values as they are."""
+        return cls(tuple(sizes)) if any(sizes) else AS_IT_IS
+
+    def shape(self, stored: Shape, counts: Sequence[int]) -> Shape:
+        sizes = zip(super().shape(stored, counts), self.sizes, strict=True)
+        return tuple(stored if size is None else size for stored, size in sizes)
+
+    def read(self, stored: jax.Array, is_split: Sequence[bool]) -> jax.Array:
+        sizes = zip(self.sizes, is_split, strict=True)
+        return stored[tuple(slice(None if split else size) for size, split in sizes)]
+
+    def write(self, value: jax.Array, shape: Shape) -> jax.Array:
+        return jnp.pad(value, [(0, size - true) for size, true in zip(shape, value.shape, strict=True)])
+
+    def with_dim(self, index: int) -> Store:
+        return ZeroPadding.of((*self.sizes[:index], None, *self.sizes[index:]))
+
+    def without_dim(self, index: int) -> Store:
+        return ZeroPadding.of(self.sizes[:index] + self.sizes[index + 1 :])
+
+    def of_last_dims(self, ndim: int) -> Store:
+        return ZeroPadding.of(self.sizes[max(0, len(self.sizes) - ndim) :])
+
+
+class Padded(Reason, text="dim {dim} of size {size} is the largest, padded to {padded} for {parts} shards"):
+    dim: int
+    size: int
+    padded: int
+    parts: int
+
+
+class Pad:
+    """``uneven="pad"``."""
+
+    def reason(self, dim: int, size: int, parts: int) -> Reason:
+        return Padded(dim, size, next_multiple(size, parts), parts)
+
+    def stored(self, value: Any, dim: int, parts: int, before: Store) -> tuple[Any, Store]:
+        size = value.shape[dim]
+        if size % parts == 0:
+            return value, before
+        sizes = list(before.sizes) if isinstance(before, ZeroPadding) else [None] * value.ndim
+        sizes[dim] = size
+        widths = [(0, next_multiple(size, parts) - size if d == dim else 0) for d in range(value.ndim)]
+        # A plan pads types, and has no values.
+        if isinstance(value, jax.ShapeDtypeStruct):
+            return jax.eval_shape(lambda x: jnp.pad(x, widths), value), ZeroPadding.of(tuple(sizes))
+        return jnp.pad(value, widths), ZeroPadding.of(tuple(sizes))
+
+
+UNEVEN["pad"] = Pad()
+Store.OF_OLD_FIELDS["true_sizes"] = ZeroPadding.of
