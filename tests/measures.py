@@ -1,8 +1,9 @@
-"""How large and how tangled the library is: ``python -m tests.measures`` prints a table.
+"""How much of the library a reader must hold: ``python -m tests.measures`` prints a table.
 
-Most rows are read off the source. Four are read off what runs: functions and files between ``step.lower`` and the
-backward rule of the gather, and how often values come back to a file while they are handed on: the model through
-``create_train_state``, and the step and its arguments through ``forecast``.
+Two rows say how large the library is. The others say how tangled it is: what the smallest training enters (two
+``Dense`` layers over one axis), how many files know a feature (``tests/deletion/features.py``), which files must be
+read to understand a step, who reads frames and closures of other libraries, and which features can be deleted. What
+tracing and dispatch of a step cost beside ``jit`` ``python -m benchmarks.compile_time`` measures.
 """
 
 import ast
@@ -11,7 +12,6 @@ import itertools
 import re
 import statistics
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
@@ -37,20 +37,6 @@ def code_lines(text: str) -> int:
             other |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     lines = enumerate(text.splitlines(), 1)
     return sum(bool(line.strip()) and not line.strip().startswith("#") and n not in other for n, line in lines)
-
-
-def private_functions_with_one_caller(texts: dict[Path, str]) -> tuple[int, int]:
-    """Of the functions whose names begin with ``_``: those that are named once beside their definition; and all."""
-    defined, named = [], Counter[str]()
-    for text in texts.values():
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, FUNCTIONS) and node.name.startswith("_") and not node.name.startswith("__"):
-                defined.append(node.name)
-            elif isinstance(node, ast.Name):
-                named[node.id] += 1
-            elif isinstance(node, ast.Attribute):
-                named[node.attr] += 1
-    return sum(named[name] == 1 for name in defined), len(defined)
 
 
 def cycles_of_entries(package: Path = PACKAGE) -> list[list[str]]:
@@ -99,8 +85,8 @@ def names_imported(source: str) -> Iterator[str]:
             yield from [f"{module}{alias.name}" for alias in node.names]
 
 
-def calls(run: Callable[[], Any], until: str = "", values: tuple[Any, ...] = ()) -> list[CodeType]:
-    """The library's functions in the order in which ``run`` calls them, up to the first call of ``until``.
+def calls(run: Callable[[], Any], values: tuple[Any, ...] = ()) -> list[CodeType]:
+    """The library's functions in the order in which ``run`` calls them.
 
     With ``values``, those alone that are given one of them: as an argument, in a tuple, or in an object that holds it.
     """
@@ -109,8 +95,7 @@ def calls(run: Callable[[], Any], until: str = "", values: tuple[Any, ...] = ())
     def on_event(frame: FrameType, event: str, argument: Any) -> None:
         del argument
         code = frame.f_code
-        done = until and seen and seen[-1].co_name == until
-        if event == "call" and not done and code.co_filename.startswith(f"{PACKAGE}/"):
+        if event == "call" and code.co_filename.startswith(f"{PACKAGE}/"):
             names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
             if not values or any(_has(frame.f_locals.get(name), values) for name in names):
                 seen.append(code)
@@ -138,40 +123,51 @@ def climbs(run: Callable[[], Any], *values: Any) -> int:
     return len(files) - len(set(files))
 
 
+# The files that one reads to understand a step, in their order.
+WAY = (
+    "wire/wires",
+    "store",
+    "leaf",
+    "wire/gather_array",
+    "modules/unit",
+    "modules/linen_module",
+    "../training/gradients",
+    "../training/step",
+)
+FOREIGN = re.compile(r"_getframe|f_locals|__closure__|getclosurevars|cell_contents|parent_trace")
+
+
 def of_the_source() -> dict[str, float]:
-    """The rows that are read off the source."""
+    """Returns the rows that are read off the source."""
+    from tests.deletion.features import FEATURES, NOT_YET, WITHOUT_ROW
+
     texts = sources()
-    lines = [line for text in texts.values() for line in text.splitlines()]
-    # Lines of a function are counted without those that are comments.
-    nodes = [node for text in texts.values() for node in ast.walk(ast.parse(COMMENT.sub("", text)))]
-    lengths = [node.end_lineno - node.lineno + 1 for node in nodes if isinstance(node, FUNCTIONS)]
-    once, private = private_functions_with_one_caller(texts)
-    public = _public_names()
+    core = PACKAGE / "distributed" / "data_parallel"
+    # Comments and faces only name a feature.
+    code = [COMMENT.sub("", text) for path, text in texts.items() if path.name != "__init__.py"]
+    knowing = {feature.name: sum(bool(re.search(feature.knows, text)) for text in code) for feature in FEATURES}
+    most = max(knowing, key=lambda name: knowing[name])
     return {
         "files": len(texts),
-        "lines": len(lines),
         "lines of code": sum(map(code_lines, texts.values())),
-        "lines that are comments, %": round(100 * sum(line.strip().startswith("#") for line in lines) / len(lines), 1),
-        "lines that name `Any`": sum(bool(re.search(r"\bAny\b", line)) for line in lines),
-        "functions": len(lengths),
-        "lines of a function, median": statistics.median(lengths),
-        "lines of a function, 90th percentile": statistics.quantiles(lengths, n=10)[-1],
-        "private functions": private,
-        "private functions that are named once": once,
+        f"files that know a feature, the most: {most}": knowing[most],
+        "files that know a feature, median": statistics.median(knowing.values()),
+        f"lines of code on the way, in {len(WAY)} files": sum(
+            code_lines((core / f"{name}.py").resolve().read_text()) for name in WAY
+        ),
+        "files that read frames, closures, traces of others": sum(
+            bool(FOREIGN.search(text)) for text in texts.values()
+        ),
+        "calls of `leaf_of`": sum(text.count("leaf_of(") for text in texts.values()),
+        "features that can be deleted": len([feature for feature in FEATURES if feature.name not in NOT_YET]),
+        "features that cannot": len(NOT_YET) + len(WITHOUT_ROW),
         "cycles between entries of a folder": len(cycles_of_entries()),
         "context variables": sum(len(re.findall(r"= (?:contextvars\.)?ContextVar\b", text)) for text in texts.values()),
-        "names of `xlstm_jax.distributed`": len(public),
     }
 
 
-def _public_names() -> list[str]:
-    import xlstm_jax.distributed
-
-    return list(xlstm_jax.distributed.__all__)
-
-
 def of_what_runs() -> dict[str, float]:
-    """The rows that are read off a small step, on the devices that there are."""
+    """Returns the rows that are read off the smallest training, on eight simulated devices."""
     from xlstm_jax.distributed import simulate_cpu_devices
 
     simulate_cpu_devices(8)
@@ -194,13 +190,16 @@ def of_what_runs() -> dict[str, float]:
     def make_state() -> Any:
         return create_train_state(model, optax.adamw(1e-3), mesh, jax.random.key(0), batch, batch_axes=("fsdp",))
 
+    def training() -> None:
+        make_train_step(loss, mesh, batch_axes=("fsdp",)).lower(make_state(), batch, jax.random.key(1))
+
+    entered = calls(training)
     up = climbs(make_state, model)
     step, arguments = make_train_step(loss, mesh, batch_axes=("fsdp",)), (make_state(), batch, jax.random.key(1))
-    way = calls(lambda: step.lower(*arguments), until="_gather_bwd")
-    assert way[-1].co_name == "_gather_bwd", "the step never reached the gather's backward rule"
     return {
-        "functions from `step.lower` to the gather's backward rule": len(set(way)),
-        "files on that way": len({code.co_filename for code in way}),
+        "files that the smallest training enters": len({code.co_filename for code in entered}),
+        "functions that it enters": len(set(entered)),
+        "calls": len(entered),
         "climbs of `model` through `create_train_state`": up,
         "climbs of a step and its arguments through `forecast`": climbs(
             lambda: forecast(step, *arguments), step, *arguments

@@ -36,7 +36,7 @@ def test_code_is_what_is_neither_blank_nor_said_about_it():
     assert code_lines('"""A module."""\n\nimport os\n\n\ndef f():\n    """Does."""\n    # why\n    return os\n') == 2
 
 
-def test_calls_are_those_of_the_library_up_to_the_one_that_is_asked_for():
+def test_calls_are_those_of_the_library():
     from xlstm_jax import wording
 
     names = [code.co_name for code in calls(lambda: wording.format_bytes(2048))]

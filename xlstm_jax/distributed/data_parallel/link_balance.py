@@ -53,6 +53,8 @@ def balanced_orders(
       axis_sizes: the number of devices along each axis.
       slow_axes: axes that stay innermost, in the order given.
     """
+    if all(len(order) < 2 for order in given):
+        return list(given)
     total = dict.fromkeys((axis for axis in axis_sizes if axis not in slow_axes), 0.0)
 
     def loads(size: float, order: Order) -> list[float]:
