@@ -140,7 +140,7 @@ def test_which_axes_cross_hosts_is_kept_where_a_call_does_not_say_it():
     assert how.or_else(Communication(grad_scatter_dtype="float32")).inter_host_axes == ("host",)
 
 
-@pytest.mark.parametrize("count, orders", [(1, 1), (3, 6), (6, 720), (8, 336)])
+@pytest.mark.parametrize("count, orders", [(1, 0), (3, 6), (6, 720), (8, 336)])
 def test_of_many_axes_few_orders_are_tried_and_links_are_in_balance(monkeypatch, count, orders):
     """All orders of eight axes are 40,320 for each leaf, which took seconds."""
     axis_sizes = {f"axis_{i}": 2 for i in range(count)}
