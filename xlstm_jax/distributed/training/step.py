@@ -20,7 +20,7 @@ from xlstm_jax.distributed.optimizers.learning_rate import LearningRate, check_l
 from xlstm_jax.distributed.optimizers.nonfinite import skip_counts
 from xlstm_jax.distributed.optimizers.norms import global_norm
 from xlstm_jax.distributed.optimizers.state import trainable, with_trainable
-from xlstm_jax.distributed.training.accumulation import DEFAULT_ACCUMULATION, Accumulation, OfBatch, accumulated
+from xlstm_jax.distributed.training.accumulation import DEFAULT_ACCUMULATION, Accumulation, accumulated
 from xlstm_jax.distributed.training.arguments import (
     LOSS_FN,
     CheckedStep,
@@ -32,6 +32,7 @@ from xlstm_jax.distributed.training.arguments import (
     collections_of,
     frozen_trees,
 )
+from xlstm_jax.distributed.training.carries.carry import BatchResult
 from xlstm_jax.distributed.training.equal_results import checked_call
 from xlstm_jax.distributed.training.gradients import fold_rng_over_axis
 from xlstm_jax.distributed.training.loss import LossFn, LossFunction, LossOutput
@@ -207,8 +208,8 @@ class StepOptions:
             return after, metrics, result.aux
         return after, metrics | (_checked_aux(result.aux, metrics) if self.loss.has_aux else {})
 
-    def _on_mesh(self, state: Any, batch: PyTree, others: Mapping[str, PyTree]) -> Callable[..., OfBatch]:
-        """Loss and gradients by ``shard_map``: of (params, batch, rng, local, collections, others), as ``OfBatch``."""
+    def _on_mesh(self, state: Any, batch: PyTree, others: Mapping[str, PyTree]) -> Callable[..., BatchResult]:
+        """Returns the ``shard_map`` of a step, a function of (params, batch, rng, local, collections, others)."""
         # The axes of the batch; `whole` is the spec of what is the same on all devices.
         kept, axes, whole, mesh = collections_of(state), self.accumulation.axes, PartitionSpec(), self.layout.mesh
         layout = self.layout.of_batch(batch)
@@ -218,7 +219,7 @@ class StepOptions:
 
         def on_device(
             params: PyTree, batch: PyTree, rng: jax.Array, local: PyTree, kept: Mapping[str, PyTree], others: PyTree
-        ) -> OfBatch:
+        ) -> BatchResult:
             rng, others = fold_rng_over_axis(rng, axes), frozen_trees(others)
 
             def loss_fn(params: PyTree, *rest: PyTree) -> LossOutput:
@@ -230,7 +231,7 @@ class StepOptions:
                 return accumulated(loss, params, batch, rng, self.accumulation, local, kept)
 
         in_specs = specs, layout.in_specs(batch), whole, of_aux, of_kept, of_others
-        out_specs = OfBatch._make((whole, of_aux, specs, of_kept))
+        out_specs = BatchResult._make((whole, of_aux, specs, of_kept))
         return jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma)
 
     def _warn(
@@ -255,7 +256,7 @@ def _checked_aux(aux: Any, metrics: Metrics) -> Metrics:
     return aux
 
 
-def _again(like: PyTree, of_batch: Callable[[PyTree], OfBatch], params: PyTree) -> tuple[jax.Array, PyTree]:
+def _again(like: PyTree, of_batch: Callable[[PyTree], BatchResult], params: PyTree) -> tuple[jax.Array, PyTree]:
     """Returns loss and gradients of the step's batch, with its draws, at other ``params``, as optimizers see them."""
     found = of_batch(with_trainable(like, params))
     return found.loss, trainable(found.grads)
