@@ -28,14 +28,14 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import dtype_name
 from xlstm_jax.distributed.data_parallel.wire.dtypes import wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.gather_array import reduce_over_replicas
+from xlstm_jax.distributed.training import checks
 from xlstm_jax.distributed.training.arguments import check_batch
 from xlstm_jax.distributed.training.carries import carries_of
 from xlstm_jax.distributed.training.carries.carry import BatchResult, Inputs
+from xlstm_jax.distributed.training.checks.check import Averaged, Differentiated
 from xlstm_jax.distributed.training.gradients import averaged, local_result, varying_leaves
 from xlstm_jax.distributed.training.loss import Auxiliary, LossFunction, MinibatchLossFn
 from xlstm_jax.distributed.training.minibatches import MinibatchResult, mean_over, rows_at, split_rows
-from xlstm_jax.distributed.training.mistakes import warn_of_averages
-from xlstm_jax.distributed.training.varying import check_branches
 
 
 class ReduceEach:
@@ -232,7 +232,7 @@ def accumulated(
         # Loss and gradients of this device, and the states for the next minibatch.
         local = differentiate(loss, weights, axes, *rest)
         args = (weights, *rest)
-        check_branches(local.gathered_in_branches, loss, args, axes)
+        checks.run_checks("gradient", Differentiated(local.gathered_in_branches, loss, args, axes))
         each = zip(carries, states, strict=True)
         states = tuple(carry.next(state, loss, args, local) for carry, state in each)
 
@@ -240,7 +240,8 @@ def accumulated(
         aux = Auxiliary.of(local.aux if averages_aux else None).scaled(local.scale)
         floats = lambda weights: Auxiliary.of(loss(weights, *rest).aux).means  # noqa: E731
         averaged_over = collectives.axis_size(axes) * count
-        warn_of_averages(aux.mean_paths, averaged_over, loss.weighted, lambda: jax.make_jaxpr(floats)(weights))
+        equations = lambda: jax.make_jaxpr(floats)(weights)  # noqa: E731
+        checks.run_checks("aux", Averaged(aux.mean_paths, averaged_over, loss.weighted, equations))
 
         # A scan sums these values, and the type of its carry may not change: cast all to vary over all axes.
         mean, aux = collectives.to_varying((local.loss, aux), collectives.spread_axes(axes))

@@ -27,6 +27,7 @@ from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout
 from xlstm_jax.distributed.device_mesh.batch_leaves import why_no_array
 from xlstm_jax.distributed.device_mesh.batches import any_padded, padded_rows_of
+from xlstm_jax.distributed.metrics.pure_metric import Local
 from xlstm_jax.distributed.training.first_batch import compare_batches
 from xlstm_jax.distributed.training.mistakes import warn_of_padding
 from xlstm_jax.distributed.training.nan_inputs import naming_nans
@@ -44,6 +45,7 @@ GIVEN = {  # what to pass to a step, by the names of its arguments
 }
 Others = Mapping[str, PyTree] | None  # further trees of a step, which a loss function takes by their names
 WEIGHTED = "weighted=True"  # how the rows of a batch for training get weights
+PADDING = "which shard_batch(..., pad=True) returns"  # and those of an evaluation
 
 
 # -------------------------------------------------------------------------------------------------- model, loss and key
@@ -227,6 +229,20 @@ def check_call(
     check_mesh_of({"state": of_state, "rng": rng, "local": local, "others": others}, mesh)
     if (local is None) != (metric is None):
         raise ValueError(f"make_train_step has {metric=}, and its step was given local={kind_of(local)}.")
+
+
+def check_evaluated(state: Any, local: PyTree) -> None:
+    """Raises a ``TypeError`` where an evaluation cannot read its state, or ``local`` is no state of a metric."""
+    if missing := [name for name in ("params", "apply_fn") if not hasattr(state, name)]:
+        raise TypeError(
+            f"an evaluation takes (state, batch, local), and its state is {kind_of(state)}, which has no "
+            f"{missing[0]!r}. Pass the TrainState; to evaluate other parameters, state.replace(params=...)."
+        )
+    if not isinstance(local, Local):
+        raise TypeError(
+            f"an evaluation takes (state, batch, local), and its local is {kind_of(local)}, not the state of a "
+            "metric. Pass metric.empty(batch_axes, mesh), or the last one that the step returned."
+        )
 
 
 def check_mesh_of(arguments: dict[str, PyTree], mesh: Mesh | AbstractMesh) -> None:
