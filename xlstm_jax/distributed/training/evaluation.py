@@ -25,12 +25,12 @@ from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
 from xlstm_jax.distributed.training import checks
 from xlstm_jax.distributed.training.arguments import (
     EVAL_FN,
-    CheckedStep,
     Others,
     check_loss_fn,
     collections_of,
     frozen_trees,
 )
+from xlstm_jax.distributed.training.checked_step import CheckedStep
 from xlstm_jax.distributed.training.checks.check import EvaluationTrace, Results
 from xlstm_jax.distributed.training.collections import readable
 from xlstm_jax.distributed.training.gradients import explained, traced_call

@@ -22,8 +22,9 @@ from xlstm_jax.distributed.optimizers.norms import global_norm
 from xlstm_jax.distributed.optimizers.state import trainable, with_trainable
 from xlstm_jax.distributed.training import checks
 from xlstm_jax.distributed.training.accumulation import DEFAULT_ACCUMULATION, Accumulation, accumulated
-from xlstm_jax.distributed.training.arguments import CheckedStep, Others, check_loss_fn, collections_of, frozen_trees
+from xlstm_jax.distributed.training.arguments import Others, check_loss_fn, collections_of, frozen_trees
 from xlstm_jax.distributed.training.carries.carry import BatchResult
+from xlstm_jax.distributed.training.checked_step import CheckedStep
 from xlstm_jax.distributed.training.checks.check import Results, StepTrace, TracedStep
 from xlstm_jax.distributed.training.gradients import fold_rng_over_axis, traced_call
 from xlstm_jax.distributed.training.loss import LossFn, LossFunction, LossOutput

@@ -19,6 +19,7 @@ from xlstm_jax.distributed.training.arguments import (
     check_takes,
     collections_of,
 )
+from xlstm_jax.distributed.training.checks import calls
 from xlstm_jax.distributed.training.checks.check import (
     Averaged,
     Differentiated,
@@ -146,6 +147,13 @@ CHECKS: list[TrainingCheck] = [
     TrainingCheck("traced", _replicated, MISTAKES),
     TrainingCheck("traced", _gathered_stacks, MISTAKES),
     TrainingCheck("traced", _whole_trees, MISTAKES),
+    TrainingCheck("names", calls.check_names, ERRORS),
+    TrainingCheck("call", calls.check_others_of_call, ERRORS),
+    TrainingCheck("call", calls.check_donated, ERRORS),
+    TrainingCheck("call", calls.compare_first_batch, "processes.md"),
+    TrainingCheck("placed", calls.check_placed, ERRORS),
+    TrainingCheck("refused", calls.raise_for_leaf, ERRORS),
+    TrainingCheck("returned", calls.warn_of_padded_call, MISTAKES),
     TrainingCheck("failure", raise_with_cure, ERRORS),
 ]
 

@@ -26,6 +26,11 @@ Moment = Literal[
     "aux",  # numbers beside the loss are about to be averaged: Averaged
     "results",  # the ``shard_map`` of a step or of an evaluation was traced: Results
     "traced",  # the same of a step, with all its arguments: TracedStep
+    "names",  # a step is called, or its ``lower`` and the like: StepCall, as of the four below
+    "call",  # a step is called
+    "placed",  # the arguments are about to be handed to JAX
+    "refused",  # JAX has raised an error
+    "returned",  # the call has returned
     "failure",  # JAX has refused what a loss function does: the exception
 ]
 
@@ -120,3 +125,31 @@ class Averaged(NamedTuple):
     over: int
     weighted: bool
     jaxpr: Callable[[], Any]
+
+
+class JittedStep(NamedTuple):
+    """A step that is called: the layout of its batch, and the names of its arguments by place.
+
+    Attributes:
+      needed: the arguments without a default.
+      donated: the arguments whose memory a call takes over.
+      counting: the names of values that count rows which only pad; see ``counting_padding``.
+      seen: what needs no second look in later calls.
+    """
+
+    layout: BatchLayout
+    arguments: tuple[str, ...]
+    needed: tuple[str, ...]
+    donated: Sequence[str]
+    counting: Callable[[PyTree, tuple[Any, ...], dict[str, Any]], dict[str, list[str]]]
+    seen: set[object]
+
+
+class StepCall(NamedTuple):
+    """A call of a step: its arguments, as they came and by name, and the error that JAX has raised."""
+
+    step: JittedStep
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    named: dict[str, Any]
+    error: Exception | None = None
