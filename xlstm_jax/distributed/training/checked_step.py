@@ -12,7 +12,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout
 from xlstm_jax.distributed.training import checks
 from xlstm_jax.distributed.training.arguments import ARGUMENTS
-from xlstm_jax.distributed.training.checks.check import JittedStep, StepCall
+from xlstm_jax.distributed.training.checks.check import JittedCall, JittedStep
 from xlstm_jax.distributed.training.nan_inputs import naming_nans
 
 
@@ -69,14 +69,14 @@ class CheckedStep:
             raise AttributeError(name)
         return getattr(self.jitted, name)
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepCall:
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> JittedCall:
         """Returns a call whose arguments have the right names, before anything looks into them."""
         named = dict(zip(self._step.arguments, args, strict=False)) | kwargs
-        call = StepCall(self._step, args, kwargs, named)
+        call = JittedCall(self._step, args, kwargs, named)
         checks.run_checks("names", call)
         return call
 
-    def _explained(self, call: StepCall, jitted: Callable[..., Any]) -> Any:
+    def _explained(self, call: JittedCall, jitted: Callable[..., Any]) -> Any:
         """Returns the result of ``jitted`` for the arguments of a call, or raises an error that names one of these."""
         checks.run_checks("placed", call)
         try:

@@ -21,13 +21,13 @@ from xlstm_jax.distributed.data_parallel.trees import named_leaf
 from xlstm_jax.distributed.device_mesh.batch_leaves import why_no_array
 from xlstm_jax.distributed.device_mesh.batches import any_padded, padded_rows_of
 from xlstm_jax.distributed.training.arguments import DONATED, GIVEN
-from xlstm_jax.distributed.training.checks.check import StepCall
+from xlstm_jax.distributed.training.checks.check import JittedCall
 from xlstm_jax.distributed.training.first_batch import compare_batches
 from xlstm_jax.distributed.training.mistakes import warn_of_padding
 from xlstm_jax.wording import kind_of
 
 
-def check_names(call: StepCall) -> None:
+def check_names(call: JittedCall) -> None:
     """Raises a ``TypeError`` where the arguments of a call are not those that a step takes."""
     step, args, kwargs = call.step, call.args, call.kwargs
     if kwargs or len(args) != len(step.needed):
@@ -51,20 +51,20 @@ def check_names(call: StepCall) -> None:
         )
 
 
-def check_others_of_call(call: StepCall) -> None:
+def check_others_of_call(call: JittedCall) -> None:
     """Raises where a tree of ``others`` has lost its boxes, or is donated by the same call."""
     if call.named.get("others"):
         _check_others(call.named["others"], [call.named.get(name) for name in call.step.donated])
 
 
-def check_donated(call: StepCall) -> None:
+def check_donated(call: JittedCall) -> None:
     """Raises a ``ValueError`` where a step before has taken over the memory of an argument."""
     for name in DONATED:
         if name in call.named and any(map(_is_deleted, _some_leaves(name, call.named[name]))):
             raise _deleted(name, name)
 
 
-def compare_first_batch(call: StepCall) -> None:
+def compare_first_batch(call: JittedCall) -> None:
     """Compares the batch between processes, once for each step: processes wait for each other here."""
     if "compared" not in call.step.seen and "batch" in call.named:
         # What is no array is named when the call has failed.
@@ -73,7 +73,7 @@ def compare_first_batch(call: StepCall) -> None:
         call.step.seen.add("compared")
 
 
-def check_placed(call: StepCall) -> None:
+def check_placed(call: JittedCall) -> None:
     """Raises a ``ValueError`` where a leaf of the batch is split along another dim than the step reads it."""
     batch = call.named.get("batch")
     # Shardings compare faster than their specs are read: a step pays a few microseconds.
@@ -90,7 +90,7 @@ def check_placed(call: StepCall) -> None:
     call.step.seen.add(shardings)
 
 
-def raise_for_leaf(call: StepCall) -> None:
+def raise_for_leaf(call: JittedCall) -> None:
     """Raises an error that names the leaf which JAX refuses, where there is one."""
     # Only after a failure: to look at all leaves takes as long as a call.
     mesh = call.step.layout.mesh if "incompatible devices" in str(call.error) else None
@@ -98,7 +98,7 @@ def raise_for_leaf(call: StepCall) -> None:
         raise cause from None
 
 
-def warn_of_padded_call(call: StepCall) -> None:
+def warn_of_padded_call(call: JittedCall) -> None:
     """Warns where a step has counted rows that only pad, once for each kind of batch."""
     if not any_padded():
         return

@@ -26,7 +26,7 @@ Moment = Literal[
     "aux",  # numbers beside the loss are about to be averaged: Averaged
     "results",  # the ``shard_map`` of a step or of an evaluation was traced: Results
     "traced",  # the same of a step, with all its arguments: TracedStep
-    "names",  # a step is called, or its ``lower`` and the like: StepCall, as of the four below
+    "names",  # a step is called, or its ``lower`` and the like: JittedCall, as of the four below
     "call",  # a step is called
     "placed",  # the arguments are about to be handed to JAX
     "refused",  # JAX has raised an error
@@ -145,7 +145,7 @@ class JittedStep(NamedTuple):
     seen: set[object]
 
 
-class StepCall(NamedTuple):
+class JittedCall(NamedTuple):
     """A call of a step: its arguments, as they came and by name, and the error that JAX has raised."""
 
     step: JittedStep
