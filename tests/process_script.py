@@ -39,7 +39,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.checkpoint.orbax_backend import OrbaxBackend
 from xlstm_jax.distributed.device_mesh import batches
-from xlstm_jax.distributed.training import arguments
+from xlstm_jax.distributed.training.checks import calls
 
 PART, RANK, COUNT, PORT = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 ADDRESS = f"127.0.0.1:{PORT}"
@@ -227,7 +227,7 @@ def first_batches(mesh, axis, cases):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 state, _ = train_step(state, batch, jax.random.key(1))
-                with mock.patch.object(arguments, "compare_batches") as again:
+                with mock.patch.object(calls, "compare_batches") as again:
                     train_step(state, batch, jax.random.key(1))
             return [str(w.message) for w in caught if "equal rows" in str(w.message)] + ["again"] * again.call_count
 

@@ -133,7 +133,7 @@ def test_frames_and_closures_of_other_libraries_are_read_in_one_place(path):
     assert bool(found) == (path.stem == "foreign") or path.stem in READS_ERRORS, f"{path.stem} reads {found}"
 
 
-READS_ERRORS = {"gradients"}  # the frames of an error that was raised, for its text
+READS_ERRORS = {"jax_errors"}  # the frames of an error that was raised, for its text
 
 
 def test_nnx_is_known_by_its_own_modules_and_the_metric_that_is_a_module_of_it():

@@ -13,13 +13,11 @@ being the bytes of the split parameters (two gathers and one scatter)
   "reduce_replicas_once"  m * 3P, and the reduction over the copies of the shards once instead of m times
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from xlstm_jax.common_types import AxisNames, PyTree, Scalar
@@ -30,13 +28,14 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import dtype_name
 from xlstm_jax.distributed.data_parallel.wire.dtypes import wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.gather_array import reduce_over_replicas
-from xlstm_jax.distributed.data_parallel.wire.tracing import OVERWRITTEN
+from xlstm_jax.distributed.training import checks
 from xlstm_jax.distributed.training.arguments import check_batch
-from xlstm_jax.distributed.training.collections import overwriting_result, readable, updated_collections
+from xlstm_jax.distributed.training.carries import carries_of
+from xlstm_jax.distributed.training.carries.carry import BatchResult, Inputs
+from xlstm_jax.distributed.training.checks.check import Averaged, Differentiated
 from xlstm_jax.distributed.training.gradients import averaged, local_result, varying_leaves
 from xlstm_jax.distributed.training.loss import Auxiliary, LossFunction, MinibatchLossFn
-from xlstm_jax.distributed.training.mistakes import warn_of_averages
-from xlstm_jax.distributed.training.varying import check_branches
+from xlstm_jax.distributed.training.minibatches import MinibatchResult, mean_over, rows_at, split_rows
 
 
 class ReduceEach:
@@ -172,17 +171,17 @@ def accumulate_gradients(
     how = Accumulation(axes, num_minibatches, accumulation)
     check_batch(batch, num_minibatches, f"{num_minibatches=}")
     loss = LossFunction(loss_fn, weighted, has_aux, bool(collections))
-    of_batch = accumulated(loss, params, batch, rng, how, None, collections or {})
-    value = (of_batch.loss, of_batch.aux) if has_aux else of_batch.loss
-    return (value, of_batch.grads, of_batch.collections) if collections else (value, of_batch.grads)
+    result = accumulated(loss, params, batch, rng, how, None, collections or {})
+    value = (result.loss, result.aux) if has_aux else result.loss
+    return (value, result.grads, result.collections) if collections else (value, result.grads)
 
 
 @dataclass(frozen=True)
 class Accumulation:
     """How minibatches become one batch; see ``accumulate_gradients``.
 
-    With ``fold_aux`` the auxiliary output is not averaged: ``carry = fold_aux(carry, aux)`` after every minibatch, on
-    this device alone (the state of a metric). The carry varies over the axes by type, and keeps its types. With
+    With ``fold_aux`` the auxiliary output is not averaged: ``state = fold_aux(state, aux)`` after every minibatch, on
+    this device alone (the state of a metric). The state varies over the axes by type, and keeps its types. With
     ``read_later`` the caller reads the equations of all that is traced: see ``updated_collections``.
     """
 
@@ -199,47 +198,15 @@ class Accumulation:
             raise ValueError(f"accumulation={self.strategy!r} is none of {tuple(STRATEGIES)}.")
 
 
-class OfBatch(NamedTuple):
-    """What a batch comes to: ``aux`` is averaged and merged, or the carry of ``fold_aux``."""
-
-    loss: jax.Array
-    aux: PyTree
-    grads: PyTree
-    collections: Mapping[str, PyTree]
-
-
-class _Handed(NamedTuple):
-    """What a minibatch hands to the next: the carry of ``fold_aux``, and the collections, {} where there are none."""
-
-    carry: PyTree
-    collections: Mapping[str, PyTree]
-
-
-class _Means(NamedTuple):
-    """What is averaged over minibatches by weight."""
-
-    loss: jax.Array
-    aux: list[jax.Array]
-    grads: list[Any]
-
-
-class _OfMinibatch(NamedTuple):
-    """What one minibatch, or all of them, come to on this device."""
-
-    means: _Means
-    weight: Any
-    aux: Auxiliary  # without its ``means``
-
-
 def accumulated(
     loss: LossFunction,
     params: PyTree,
     batch: PyTree,
     rng: jax.Array | None,
     how: Accumulation,
-    carry: PyTree,
+    metric_state: PyTree,
     collections: Mapping[str, PyTree],
-) -> OfBatch:
+) -> BatchResult:
     """``accumulate_gradients`` for callers that have a ``LossFunction`` and named options."""
     axes, count = how.axes, how.num_minibatches
     strategy = STRATEGIES[how.strategy if count > 1 else DEFAULT_ACCUMULATION]
@@ -247,73 +214,47 @@ def accumulated(
     weights = strategy.weights(own, axes)
     minibatches = split_rows(batch, count)
 
-    def on_minibatch(index: Scalar, before: _Handed) -> tuple[_OfMinibatch, _Handed]:
+    # What minibatches hand on: collections, scales of fp8 products, the state of a metric.
+    carries = carries_of(Inputs(axes, collections, metric_state, how.fold_aux, how.read_later))
+    differentiate = local_result
+    for carry in carries:
+        differentiate = carry.differentiating(differentiate)
+    averages_aux = not any(carry.takes_aux for carry in carries)
+
+    def on_minibatch(index: Scalar, states: tuple[PyTree, ...]) -> MinibatchResult:
         # One minibatch draws what a batch without minibatches draws.
         key = rng if rng is None or count == 1 else jax.random.fold_in(rng, index)
-        rest = (rows_at(minibatches, index), key, *([before.collections] if loss.has_collections else []))
-        of_device = overwriting_result if OVERWRITTEN in before.collections else local_result
-        local = of_device(loss, weights, axes, *rest)
-        check_branches(local.gathered_in_branches, loss, (weights, *rest), axes)
-        carry, after, aux = before.carry, before.collections, Auxiliary.of(None)
+        rest = [rows_at(minibatches, index), key]
         if loss.has_collections:
-            after = updated_collections(loss, (weights, *rest), local.collections, axes, read_later=how.read_later)
-        if how.fold_aux is not None:
-            carry = how.fold_aux(carry, local.aux)
-        else:
-            aux = Auxiliary.of(local.aux).scaled(local.scale)
-            floats = lambda weights: Auxiliary.of(loss(weights, *rest).aux).means  # noqa: E731
-            averaged_over = collectives.axis_size(axes) * count
-            warn_of_averages(aux.mean_paths, averaged_over, loss.weighted, lambda: jax.make_jaxpr(floats)(weights))
+            each = zip(carries, states, strict=True)
+            rest.append({name: tree for carry, state in each for name, tree in carry.read(state).items()})
+
+        # Loss and gradients of this device, and the states for the next minibatch.
+        local = differentiate(loss, weights, axes, *rest)
+        args = (weights, *rest)
+        checks.run_checks("gradient", Differentiated(local.gathered_in_branches, loss, args, axes))
+        each = zip(carries, states, strict=True)
+        states = tuple(carry.next(state, loss, args, local) for carry, state in each)
+
+        # Numbers beside the loss: some are averaged like the loss, cells are merged.
+        aux = Auxiliary.of(local.aux if averages_aux else None).scaled(local.scale)
+        floats = lambda weights: Auxiliary.of(loss(weights, *rest).aux).means  # noqa: E731
+        averaged_over = collectives.axis_size(axes) * count
+        equations = lambda: jax.make_jaxpr(floats)(weights)  # noqa: E731
+        checks.run_checks("aux", Averaged(aux.mean_paths, averaged_over, loss.weighted, equations))
+
         # A scan sums these values, and the type of its carry may not change: cast all to vary over all axes.
         mean, aux = collectives.to_varying((local.loss, aux), collectives.spread_axes(axes))
-        # A loop adds the means by weight and merges cells, so the two go different ways.
-        means = _Means(mean, aux.means, local.grads)
-        return _OfMinibatch(means, local.weight, aux.replace(means=[])), _Handed(carry, after)
+        return MinibatchResult((mean, aux.means), local.grads, local.weight, states, aux.replace(means=[]))
 
-    all_of_them, handed = _mean_over(on_minibatch, count, _Handed(carry, readable(collections) if collections else {}))
-    mean, means, mean_grads = all_of_them.means
-    mean, aux = all_of_them.aux.replace(means=means).over_devices(mean, axes)
-    grads = averaged(strategy.gradients(mean_grads, own, axes), params, axes)
-    # In the boxes of the state, which `readable` has replaced for the model.
-    updated = trees.map_leaves(rebox, collections, trees.stored_values(handed.collections))
-    return OfBatch(mean, aux if how.fold_aux is None else handed.carry, grads, updated)
+    mean_result = mean_over(on_minibatch, count, tuple(carry.start() for carry in carries))
 
-
-def split_rows(batch: PyTree, *parts: int) -> PyTree:
-    """Leaves [b, ...] -> [*parts, b / their product, ...]; scalars stay as they are."""
-    count = math.prod(parts)
-    return jax.tree.map(
-        lambda x: jnp.reshape(x, (*parts, np.shape(x)[0] // count, *np.shape(x)[1:])) if np.ndim(x) else x, batch
-    )
-
-
-def rows_at(parts: PyTree, index: Scalar) -> PyTree:
-    """One part of what ``split_rows`` has split."""
-    return jax.tree.map(lambda x: x[index] if np.ndim(x) else x, parts)
-
-
-def _mean_over(
-    on_minibatch: Callable[[Any, _Handed], tuple[_OfMinibatch, _Handed]], count: int, start: _Handed
-) -> tuple[_OfMinibatch, _Handed]:
-    """The mean by weight of what ``on_minibatch(i, handed)`` returns for i < count; 0 where there is no weight.
-
-    Sums run in float32 or wider. The mean of gradients stays so; other values come back in their dtypes.
-    """
-    if count == 1:  # without a loop, so that the compiler sees a plain step
-        return on_minibatch(0, start)
-
-    def add(total: Any, index: jax.Array) -> tuple[Any, Auxiliary]:
-        (sums, weights), handed = total
-        (means, weight, aux), handed = on_minibatch(index, handed)
-        sums = jax.tree.map(lambda sum_, x: sum_ + x.astype(sum_.dtype) * jnp.asarray(weight, sum_.dtype), sums, means)
-        return ((sums, weights + weight), handed), aux
-
-    # The types of the sums must be known before the loop: over which axes they vary, too.
-    like, _ = jax.eval_shape(on_minibatch, jnp.int32(0), start)
-    zeros = jax.tree.map(lambda x: collectives.zeros_of_type(x, wide_dtype(x.dtype)), (like.means, like.weight))
-    ((sums, weight), handed), aux = jax.lax.scan(add, (zeros, start), jnp.arange(count, dtype=jnp.int32))
-    # Without any weight the sums are 0, and so are the means.
-    weight = jnp.where(weight != 0, weight, 1)
-    means = jax.tree.map(lambda sum_: sum_ / weight.astype(sum_.dtype), sums)
-    loss, of_aux = jax.tree.map(lambda mean, x: mean.astype(x.dtype), means[:2], like.means[:2])
-    return _OfMinibatch(_Means(loss, of_aux, means.grads), weight, aux.merged()), handed
+    # Over devices: the loss and the numbers beside it, then the gradients.
+    mean, means = mean_result.values
+    aux = mean_result.each.merged() if count > 1 else mean_result.each
+    mean, aux = aux.replace(means=means).over_devices(mean, axes)
+    grads = averaged(strategy.gradients(mean_result.grads, own, axes), params, axes)
+    result = BatchResult(mean, aux, grads, {})
+    for carry, state in zip(carries, mean_result.carries, strict=True):
+        result = carry.finish(state, result)
+    return result

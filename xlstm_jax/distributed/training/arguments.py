@@ -1,22 +1,18 @@
 """Checks of the arguments of steps and of initialisation; errors name argument, leaf, rule and cure.
 
 while JAX traces      shapes, and the mesh of each array: they are in the types, so a call pays nothing for them
-after a failed call   what JAX refuses before it traces: ``CheckedStep`` says which leaf it was
-before a call         whether the state was donated: after that some releases of JAX end the process
 """
 
 import dataclasses
-import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import optax
-from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
@@ -26,10 +22,7 @@ from xlstm_jax.distributed.data_parallel.trees import named_leaf
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout
 from xlstm_jax.distributed.device_mesh.batch_leaves import why_no_array
-from xlstm_jax.distributed.device_mesh.batches import any_padded, padded_rows_of
-from xlstm_jax.distributed.training.first_batch import compare_batches
-from xlstm_jax.distributed.training.mistakes import warn_of_padding
-from xlstm_jax.distributed.training.nan_inputs import naming_nans
+from xlstm_jax.distributed.metrics.pure_metric import Local
 from xlstm_jax.wording import kind_of
 
 STEP = "a step takes (state, batch, rng)"
@@ -44,6 +37,7 @@ GIVEN = {  # what to pass to a step, by the names of its arguments
 }
 Others = Mapping[str, PyTree] | None  # further trees of a step, which a loss function takes by their names
 WEIGHTED = "weighted=True"  # how the rows of a batch for training get weights
+PADDING = "which shard_batch(..., pad=True) returns"  # and those of an evaluation
 
 
 # -------------------------------------------------------------------------------------------------- model, loss and key
@@ -229,6 +223,20 @@ def check_call(
         raise ValueError(f"make_train_step has {metric=}, and its step was given local={kind_of(local)}.")
 
 
+def check_evaluated(state: Any, local: PyTree) -> None:
+    """Raises a ``TypeError`` where an evaluation cannot read its state, or ``local`` is no state of a metric."""
+    if missing := [name for name in ("params", "apply_fn") if not hasattr(state, name)]:
+        raise TypeError(
+            f"an evaluation takes (state, batch, local), and its state is {kind_of(state)}, which has no "
+            f"{missing[0]!r}. Pass the TrainState; to evaluate other parameters, state.replace(params=...)."
+        )
+    if not isinstance(local, Local):
+        raise TypeError(
+            f"an evaluation takes (state, batch, local), and its local is {kind_of(local)}, not the state of a "
+            "metric. Pass metric.empty(batch_axes, mesh), or the last one that the step returned."
+        )
+
+
 def check_mesh_of(arguments: dict[str, PyTree], mesh: Mesh | AbstractMesh) -> None:
     """Raises a ``ValueError`` where an array that is traced lies on a mesh of other axes than the step's ``mesh``."""
     # Axes of size 1 split nothing, and so do not count; the order of the others does.
@@ -330,223 +338,3 @@ def _check_no_list_of_numbers(batch: PyTree) -> None:
                 "JAX are as many leaves. One value for each example: pass np.asarray(...). Scalars that all devices "
                 "get: give them names, as {'temperature': 0.5}."
             )
-
-
-# ---------------------------------------------------------------- what JAX refuses before it traces
-
-
-class CheckedStep:
-    """``jax.jit`` of a step, with errors that name the argument and leaf which JAX refuses.
-
-    It has the methods of a ``jax.jit`` function: ``lower``, ``trace``, ``eval_shape``, ``clear_cache``.
-
-    Args:
-      step, layout, options: the function, the layout of its batch on the mesh that it was made for, and options of
-        ``jax.jit``.
-      arguments: names of the function's arguments by position.
-      counting: what of a step counts rows that only pad, by kind, of its batch and its arguments; see
-        ``counting_padding``.
-    """
-
-    def __init__(
-        self,
-        step: Callable[..., Any],
-        layout: BatchLayout,
-        arguments: tuple[str, ...] = ARGUMENTS,
-        *,
-        counting: Callable[[PyTree, tuple[Any, ...], dict[str, Any]], dict[str, list[str]]],
-        **options: Any,
-    ):
-        functools.update_wrapper(self, step)
-        self._counting = counting
-        self._looked_at: set[object] = set()  # kinds of padded batches
-        self._jitted, self._layout, self._arguments = jax.jit(step, **options), layout, arguments
-        takes = inspect.signature(step).parameters
-        self._needed = tuple(name for name in arguments if takes[name].default is inspect.Parameter.empty)
-        self._mesh = layout.mesh
-        self._donated = [arguments[index] for index in np.atleast_1d(options["donate_argnums"])]
-        self._placed: set[tuple[Any, ...]] = set()  # shardings of batches that were looked at
-        self._has_compared = False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        named = self._named(args, kwargs)
-        if named.get("others"):
-            _check_others(named["others"], [named.get(name) for name in self._donated])
-        for name in DONATED:
-            if name in named and any(map(_is_deleted, _some_leaves(name, named[name]))):
-                raise _deleted(name, name)
-        # Once for each step: processes wait for each other here.
-        if not self._has_compared and "batch" in named:
-            # What is no array is named when the call has failed.
-            if not any(map(why_no_array, jax.tree.leaves(named["batch"]))):
-                compare_batches(named["batch"], self._mesh)
-            self._has_compared = True
-        # Not of metrics and moments: an infinity is what a maximum begins with.
-        params = getattr(named.get("state"), "params", None)
-        with naming_nans({"batch": named.get("batch"), "state.params": params}):
-            returned = self._explained(named, functools.partial(self._jitted, *args, **kwargs))
-        if any_padded() and self._is_new_and_padded(named.get("batch")):
-            warn_of_padding(named["batch"], self._counting(named["batch"], args, kwargs))
-        return returned
-
-    def _is_new_and_padded(self, batch: PyTree) -> bool:
-        """Whether ``shard_batch`` has padded leaves of a batch, and no batch like it was looked at before."""
-        leaves, treedef = jax.tree.flatten(batch)
-        padded = tuple((np.shape(leaf), padded_rows_of(leaf) is not None) for leaf in leaves)
-        if not any(is_padded for _, is_padded in padded) or (treedef, padded) in self._looked_at:
-            return False
-        self._looked_at.add((treedef, padded))
-        return True
-
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        return self._explained(self._named(args, kwargs), functools.partial(self._jitted.lower, *args, **kwargs))
-
-    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        return self._explained(self._named(args, kwargs), functools.partial(self._jitted.trace, *args, **kwargs))
-
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        return self._explained(self._named(args, kwargs), functools.partial(self._jitted.eval_shape, *args, **kwargs))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # which copy looks for before there is a function to ask
-            raise AttributeError(name)
-        return getattr(self._jitted, name)
-
-    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by their names, before anything looks into them.
-
-        Raises:
-          TypeError: an argument is missing, unknown, passed twice, or one too many; or ``others`` is no dict.
-        """
-        named = dict(zip(self._arguments, args, strict=False)) | kwargs
-        if kwargs or len(args) != len(self._needed):
-            self._check_names(args, kwargs)
-        if (others := named.get("others")) is not None and not isinstance(others, Mapping):
-            raise TypeError(
-                f"others is {kind_of(others)}; pass a dict of trees by the names that the function takes them by, as "
-                "step(..., others={'teacher': teacher_state.params})."
-            )
-        return named
-
-    def _check_names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Raises a ``TypeError`` where the arguments of a call are not those that a step takes."""
-        call = f"step({', '.join(self._needed)})"
-        by_place = self._arguments[: len(args)]
-        for name in self._needed:
-            if name not in by_place and name not in kwargs:
-                raise TypeError(f"{call} was called without {name!r}. Pass {GIVEN[name]}.")
-        unknown = [name for name in kwargs if name not in self._arguments and name != "others"]
-        rest = "Further trees come by name, as others={'teacher': params}, and all else in the batch."
-        if unknown:
-            raise TypeError(f"{call} has no argument {unknown[0]!r}. {rest}")
-        if len(args) > len(self._arguments):
-            raise TypeError(f"{call} was called with {len(args)} arguments. {rest}")
-        if twice := [name for name in by_place if name in kwargs]:
-            raise TypeError(f"{call} was given {twice[0]!r} twice, by its place and by its name. Pass it once.")
-
-    def _explained(self, named: dict[str, Any], call: Callable[[], Any]) -> Any:
-        """What ``call()`` returns, which hands in the arguments ``named``; its errors name the one that JAX refuses."""
-        batch = named.get("batch")
-        # Shardings compare faster than their specs are read: a step pays a few microseconds.
-        shardings = tuple(map(_sharding, jax.tree.leaves(batch)))
-        for path, leaf, axes in self._layout.misplaced(batch, shardings) if shardings not in self._placed else ():
-            raise ValueError(
-                f"{named_leaf('batch', path)} of shape {np.shape(leaf)} is placed as {leaf.sharding.spec}, which "
-                f"splits another dim than that of examples over {axes}; the step reads it split over {self._layout}, "
-                "so that each device would compute with other values than it holds. Place it by shard_batch, or pass "
-                "NumPy arrays. To split a sequence, pass batch_spec=P(('dp', 'fsdp'), 'cp'), say, to both."
-            )
-        self._placed.add(shardings)
-        try:
-            return call()
-        except (TypeError, ValueError, RuntimeError) as error:
-            # Only after a failure: to look at all leaves takes as long as a call.
-            elsewhere = "incompatible devices" in str(error)
-            if cause := next(_errors_in(named, self._mesh if elsewhere else None), None):
-                raise cause from None
-            raise
-
-
-def _sharding(leaf: Any) -> Any:
-    return None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
-
-
-def _some_leaves(name: str, argument: Any) -> Iterable[Any]:
-    """One array of each tree that a step donates as a whole: to check all of them takes as long as to call the step."""
-    if name != "state":
-        return jax.tree.leaves(argument)[:1]
-    first = getattr(argument, "params", None)
-    while isinstance(first, dict) and first:  # to flatten the tree would take as long as a call, too
-        first = next(iter(first.values()))
-    return getattr(argument, "step", None), leaf_of(first).value if is_box(first) else first
-
-
-def _check_others(others: PyTree, donated: PyTree) -> None:
-    """Raises where a leaf has lost its box, or is donated at once: some releases of JAX then end the process."""
-    # By identity, as a copy of the same values is welcome. All of them are alive here, so that no id is used twice.
-    taken = {id(x) for x in jax.tree.leaves(donated) if isinstance(x, jax.Array) and not isinstance(x, Tracer)}
-    for path, leaf in trees.leaves_with_path(others):
-        value, where = leaf_of(leaf).value if is_box(leaf) else leaf, named_leaf("others", path)
-        if id(value) in taken:
-            raise ValueError(
-                f"{where} is a leaf of the state too, and a step takes over the memory of its state. Pass a copy: "
-                "jax.tree.map(jnp.copy, state.params). (ema_params returns a copy.)"
-            )
-        its = _sharding(leaf)
-        if not is_box(leaf) and isinstance(its, NamedSharding) and not its.is_fully_replicated:
-            raise ValueError(
-                f"{where} of shape {np.shape(leaf)} has no box and is split as {its.spec}: every device would gather "
-                "all of it before the step. Hand in params as create_train_state and init_sharded make them, not "
-                "unboxed; box_like(tree, params) puts boxes back. Of a state pass state.params alone."
-            )
-
-
-def _is_deleted(leaf: Any) -> bool:
-    """Whether an array was donated. (``isinstance(leaf, jax.Array)`` would take a microsecond.)"""
-    is_deleted = getattr(leaf, "is_deleted", None)
-    return is_deleted is not None and not isinstance(leaf, Tracer) and is_deleted()
-
-
-def _errors_in(arguments: dict[str, Any], mesh: Mesh | AbstractMesh | None) -> Iterator[Exception]:
-    """An error in place of JAX's for each leaf that JAX refuses; with ``mesh``, for each leaf elsewhere too."""
-    for name, argument in arguments.items():
-        for path, leaf in trees.leaves_with_path(argument):
-            # What is no array has no dims, which ``leaf_of`` would ask for.
-            value, where = leaf_of(leaf).value if is_box(leaf) else leaf, named_leaf(name, path)
-            if reason := why_no_array(value):
-                yield TypeError(f"{where} is {reason}")
-            elif isinstance(value, jax.Array) and not isinstance(value, Tracer):
-                if value.is_deleted():
-                    yield _deleted(name, where)
-                elif isinstance(mesh, Mesh) and value.committed and _ids_of(value) != _ids(mesh.devices.flat):
-                    yield ValueError(
-                        f"{where} lies on the devices {_ids_of(value)}, and the mesh of the step has "
-                        f"{_ids(mesh.devices.flat)}, in this order. Make state and step with one mesh, and "
-                        "batches by shard_batch on it, or of NumPy arrays."
-                    )
-
-
-def _deleted(name: str, where: str) -> ValueError:
-    if name in DONATED:
-        return ValueError(
-            f"{where} was handed to a step before: that takes over the memory of its {name}, and returns "
-            f"the next. Go on with the {name} that it returned. To use one twice, pass a copy of it: "
-            f"jax.tree.map(jnp.copy, {name})."
-        )
-    if name == "others":
-        return ValueError(
-            f"{where} was deleted: a step has taken over the state that it belonged to. Hand in what the newest state "
-            "of that model holds, or a copy that was made before: jax.tree.map(jnp.copy, state.params)."
-        )
-    return ValueError(f"{where} was deleted: it was donated to a function (donate_argnums). Hand in one that is alive.")
-
-
-def _ids_of(value: jax.Array) -> list[int]:
-    """The ids of an array's devices, in the order of its mesh."""
-    if isinstance(value.sharding, NamedSharding) and isinstance(value.sharding.mesh, Mesh):
-        return _ids(value.sharding.mesh.devices.flat)
-    return sorted(_ids(value.sharding.device_set))
-
-
-def _ids(devices: Any) -> list[int]:
-    return [device.id for device in devices]

@@ -7,11 +7,6 @@
 Equations show whether they are equal (``varying``), before anything is computed. A value that each device computes from
 its own examples is refused. Devices share the state; with ``check_vma=False`` each would silently go on with a value of
 its own, and under ``check_vma=True``, too, where ``lax.cond`` or a loop goes by the examples: types do not show it.
-
-One collection takes its gradient for its next value: ``_overwrite_with_gradient``, by Flax's convention
-(``flax.linen.fp8_ops``) the scales of fp8 products and their histories of largest magnitudes. The next value is the
-largest of all devices. The histories are of gradients of outputs, too, and these must have the size that they have on
-one device with the whole batch: each of N devices differentiates its term of the global mean, 1/N of its own mean.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +21,6 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import is_box, is_ours, leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
-from xlstm_jax.distributed.data_parallel.wire.tracing import OVERWRITTEN
-from xlstm_jax.distributed.training.gradients import LocalResult, local_result
 from xlstm_jax.distributed.training.loss import Loss
 from xlstm_jax.distributed.training.varying import Axes, differing_args, differing_axes, marked
 from xlstm_jax.wording import kind_of, listed
@@ -74,20 +67,26 @@ def readable(collections: PyTree) -> PyTree:
 
 
 def updated_collections(
-    loss: Callable[..., Loss], args: tuple[PyTree, ...], updated: Any, axes: tuple[str, ...], *, read_later: bool
+    loss: Callable[..., Loss],
+    args: tuple[PyTree, ...],
+    names: Sequence[str],
+    updated: Any,
+    axes: tuple[str, ...],
+    *,
+    read_later: bool,
 ) -> PyTree:
-    """The collections that a loss function has updated, equal on all devices also by their types.
+    """Returns the updated collections with these names, equal on all devices also by their types.
 
     Args:
       loss: ``loss(*args).collections`` are ``updated``.
       args: ``(params, minibatch, rng, collections)``; arrays of the minibatch, and the key, differ along ``axes``.
-      updated: the collections that it has returned.
+      updated: the collections that the loss function has returned.
       read_later: the caller reads the equations of all that is traced, and calls ``check_equal_collections``. Otherwise
         the loss is traced once more here, and its equations are read.
     Raises:
       TypeError, ValueError: ``updated`` has other leaves than the collections, or a leaf differs between devices.
     """
-    new = _like_before(args[-1], updated)
+    new = _like_before(args[-1], updated, names)
     leaves = trees.leaves_with_path(new)
     of_types = [_differing_by_type(leaf) for _, leaf in leaves]
     if read_later:
@@ -95,7 +94,7 @@ def updated_collections(
         return _equal_by_type(named, of_types)
 
     def again(*args: Any) -> list[Any]:
-        return jax.tree.leaves(_like_before(args[-1], loss(*args).collections))
+        return jax.tree.leaves(_like_before(args[-1], loss(*args).collections, names))
 
     if collectives.spread_axes(collectives.manual_axes()):
         in_fact = differing_axes(again, args, differing_args(args, axes))
@@ -129,8 +128,11 @@ def check_equal_collections(
         )
 
 
-def _like_before(before: Mapping[str, PyTree], updated: Any) -> PyTree:
-    """``updated`` in the tree and the dtypes of ``before``; a collection that was not returned stays as it was."""
+def _like_before(before: Mapping[str, PyTree], updated: Any, names: Sequence[str]) -> PyTree:
+    """Returns the updated collections with these names, in the trees and dtypes that they have in ``before``.
+
+    A collection that was not returned stays as it was.
+    """
     if not isinstance(updated, Mapping):
         raise TypeError(
             f"with collections: loss_fn must return a pair whose second part is a dict of updated collections, with "
@@ -150,7 +152,7 @@ def _like_before(before: Mapping[str, PyTree], updated: Any) -> PyTree:
     def like(path: str, leaf: Any) -> Any:
         return _strong(path, leaf, new[path]) if path in new else leaf
 
-    return trees.map_leaves_with_path(like, before)
+    return trees.map_leaves_with_path(like, {name: before[name] for name in names})
 
 
 def _strong(path: str, before: Any, updated: Any) -> Any:
@@ -189,30 +191,3 @@ def _equal_by_type(new: PyTree, of_types: list[Axes]) -> PyTree:
         for i, value in zip(indices, collectives.all_reduce(["max"] * len(sent), sent, axes), strict=True):
             values[i] = value.astype(values[i].dtype)
     return jax.tree.unflatten(treedef, values)
-
-
-# ---------------------------------------------------------------------------------------- the next value for a gradient
-
-
-def overwriting_result(
-    loss_fn: Callable[..., Loss], weights: PyTree, axes: tuple[str, ...], *rest: PyTree
-) -> LocalResult:
-    """``local_result`` of ``loss_fn(weights, *rest)``, where ``rest[-1]`` has the collection ``OVERWRITTEN``."""
-    *others, collections = rest
-    count, devices = len(trees.split_differentiable(weights)[0]), collectives.axis_size(axes)
-
-    def loss(both: tuple[PyTree, PyTree]) -> Loss:
-        return loss_fn(both[0], *others, {**collections, OVERWRITTEN: both[1]})
-
-    both = weights, collections[OVERWRITTEN]
-    # The loss is divided by N first, so that gradients of outputs are as large as on one device (see the top of this
-    # file).
-    local = local_result(loss, both, axes, devices=devices)
-    # And back, as all other callers expect the means of one device.
-    loss_of_device, grads = jax.tree.map(lambda x: x * devices, (local.loss, local.grads[:count]))
-    live, put_back = trees.split_differentiable(collections[OVERWRITTEN])
-    found = [leaf_of(leaf).value for leaf in local.grads[count:]]
-    largest = collectives.all_reduce(["max"] * len(found), found, axes)
-    overwritten = {OVERWRITTEN: put_back(map(rebox, live, largest))}
-    updated = {**local.collections, **overwritten} if isinstance(local.collections, Mapping) else local.collections
-    return local._replace(loss=loss_of_device, grads=grads, collections=updated)

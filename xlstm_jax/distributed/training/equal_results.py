@@ -6,11 +6,7 @@
   equations   show branches, and show the same without types; ``varying`` reads them.
 
 The loss, numbers beside it, gradients, collections and the state of a metric all pass here, in training and evaluation.
-``shard_map`` is traced once: its equations are read, and become a part of the step.
 """
-
-from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -19,32 +15,28 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.metrics.pure_metric import Local
 from xlstm_jax.distributed.training.collections import check_equal_collections
-from xlstm_jax.distributed.training.gradients import explained
 from xlstm_jax.distributed.training.varying import Axes, read_equations
+from xlstm_jax.private_names import core
 from xlstm_jax.wording import listed
 
 
-def checked_call(
-    on_mesh: Callable[..., Any],
-    args: tuple[Any, ...],
+def check_equal_results(
+    results: PyTree,
+    jaxpr: core.Jaxpr,
     mesh: Mesh | AbstractMesh,
     axes: tuple[str, ...],
     collections: PyTree,
-) -> tuple[Any, Any]:
-    """Calls ``on_mesh(*args)``, a ``shard_map``, and returns its results and its equations, a jaxpr.
+) -> None:
+    """Checks the results of a ``shard_map`` by its equations.
 
     Args:
+      results, jaxpr: the results, and the equations of the call that has returned them.
       axes: those of the batch.
       collections: those of the state, whose boxes say along which axes an updated leaf may differ.
     Raises:
       ValueError: a result differs between devices along an axis that its spec does not name; names it, the axes and
         the cure.
     """
-    # Inlined, so that the step is the same program as without; the call finds the trace again.
-    once = jax.jit(on_mesh, inline=True)
-    with explained():
-        jaxpr = once.trace(*args).jaxpr
-    results = once(*args)
     spread = [axis for axis, size in mesh.shape.items() if size > 1]
     equations = read_equations(jaxpr)
     check_equal_collections(equations.of_marked, collections, spread, axes)
@@ -58,7 +50,6 @@ def checked_call(
             "while_loop) goes by what differs along it. Reduce the value where the model makes it, by psum or pmean of "
             f"jax.lax over {along}; choose a branch by what is the same on all devices, pmax(flag, {along})."
         )
-    return results, jaxpr
 
 
 def _by_name(results: PyTree, of_leaves: list[Axes]) -> dict[str, Axes]:

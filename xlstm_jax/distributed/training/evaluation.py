@@ -20,28 +20,25 @@ from xlstm_jax.distributed.data_parallel import placement
 from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
 from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_layout
-from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh
+from xlstm_jax.distributed.device_mesh.checks import auto_mesh
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
+from xlstm_jax.distributed.training import checks
 from xlstm_jax.distributed.training.arguments import (
     EVAL_FN,
-    CheckedStep,
     Others,
-    check_global_batch,
     check_loss_fn,
-    check_mesh_of,
-    check_takes,
     collections_of,
     frozen_trees,
 )
+from xlstm_jax.distributed.training.checked_step import CheckedStep
+from xlstm_jax.distributed.training.checks.check import EvaluationTrace, Results
 from xlstm_jax.distributed.training.collections import readable
-from xlstm_jax.distributed.training.equal_results import checked_call
-from xlstm_jax.distributed.training.gradients import explained
+from xlstm_jax.distributed.training.gradients import explained, traced_call
 from xlstm_jax.distributed.training.loss import ApplyFn
 from xlstm_jax.distributed.training.padded_rows import OBSERVED, counting_padding, with_names
 from xlstm_jax.wording import kind_of
 
 ARGUMENTS = ("state", "batch", "local")
-PADDING = "which shard_batch(..., pad=True) returns"
 
 
 class EvalFn(Protocol):
@@ -137,30 +134,18 @@ class _Evaluation:
     is_watched: bool = False
 
     def step(self, state: Any, batch: PyTree, local: Local, *, others: Others = None) -> Local:
-        check_no_explicit_mesh()
         others = {} if others is None else others
-        if missing := [name for name in ("params", "apply_fn") if not hasattr(state, name)]:
-            raise TypeError(
-                f"an evaluation takes (state, batch, local), and its state is {kind_of(state)}, which has no "
-                f"{missing[0]!r}. Pass the TrainState; to evaluate other parameters, state.replace(params=...)."
-            )
-        variables = {"params": state.params, "collections": collections_of(state)}
-        if not isinstance(local, Local):
-            raise TypeError(
-                f"an evaluation takes (state, batch, local), and its local is {kind_of(local)}, not the state of a "
-                "metric. Pass metric.empty(batch_axes, mesh), or the last one that the step returned."
-            )
+        trace = EvaluationTrace(self.eval_fn, self.layout, state, batch, local, others)
+        checks.run_checks("trace of an evaluation", trace)
+        variables = {"params": state.params, "collections": collections_of(state), "others": others}
         # Each device has its own state of the metric, so that state is split over all axes of the batch.
         mesh, of_local = self.layout.mesh, PartitionSpec(self.layout.axes)
-        check_mesh_of({"state": variables, "local": local, "others": others}, mesh)
-        variables["others"] = others
-        check_global_batch(batch, self.layout, padding=PADDING)
-        check_takes(self.eval_fn, EVAL_FN, variables["collections"], others)
         layout = self.layout.of_batch(batch)
         in_specs = (placement.partition_specs(variables, mesh), layout.in_specs(batch), of_local)
         on_device = partial(self._on_device, state.apply_fn, layout)
         on_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=of_local, check_vma=self.check_vma)
-        returned, _ = checked_call(on_mesh, (variables, batch, local), mesh, self.layout.axes, {})
+        returned, jaxpr = traced_call(on_mesh, (variables, batch, local))
+        checks.run_checks("results", Results(returned, jaxpr, mesh, self.layout.axes, {}))
         return returned
 
     def _on_device(

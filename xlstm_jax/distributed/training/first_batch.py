@@ -65,7 +65,7 @@ def compare_batches(batch: PyTree, mesh: Mesh | AbstractMesh) -> None:
             warnings.warn(
                 f"{named(same)} hand in equal rows as different parts of the {BATCH}: every example counts as "
                 "often as there are such processes. Let each read its own part of the data, by jax.process_index().",
-                stacklevel=3,
+                stacklevel=5,
             )
 
 

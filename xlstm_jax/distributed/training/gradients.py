@@ -11,8 +11,6 @@ Parameters are therefore cast to varying before they are differentiated: what co
 as under ``check_vma=False``, and one mean serves both modes.
 """
 
-import re
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Concatenate, NamedTuple
@@ -32,17 +30,10 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.dtypes import wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
+from xlstm_jax.distributed.training import checks
+from xlstm_jax.distributed.training.checks.check import Differentiated, LossOfDevice
 from xlstm_jax.distributed.training.loss import LocalLossFn, Loss, LossFunction, P
-from xlstm_jax.distributed.training.varying import check_branches
-from xlstm_jax.wording import listed, one_line
-
-# JAX's words
-NO_TYPE = " requires varying manual axes to match"
-MIXED_AXES = re.compile(r"(\S+) can only accept axis_name .* Got input type: (.*), axes: \((.*)\) and input state")
-KERNEL = "`manual_axis_type` on `jax.ShapeDtypeStruct` must not be `None`"
-FORWARD, FORWARD_RULE = "can't apply forward-mode autodiff (jvp) to a custom_vjp", "rule for 'custom_lin'"
-BRANCHES, TYPES = "branches must have equal output types", "manual axis types do not match"
-CARRY, VARYING = "carry input and carry output must have equal types, but they differ", "to='varying'"
+from xlstm_jax.private_names import core
 
 
 def fold_rng_over_axis(rng: jax.Array, axis_name: AxisNames) -> jax.Array:
@@ -99,7 +90,7 @@ def value_and_grad(
                 args, kwargs = put_back(arrays)
                 return loss(params, *args, **kwargs)
 
-            check_branches(local.gathered_in_branches, again, (own, arrays, None), axes)
+            checks.run_checks("gradient", Differentiated(local.gathered_in_branches, again, (own, arrays, None), axes))
         (mean,) = collectives.pmean([local.loss], [axes])
         grads = averaged(local.grads, params, axes)
         return ((mean, local.aux), grads) if has_aux else (mean, grads)
@@ -146,7 +137,7 @@ def local_result(
         with inside_loss(running), rules_of_mesh():
             found = loss_fn(put_back(live), *rest)
         mean, scale, weight = _scaled(found, axes)
-        _check_axes(mean, axes, "the loss")
+        checks.run_checks("loss", LossOfDevice(mean, axes, "the loss"))
         return mean / devices if devices and devices > 1 else mean, (found.aux, scale, weight, found.collections)
 
     # Varying parameters, so that JAX does not sum their gradients over devices: see the top of this file.
@@ -162,106 +153,20 @@ def explained() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, NotImplementedError, AssertionError) as error:
-        if cure := _with_cure(error):
-            raise cure from error
+        checks.run_checks("failure", error)
         raise
 
 
-def _with_cure(error: Exception) -> Exception | None:
-    text = one_line(error)
-    if (isinstance(error, NotImplementedError) and FORWARD_RULE in text) or FORWARD in text:
-        return TypeError(
-            "jax.jvp, jax.linearize or jax.jacfwd differentiates forward through the gather of a parameter, which has "
-            "a backward rule only. Gather first, and differentiate what was gathered: whole = gather_params(params, "
-            "axes), and jax.jvp(lambda whole: f(whole), (whole,), (tangents,)). Derivatives with respect to inputs "
-            "need none of it."
-        )
-    if CARRY in text and VARYING in text:
-        return TypeError(
-            "a scan or a loop of this model begins with a carry that is equal on all devices by its type (zeros, as an "
-            f"LSTM's), and becomes one that varies: {text.partition(CARRY)[2].partition(', so')[0].strip(' :*,')}. "
-            "Pass check_vma=False (to make_train_step, or to your shard_map): the gradients are the same. Or cast the "
-            "carry where the model makes it: pcast(carry, axes, to='varying') of jax.lax, with all axes of the batch. "
-            "(nn.RNN within a wrapped model does so by itself.)"
-        )
-    if BRANCHES in text and TYPES in text:
-        return TypeError(
-            "a branch of this model (lax.cond or switch) returns what is equal on all devices by its type (a constant, "
-            "a collection), and another returns what varies: "
-            f"{text.partition(' The output')[2].partition(' This might')[0].strip(' ,.')}. Pass check_vma=False (to "
-            "make_train_step, or to your shard_map): the gradients are the same. Or cast the results of both branches: "
-            "pcast(result, axes, to='varying') of jax.lax, with all axes of the batch."
-        )
-    if KERNEL in text:
-        return ValueError(
-            f"{_module_of(error)} calls a Pallas kernel, whose result has no type under check_vma=True. Wrap the "
-            "function that runs the kernel: typed_kernel(kernel)(...), from xlstm_jax.distributed. Values and "
-            "gradients are the same."
-        )
-    if jax.config.jax_auto_pcast and (found := MIXED_AXES.search(text)):
-        return _of_mixed_axes(*found.groups())
-    if _is_of_vmapped_axis(error):
-        return _of_vmapped_axis("a collective", "an axis that the mesh does not have")
-    if not isinstance(error, ValueError) or not (NO_TYPE in text or MIXED_AXES.search(text)):
-        return None
-    primitive = MIXED_AXES.sub(r"\1", text).partition(NO_TYPE)[0].removeprefix("Primitive ")
-    if not jax.config.jax_auto_pcast:
-        return ValueError(
-            f"the primitive {primitive!r} mixes types, and jax_auto_pcast is False: under check_vma=True JAX casts "
-            "no value that is equal on all devices where it meets one that varies, which nearly every model needs. "
-            "Leave it on, jax.config.update('jax_auto_pcast', True); or pass check_vma=False (to make_train_step, or "
-            "to your shard_map), where there are no types."
-        )
-    cure = (
-        "Pass check_vma=False (to make_train_step, or to your shard_map): unless the model reduces over a further "
-        "axis, the gradients are the same."
-    )
-    if primitive == "polynomial":
-        return ValueError(
-            f"JAX {jax.__version__} has no gradient of this loss under check_vma=True: in float32 its derivatives of "
-            f"the exact gelu, erf and erfc mix types in the primitive {primitive!r}. {cure} Or take "
-            "gelu(approximate=True), or bfloat16 for that function."
-        )
-    return ValueError(
-        f"one of JAX's own rules (of a derivative, say, or of a branch under jax.vmap) mixes types in the primitive "
-        f"{primitive!r}, on JAX {jax.__version__} under check_vma=True. {cure}"
-    )
+def traced_call(on_mesh: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, core.Jaxpr]:
+    """Calls ``on_mesh(*args)``, a ``shard_map``, and returns its results and its equations.
 
-
-def _is_of_vmapped_axis(error: Exception) -> bool:
-    """Whether an error is JAX's bare assertion of a collective over an axis of ``jax.vmap`` alone."""
-    # It has no text. It is raised where JAX would cast the operand to varying over axes that no mesh has.
-    return isinstance(error, AssertionError) and traceback.extract_tb(error.__traceback__)[-1].name == "pvary"
-
-
-def _of_vmapped_axis(collective: str, axes: str) -> ValueError:
-    return ValueError(
-        f"{collective} reduces over {axes}, as jax.vmap or nn.vmap(axis_name=...) names it, and under check_vma=True "
-        "JAX has no collective over such an axis inside shard_map. Pass check_vma=False (to make_train_step and "
-        "make_eval_step, or to your shard_map): values and gradients are those of one device."
-    )
-
-
-def _of_mixed_axes(collective: str, operand: str, axes: str) -> ValueError:
-    """Of a collective over ``axes`` along some of which its operand, a type, does not vary; all as JAX writes them."""
-    mesh = collectives.manual_axes()
-    if off_mesh := [axis for axis in re.findall(r"'([^']*)'", axes) if axis not in mesh]:
-        return _of_vmapped_axis(f"{collective} over ({axes})", listed(off_mesh))
-    return ValueError(
-        f"{collective} reduces over ({axes}), and its operand, {operand}, is equal along some of these axes by its "
-        "type: under check_vma=True one call reduces over axes of one kind. Name the axes along which it differs, as "
-        "axis_name= of a BatchNorm those of the batch; or pass check_vma=False (to make_train_step, or to your "
-        "shard_map), where a mean over equal values changes nothing."
-    )
-
-
-def _module_of(error: Exception) -> str:
-    """The innermost Linen module that was running as ``error`` was raised: its path, or the class of the model."""
-    innermost: Any = None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        running = frame.f_locals.get("self")
-        innermost = running if getattr(running, "scope", None) is not None else innermost
-    return f"module '{'/'.join(innermost.path) or type(innermost).__name__}'" if innermost else "this loss"
+    The ``shard_map`` is traced once: its equations become a part of the step.
+    """
+    # Inlined, so that the step is the same program as without; the call finds the trace again.
+    once = jax.jit(on_mesh, inline=True)
+    with explained():
+        jaxpr = once.trace(*args).jaxpr
+    return once(*args), jaxpr
 
 
 def varying_leaves(leaves: list[Any], axes: tuple[str, ...]) -> list[Any]:
@@ -295,30 +200,10 @@ def _scaled(loss: Loss, axes: tuple[str, ...]) -> tuple[Any, Scalar, Scalar]:
     if weight is None:
         return total, 1, 1
     if isinstance(weight, Tracer):
-        _check_axes(weight, axes, "the weight")
+        checks.run_checks("loss", LossOfDevice(weight, axes, "the weight"))
     # A constant also where it is computed from parameters (a soft mask): W is a divisor that all devices share.
     local = jax.lax.stop_gradient(jnp.asarray(weight, wide_dtype(jnp.result_type(total))))
     (weight,) = collectives.psum([collectives.to_varying(local, collectives.spread_axes(axes))], [axes])
     # The mean over N devices of sum * N / W is the sum on all devices over W; the inner where keeps NaN out.
     scale = jnp.where(weight != 0, collectives.axis_size(axes) / jnp.where(weight != 0, weight, 1), 0)
     return total * scale.astype(jnp.result_type(total)), scale, weight
-
-
-def _check_axes(value: jax.Array, axes: tuple[str, ...], what: str) -> None:
-    """Raises where a loss or a weight, by its type, varies over other axes than those to average over."""
-    varying = collectives.varying_axes(value)
-    for axis in collectives.spread_axes(axes):
-        if collectives.is_tracked(axis) and axis not in varying:
-            raise ValueError(
-                f"{what} that loss_fn returned does not vary over {axis!r} (its type is {jax.typeof(value)}): it was "
-                "reduced over that axis already, or does not depend on parameters and batch at all. Return this "
-                "device's own value; it is averaged over the axes here. (Pass a constant weight as a Python number, "
-                "and one that lax.cond or a loop makes of the rows as pcast(weight, axes, to='varying') of jax.lax.)"
-            )
-    # JAX would sum the gradients of leaves that do not vary over such an axis, and nobody would divide them.
-    for axis in collectives.spread_axes(sorted(varying - set(axes))):
-        raise ValueError(
-            f"the loss varies over {axis!r}, which the axes to average over, {axes}, leave out: gradients of whole "
-            f"leaves would be summed over its {collectives.axis_size([axis])} devices. Name all axes along which the "
-            f"batch or gathered weights differ, or reduce over {axis!r} in the model (tensor parallel)."
-        )

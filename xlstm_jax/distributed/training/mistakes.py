@@ -41,6 +41,7 @@ from xlstm_jax.private_names import core
 from xlstm_jax.wording import format_bytes, format_fraction, format_mesh, joined, listed
 
 USERS_LINE = 4  # the caller of create_train_state, for warnings.warn
+CALLERS_LINE = 6  # the caller of a step, whose call runs the table of checks
 LARGEST = 3  # replicated parameters that are named
 MOST_REPLICATED = 0.05  # of the parameters' bytes, from which on replicated ones are worth a word
 FEW_BYTES = 2**16  # of replicated parameters, of which a device would save next to nothing: toys, and their biases
@@ -104,12 +105,12 @@ LOST_BOXES = (
 _warned: set[object] = set()
 
 
-def _warn(text: str, key: object = None) -> None:
+def _warn(text: str, key: object = None, stacklevel: int = USERS_LINE) -> None:
     """Warns, unless this text, or another with the same ``key``, was a warning before."""
     key = text if key is None else key
     if key not in _warned:
         _warned.add(key)
-        warnings.warn(text, stacklevel=USERS_LINE)
+        warnings.warn(text, stacklevel=stacklevel)
 
 
 # -------------------------------------------------------------------------------------------------------- the optimizer
@@ -438,6 +439,7 @@ def warn_of_padding(batch: PyTree, counting: Mapping[str, list[str]]) -> None:
             "rows. Pass batch | {'weight': weight}, and use it: weighted=True with (sum, weight) in training, "
             "metric.update(..., weight=) in an evaluation.",
             "padding",
+            CALLERS_LINE,
         )
     for kind, names in counting.items():
         # Without weights in the batch all is computed without them; statistics need another cure.
@@ -448,4 +450,5 @@ def warn_of_padding(batch: PyTree, counting: Mapping[str, list[str]]) -> None:
                 f"shard_batch(..., pad=True) has made {in_all} rows of {rows}, {copies}, and {what.format(named)}. "
                 f"{cure}",
                 ("padding", kind, *names),
+                CALLERS_LINE,
             )

@@ -11,41 +11,24 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from xlstm_jax.accelerators import resolved_on
 from xlstm_jax.common_types import AxisNames, Metrics, PyTree
 from xlstm_jax.distributed.data_parallel import placement
-from xlstm_jax.distributed.data_parallel.modules import Stacks, noting_stacks
+from xlstm_jax.distributed.data_parallel.modules import noting_stacks
 from xlstm_jax.distributed.data_parallel.wire.dtypes import common_dtype
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_layout
-from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh
+from xlstm_jax.distributed.device_mesh.checks import auto_mesh
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
 from xlstm_jax.distributed.optimizers.learning_rate import LearningRate, check_learning_rate, learning_rates
 from xlstm_jax.distributed.optimizers.norms import global_norm
 from xlstm_jax.distributed.optimizers.state import trainable, with_trainable
-from xlstm_jax.distributed.training.accumulation import DEFAULT_ACCUMULATION, Accumulation, OfBatch, accumulated
-from xlstm_jax.distributed.training.arguments import (
-    LOSS_FN,
-    CheckedStep,
-    Others,
-    check_call,
-    check_global_batch,
-    check_loss_fn,
-    check_takes,
-    collections_of,
-    frozen_trees,
-)
-from xlstm_jax.distributed.training.equal_results import checked_call
-from xlstm_jax.distributed.training.gradients import fold_rng_over_axis
+from xlstm_jax.distributed.training import checks
+from xlstm_jax.distributed.training.accumulation import DEFAULT_ACCUMULATION, Accumulation, accumulated
+from xlstm_jax.distributed.training.arguments import Others, check_loss_fn, collections_of, frozen_trees
+from xlstm_jax.distributed.training.carries.carry import BatchResult
+from xlstm_jax.distributed.training.checked_step import CheckedStep
+from xlstm_jax.distributed.training.checks.check import Results, StepTrace, TracedStep
+from xlstm_jax.distributed.training.gradients import fold_rng_over_axis, traced_call
 from xlstm_jax.distributed.training.loss import LossFn, LossFunction, LossOutput
-from xlstm_jax.distributed.training.mistakes import (
-    check_optimizer_of_step,
-    facts_of_step,
-    warn_of_gathered_stacks,
-    warn_of_idle_axes,
-    warn_of_options,
-    warn_of_replicated,
-    warn_of_whole_trees,
-)
 from xlstm_jax.distributed.training.padded_rows import MarkedLoss, counting_padding
 from xlstm_jax.distributed.training.state import State, updated_state
-from xlstm_jax.private_names import core
 
 
 class TrainStep(jax.stages.Wrapped, Protocol):
@@ -177,24 +160,23 @@ class StepOptions:
         self, state: Any, batch: PyTree, rng: jax.Array, local: PyTree = None, *, others: Others = None
     ) -> tuple[Any, ...]:
         """What ``jit`` traces: ``(state, metrics)``, and with a metric its state."""
-        check_no_explicit_mesh()
         others = {} if others is None else others
-        check_call(state, rng, local, self.layout.mesh, self.metric, others)
-        check_optimizer_of_step(state.tx)
-        check_global_batch(batch, self.layout, self.accumulation.num_minibatches)
-        check_takes(self.loss.fn, LOSS_FN, collections_of(state), others)
+        count, options = self.accumulation.num_minibatches, (self.metric, self.learning_rate, self.whole_ok)
+        trace = StepTrace(self.loss, self.layout, count, *options, state, batch, rng, local, others)
+        checks.run_checks("trace", trace)
         # One key serves the whole run: each step folds its number into it, and each device its index.
         rest = (batch, jax.random.fold_in(rng, state.step), local, collections_of(state), others)
         on_mesh = self._on_mesh(state, batch, others)
         with noting_stacks() as stacks:
-            result, jaxpr = checked_call(
-                on_mesh, (state.params, *rest), self.layout.mesh, self.accumulation.axes, collections_of(state)
-            )
+            result, jaxpr = traced_call(on_mesh, (state.params, *rest))
 
         def trace_again() -> None:
             jax.eval_shape(self._on_mesh(state, batch, others), state.params, *rest)
 
-        self._warn(state, others, jaxpr, stacks, trace_again)
+        checks.run_checks(
+            "results", Results(result, jaxpr, self.layout.mesh, self.accumulation.axes, collections_of(state))
+        )
+        checks.run_checks("traced", TracedStep(trace, jaxpr, stacks, trace_again))
         # From here on arrays are global: norms and the optimizer's moments are those of whole leaves.
         metrics = {"loss": result.loss, "grad_norm": global_norm(result.grads)}
         again = partial(_again, state.params, lambda params: on_mesh(params, *rest))
@@ -208,8 +190,8 @@ class StepOptions:
             return after, metrics, result.aux
         return after, metrics | (_checked_aux(result.aux, metrics) if self.loss.has_aux else {})
 
-    def _on_mesh(self, state: Any, batch: PyTree, others: Mapping[str, PyTree]) -> Callable[..., OfBatch]:
-        """Loss and gradients by ``shard_map``: of (params, batch, rng, local, collections, others), as ``OfBatch``."""
+    def _on_mesh(self, state: Any, batch: PyTree, others: Mapping[str, PyTree]) -> Callable[..., BatchResult]:
+        """Returns the ``shard_map`` of a step, a function of (params, batch, rng, local, collections, others)."""
         # The axes of the batch; `whole` is the spec of what is the same on all devices.
         kept, axes, whole, mesh = collections_of(state), self.accumulation.axes, PartitionSpec(), self.layout.mesh
         layout = self.layout.of_batch(batch)
@@ -219,7 +201,7 @@ class StepOptions:
 
         def on_device(
             params: PyTree, batch: PyTree, rng: jax.Array, local: PyTree, kept: Mapping[str, PyTree], others: PyTree
-        ) -> OfBatch:
+        ) -> BatchResult:
             rng, others = fold_rng_over_axis(rng, axes), frozen_trees(others)
 
             def loss_fn(params: PyTree, *rest: PyTree) -> LossOutput:
@@ -231,21 +213,8 @@ class StepOptions:
                 return accumulated(loss, params, batch, rng, self.accumulation, local, kept)
 
         in_specs = specs, layout.in_specs(batch), whole, of_aux, of_kept, of_others
-        out_specs = OfBatch._make((whole, of_aux, specs, of_kept))
+        out_specs = BatchResult._make((whole, of_aux, specs, of_kept))
         return jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma)
-
-    def _warn(
-        self, state: Any, others: PyTree, jaxpr: core.Jaxpr, stacks: Stacks, trace_again: Callable[[], None]
-    ) -> None:
-        """Warns of mistakes that run; ``jaxpr`` has the equations of loss and gradients, and costs a trace to make."""
-        mesh = self.layout.mesh
-        # While JAX traces, so that a step that runs pays nothing.
-        warn_of_options(state.tx, self.loss.weighted, self.learning_rate)
-        warn_of_idle_axes(mesh, self.accumulation.axes, (state.params, collections_of(state), others), jaxpr)
-        if not self.whole_ok:
-            warn_of_replicated(state.params, mesh, partial(facts_of_step, state.apply_fn, trace_again))
-            warn_of_gathered_stacks(stacks, mesh)
-            warn_of_whole_trees(others, mesh)
 
 
 def _checked_aux(aux: Any, metrics: Metrics) -> Metrics:
@@ -256,7 +225,7 @@ def _checked_aux(aux: Any, metrics: Metrics) -> Metrics:
     return aux
 
 
-def _again(like: PyTree, of_batch: Callable[[PyTree], OfBatch], params: PyTree) -> tuple[jax.Array, PyTree]:
+def _again(like: PyTree, of_batch: Callable[[PyTree], BatchResult], params: PyTree) -> tuple[jax.Array, PyTree]:
     """Returns loss and gradients of the step's batch, with its draws, at other ``params``, as optimizers see them."""
     found = of_batch(with_trainable(like, params))
     return found.loss, trainable(found.grads)

@@ -33,13 +33,15 @@ from xlstm_jax.distributed.data_parallel.gather import gather_params
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, split_by_model, true_value
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key, wide_dtype
-from xlstm_jax.distributed.data_parallel.wire.tracing import OVERWRITTEN, RunningLoss, inside_loss
+from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, num_shards
 from xlstm_jax.distributed.model_parallel.sequence_layout import in_natural_order, said
-from xlstm_jax.distributed.training.accumulation import rows_at, split_rows
 from xlstm_jax.distributed.training.arguments import collections_of
+from xlstm_jax.distributed.training.carries import carries_of
+from xlstm_jax.distributed.training.carries.carry import Inputs
 from xlstm_jax.distributed.training.collections import readable
 from xlstm_jax.distributed.training.loss import LossFunction
+from xlstm_jax.distributed.training.minibatches import MinibatchResult, mean_over, rows_at, split_rows
 from xlstm_jax.distributed.training.step_check.draws import Traced, folded, traced
 from xlstm_jax.distributed.training.varying import differing_axes
 
@@ -268,50 +270,42 @@ class OneDevice:
         return jnp.asarray(loss.total, wide), (lax.stop_gradient(weight), kept)
 
     def _mean_in_turn(self, devices: int, minibatches: int) -> Callable[..., Any]:
-        # The scales of fp8 products are for gradients of a term of the global mean. Those of a sum would be clipped.
-        overwrites = any(OVERWRITTEN in collections for collections in self._inputs[3])
-
-        def terms(*args: Any) -> tuple[Any, Any]:
-            total, (weight, kept) = self._terms(*args)
-            # A part without weight (rows of padding) is 0 of 0.
-            count = jnp.where(weight == 0, 1, weight * devices) if overwrites else 1
-            return total / count, (weight, kept, count)
-
-        def loss_and_grads(*args: Any) -> Any:
-            (total, (weight, kept, count)), grads = jax.value_and_grad(terms, has_aux=True)(*args)
-            return (total * count, (weight, kept)), [g * count for g in grads]
+        """Returns a function that computes slice after slice, in the order (device, minibatch)."""
+        parts = devices * minibatches
 
         def mean(live: Any, weights: _Weights, batch: PyTree, kept: Any, rng: PyTree) -> Any:
-            batch = batch if devices * minibatches == 1 else self.layout.laid_out(batch)
+            batch = batch if parts == 1 else self.layout.laid_out(batch)
+            # A carry may need gradients of a term of the global mean: those of a sum would be clipped in fp8.
+            of_terms = any(carry.of_terms for carry in carries_of(Inputs(self.axes, *kept)))
 
-            def part(carry: Any, at: tuple[Any, Any]) -> tuple[Any, None]:
-                # A device's minibatches run one after another, and each gets the collections of the one before.
-                sums, kept = carry
-                rows = batch if devices * minibatches == 1 else self.slice_of(batch, *at, minibatches)
-                key = _key_of(rng, *at, minibatches)
-                (total, (weight, kept)), grads = loss_and_grads(live, weights, rows, key, kept)
-                grads = [g.astype(wide_dtype(g.dtype)) for g in grads]
-                new = (total, weight, grads, list(map(jnp.abs, grads)))
-                return (new if sums is None else jax.tree.map(jnp.add, sums, new), kept), None
+            def on_slice(index: Any, before: Any) -> MinibatchResult:
+                device, minibatch = index // minibatches, index % minibatches
+                rows = batch if parts == 1 else self.slice_of(batch, device, minibatch, minibatches)
+                key = _key_of(rng, device, minibatch, minibatches)
+                # Each device begins with the collections of the state.
+                own = jax.tree.map(lambda x, first: jnp.where(minibatch == 0, first, x), before, kept)
 
-            def device(sums: Any, i: Any) -> tuple[Any, None]:
-                if minibatches == 1:
-                    return part((sums, kept), (i, 0))[0][0], None
-                js = jnp.arange(minibatches)
-                return lax.scan(part, (sums, kept), (jnp.full_like(js, i), js))[0][0], None
+                def term(live: Any) -> Any:
+                    total, (weight, after) = self._terms(live, weights, rows, key, own)
+                    # A slice without weight (rows of padding) is 0 of 0.
+                    count = jnp.where(weight == 0, 1, weight * devices) if of_terms else jnp.ones_like(weight)
+                    return total / count, (total, weight, count, after)
 
-            if devices * minibatches == 1:
-                return _means(*part((None, kept), (0, 0))[0][0])
-            like, _ = jax.eval_shape(part, (None, kept), (0, 0))[0]
-            start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-            return _means(*lax.scan(device, start, jnp.arange(devices))[0])
+                (_, (total, weight, count, after)), grads = jax.value_and_grad(term, has_aux=True)(live)
+                grads = [(g * count).astype(wide_dtype(g.dtype)) for g in grads]
+                # Totals and weights are averaged each: the mean is their ratio.
+                return MinibatchResult((total, weight, list(map(jnp.abs, grads))), grads, 1, after)
+
+            found = mean_over(on_slice, parts, kept)
+            total, weight, sizes = found.values
+            return _means(total, weight, found.grads, sizes)
 
         return jax.shard_map(mean, mesh=self._one, in_specs=WHOLE, out_specs=WHOLE, check_vma=False)
 
     # ------------------------------------------------------------------------------------------------- on the mesh
 
     def _terms_on_mesh(self, minibatches: int) -> Callable[..., Any]:
-        """A function that returns the sums and the weights of all devices."""
+        """Returns a function that returns the total and the weight of each device, averaged over its minibatches."""
         devices, axes = self.devices, placement.spread_spec([self.axes], self.mesh)
         of_batch = self.layout.in_specs(self.batch)
         kept = self._inputs[3]
@@ -319,14 +313,12 @@ class OneDevice:
         of_weights = _Weights(of_live, of_live, of_rest, self._of_others)
 
         def local(live: Any, weights: Any, batch: PyTree, kept: Any, rng: PyTree, index: Any) -> tuple[Any, Any]:
-            def part(kept: Any, j: Any) -> tuple[Any, Any]:
-                rows = rows_at(split_rows(batch, minibatches), j)
-                total, (weight, kept) = self._terms(live, weights, rows, _key_of(rng, index[0], j, minibatches), kept)
-                return kept, (total, weight)
+            def on_minibatch(j: Any, kept: Any) -> MinibatchResult:
+                rows, key = rows_at(split_rows(batch, minibatches), j), _key_of(rng, index[0], j, minibatches)
+                total, (weight, kept) = self._terms(live, weights, rows, key, kept)
+                return MinibatchResult((total, weight), [], 1, kept)
 
-            if minibatches == 1:
-                return jax.tree.map(lambda x: x[None], part(kept, 0)[1])
-            return jax.tree.map(lambda x: x.sum()[None], lax.scan(part, kept, jnp.arange(minibatches))[1])
+            return jax.tree.map(lambda x: x[None], mean_over(on_minibatch, minibatches, kept).values)
 
         # Parameters come in whole: only axes that the model itself splits over stay split.
         in_specs = (of_live, of_weights, of_batch, placement.partition_specs(kept, self.mesh), WHOLE, axes)

@@ -1,0 +1,105 @@
+"""The table of checks: without any row the same programs run, and each row stands for something that is looked at."""
+
+from collections import Counter
+from pathlib import Path
+from typing import get_args
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.support import AXES, data, fsdp, mean_loss, mesh_of, weighted_loss
+from xlstm_jax.distributed import create_train_state, make_eval_step, make_train_step
+from xlstm_jax.distributed.metrics import Count, WeightedMean
+from xlstm_jax.distributed.training.checks import CHECKS
+from xlstm_jax.distributed.training.checks.check import Moment
+
+TABLE = "xlstm_jax.distributed.training.checks.CHECKS"
+BATCH, MESH = data(), mesh_of(2, 4)
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False, axis_name=AXES)(fsdp(nn.Dense)(16)(x))
+        return fsdp(nn.Dense)(4)(x)
+
+
+def kept_loss(params, apply_fn, batch, rng, collections):
+    out, updated = apply_fn({"params": params, **collections}, batch["x"], mutable=list(collections))
+    return (jnp.mean(out**2), {"rows": Count.of(out[:, 0] > 0), "mean": jnp.mean(out)}), updated
+
+
+def evaluated(params, apply_fn, batch):
+    return {"values": apply_fn({"params": params}, batch["x"])[:, 0], "weight": batch["weight"]}
+
+
+def state_of(model):
+    return create_train_state(model, optax.adam(0.1), MESH, jax.random.key(0), BATCH["x"], batch_axes=AXES)
+
+
+def training(loss_fn, model, **options):
+    def make():
+        step = make_train_step(loss_fn, MESH, AXES, 2, **options)
+        return step, (state_of(model), BATCH, jax.random.key(1))
+
+    return make
+
+
+def evaluation():
+    step = make_eval_step(evaluated, MESH, AXES, metric=WeightedMean())
+    return step, (state_of(fsdp(nn.Dense)(4)), BATCH, WeightedMean().empty(AXES, MESH))
+
+
+RUNS = {
+    "weighted": training(weighted_loss, fsdp(nn.Dense)(4), weighted=True, accumulation="reduce_once"),
+    "no types": training(mean_loss, fsdp(nn.Dense)(4), check_vma=False),
+    "collections and numbers beside the loss": training(kept_loss, Net(), has_aux=True),
+    "evaluation": evaluation,
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_without_any_row_the_same_program_runs_and_returns_the_same_bits(name, monkeypatch):
+    def text_and_results():
+        step, args = RUNS[name]()
+        text = step.lower(*args).as_text()
+        return text, jax.device_get(jax.tree.leaves(step(*args)))
+
+    text, results = text_and_results()
+    monkeypatch.setattr(TABLE, [])
+    without, others = text_and_results()
+    assert without == text
+    jax.tree.map(np.testing.assert_array_equal, others, results)
+
+
+def test_the_table_is_what_looks(monkeypatch):
+    """Guard: a mistake that the table refuses goes on without it."""
+    step, (state, batch, _) = RUNS["no types"]()
+    with pytest.raises(TypeError, match=r"rng is .* where step\(state, batch, rng\) takes a key"):
+        step.lower(state, batch, 3)
+    monkeypatch.setattr(TABLE, [])
+    with pytest.raises(TypeError, match="key"):  # JAX's own
+        step.lower(state, batch, 3)
+
+
+def test_each_moment_has_rows_and_each_row_a_page():
+    rows = Counter(check.moment for check in CHECKS)
+    assert set(rows) == set(get_args(Moment))
+    pages = {check.page for check in CHECKS}
+    assert not [page for page in pages if not (Path(__file__).parents[2] / "docs" / page).exists()]
+    assert len({(check.moment, check.looks) for check in CHECKS}) == len(CHECKS)
+
+
+def test_each_moment_of_a_training_comes(monkeypatch):
+    """Guard of the first test: the steps in it meet all moments but failures."""
+    met = set()
+    rows = [check._replace(looks=lambda _, moment=check.moment: met.add(moment)) for check in CHECKS]
+    monkeypatch.setattr(TABLE, rows)
+    for make in RUNS.values():
+        step, args = make()
+        step(*args)
+    assert met == set(get_args(Moment)) - {"failure", "refused"}

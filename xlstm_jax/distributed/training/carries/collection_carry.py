@@ -1,0 +1,38 @@
+"""Collections of a state as a carry: the loss function reads them, and returns the next value of each."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import rebox
+from xlstm_jax.distributed.training.carries.carry import BatchResult, Carry
+from xlstm_jax.distributed.training.collections import readable, updated_collections
+from xlstm_jax.distributed.training.gradients import LocalResult
+from xlstm_jax.distributed.training.loss import LossFunction
+
+
+@dataclass(frozen=True)
+class CollectionCarry(Carry):
+    """Some of the collections of a state; ``axes`` and ``read_later`` are as of ``Inputs``."""
+
+    collections: Mapping[str, PyTree]
+    axes: tuple[str, ...]
+    read_later: bool
+
+    def takes(self) -> Collection[str]:
+        return self.collections.keys()
+
+    def start(self) -> PyTree:
+        return readable(self.collections)
+
+    def read(self, state: PyTree) -> Mapping[str, PyTree]:
+        return state
+
+    def next(self, state: PyTree, loss: LossFunction, args: tuple[PyTree, ...], local: LocalResult) -> PyTree:
+        return updated_collections(loss, args, [*state], local.collections, self.axes, read_later=self.read_later)
+
+    def finish(self, state: PyTree, result: BatchResult) -> BatchResult:
+        # In the boxes of the training's state, which `readable` has replaced for the model.
+        updated = trees.map_leaves(rebox, self.collections, trees.stored_values(state))
+        return result._replace(collections={**result.collections, **updated})

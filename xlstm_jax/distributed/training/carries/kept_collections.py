@@ -1,0 +1,15 @@
+"""The collections that a model keeps beside its parameters, as the running statistics of ``nn.BatchNorm``."""
+
+from typing import Self
+
+from xlstm_jax.distributed.training.carries.carry import Inputs
+from xlstm_jax.distributed.training.carries.collection_carry import CollectionCarry
+
+
+class KeptCollections(CollectionCarry):
+    """All collections that no other carry takes."""
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> Self | None:
+        left = inputs.collections
+        return cls(left, inputs.axes, inputs.read_later) if left else None

@@ -1,0 +1,35 @@
+"""The state of a metric, which takes in what the loss function observes in each minibatch.
+
+Each device has a state of its own, and nothing is communicated. No observation outlives its minibatch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.training.carries.carry import BatchResult, Carry, Inputs
+from xlstm_jax.distributed.training.gradients import LocalResult
+from xlstm_jax.distributed.training.loss import LossFunction
+
+
+@dataclass(frozen=True)
+class MetricState(Carry):
+    """``state = fold(state, aux)`` after each minibatch."""
+
+    fold: Callable[[PyTree, PyTree], PyTree]
+    given: PyTree
+    takes_aux = True
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> Self | None:
+        return None if inputs.fold_aux is None else cls(inputs.fold_aux, inputs.metric_state)
+
+    def start(self) -> PyTree:
+        return self.given
+
+    def next(self, state: PyTree, loss: LossFunction, args: tuple[PyTree, ...], local: LocalResult) -> PyTree:
+        return self.fold(state, local.aux)
+
+    def finish(self, state: PyTree, result: BatchResult) -> BatchResult:
+        return result._replace(aux=state)

@@ -1,0 +1,66 @@
+"""The collection whose gradient is its next value: ``_overwrite_with_gradient``, by Flax's convention.
+
+It has the scales of fp8 products and their histories of largest magnitudes (``flax.linen.fp8_ops``). The next value is
+the largest of all devices. The histories are of gradients of outputs, too, and these must have the size that they have
+on one device with the whole batch: each of N devices differentiates its term of the global mean, 1/N of its own mean.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Self
+
+import jax
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.tracing import OVERWRITTEN
+from xlstm_jax.distributed.training.carries.carry import Inputs
+from xlstm_jax.distributed.training.carries.collection_carry import CollectionCarry
+from xlstm_jax.distributed.training.gradients import LocalResult
+from xlstm_jax.distributed.training.loss import Loss
+
+
+class OverwrittenScales(CollectionCarry):
+    """The scales of fp8 products."""
+
+    of_terms = True
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> Self | None:
+        if OVERWRITTEN not in inputs.collections:
+            return None
+        return cls({OVERWRITTEN: inputs.collections[OVERWRITTEN]}, inputs.axes, inputs.read_later)
+
+    def differentiating(self, local_result: Callable[..., LocalResult]) -> Callable[..., LocalResult]:
+        return partial(_with_scales, local_result)
+
+
+def _with_scales(
+    local_result: Callable[..., LocalResult],
+    loss_fn: Callable[..., Loss],
+    weights: PyTree,
+    axes: tuple[str, ...],
+    *rest: PyTree,
+) -> LocalResult:
+    """Returns ``local_result`` of ``loss_fn(weights, *rest)``, with the next scales among its collections.
+
+    ``rest[-1]`` are the collections.
+    """
+    *others, collections = rest
+    count, devices = len(trees.split_differentiable(weights)[0]), collectives.axis_size(axes)
+
+    def loss(both: tuple[PyTree, PyTree]) -> Loss:
+        return loss_fn(both[0], *others, {**collections, OVERWRITTEN: both[1]})
+
+    # The loss is divided by N first, so that gradients of outputs are as large as on one device.
+    local = local_result(loss, (weights, collections[OVERWRITTEN]), axes, devices=devices)
+    # And back, as all other callers expect the means of one device.
+    loss_of_device, grads = jax.tree.map(lambda x: x * devices, (local.loss, local.grads[:count]))
+    live, put_back = trees.split_differentiable(collections[OVERWRITTEN])
+    found = [leaf_of(leaf).value for leaf in local.grads[count:]]
+    largest = collectives.all_reduce(["max"] * len(found), found, axes)
+    overwritten = {OVERWRITTEN: put_back(map(rebox, live, largest))}
+    updated = {**local.collections, **overwritten} if isinstance(local.collections, Mapping) else local.collections
+    return local._replace(loss=loss_of_device, grads=grads, collections=updated)

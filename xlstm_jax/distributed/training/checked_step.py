@@ -1,0 +1,86 @@
+"""``jax.jit`` of a step, with the checks of a call around it."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout
+from xlstm_jax.distributed.training import checks
+from xlstm_jax.distributed.training.arguments import ARGUMENTS
+from xlstm_jax.distributed.training.checks.check import JittedCall, JittedStep
+from xlstm_jax.distributed.training.nan_inputs import naming_nans
+
+
+class CheckedStep:
+    """The function ``jitted``, with errors that name the argument and leaf which JAX refuses.
+
+    It has the methods of a ``jax.jit`` function: ``lower``, ``trace``, ``eval_shape``, ``clear_cache``.
+
+    Args:
+      step, layout, options: the function, the layout of its batch on the mesh that it was made for, and options of
+        ``jax.jit``.
+      arguments: names of the function's arguments by position.
+      counting: what of a step counts rows that only pad, by kind, of its batch and its arguments; see
+        ``counting_padding``.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        layout: BatchLayout,
+        arguments: tuple[str, ...] = ARGUMENTS,
+        *,
+        counting: Callable[[PyTree, tuple[Any, ...], dict[str, Any]], dict[str, list[str]]],
+        **options: Any,
+    ):
+        functools.update_wrapper(self, step)
+        self.jitted = jax.jit(step, **options)
+        takes = inspect.signature(step).parameters
+        needed = tuple(name for name in arguments if takes[name].default is inspect.Parameter.empty)
+        donated = [arguments[index] for index in np.atleast_1d(options["donate_argnums"])]
+        self._step = JittedStep(layout, arguments, needed, donated, counting, set())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._call(args, kwargs)
+        checks.run_checks("call", call)
+        # Not of metrics and moments: an infinity is what a maximum begins with.
+        params = getattr(call.named.get("state"), "params", None)
+        with naming_nans({"batch": call.named.get("batch"), "state.params": params}):
+            returned = self._explained(call, self.jitted)
+        checks.run_checks("returned", call)
+        return returned
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        return self._explained(self._call(args, kwargs), self.jitted.lower)
+
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        return self._explained(self._call(args, kwargs), self.jitted.trace)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        return self._explained(self._call(args, kwargs), self.jitted.eval_shape)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # which copy looks for before there is a function to ask
+            raise AttributeError(name)
+        return getattr(self.jitted, name)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> JittedCall:
+        """Returns a call whose arguments have the right names, before anything looks into them."""
+        named = dict(zip(self._step.arguments, args, strict=False)) | kwargs
+        call = JittedCall(self._step, args, kwargs, named)
+        checks.run_checks("names", call)
+        return call
+
+    def _explained(self, call: JittedCall, jitted: Callable[..., Any]) -> Any:
+        """Returns the result of ``jitted`` for the arguments of a call, or raises an error that names one of these."""
+        checks.run_checks("placed", call)
+        try:
+            return jitted(*call.args, **call.kwargs)
+        except (TypeError, ValueError, RuntimeError) as error:
+            checks.run_checks("refused", call._replace(error=error))
+            raise

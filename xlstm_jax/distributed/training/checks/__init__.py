@@ -1,0 +1,165 @@
+"""The table of checks: what the steps, losses and gradients of a training are looked at for, and when.
+
+``run_checks(moment, context)`` stands in the algorithms, and the checks stand here. Without any row the same programs
+run.
+"""
+
+from functools import partial
+from typing import Any
+
+from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
+from xlstm_jax.distributed.training.arguments import (
+    EVAL_FN,
+    LOSS_FN,
+    PADDING,
+    check_call,
+    check_evaluated,
+    check_global_batch,
+    check_mesh_of,
+    check_takes,
+    collections_of,
+)
+from xlstm_jax.distributed.training.checks import calls
+from xlstm_jax.distributed.training.checks.check import (
+    Averaged,
+    Differentiated,
+    EvaluationTrace,
+    LossOfDevice,
+    Moment,
+    Results,
+    StepTrace,
+    TracedStep,
+    TrainingCheck,
+)
+from xlstm_jax.distributed.training.checks.jax_errors import raise_with_cure
+from xlstm_jax.distributed.training.checks.loss_axes import check_axes
+from xlstm_jax.distributed.training.equal_results import check_equal_results
+from xlstm_jax.distributed.training.mistakes import (
+    check_optimizer_of_step,
+    facts_of_step,
+    warn_of_averages,
+    warn_of_gathered_stacks,
+    warn_of_idle_axes,
+    warn_of_options,
+    warn_of_replicated,
+    warn_of_whole_trees,
+)
+from xlstm_jax.distributed.training.varying import check_branches
+
+
+def _mesh_around(of: StepTrace | EvaluationTrace) -> None:
+    check_no_explicit_mesh()
+
+
+def _arguments(of: StepTrace) -> None:
+    check_call(of.state, of.rng, of.local, of.mesh, of.metric, of.others)
+
+
+def _optimizer(of: StepTrace) -> None:
+    check_optimizer_of_step(of.state.tx)
+
+
+def _rows(of: StepTrace) -> None:
+    check_global_batch(of.batch, of.layout, of.num_minibatches)
+
+
+def _loss_function(of: StepTrace) -> None:
+    check_takes(of.loss.fn, LOSS_FN, collections_of(of.state), of.others)
+
+
+def _evaluated(of: EvaluationTrace) -> None:
+    check_evaluated(of.state, of.local)
+
+
+def _meshes_of_evaluation(of: EvaluationTrace) -> None:
+    state = {"params": of.state.params, "collections": collections_of(of.state)}
+    check_mesh_of({"state": state, "local": of.local, "others": of.others}, of.layout.mesh)
+
+
+def _rows_of_evaluation(of: EvaluationTrace) -> None:
+    check_global_batch(of.batch, of.layout, padding=PADDING)
+
+
+def _eval_function(of: EvaluationTrace) -> None:
+    check_takes(of.eval_fn, EVAL_FN, collections_of(of.state), of.others)
+
+
+def _axes_of_loss(of: LossOfDevice) -> None:
+    check_axes(of.value, of.axes, of.what)
+
+
+def _branches(of: Differentiated) -> None:
+    check_branches(of.gathered_in_branches, of.loss, of.args, of.axes)
+
+
+def _averages(of: Averaged) -> None:
+    warn_of_averages(of.paths, of.over, of.weighted, of.jaxpr)
+
+
+def _equal_results(of: Results) -> None:
+    check_equal_results(of.results, of.jaxpr, of.mesh, of.axes, of.collections)
+
+
+def _options(of: TracedStep) -> None:
+    warn_of_options(of.step.state.tx, of.step.loss.weighted, of.step.learning_rate)
+
+
+def _idle_axes(of: TracedStep) -> None:
+    state = of.step.state
+    trees = (state.params, collections_of(state), of.step.others)
+    warn_of_idle_axes(of.step.mesh, of.step.layout.axes, trees, of.jaxpr)
+
+
+def _replicated(of: TracedStep) -> None:
+    if not of.step.whole_ok:
+        look = partial(facts_of_step, of.step.state.apply_fn, of.trace_again)
+        warn_of_replicated(of.step.state.params, of.step.mesh, look)
+
+
+def _gathered_stacks(of: TracedStep) -> None:
+    if not of.step.whole_ok:
+        warn_of_gathered_stacks(of.stacks, of.step.mesh)
+
+
+def _whole_trees(of: TracedStep) -> None:
+    if not of.step.whole_ok:
+        warn_of_whole_trees(of.step.others, of.step.mesh)
+
+
+MISTAKES, ERRORS = "mistakes.md", "troubleshooting.md"
+CHECKS: list[TrainingCheck] = [
+    TrainingCheck("trace", _mesh_around, ERRORS),
+    TrainingCheck("trace", _arguments, ERRORS),
+    TrainingCheck("trace", _optimizer, "optimizers.md"),
+    TrainingCheck("trace", _rows, ERRORS),
+    TrainingCheck("trace", _loss_function, ERRORS),
+    TrainingCheck("trace of an evaluation", _mesh_around, ERRORS),
+    TrainingCheck("trace of an evaluation", _evaluated, ERRORS),
+    TrainingCheck("trace of an evaluation", _meshes_of_evaluation, ERRORS),
+    TrainingCheck("trace of an evaluation", _rows_of_evaluation, ERRORS),
+    TrainingCheck("trace of an evaluation", _eval_function, ERRORS),
+    TrainingCheck("loss", _axes_of_loss, ERRORS),
+    TrainingCheck("gradient", _branches, ERRORS),
+    TrainingCheck("aux", _averages, MISTAKES),
+    TrainingCheck("results", _equal_results, ERRORS),
+    TrainingCheck("traced", _options, MISTAKES),
+    TrainingCheck("traced", _idle_axes, MISTAKES),
+    TrainingCheck("traced", _replicated, MISTAKES),
+    TrainingCheck("traced", _gathered_stacks, MISTAKES),
+    TrainingCheck("traced", _whole_trees, MISTAKES),
+    TrainingCheck("names", calls.check_names, ERRORS),
+    TrainingCheck("call", calls.check_others_of_call, ERRORS),
+    TrainingCheck("call", calls.check_donated, ERRORS),
+    TrainingCheck("call", calls.compare_first_batch, "processes.md"),
+    TrainingCheck("placed", calls.check_placed, ERRORS),
+    TrainingCheck("refused", calls.raise_for_leaf, ERRORS),
+    TrainingCheck("returned", calls.warn_of_padded_call, MISTAKES),
+    TrainingCheck("failure", raise_with_cure, ERRORS),
+]
+
+
+def run_checks(moment: Moment, context: Any) -> None:
+    """Runs the checks of a moment in the order of the table."""
+    for check in CHECKS:
+        if check.moment == moment:
+            check.looks(context)

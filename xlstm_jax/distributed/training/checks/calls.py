@@ -1,0 +1,195 @@
+"""Checks of a call of a step.
+
+before   the names of arguments; what was donated, as some releases of JAX then end the process; the first batch of
+         several processes; how a batch is placed
+failure  which leaf it is that JAX refuses before it traces
+after    whether rows that only pad were counted
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
+from xlstm_jax.distributed.data_parallel.trees import named_leaf
+from xlstm_jax.distributed.device_mesh.batch_leaves import why_no_array
+from xlstm_jax.distributed.device_mesh.batches import any_padded, padded_rows_of
+from xlstm_jax.distributed.training.arguments import DONATED, GIVEN
+from xlstm_jax.distributed.training.checks.check import JittedCall
+from xlstm_jax.distributed.training.first_batch import compare_batches
+from xlstm_jax.distributed.training.mistakes import warn_of_padding
+from xlstm_jax.wording import kind_of
+
+
+def check_names(call: JittedCall) -> None:
+    """Raises a ``TypeError`` where the arguments of a call are not those that a step takes."""
+    step, args, kwargs = call.step, call.args, call.kwargs
+    if kwargs or len(args) != len(step.needed):
+        written = f"step({', '.join(step.needed)})"
+        by_place = step.arguments[: len(args)]
+        for name in step.needed:
+            if name not in by_place and name not in kwargs:
+                raise TypeError(f"{written} was called without {name!r}. Pass {GIVEN[name]}.")
+        unknown = [name for name in kwargs if name not in step.arguments and name != "others"]
+        rest = "Further trees come by name, as others={'teacher': params}, and all else in the batch."
+        if unknown:
+            raise TypeError(f"{written} has no argument {unknown[0]!r}. {rest}")
+        if len(args) > len(step.arguments):
+            raise TypeError(f"{written} was called with {len(args)} arguments. {rest}")
+        if twice := [name for name in by_place if name in kwargs]:
+            raise TypeError(f"{written} was given {twice[0]!r} twice, by its place and by its name. Pass it once.")
+    if (others := call.named.get("others")) is not None and not isinstance(others, Mapping):
+        raise TypeError(
+            f"others is {kind_of(others)}; pass a dict of trees by the names that the function takes them by, as "
+            "step(..., others={'teacher': teacher_state.params})."
+        )
+
+
+def check_others_of_call(call: JittedCall) -> None:
+    """Raises where a tree of ``others`` has lost its boxes, or is donated by the same call."""
+    if call.named.get("others"):
+        _check_others(call.named["others"], [call.named.get(name) for name in call.step.donated])
+
+
+def check_donated(call: JittedCall) -> None:
+    """Raises a ``ValueError`` where a step before has taken over the memory of an argument."""
+    for name in DONATED:
+        if name in call.named and any(map(_is_deleted, _some_leaves(name, call.named[name]))):
+            raise _deleted(name, name)
+
+
+def compare_first_batch(call: JittedCall) -> None:
+    """Compares the batch between processes, once for each step: processes wait for each other here."""
+    if "compared" not in call.step.seen and "batch" in call.named:
+        # What is no array is named when the call has failed.
+        if not any(map(why_no_array, jax.tree.leaves(call.named["batch"]))):
+            compare_batches(call.named["batch"], call.step.layout.mesh)
+        call.step.seen.add("compared")
+
+
+def check_placed(call: JittedCall) -> None:
+    """Raises a ``ValueError`` where a leaf of the batch is split along another dim than the step reads it."""
+    batch = call.named.get("batch")
+    # Shardings compare faster than their specs are read: a step pays a few microseconds.
+    shardings = tuple(map(_sharding, jax.tree.leaves(batch)))
+    if shardings in call.step.seen:
+        return
+    for path, leaf, axes in call.step.layout.misplaced(batch, shardings):
+        raise ValueError(
+            f"{named_leaf('batch', path)} of shape {np.shape(leaf)} is placed as {leaf.sharding.spec}, which "
+            f"splits another dim than that of examples over {axes}; the step reads it split over {call.step.layout}, "
+            "so that each device would compute with other values than it holds. Place it by shard_batch, or pass "
+            "NumPy arrays. To split a sequence, pass batch_spec=P(('dp', 'fsdp'), 'cp'), say, to both."
+        )
+    call.step.seen.add(shardings)
+
+
+def raise_for_leaf(call: JittedCall) -> None:
+    """Raises an error that names the leaf which JAX refuses, where there is one."""
+    # Only after a failure: to look at all leaves takes as long as a call.
+    mesh = call.step.layout.mesh if "incompatible devices" in str(call.error) else None
+    if cause := next(_errors_in(call.named, mesh), None):
+        raise cause from None
+
+
+def warn_of_padded_call(call: JittedCall) -> None:
+    """Warns where a step has counted rows that only pad, once for each kind of batch."""
+    if not any_padded():
+        return
+    batch = call.named.get("batch")
+    leaves, treedef = jax.tree.flatten(batch)
+    padded = tuple((np.shape(leaf), padded_rows_of(leaf) is not None) for leaf in leaves)
+    if any(is_padded for _, is_padded in padded) and ("padded", treedef, padded) not in call.step.seen:
+        call.step.seen.add(("padded", treedef, padded))
+        warn_of_padding(batch, call.step.counting(batch, call.args, call.kwargs))
+
+
+def _sharding(leaf: Any) -> Any:
+    return None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
+
+
+def _some_leaves(name: str, argument: Any) -> Iterable[Any]:
+    """One array of each tree that a step donates as a whole: to check all of them takes as long as to call the step."""
+    if name != "state":
+        return jax.tree.leaves(argument)[:1]
+    first = getattr(argument, "params", None)
+    while isinstance(first, dict) and first:  # to flatten the tree would take as long as a call, too
+        first = next(iter(first.values()))
+    return getattr(argument, "step", None), leaf_of(first).value if is_box(first) else first
+
+
+def _check_others(others: PyTree, donated: PyTree) -> None:
+    """Raises where a leaf has lost its box, or is donated at once: some releases of JAX then end the process."""
+    # By identity, as a copy of the same values is welcome. All of them are alive here, so that no id is used twice.
+    taken = {id(x) for x in jax.tree.leaves(donated) if isinstance(x, jax.Array) and not isinstance(x, Tracer)}
+    for path, leaf in trees.leaves_with_path(others):
+        value, where = leaf_of(leaf).value if is_box(leaf) else leaf, named_leaf("others", path)
+        if id(value) in taken:
+            raise ValueError(
+                f"{where} is a leaf of the state too, and a step takes over the memory of its state. Pass a copy: "
+                "jax.tree.map(jnp.copy, state.params). (ema_params returns a copy.)"
+            )
+        its = _sharding(leaf)
+        if not is_box(leaf) and isinstance(its, NamedSharding) and not its.is_fully_replicated:
+            raise ValueError(
+                f"{where} of shape {np.shape(leaf)} has no box and is split as {its.spec}: every device would gather "
+                "all of it before the step. Hand in params as create_train_state and init_sharded make them, not "
+                "unboxed; box_like(tree, params) puts boxes back. Of a state pass state.params alone."
+            )
+
+
+def _is_deleted(leaf: Any) -> bool:
+    """Whether an array was donated. (``isinstance(leaf, jax.Array)`` would take a microsecond.)"""
+    is_deleted = getattr(leaf, "is_deleted", None)
+    return is_deleted is not None and not isinstance(leaf, Tracer) and is_deleted()
+
+
+def _errors_in(arguments: dict[str, Any], mesh: Mesh | AbstractMesh | None) -> Iterator[Exception]:
+    """An error in place of JAX's for each leaf that JAX refuses; with ``mesh``, for each leaf elsewhere too."""
+    for name, argument in arguments.items():
+        for path, leaf in trees.leaves_with_path(argument):
+            # What is no array has no dims, which ``leaf_of`` would ask for.
+            value, where = leaf_of(leaf).value if is_box(leaf) else leaf, named_leaf(name, path)
+            if reason := why_no_array(value):
+                yield TypeError(f"{where} is {reason}")
+            elif isinstance(value, jax.Array) and not isinstance(value, Tracer):
+                if value.is_deleted():
+                    yield _deleted(name, where)
+                elif isinstance(mesh, Mesh) and value.committed and _ids_of(value) != _ids(mesh.devices.flat):
+                    yield ValueError(
+                        f"{where} lies on the devices {_ids_of(value)}, and the mesh of the step has "
+                        f"{_ids(mesh.devices.flat)}, in this order. Make state and step with one mesh, and "
+                        "batches by shard_batch on it, or of NumPy arrays."
+                    )
+
+
+def _deleted(name: str, where: str) -> ValueError:
+    if name in DONATED:
+        return ValueError(
+            f"{where} was handed to a step before: that takes over the memory of its {name}, and returns "
+            f"the next. Go on with the {name} that it returned. To use one twice, pass a copy of it: "
+            f"jax.tree.map(jnp.copy, {name})."
+        )
+    if name == "others":
+        return ValueError(
+            f"{where} was deleted: a step has taken over the state that it belonged to. Hand in what the newest state "
+            "of that model holds, or a copy that was made before: jax.tree.map(jnp.copy, state.params)."
+        )
+    return ValueError(f"{where} was deleted: it was donated to a function (donate_argnums). Hand in one that is alive.")
+
+
+def _ids_of(value: jax.Array) -> list[int]:
+    """The ids of an array's devices, in the order of its mesh."""
+    if isinstance(value.sharding, NamedSharding) and isinstance(value.sharding.mesh, Mesh):
+        return _ids(value.sharding.mesh.devices.flat)
+    return sorted(_ids(value.sharding.device_set))
+
+
+def _ids(devices: Any) -> list[int]:
+    return [device.id for device in devices]

@@ -1,0 +1,121 @@
+"""JAX's errors about types and forward derivatives in a user's function, raised anew with a cure."""
+
+import re
+import traceback
+from typing import Any
+
+import jax
+
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.wording import listed, one_line
+
+# JAX's words
+NO_TYPE = " requires varying manual axes to match"
+MIXED_AXES = re.compile(r"(\S+) can only accept axis_name .* Got input type: (.*), axes: \((.*)\) and input state")
+KERNEL = "`manual_axis_type` on `jax.ShapeDtypeStruct` must not be `None`"
+FORWARD, FORWARD_RULE = "can't apply forward-mode autodiff (jvp) to a custom_vjp", "rule for 'custom_lin'"
+BRANCHES, TYPES = "branches must have equal output types", "manual axis types do not match"
+CARRY, VARYING = "carry input and carry output must have equal types, but they differ", "to='varying'"
+
+
+def raise_with_cure(error: Exception) -> None:
+    """Raises an error with a cure in place of one of JAX's, where there is a cure."""
+    if cure := _with_cure(error):
+        raise cure from error
+
+
+def _with_cure(error: Exception) -> Exception | None:
+    text = one_line(error)
+    if (isinstance(error, NotImplementedError) and FORWARD_RULE in text) or FORWARD in text:
+        return TypeError(
+            "jax.jvp, jax.linearize or jax.jacfwd differentiates forward through the gather of a parameter, which has "
+            "a backward rule only. Gather first, and differentiate what was gathered: whole = gather_params(params, "
+            "axes), and jax.jvp(lambda whole: f(whole), (whole,), (tangents,)). Derivatives with respect to inputs "
+            "need none of it."
+        )
+    if CARRY in text and VARYING in text:
+        return TypeError(
+            "a scan or a loop of this model begins with a carry that is equal on all devices by its type (zeros, as an "
+            f"LSTM's), and becomes one that varies: {text.partition(CARRY)[2].partition(', so')[0].strip(' :*,')}. "
+            "Pass check_vma=False (to make_train_step, or to your shard_map): the gradients are the same. Or cast the "
+            "carry where the model makes it: pcast(carry, axes, to='varying') of jax.lax, with all axes of the batch. "
+            "(nn.RNN within a wrapped model does so by itself.)"
+        )
+    if BRANCHES in text and TYPES in text:
+        return TypeError(
+            "a branch of this model (lax.cond or switch) returns what is equal on all devices by its type (a constant, "
+            "a collection), and another returns what varies: "
+            f"{text.partition(' The output')[2].partition(' This might')[0].strip(' ,.')}. Pass check_vma=False (to "
+            "make_train_step, or to your shard_map): the gradients are the same. Or cast the results of both branches: "
+            "pcast(result, axes, to='varying') of jax.lax, with all axes of the batch."
+        )
+    if KERNEL in text:
+        return ValueError(
+            f"{_module_of(error)} calls a Pallas kernel, whose result has no type under check_vma=True. Wrap the "
+            "function that runs the kernel: typed_kernel(kernel)(...), from xlstm_jax.distributed. Values and "
+            "gradients are the same."
+        )
+    if jax.config.jax_auto_pcast and (found := MIXED_AXES.search(text)):
+        return _of_mixed_axes(*found.groups())
+    if _is_of_vmapped_axis(error):
+        return _of_vmapped_axis("a collective", "an axis that the mesh does not have")
+    if not isinstance(error, ValueError) or not (NO_TYPE in text or MIXED_AXES.search(text)):
+        return None
+    primitive = MIXED_AXES.sub(r"\1", text).partition(NO_TYPE)[0].removeprefix("Primitive ")
+    if not jax.config.jax_auto_pcast:
+        return ValueError(
+            f"the primitive {primitive!r} mixes types, and jax_auto_pcast is False: under check_vma=True JAX casts "
+            "no value that is equal on all devices where it meets one that varies, which nearly every model needs. "
+            "Leave it on, jax.config.update('jax_auto_pcast', True); or pass check_vma=False (to make_train_step, or "
+            "to your shard_map), where there are no types."
+        )
+    cure = (
+        "Pass check_vma=False (to make_train_step, or to your shard_map): unless the model reduces over a further "
+        "axis, the gradients are the same."
+    )
+    if primitive == "polynomial":
+        return ValueError(
+            f"JAX {jax.__version__} has no gradient of this loss under check_vma=True: in float32 its derivatives of "
+            f"the exact gelu, erf and erfc mix types in the primitive {primitive!r}. {cure} Or take "
+            "gelu(approximate=True), or bfloat16 for that function."
+        )
+    return ValueError(
+        f"one of JAX's own rules (of a derivative, say, or of a branch under jax.vmap) mixes types in the primitive "
+        f"{primitive!r}, on JAX {jax.__version__} under check_vma=True. {cure}"
+    )
+
+
+def _is_of_vmapped_axis(error: Exception) -> bool:
+    """Whether an error is JAX's bare assertion of a collective over an axis of ``jax.vmap`` alone."""
+    # It has no text. It is raised where JAX would cast the operand to varying over axes that no mesh has.
+    return isinstance(error, AssertionError) and traceback.extract_tb(error.__traceback__)[-1].name == "pvary"
+
+
+def _of_vmapped_axis(collective: str, axes: str) -> ValueError:
+    return ValueError(
+        f"{collective} reduces over {axes}, as jax.vmap or nn.vmap(axis_name=...) names it, and under check_vma=True "
+        "JAX has no collective over such an axis inside shard_map. Pass check_vma=False (to make_train_step and "
+        "make_eval_step, or to your shard_map): values and gradients are those of one device."
+    )
+
+
+def _of_mixed_axes(collective: str, operand: str, axes: str) -> ValueError:
+    """Of a collective over ``axes`` along some of which its operand, a type, does not vary; all as JAX writes them."""
+    mesh = collectives.manual_axes()
+    if off_mesh := [axis for axis in re.findall(r"'([^']*)'", axes) if axis not in mesh]:
+        return _of_vmapped_axis(f"{collective} over ({axes})", listed(off_mesh))
+    return ValueError(
+        f"{collective} reduces over ({axes}), and its operand, {operand}, is equal along some of these axes by its "
+        "type: under check_vma=True one call reduces over axes of one kind. Name the axes along which it differs, as "
+        "axis_name= of a BatchNorm those of the batch; or pass check_vma=False (to make_train_step, or to your "
+        "shard_map), where a mean over equal values changes nothing."
+    )
+
+
+def _module_of(error: Exception) -> str:
+    """The innermost Linen module that was running as ``error`` was raised: its path, or the class of the model."""
+    innermost: Any = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        running = frame.f_locals.get("self")
+        innermost = running if getattr(running, "scope", None) is not None else innermost
+    return f"module '{'/'.join(innermost.path) or type(innermost).__name__}'" if innermost else "this loss"
