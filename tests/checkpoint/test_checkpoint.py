@@ -106,6 +106,17 @@ NOT_STORED = ["uint2", "uint4", "float8_e4m3"]  # TensorStore has no such dtypes
 KEYS = ["threefry2x32", "rbg", "unsafe_rbg"]
 
 
+def test_arrays_of_each_dtype_are_read_in_the_sharding_of_the_target():
+    """Each process reads its shards; of a Python number, whose dtype an array may have too, there are none."""
+    sharding = NamedSharding(mesh_of(2, 4), P(AXES))
+    arrays = {name: jax.ShapeDtypeStruct((8, 3), name, sharding=sharding) for name in NUMBERS}
+    likes = record.bare_leaves(arrays | {"number": True})
+    structs = record.read_structs(record.record_without_sums(likes), likes)
+    assert {path: struct.sharding for path, struct in structs.items()} == dict.fromkeys(arrays, sharding) | {
+        "number": None
+    }
+
+
 def test_every_dtype_is_read_shard_by_shard(tmp_path):
     """Split and replicated; in 64 bits, too."""
     mesh = mesh_of(2, 4)

@@ -312,6 +312,13 @@ def test_frozen_leaves_are_gathered_as_before_and_nothing_else_travels(remat):
     assert flops[0] - flops[1] == dense_0 + 3 * up + 2 * up
 
 
+def test_a_frozen_leaf_has_no_gradient_wherever_it_is_read():
+    ones = np.ones(3, np.float32)
+    params = freeze_params({"base": ones, "lora": ones}, lambda path: path == "lora")
+    grads = jax.grad(lambda params: jnp.sum(3 * params["base"] + 3 * params["lora"]))(params)
+    assert grads["base"].value.tolist() == [0, 0, 0] and grads["lora"].tolist() == [3, 3, 3]
+
+
 def test_a_gradient_by_hand_is_zero_and_costs_nothing():
     model = Model(fsdp())
     params = init_sharded(model, MESH, KEY, X, batch_axes=AXES, trainable=is_trained)["params"]

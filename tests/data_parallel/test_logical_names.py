@@ -12,6 +12,7 @@ from flax.linen import partitioning
 
 from tests.support import AXES, KEPT, assert_same_params, fsdp, mesh_of, plain
 from xlstm_jax.distributed import (
+    abstract_train_state,
     create_train_state,
     init_sharded,
     make_train_step,
@@ -151,6 +152,19 @@ def test_attention_of_flax_with_logical_names_trains_as_on_one_device(wrap, chec
     want = jax.jit(jax.grad(loss_fn), static_argnums=1)(start, Layers().apply, X, None)
     state, _ = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma, whole_ok=True)(state, X, jax.random.key(0))
     assert_same_params(state.opt_state, want)
+
+
+def test_a_layer_that_makes_a_flat_matrix_in_a_box_is_initialised_in_a_mesh():
+    """``nn.DenseGeneral`` reads a box of three names around a matrix, which Flax would constrain by these names."""
+    init = nn.with_partitioning(nn.initializers.lecun_normal(), ("fsdp", None, None))
+    layer = nn.DenseGeneral((2, 4), kernel_init=init, use_bias=False)
+    options = {"batch_axes": AXES, "whole_ok": True}
+    state = abstract_train_state(layer, KEPT, mesh_of(2, 4), jax.random.key(0), X, **options)
+    kernel = leaf_of(state.params["kernel"])
+    assert kernel.names == ("fsdp", None, None) and kernel.value.shape == (8, 2, 4)
+    assert kernel.value.sharding.shard_shape((8, 2, 4)) == (2, 2, 4)
+    with jax.set_mesh(mesh_of(2, 4)), pytest.raises(ValueError, match="rank"):  # guard: Flax alone cannot
+        jax.eval_shape(layer.init, jax.random.key(0), X)
 
 
 def test_names_whose_axes_do_not_divide_a_dim_are_refused():

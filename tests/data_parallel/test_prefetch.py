@@ -19,6 +19,9 @@ from xlstm_jax.distributed import (
     scan_layers,
     unbox,
 )
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
+from xlstm_jax.distributed.data_parallel.prefetch import prefetched_scan
+from xlstm_jax.distributed.data_parallel.wire.collectives import to_varying
 from xlstm_jax.forecast.cost.collective_traffic import find_collectives
 from xlstm_jax.forecast.hlo.program import parse
 from xlstm_jax.foreign import scans_over_params
@@ -99,6 +102,20 @@ def test_losses_and_gradients_are_those_of_the_scan(case):
     np.testing.assert_allclose(got, want, rtol=1e-6)
     assert_same_params(got_grads, want_grads, 2e-6)
     assert all(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(unbox(want_grads)))  # guard: all leaves count
+
+
+def test_each_layer_computes_with_its_own_weights():
+    """A layer doubles the carry and adds its weight: the first layer's weight counts most."""
+    weights = np.float32([1, 10, 100, 1000])[:, None] * np.ones((4, 2), np.float32)
+    mesh = mesh_of(1, 2)
+
+    def run(shards):
+        layer = lambda weights, carry, inputs, shared: (2 * carry + weights, ())  # noqa: E731
+        stacked = Sharded(shards, ("fsdp",))
+        return prefetched_scan(layer, stacked, to_varying(jnp.zeros(2), ("fsdp",)), (), (), ())[0]
+
+    last = on_mesh(run, mesh, True, P(None, "fsdp"), P("fsdp"))(weights)
+    assert last.tolist() == 2 * [8.0 * 1 + 4 * 10 + 2 * 100 + 1000] * 2
 
 
 def sent_bytes(step, args, mesh):

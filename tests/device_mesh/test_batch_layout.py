@@ -1,5 +1,7 @@
 """A batch is laid out as its specs say, on devices and without; what the data or the mesh do not have is refused."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from xlstm_jax.distributed import DeviceMeshManager, abstract_batch, create_train_state, make_train_step, shard_batch
 from xlstm_jax.distributed.device_mesh.batch_layout import batch_layout
 from xlstm_jax.distributed.device_mesh.zigzag import from_zigzag, to_zigzag
+from xlstm_jax.distributed.model_parallel import context_positions
 
 ROWS = ("dp", "fsdp")
 BATCH = {"tokens": np.arange(64).reshape(4, 16), "label": np.arange(4), "scale": np.float32(2)}
@@ -55,6 +58,23 @@ def test_rows_are_padded_and_tokens_are_not(mesh):
     rows = {"tokens": BATCH["tokens"][:3]}
     batch, weight = shard_batch(rows, mesh, batch_spec=P(ROWS, "cp"), pad=True)
     assert batch["tokens"].shape == (4, 16) and weight.tolist() == [1, 1, 1, 0] and weight.sharding.spec == P(ROWS)
+
+
+def test_a_step_has_the_layout_of_a_batch_that_was_laid_out_before(mesh):
+    """Inside ``shard_map`` each token lies at the position that layers read; leaves in natural order are exchanged."""
+    natural = np.tile(np.arange(16), (4, 1))
+    batch, layout = to_zigzag({"x": natural}, 2) | {"natural": natural}, batch_layout(mesh, None, P(ROWS, "cp"))
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh, in_specs=(layout.in_specs(batch),), out_specs=P(ROWS, "cp"))
+    def as_layers_see_it(batch):
+        with layout.of_batch(batch).entered(batch) as tokens:
+            return tokens | {"positions": context_positions(8, "cp") + 0 * tokens["natural"]}
+
+    seen = jax.device_get(as_layers_see_it(batch))
+    assert seen["x"][0].tolist() == [*range(4), *range(12, 16), *range(4, 12)]
+    assert seen["positions"].tolist() == seen["natural"].tolist() == seen["x"].tolist()
+    assert layout.of_batch({"x": natural}).tokens == "contiguous"  # guard
 
 
 def test_a_whole_batch_is_laid_out_in_zigzag_and_back():

@@ -464,6 +464,14 @@ def test_a_state_is_carried_through_scan(check_vma):
     assert (float(got["mean"]), float(got["n"]), float(got["max"])) == (19.5, 40, 39)
 
 
+def test_a_log_step_returns_an_empty_state():
+    mesh, metric = mesh_of(1, 2), Sum(jnp.int32)
+    log_step = make_log_step(metric, mesh, AXES)
+    first, emptied = log_step(metric.as_local(metric.state_of(Count.of(jnp.int32(7))), AXES, mesh))
+    second, _ = log_step(emptied)
+    assert (int(first), int(second)) == (7, 0)
+
+
 def observed_loss(params, apply_fn, batch, rng):
     error = jnp.mean((apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2, axis=-1)
     return error.mean(), {"error": (error, batch["weight"]), "square": batch["x"], "n": error.size}

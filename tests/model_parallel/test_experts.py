@@ -24,10 +24,11 @@ from xlstm_jax.distributed import (
     sync_gradients,
     unbox,
 )
+from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
 from xlstm_jax.distributed.model_parallel import ColumnDense, RowDense
 from xlstm_jax.distributed.model_parallel import experts as experts_file
-from xlstm_jax.distributed.model_parallel.activations import join_tokens, split_tokens
+from xlstm_jax.distributed.model_parallel.activations import join_tokens, leave_split, split_tokens
 from xlstm_jax.distributed.model_parallel.experts import (
     Experts,
     apply_by_group,
@@ -180,6 +181,24 @@ class NormedMLP(nn.Module):
         return nn.Dense(DIM, bias_init=bias, name="down")(hidden)
 
 
+def test_rows_of_a_split_expert_stay_equal_by_type_along_its_axis():
+    """The expert has a part of its weights on each device, and sums its results, as a row-split layer does."""
+    mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "tp": 2}, devices=jax.devices()[:4])
+
+    def expert(weights, rows):
+        assert collectives.varying_axes(rows) == {"dp"} and collectives.varying_axes(weights) == {"dp", "tp"}
+        return leave_split(rows @ weights, "tp")
+
+    def run(weights, rows):
+        return apply_by_group(expert, weights, rows, jnp.array([1, 2]), 2)
+
+    specs = (P(None, None, "tp"), P("dp"))
+    traced = jax.eval_shape(
+        jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P("dp")), np.ones((2, 5, 6)), np.ones((6, 5))
+    )
+    assert traced.shape == (6, 3)
+
+
 @pytest.mark.parametrize("axes, check_vma", [(("dp", "ep"), True), (("dp",), True), (("dp",), False)])
 def test_layers_within_an_expert_may_be_split_over_a_further_axis(axes, check_vma):
     """The axis of experts splits the batch, or is an axis of its own."""
@@ -209,8 +228,6 @@ def test_guard_rows_must_come_back_to_their_tokens(monkeypatch):
 
 def test_guard_gradients_of_tokens_that_are_the_same_come_from_all_devices(monkeypatch):
     """Without their own rule, slice and gather have other gradients where there are no types."""
-    from xlstm_jax.distributed.data_parallel.wire import collectives
-
     monkeypatch.setattr(experts_file, "all_parts", collectives.all_gather_equal)
     state, _, _ = step_on({"dp": 4, "ep": 2}, "dp", False, top_k=2)
     got, want = unbox(state.opt_state)["experts"], of_one_device(top_k=2)[2]["experts"]
@@ -311,6 +328,13 @@ def test_a_balanced_router_has_the_loss_1():
 
 
 # ------------------------------------------------------------------------------------------------ experts on their rows
+
+
+def test_an_expert_has_the_gradient_of_its_rows_alone():
+    """Of three rows in blocks of two, the second block reaches into the rows of the next expert."""
+    factors, rows = np.float32([2, 3]), np.float32([[1], [10], [100], [1000], [10000]])
+    total = lambda factors: apply_by_group(doubled, factors, rows, jnp.array([3, 1]), 2).sum()  # noqa: E731
+    assert jax.grad(total)(factors).tolist() == [111, 1000]
 
 
 def test_groups_are_those_of_a_loop_and_rows_behind_them_are_zeros():

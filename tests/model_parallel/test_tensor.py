@@ -161,6 +161,40 @@ def test_ten_steps_of_adamw_with_clipping_are_those_of_one_device(name, kv_heads
     assert losses[-1] < 0.8 * losses[0]  # guard: it was trained
 
 
+def test_each_device_has_the_key_head_of_its_queries():
+    """Two key heads on four devices: the first two compute the first head, and the others the second."""
+    rng, mesh = np.random.default_rng(0), DeviceMeshManager.create_device_mesh({"tp": 4}, devices=jax.devices()[:4])
+    x, kernel = (rng.normal(size=shape).astype(np.float32) for shape in ((3, 5), (5, 2, 4)))
+    layer = ColumnDense((2, 4), copied=True, use_bias=False)
+    run = on_mesh(lambda x, kernel: layer.apply({"params": {"kernel": kernel}}, x), mesh, True, P(), P(None, "tp"))
+    want = np.repeat(np.einsum("bd,dhe->bhe", x, kernel), 2, axis=1)
+    np.testing.assert_allclose(run(x, kernel), want, rtol=1e-5)
+    assert np.abs(want[:, 0] - want[:, 2]).max() > 1  # guard: heads differ
+
+
+class SumsInScan(nn.Module):
+    """The sum over devices of each layer's result."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        return x, leave_split(x * self.param("scale", nn.initializers.ones, ()), "tp")
+
+
+def test_a_layer_of_flaxs_scan_may_sum_what_differs_by_device():
+    """Flax traces a layer once for its shapes alone, and all of its arguments are then equal on all devices by type."""
+    mesh = DeviceMeshManager.create_device_mesh({"tp": 2}, devices=jax.devices()[:2])
+    layers = nn.scan(SumsInScan, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()
+    params = {"params": {"scale": np.float32([1, 2, 4])}}
+
+    def traced(spec):
+        run = lambda x: layers.apply(params, x, None)[1]  # noqa: E731
+        return jax.eval_shape(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=P()), np.ones((2, 5), np.float32))
+
+    assert traced(P("tp")).shape == (3, 1, 5)
+    with pytest.raises(ValueError, match="is equal along 'tp' by its type, and would count 2 times"):
+        traced(P())
+
+
 def test_a_checkpoint_restores_onto_other_meshes(tmp_path):
     state = state_of("2x4", split=SPLIT, tx=optax.sgd(0.1))
     with Checkpointer(tmp_path) as checkpointer:

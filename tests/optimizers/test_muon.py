@@ -27,6 +27,7 @@ from tests.support import (
 )
 from xlstm_jax.distributed import (
     Checkpointer,
+    DeviceMeshManager,
     Replicas,
     abstract_train_state,
     create_train_state,
@@ -41,7 +42,9 @@ from xlstm_jax.distributed import (
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, true_value
 from xlstm_jax.distributed.data_parallel.trees import map_leaves
 from xlstm_jax.distributed.optimizers import matrix_dimensions
+from xlstm_jax.distributed.optimizers.matrices.groups import MatrixForm, MatrixLeaf, grouped, in_rounds
 from xlstm_jax.distributed.optimizers.matrices.muon import newton_schulz_flops
+from xlstm_jax.distributed.optimizers.matrices.owners import by_owners
 from xlstm_jax.forecast import forecast
 from xlstm_jax.forecast.training import Workload
 
@@ -203,6 +206,29 @@ def test_copies_share_the_work_where_that_makes_it_less():
     assert_same_params(got, want, TOLERANCE)
     of_each = re.findall(r"dot_general.*-> tensor<((?:\d+x)?)256x256xf32>", lowered.as_text())
     assert set(of_each) == {""}  # one of the four on a device; along fsdp alone it would be "2x"
+
+
+def test_each_matrix_of_a_round_comes_back_from_its_owner():
+    """Three forms on three devices: each has one matrix, which the rule must see whole."""
+    shapes = {"a": (3, 6), "b": (4, 9), "c": (2, 12)}
+    matrices = {name: np.random.default_rng(i).normal(size=shape) for i, (name, shape) in enumerate(shapes.items())}
+    mesh = DeviceMeshManager.create_device_mesh({"fsdp": 3}, devices=jax.devices()[:3])
+    leaves = [
+        (
+            MatrixForm(shape[:1], shape[1:], shape, ((1, ("fsdp",)),), (), "float32"),
+            MatrixLeaf(name, (0, 1), ()),
+        )
+        for name, shape in shapes.items()
+    ]
+    rounds = in_rounds(grouped(leaves, dict(mesh.shape)))
+    assert [len(together) for together in rounds] == [3]  # guard
+
+    def run(shards):
+        return by_owners(lambda x: jnp.cumsum(x, axis=-1) * jnp.linalg.norm(x), rounds[0], shards, None)
+
+    got = on_mesh(run, mesh, True, P(None, "fsdp"), P(None, "fsdp"))(matrices)
+    for name, matrix in matrices.items():
+        np.testing.assert_allclose(got[name], np.cumsum(matrix, axis=-1) * np.linalg.norm(matrix), rtol=1e-4, atol=1e-4)
 
 
 def test_the_guard_still_refuses_optax_s_own():

@@ -73,6 +73,27 @@ def test_an_exception_in_one_process_ends_the_others_with_its_text(run, mode):
     assert "has left with exit code 13: OSError: the data are gone. Process" in peer
 
 
+ALONE = """
+import time, jax
+from xlstm_jax.distributed.processes import leaving
+from xlstm_jax.private_names import job
+
+jax.distributed.initialize("127.0.0.1:{port}", 1, 0)
+leaving._start_listening()
+leaving._post(job.client, [0], "process 1 has left with exit code 13: OSError: the data are gone")
+time.sleep(0.3)
+raise OSError("my data are gone, too")
+"""
+
+
+def test_a_process_prints_its_own_error_before_that_of_another():
+    """A process alone, in whose store the reason of another stands."""
+    command = [sys.executable, "-c", ALONE.format(port=free_port())]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    own, other = (done.stderr.find(text) for text in ("OSError: my data are gone, too", "OSError: the data are gone"))
+    assert done.returncode == EXIT_FAILED and 0 <= own < other, done.stderr
+
+
 def test_a_process_that_fails_a_moment_later_prints_its_own_error(run):
     codes, errors = ended(run("exception, both, first", 2))
     assert codes == [EXIT_FAILED] * 2 and "OSError: my data are gone, too" in errors[1]

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support import Model, assert_same_params, data, equations, fsdp, mesh_of, on_mesh, weighted_loss
 from xlstm_jax.distributed import DeviceMeshManager, Replicas, create_train_state, make_train_step
+from xlstm_jax.distributed.data_parallel.gather import gather_params
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
@@ -100,6 +101,19 @@ def test_gathered_once_is_gathered_as_the_modules_would():
     (each, each_metrics), (once, once_metrics) = results
     np.testing.assert_allclose(each_metrics["loss"], once_metrics["loss"], rtol=1e-6)
     assert_same_params(once, each, tolerance=2**-8)
+
+
+def test_weights_that_are_gathered_once_have_the_dtype_in_which_they_travel():
+    """As where each module gathers its own."""
+
+    def local(shard):
+        box = Sharded(shard, ("fsdp",), communication=Communication.of("bfloat16", None))
+        of_each, once = (STRATEGIES[name].weights({"w": box}, ("fsdp",))["w"] for name in ("reduce_each", "reduce_once"))
+        return gather_params(of_each, ("fsdp",)), once
+
+    run = on_mesh(local, mesh_of(1, 2), False, P("fsdp"), P())
+    of_each, once = jax.eval_shape(run, np.ones(4, np.float32))
+    assert once.shape == (4,) and once.dtype == of_each.dtype == jnp.bfloat16
 
 
 def test_gathered_once_gradients_are_not_narrowed_on_their_way():

@@ -125,6 +125,19 @@ def test_the_arguments_that_are_right_trace():
     trace(batch=None, loss=lambda p, f, b, r: jnp.mean(f({"params": p}, jax.random.normal(r, (2, 8)))))
 
 
+def test_a_nan_in_an_argument_is_named_in_place_of_a_recursion_error():
+    """In which JAX ends, where no operation has made the NaN that it looks for."""
+    bad = {"x": np.float32([[0, 1], [2, np.nan]]), "y": np.float32([np.inf])}
+    for looks, of_first in (
+        (jax.debug_nans, r"jax_debug_nans: batch\['x'\] of shape \(2, 2\) holds NaN at index \(1, 1\)"),
+        (jax.debug_infs, r"jax_debug_infs: batch\['y'\] of shape \(1,\) holds infinity at index \(0,\)"),
+    ):
+        with looks(True), pytest.raises(ValueError, match=of_first), naming_nans({"batch": bad}):
+            raise RecursionError
+    with pytest.raises(RecursionError), naming_nans({"batch": bad}):  # guard: JAX does not look
+        raise RecursionError
+
+
 def test_a_nan_in_an_argument_is_named_where_jax_looks_for_one():
     """JAX itself ends in a ``RecursionError`` there."""
     step, bad = make_train_step(mean_loss, MESH, AXES), np.array(BATCH["x"])

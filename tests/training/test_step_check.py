@@ -10,10 +10,12 @@ import optax
 import pytest
 from flax import linen as nn
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.support import AXES, data, fsdp, mean_loss, mesh_of, weighted_loss
 from xlstm_jax.distributed import (
+    TrainState,
     check_step,
     create_train_state,
     make_train_step,
@@ -24,7 +26,8 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel import box_like
 from xlstm_jax.distributed.training.state import sharded_opt_state
-from xlstm_jax.distributed.training.step_check.comparison import compare_leaves
+from xlstm_jax.distributed.training.step_check.comparison import Multiple, compare_leaves
+from xlstm_jax.distributed.training.step_check.observed import copies_differ, differ_along
 
 KEY, BATCH = jax.random.key(0), data()
 
@@ -223,6 +226,61 @@ def test_a_gradient_that_is_rounding_alone_is_not_looked_at(mesh):
     assert found.ok, str(found)
     ratios = {leaf.path.partition("/")[2]: leaf.ratio for leaf in found.leaves}
     assert ratios["key/bias"] == 1 and ratios["query/kernel"] != 1
+
+
+def small_step(factor=1, calls=1):
+    """A step of one leaf on two devices, whose gradient is ``factor`` times the right one; its state and batch."""
+    mesh, x = mesh_of(1, 2), np.arange(1.0, 9, dtype=np.float32).reshape(2, 4)
+    params = {"w": jax.device_put(np.ones(4, np.float32), NamedSharding(mesh, P("fsdp")))}
+    state = TrainState.create(apply_fn=lambda params, x: params["w"] * x, params=params, tx=optax.sgd(0.1))
+
+    @jax.jit
+    def step(state, batch, rng):
+        loss, grads = jax.value_and_grad(of_products)(state.params, state.apply_fn, batch, rng)
+        grads, opt_state = jax.tree.map(lambda g: factor * g, grads), state.opt_state
+        for _ in range(calls):
+            updates, opt_state = state.tx.update(grads, opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return state.replace(params=params, opt_state=opt_state), {"loss": loss}
+
+    return check_step(step, state, x, KEY, loss_fn=of_products)
+
+
+def of_products(params, apply_fn, batch, rng):
+    return jnp.mean(apply_fn(params, batch) ** 2)
+
+
+@pytest.mark.parametrize(
+    "options, verdict, finding",
+    [
+        ({}, "right", ""),  # guard
+        ({"factor": 2}, "wrong", "2 x"),
+        ({"calls": 2}, "wrong", "the step calls its optimizer 2 times"),
+    ],
+    ids=["right", "summed", "twice"],
+)
+def test_a_mistake_in_a_step_of_one_leaf_is_found(options, verdict, finding):
+    found = small_step(**options)
+    assert found.verdict == verdict and finding in in_one_line(found)
+
+
+def test_a_number_of_devices_is_read_from_a_ratio():
+    ratios = {ratio: Multiple.of(ratio, {"dp": 2, "fsdp": 4}, 1e-3) for ratio in (1.0, 4.0, 8.0, 0.5, 3.0)}
+    assert [(found.kind, found.over) for found in ratios.values()] == [
+        ("equal", ()),
+        ("summed", ("fsdp",)),
+        ("summed", ("dp", "fsdp")),
+        ("divided", ("dp",)),
+        ("other", ()),
+    ]
+
+
+def test_copies_of_a_leaf_that_differ_between_devices_are_found():
+    sharding = NamedSharding(mesh_of(1, 2), P())
+    for second, differ in ((1.0, ()), (2.0, ("fsdp",))):
+        copies = [jax.device_put(x, device) for x, device in zip((1.0, second), jax.devices(), strict=False)]
+        value = jax.make_array_from_single_device_arrays((), sharding, copies)
+        assert copies_differ(value) == bool(differ) and differ_along(value) == differ
 
 
 def test_a_step_that_calls_its_optimizer_twice_is_found(mesh, state):

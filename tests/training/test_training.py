@@ -252,6 +252,20 @@ def test_accumulation_is_the_gradient_of_the_whole_batch(weighted, count, check_
     assert_same_params(got, want)
 
 
+def test_aux_of_a_weighted_loss_is_divided_by_the_weight_of_the_batch():
+    """One device, whose minibatches have the weights 1 and 3."""
+
+    def loss(w, batch, rng):
+        return (w * jnp.sum(batch["y"]), jnp.sum(batch["weight"])), {"y": jnp.sum(batch["y"])}
+
+    def local(w, batch):
+        return accumulate_gradients(loss, w, batch, None, AXES, 2, weighted=True, has_aux=True)
+
+    batch = {"y": np.float32([10, 2]), "weight": np.float32([1, 3])}
+    (got, aux), _ = on_mesh(local, mesh_of(1, 1), False, P(), P())(np.float32(2), batch)
+    assert (float(got), float(aux["y"])) == (2 * 12 / 4, 12 / 4)
+
+
 @pytest.mark.one_in(2)
 @BOTH_MODES
 def test_aux_of_minibatches_is_averaged_like_the_loss(check_vma):
