@@ -108,7 +108,9 @@ def test_weights_that_are_gathered_once_have_the_dtype_in_which_they_travel():
 
     def local(shard):
         box = Sharded(shard, ("fsdp",), communication=Communication.of("bfloat16", None))
-        of_each, once = (STRATEGIES[name].weights({"w": box}, ("fsdp",))["w"] for name in ("reduce_each", "reduce_once"))
+        of_each, once = (
+            STRATEGIES[name].weights({"w": box}, ("fsdp",))["w"] for name in ("reduce_each", "reduce_once")
+        )
         return gather_params(of_each, ("fsdp",)), once
 
     run = on_mesh(local, mesh_of(1, 2), False, P("fsdp"), P())

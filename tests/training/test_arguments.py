@@ -24,6 +24,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.metrics import WeightedMean
 from xlstm_jax.distributed.plan.planning import plan_sharding
+from xlstm_jax.distributed.training.nan_inputs import naming_nans
 from xlstm_jax.forecast import forecast
 from xlstm_jax.forecast.training import Workload
 from xlstm_jax.forecast.training.linting.lint import lint
