@@ -62,9 +62,11 @@ class Uneven(Protocol):
 
     def reason(self, dim: int, size: int, parts: int) -> Reason:
         """Returns why the leaf is split along its largest dim, ``dim``."""
+        ...
 
     def stored(self, value: Any, dim: int, parts: int, before: Store) -> tuple[Any, Store]:
         """Returns the array to split along ``dim``, and its store; ``before`` is the store that the leaf has."""
+        ...
 
 
 # By the names that users pass. With "replicate" such a leaf is not split.
