@@ -26,6 +26,11 @@ FEATURES = [
         r"\bFp8Products\b|fp8_products",
     ),
     Feature(
+        "scales that a minibatch overwrites",
+        ("training/carries/overwritten_scales.py",),
+        r"\bOverwrittenScales\b|overwritten_scales",
+    ),
+    Feature(
         "carries of recurrent layers",
         ("data_parallel/extensions/recurrent_carries.py",),
         r"\bRecurrentCarries\b|recurrent_carries",
