@@ -70,8 +70,9 @@ def deleted(feature: Feature, tree: Path, with_tests: bool) -> Deleted:
         return Deleted(feature, lines, knowing, "-", done.stderr.strip().splitlines()[-1])
     if not with_tests:
         return Deleted(feature, lines, knowing, "not run", "")
-    core = [name for name in CORE if (tree / name).exists()]
+    core = [name for name in CORE if (tree / name).exists() and name not in feature.own]
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow", "--quick"]
+    command += [f"--deselect={test}" for test in feature.own if "::" in test]
     done = subprocess.run([*command, *core], cwd=tree, env=environment, capture_output=True, text=True)
     out = done.stdout.strip().splitlines()
     failed = [line for line in out if line.startswith(("FAILED", "ERROR"))]

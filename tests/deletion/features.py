@@ -9,17 +9,28 @@ class Feature:
 
     ``files`` are files and folders below ``xlstm_jax/distributed``. ``knows`` is a regular expression of the names by
     which code outside of ``files`` would know the feature. ``lines`` are pairs of a file and a regular expression:
-    further lines that go, such as a row of a registry that does not name what it imports.
+    further lines that go, such as a row of a registry that does not name what it imports. ``own`` are the tests of the
+    feature that name it by an option alone: files of ``tests``, and tests as pytest's ``--deselect`` takes them.
     """
 
     name: str
     files: tuple[str, ...]
     knows: str
     lines: tuple[tuple[str, str], ...] = ()
+    own: tuple[str, ...] = ()
 
 
 FEATURES = [
-    Feature("padding", ("data_parallel/extensions/padding.py",), r"\bZeroPadding\b|\bPadded\b|extensions\.padding\b"),
+    Feature(
+        "padding",
+        ("data_parallel/extensions/padding.py",),
+        r"\bZeroPadding\b|\bPadded\b|extensions\.padding\b",
+        own=(
+            "tests/data_parallel/test_padding.py",
+            "tests/training/test_lowered_text.py::test_a_training_step_lowers_to_the_kept_text[replicas]",
+            "tests/training/test_lowered_text.py::test_options_change_the_text",
+        ),
+    ),
     Feature(
         "fp8 products",
         ("data_parallel/extensions/fp8_products.py",),
