@@ -17,6 +17,7 @@ from rich.table import Table
 from tests.commit import commit_hash
 from tests.deletion.delete import LIBRARY, copy_tree, delete
 from tests.deletion.features import FEATURES, NOT_YET, WITHOUT_ROW, Feature
+from tests.measures import MOVED, module_of
 
 console = Console() if sys.stdout.isatty() else Console(width=160)
 
@@ -30,19 +31,12 @@ CORE = (
     "tests/training/test_accumulation.py",
     "tests/training/test_training.py",
     "tests/training/test_collections.py",
-    "tests/optimizers/test_norms.py",
     "tests/optimizers/test_sharded_optimizer.py",
     "tests/checkpoint/test_record.py",
     "tests/plan/test_plan.py",
     "tests/metrics/test_accumulators.py",
 )
-IMPORTS = """
-import pkgutil, importlib, xlstm_jax
-for module in pkgutil.walk_packages(xlstm_jax.__path__, "xlstm_jax."):
-    if not module.name.endswith("__main__") and module.name not in MOVED:
-        importlib.import_module(module.name)
-"""
-MOVED = ("xlstm_jax.distributed.forecast", "xlstm_jax.distributed.hardware")
+IMPORT_ALL = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
 
 
 class Deleted(NamedTuple):
@@ -59,13 +53,15 @@ def deleted(feature: Feature, tree: Path, with_tests: bool) -> Deleted:
     """Deletes a feature from a copy of the tree at ``tree``, and runs what is left."""
     copy_tree(tree)
     lines, left = delete(feature, tree)
-    files = [file for file in (tree / "xlstm_jax").rglob("*.py") if file.name != "__init__.py"]
-    knowing = sum(bool(re.search(feature.knows, _code(file))) for file in files)
+    files = sorted((tree / "xlstm_jax").rglob("*.py"))
+    knowing = feature.known_in({file: file.read_text() for file in files})
     if left:
         return Deleted(feature, lines, knowing, "-", f"imported by {', '.join(left)}")
     environment = os.environ | {"PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu"}
-    imports = IMPORTS.replace("MOVED", repr(MOVED))
-    done = subprocess.run([sys.executable, "-c", imports], cwd=tree, env=environment, capture_output=True, text=True)
+    moved = {module_of(file) for file in MOVED}
+    modules = [name for file in files if (name := module_of(file, tree)) not in moved and file.stem != "__main__"]
+    command = [sys.executable, "-c", IMPORT_ALL, *modules]
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     if done.returncode:
         return Deleted(feature, lines, knowing, "-", done.stderr.strip().splitlines()[-1])
     if not with_tests:
@@ -78,11 +74,6 @@ def deleted(feature: Feature, tree: Path, with_tests: bool) -> Deleted:
     failed = [line for line in out if line.startswith(("FAILED", "ERROR"))]
     fault = "; ".join(failed) or ("" if done.returncode == 0 else (out or [done.stderr])[-1])
     return Deleted(feature, lines, knowing, out[-1].partition(" in ")[0] if out else "-", fault)
-
-
-def _code(file: Path) -> str:
-    """The source without comments: a mention in words is no knowledge."""
-    return re.sub(r"#.*", "", file.read_text())
 
 
 def main(args: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from tests.deletion.features import Feature
+from tests.measures import module_of
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = "xlstm_jax/distributed"
@@ -31,16 +32,11 @@ def delete(feature: Feature, tree: Path) -> tuple[int, list[str]]:
         files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
         for file in files:
             lines += len(file.read_text().splitlines())
-            gone.add(module_of(file.relative_to(tree)))
+            gone.add(module_of(file, tree))
             file.unlink()
-        gone.add(module_of(path.relative_to(tree)))
+        gone.add(module_of(path, tree))
         if path.is_dir():
             shutil.rmtree(path)
-    for name, pattern in feature.lines:
-        file = tree / name
-        kept = [line for line in file.read_text().splitlines(keepends=True) if not re.search(pattern, line)]
-        lines += len(file.read_text().splitlines()) - len(kept)
-        file.write_text("".join(kept))
     # Faces import from each other: a name that one has lost is lost for those that import the name from there.
     lost: dict[str, set[str]] = {}
     faces = sorted((tree / "xlstm_jax").rglob("__init__.py"), key=lambda file: -len(file.parts))
@@ -51,7 +47,7 @@ def delete(feature: Feature, tree: Path) -> tuple[int, list[str]]:
             names = without(face, gone, lost)
             if names:
                 lines += len(names)
-                lost.setdefault(module_of(face.relative_to(tree)), set()).update(names)
+                lost.setdefault(module_of(face, tree), set()).update(names)
                 changed = True
     left = [file for file in sorted((tree / "xlstm_jax").rglob("*.py")) if missing(file, gone, lost)]
     for file in sorted((tree / "tests").rglob("*.py")) + sorted((tree / "benchmarks").rglob("*.py")):
@@ -60,13 +56,9 @@ def delete(feature: Feature, tree: Path) -> tuple[int, list[str]]:
     return lines, [str(file.relative_to(tree)) for file in left]
 
 
-def module_of(path: Path) -> str:
-    """Returns the dotted name of a module.
-
-    >>> module_of(Path("xlstm_jax/wording.py")), module_of(Path("xlstm_jax/distributed/__init__.py"))
-    ('xlstm_jax.wording', 'xlstm_jax.distributed')
-    """
-    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+def is_gone(module: str, name: str, gone: Collection[str], lost: dict[str, set[str]]) -> bool:
+    """Returns whether ``from module import name`` names what is gone."""
+    return module in gone or f"{module}.{name}" in gone or name in lost.get(module, ())
 
 
 def missing(file: Path, gone: Collection[str], lost: dict[str, set[str]]) -> list[ast.stmt]:
@@ -74,9 +66,7 @@ def missing(file: Path, gone: Collection[str], lost: dict[str, set[str]]) -> lis
     found: list[ast.stmt] = []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
-            names = {alias.name for alias in node.names}
-            of_package = {f"{node.module}.{name}" for name in names}
-            if node.module in gone or of_package & set(gone) or names & lost.get(node.module, set()):
+            if any(is_gone(node.module, alias.name, gone, lost) for alias in node.names):
                 found.append(node)
         elif isinstance(node, ast.Import) and {alias.name for alias in node.names} & set(gone):
             found.append(node)
@@ -88,18 +78,11 @@ def without(face: Path, gone: Collection[str], lost: dict[str, set[str]]) -> set
     statements = missing(face, gone, lost)
     if not statements:
         return set()
-    source = face.read_text()
-    lines = source.splitlines(keepends=True)
+    lines = face.read_text().splitlines(keepends=True)
     names: set[str] = set()
     for node in sorted(statements, key=lambda node: -node.lineno):
         assert isinstance(node, ast.ImportFrom), ast.unparse(node)
-        bad = [
-            alias
-            for alias in node.names
-            if node.module in gone
-            or f"{node.module}.{alias.name}" in gone
-            or alias.name in lost.get(node.module or "", set())
-        ]
+        bad = [alias for alias in node.names if is_gone(node.module or "", alias.name, gone, lost)]
         names |= {alias.asname or alias.name for alias in bad}
         node.names = [alias for alias in node.names if alias not in bad]
         lines[node.lineno - 1 : node.end_lineno] = [ast.unparse(node) + "\n"] if node.names else []

@@ -1,6 +1,9 @@
 """The features that can be deleted, and those that cannot yet."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -8,16 +11,19 @@ class Feature:
     """A feature that stands beside the core.
 
     ``files`` are files and folders below ``xlstm_jax/distributed``. ``knows`` is a regular expression of the names by
-    which code outside of ``files`` would know the feature. ``lines`` are pairs of a file and a regular expression:
-    further lines that go, such as a row of a registry that does not name what it imports. ``own`` are the tests of the
-    feature that name it by an option alone: files of ``tests``, and tests as pytest's ``--deselect`` takes them.
+    which code outside of ``files`` would know the feature. ``own`` are the tests of the feature that name it by an
+    option alone: files of ``tests``, and tests as pytest's ``--deselect`` takes them.
     """
 
     name: str
     files: tuple[str, ...]
     knows: str
-    lines: tuple[tuple[str, str], ...] = ()
     own: tuple[str, ...] = ()
+
+    def known_in(self, texts: Mapping[Path, str]) -> int:
+        """Returns how many files know the feature: faces and comments only name a feature."""
+        code = [re.sub(r"#.*", "", text) for path, text in texts.items() if path.name != "__init__.py"]
+        return sum(bool(re.search(self.knows, text)) for text in code)
 
 
 FEATURES = [

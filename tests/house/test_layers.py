@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.measures import names_imported
+from tests.measures import FOREIGN, MOVED, module_of, names_imported
 
 PACKAGE = Path(__file__).parents[2] / "xlstm_jax"
 
@@ -17,12 +17,7 @@ ORDER = """common_types, private_names, quiet_import, program_names < wording, e
     < data_parallel < processes, optimizers, model_parallel < device_mesh, checkpoint < metrics, plan, resilience
     < training < forecast < cli"""
 LEVEL = {name.strip(): level for level, names in enumerate(ORDER.split("<")) for name in names.split(",")}
-MOVED = [PACKAGE / "distributed" / name for name in ("forecast.py", "hardware.py")]  # each is an error
 FILES = sorted(set(PACKAGE.rglob("*.py")) - set(MOVED))
-
-
-def module_of(path):
-    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
 MODULES = {module_of(path): path for path in FILES}
@@ -124,12 +119,9 @@ def test_linen_is_known_where_modules_are_lifted_and_nowhere_else():
     }
 
 
-FOREIGN = r"_getframe|f_locals|__closure__|getclosurevars|cell_contents|parent_trace"
-
-
 @pytest.mark.parametrize("path", FILES, ids=module_of)
 def test_frames_and_closures_of_other_libraries_are_read_in_one_place(path):
-    found = re.findall(FOREIGN, path.read_text())
+    found = FOREIGN.findall(path.read_text())
     assert bool(found) == (path.stem == "foreign") or path.stem in READS_ERRORS, f"{path.stem} reads {found}"
 
 

@@ -7,6 +7,9 @@ import pytest
 
 from tests import quick
 from tests.cover.data import path_of
+from tests.deletion.__main__ import CORE
+from tests.deletion.delete import LIBRARY, ROOT
+from tests.deletion.features import FEATURES, NOT_YET
 
 TESTS = Path(__file__).parents[1]
 FILES = sorted(TESTS.rglob("*.py"))
@@ -54,3 +57,10 @@ def test_the_quick_tests_are_those_of_the_mutations_and_the_promises():
     assert not any(quick.is_chosen(f"tests/{case}", tests) for case in others)
     assert set(quick.PROMISES) < quick.chosen()
     assert all((TESTS.parent / path_of(name)).is_file() for name in quick.files())  # the library's examples, too
+
+
+def test_what_deletions_remove_and_run_is_there():
+    files = {f"{LIBRARY}/{file}" for feature in FEATURES for file in feature.files}
+    own = {test.partition("::")[0] for feature in FEATURES for test in feature.own}
+    assert not [file for file in {*files, *own, *CORE} if not (ROOT / file).exists()]
+    assert NOT_YET.keys() <= {feature.name for feature in FEATURES}

@@ -228,8 +228,8 @@ def test_a_gradient_that_is_rounding_alone_is_not_looked_at(mesh):
     assert ratios["key/bias"] == 1 and ratios["query/kernel"] != 1
 
 
-def small_step(factor=1, calls=1):
-    """A step of one leaf on two devices, whose gradient is ``factor`` times the right one; its state and batch."""
+def checked_step_of_one_leaf(factor=1, calls=1):
+    """Returns what ``check_step`` finds in a step of one leaf on two devices, with ``factor`` times the gradient."""
     mesh, x = mesh_of(1, 2), np.arange(1.0, 9, dtype=np.float32).reshape(2, 4)
     params = {"w": jax.device_put(np.ones(4, np.float32), NamedSharding(mesh, P("fsdp")))}
     state = TrainState.create(apply_fn=lambda params, x: params["w"] * x, params=params, tx=optax.sgd(0.1))
@@ -260,7 +260,7 @@ def of_products(params, apply_fn, batch, rng):
     ids=["right", "summed", "twice"],
 )
 def test_a_mistake_in_a_step_of_one_leaf_is_found(options, verdict, finding):
-    found = small_step(**options)
+    found = checked_step_of_one_leaf(**options)
     assert found.verdict == verdict and finding in in_one_line(found)
 
 

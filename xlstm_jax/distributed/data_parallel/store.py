@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from xlstm_jax.distributed.data_parallel.reasons import Reason
 
@@ -55,6 +56,11 @@ class Store:
 
 
 AS_IT_IS = Store()
+
+
+def with_zeros_behind(value: jax.Array, shape: Shape) -> jax.Array:
+    """Returns the value in an array of the given shape, with zeros behind it along each dim: a way to write."""
+    return jnp.pad(value, [(0, size - true) for size, true in zip(shape, value.shape, strict=True)])
 
 
 class Uneven(Protocol):

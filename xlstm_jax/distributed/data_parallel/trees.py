@@ -57,7 +57,7 @@ def unbox(tree: PyTree) -> PyTree:
     """The tree without boxes, and without the padding of ``uneven="pad"``: leaves have the shapes of the plain model.
 
     (``nn.meta.unbox`` refuses shards, or constrains their sharding.) Inside ``shard_map`` a leaf is this device's shard
-    as it is stored. Frozen leaves that are stored in blocks stay blocks.
+    as it is stored.
 
     >>> unbox({"w": nn.Partitioned(jnp.ones((16, 32)), (None, "fsdp"))})["w"].shape
     (16, 32)

@@ -6,14 +6,14 @@ The gathered array is cut to [37, 16] before a module reads it, so that the grad
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from xlstm_jax.distributed.data_parallel.policy import next_multiple
 from xlstm_jax.distributed.data_parallel.reasons import Reason
-from xlstm_jax.distributed.data_parallel.store import AS_IT_IS, UNEVEN, Shape, Store
+from xlstm_jax.distributed.data_parallel.store import AS_IT_IS, UNEVEN, Shape, Store, with_zeros_behind
 
 Sizes = tuple[int | None, ...]
 
@@ -38,7 +38,7 @@ class ZeroPadding(Store):
         return stored[tuple(slice(None if split else size) for size, split in sizes)]
 
     def write(self, value: jax.Array, shape: Shape) -> jax.Array:
-        return jnp.pad(value, [(0, size - true) for size, true in zip(shape, value.shape, strict=True)])
+        return with_zeros_behind(value, shape)
 
     def with_dim(self, index: int) -> Store:
         return ZeroPadding.of((*self.sizes[:index], None, *self.sizes[index:]))
@@ -69,11 +69,12 @@ class Pad:
             return value, before
         sizes = list(before.sizes) if isinstance(before, ZeroPadding) else [None] * value.ndim
         sizes[dim] = size
-        widths = [(0, next_multiple(size, parts) - size if d == dim else 0) for d in range(value.ndim)]
+        store = ZeroPadding(tuple(sizes))
+        shape = (*value.shape[:dim], next_multiple(size, parts), *value.shape[dim + 1 :])
         # A plan pads types, and has no values.
         if isinstance(value, jax.ShapeDtypeStruct):
-            return jax.eval_shape(lambda x: jnp.pad(x, widths), value), ZeroPadding.of(tuple(sizes))
-        return jnp.pad(value, widths), ZeroPadding.of(tuple(sizes))
+            return jax.eval_shape(partial(store.write, shape=shape), value), store
+        return store.write(value, shape), store
 
 
 UNEVEN["pad"] = Pad()

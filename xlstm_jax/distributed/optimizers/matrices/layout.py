@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import Metrics, PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox, stored_value
 from xlstm_jax.distributed.data_parallel.placement import partition_specs
-from xlstm_jax.distributed.data_parallel.store import Store
+from xlstm_jax.distributed.data_parallel.store import Store, with_zeros_behind
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.tracing import set_context
@@ -119,7 +118,7 @@ class FirstPlaces(Store):
         return stored if is_split[0] else stored[: self.count]
 
     def write(self, value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        return jnp.pad(value, [(0, size - true) for size, true in zip(shape, value.shape, strict=True)])
+        return with_zeros_behind(value, shape)
 
 
 class Owned(StateBox, repr=False):
