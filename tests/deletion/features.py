@@ -58,6 +58,18 @@ FEATURES = [
         r"\bNnxRowLookups\b|nnx_rows",
     ),
     Feature(
+        "lookups by rows",
+        ("data_parallel/extensions/rows.py", "data_parallel/extensions/nnx_rows.py", "data_parallel/wire/lookup.py"),
+        r"\bRowLookups\b|extensions\.rows\b|wire\.lookup\b",
+    ),
+    Feature(
+        "balance of links",
+        ("data_parallel/link_balance.py",),
+        r"\bLinkBalance\b|link_balance",
+        # Over several axes a step without the feature is another program.
+        own=("tests/training/test_lowered_text.py::test_a_training_step_lowers_to_the_kept_text[scan]",),
+    ),
+    Feature(
         "prefetch",
         ("data_parallel/prefetch.py", "data_parallel/modules/scan_layers.py"),
         r"\bscan_layers\b|\bprefetch\b",
@@ -101,12 +113,10 @@ NOT_YET = {
 WITHOUT_ROW = (
     "copies of shards (Replicas)",
     "blocks of 8 bits on the wire",
-    "lookups by rows",
     "heads by pieces",
     "logical names",
     "frozen parameters",
     "NNX",
-    "balance of links",
     "offload",
     "collections",
     "checks of arguments and mistakes",

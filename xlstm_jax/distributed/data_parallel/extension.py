@@ -13,10 +13,13 @@ of ``Extension``:
             named_wires  names of the wires of ``wires``, for plans and for ``check_step``
             avoids_gather  leaves of which nothing is gathered as a rule
 
+Two more hooks choose over which of several axes a leaf is gathered first: ``axis_orders`` where the leaves of one unit
+are split, and ``arranged`` where all leaves of a model are there.
+
 ``extensions`` registers each feature with one line. Without any, units gather and run: the core imports no extension.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -27,6 +30,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 from xlstm_jax.distributed.data_parallel.wire.wires import Wire
 
 ModulePath = tuple[str, ...]
+AxisOrder = tuple[str, ...]  # of mesh axes, outermost first
 
 
 class Extension:
@@ -69,6 +73,16 @@ class Extension:
         """Returns the names of the wires that ``wires`` would return, by path; ``how_of(path)`` has the options."""
         return {}
 
+    def axis_orders(
+        self, sizes: Sequence[float], given: Sequence[AxisOrder], axis_sizes: Mapping[str, int], slow: Collection[str]
+    ) -> Sequence[AxisOrder]:
+        """Returns for each leaf, of ``sizes`` bytes, the order of its axes; axes that are ``slow`` cross hosts."""
+        return given
+
+    def arranged(self, params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
+        """Returns the boxed parameters of a whole model, with the axes of each in another order."""
+        return params
+
     def avoids_gather(self, box: Sharded) -> bool:
         """Returns whether a leaf is not gathered as a rule, so that links carry next to nothing of the leaf."""
         return False
@@ -93,6 +107,22 @@ def named_wires(variables: PyTree, how_of: Callable[[str], Communication]) -> di
     for cls in with_hook("named_wires"):
         found |= cls().named_wires(variables, how_of)
     return found
+
+
+def axis_orders(
+    sizes: Sequence[float], given: Sequence[AxisOrder], axis_sizes: Mapping[str, int], slow: Collection[str]
+) -> Sequence[AxisOrder]:
+    """Returns for each leaf that is split the order of its axes: the given one without an extension."""
+    for cls in with_hook("axis_orders"):
+        given = cls().axis_orders(sizes, given, axis_sizes, slow)
+    return given
+
+
+def arranged(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
+    """Returns the boxed parameters of a whole model, with the axes of each in the order of the extensions."""
+    for cls in with_hook("arranged"):
+        params = cls().arranged(params, axis_sizes)
+    return params
 
 
 def avoids_gather(box: Sharded) -> bool:

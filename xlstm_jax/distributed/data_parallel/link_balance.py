@@ -22,13 +22,11 @@ from typing import Any
 import numpy as np
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.extension import avoids_gather
+from xlstm_jax.distributed.data_parallel.extension import AxisOrder, Extension, avoids_gather
 from xlstm_jax.distributed.data_parallel.leaf import is_ours, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_itemsize
-
-Order = tuple[str, ...]
 
 # All orders of six axes are 720, and of eight 40,320: of more than six only the outermost places are tried, which carry
 # most.
@@ -40,8 +38,8 @@ SHARED_ORDER_LIMIT = 1.05
 
 
 def balanced_orders(
-    sizes: Sequence[float], given: Sequence[Order], axis_sizes: Mapping[str, int], slow_axes: Collection[str] = ()
-) -> list[Order]:
+    sizes: Sequence[float], given: Sequence[AxisOrder], axis_sizes: Mapping[str, int], slow_axes: Collection[str] = ()
+) -> list[AxisOrder]:
     """For each leaf the order of its axes, outermost first, so that the busiest axis carries as little as possible.
 
     The largest leaf keeps the order given. The others follow by size, each in the order under which the busiest axis
@@ -57,7 +55,7 @@ def balanced_orders(
         return list(given)
     total = dict.fromkeys((axis for axis in axis_sizes if axis not in slow_axes), 0.0)
 
-    def loads(size: float, order: Order) -> list[float]:
+    def loads(size: float, order: AxisOrder) -> list[float]:
         """What the axes carry with this leaf, the busiest axis first."""
         sent = _traffic(size, order, axis_sizes)
         return sorted((total[axis] + sent.get(axis, 0.0) for axis in total), reverse=True)
@@ -79,7 +77,7 @@ def balanced_orders(
     return orders
 
 
-def _traffic(size: float, order: Order, axis_sizes: Mapping[str, int]) -> dict[str, float]:
+def _traffic(size: float, order: AxisOrder, axis_sizes: Mapping[str, int]) -> dict[str, float]:
     """Bytes that a leaf of ``size`` bytes sends over each axis in one gather in this order."""
     sent = {}
     for axis in order:
@@ -126,7 +124,7 @@ def balanced_over_model(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree
     return map_leaves_with_path(reorder, params)
 
 
-def _reorderable(leaf: Any, axis_sizes: Mapping[str, int]) -> tuple[int, Order]:
+def _reorderable(leaf: Any, axis_sizes: Mapping[str, int]) -> tuple[int, AxisOrder]:
     """The first dim that several axes gather, with these axes in the order of the mesh; no axes without such a dim."""
     box = leaf_of(leaf)
     for dim, entry in enumerate(box.names):
@@ -148,12 +146,12 @@ def _travelling_bytes(leaf: Any) -> float:
 
 
 def _shared_orders(
-    found: dict[str, tuple[float, int, Order]], axis_sizes: Mapping[str, int], slow_axes: Collection[str]
-) -> dict[str, Order]:
+    found: dict[str, tuple[float, int, AxisOrder]], axis_sizes: Mapping[str, int], slow_axes: Collection[str]
+) -> dict[str, AxisOrder]:
     """Orders by path: layers of a Python loop share one order, if the links are in balance all the same."""
     # Layers with different orders are different programs: JAX traces, and XLA compiles, each of them.
 
-    def orders_of(key: Callable[[str], Any]) -> dict[str, Order]:
+    def orders_of(key: Callable[[str], Any]) -> dict[str, AxisOrder]:
         groups: dict[Any, list[str]] = defaultdict(list)
         for path in found:
             groups[key(path)].append(path)
@@ -162,7 +160,7 @@ def _shared_orders(
         orders = balanced_orders(sizes, given, axis_sizes, slow_axes)
         return {path: order for paths, order in zip(groups.values(), orders, strict=True) for path in paths}
 
-    def in_balance(orders: dict[str, Order]) -> bool:
+    def in_balance(orders: dict[str, AxisOrder]) -> bool:
         load: dict[str, float] = defaultdict(float)
         for path, order in orders.items():
             for axis, sent in _traffic(found[path][0], order, axis_sizes).items():
@@ -173,3 +171,15 @@ def _shared_orders(
     # Paths that differ in numbers alone are those of layers: block_0/kernel, block_1/kernel.
     shared = orders_of(lambda path: (re.sub(r"\d+", "*", path), *found[path][1:]))
     return shared if in_balance(shared) else orders_of(lambda path: path)
+
+
+class LinkBalance(Extension):
+    """The orders of axes, of the leaves of a unit and of a whole model."""
+
+    def axis_orders(
+        self, sizes: Sequence[float], given: Sequence[AxisOrder], axis_sizes: Mapping[str, int], slow: Collection[str]
+    ) -> Sequence[AxisOrder]:
+        return balanced_orders(sizes, given, axis_sizes, slow)
+
+    def arranged(self, params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
+        return balanced_over_model(params, axis_sizes)

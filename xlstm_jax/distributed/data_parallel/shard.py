@@ -11,8 +11,8 @@ import numpy as np
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.extension import axis_orders
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, frozen, leaf_of, split_along, split_by_model
-from xlstm_jax.distributed.data_parallel.link_balance import balanced_orders
 from xlstm_jax.distributed.data_parallel.planned import Decision, Planned
 from xlstm_jax.distributed.data_parallel.policy import (
     DEFAULT_MIN_WEIGHT_SIZE,
@@ -85,7 +85,7 @@ def box_params(
     choices = {path: _choice(leaf, axis_sizes, policy).dim for path, leaf in leaves.items()}
     dims = {path: dim for path, dim in choices.items() if dim is not None}
     sizes = [leaf_of(leaves[path]).stored_bytes for path in dims]
-    orders = balanced_orders(sizes, [tuple(axis_sizes)] * len(sizes), axis_sizes, how.inter_host_axes)
+    orders = axis_orders(sizes, [tuple(axis_sizes)] * len(sizes), axis_sizes, how.inter_host_axes)
     order_of = dict(zip(dims, orders, strict=True))
 
     def box(path: str, leaf: Any) -> Any:

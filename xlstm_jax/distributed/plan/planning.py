@@ -14,11 +14,10 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.accelerators import absent_device
 from xlstm_jax.common_types import AxisNames, Model, PyTree
+from xlstm_jax.distributed.data_parallel.extension import arranged, avoids_gather
 from xlstm_jax.distributed.data_parallel.extensions.pieces import Piece, gives_pieces, noting_pieces
-from xlstm_jax.distributed.data_parallel.extensions.rows import gives_rows
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of
-from xlstm_jax.distributed.data_parallel.link_balance import balanced_over_model
 from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
 from xlstm_jax.distributed.data_parallel.placement import check_divides, partition_specs
 from xlstm_jax.distributed.data_parallel.planned import Decision, Planned, planning_mesh
@@ -102,7 +101,7 @@ def plan_sharding(
     variables, assumed = _decided(model, variables, axis_name, min_weight_size, sizes)
     partition_specs(variables, mesh)  # refuses names that are no axes
     # In the order in which training gathers several axes.
-    params = balanced_over_model(variables.pop(PARAMETERS, {}), sizes)
+    params = arranged(variables.pop(PARAMETERS, {}), sizes)
     with noting_matrices() as reports:
         of_params, beside = _optimizer_rows(tx, params, mesh, offload)
     rows = []
@@ -276,7 +275,7 @@ def _gathering(path: str, leaf: PyTree, sizes: dict[str, int], pieces: Piece | N
         "use_shape": last.shape,
         "uses": max(Counter(decision.axes for decision, _ in splits).values()) * layers,
         "gathered_bytes": sent,
-        "row_bytes": sent // last.shape[0] if gives_rows(found) else 0,
+        "row_bytes": sent // last.shape[0] if avoids_gather(found) else 0,
         "piece_bytes": sent * _entries(found, pieces, last, sizes) // stored[pieces[0]] if pieces else 0,
         "gather_dtype": dtype,
         "grad_scatter_dtype": last.grad_scatter_dtype if found.trainable else None,

@@ -21,9 +21,9 @@ from jax.typing import DTypeLike
 from xlstm_jax.accelerators import absent_device
 from xlstm_jax.common_types import AxisNames, Metrics, Model, PyTree
 from xlstm_jax.distributed.data_parallel import placement, trees
+from xlstm_jax.distributed.data_parallel.extension import arranged
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, rebox, split_by_model, true_value
-from xlstm_jax.distributed.data_parallel.link_balance import balanced_over_model
 from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
 from xlstm_jax.distributed.data_parallel.modules import noting_stacks
 from xlstm_jax.distributed.data_parallel.wire import collectives
@@ -203,7 +203,7 @@ def jitted_init(
                 variables = {**variables, "params": trees.map_leaves(split_by_model, variables["params"])}
             variables = with_frozen(variables, trainable, frozen_dtype)
             if "params" in variables:
-                variables = {**variables, "params": balanced_over_model(variables["params"], dict(mesh.shape))}
+                variables = {**variables, "params": arranged(variables["params"], dict(mesh.shape))}
             return variables
 
     def input_sharding(x: Any) -> NamedSharding:

@@ -10,6 +10,7 @@ from xlstm_jax.distributed.data_parallel.extensions.nnx_rows import NnxRowLookup
 from xlstm_jax.distributed.data_parallel.extensions.pieces import PieceReaders
 from xlstm_jax.distributed.data_parallel.extensions.recurrent_carries import RecurrentCarries
 from xlstm_jax.distributed.data_parallel.extensions.rows import RowLookups
+from xlstm_jax.distributed.data_parallel.link_balance import LinkBalance
 
 EXTENSIONS[:] = [
     Fp8Products,
@@ -17,4 +18,5 @@ EXTENSIONS[:] = [
     RowLookups,
     NnxRowLookups,
     PieceReaders,
+    LinkBalance,
 ]
