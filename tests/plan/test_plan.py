@@ -302,6 +302,16 @@ def test_gathered_bytes_and_uses_are_the_gathers_of_a_forward_pass(make, x, time
     assert sum(want.values()) == times
 
 
+def test_a_padded_dim_is_no_layer():
+    """Three biases in eight rows are gathered once: 8 // 3 counts no layers, which a scan alone adds."""
+    model = shard_module_params(nn.Dense, "fsdp", min_weight_size=0, uneven="pad")(3)
+    plan = plan_sharding(model, {"fsdp": 8}, jnp.ones((8, 5)))
+    assert {row.path: (row.shape, row.uses, row.gathered_bytes) for row in plan.rows} == {
+        "bias": ((3,), 1, 8 * 4),
+        "kernel": ((5, 3), 1, 8 * 3 * 4),
+    }
+
+
 def test_members_of_vmap_on_a_device_are_gathered_in_one():
     """Four members over two "dp": each device gathers its two, at once. The plan counts them by the piece."""
     wrap = fsdp(min_weight_size=16)

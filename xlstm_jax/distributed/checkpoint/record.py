@@ -34,8 +34,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checkpoint.backend import Arrays, Json
 from xlstm_jax.distributed.checkpoint.checksums import checksum_each
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox, stored_value, true_value
-from xlstm_jax.distributed.data_parallel.trees import flatten_with_path, leaves_with_path, map_leaves_with_path
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, stored_value, true_value
+from xlstm_jax.distributed.data_parallel.trees import flatten_with_path, map_values_with_path, sharded_leaves
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
 from xlstm_jax.distributed.optimizers.inside import name_of
 from xlstm_jax.distributed.processes.together import interruptions_go_on
@@ -55,7 +55,7 @@ _KINDS = {"bool": np.bool_, "int": jnp.integer, "float": jnp.floating, "complex"
 
 def bare_leaves(state: PyTree) -> Leaves:
     """The leaves without boxes, by path; refuses leaves that are no numbers, and two leaves with one name on disk."""
-    pairs = leaves_with_path(state)
+    pairs = sharded_leaves(state)
     leaves = {path: _checked(path, _unpadded(leaf)) for path, leaf in pairs}
     if not leaves:
         raise ValueError("the state has no leaves; there is nothing to save or restore.")
@@ -77,29 +77,27 @@ def _above(path: str) -> list[str]:
     return ["/".join(parts[:count]) for count in range(1, len(parts))]
 
 
-def _unpadded(leaf: Any) -> Any:
+def _unpadded(leaf: Sharded) -> Any:
     """The value in its true shape; where another array is stored, whole on every device."""
     # Whole, since the axes may not divide the true shape: JAX has no sharding for it.
-    described = leaf_of(leaf)
-    if described.stores_value:
-        return described.value
-    sharding = described.value.sharding
+    if leaf.stores_value:
+        return leaf.value
+    sharding = leaf.value.sharding
     whole = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
-    if isinstance(described.value, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(described.true_shape, described.value.dtype, sharding=whole)
+    if isinstance(leaf.value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.true_shape, leaf.value.dtype, sharding=whole)
     return jax.jit(true_value, out_shardings=whole)(leaf)
 
 
 def boxed_like(target: PyTree, leaves: Leaves) -> PyTree:
     """The inverse of ``bare_leaves``: the leaves in the structure and boxes of ``target``, stored as there."""
 
-    def boxed(path: str, like: Any) -> Any:
-        if leaf_of(like).stores_value:
-            return rebox(like, leaves[path])
-        store = jax.jit(partial(stored_value, like), out_shardings=leaf_of(like).value.sharding)
-        return rebox(like, store(leaves[path]))
+    def stored(path: str, like: Sharded) -> Any:
+        if like.stores_value:
+            return leaves[path]
+        return jax.jit(partial(stored_value, like), out_shardings=like.value.sharding)(leaves[path])
 
-    return map_leaves_with_path(boxed, target)
+    return map_values_with_path(stored, target)
 
 
 def _checked(path: str, leaf: Any) -> Any:

@@ -9,6 +9,7 @@ Everything follows from the box's ``trainable``, which ``Sharded.is_differentiab
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import frozen, leaf_of, rebox
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, frozen
 from xlstm_jax.distributed.data_parallel.wire.communication import cast_dtype, dtype_name
 from xlstm_jax.wording import kind_of
 
@@ -63,13 +64,12 @@ def freeze_params(
         )
 
     def freeze(path: str, leaf: Any) -> Any:
-        leaf = frozen(leaf) if trainable is not None and not trainable(path) else leaf
-        # Frozen here, or by its wrapper (trainable=False): both are stored alike.
-        return leaf if leaf_of(leaf).trainable else stored(path, leaf, dtype)
+        return frozen(leaf) if trainable is not None and not trainable(path) else leaf
 
-    found = trees.map_leaves_with_path(freeze, params)
-    leaves = [leaf for _, leaf in trees.leaves_with_path(found)]
-    if dtype and leaves and all(leaf_of(leaf).trainable for leaf in leaves):
+    # Frozen here, or by its wrapper (trainable=False): both are stored alike.
+    found = trees.map_values_with_path(partial(stored_frozen, dtype=dtype), trees.map_leaves_with_path(freeze, params))
+    leaves = trees.sharded_leaves(found)
+    if dtype and leaves and all(leaf.trainable for _, leaf in leaves):
         raise ValueError(
             f"frozen_dtype={dtype!r} is for frozen parameters, and none of {len(leaves)} is frozen. Say which are by "
             "trainable=, a predicate of a leaf's path that is false for them, or leave frozen_dtype out."
@@ -77,12 +77,11 @@ def freeze_params(
     return found
 
 
-def stored(path: str, leaf: Any, dtype: str | None) -> Any:
-    """Returns a frozen leaf in the dtype in which it is stored."""
-    if dtype is None:
-        return leaf
-    value = leaf_of(leaf).value
-    return rebox(leaf, value.astype(cast_dtype(value, dtype, "frozen_dtype", path)))
+def stored_frozen(path: str, leaf: Sharded, dtype: str | None) -> Any:
+    """Returns the value of a leaf, of a frozen one in the dtype in which it is stored."""
+    if dtype is None or leaf.trainable:
+        return leaf.value
+    return leaf.value.astype(cast_dtype(leaf.value, dtype, "frozen_dtype", path))
 
 
 def with_frozen(variables: PyTree, trainable: Trainable | None, frozen_dtype: DTypeLike | None) -> PyTree:

@@ -54,7 +54,7 @@ def gather_params(
     given = Communication.of(gather_dtype, grad_scatter_dtype)
     with jax.named_scope(GATHER_SCOPE):
         return trees.map_leaves_with_path(
-            lambda path, leaf: gather_leaf(leaf, axes, given, path) if is_box(leaf) else leaf, params
+            lambda path, leaf: gather_leaf(leaf_of(leaf), axes, given, path) if is_box(leaf) else leaf, params
         )
 
 

@@ -143,7 +143,8 @@ class Sharded(QuickBox):
             raise whole_value("a parameter that is read", np.shape(self.value), spread)
         collectives.check_bound(self.communication.copied_axes, caller="a parameter that is read, replicas of it")
         with jax.named_scope(GATHER_SCOPE):
-            return leaf_of(gather_leaf(self, axes, self.communication)).value
+            found = gather_leaf(self, axes, self.communication)
+            return found.value if isinstance(found, Sharded) else found  # other axes may split it still
 
     def _axes_to_read(self) -> tuple[str, ...]:
         """The axes over which a read gathers here; () outside of ``shard_map``, where values are global."""
@@ -278,9 +279,11 @@ def leaf_of(leaf: Any) -> Sharded:
         return leaf.as_sharded
     ndim = np.ndim(leaf.value)
     names = (mesh_names(leaf) + (None,) * ndim)[:ndim]
+    # A box of Flax does not say which axes are the model's own: within a loss, the parameters of the loss say it.
+    known = leaf.model_axes if isinstance(leaf, Sharded) else running_loss().model_axes
+    own = tuple(axis for entry in names for axis in entry_axes(entry) if axis in known) if known else ()
     if not isinstance(leaf, Sharded):
-        return Sharded(leaf.value, names)
-    own = tuple(axis for entry in names for axis in entry_axes(entry) if axis in leaf.model_axes)
+        return Sharded(leaf.value, names, model_axes=own)
     return leaf if (leaf.names, leaf.model_axes) == (names, own) else leaf.replace(names=names, model_axes=own)
 
 
@@ -368,10 +371,10 @@ def path_in_model(module: tuple[str, ...] | None, path: str) -> str:
     return path if module is None else "/".join((*module, path.removeprefix("params/")))
 
 
-def is_gathered_here(path: str, leaf: Any) -> bool:
+def is_gathered_here(path: str, leaf: Sharded) -> bool:
     """Whether a leaf at this path among a module's variables is its own to gather, and not that of a module inside."""
     # The first name of the path is that of the collection.
-    return not 0 < leaf_of(leaf).unit_depth < path.count("/")
+    return not 0 < leaf.unit_depth < path.count("/")
 
 
 # -------------------------------------------------------------------------------------------------------- its values
@@ -379,8 +382,6 @@ def is_gathered_here(path: str, leaf: Any) -> bool:
 
 def true_value(leaf: Any) -> Any:
     """Returns the value of a leaf, replicated or global, as the plain model has it."""
-    if not is_box(leaf):
-        return leaf
     box = leaf_of(leaf)
     return box.store.read(box.value, (False,) * np.ndim(box.value))
 
@@ -391,56 +392,56 @@ def stored_value(leaf: Any, value: Any) -> Any:
     return box.store.write(value, np.shape(box.value))
 
 
-def read_value(leaf: Any) -> Any:
+def read_value(leaf: Sharded) -> Any:
     """``true_value``, without gradient where the leaf is frozen: what a module computes with."""
     return as_read(leaf, true_value(leaf))
 
 
-def as_read(leaf: Any, value: Any) -> Any:
+def as_read(leaf: Sharded, value: Any) -> Any:
     """Returns ``value`` as that of the leaf: without gradient where the leaf is frozen."""
-    return value if leaf_of(leaf).trainable else jax.lax.stop_gradient(value)
+    return value if leaf.trainable else jax.lax.stop_gradient(value)
 
 
-def gather_leaf(leaf: Any, axes: tuple[str, ...], how: Communication, path: str = "", wire: Wire | None = None) -> Any:
+def gather_leaf(
+    leaf: Sharded, axes: tuple[str, ...], how: Communication, path: str = "", wire: Wire | None = None
+) -> Any:
     """Returns the value gathered over ``axes``; in a box where other axes still split it.
 
     What ``how`` leaves open, the box of the leaf says. A ``wire`` replaces the wire of these options.
     """
-    box = leaf_of(leaf)
-    how = how.or_else(box.communication)
-    if set(box.axes) & set(axes):
+    how = how.or_else(leaf.communication)
+    if set(leaf.axes) & set(axes):
         collectives.check_bound(how.copied_axes, caller=f"gather_params, replicas of '{path}'")
-        how.dtypes(box.value, path)  # refused here, with the leaf's name
+        how.dtypes(leaf.value, path)  # refused here, with the leaf's name
 
     def gather() -> Any:
-        value, names = gather_dims(shard_to_gather(leaf, axes, path), box.names, axes, how, path, wire)
+        value, names = gather_dims(shard_to_gather(leaf, axes, path), leaf.names, axes, how, path, wire)
         return as_gathered(leaf, value, names, axes, how)
 
     # The box but for its shard says how the shard is gathered, and what becomes of it then.
-    key = box.replace(value=None), axes, how, type(wire)
-    return running_loss().gathered_once(box.value, key, gather, path)
+    key = leaf.replace(value=None), axes, how, type(wire)
+    return running_loss().gathered_once(leaf.value, key, gather, path)
 
 
-def shard_to_gather(leaf: Any, axes: tuple[str, ...], path: str) -> Any:
+def shard_to_gather(leaf: Sharded, axes: tuple[str, ...], path: str) -> Any:
     """The shard that a gather over ``axes`` sends; ``gathered_by_hand`` corrects its gradient for ``model_axes``."""
-    box = leaf_of(leaf)
-    own = box.model_axes if is_ours(leaf) else running_loss().model_axes.intersection(box.axes)
-    return gathered_by_hand(as_read(leaf, box.value), tuple(axis for axis in axes if axis in own), path)
+    return gathered_by_hand(as_read(leaf, leaf.value), tuple(axis for axis in axes if axis in leaf.model_axes), path)
 
 
-def as_gathered(leaf: Any, value: Any, names: tuple[AxisEntry, ...], axes: tuple[str, ...], how: Communication) -> Any:
+def as_gathered(
+    leaf: Sharded, value: Any, names: tuple[AxisEntry, ...], axes: tuple[str, ...], how: Communication
+) -> Any:
     """What ``gather_leaf`` returns for ``value``, which was gathered over ``axes``; ``names`` still split it."""
-    box = leaf_of(leaf)
-    value = box.store.read(value, [entry is not None for entry in names])
+    value = leaf.store.read(value, [entry is not None for entry in names])
     if not any(names):
         return value
     return Sharded(
         value,
         names,
-        communication=replace(how, replicas=None) if set(box.axes) & set(axes) else how,
-        store=box.store,
-        unit_depth=box.unit_depth,
-        trainable=box.trainable,
+        communication=replace(how, replicas=None) if set(leaf.axes) & set(axes) else how,
+        store=leaf.store,
+        unit_depth=leaf.unit_depth,
+        trainable=leaf.trainable,
         read_as_stored=True,
     )
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.extension import AxisOrder, Extension, avoids_gather
-from xlstm_jax.distributed.data_parallel.leaf import is_ours, leaf_of
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_ours, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_itemsize
@@ -105,17 +105,18 @@ def balanced_over_model(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree
         return params
     found, slow_axes = {}, set()
     for path, leaf in leaves_with_path(params):
-        dim, axes = _reorderable(leaf, axis_sizes) if is_ours(leaf) else (0, ())
+        box = leaf_of(leaf)
+        dim, axes = _reorderable(box, axis_sizes) if is_ours(leaf) else (0, ())
         if axes:
-            found[path] = _travelling_bytes(leaf), dim, axes
-            slow_axes |= set(leaf_of(leaf).communication.inter_host_axes)
+            found[path] = _travelling_bytes(box), dim, axes
+            slow_axes |= set(box.communication.inter_host_axes)
     order_of = _shared_orders(found, axis_sizes, slow_axes)
 
     # Values are global arrays: another order moves shards between devices, and changes nothing that one reads.
     def reorder(path: str, leaf: Any) -> Any:
         if path not in order_of:
             return leaf
-        names, dim = list(leaf_of(leaf).names), found[path][1]
+        names, dim = list(leaf.names), found[path][1]
         order = iter(order_of[path])
         movable = set(order_of[path])
         names[dim] = axes_entry(tuple(next(order) if axis in movable else axis for axis in entry_axes(names[dim])))
@@ -124,9 +125,8 @@ def balanced_over_model(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree
     return map_leaves_with_path(reorder, params)
 
 
-def _reorderable(leaf: Any, axis_sizes: Mapping[str, int]) -> tuple[int, AxisOrder]:
+def _reorderable(box: Sharded, axis_sizes: Mapping[str, int]) -> tuple[int, AxisOrder]:
     """The first dim that several axes gather, with these axes in the order of the mesh; no axes without such a dim."""
-    box = leaf_of(leaf)
     for dim, entry in enumerate(box.names):
         gathered = [axis for axis in entry_axes(entry) if axis in box.gathered_axes]
         if sum(axis_sizes.get(axis, 1) > 1 for axis in gathered) > 1:
@@ -134,9 +134,8 @@ def _reorderable(leaf: Any, axis_sizes: Mapping[str, int]) -> tuple[int, AxisOrd
     return 0, ()
 
 
-def _travelling_bytes(leaf: Any) -> float:
+def _travelling_bytes(box: Sharded) -> float:
     """Bytes of a whole leaf in one gather and, unless it is frozen, in the reduce-scatter of its gradient."""
-    box = leaf_of(leaf)
     shape = np.shape(box.value)
     if avoids_gather(box):
         return 0.0

@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of
-from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of
+from xlstm_jax.distributed.data_parallel.trees import map_leaves_with_path, sharded_leaves
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes, size_if_bound
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 
@@ -28,12 +28,11 @@ def spread_spec(names: Iterable[AxisEntry], mesh: Mesh | AbstractMesh) -> Partit
     return PartitionSpec(*map(axes_entry, axes))
 
 
-def stored_shape(leaf: Any) -> tuple[int, ...]:
+def stored_shape(leaf: Sharded) -> tuple[int, ...]:
     """The global shape of a leaf with its padding; also of a shard, inside ``shard_map``."""
-    box = leaf_of(leaf)
     # Inside shard_map the value is a shard, and its axes are bound. Elsewhere they count as 1: the value is global.
-    counts = [math.prod(map(size_if_bound, entry_axes(entry))) for entry in box.names]
-    return tuple(map(operator.mul, box.value.shape, counts))
+    counts = [math.prod(map(size_if_bound, entry_axes(entry))) for entry in leaf.names]
+    return tuple(map(operator.mul, leaf.value.shape, counts))
 
 
 def partition_specs(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
@@ -66,14 +65,13 @@ def partition_specs(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
         return map_leaves_with_path(spec, tree)
 
 
-def check_divides(path: str, leaf: Any, sizes: Mapping[str, int]) -> None:
+def check_divides(path: str, leaf: Sharded, sizes: Mapping[str, int]) -> None:
     """Raises a ``ValueError`` where the axes that a box names do not divide a dim of its global value."""
-    box = leaf_of(leaf)
-    for dim, (size, entry) in enumerate(zip(box.value.shape, box.names, strict=True)):
+    for dim, (size, entry) in enumerate(zip(leaf.value.shape, leaf.names, strict=True)):
         parts = math.prod(sizes[axis] for axis in entry_axes(entry))
         if size % parts:
             raise ValueError(
-                f"'{path}' of shape {tuple(box.value.shape)} is boxed as {box.names}: {parts} shards do not divide "
+                f"'{path}' of shape {tuple(leaf.value.shape)} is boxed as {leaf.names}: {parts} shards do not divide "
                 f"dim {dim} of size {size}. Give the dim another size, or name another axis for it."
             )
 
@@ -105,4 +103,4 @@ def bytes_per_device(tree: PyTree) -> int:
         shape = value.sharding.shard_shape(value.shape) if isinstance(value, jax.Array) else np.shape(value)
         return math.prod(shape) * value_dtype(value).itemsize
 
-    return sum(nbytes(leaf_of(leaf).value) for _, leaf in leaves_with_path(tree))
+    return sum(nbytes(leaf.value) for _, leaf in sharded_leaves(tree))

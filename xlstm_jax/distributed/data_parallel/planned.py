@@ -73,7 +73,8 @@ class Planned(Sharded, repr=False):
     def of(cls, leaf: Any, boxed: Any, decision: Decision) -> "Planned":
         """A box for ``leaf`` with this decision added; ``boxed`` is the leaf as the decision makes it."""
         # A leaf that stays whole gets a box, too: it carries the decision to the end of init.
-        before, box = leaf if isinstance(leaf, Planned) else None, leaf_of(boxed)
+        before = leaf if isinstance(leaf, Planned) else None
+        was, box = leaf_of(leaf), leaf_of(boxed)
         is_boxed = decision.choice.dim is not None or not box.trainable
         own = boxed if is_logical(leaf) else leaf
         stands_for = before.stands_for if before else type(own) if is_box(own) else None
@@ -82,9 +83,9 @@ class Planned(Sharded, repr=False):
             decision.names,
             communication=box.communication,
             store=box.store,
-            unit_depth=leaf_of(leaf).unit_depth,
+            unit_depth=was.unit_depth,
             trainable=box.trainable,
-            looked_up=leaf_of(leaf).looked_up,
+            looked_up=was.looked_up,
             decisions=_Decisions((*(before.decisions if before else ()), decision)),
             stands_for=Sharded if is_boxed else stands_for,
         )

@@ -25,7 +25,7 @@ from jax import lax
 
 from xlstm_jax.common_types import PyTree, Scalar
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import as_gathered, is_box, leaf_of, path_in_model, rebox, shard_to_gather
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, as_gathered, path_in_model, shard_to_gather
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
@@ -59,7 +59,7 @@ class Route(NamedTuple):
         return tuple(reversed(collectives.spread_axes(self.axes)))
 
 
-def route_of(path: str, leaf: Any, module: tuple[str, ...] | None = None) -> Route | None:
+def route_of(path: str, leaf: Sharded, module: tuple[str, ...] | None = None) -> Route | None:
     """The route of a leaf in a box for one layer; None where no axis splits it that is bound here.
 
     ``path`` is the leaf's in the module at the path ``module`` of the model.
@@ -67,8 +67,8 @@ def route_of(path: str, leaf: Any, module: tuple[str, ...] | None = None) -> Rou
     Raises:
       ValueError: the leaf travels along several dims, or holds an axis to keep inside of one to gather.
     """
-    names, box = tuple(leaf.names) if is_box(leaf) else (), leaf_of(leaf)
-    gathered = set(filter(collectives.is_bound, box.gathered_axes))
+    names = leaf.names
+    gathered = set(filter(collectives.is_bound, leaf.gathered_axes))
     dims = [dim for dim, entry in enumerate(names) if gathered.intersection(entry_axes(entry))]
     if not collectives.spread_axes(sorted(gathered)):
         return None
@@ -81,7 +81,7 @@ def route_of(path: str, leaf: Any, module: tuple[str, ...] | None = None) -> Rou
             "Pass prefetch=False, or write nn.scan(nn.remat(...)) there."
         )
     left = (*names[: dims[0]], axes_entry(held[:first]), *names[dims[0] + 1 :])
-    return Route(dims[0], held[first:], left, box.communication, path_in_model(module, path))
+    return Route(dims[0], held[first:], left, leaf.communication, path_in_model(module, path))
 
 
 def prefetched_scan(
@@ -108,13 +108,13 @@ def prefetched_scan(
       The last carry, and outputs with a layer dim in front. The gradient is that of a scan of ``jax.checkpoint`` of the
       layer with its gather, which keeps nothing.
     """
-    leaves, structure = trees.flatten_with_path(stacked)
+    leaves, (_, structure) = trees.sharded_leaves(stacked), trees.flatten_with_path(stacked)
     routes = [route_of(path, leaf, module) for path, leaf in leaves]
     values = [
-        shard_to_gather(leaf, route.axes, path) if route else leaf_of(leaf).value
+        shard_to_gather(leaf, route.axes, path) if route else leaf.value
         for (path, leaf), route in zip(leaves, routes, strict=True)
     ]
-    boxes = [rebox(leaf, None) if is_box(leaf) else None for _, leaf in leaves]
+    boxes = [leaf.replace(value=None) for _, leaf in leaves]
     # The rule of a custom_vjp differentiates its arguments alone: all arrays are among them, and the rest is static.
     scan = _Scan(layer, structure, list(map(_Leaf, routes, boxes, map(Primal.of, values))))
     return scan.differentiable()(values, jax.tree.map(jnp.asarray, carry), per_layer, shared)
@@ -124,7 +124,7 @@ class _Leaf(NamedTuple):
     """What is known of a stacked leaf: its route where it is split, its box for one layer, and its stacked shards."""
 
     route: Any  # a ``Route``; None where the leaf is whole
-    box: Any  # without a value; None where the leaf has none
+    box: Sharded  # without a value
     stacked: Primal
 
     @property
@@ -167,7 +167,7 @@ class _Scan:
         """A layer from its gathered leaves, padding included, and from those that were never split."""
         split, whole = trees.stored_values(split), trees.stored_values(whole)
         weights = [
-            as_gathered(rebox(box, value), value, route.names_left, route.axes, route.how) if route else kept
+            as_gathered(box.replace(value=value), value, route.names_left, route.axes, route.how) if route else kept
             for (route, box, _), value, kept in zip(self.leaves, split, whole, strict=True)
         ]
         # For the backward pass it runs when the loss function has returned, of which it may ask (``Experts``).
@@ -190,7 +190,7 @@ class _Scan:
     def to_differentiate(self, arrays: Arrays) -> Arrays:
         """The arrays; those of frozen leaves in their boxes, which take no gradient."""
         return [
-            array if array is None or leaf_of(leaf.box).trainable else rebox(leaf.box, array)
+            array if array is None or leaf.box.trainable else leaf.box.replace(value=array)
             for leaf, array in zip(self.leaves, arrays, strict=True)
         ]
 
@@ -271,7 +271,7 @@ class _Scan:
             return d_carry, further, self.terms(d_split), grads
 
         start = self.to_differentiate(values), per_layer, shared
-        grads = tuple(trees.map_leaves(_zeros_like_floats, tree) for tree in start)
+        grads = tuple(trees.map_sharded(_zeros_like_floats, tree) for tree in start)
         state = (d_carry, self.set_out(values, range(self.length)[::-1]), None, grads)
         last = self.length - 1
         state = step(last, state, is_first=True, goes_on=last >= self.depth)
@@ -336,5 +336,6 @@ def _put(stacked: PyTree, index: Scalar, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda all_, x: lax.dynamic_update_index_in_dim(all_, x, index, 0), stacked, tree)
 
 
-def _zeros_like_floats(leaf: Any) -> jax.Array | None:
-    return collectives.zeros_of_type(jax.typeof(leaf), leaf.dtype) if leaf_of(leaf).is_differentiable else None
+def _zeros_like_floats(leaf: Sharded) -> jax.Array | None:
+    value = leaf.value
+    return collectives.zeros_of_type(jax.typeof(value), value.dtype) if leaf.is_differentiable else None

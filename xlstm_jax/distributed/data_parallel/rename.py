@@ -217,17 +217,18 @@ def _stacked(layers: dict[int, PyTree], layer_names: str) -> PyTree:
 
 def _described(leaf: Any) -> str:
     """All that layers must have in common to be stacked, in words."""
-    value = leaf_of(leaf).value
+    found = leaf_of(leaf)
+    value = found.value
     text = f"{getattr(value, 'dtype', type(value).__name__)}{list(np.shape(value))}"
-    text += "" if leaf_of(leaf).trainable else ", frozen,"
+    text += "" if found.trainable else ", frozen,"
     if is_box(leaf):
-        stored = "" if leaf_of(leaf).stores_value else f" that stores {leaf_of(leaf).true_shape}"
-        text += f"{stored} in a {type(leaf).__name__} of {leaf_of(leaf).names}, {leaf_of(leaf).communication}"
+        stored = "" if found.stores_value else f" that stores {found.true_shape}"
+        text += f"{stored} in a {type(leaf).__name__} of {found.names}, {found.communication}"
     return text
 
 
 def _stacked_leaf(*layers: Any) -> Any:
-    values = [leaf_of(layer).value for layer in layers]
+    values = trees.stored_values(layers)
     # A spec without any axis is P(), as jit reports it: else a second call would compile again.
     value = _on_shards(_stack, lambda spec: PartitionSpec(None, *spec) if any(spec) else PartitionSpec(), *values)
     is_boxed = isinstance(layers[0], meta.AxisMetadata)
@@ -243,21 +244,22 @@ def _stack(*layers: Any) -> Any:
 
 def _unstacked(tree: PyTree, stacked_name: str) -> list[PyTree]:
     leaves, treedef = trees.flatten_with_path(tree)
-    first = next((np.shape(leaf_of(leaf).value)[:1] for _, leaf in leaves), ())
-    for path, leaf in leaves:
+    read = trees.sharded_leaves(tree)
+    first = next((np.shape(leaf.value)[:1] for _, leaf in read), ())
+    for (path, leaf), (_, found) in zip(leaves, read, strict=True):
         described = f"'{stacked_name}/{path}' is {_described(leaf)}"
-        if not first or np.shape(leaf_of(leaf).value)[:1] != first:
+        if not first or np.shape(found.value)[:1] != first:
             raise ValueError(
                 f"{described}, and '{stacked_name}/{leaves[0][0]}' is {_described(leaves[0][1])}: dim 0 of all that a "
                 "scan keeps is that of the layers."
             )
-        if entry_axes(leaf_of(leaf).names[0]):
+        if entry_axes(found.names[0]):
             raise ValueError(f"{described}: its layers lie on different devices, and cannot be told apart on each.")
     return list(map(treedef.unflatten, zip(*(_layers_of_leaf(leaf) for _, leaf in leaves), strict=True)))
 
 
 def _layers_of_leaf(leaf: Any) -> list[Any]:
-    layers: list[Any] = _on_shards(_split, lambda spec: PartitionSpec(*spec[1:]), leaf_of(leaf).value)
+    layers: list[Any] = _on_shards(_split, lambda spec: PartitionSpec(*spec[1:]), trees.stored_values(leaf))
     if isinstance(leaf, meta.AxisMetadata):
         layers = [leaf.remove_axis(0, WHOLE_LAYER_DIM).replace_boxed(layer) for layer in layers]
     return layers

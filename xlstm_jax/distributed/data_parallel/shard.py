@@ -81,10 +81,10 @@ def box_params(
     """
     # All leaves are looked at before one is split: the order of a leaf's axes depends on what the others send over
     # each axis.
-    leaves, how = dict(trees.leaves_with_path(params)), policy.communication
+    leaves, how = dict(trees.sharded_leaves(params)), policy.communication
     choices = {path: _choice(leaf, axis_sizes, policy).dim for path, leaf in leaves.items()}
     dims = {path: dim for path, dim in choices.items() if dim is not None}
-    sizes = [leaf_of(leaves[path]).stored_bytes for path in dims]
+    sizes = [leaves[path].stored_bytes for path in dims]
     orders = axis_orders(sizes, [tuple(axis_sizes)] * len(sizes), axis_sizes, how.inter_host_axes)
     order_of = dict(zip(dims, orders, strict=True))
 
@@ -103,8 +103,7 @@ def box_params(
     return trees.map_leaves_with_path(box, params)
 
 
-def _choice(leaf: Any, axis_sizes: dict[str, int], policy: ShardPolicy) -> ShardChoice:
-    box = leaf_of(leaf)
+def _choice(box: Sharded, axis_sizes: dict[str, int], policy: ShardPolicy) -> ShardChoice:
     if is_prng_key(box.value):
         return ShardChoice(None, PrngKeys())
     return choose_shard_dim(np.shape(box.value), box.names, axis_sizes, policy.min_weight_size, policy.uneven)
@@ -125,7 +124,8 @@ def plan_params(
     """
 
     def plan(path: str, leaf: Any, boxed: Any) -> Planned:
-        value, choice = leaf_of(leaf).value, _choice(leaf, axis_sizes, policy)
+        found = leaf_of(leaf)
+        value, choice = found.value, _choice(found, axis_sizes, policy)
         gathered, summed = (str(value_dtype(value)),) * 2
         if choice.dim is not None:
             gathered, summed = map(str, map(jnp.dtype, policy.communication.dtypes(value, path)))

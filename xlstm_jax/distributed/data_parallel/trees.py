@@ -10,7 +10,15 @@ from jax.core import Tracer
 from jax.tree_util import DictKey, keystr
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, rebox, split_by_model, stored_value, true_value
+from xlstm_jax.distributed.data_parallel.leaf import (
+    Sharded,
+    is_box,
+    leaf_of,
+    rebox,
+    split_by_model,
+    stored_value,
+    true_value,
+)
 from xlstm_jax.distributed.data_parallel.logical_names import as_flax_has_it, is_logical, with_names_of_collections
 
 OneLeaf = Callable[[Any], bool]  # which nodes count as one leaf although JAX could take them apart
@@ -27,6 +35,11 @@ def leaves_with_path(tree: PyTree) -> list[tuple[str, Any]]:
     return flatten_with_path(tree)[0]
 
 
+def sharded_leaves(tree: PyTree) -> list[tuple[str, Sharded]]:
+    """Returns all leaves with their paths, each as ``leaf_of`` reads it: bare arrays and boxes of others, too."""
+    return [(path, leaf_of(leaf)) for path, leaf in leaves_with_path(tree)]
+
+
 def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree, one_leaf: OneLeaf = is_box) -> PyTree:
     """``jax.tree.map`` with boxes as leaves; ``rest`` has a box or a bare value for each leaf."""
     return jax.tree.map(fn, tree, *rest, is_leaf=one_leaf)
@@ -39,6 +52,24 @@ def map_leaves_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) ->
         return fn(path_string(path), *leaves)
 
     return jax.tree_util.tree_map_with_path(named, tree, *rest, is_leaf=is_box)
+
+
+def map_sharded(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
+    """Returns the tree with ``fn(leaf, *rest)`` in place of each leaf, which ``fn`` gets as ``leaf_of`` reads it."""
+    return jax.tree.map(lambda leaf, *others: fn(leaf_of(leaf), *others), tree, *rest, is_leaf=is_box)
+
+
+def map_values(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
+    """Returns the tree with ``fn(leaf, *rest)`` as the value of each leaf, which keeps its box.
+
+    ``fn`` gets the leaf as ``leaf_of`` reads it, and those of ``rest`` as they are.
+    """
+    return jax.tree.map(lambda leaf, *others: rebox(leaf, fn(leaf_of(leaf), *others)), tree, *rest, is_leaf=is_box)
+
+
+def map_values_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
+    """Like ``map_values``; ``fn`` gets the leaf's path before the leaf."""
+    return map_leaves_with_path(lambda path, leaf, *others: rebox(leaf, fn(path, leaf_of(leaf), *others)), tree, *rest)
 
 
 def path_string(path: tuple[Any, ...]) -> str:
@@ -66,13 +97,12 @@ def unbox(tree: PyTree) -> PyTree:
     # JAX's own error of a donated array names neither leaf nor cause.
     check_alive(tree, "unbox")
 
-    def bare(leaf: Any) -> Any:
-        box = leaf_of(leaf)
-        if box.stores_value:
-            return box.value
-        return jax.eval_shape(true_value, leaf) if isinstance(box.value, jax.ShapeDtypeStruct) else true_value(leaf)
+    def bare(leaf: Sharded) -> Any:
+        if leaf.stores_value:
+            return leaf.value
+        return jax.eval_shape(true_value, leaf) if isinstance(leaf.value, jax.ShapeDtypeStruct) else true_value(leaf)
 
-    return map_leaves(bare, tree)
+    return map_sharded(bare, tree)
 
 
 def with_mesh_names(variables: PyTree) -> PyTree:
@@ -92,8 +122,8 @@ def with_mesh_names(variables: PyTree) -> PyTree:
 
 def check_alive(tree: PyTree, reader: str) -> None:
     """Raises a ``ValueError`` if an array that ``reader`` wants to read was donated, most likely to a step."""
-    for path, leaf in leaves_with_path(tree):
-        value = leaf_of(leaf).value
+    for path, leaf in sharded_leaves(tree):
+        value = leaf.value
         if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted():
             raise ValueError(
                 f"{reader}: '{path}' of shape {value.shape} is gone: a step that was given this state took over its "
@@ -104,12 +134,17 @@ def check_alive(tree: PyTree, reader: str) -> None:
 
 def stored_values(tree: PyTree) -> PyTree:
     """The tree without boxes, values untouched."""
-    return map_leaves(lambda leaf: leaf_of(leaf).value, tree)
+    return map_sharded(lambda leaf: leaf.value, tree)
 
 
 def without_frozen(tree: PyTree) -> PyTree:
     """The tree with None for leaves that their boxes say are frozen."""
     return map_leaves(lambda leaf: leaf if leaf_of(leaf).trainable else None, tree)
+
+
+def differentiable(tree: PyTree) -> list[Sharded]:
+    """Returns the leaves that take a gradient, as ``leaf_of`` reads them, in the order of ``split_differentiable``."""
+    return [leaf for _, leaf in sharded_leaves(tree) if leaf.is_differentiable]
 
 
 def split_differentiable(tree: PyTree) -> tuple[list[Any], Callable[..., PyTree]]:
@@ -143,12 +178,12 @@ def box_like(tree: PyTree, boxed: PyTree) -> PyTree:
       boxed: a tree of the same structure with boxes, of arrays or ``ShapeDtypeStruct``.
     """
 
-    def boxed_like(box: Any, value: Any) -> Any:
-        found = leaf_of(box)
+    def stored(box: Sharded, value: Any) -> Any:
         # A value of the stored shape is what is stored; one of the true shape is stored as the box stores values.
-        is_bare = not found.stores_value and np.shape(value) == found.true_shape
-        if is_bare and isinstance(value, jax.ShapeDtypeStruct):
-            return rebox(box, jax.eval_shape(partial(stored_value, box), value))
-        return rebox(box, stored_value(box, value) if is_bare else value)
+        if box.stores_value or np.shape(value) != box.true_shape:
+            return value
+        if isinstance(value, jax.ShapeDtypeStruct):
+            return jax.eval_shape(partial(stored_value, box), value)
+        return stored_value(box, value)
 
-    return map_leaves(boxed_like, boxed, tree)
+    return map_values(stored, boxed, tree)

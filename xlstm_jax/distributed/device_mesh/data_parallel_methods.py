@@ -19,7 +19,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.gather import sync_gradients
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, choose_shard_dim
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, entry_axes
@@ -125,8 +124,8 @@ class DataParallel(nnx.Module):
         means = sync_gradients(gradients, axes)
         if reduce_type == "mean":
             return means
-        live, put_back = trees.split_differentiable(means)
-        return put_back([rebox(x, leaf_of(x).value * collectives.axis_size(axes)) for x in live])
+        count = collectives.axis_size(axes)
+        return trees.map_values(lambda leaf: leaf.value * count if leaf.is_differentiable else leaf.value, means)
 
     # As methods that are static already, they are their own twins.
     create_data_parallel_sharding_static = create_data_parallel_sharding

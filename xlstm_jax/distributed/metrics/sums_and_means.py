@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of
-from xlstm_jax.distributed.data_parallel.trees import map_leaves
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
+from xlstm_jax.distributed.data_parallel.trees import map_sharded
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.metrics.cells import Count, Maximum, Minimum, Total, like_rows, wide_float
@@ -183,14 +183,14 @@ class GlobalNorm(PureMetric):
     def observe(self, tree: PyTree) -> Cells:
         axes = as_axis_names(self.axes) if self.axes else ()
 
-        def square(leaf: Any) -> jax.Array:
-            value = jnp.asarray(leaf_of(leaf).value).astype(wide_float())
-            split = set(leaf_of(leaf).axes) | collectives.varying_axes(leaf_of(leaf).value)
+        def square(leaf: Sharded) -> jax.Array:
+            value = jnp.asarray(leaf.value).astype(wide_float())
+            split = set(leaf.axes) | collectives.varying_axes(leaf.value)
             # All devices along these axes observe the same entries: a share of each adds up to one whole.
             whole_along = [axis for axis in axes if axis not in split]
             return Total.of(jnp.abs(value) ** 2).value / collectives.axis_size(whole_along)
 
-        squares = jax.tree.leaves(map_leaves(square, tree))
+        squares = jax.tree.leaves(map_sharded(square, tree))
         return Total.of(jnp.stack(squares)) if squares else Total.identity()
 
     def check_observed(self, observed: PyTree, axes: tuple[str, ...]) -> None:

@@ -22,11 +22,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax.linen.dtypes import promote_dtype
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
@@ -87,7 +89,7 @@ def split_param(
 
     # Linen would compare shapes, and name neither the axis nor the wrapper.
     if here > 1 and module.has_variable("params", name):
-        _check_own_part(path, leaf_of(module.get_variable("params", name)).value, shape, dim, axis_name)
+        _check_own_part(path, trees.stored_values(module.get_variable("params", name)), shape, dim, axis_name)
 
     def own_part(rng: Array) -> Any:
         leaf = init(rng, shape, dtype)
@@ -256,7 +258,7 @@ def share_of_input(layer: nn.Module, x: Array, count: int, devices: int) -> str:
     """
     if devices == 1 or not layer.has_variable("params", "kernel"):
         return ""
-    of_kernel = leaf_of(layer.get_variable("params", "kernel")).shape[:count]
+    of_kernel = np.shape(layer.get_variable("params", "kernel"))[:count]
     of_input = x.shape[x.ndim - count :]
     if of_kernel[1:] != of_input[1:]:
         return ""
@@ -276,7 +278,7 @@ def _flat_init(init: Callable[..., Any], count: int) -> Callable[..., Array]:
     def reshaped(rng: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         flat = (math.prod(shape[:count]), math.prod(shape[count:]))
         leaf = init(rng, flat if count else flat[1:], dtype)
-        return rebox(leaf, leaf_of(leaf).value.reshape(shape))
+        return trees.map_values(lambda flat: flat.value.reshape(shape), leaf)
 
     return reshaped
 

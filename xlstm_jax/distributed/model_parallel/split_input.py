@@ -14,9 +14,9 @@ from flax import linen as nn
 from jax import Array
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.modules.linen_module import MapOfLeaves
-from xlstm_jax.distributed.data_parallel.trees import map_leaves
+from xlstm_jax.distributed.data_parallel.trees import map_values
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.model_parallel.activations import devices_here, enter_split
 from xlstm_jax.wording import kind_of
@@ -75,10 +75,10 @@ def is_on_split_input(cls: type[nn.Module]) -> bool:
 
 def _entered(axis_name: str, params: PyTree) -> PyTree:
     # Nothing happens to the values; the gradients of all devices' tokens or heads are summed on their way back.
-    def enter(leaf: Any) -> Any:
-        if not leaf_of(leaf).is_differentiable:
-            return leaf
+    def enter(leaf: Sharded) -> Any:
+        if not leaf.is_differentiable:
+            return leaf.value
         with jax.named_scope("sync_gradients"):  # what is sent is a gradient, and no activation
-            return rebox(leaf, enter_split(leaf_of(leaf).value, axis_name, caller="on_split_input"))
+            return enter_split(leaf.value, axis_name, caller="on_split_input")
 
-    return map_leaves(enter, params)
+    return map_values(enter, params)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from flax import linen as nn
 from jax import Array
 
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of
+from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.modules.linen_module import is_nnx, methods_to_lift, taken_apart, watching
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, ShardsItself
 from xlstm_jax.distributed.data_parallel.wire import collectives
@@ -242,8 +242,8 @@ class _Run:
         axis = self.splitting.axis_name
         is_split = self._column is not None and devices_here(axis, f"'{path}'") > 1
         # Its own parameters alone: those of a module within are looked at when that one runs.
-        own = [leaf for leaf in module.variables.get("params", {}).values() if not isinstance(leaf, Mapping)]
-        has_params = any(leaf_of(leaf).is_differentiable for leaf in own)
+        own = {name: x for name, x in module.variables.get("params", {}).items() if not isinstance(x, Mapping)}
+        has_params = bool(trees.differentiable(own))
         # With types JAX sums the gradients itself.
         if is_split and not collectives.is_tracked(axis) and has_params:
             raise ValueError(

@@ -12,7 +12,7 @@ import optax
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, rebox
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.placement import stored_shape
 from xlstm_jax.distributed.optimizers.inside import check_transform, links, name_of
 from xlstm_jax.distributed.optimizers.lookahead import as_inner, with_plain_params
@@ -59,12 +59,9 @@ def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransfor
     verdicts: dict[str, str | None] = {}
 
     def check(tree: PyTree) -> None:
-        leaves = trees.leaves_with_path(tree)
-        key = str([(path, leaf_of(leaf).names, jax.typeof(leaf_of(leaf).value)) for path, leaf in leaves])
+        key = str([(path, leaf.names, jax.typeof(leaf.value)) for path, leaf in trees.sharded_leaves(tree)])
         if key not in verdicts:
-            whole = trees.map_leaves(
-                lambda leaf: rebox(leaf, jax.ShapeDtypeStruct(stored_shape(leaf), leaf_of(leaf).value.dtype)), tree
-            )
+            whole = trees.map_values(lambda leaf: jax.ShapeDtypeStruct(stored_shape(leaf), leaf.value.dtype), tree)
             # In a thread of its own, where no trace of jit or shard_map is under way and values can be compared.
             with ThreadPoolExecutor(1) as pool:
                 verdicts[key] = pool.submit(_verdict, tx, whole).result()
@@ -83,21 +80,21 @@ def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransfor
         check(updates)
         updates, state = inner.update(updates, state, params, **extra_args)
         # The inner transform has not seen frozen leaves; `optax.apply_updates` wants an update for each parameter.
-        if all(leaf_of(leaf).trainable for _, leaf in trees.leaves_with_path(grads)):
+        if all(leaf.trainable for _, leaf in trees.sharded_leaves(grads)):
             return updates, state
-        by_path = dict(trees.leaves_with_path(updates))
+        by_path = dict(trees.sharded_leaves(updates))
 
-        def or_zeros(path: str, grad: PyTree) -> PyTree:
-            return by_path[path] if leaf_of(grad).trainable else rebox(grad, jnp.zeros_like(leaf_of(grad).value))
+        def or_zeros(path: str, grad: Sharded) -> PyTree:
+            return by_path[path].value if grad.trainable else jnp.zeros_like(grad.value)
 
-        return trees.map_leaves_with_path(or_zeros, grads), state
+        return trees.map_values_with_path(or_zeros, grads), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _verdict(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
     """Why the transform must not run on shards of this tree of global shapes, as an error message; None if it may."""
-    reason = _why_wrong(tx, tree) if any(leaf_of(leaf).axes for _, leaf in trees.leaves_with_path(tree)) else None
+    reason = _why_wrong(tx, tree) if any(leaf.axes for _, leaf in trees.sharded_leaves(tree)) else None
     if reason is None:
         return None
     guilty = name_of(next((link for link in links(tx) if _why_wrong(link, tree)), tx))
@@ -110,7 +107,7 @@ def _verdict(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
 
 def _why_wrong(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
     # A leaf that is split along several dims is cut along each in turn: a transform may look across one alone.
-    cuts = max(sum(map(bool, leaf_of(leaf).names)) for _, leaf in trees.leaves_with_path(tree))
+    cuts = max(sum(map(bool, leaf.names)) for _, leaf in trees.sharded_leaves(tree))
     try:
         differences = (found for cut in range(cuts) for found in _differences(tx, *_small_tree(tree, cut)))
         return next(differences, None) or _factored_state(tx, tree)
@@ -125,14 +122,14 @@ def _small_tree(tree: PyTree, cut: int) -> tuple[PyTree, list[int | None]]:
     them, or None.
     """
     rng = np.random.default_rng(0)
-    live, put_back = trees.split_differentiable(tree)
-    split_dims = [[dim for dim, entry in enumerate(leaf_of(leaf).names) if entry] for leaf in live]
+    live, (_, put_back) = trees.differentiable(tree), trees.split_differentiable(tree)
+    split_dims = [[dim for dim, entry in enumerate(leaf.names) if entry] for leaf in live]
     dims = [split[min(cut, len(split) - 1)] if split else None for split in split_dims]
 
-    def small(leaf: PyTree, dim: int | None) -> PyTree:
+    def small(leaf: Sharded, dim: int | None) -> PyTree:
         # Two values in each shard, so that a transform has something to look across.
-        shape = tuple(2 * _PROBE_SHARDS if d == dim else 3 for d in range(len(leaf_of(leaf).names)))
-        value = jnp.asarray(rng.normal(size=shape), leaf_of(leaf).value.dtype)
+        shape = tuple(2 * _PROBE_SHARDS if d == dim else 3 for d in range(len(leaf.names)))
+        value = jnp.asarray(rng.normal(size=shape), leaf.value.dtype)
         names = tuple(_PROBE_AXIS if d == dim else None for d in range(len(shape)))
         return value if dim is None else Sharded(value, names)
 

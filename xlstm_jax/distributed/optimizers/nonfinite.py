@@ -21,7 +21,6 @@ from jax.sharding import AbstractMesh, Mesh
 
 from xlstm_jax.common_types import Metrics, PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.optimizers.extra_args import VALUE
 from xlstm_jax.distributed.optimizers.inside import check_transform
@@ -143,17 +142,15 @@ def _nan_where_spoiled(loss: jax.Array, before: Mapping[str, PyTree], after: Map
     the loss is finite.
     """
     # Integers and keys are always finite.
-    floats, _ = trees.split_differentiable(before)
-    new_floats, _ = trees.split_differentiable(after)
-    pairs = [(leaf_of(old).value, leaf_of(new).value) for old, new in zip(floats, new_floats, strict=True)]
-    spoiled = [jnp.any(jnp.isfinite(old) & ~jnp.isfinite(new)) for old, new in pairs]
+    pairs = zip(trees.differentiable(before), trees.differentiable(after), strict=True)
+    spoiled = [jnp.any(jnp.isfinite(old.value) & ~jnp.isfinite(new.value)) for old, new in pairs]
     return jnp.where(jnp.any(jnp.stack([jnp.zeros((), bool), *spoiled])), jnp.nan, loss)
 
 
 def _all_finite(gradients: PyTree, loss: jax.Array | None) -> jax.Array:
     """One bool for all devices: by XLA's own reductions on global arrays, by a collective inside ``shard_map``."""
-    looked_at = [leaf for leaf in jax.tree.leaves((gradients, loss)) if leaf_of(leaf).is_differentiable]
-    bad = jnp.any(jnp.stack([jnp.zeros((), bool), *(jnp.any(~jnp.isfinite(leaf)) for leaf in looked_at)]))
+    looked_at = trees.differentiable(trees.stored_values((gradients, loss)))
+    bad = jnp.any(jnp.stack([jnp.zeros((), bool), *(jnp.any(~jnp.isfinite(leaf.value)) for leaf in looked_at)]))
     # An "or" over devices. Devices that decided by their own shards would drift apart.
     if axes := collectives.manual_axes():
         (count,) = collectives.all_reduce(["max"], [bad.astype(jnp.int32)], axes)

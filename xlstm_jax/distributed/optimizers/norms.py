@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.dtypes import wide_dtype
 from xlstm_jax.wording import kind_of
@@ -41,10 +41,10 @@ def global_norm(tree: PyTree) -> jax.Array:
         differs between devices along an axis that its box does not name. Both name the leaf.
     """
     by_axes: dict[frozenset[str], Any] = {}
-    for path, leaf in trees.leaves_with_path(tree):
-        if leaf_of(leaf).is_differentiable:
+    for path, leaf in trees.sharded_leaves(tree):
+        if leaf.is_differentiable:
             axes = _axes_of_values(path, leaf)
-            value = leaf_of(leaf).value
+            value = leaf.value
             wide = value.astype(wide_dtype(value.dtype))
             squares = jax.lax.square(jax.lax.abs(wide) if jnp.iscomplexobj(wide) else wide)
             # Added up before the collective: one scalar travels for each set of axes, however many leaves have it.
@@ -78,16 +78,15 @@ def _sum_bwd(axes: AxesOfEach, values: list[jax.Array], cotangents: list[jax.Arr
 _differentiable_sum.defvjp(lambda values, axes: (collectives.psum(values, axes), values), _sum_bwd)
 
 
-def _axes_of_values(path: str, leaf: PyTree) -> frozenset[str]:
+def _axes_of_values(path: str, leaf: Sharded) -> frozenset[str]:
     """The axes over which a leaf's values are spread here; none outside of ``shard_map``, where arrays are global."""
-    axes, names = leaf_of(leaf).axes, leaf_of(leaf).names
+    axes = leaf.axes
     unbound = [axis for axis in axes if not collectives.is_bound(axis)]
     if len(unbound) == len(axes) and not collectives.manual_axes():
         axes = ()
     elif unbound:
-        raise ValueError(collectives.unbound_message(unbound[0], f"global_norm of '{path}', boxed {names}"))
-    value = leaf_of(leaf).value
-    stray = sorted(collectives.varying_axes(value) - set(axes))
+        raise ValueError(collectives.unbound_message(unbound[0], f"global_norm of '{path}', boxed {leaf.names}"))
+    stray = sorted(collectives.varying_axes(leaf.value) - set(axes))
     if stray:
         penalty = " For a penalty on parameters within a loss, use optax.add_decayed_weights."
         raise ValueError(not_averaged(path, leaf, stray, "global_norm") + penalty)
@@ -132,19 +131,19 @@ def check_averaged(grads: PyTree, params: PyTree, caller: str) -> None:
     Under ``check_vma=True`` a type says along which axes a value differs between devices. A parameter whose gradient
     differs along more axes than itself would drift apart, and JAX's own error names neither leaf nor cause.
     """
-    of_params = dict(trees.leaves_with_path(params))  # nothing where the optimizer was given no parameters
-    for path, leaf in trees.leaves_with_path(grads):
-        if leaf_of(leaf).is_differentiable and path in of_params:
-            split = collectives.varying_axes(leaf_of(of_params[path]).value).union(leaf_of(leaf).axes)
-            if stray := sorted(collectives.varying_axes(leaf_of(leaf).value) - split):
+    of_params = dict(trees.sharded_leaves(params))  # nothing where the optimizer was given no parameters
+    for path, leaf in trees.sharded_leaves(grads):
+        if leaf.is_differentiable and path in of_params:
+            split = collectives.varying_axes(of_params[path].value).union(leaf.axes)
+            if stray := sorted(collectives.varying_axes(leaf.value) - split):
                 raise ValueError(not_averaged(path, leaf, stray, caller))
 
 
-def not_averaged(path: str, leaf: PyTree, stray: list[str], caller: str) -> str:
+def not_averaged(path: str, leaf: Sharded, stray: list[str], caller: str) -> str:
     """The text of a leaf that differs between devices along other axes than its box names."""
-    declared = f"its box names {leaf_of(leaf).names}" if is_box(leaf) else "it is in no box"
+    declared = f"its box names {leaf.names}" if any(leaf.names) else "no box names axes for it"
     return (
-        f"{caller}: '{path}' of shape {np.shape(leaf_of(leaf).value)} differs between devices along "
+        f"{caller}: '{path}' of shape {np.shape(leaf.value)} differs between devices along "
         f"{', '.join(map(repr, stray))}, but {declared}. If it is a gradient, "
         f"sync_gradients over {', '.join(map(repr, stray))} is missing, or ran over too few axes: name all axes that "
         "the batch is split over, in one call (value_and_grad does it for you). A shard must come in its box."

@@ -7,7 +7,6 @@ Leaves of the state lie on the host if they are at least as large as the sharded
 factored moments and the moments of replicated parameters are small and stay on the device.
 """
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +14,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.optimizers.sharded_optimizer import ShardedOptimizer
 from xlstm_jax.distributed.optimizers.state import is_state_box, owner_of_state
 from xlstm_jax.program_names import HOST_MEMORY
@@ -70,13 +68,14 @@ def on_host(shardings: PyTree, opt_state: PyTree, params: PyTree) -> PyTree:
       opt_state: arrays or ``ShapeDtypeStruct``.
       params: boxed parameters, arrays or abstract.
     """
-    by_path = dict(trees.leaves_with_path(params))
+    by_path = dict(trees.sharded_leaves(params))
 
     def placed(path: str, leaf: PyTree, sharding: NamedSharding) -> NamedSharding:
         owner = owner_of_state(path, by_path)
-        sizes = [math.prod(np.shape(leaf_of(x).value)) for x in (leaf, owner)]
         # Where a transform lays out its state by itself, no path names a parameter to compare the leaf with.
-        is_large = is_state_box(leaf) or (owner is not None and leaf_of(owner).axes and sizes[0] >= sizes[1])
+        is_large = is_state_box(leaf) or (
+            owner is not None and owner.axes and np.size(trees.stored_values(leaf)) >= np.size(owner.value)
+        )
         return sharding.with_memory_kind(HOST_MEMORY) if is_large else sharding
 
     return trees.map_leaves_with_path(placed, opt_state, shardings)

@@ -65,10 +65,10 @@ def states_of(opt_state: PyTree, state_type: type[State]) -> list[State]:
 
 def as_parameters(kept: PyTree, params: PyTree, caller: str) -> PyTree:
     """Returns weights that an optimizer keeps, in the boxes, dtypes and places of ``params`` and in new buffers."""
-    by_path = dict(trees.leaves_with_path(kept))
+    by_path = dict(trees.sharded_leaves(kept))
 
-    def as_parameter(path: str, leaf: PyTree) -> PyTree:
-        value, mean = leaf_of(leaf).value, leaf_of(by_path.get(path, leaf)).value
+    def as_parameter(path: str, leaf: Sharded) -> PyTree:
+        value, mean = leaf.value, by_path.get(path, leaf).value
         if np.shape(mean) != np.shape(value):
             raise ValueError(
                 f"{caller}: what the optimizer keeps of '{path}' has the shape {np.shape(mean)}, and the parameter "
@@ -77,14 +77,14 @@ def as_parameters(kept: PyTree, params: PyTree, caller: str) -> PyTree:
         # It may lie in host memory (`Offload`) while its parameter does not. Tracers have no place.
         is_placed = isinstance(value, jax.Array) and not isinstance(value, Tracer)
         there = jax.device_put(mean, value.sharding) if is_placed else mean
-        return rebox(leaf, jnp.array(there, value_dtype(value)))
+        return jnp.array(there, value_dtype(value))
 
-    return trees.map_leaves_with_path(as_parameter, params)
+    return trees.map_values_with_path(as_parameter, params)
 
 
 def trainable(tree: PyTree) -> PyTree:
     """The tree as an optimizer sees it: bare values without padding, and None for what takes no gradient."""
-    return trees.map_leaves(lambda leaf: true_value(leaf) if leaf_of(leaf).is_differentiable else None, tree)
+    return trees.map_sharded(lambda leaf: true_value(leaf) if leaf.is_differentiable else None, tree)
 
 
 def with_trainable(tree: PyTree, values: PyTree) -> PyTree:
@@ -96,13 +96,13 @@ def with_trainable(tree: PyTree, values: PyTree) -> PyTree:
 
 def stored_state(opt_state: PyTree, params: PyTree) -> PyTree:
     """Returns an optimizer's state as it is stored: leaves of a parameter's true shape in the parameter's box."""
-    by_path = dict(trees.leaves_with_path(params))
-    if all(leaf_of(leaf).stores_value for leaf in by_path.values()):
+    by_path = dict(trees.sharded_leaves(params))
+    if all(leaf.stores_value for leaf in by_path.values()):
         return opt_state
 
     def stored(path: str, leaf: PyTree) -> PyTree:
         owner = owner_of_state(path, by_path)
-        if owner is None or leaf_of(owner).stores_value or np.shape(leaf) != leaf_of(owner).true_shape:
+        if owner is None or owner.stores_value or np.shape(leaf) != owner.true_shape:
             return leaf
         return rebox(owner, stored_value(owner, leaf))
 
@@ -131,7 +131,7 @@ def optimizer_state_shardings(opt_state: PyTree, params: PyTree, mesh: Mesh | Ab
     Returns:
       A ``NamedSharding`` for every leaf of ``opt_state``.
     """
-    by_path = dict(trees.leaves_with_path(params))
+    by_path = dict(trees.sharded_leaves(params))
 
     def sharding(path: str, leaf: PyTree) -> NamedSharding:
         return NamedSharding(mesh, _state_spec(leaf, owner_of_state(path, by_path), mesh))
@@ -139,25 +139,26 @@ def optimizer_state_shardings(opt_state: PyTree, params: PyTree, mesh: Mesh | Ab
     return trees.map_leaves_with_path(sharding, opt_state)
 
 
-def _state_spec(leaf: PyTree, owner: PyTree, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+def _state_spec(leaf: PyTree, owner: Sharded | None, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    found = leaf_of(leaf)
     if is_state_box(leaf):
-        return placement.spread_spec(leaf_of(leaf).names, mesh)
-    if owner is None or not leaf_of(owner).axes:
+        return placement.spread_spec(found.names, mesh)
+    if owner is None or not owner.axes:
         return PartitionSpec()
-    shape = np.shape(leaf_of(leaf).value)
-    if shape == np.shape(leaf_of(owner).value):
-        return _split_further(placement.spread_spec(leaf_of(owner).names, mesh), shape, owner, mesh)
-    sizes = {axis: mesh.shape[axis] for axis in leaf_of(owner).axes if mesh.shape[axis] > 1}
+    shape = np.shape(found.value)
+    if shape == np.shape(owner.value):
+        return _split_further(placement.spread_spec(owner.names, mesh), shape, owner, mesh)
+    sizes = {axis: mesh.shape[axis] for axis in owner.axes if mesh.shape[axis] > 1}
     # However small: the threshold spares parameters a gather in each use, which state does not have.
     dim = choose_shard_dim(shape, (None,) * len(shape), sizes, min_weight_size=0).dim
     return PartitionSpec(*[None] * dim, axes_entry(tuple(sizes))) if sizes and dim is not None else PartitionSpec()
 
 
 def _split_further(
-    spec: PartitionSpec, shape: tuple[int, ...], owner: PyTree, mesh: Mesh | AbstractMesh
+    spec: PartitionSpec, shape: tuple[int, ...], owner: Sharded, mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
     """``spec``, with the largest fitting dim split over the owner's copies too, if its ``Replicas`` say so."""
-    replicas = leaf_of(owner).communication.replicas
+    replicas = owner.communication.replicas
     if not (replicas and replicas.shard_optimizer_state):
         return spec
     axes = tuple(axis for axis in replicas.axes if mesh.shape[axis] > 1)

@@ -9,7 +9,6 @@ from typing import Any
 from rich.console import RenderableType
 
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.modules.linen_module import seeing_calls
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.model_parallel.experts import Experts
@@ -87,8 +86,8 @@ def noting_experts() -> Iterator[dict[str, tuple[Experts, int]]]:
 
     def note(module: Any) -> None:
         if isinstance(module, Experts):
-            own = trees.leaves_with_path(module.variables["params"]["experts"])
-            found["/".join(module.path)] = module, sum(math.prod(leaf_of(leaf).true_shape) for _, leaf in own)
+            own = trees.sharded_leaves(module.variables["params"]["experts"])
+            found["/".join(module.path)] = module, sum(math.prod(leaf.true_shape) for _, leaf in own)
 
     with seeing_calls(note):
         yield found

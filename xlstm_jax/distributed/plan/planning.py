@@ -17,7 +17,7 @@ from xlstm_jax.common_types import AxisNames, Model, PyTree
 from xlstm_jax.distributed.data_parallel.extension import arranged, avoids_gather
 from xlstm_jax.distributed.data_parallel.extensions.pieces import Piece, gives_pieces, noting_pieces
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
 from xlstm_jax.distributed.data_parallel.placement import check_divides, partition_specs
 from xlstm_jax.distributed.data_parallel.planned import Decision, Planned, planning_mesh
@@ -31,7 +31,7 @@ from xlstm_jax.distributed.data_parallel.reasons import (
     Unwrapped,
 )
 from xlstm_jax.distributed.data_parallel.shard import plan_params, with_unit
-from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, with_mesh_names
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, sharded_leaves, with_mesh_names
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_bytes
@@ -105,16 +105,16 @@ def plan_sharding(
     with noting_matrices() as reports:
         of_params, beside = _optimizer_rows(tx, params, mesh, offload)
     rows = []
-    for path, leaf in leaves_with_path(params):
-        kept, box = _bytes_of(path, leaf, sizes), leaf_of(leaf)
+    for path, leaf in sharded_leaves(params):
+        kept = _bytes_of(path, leaf, sizes)
         # A gradient is as large as its parameter, and split like it.
-        fields = {"parameters": kept, "gradients": kept if box.is_differentiable else NO_BYTES, **of_params[path]}
-        fields |= _gathering(path, leaf, sizes, pieces.get(path)) | {"trainable": box.trainable}
+        fields = {"parameters": kept, "gradients": kept if leaf.is_differentiable else NO_BYTES, **of_params[path]}
+        fields |= _gathering(path, leaf, sizes, pieces.get(path)) | {"trainable": leaf.trainable}
         rows.append(_row(path, PARAMETERS, leaf, _reason(leaf), sizes, **fields))
     # Other collections (batch_stats) are whole, unless the model has boxed them.
-    for collection, path, leaf in [(name, *found) for name in variables for found in leaves_with_path(variables[name])]:
+    for collection, path, leaf in [(name, *found) for name in variables for found in sharded_leaves(variables[name])]:
         path = f"({collection}) {path}"
-        reason = BoxedByModel(leaf_of(leaf).names) if leaf_of(leaf).axes else NoParameter()
+        reason = BoxedByModel(leaf.names) if leaf.axes else NoParameter()
         rows.append(_row(path, collection, leaf, reason, sizes, other=_bytes_of(path, leaf, sizes)))
     experts = tuple(expert_plan(path, *mixture, sizes, rows) for path, mixture in mixtures.items())
     roles = _roles(params, experts, sizes)
@@ -123,12 +123,12 @@ def plan_sharding(
 
 def _roles(params: PyTree, experts: Sequence[ExpertPlan], sizes: dict[str, int]) -> dict[str, tuple[str, ...]]:
     """What parameters use each axis for; see ``ShardingPlan``."""
-    leaves = leaves_with_path(params)
+    leaves = sharded_leaves(params)
     gathered = {axis for _, leaf in leaves for axis in _gathered_axes(leaf)}
     of_experts = {axis for plan in experts for axis in plan.axes}
     of_layers: set[str] = set()
     for path, leaf in leaves:  # an axis may split layers, and experts beside them
-        own = set(leaf_of(leaf).axes) - set(_gathered_axes(leaf))
+        own = set(leaf.axes) - set(_gathered_axes(leaf))
         mixture = next((plan for plan in experts if path.startswith(f"{plan.path}/experts/".lstrip("/"))), None)
         of_layers |= own - set(mixture.axes) if mixture else own
     # One axis may have several roles: the same devices split weights of one layer, and experts of the next.
@@ -197,24 +197,23 @@ def _decided(
     return variables | with_unit(plan_params(params, over, policy), params), assumed
 
 
-def _gathered_axes(leaf: PyTree) -> set[str]:
+def _gathered_axes(leaf: Sharded) -> set[str]:
     """The axes over which a wrapper gathers the leaf; those of the model's own are left."""
     if not isinstance(leaf, Planned):
-        return set(leaf_of(leaf).gathered_axes)
+        return set(leaf.gathered_axes)
     return {axis for decision in leaf.decisions if decision.choice.dim is not None for axis in decision.axes}
 
 
-def _row(path: str, collection: str, leaf: PyTree, reason: Reason, sizes: dict[str, int], **fields: Any) -> LeafPlan:
-    found = leaf_of(leaf)
-    shape = found.true_shape
+def _row(path: str, collection: str, leaf: Sharded, reason: Reason, sizes: dict[str, int], **fields: Any) -> LeafPlan:
+    shape = leaf.true_shape
     fields.setdefault("use_shape", shape)
     return LeafPlan(
         path=path,
         collection=collection,
         shape=shape,
-        dtype=str(found.value.dtype),
-        names=found.names,
-        parts=_count(found.axes, sizes),
+        dtype=str(leaf.value.dtype),
+        names=leaf.names,
+        parts=_count(leaf.axes, sizes),
         reason=reason,
         **fields,
     )
@@ -225,20 +224,19 @@ def _count(axes: Iterable[str], sizes: dict[str, int]) -> int:
     return math.prod(sizes[axis] for axis in axes)
 
 
-def _bytes_of(path: str, leaf: PyTree, sizes: dict[str, int]) -> ByteCount:
-    found = leaf_of(leaf)
-    value = found.value
+def _bytes_of(path: str, leaf: Sharded, sizes: dict[str, int]) -> ByteCount:
+    value = leaf.value
     check_divides(path, leaf, sizes)
     itemsize = value_dtype(value).itemsize
     # Per device what is stored counts; in all, what the model has.
     stored = math.prod(value.shape) * itemsize  # with the padding of a dim that the axes do not divide
-    return ByteCount(math.prod(found.true_shape) * itemsize, stored // _count(found.axes, sizes))
+    return ByteCount(math.prod(leaf.true_shape) * itemsize, stored // _count(leaf.axes, sizes))
 
 
-def _reason(leaf: PyTree) -> Reason:
+def _reason(leaf: Sharded) -> Reason:
     """Why the leaf was split, or else the last refusal; with wrappers over different axes, the reason of each."""
     if not isinstance(leaf, Planned):
-        return BoxedByModel(leaf_of(leaf).names) if leaf_of(leaf).axes else Unwrapped()
+        return BoxedByModel(leaf.names) if leaf.axes else Unwrapped()
     deciding: dict[tuple[str, ...], Decision] = {}
     for decision in leaf.decisions:
         # Of wrappers within each other over the same axes the first that splits decides; the others find it split.
@@ -250,10 +248,9 @@ def _reason(leaf: PyTree) -> Reason:
     return OfSeveral(tuple((format_axes(axes), decision.choice.reason) for axes, decision in deciding.items()))
 
 
-def _gathering(path: str, leaf: PyTree, sizes: dict[str, int], pieces: Piece | None) -> dict[str, Any]:
+def _gathering(path: str, leaf: Sharded, sizes: dict[str, int], pieces: Piece | None) -> dict[str, Any]:
     """The fields of a row that say what its wrapped module gathers; ``pieces`` as ``noting_pieces`` has them."""
-    found = leaf_of(leaf)
-    shape = tuple(found.value.shape)
+    shape = tuple(leaf.value.shape)
     decisions = leaf.decisions if isinstance(leaf, Planned) else ()
     splits = [(decision, dim) for decision in decisions if (dim := decision.choice.dim) is not None]
     gathered = {axis for decision, _ in splits for axis in decision.axes}
@@ -262,24 +259,24 @@ def _gathering(path: str, leaf: PyTree, sizes: dict[str, int], pieces: Piece | N
     last, dim = splits[-1]
     seen = {axis for entry in last.names for axis in entry_axes(entry)}
     # nn.scan and nn.vmap add dims in front, and each use gathers one entry along them (one layer).
-    added = _count(set(found.axes) - seen, sizes)
-    layers = math.prod(shape) // math.prod(last.shape) // added
+    added = _count(set(leaf.axes) - seen, sizes)
     stored = list(last.shape)
     # All that is stored travels.
     stored[dim] = next_multiple(stored[dim], _count(last.axes, sizes))
+    layers = math.prod(shape) // math.prod(stored) // added
     # What no wrapper gathers (tensor parallel) stays split.
     shard = [size // _count(entry_axes(entry), sizes) for size, entry in zip(stored, last.names, strict=True)]
-    dtype = last.gather_dtype if found.trainable else _gathered_as(leaf)
+    dtype = last.gather_dtype if leaf.trainable else _gathered_as(leaf)
     sent = _count(seen & gathered, sizes) * sent_bytes(shard, dim, dtype)
     return {
         "use_shape": last.shape,
         "uses": max(Counter(decision.axes for decision, _ in splits).values()) * layers,
         "gathered_bytes": sent,
-        "row_bytes": sent // last.shape[0] if avoids_gather(found) else 0,
-        "piece_bytes": sent * _entries(found, pieces, last, sizes) // stored[pieces[0]] if pieces else 0,
+        "row_bytes": sent // last.shape[0] if avoids_gather(leaf) else 0,
+        "piece_bytes": sent * _entries(leaf, pieces, last, sizes) // stored[pieces[0]] if pieces else 0,
         "gather_dtype": dtype,
-        "grad_scatter_dtype": last.grad_scatter_dtype if found.trainable else None,
-        "gathered_with": "/".join(path.split("/")[: -found.unit_depth]) if found.unit_depth else None,
+        "grad_scatter_dtype": last.grad_scatter_dtype if leaf.trainable else None,
+        "gathered_with": "/".join(path.split("/")[: -leaf.unit_depth]) if leaf.unit_depth else None,
     }
 
 
@@ -293,10 +290,9 @@ def _entries(box: Sharded, pieces: Piece, last: Decision, sizes: dict[str, int])
     return min(max(1, entries // parts) * parts, box.value.shape[along])
 
 
-def _gathered_as(leaf: PyTree) -> str:
+def _gathered_as(leaf: Sharded) -> str:
     """The dtype, or the format of blocks, in which a leaf is gathered as it is now."""
-    found = leaf_of(leaf)
-    return found.communication.format_of(found.value) or str(np.dtype(found.communication.dtypes(found.value)[0]))
+    return leaf.communication.format_of(leaf.value) or str(np.dtype(leaf.communication.dtypes(leaf.value)[0]))
 
 
 def _optimizer_rows(
@@ -311,14 +307,15 @@ def _optimizer_rows(
     opt_state = jax.eval_shape(optimizer.init, params)
     shardings = dict(leaves_with_path(optimizer.shardings(opt_state)))
     paths = {path: path for path, _ in leaves_with_path(params)}
-    for path, leaf in leaves_with_path(opt_state):
+    for path, leaf in sharded_leaves(opt_state):
         # By the shardings that training would give it: copies, offload and all.
-        value, sharding = leaf_of(leaf).value, shardings[path]
+        value, sharding = leaf.value, shardings[path]
         stored = math.prod(sharding.shard_shape(value.shape)) * value.dtype.itemsize
-        kept = ByteCount(math.prod(leaf_of(leaf).true_shape) * value.dtype.itemsize, stored)
+        kept = ByteCount(math.prod(leaf.true_shape) * value.dtype.itemsize, stored)
         owner = owner_of_state(path, paths)
         if owner is None:
-            beside.append(_row(f"({OPTIMIZER}) {path}", OPTIMIZER, value, OfNoParameter(), {}, optimizer=kept))
+            whole = Sharded(value, (None,) * value.ndim)
+            beside.append(_row(f"({OPTIMIZER}) {path}", OPTIMIZER, whole, OfNoParameter(), {}, optimizer=kept))
         else:
             of_params[owner]["host" if sharding.memory_kind == HOST_MEMORY else "optimizer"] += kept
     return of_params, beside

@@ -22,8 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checkpoint.checksums import checksum
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of
-from xlstm_jax.distributed.data_parallel.trees import check_alive, leaves_with_path
+from xlstm_jax.distributed.data_parallel.trees import check_alive, sharded_leaves
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
 from xlstm_jax.distributed.processes.devices import Device
 from xlstm_jax.distributed.processes.together import allgather_text
@@ -68,7 +67,7 @@ def check_replicas(tree: PyTree) -> None:
     >>> check_replicas({"w": jax.device_put(np.ones(3), NamedSharding(mesh, PartitionSpec()))})
     """
     check_alive(tree, "check_replicas")
-    copied = [leaf for path, leaf in leaves_with_path(tree) for leaf in _copied(path, leaf_of(leaf).value)]
+    copied = [copy for path, leaf in sharded_leaves(tree) for copy in _copied(path, leaf.value)]
     if not copied:
         return
     sums = _on_all_processes(_local_table([leaf.value for leaf in copied]))

@@ -23,7 +23,7 @@ import numpy as np
 from xlstm_jax.common_types import AxisNames, PyTree, Scalar
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.gather import gather_params
-from xlstm_jax.distributed.data_parallel.leaf import frozen, leaf_of, rebox, split_by_model, with_communication
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, frozen, leaf_of, split_by_model, with_communication
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import dtype_name
 from xlstm_jax.distributed.data_parallel.wire.dtypes import wide_dtype
@@ -57,15 +57,15 @@ class ReduceOnce(ReduceEach):
     """Parameters are gathered before the first minibatch, and their gradients scattered after the last."""
 
     def weights(self, params: PyTree, axes: tuple[str, ...]) -> PyTree:
-        def still_frozen(leaf: Any, whole: Any) -> Any:
-            return whole if leaf_of(leaf).trainable else frozen(whole)
+        def still_frozen(leaf: Sharded, whole: Any) -> Any:
+            return whole if leaf.trainable else frozen(whole)
 
-        return trees.map_leaves(still_frozen, params, _gathered(params, axes))
+        return trees.map_sharded(still_frozen, params, _gathered(params, axes))
 
     def gradients(self, mean_grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> list[Any]:
         live = varying_leaves(trees.split_differentiable(params)[0], axes)
         # Gathered in the dtype of summed gradients: the transpose then does not narrow gradients.
-        dtypes = [wide_dtype(leaf_of(leaf).communication.dtypes(leaf_of(leaf).value)[0]) for leaf in live]
+        dtypes = [wide_dtype(leaf.communication.dtypes(leaf.value)[0]) for leaf in trees.differentiable(params)]
         wide = [with_communication(x, gather_dtype=dtype_name(dtype)) for x, dtype in zip(live, dtypes, strict=True)]
         # A gather is linear: its transpose, taken at any values, makes the gradient of shards from that of weights.
         weights, transpose = jax.vjp(lambda live: _gathered(live, axes), wide)
@@ -77,7 +77,7 @@ class ReduceReplicasOnce(ReduceEach):
     """Every minibatch gathers and scatters; the mean over copies of the shards is taken after the last."""
 
     def weights(self, params: PyTree, axes: tuple[str, ...]) -> PyTree:
-        if not any(leaf_of(leaf).communication.copied_axes for leaf in trees.split_differentiable(params)[0]):
+        if not any(leaf.communication.copied_axes for leaf in trees.differentiable(params)):
             raise ValueError(
                 "accumulation='reduce_replicas_once': no parameter has copies of its shards. Wrap with "
                 "shard_module_params(..., replicas=Replicas('dp')), or use accumulation='reduce_each'."
@@ -86,8 +86,8 @@ class ReduceReplicasOnce(ReduceEach):
         return trees.map_leaves(lambda leaf: with_communication(leaf, replicas=None), params)
 
     def gradients(self, mean_grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> list[Any]:
-        copies = [leaf_of(leaf).communication.replicas for leaf in trees.split_differentiable(params)[0]]
-        values = [leaf_of(grad).value for grad in mean_grads]
+        copies = [leaf.communication.replicas for leaf in trees.differentiable(params)]
+        values = trees.stored_values(mean_grads)
         means = [reduce_over_replicas(g, over) if over else g for g, over in zip(values, copies, strict=True)]
         return super().gradients(means, params, axes)
 
@@ -102,8 +102,7 @@ STRATEGIES: dict[str, ReduceEach] = {
 
 def _as_gradients_of(leaves: list[Any], grads: list[Any]) -> list[Any]:
     """The gradients in the boxes and dtypes of ``leaves``."""
-    values = [leaf_of(g).value.astype(leaf_of(leaf).value.dtype) for leaf, g in zip(leaves, grads, strict=True)]
-    return list(map(rebox, leaves, values))
+    return trees.map_values(lambda leaf, grad: grad.astype(leaf.value.dtype), leaves, trees.stored_values(grads))
 
 
 def _gathered(params: PyTree, axes: tuple[str, ...]) -> PyTree:

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import frozen, is_box, leaf_of, split_by_model
+from xlstm_jax.distributed.data_parallel.leaf import frozen, is_box, split_by_model
 from xlstm_jax.distributed.data_parallel.modules import is_nnx
 from xlstm_jax.distributed.data_parallel.trees import named_leaf
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
@@ -241,8 +241,8 @@ def check_mesh_of(arguments: dict[str, PyTree], mesh: Mesh | AbstractMesh) -> No
     """Raises a ``ValueError`` where an array that is traced lies on a mesh of other axes than the step's ``mesh``."""
     # Axes of size 1 split nothing, and so do not count; the order of the others does.
     ours = [(axis, size) for axis, size in mesh.shape.items() if size > 1]
-    for path, leaf in trees.leaves_with_path(arguments):
-        its = jax.typeof(leaf_of(leaf).value).sharding.mesh
+    for path, leaf in trees.sharded_leaves(arguments):
+        its = jax.typeof(leaf.value).sharding.mesh
         if not its.empty and [(axis, size) for axis, size in its.shape.items() if size > 1] != ours:
             raise ValueError(
                 f"'{path}' lies on a mesh {dict(its.shape)}, and the step was made for a mesh {dict(mesh.shape)}. Pass "
@@ -299,7 +299,7 @@ def check_batch(batch: PyTree, count: int, divisor: str, padding: str = WEIGHTED
         if is_box(leaf):
             name = path.partition("/")[0]
             raise ValueError(
-                f"{named_leaf('batch', path)} is a parameter in a box, split as {leaf_of(leaf).names}, and a batch "
+                f"{named_leaf('batch', path)} is a parameter in a box, split as {leaf.names}, and a batch "
                 "is split by its rows. Hand parameters of a second model (a teacher, a reference) in beside it: "
                 f"step(..., others={{'{name}': its params}}), for loss_fn(params, apply_fn, batch, rng, *, {name})."
             )

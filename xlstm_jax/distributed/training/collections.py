@@ -18,7 +18,7 @@ import numpy as np
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import is_box, is_ours, leaf_of, rebox
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, is_ours, leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.training.loss import Loss
@@ -87,10 +87,10 @@ def updated_collections(
       TypeError, ValueError: ``updated`` has other leaves than the collections, or a leaf differs between devices.
     """
     new = _like_before(args[-1], updated, names)
-    leaves = trees.leaves_with_path(new)
+    leaves = trees.sharded_leaves(new)
     of_types = [_differing_by_type(leaf) for _, leaf in leaves]
     if read_later:
-        named = trees.map_leaves_with_path(lambda path, x: rebox(x, marked(path, leaf_of(x).value)), new)
+        named = trees.map_values_with_path(lambda path, leaf: marked(path, leaf.value), new)
         return _equal_by_type(named, of_types)
 
     def again(*args: Any) -> list[Any]:
@@ -114,7 +114,7 @@ def check_equal_collections(
       spread: the axes of the mesh with more than one device.
       axes: those of the batch.
     """
-    of_boxes = {path: Axes(leaf_of(leaf).axes) for path, leaf in trees.leaves_with_path(collections)}
+    of_boxes = {path: Axes(leaf.axes) for path, leaf in trees.sharded_leaves(collections)}
     left = {path: (of - of_boxes[path]).intersection(spread) for path, of in differing.items()}
     if refused := {path: of for path, of in left.items() if of}:
         along = tuple(axis for axis in spread if any(axis in of for of in refused.values()))
@@ -157,7 +157,7 @@ def _like_before(before: Mapping[str, PyTree], updated: Any, names: Sequence[str
 
 def _strong(path: str, before: Any, updated: Any) -> Any:
     """The updated value in the box of ``before``, and strongly typed: a weak type would compile the step twice."""
-    old, new = leaf_of(before).value, leaf_of(updated).value
+    old, new = trees.stored_values((before, updated))
     was, became = ((np.shape(value), jnp.result_type(value)) for value in (old, new))
     if was != became:
         raise ValueError(
@@ -170,14 +170,14 @@ def _strong(path: str, before: Any, updated: Any) -> Any:
 # ------------------------------------------------------------------------------------------ equal on all devices
 
 
-def _differing_by_type(leaf: Any) -> Axes:
+def _differing_by_type(leaf: Sharded) -> Axes:
     """The axes along which devices may hold different values: the type says so, and the box splits along others."""
-    varying = collectives.varying_axes(leaf_of(leaf).value)
+    varying = collectives.varying_axes(leaf.value)
 
     def may_differ(axis: str) -> bool:
         return axis in varying if collectives.is_tracked(axis) else bool(collectives.spread_axes([axis]))
 
-    return Axes(filter(may_differ, collectives.manual_axes())) - Axes(leaf_of(leaf).axes)
+    return Axes(filter(may_differ, collectives.manual_axes())) - Axes(leaf.axes)
 
 
 def _equal_by_type(new: PyTree, of_types: list[Axes]) -> PyTree:

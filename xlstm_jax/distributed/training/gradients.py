@@ -13,6 +13,7 @@ as under ``check_vma=False``, and one mean serves both modes.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Concatenate, NamedTuple
 
 import jax
@@ -23,12 +24,12 @@ from jax.core import Tracer
 from xlstm_jax.common_types import AxisNames, PyTree, Scalar
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.gather import sync_gradients
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox, split_by_model
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, rebox, split_by_model
 from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
 from xlstm_jax.distributed.data_parallel.remat import split_arrays
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.wire.dtypes import wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype, wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
 from xlstm_jax.distributed.training import checks
 from xlstm_jax.distributed.training.checks.check import Differentiated, LossOfDevice
@@ -124,13 +125,13 @@ def local_result(
     This is for ``params`` that have the state of fp8 products among them.
     """
     live, put_back = trees.split_differentiable(params)
-    frozen = [path for path, leaf in trees.leaves_with_path(params) if not leaf_of(leaf).trainable]
+    frozen = [path for path, leaf in trees.sharded_leaves(params) if not leaf.trainable]
     if frozen and not live:
         raise ValueError(
             f"all {len(frozen)} parameters are frozen, '{frozen[0]}' among them: there is nothing to train. Is "
             "trainable=, the predicate of a leaf's path, true of those that are to be trained? Paths are as this one."
         )
-    model_axes = frozenset().union(*[leaf_of(leaf).model_axes for leaf in live])
+    model_axes = frozenset().union(*[leaf.model_axes for leaf in trees.differentiable(params)])
     running = RunningLoss(axes, model_axes=model_axes, overwrites=devices is not None)
 
     def scaled_loss(live: list[Any]) -> tuple[Any, Any]:
@@ -172,7 +173,7 @@ def traced_call(on_mesh: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any
 def varying_leaves(leaves: list[Any], axes: tuple[str, ...]) -> list[Any]:
     """Casts leaves to varying over the axes, apart from the axes of their copies: the gather casts over those."""
     spread = collectives.spread_axes(axes)
-    copied = [leaf_of(leaf).communication.copied_axes for leaf in leaves]
+    copied = [leaf.communication.copied_axes for _, leaf in trees.sharded_leaves(leaves)]
     return [
         collectives.to_varying(leaf, [axis for axis in spread if axis not in own])
         for leaf, own in zip(leaves, copied, strict=True)
@@ -182,16 +183,15 @@ def varying_leaves(leaves: list[Any], axes: tuple[str, ...]) -> list[Any]:
 def averaged(grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> PyTree:
     """Averages gradients over devices, in the tree of ``params``; frozen leaves get 0, integers and keys float0."""
 
-    def no_gradient(leaf: Any) -> Any:
-        value = leaf_of(leaf).value
-        if not leaf_of(leaf).trainable and leaf_of(value).is_differentiable:
-            return rebox(leaf, jnp.zeros_like(value))
+    def no_gradient(leaf: Sharded) -> Any:
+        if jnp.issubdtype(value_dtype(leaf.value), jnp.inexact):
+            return jnp.zeros_like(leaf.value)
         # As JAX has it for what is no float: integers, bools, keys.
-        return rebox(leaf, np.zeros(np.shape(value), jax.dtypes.float0))
+        return np.zeros(np.shape(leaf.value), jax.dtypes.float0)
 
     live, put_back = trees.split_differentiable(params)
-    means = (leaf_of(leaf).value for leaf in sync_gradients(grads, axes))
-    return put_back(map(rebox, live, means), rest=no_gradient)
+    means = trees.stored_values(sync_gradients(grads, axes))
+    return put_back(map(rebox, live, means), rest=partial(trees.map_values, no_gradient))
 
 
 def _scaled(loss: Loss, axes: tuple[str, ...]) -> tuple[Any, Scalar, Scalar]:

@@ -130,7 +130,7 @@ def check_optimizer(tx: optax.GradientTransformation, caller: str) -> None:
             for path, leaf in [] if callable(tree) else trees.leaves_with_path(tree):
                 if is_box(leaf):
                     raise ValueError(
-                        f"the {argument} of optax.{part.name} has '{path}' in a box, {leaf_of(leaf).names}, and an "
+                        f"the {argument} of optax.{part.name} has '{path}' in a box, {tuple(leaf.names)}, and an "
                         "optimizer sees parameters without boxes. Pass a function of parameters, lambda params: "
                         f"jax.tree.map(..., params), or unbox the tree: {argument}=unbox(tree)."
                     )
@@ -158,8 +158,8 @@ def check_optimizer_of_step(tx: optax.GradientTransformation) -> None:
 
 def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
     """Warns of parameters in 16 bits, which updates hardly change, and of suspect masks of weight decay."""
-    live = [(path, leaf) for path, leaf in trees.leaves_with_path(params) if leaf_of(leaf).is_differentiable]
-    dtypes = {path: value_dtype(leaf_of(leaf).value) for path, leaf in live}
+    live = [(path, leaf) for path, leaf in trees.sharded_leaves(params) if leaf.is_differentiable]
+    dtypes = {path: value_dtype(leaf.value) for path, leaf in live}
     if narrow := [(path, dtype) for path, dtype in dtypes.items() if dtype.itemsize <= 2]:
         path, dtype = narrow[0]
         least = float(jnp.finfo(dtype).eps) / 2
@@ -246,7 +246,7 @@ def warn_of_replicated(params: PyTree, mesh: AnyMesh, look: Callable[[], ModelFa
 
     ``look()`` returns the facts of the model. It may trace the model, and is called only where there is a warning.
     """
-    leaves = {path: leaf_of(leaf) for path, leaf in trees.leaves_with_path(params)}
+    leaves = dict(trees.sharded_leaves(params))
     nbytes = {path: leaf.stored_bytes for path, leaf in leaves.items()}
     # A leaf that is split over an axis of size 1 counts as split: fsdp=1 is a choice.
     replicated = sorted((path for path, leaf in leaves.items() if not leaf.axes), key=lambda path: -nbytes[path])
@@ -369,8 +369,8 @@ def warn_of_gathered_stacks(stacks: Stacks, mesh: AnyMesh) -> None:
 
 def warn_of_idle_axes(mesh: AnyMesh, batch_axes: tuple[str, ...], state: PyTree, jaxpr: core.Jaxpr) -> None:
     """Warns of axes along which all devices compute the same: no spec and no equation of ``jaxpr`` names them."""
-    leaves = [leaf for _, leaf in trees.leaves_with_path(state)]
-    split = {axis for leaf in leaves for axis in (*leaf_of(leaf).axes, *leaf_of(leaf).communication.copied_axes)}
+    leaves = [leaf for _, leaf in trees.sharded_leaves(state)]
+    split = {axis for leaf in leaves for axis in (*leaf.axes, *leaf.communication.copied_axes)}
     idle = Axes(axis for axis, size in mesh.shape.items() if size > 1) - split - Axes(batch_axes)
     if not idle or ("idle", mesh, idle) in _warned:
         return

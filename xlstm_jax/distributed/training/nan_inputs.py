@@ -15,8 +15,7 @@ import numpy as np
 from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of
-from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, named_leaf
+from xlstm_jax.distributed.data_parallel.trees import named_leaf, sharded_leaves
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.wording import joined
 
@@ -48,8 +47,8 @@ def _found(arguments: Mapping[str, PyTree]) -> Iterator[tuple[str, str]]:
         if not getattr(jax.config, option):
             continue
         for name, tree in arguments.items():
-            for path, leaf in leaves_with_path(tree):
-                value = leaf_of(leaf).value
+            for path, leaf in sharded_leaves(tree):
+                value = leaf.value
                 at = [at for values, start in _values(value) for at in _first(is_one(values), start)]
                 if at:
                     yield option, f"{named_leaf(name, path)} of shape {np.shape(value)} holds {what} at index {at[0]}"

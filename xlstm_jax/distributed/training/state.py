@@ -23,7 +23,7 @@ from xlstm_jax.common_types import AxisNames, Metrics, Model, PyTree
 from xlstm_jax.distributed.data_parallel import placement, trees
 from xlstm_jax.distributed.data_parallel.extension import arranged
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
-from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, rebox, split_by_model, true_value
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, split_by_model, true_value
 from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
 from xlstm_jax.distributed.data_parallel.modules import noting_stacks
 from xlstm_jax.distributed.data_parallel.wire import collectives
@@ -110,18 +110,17 @@ class TrainState(FlaxTrainState):
         if mesh is None or self.sees_boxes or collectives.manual_axes():
             return super().apply_gradients(grads=grads, **kwargs)
 
-        def gradient(leaf: Any, grad: Any) -> Any:
+        def gradient(leaf: Sharded, grad: Any) -> Any:
             """Without box and padding, as the optimizer sees it; None for a leaf that takes no gradient."""
-            box = leaf_of(leaf)
-            return true_value(box.replace(value=leaf_of(grad).value)) if box.is_differentiable else None
+            return true_value(leaf.replace(value=trees.stored_values(grad))) if leaf.is_differentiable else None
 
-        bare = trees.map_leaves(gradient, self.params, grads)
+        bare = trees.map_sharded(gradient, self.params, grads)
         return _replaced(self, _updated(self, bare, mesh, {})[0]).replace(**kwargs)
 
 
 def _mesh_of(params: PyTree) -> Mesh | AbstractMesh | None:
     """The mesh that boxed parameters lie on, by their values or, where these are traced, by their types."""
-    values = [leaf_of(leaf).value for _, leaf in trees.leaves_with_path(params) if is_box(leaf)]
+    values = [trees.stored_values(leaf) for _, leaf in trees.leaves_with_path(params) if is_box(leaf)]
     shardings = [getattr(jax.typeof(x) if isinstance(x, Tracer) else x, "sharding", None) for x in values]
     return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty), None)
 
@@ -214,7 +213,7 @@ def jitted_init(
     made = jax.eval_shape(init, rng, inputs)
     out = placement.shardings(made, mesh)
     for name, tree in made.items():
-        for path, leaf in trees.leaves_with_path(tree):
+        for path, leaf in trees.sharded_leaves(tree):
             placement.check_divides(path if name == "params" else f"({name}) {path}", leaf, mesh.shape)
     return jax.jit(init, in_shardings=given, out_shardings=out)
 
@@ -318,9 +317,8 @@ def abstract_train_state(
     def create(rng: PyTree, inputs: tuple[PyTree, ...]) -> TrainState:
         return create_train_state(model, tx, mesh, rng, *inputs, batch_axes=batch_axes, **kwargs)
 
-    def with_sharding(leaf: Any, sharding: NamedSharding) -> Any:
-        value = leaf_of(leaf).value
-        return rebox(leaf, jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
+    def with_sharding(leaf: Sharded, sharding: NamedSharding) -> Any:
+        return jax.ShapeDtypeStruct(leaf.value.shape, leaf.value.dtype, sharding=sharding)
 
     with absent_device():
         state = jax.eval_shape(create, rng, inputs)
@@ -331,7 +329,7 @@ def abstract_train_state(
         opt_state=optimizer.shardings(state.opt_state),
         collections=placement.shardings(state.collections, mesh),
     )
-    return trees.map_leaves(with_sharding, state, of_state)
+    return trees.map_values(with_sharding, state, of_state)
 
 
 def updated_state(
@@ -391,7 +389,7 @@ def _title_and_rows(state: Any) -> tuple[str, list[list[str]]]:
     """The step; and of each part that is not empty the name, the number of its leaves, bytes in all and per device."""
     rows = []
     for name in PARTS:
-        if leaves := [leaf_of(leaf).value for _, leaf in trees.leaves_with_path(getattr(state, name))]:
+        if leaves := [leaf.value for _, leaf in trees.sharded_leaves(getattr(state, name))]:
             count = sum(map(_bytes, leaves), ByteCount())
             rows.append([name, str(len(leaves)), format_bytes(count.total), format_bytes(count.per_device)])
     # An abstract state, a traced one and one that a step has taken over have no number to show.
@@ -404,8 +402,8 @@ def _bars(state: Any) -> list[Bar]:
     """A bar for each leaf, or for those of several layers that are of one size: the largest first."""
     alike: dict[tuple[str, int], list[str]] = defaultdict(list)
     for part in PARTS:
-        for path, leaf in trees.leaves_with_path(getattr(state, part)):
-            size = _bytes(leaf_of(leaf).value).per_device
+        for path, leaf in trees.sharded_leaves(getattr(state, part)):
+            size = _bytes(leaf.value).per_device
             pattern = re.sub(r"(?<=_)\d+(?=/)", "*", path, count=1)  # in front there may be the number of a transform
             alike[f"{part} {pattern}", size].append(f"{part} {path}")
     named = [

@@ -28,7 +28,6 @@ from jax.sharding import PartitionSpec
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
 from xlstm_jax.equations import COLLECTIVES, all_equations, named_axes
@@ -293,7 +292,7 @@ def differing_args(args: tuple[PyTree, ...], axes: tuple[str, ...]) -> list[Axes
     params, minibatch, rng, *collections = args
     spread = Axes(collectives.spread_axes(axes))
     of_params, of_collections = (
-        [Axes(leaf_of(leaf).axes) for _, leaf in trees.leaves_with_path(tree)] for tree in (params, collections)
+        [Axes(leaf.axes) for _, leaf in trees.sharded_leaves(tree)] for tree in (params, collections)
     )
     of_minibatch = [spread if np.ndim(leaf) else Axes() for leaf in jax.tree.leaves(minibatch)]
     return [*of_params, *of_minibatch, *[spread] * len(jax.tree.leaves(rng)), *of_collections]

@@ -27,10 +27,10 @@ from jax import lax
 
 from xlstm_jax.common_types import DType, PyTree
 from xlstm_jax.distributed.data_parallel.extension import Extension, ModulePath
-from xlstm_jax.distributed.data_parallel.leaf import is_gathered_here, leaf_of, path_in_model
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_gathered_here, path_in_model
 from xlstm_jax.distributed.data_parallel.modules.unit import split_over
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
-from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 from xlstm_jax.distributed.data_parallel.wire.tracing import OVERWRITTEN, running_loss
@@ -174,8 +174,8 @@ class OfProduct:
         return cls(*children, dtype)
 
 
-def _recorded(shard: jax.Array, leaf: Any) -> jax.Array:
-    return recording(leaf_of(leaf).value, shard)
+def _recorded(shard: jax.Array, leaf: Sharded) -> jax.Array:
+    return recording(leaf.value, shard)
 
 
 def quantises_products(how: Communication) -> bool:
@@ -209,12 +209,12 @@ class Fp8Products(Extension):
         if OVERWRITTEN not in variables:
             return {}
         found: dict[str, Wire] = {}
-        leaves = dict(leaves_with_path(variables))
+        leaves = dict(sharded_leaves(variables))
         for product in products_of(variables):
             path, scale, history = path_in_model(module, product.kernel), leaves[product.scale], leaves[product.history]
-            kernel = leaves.get(product.kernel)
-            how, box = policy.communication.or_else(leaf_of(kernel).communication), leaf_of(kernel)
-            if running_loss().axes and not running_loss().overwrites and box.trainable:
+            kernel = leaves[product.kernel]
+            how = policy.communication.or_else(kernel.communication)
+            if running_loss().axes and not running_loss().overwrites and kernel.trainable:
                 raise ValueError(
                     f"the fp8 product of '{path}' has scales in {OVERWRITTEN!r}, of which the gradient is the next "
                     "value. This loss is differentiated by its parameters alone, and scales would stay as they are. "
@@ -232,8 +232,8 @@ class Fp8Products(Extension):
                     f"of '{product.scale}', or gather the kernel as it is, with gather_dtype=None."
                 )
             self.products[product.kernel] = path_in_model(module, product.path.replace(OVERWRITTEN, "params", 1))
-            self.shards[product.history] = sent = box.value.astype(how.dtypes(box.value)[0])
-            found[product.kernel] = OfProduct(next_scale(leaf_of(scale).value, leaf_of(history).value), sent.dtype)
+            self.shards[product.history] = sent = kernel.value.astype(how.dtypes(kernel.value)[0])
+            found[product.kernel] = OfProduct(next_scale(scale.value, history.value), sent.dtype)
         return found
 
     def replaced(self) -> Mapping[str, Callable[[Any], Any]]:

@@ -7,6 +7,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 
 from xlstm_jax.distributed.data_parallel.extension import Extension
 from xlstm_jax.distributed.data_parallel.extensions.rows import look_up_rows
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.modules.nnx_module import is_flax_lookup, is_split
 from xlstm_jax.distributed.data_parallel.modules.unit import shard_to_read
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
@@ -24,6 +25,6 @@ class NnxRowLookups(Extension):
         is_flaxs = is_split(module.embedding) and module.promote_dtype is promote_dtype
         if kwargs or len(args) != 1 or not is_flaxs:
             return None
-        table = shard_to_read(policy, module.embedding)
+        table = shard_to_read(policy, leaf_of(module.embedding))
         rows = None if table is None else look_up_rows(table, args[0])
         return rows if rows is None else promote_dtype((rows,), dtype=module.dtype, inexact=False)[0]

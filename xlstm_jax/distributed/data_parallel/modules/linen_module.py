@@ -28,11 +28,10 @@ from xlstm_jax.distributed.data_parallel.extension import (
     passing_collections,
     with_hook,
 )
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.modules import unit
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, ModuleSystem, gather_here, running, shard_here
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, DEFAULT_UNEVEN, ShardPolicy
-from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
 from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
 from xlstm_jax.foreign import scans_over_params
 from xlstm_jax.private_names import linen_callers, linen_interceptors
@@ -308,9 +307,9 @@ def inside_unit(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
             yield
     except ScopeParamShapeError as error:
         params = module.variables.get("params", {}) if running(axes) == "manual" else {}
-        for path, leaf in leaves_with_path(params):
+        for path, leaf in sharded_leaves(params):
             # Linen's text has the shape of the parameter, and not its name.
-            if unit.split_over(leaf, axes) and f"generate shape {np.shape(leaf_of(leaf).value)}," in str(error):
+            if unit.split_over(leaf, axes) and f"generate shape {np.shape(leaf.value)}," in str(error):
                 raise unit.closed_over("/".join((*module.path, path)), leaf, axes) from None
         raise
 

@@ -22,7 +22,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, with_last_names, with_layer_names
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, with_last_names, with_layer_names
 from xlstm_jax.distributed.data_parallel.modules.nnx_module import (
     NNX,
     NOTE_SHAPE,
@@ -144,12 +144,12 @@ class NnxModel:
         Parameters that are split are ``nnx.Param`` and boxes: ``partition_specs(nnx.state(module, nnx.Param), mesh)``
         gives their specs. They are gathered where a module that was sharded runs, and wherever else they are read.
         """
-        if others := [path for path, leaf in trees.leaves_with_path(variables) if not leaf_of(leaf).stores_value]:
+        if others := [path for path, leaf in trees.sharded_leaves(variables) if not leaf.stores_value]:
             raise ValueError(
                 f"bind: '{others[0]}' is stored with padding (uneven='pad'), which nnx.Optimizer takes for values of "
                 "the model. Train it by make_train_step, call it by apply, or shard it with uneven='replicate'."
             )
-        if frozen := [path for path, leaf in trees.leaves_with_path(variables) if not leaf_of(leaf).trainable]:
+        if frozen := [path for path, leaf in trees.sharded_leaves(variables) if not leaf.trainable]:
             raise ValueError(
                 f"bind: '{frozen[0]}' is frozen, which nnx.Optimizer does not know. Train it by make_train_step, or "
                 "call it by apply."
@@ -321,7 +321,7 @@ def _sharded(own: Mapping[str, Any], path: str, policy: ShardPolicy, seen: Mappi
     below = {name: f"params/{name.removeprefix(f'{path}/' if path else '')}" for name in own}
     leaves, layer_dims = {}, {}
     for name, leaf in own.items():
-        shape = np.shape(leaf_of(leaf).value)
+        shape = np.shape(trees.stored_values(leaf))
         as_seen = seen.get(name, (shape, False))[0]
         count = len(shape) - len(as_seen)
         if count < 0 or shape[count:] != as_seen:

@@ -22,6 +22,7 @@ from flax import nnx
 from flax.core import meta
 from flax.nnx.bridge import variables as bridge
 
+from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.extension import computed_from_shards
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, SplitVariable, leaf_of, read_value
 from xlstm_jax.distributed.data_parallel.logical_names import names_in_metadata
@@ -153,7 +154,7 @@ def _whole_values(variables: Mapping[str, Any]) -> dict[str, Any]:
     # Units that were sharded by several calls have several policies, each with axes and dtypes of its own.
     for policy in dict.fromkeys(variable.get_metadata(POLICY) for variable in variables.values()):
         whole |= gather_here(policy, {path: v for path, v in variables.items() if v.get_metadata(POLICY) == policy})
-    return {path: leaf_of(whole[path]).value for path in variables}
+    return trees.stored_values(whole)
 
 
 @contextmanager
@@ -241,7 +242,7 @@ def with_leaf(variable: Any, leaf: Any, policy: ShardPolicy | None) -> Any:
         _turn_into(split, _Split)
         return split
     if not box.axes and OF_LINEN not in variable.get_metadata():
-        return variable.copy(read_value(leaf))
+        return variable.copy(read_value(box))
     # Of a Linen module under ``nnx.bridge.ToNNX``, which gathers by itself what it finds in such boxes.
     box = box if isinstance(leaf, Sharded) else Sharded(box.value, (None,) * np.ndim(box.value))
     metadata = {name: value for name, value in box.to_nnx_metadata().items() if name != "value"}

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames
 from xlstm_jax.distributed.data_parallel.extension import called, initialising
-from xlstm_jax.distributed.data_parallel.leaf import is_gathered_here, leaf_of
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_gathered_here
 from xlstm_jax.distributed.data_parallel.modules.linen_module import (
     LINEN,
     MapOfLeaves,
@@ -37,7 +37,7 @@ from xlstm_jax.distributed.data_parallel.modules.linen_module import (
 )
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, Predicate, ShardsItself, as_predicate, is_public
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, DEFAULT_UNEVEN, ShardPolicy
-from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
 from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
 from xlstm_jax.foreign import inside_map_variables
 from xlstm_jax.program_names import INTER_HOST_AXES
@@ -264,9 +264,9 @@ class _Run:
             return False
         # Whether the box says this very module: it counts the names of the leaf's path below its unit.
         own = [
-            leaf_of(leaf).unit_depth == 1 + name.count("/")
+            leaf.unit_depth == 1 + name.count("/")
             for _, name, leaf in _parameters(module)
-            if set(leaf_of(leaf).axes) & set(self.sharding.policy.axes) and is_gathered_here(f"params/{name}", leaf)
+            if set(leaf.axes) & set(self.sharding.policy.axes) and is_gathered_here(f"params/{name}", leaf)
         ]
         return bool(own) and selection.takes(path, module, any(own))
 
@@ -278,7 +278,7 @@ class _Run:
         self._seen[path] = type(module)
         # Within nn.scan, the sizes of one layer.
         sizes = {
-            "/".join((*place[len(self.root) :], name)): math.prod(leaf_of(leaf).true_shape)
+            "/".join((*place[len(self.root) :], name)): math.prod(leaf.true_shape)
             for place, name, leaf in _parameters(module)
         }
         own_size = sum(size for leaf, size in sizes.items() if self._unit_of.get(leaf, path) == path)
@@ -329,8 +329,8 @@ def _nothing(module: nn.Module) -> None:
     """Lifted and run in an initialisation, it splits the parameters of a module that is there."""
 
 
-def _parameters(module: nn.Module) -> list[tuple[tuple[str, ...], str, Any]]:
+def _parameters(module: nn.Module) -> list[tuple[tuple[str, ...], str, Sharded]]:
     """The parameters of a module, and of the modules that it was given: the path of the module, the name, the leaf."""
     scopes = get_module_scopes(module)[0]
-    params = [(scope.path, leaves_with_path(scope.variables().get("params", {}))) for scope in scopes]
+    params = [(scope.path, sharded_leaves(scope.variables().get("params", {}))) for scope in scopes]
     return [(place, name, leaf) for place, leaves in params for name, leaf in leaves]

@@ -41,7 +41,7 @@ from xlstm_jax.distributed.data_parallel.planned import Planned, is_planning
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.remat import BLOCK_INPUT, remat_policy, split_arrays
 from xlstm_jax.distributed.data_parallel.shard import box_params, box_shards, plan_params, with_unit
-from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves, map_leaves_with_path
+from xlstm_jax.distributed.data_parallel.trees import map_leaves, map_leaves_with_path, sharded_leaves
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.program_names import GATHER_SCOPE
 from xlstm_jax.wording import kind_of
@@ -177,28 +177,30 @@ def gather_here(
     how = replace(policy.communication, replicas=None)
 
     def gathered(stored: str, leaf: Any) -> Any:
+        box = leaf_of(leaf)
         if stored in replaced:
-            return replaced[stored](leaf)
-        if not is_box(leaf) or not is_gathered_here(stored, leaf):
+            return replaced[stored](box)
+        if not is_box(leaf) or not is_gathered_here(stored, box):
             return leaf
-        path, value = path_in_model(module, stored), leaf_of(leaf).value
+        path, value = path_in_model(module, stored), box.value
         # A global array did not come through the shard_map. Those of an outer jit are tracers, and their types get
         # lost in a scan of Linen; ``linen_module`` sees those by their shapes.
-        if isinstance(value, jax.Array) and not isinstance(value, Tracer) and split_over(leaf, policy.axes):
-            raise closed_over(path, leaf, policy.axes)
+        if isinstance(value, jax.Array) and not isinstance(value, Tracer) and split_over(box, policy.axes):
+            raise closed_over(path, box, policy.axes)
         extension, wire = wires.get(stored, (None, None))
-        whole = gather_leaf(leaf, policy.axes, how, path, wire)
+        whole = gather_leaf(box, policy.axes, how, path, wire)
         if extension is not None:
             extension.arrived(stored, whole)
         return whole
 
     def take_out(path: str, leaf: Any) -> Any:
-        if not is_gathered_here(path, leaf):
+        box = leaf_of(leaf)
+        if not is_box(leaf) or not is_gathered_here(path, box):
             return leaf
-        if isinstance(leaf, Planned):
-            return leaf.gathered(policy.axes)
+        if isinstance(box, Planned):
+            return box.gathered(policy.axes)
         # Boxes over other axes stay, for the wrapper of those.
-        return read_value(leaf) if is_box(leaf) and set(leaf_of(leaf).axes) <= set(policy.axes) else leaf
+        return read_value(box) if set(box.axes) <= set(policy.axes) else leaf
 
     if running(policy.axes) != "manual":
         return map_leaves_with_path(take_out, variables)
@@ -212,9 +214,8 @@ def gather_here(
         return map_leaves_with_path(gathered, variables)
 
 
-def shard_to_read(policy: ShardPolicy, leaf: Any) -> Sharded | None:
+def shard_to_read(policy: ShardPolicy, box: Sharded) -> Sharded | None:
     """A leaf's shard, set to travel as its unit would gather it; None where the unit would not gather all of it."""
-    box = leaf_of(leaf)
     if not set(box.axes) <= set(policy.axes):
         return None
     # The box says which copies there are, as in ``gather_here``.
@@ -227,14 +228,14 @@ def shards_to_read(policy: ShardPolicy, params: Mapping[str, Any]) -> dict[str, 
     return {name: shard for name, shard in found.items() if shard is not None}
 
 
-def split_over(leaf: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
+def split_over(leaf: Sharded, axes: tuple[str, ...]) -> tuple[str, ...]:
     """Those of ``axes`` over which the leaf's box splits it on more than one device."""
-    return collectives.spread_axes([axis for axis in leaf_of(leaf).axes if axis in axes])
+    return collectives.spread_axes([axis for axis in leaf.axes if axis in axes])
 
 
-def closed_over(path: str, leaf: Any, axes: tuple[str, ...]) -> ValueError:
+def closed_over(path: str, leaf: Sharded, axes: tuple[str, ...]) -> ValueError:
     """The error for a leaf whose box says that it is split, and whose value is whole."""
-    return whole_value(f"'{path}'", np.shape(leaf_of(leaf).value), split_over(leaf, axes))
+    return whole_value(f"'{path}'", np.shape(leaf.value), split_over(leaf, axes))
 
 
 def carry_axes(tree: PyTree) -> list[str]:
@@ -242,9 +243,9 @@ def carry_axes(tree: PyTree) -> list[str]:
 
     A leaf that is split will vary over its axes when it is gathered.
     """
-    leaves = [leaf for _, leaf in leaves_with_path(tree)]
-    arrays = [leaf_of(leaf).value for leaf in leaves if isinstance(leaf_of(leaf).value, jax.Array)]
-    split = {axis for leaf in leaves for axis in leaf_of(leaf).axes if collectives.is_bound(axis)}
+    leaves = [leaf for _, leaf in sharded_leaves(tree)]
+    arrays = [leaf.value for leaf in leaves if isinstance(leaf.value, jax.Array)]
+    split = {axis for leaf in leaves for axis in leaf.axes if collectives.is_bound(axis)}
     return sorted(split.union(*map(collectives.varying_axes, arrays)))
 
 

@@ -21,7 +21,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.placement import stored_shape
 from xlstm_jax.wording import kind_of, listed
 
@@ -108,11 +108,11 @@ def matrix_dimensions(overrides: Overrides | None = None) -> Callable[[PyTree], 
 def whole_shapes(tree: PyTree) -> dict[str, Shape]:
     """Global shapes by path, without padding; also of shards inside ``shard_map``."""
 
-    def shape(leaf: PyTree) -> Shape:
+    def shape(leaf: Sharded) -> Shape:
         stored = stored_shape(leaf)
-        return leaf_of(leaf).store.shape(stored, [1] * len(stored))
+        return leaf.store.shape(stored, [1] * len(stored))
 
-    return {path: shape(leaf) for path, leaf in trees.leaves_with_path(tree)}
+    return {path: shape(leaf) for path, leaf in trees.sharded_leaves(tree)}
 
 
 def choose_matrices(shapes: Mapping[str, Shape], overrides: Overrides | None = None) -> dict[str, MatrixChoice]:

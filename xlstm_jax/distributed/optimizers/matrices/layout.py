@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import Metrics, PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox, stored_value
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, stored_value
 from xlstm_jax.distributed.data_parallel.placement import partition_specs
 from xlstm_jax.distributed.data_parallel.store import Store, with_zeros_behind
 from xlstm_jax.distributed.data_parallel.wire import collectives
@@ -155,15 +155,15 @@ class Place:
 
 def place_of(tree: PyTree) -> Place:
     """How the leaves of a tree are split: inside ``shard_map`` by their boxes, outside by the layout that is set."""
-    leaves = trees.leaves_with_path(tree)
+    leaves = trees.sharded_leaves(tree)
+    values = {path: leaf.value for path, leaf in leaves}
     # Inside `shard_map` arrays are shards already, also where a step around it has set a layout.
     layout = None if collectives.manual_axes() else _LAYOUT.get()
-    if layout and layout.mesh.size > 1 and dict(leaves).keys() <= layout.params.keys():
-        return _on_mesh(layout, {path: leaf_of(leaf).value for path, leaf in leaves})
-    names = {path: _bound(leaf_of(leaf).names) for path, leaf in leaves}
+    if layout and layout.mesh.size > 1 and values.keys() <= layout.params.keys():
+        return _on_mesh(layout, values)
+    names = {path: _bound(leaf.names) for path, leaf in leaves}
     axes = [axis for entries in names.values() for entry in entries for axis in entry_axes(entry)]
     sizes = {axis: collectives.axis_size([axis]) for axis in dict.fromkeys((*collectives.manual_axes(), *axes))}
-    values = {path: leaf_of(leaf).value for path, leaf in leaves}
     return Place(values, {path: value.shape for path, value in values.items()}, names, sizes, None)
 
 
@@ -204,11 +204,10 @@ def map_groups(
         on_device = jax.shard_map(on_device, mesh=place.mesh, in_specs=spec, out_specs=spec, check_vma=False)
     new, new_state = on_device(place.values, state)
 
-    def put_back(path: str, leaf: PyTree) -> PyTree:
-        shape = leaf_of(leaf).value.shape  # without the padding that was added
-        return rebox(leaf, new[path][tuple(map(slice, shape))])
+    def put_back(path: str, leaf: Sharded) -> jax.Array:
+        return new[path][tuple(map(slice, leaf.value.shape))]  # without the padding that was added
 
-    return trees.map_leaves_with_path(put_back, tree), new_state
+    return trees.map_values_with_path(put_back, tree), new_state
 
 
 def named_groups(groups: Sequence[MatrixGroup]) -> dict[str, MatrixGroup]:

@@ -19,7 +19,7 @@ from optax.contrib import MuonState
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import dtype_name
 from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice, choices_of
@@ -184,18 +184,17 @@ def _scale_by_muon(
         # In any order: p(P X Q) = P p(X) Q for permutations P and Q of rows and columns.
         updates, _ = map_groups(of_groups, momentum, choices, any_order=True)
         if adaptive:
-            updates = trees.map_leaves(_scaled_by_dual_norm, updates, momentum)
+            updates = trees.map_values(_scaled_by_dual_norm, updates, trees.stored_values(momentum))
         return updates, MuonState(count=count, mu=optax.tree.cast(mu, mu_dtype), ns_coeffs=state.ns_coeffs)
 
     return optax.GradientTransformation(init, update)
 
 
-def _scaled_by_dual_norm(update: PyTree, momentum: PyTree) -> PyTree:
+def _scaled_by_dual_norm(update: Sharded, momentum: jax.Array) -> jax.Array:
     """The update times its inner product with the momentum, over all of the leaf."""
-    own, was = leaf_of(update).value, leaf_of(momentum).value
-    axes = [axis for axis in leaf_of(update).axes if collectives.is_bound(axis)]
-    (product,) = collectives.psum([jnp.sum(was.conj() * own)], [axes])
-    return rebox(update, product * own)
+    axes = [axis for axis in update.axes if collectives.is_bound(axis)]
+    (product,) = collectives.psum([jnp.sum(momentum.conj() * update.value)], [axes])
+    return product * update.value
 
 
 def _scale_by_shape(choices: Choices, consistent_rms: ArrayLike | None) -> optax.GradientTransformation:
@@ -214,10 +213,10 @@ def _scale_by_shape(choices: Choices, consistent_rms: ArrayLike | None) -> optax
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         del params
 
-        def scaled(path: str, leaf: PyTree) -> PyTree:
-            return rebox(leaf, scale(choices[path]) * leaf_of(leaf).value)
+        def scaled(path: str, leaf: Sharded) -> jax.Array:
+            return scale(choices[path]) * leaf.value
 
-        return trees.map_leaves_with_path(scaled, updates), state
+        return trees.map_values_with_path(scaled, updates), state
 
     return optax.GradientTransformation(optax.init_empty_state, update)
 

@@ -13,7 +13,7 @@ import jax
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox
+from xlstm_jax.distributed.data_parallel.leaf import rebox
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.tracing import OVERWRITTEN
 from xlstm_jax.distributed.training.carries.carry import Inputs
@@ -59,7 +59,7 @@ def _with_scales(
     # And back, as all other callers expect the means of one device.
     loss_of_device, grads = jax.tree.map(lambda x: x * devices, (local.loss, local.grads[:count]))
     live, put_back = trees.split_differentiable(collections[OVERWRITTEN])
-    found = [leaf_of(leaf).value for leaf in local.grads[count:]]
+    found = trees.stored_values(local.grads[count:])
     largest = collectives.all_reduce(["max"] * len(found), found, axes)
     overwritten = {OVERWRITTEN: put_back(map(rebox, live, largest))}
     updated = {**local.collections, **overwritten} if isinstance(local.collections, Mapping) else local.collections

@@ -28,7 +28,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.wire.tracing import OVERWRITTEN
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_layout, num_shards
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh
@@ -140,8 +139,8 @@ def check_step(
 
 
 def _mesh_of(params: PyTree) -> Mesh:
-    for path, leaf in trees.leaves_with_path(params):
-        sharding = getattr(leaf_of(leaf).value, "sharding", None)
+    for path, leaf in trees.sharded_leaves(params):
+        sharding = getattr(leaf.value, "sharding", None)
         if not isinstance(sharding, NamedSharding):
             raise ValueError(
                 f"check_step: '{path}' is on no mesh ({sharding}). Make the state with create_train_state."
@@ -161,7 +160,7 @@ def _likely_layout(params: PyTree, batch: PyTree, mesh: Mesh, batch_spec: PyTree
     if batch_spec is not None:
         return batch_layout(mesh, None, batch_spec)
     # Devices along an axis that splits layers see the same rows.
-    own = {axis for _, leaf in trees.leaves_with_path(params) for axis in leaf_of(leaf).model_axes}
+    own = {axis for _, leaf in trees.sharded_leaves(params) for axis in leaf.model_axes}
     axes = tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in own)
     rows = [np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
     axes = axes if all(count % num_shards(mesh, axes) == 0 for count in rows) else ()
@@ -195,8 +194,8 @@ class Comparison:
     def __init__(self, step: Callable[..., Any], state: Any, given: tuple[Any, ...], one: OneDevice):
         self.step, self.state, self.given, self.one, self.mesh = step, state, given, one, one.mesh
         self.sizes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
-        leaves = dict(trees.leaves_with_path(state.params))
-        self.axes = {path: tuple(a for a in leaf_of(leaf).axes if a in self.sizes) for path, leaf in leaves.items()}
+        leaves = dict(trees.sharded_leaves(state.params))
+        self.axes = {path: tuple(a for a in leaf.axes if a in self.sizes) for path, leaf in leaves.items()}
         # Bounds are multiples of eps. Where all leaves are float64, those of float32 would hide mistakes.
         wide = all(leaves[path].dtype == np.float64 for path in one.paths if hasattr(leaves[path], "dtype"))
         self.eps = float(np.finfo(np.float64 if wide and one.paths else np.float32).eps)

@@ -32,7 +32,6 @@ from rich.progress import Progress
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype, wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.formats import WIRE_FORMATS
 from xlstm_jax.distributed.training.step_check.one_device import Found
@@ -144,10 +143,10 @@ def of_wire(params: PyTree, found: Found) -> dict[str, float]:
     the devices are on average. In blocks, the terms and their mean are each rounded by half the distance of two codes.
     """
     bounds = {}
-    for path, leaf in trees.leaves_with_path(params):
+    for path, box in trees.sharded_leaves(params):
         if path not in found.sizes:
             continue
-        box, size = leaf_of(leaf), np.abs(np.asarray(found.sizes[path], np.float64)).ravel()
+        size = np.abs(np.asarray(found.sizes[path], np.float64)).ravel()
         of_copies = box.communication.replicas.reduce_dtype if box.communication.replicas else None
         dtypes = [value_dtype(box.value).name, box.communication.grad_scatter_dtype if box.axes else None]
         summed_in = WIRE_FORMATS.get(str(of_copies))

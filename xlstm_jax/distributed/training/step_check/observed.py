@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
+from xlstm_jax.distributed.data_parallel.leaf import true_value
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
 from xlstm_jax.distributed.optimizers.extra_args import taking_extra_args
 from xlstm_jax.distributed.optimizers.state import owner_of_state, trainable
@@ -159,7 +159,7 @@ def _first_moments(opt_state: PyTree, params: PyTree) -> dict[str, jax.Array]:
 
 def drifting(collections: PyTree) -> Iterator[str]:
     """What to say of collections that differ between devices after the step, and should be the same on all."""
-    if differ := [path for path, leaf in trees.leaves_with_path(collections) if copies_differ(leaf_of(leaf).value)]:
+    if differ := [path for path, leaf in trees.sharded_leaves(collections) if copies_differ(leaf.value)]:
         yield (
             f"the collections {listed(differ)} are not the same on all devices that should hold the same: each device "
             "made them of its own examples. Statistics of the whole batch: nn.BatchNorm(..., axis_name=...), with all "

@@ -30,7 +30,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import placement, trees
 from xlstm_jax.distributed.data_parallel.extension import named_wires
 from xlstm_jax.distributed.data_parallel.gather import gather_params
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of, split_by_model, true_value
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, split_by_model, true_value
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key, wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
@@ -108,17 +108,19 @@ class OneDevice:
         self.mesh, self._apply_fn = mesh, state.apply_fn
         # A mesh of the same axes, for losses that ask for one.
         self.one_device = self._one = Mesh(mesh.devices.flat[:1].reshape((1,) * mesh.devices.ndim), mesh.axis_names)
-        self._leaves, self._put_back = trees.split_differentiable(state.params)
-        self.paths = [path for path, leaf in trees.leaves_with_path(state.params) if leaf_of(leaf).is_differentiable]
+        _, self._put_back = trees.split_differentiable(state.params)
+        trained = {path: leaf for path, leaf in trees.sharded_leaves(state.params) if leaf.is_differentiable}
+        self.paths, self._leaves = list(trained), list(trained.values())
         live = list(map(true_value, self._leaves))
-        rest = [leaf for _, leaf in trees.leaves_with_path(state.params) if not leaf_of(leaf).is_differentiable]
+        rest = [leaf for _, leaf in trees.sharded_leaves(state.params) if not leaf.is_differentiable]
         self._rest, kept = rest, collections_of(state)
         # The kernel of an fp8 product travels by its own wire, and is rounded by the product on one device, too.
-        boxes = {f"params/{path}": leaf for path, leaf in zip(self.paths, self._leaves, strict=True)}
-        by_extension = named_wires(kept, lambda path: leaf_of(boxes.get(path)).communication)
+        boxes = {f"params/{path}": leaf for path, leaf in trained.items()}
+        by_extension = named_wires(kept, lambda path: boxes[path].communication)
         rounded = [None if path in by_extension else _rounded_on_mesh(leaf, mesh) for path, leaf in boxes.items()]
-        self._of_others = trees.map_leaves(lambda leaf: _spec_of_model(split_by_model(leaf)), dict(others))
-        arrived = trees.map_leaves(lambda leaf: _arrived(split_by_model(leaf), mesh), dict(others))
+        own = trees.map_leaves(split_by_model, dict(others))
+        self._of_others = trees.map_sharded(_spec_of_model, own)
+        arrived = trees.map_sharded(partial(_arrived, mesh=mesh), own)
         weights = _Weights(live, rounded, list(map(true_value, rest)), arrived)
         self._inputs = self._put((live, weights, batch, (readable(kept),) if kept else ()), self._one)
         self._jitted: dict[Any, Any] = {}
@@ -386,32 +388,30 @@ def _moved(live: list[Any], seed: int) -> list[Any]:
 # ------------------------------------------------------------------------------------------------- how weights arrive
 
 
-def _spec_of_model(leaf: Any) -> PartitionSpec:
-    own = leaf_of(leaf).model_axes
-    names = ([axis for axis in entry_axes(entry) if axis in own] for entry in leaf_of(leaf).names)
+def _spec_of_model(leaf: Sharded) -> PartitionSpec:
+    names = ([axis for axis in entry_axes(entry) if axis in leaf.model_axes] for entry in leaf.names)
     return PartitionSpec(*(axes_entry(tuple(entry)) for entry in names))
 
 
-def _as_gathered(leaf: Any, value: Any, start: Any, rounded: Any) -> Any:
+def _as_gathered(leaf: Sharded, value: Any, start: Any, rounded: Any) -> Any:
     """The value in the dtype of its gather; rounded as a gather in 8 bits rounds it, if ``rounded`` is given."""
     if rounded is not None:
         # The value of the rounded weight, and the gradient of the weight itself: as the gather passes it.
         return rounded + (value - lax.stop_gradient(start))
-    how = leaf_of(leaf).communication
-    return value.astype(how.dtypes(leaf_of(leaf).value)[0]) if leaf_of(leaf).gathered_axes else value
+    return value.astype(leaf.communication.dtypes(leaf.value)[0]) if leaf.gathered_axes else value
 
 
-def _arrived(leaf: Any, mesh: Mesh) -> Any:
+def _arrived(leaf: Sharded, mesh: Mesh) -> Any:
     """A leaf of a further tree, whole, as modules read it."""
     value = true_value(leaf)
-    return _as_gathered(leaf, value, value, _rounded_on_mesh(leaf, mesh)) if leaf_of(leaf).trainable else value
+    return _as_gathered(leaf, value, value, _rounded_on_mesh(leaf, mesh)) if leaf.trainable else value
 
 
-def _rounded_on_mesh(leaf: Any, mesh: Mesh) -> Any:
+def _rounded_on_mesh(leaf: Sharded, mesh: Mesh) -> Any:
     """A leaf after its gather in 8 bits, whose rounding depends on the shards; None for other leaves."""
-    over = leaf_of(leaf).gathered_axes
-    if not over or leaf_of(leaf).communication.format_of(leaf_of(leaf).value) is None:
+    over = leaf.gathered_axes
+    if not over or leaf.communication.format_of(leaf.value) is None:
         return None
     specs = placement.partition_specs(leaf, mesh), _spec_of_model(leaf)
     gather = partial(jax.shard_map, mesh=mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=False)
-    return jax.jit(gather(lambda leaf: leaf_of(gather_params(leaf, over)).value))(leaf)
+    return jax.jit(gather(lambda leaf: trees.stored_values(gather_params(leaf, over))))(leaf)

@@ -18,7 +18,7 @@ from jax.tree_util import GetAttrKey, register_pytree_with_keys_class
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
+from xlstm_jax.distributed.data_parallel.leaf import is_box
 from xlstm_jax.distributed.optimizers.extra_args import taking_extra_args
 from xlstm_jax.distributed.optimizers.state import is_state_box
 from xlstm_jax.distributed.training.state import sharded_opt_state
@@ -120,7 +120,7 @@ def _first_record(state: Any, mesh: Mesh) -> Record:
 
     boxed = [leaf for _, leaf in trees.leaves_with_path(state.opt_state) if is_box(leaf) and not is_state_box(leaf)]
     # A state that was made of boxed parameters has boxed moments: then the optimizer sees boxes.
-    if any(leaf_of(leaf).stores_value for leaf in boxed):
+    if any(leaf.stores_value for _, leaf in trees.sharded_leaves(boxed)):
         record = jax.jit(nothing)(trees.without_frozen(state.params))
     else:
         record = sharded_opt_state(optax.GradientTransformation(nothing, optax.identity().update), state.params, mesh)

@@ -33,7 +33,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
+from xlstm_jax.distributed.data_parallel.leaf import true_value
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key, value_dtype
 from xlstm_jax.distributed.optimizers.extra_args import taking_extra_args
 from xlstm_jax.distributed.optimizers.state import trainable
@@ -234,10 +234,10 @@ class _Update:
 
     def of_copies(self) -> Iterator[str]:
         """What to say of values that differ between devices where the gradients do not."""
-        if any(copies_differ(leaf_of(leaf).value) for _, leaf in trees.leaves_with_path(self.record.grads)):
+        if any(copies_differ(leaf.value) for _, leaf in trees.sharded_leaves(self.record.grads)):
             return
         for what, tree in (("parameters", self.after.params), ("optimizer's state", self.after.opt_state.inner)):
-            differ = [path for path, leaf in trees.leaves_with_path(tree) if copies_differ(leaf_of(leaf).value)]
+            differ = [path for path, leaf in trees.sharded_leaves(tree) if copies_differ(leaf.value)]
             if differ:
                 yield (
                     f"the {what} ({listed(differ)}) are not the same on all devices that should hold the same after "
@@ -308,8 +308,7 @@ class _Update:
 
 
 def frozen_leaves(state: Any) -> dict[str, Any]:
-    leaves = trees.leaves_with_path(state.params)
-    return {path: leaf for path, leaf in leaves if not leaf_of(leaf).is_differentiable}
+    return {path: leaf for path, leaf in trees.sharded_leaves(state.params) if not leaf.is_differentiable}
 
 
 def of_frozen(before: Any, after: Any) -> Iterator[str]:
@@ -439,7 +438,7 @@ def same_bits(a: Any, b: Any) -> bool:
     """Whether two leaves, in boxes or not, hold the same bits."""
 
     def stored(leaf: Any) -> list[np.ndarray]:
-        arrays = jax.tree.leaves(leaf_of(leaf).value)
+        arrays = jax.tree.leaves(trees.stored_values(leaf))
         return [np.asarray(jax.random.key_data(x) if is_prng_key(x) else x) for x in arrays]
 
     first, second = stored(a), stored(b)
