@@ -43,7 +43,7 @@ from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leav
 from xlstm_jax.distributed.data_parallel.wire.blocks import InBlocks
 from xlstm_jax.distributed.data_parallel.wire.collectives import varying_axes
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_bytes
-from xlstm_jax.distributed.data_parallel.wire.gather_array import gather_array_with_mean_grads, reduce_over_replicas
+from xlstm_jax.distributed.data_parallel.wire.gather_array import gather_array_with_mean_grads, mean_over_copies
 from xlstm_jax.distributed.data_parallel.wire.quantized import (
     BLOCK_SIZE,
     FORMATS,
@@ -302,7 +302,7 @@ def test_the_mean_over_copies_is_the_same_bits_on_all_and_within_the_bound(shape
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
     def mean(grads):
-        out = reduce_over_replicas(grads[0], Replicas(("a", "b"), reduce_dtype="int8"), ("a", "b"))
+        out = mean_over_copies(grads[0], Replicas(("a", "b"), reduce_dtype="int8"), ("a", "b"))
         assert not varying_axes(out)
         return out[None] + 0 * grads  # once from each device
 

@@ -135,7 +135,7 @@ def boxes_of(tree):
 def test_a_call_runs_as_many_functions_however_large_the_state_is():
     few, many = ([name for name in calls_of_a_step(layers) if name != MAKES_A_BOX] for layers in (2, 5))
     assert few == many
-    assert 0 < len(many) <= 20, many
+    assert 0 < len(many) <= 24, many  # four of them walk the table of checks
 
 
 def test_a_call_makes_each_box_once():

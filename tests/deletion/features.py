@@ -38,6 +38,11 @@ FEATURES = [
         ),
     ),
     Feature(
+        "copies of shards in a dtype of their own (Replicas)",
+        ("data_parallel/extensions/replicas.py",),
+        r"\bReplicas\b|extensions\.replicas\b",
+    ),
+    Feature(
         "fp8 products",
         ("data_parallel/extensions/fp8_products.py",),
         r"\bFp8Products\b|fp8_products",
@@ -111,7 +116,6 @@ NOT_YET = {
 
 # Threaded through shared code, and without a row so far.
 WITHOUT_ROW = (
-    "copies of shards (Replicas)",
     "blocks of 8 bits on the wire",
     "heads by pieces",
     "logical names",

@@ -11,7 +11,7 @@ The words of the library, each with one meaning:
   shard          what one device keeps of an array that is split over an axis
   whole          a leaf, or a value, that every device has all of; the *global* array is the one over all devices
   box            the wrapper around a leaf that names the axes of each dim: ``nn.Partitioned``, ``Sharded``
-  copy, replica  the same shard on another device, along an axis that does not split the leaf (``Replicas``)
+  copy, replica  the same shard on another device, along an axis that does not split the leaf (``Copies``)
   gather dtype   the dtype in which shards are sent when they are gathered
   reduce-scatter dtype  the dtype in which gradients are sent and summed when they are scattered
   staged         of a collective over several axes: one collective for each axis, one after the other
@@ -23,6 +23,7 @@ Read in this order, some 1,500 lines of code:
   wire/wires.py            how a shard is sent, and what arrives: ``Wire``. A new format is a row of wire/formats.py
   store.py                 how a device keeps a leaf: ``Store``. A new one is a subclass in a file of its own
   leaf.py                  a leaf: what is stored, the axes of each dim, wire, store, whether it is trained
+  wire/copies.py           how gradients of copies are averaged: ``Copies``. A new kind: a subclass in its own file
   wire/gather_array.py     the gather of an array, and its gradient
   policy.py, shard.py      which dim is split; boxes are made
   modules/unit.py          a module that gathers its leaves when it runs. A new module system is a ``ModuleSystem``
@@ -33,6 +34,7 @@ The method is ZeRO-3 (arXiv:1910.02054), known as FSDP (arXiv:2304.11277).
 """
 
 from xlstm_jax.distributed.data_parallel import extensions  # noqa: F401  # registers them
+from xlstm_jax.distributed.data_parallel.extensions.replicas import Replicas
 from xlstm_jax.distributed.data_parallel.freezing import freeze_params
 from xlstm_jax.distributed.data_parallel.gather import gather_params, sync_gradients
 from xlstm_jax.distributed.data_parallel.modules.linen_module import shard_module_params
@@ -45,7 +47,6 @@ from xlstm_jax.distributed.data_parallel.rename import rename_leaves, stack_laye
 from xlstm_jax.distributed.data_parallel.shard import shard_params, split_array_over_mesh
 from xlstm_jax.distributed.data_parallel.trees import box_like, unbox
 from xlstm_jax.distributed.data_parallel.typed_kernel import typed_kernel
-from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
 from xlstm_jax.distributed.data_parallel.wire.gather_array import gather_array_with_mean_grads
 
 __all__ = [

@@ -24,7 +24,8 @@ from xlstm_jax.distributed.data_parallel.reasons import (
 )
 from xlstm_jax.distributed.data_parallel.store import UNEVEN
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, as_axis_names, entry_axes
-from xlstm_jax.distributed.data_parallel.wire.communication import Communication, Replicas
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication
+from xlstm_jax.distributed.data_parallel.wire.copies import Copies
 from xlstm_jax.program_names import INTER_HOST_AXES
 
 DEFAULT_MIN_WEIGHT_SIZE = 2**18
@@ -45,7 +46,7 @@ class ShardPolicy:
     grad_scatter_dtype: DTypeLike | None = None
     _: KW_ONLY
     reshard_after_forward: bool = False
-    replicas: Replicas | None = None
+    replicas: Copies | None = None
     uneven: str = DEFAULT_UNEVEN
     trainable: bool = True
     inter_host_axes: AxisNames | tuple[()] = INTER_HOST_AXES
@@ -68,7 +69,7 @@ class ShardPolicy:
             raise ValueError(f"min_weight_size={size} is negative; 0 splits every leaf that can be split.")
         if self.uneven not in UNEVEN:
             raise ValueError(f"uneven={self.uneven!r} is none of {tuple(UNEVEN)}.")
-        if not isinstance(self.replicas, Replicas | None):
+        if not isinstance(self.replicas, Copies | None):
             raise TypeError(
                 f"replicas={self.replicas!r}: pass Replicas({self.replicas!r}), with the axes of the copies."
             )

@@ -59,6 +59,11 @@ class Route(NamedTuple):
         return tuple(reversed(collectives.spread_axes(self.axes)))
 
 
+def leaves_of_layer(stacked: PyTree) -> list[tuple[str, Sharded]]:
+    """Returns the leaves of one layer, abstract, of leaves [layers, ...] in boxes that name the dims of one layer."""
+    return trees.sharded_leaves(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked))
+
+
 def route_of(path: str, leaf: Sharded, module: tuple[str, ...] | None = None) -> Route | None:
     """The route of a leaf in a box for one layer; None where no axis splits it that is bound here.
 
@@ -109,12 +114,13 @@ def prefetched_scan(
       layer with its gather, which keeps nothing.
     """
     leaves, (_, structure) = trees.sharded_leaves(stacked), trees.flatten_with_path(stacked)
-    routes = [route_of(path, leaf, module) for path, leaf in leaves]
+    of_layer = leaves_of_layer(stacked)
+    routes = [route_of(path, leaf, module) for path, leaf in of_layer]
     values = [
         shard_to_gather(leaf, route.axes, path) if route else leaf.value
         for (path, leaf), route in zip(leaves, routes, strict=True)
     ]
-    boxes = [leaf.replace(value=None) for _, leaf in leaves]
+    boxes = [leaf.replace(value=None) for _, leaf in of_layer]
     # The rule of a custom_vjp differentiates its arguments alone: all arrays are among them, and the rest is static.
     scan = _Scan(layer, structure, list(map(_Leaf, routes, boxes, map(Primal.of, values))))
     return scan.differentiable()(values, jax.tree.map(jnp.asarray, carry), per_layer, shared)

@@ -157,11 +157,11 @@ def _state_spec(leaf: PyTree, owner: Sharded | None, mesh: Mesh | AbstractMesh) 
 def _split_further(
     spec: PartitionSpec, shape: tuple[int, ...], owner: Sharded, mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
-    """``spec``, with the largest fitting dim split over the owner's copies too, if its ``Replicas`` say so."""
-    replicas = owner.communication.replicas
-    if not (replicas and replicas.shard_optimizer_state):
+    """``spec``, with the largest fitting dim split over the owner's copies too, if these split optimizer state."""
+    copies = owner.communication.replicas
+    if not (copies and copies.splits_optimizer_state):
         return spec
-    axes = tuple(axis for axis in replicas.axes if mesh.shape[axis] > 1)
+    axes = tuple(axis for axis in copies.axes if mesh.shape[axis] > 1)
     entries = [entry_axes(entry) for entry in spec] + [()] * (len(shape) - len(spec))
     # Sizes on one device: the copies divide further what the parameter's axes have left.
     own = [size // math.prod(mesh.shape[a] for a in entry) for size, entry in zip(shape, entries, strict=True)]

@@ -27,7 +27,7 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded, frozen, leaf_of, s
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import dtype_name
 from xlstm_jax.distributed.data_parallel.wire.dtypes import wide_dtype
-from xlstm_jax.distributed.data_parallel.wire.gather_array import reduce_over_replicas
+from xlstm_jax.distributed.data_parallel.wire.gather_array import mean_over_copies
 from xlstm_jax.distributed.training import checks
 from xlstm_jax.distributed.training.arguments import check_batch
 from xlstm_jax.distributed.training.carries import carries_of
@@ -88,7 +88,7 @@ class ReduceReplicasOnce(ReduceEach):
     def gradients(self, mean_grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> list[Any]:
         copies = [leaf.communication.replicas for leaf in trees.differentiable(params)]
         values = trees.stored_values(mean_grads)
-        means = [reduce_over_replicas(g, over) if over else g for g, over in zip(values, copies, strict=True)]
+        means = [mean_over_copies(g, over) if over else g for g, over in zip(values, copies, strict=True)]
         return super().gradients(means, params, axes)
 
 

@@ -32,7 +32,7 @@ from xlstm_jax.distributed.data_parallel.modules import unit
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, ModuleSystem, gather_here, running, shard_here
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, DEFAULT_UNEVEN, ShardPolicy
 from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
-from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
+from xlstm_jax.distributed.data_parallel.wire.copies import Copies
 from xlstm_jax.foreign import scans_over_params
 from xlstm_jax.private_names import linen_callers, linen_interceptors
 from xlstm_jax.program_names import INTER_HOST_AXES
@@ -52,7 +52,7 @@ def shard_module_params(
     grad_scatter_dtype: DTypeLike | None = None,
     *,
     reshard_after_forward: bool = False,
-    replicas: Replicas | None = None,
+    replicas: Copies | None = None,
     uneven: str = DEFAULT_UNEVEN,
     trainable: bool = True,
     inter_host_axes: AxisNames | tuple[()] = INTER_HOST_AXES,

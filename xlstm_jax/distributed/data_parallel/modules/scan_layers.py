@@ -16,9 +16,8 @@ from flax.linen.transforms import lift_transform
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.modules.linen_module import RunningUnit, inside_unit, watching
-from xlstm_jax.distributed.data_parallel.prefetch import prefetched_scan, route_of
+from xlstm_jax.distributed.data_parallel.prefetch import leaves_of_layer, prefetched_scan, route_of
 from xlstm_jax.distributed.data_parallel.remat import split_arrays
-from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
 from xlstm_jax.foreign import recomputes
 from xlstm_jax.wording import kind_of
 
@@ -94,7 +93,7 @@ def _where_gathered(plain: Callable[..., Any], ahead: Callable[..., Any]) -> Cal
         if self.scope is None or self.is_mutable_collection("params"):
             return plain(self, *args, **kwargs)
         # Outside of shard_map, and where no leaf is split, there is nothing to gather ahead.
-        leaves = sharded_leaves(_of_one_layer(self.variables.get("params", {})))
+        leaves = leaves_of_layer(_of_one_layer(self.variables.get("params", {})))
         if all(route_of(path, leaf, self.path) is None for path, leaf in leaves):
             return plain(self, *args, **kwargs)
         with inside_unit(self, ()):

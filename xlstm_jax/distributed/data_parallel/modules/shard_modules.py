@@ -38,7 +38,7 @@ from xlstm_jax.distributed.data_parallel.modules.linen_module import (
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, Predicate, ShardsItself, as_predicate, is_public
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, DEFAULT_UNEVEN, ShardPolicy
 from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
-from xlstm_jax.distributed.data_parallel.wire.communication import Replicas
+from xlstm_jax.distributed.data_parallel.wire.copies import Copies
 from xlstm_jax.foreign import inside_map_variables
 from xlstm_jax.program_names import INTER_HOST_AXES
 from xlstm_jax.wording import kind_of, path_pattern
@@ -57,7 +57,7 @@ def shard_modules(
     grad_scatter_dtype: DTypeLike | None = None,
     *,
     reshard_after_forward: bool = False,
-    replicas: Replicas | None = None,
+    replicas: Copies | None = None,
     uneven: str = DEFAULT_UNEVEN,
     trainable: bool = True,
     inter_host_axes: AxisNames | tuple[()] = INTER_HOST_AXES,

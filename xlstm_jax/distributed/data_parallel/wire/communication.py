@@ -2,7 +2,7 @@
 
   gather          shards are sent in ``gather_dtype``; by default as they are stored
   reduce-scatter  gradients are summed in ``grad_scatter_dtype``; by default in float32, or wider where the leaf is
-  copies          gradients of copies of a shard are summed in ``Replicas.reduce_dtype``; the default is the same
+  copies          gradients of copies of a shard are averaged as ``Copies`` does
 
 Only floats are ever cast, and only to floats of the same kind (real, complex). Nothing is narrowed unless a user asks.
 ``WIRE_FORMATS`` are for transport alone: a gathered value has the leaf's dtype.
@@ -15,9 +15,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from xlstm_jax.common_types import AxisNames, DType
+from xlstm_jax.common_types import DType
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.copies import Copies
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype, wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.formats import WIRE_FORMATS
 from xlstm_jax.distributed.data_parallel.wire.wires import AsItIs, Wire
@@ -27,39 +27,6 @@ from xlstm_jax.wording import shortened
 SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16"}
 SHORT_NAMES |= {"fp8": "float8_e4m3fn", "f8": "float8_e4m3fn", "float8": "float8_e4m3fn"}
 SHORT_NAMES |= {"fp32": "float32", "f32": "float32", "fp64": "float64", "f64": "float64"}
-AVERAGING = tuple(name for name, found in WIRE_FORMATS.items() if found.averages)  # what ``reduce_dtype`` takes
-
-
-@dataclass(frozen=True)
-class Replicas:
-    """Copies of the shards, along axes that cross hosts or slices (hybrid sharding, HSDP).
-
-    The gradient of a shard is averaged over its copies within the backward pass of its layer, beside the computation of
-    the layer before.
-
-    >>> Replicas("dp", reduce_dtype="bfloat16")
-    Replicas(axis_name=('dp',), reduce_dtype='bfloat16', shard_optimizer_state=False)
-
-    Attributes:
-      axis_name: an axis or a tuple of axes, which the parameters are not split over.
-      reduce_dtype: dtype in which the copies' gradients are summed; None: float32, or the gradient's own where that is
-        wider. "int8" and "float8_e4m3fn" are sent in blocks with scales, and summed in float32.
-      shard_optimizer_state: split the optimizer's state over these axes too (ZeRO-1): 1/R of its bytes on each device,
-        for an all-gather of the updated shards in every step.
-    """
-
-    axis_name: AxisNames
-    reduce_dtype: DTypeLike | None = None
-    shard_optimizer_state: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "axis_name", as_axis_names(self.axis_name))
-        object.__setattr__(self, "reduce_dtype", dtype_name(self.reduce_dtype, "reduce_dtype", AVERAGING))
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """``axis_name`` as a tuple."""
-        return as_axis_names(self.axis_name)
 
 
 @dataclass(frozen=True)
@@ -71,7 +38,7 @@ class Communication:
 
     gather_dtype: str | None = None
     grad_scatter_dtype: str | None = None
-    replicas: Replicas | None = None
+    replicas: Copies | None = None
     inter_host_axes: tuple[str, ...] = field(default=INTER_HOST_AXES, repr=False)
 
     @classmethod
@@ -79,7 +46,7 @@ class Communication:
         cls,
         gather_dtype: DTypeLike | None,
         grad_scatter_dtype: DTypeLike | None,
-        replicas: Replicas | None = None,
+        replicas: Copies | None = None,
         inter_host_axes: tuple[str, ...] = INTER_HOST_AXES,
     ) -> "Communication":
         """A ``Communication`` from dtypes as users write them; see ``dtype_name``."""
@@ -93,8 +60,7 @@ class Communication:
 
     def not_copied_along(self, axes: Collection[str]) -> "Communication":
         """The options for a leaf that is split over ``axes``, along which it has shards and no copies."""
-        left = tuple(axis for axis in self.copied_axes if axis not in axes)
-        return replace(self, replicas=replace(self.replicas, axis_name=left) if self.replicas and left else None)
+        return replace(self, replicas=self.replicas.without(axes) if self.replicas else None)
 
     @property
     def copied_axes(self) -> tuple[str, ...]:
@@ -105,12 +71,12 @@ class Communication:
         """The dtype of the gathered value, and the dtype in which its gradient is summed.
 
         Raises:
-          ValueError: a dtype, ``reduce_dtype`` of copies included, does not fit the value; names the leaf at ``path``.
+          ValueError: a dtype, one of the copies included, does not fit the value; names the leaf at ``path``.
         """
         gathered = cast_dtype(value, self.gather_dtype, "gather_dtype", path)
         summed = cast_dtype(value, self.grad_scatter_dtype, "grad_scatter_dtype", path)
-        # For its error alone, which must come before the first step and not in its backward pass.
-        cast_dtype(value, self.replicas.reduce_dtype if self.replicas else None, "reduce_dtype", path)
+        if self.replicas:  # before the first step, and not in its backward pass
+            self.replicas.check(value, path)
         return (gathered, summed) if self.grad_scatter_dtype else (gathered, wide_dtype(summed))
 
     def format_of(self, value: Any) -> str | None:

@@ -18,9 +18,9 @@ from jax.typing import DTypeLike
 from xlstm_jax.common_types import AxisNames, DType
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, as_axis_names, axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.wire.communication import Communication, Replicas, cast_dtype, packed_format
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication
+from xlstm_jax.distributed.data_parallel.wire.copies import Copies
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key, term_of_mean, widened
-from xlstm_jax.distributed.data_parallel.wire.formats import WIRE_FORMATS
 from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
 from xlstm_jax.distributed.data_parallel.wire.wires import Wire
 from xlstm_jax.foreign import is_batched
@@ -33,7 +33,7 @@ def gather_array_with_mean_grads(
     gather_dtype: DTypeLike | None = None,
     grad_scatter_dtype: DTypeLike | None = None,
     *,
-    replicas: Replicas | None = None,
+    replicas: Copies | None = None,
 ) -> jax.Array:
     """All-gathers ``x`` along a dim; the gradient is reduce-scattered as the *mean* over the axis.
 
@@ -163,7 +163,7 @@ def terms_to_scatter(cotangent: jax.Array, axes: tuple[str, ...], how: Communica
 
 def gradient_of_shard(scattered: jax.Array, how: Communication, primal: Primal) -> jax.Array:
     """What the stages of a reduce-scatter end with, as the gradient: its mean over copies, of the primal's type."""
-    grad = reduce_over_replicas(scattered, how.replicas, primal.varying) if how.replicas else scattered
+    grad = mean_over_copies(scattered, how.replicas, primal.varying) if how.replicas else scattered
     return collectives.to_varying(grad, primal.varying).astype(primal.dtype)
 
 
@@ -215,23 +215,17 @@ def _by_hand_bwd(
 _gathered_by_hand.defvjp(lambda shard, own, batch_axes, path: (shard, None), _by_hand_bwd)
 
 
-def reduce_over_replicas(grad: jax.Array, replicas: Replicas, varying: Collection[str] = ()) -> jax.Array:
-    """The mean of a shard's gradient over its copies, divided before it travels, in ``replicas.reduce_dtype``.
+def mean_over_copies(grad: jax.Array, copies: Copies, varying: Collection[str] = ()) -> jax.Array:
+    """Returns the mean of a shard's gradient over its copies, in a wide dtype.
 
     ``varying`` are the axes over which the type of the shard varies. Over a tracked axis that is not among them the
     result is the sum and not the mean: JAX sums the shard's other gradients there (of a penalty on its values), and
     all terms of one gradient must be of one kind.
     """
-    axes, wide = collectives.spread_axes(replicas.axes), widened(grad)
+    axes, wide = collectives.spread_axes(copies.axes), widened(grad)
     if not axes:
         return wide
-    count, requested = collectives.axis_size(axes), replicas.reduce_dtype
-    if format_name := packed_format(wide, requested):
-        mean = WIRE_FORMATS[format_name].mean_of_terms(term_of_mean(wide, count, wide.dtype), axes)
-    else:
-        term = term_of_mean(wide, count, cast_dtype(wide, requested, "reduce_dtype"))
-        mean = collectives.all_reduce_sum(term, axes)
-    mean = mean.astype(wide.dtype)
+    mean = copies.mean(wide, axes).astype(wide.dtype)
     summed = [axis for axis in axes if collectives.is_tracked(axis) and axis not in varying]
     return mean * collectives.axis_size(summed) if summed else mean
 

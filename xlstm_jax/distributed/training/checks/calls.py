@@ -121,7 +121,7 @@ def _some_leaves(name: str, argument: Any) -> Iterable[Any]:
     first = getattr(argument, "params", None)
     while isinstance(first, dict) and first:  # to flatten the tree would take as long as a call, too
         first = next(iter(first.values()))
-    return getattr(argument, "step", None), trees.stored_values(first)
+    return getattr(argument, "step", None), leaf_of(first).value if is_box(first) else first
 
 
 def _check_others(others: PyTree, donated: PyTree) -> None:

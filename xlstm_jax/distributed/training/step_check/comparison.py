@@ -33,13 +33,11 @@ from rich.progress import Progress
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype, wide_dtype
-from xlstm_jax.distributed.data_parallel.wire.formats import WIRE_FORMATS
 from xlstm_jax.distributed.training.step_check.one_device import Found
 from xlstm_jax.wording import format_axes
 
 ORDER_EPS, NEAR_ZERO_EPS, SHAKEN = 64, 4, 8
 NO_RATIO = 1e-9  # the tolerance of a leaf that is no more than rounding
-PACKED_TWICE = 2  # terms, and their mean
 FEWEST_KEYS, MOST_KEYS, SURE = 8, 256, 6.0
 NEXT = 0.5  # the ratio nearest to 1 that is a number of devices, or 1 over it
 
@@ -140,24 +138,19 @@ def of_wire(params: PyTree, found: Found) -> dict[str, float]:
     """For each leaf whose gradient travels in a narrow dtype, the norm of what that dtype may round.
 
     Each term and each sum of N is rounded by at most half a unit in the last place; the terms are as large as those of
-    the devices are on average. In blocks, the terms and their mean are each rounded by half the distance of two codes.
+    the devices are on average. What the mean over copies may round, ``Copies`` says.
     """
     bounds = {}
     for path, box in trees.sharded_leaves(params):
         if path not in found.sizes:
             continue
         size = np.abs(np.asarray(found.sizes[path], np.float64)).ravel()
-        of_copies = box.communication.replicas.reduce_dtype if box.communication.replicas else None
         dtypes = [value_dtype(box.value).name, box.communication.grad_scatter_dtype if box.axes else None]
-        summed_in = WIRE_FORMATS.get(str(of_copies))
-        dtypes += [] if summed_in else [of_copies]
-        wide = jnp.finfo(wide_dtype(value_dtype(box.value))).bits
-        narrow = (float(jnp.finfo(dtype).eps) for dtype in dtypes if dtype and jnp.finfo(dtype).bits < wide)
+        wide = wide_dtype(value_dtype(box.value))
+        narrow = (float(jnp.finfo(d).eps) for d in dtypes if d and jnp.finfo(d).bits < jnp.finfo(wide).bits)
         bounds[path] = 4 * sum(narrow) * float(np.linalg.norm(size))
-        if summed_in:
-            # Errors are spread evenly up to half the distance of two codes.
-            half = summed_in.mean_error(size)
-            bounds[path] += PACKED_TWICE / math.sqrt(3) * float(np.linalg.norm(half))
+        if copies := box.communication.replicas:
+            bounds[path] += copies.rounding(size, wide)
     return bounds
 
 
