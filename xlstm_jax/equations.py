@@ -1,6 +1,6 @@
 """The equations of a traced program (a jaxpr), those of the programs within it, and what of them communicates."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from xlstm_jax.private_names import core
@@ -27,7 +27,7 @@ GATHERS = frozenset(name for name, kind in COLLECTIVES.items() if kind == "all-g
 def named_axes(eqn: Any) -> tuple[str, ...]:
     """The mesh axes that an equation names, as ``axes`` or as ``axis_name``, one or several."""
     names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    return tuple(name for name in ([names] if isinstance(names, str) else names) if isinstance(name, str))
+    return tuple([name for name in ([names] if isinstance(names, str) else names) if isinstance(name, str)])
 
 
 def nbytes(aval: Any) -> int:
@@ -35,13 +35,14 @@ def nbytes(aval: Any) -> int:
     return aval.size * aval.dtype.itemsize if hasattr(aval, "dtype") else 0
 
 
-def all_equations(eqns: Iterable[Any]) -> Iterator[Any]:
-    """Equations, and the equations of the jaxprs within them; those of a jaxpr that several equations share, once."""
-    waiting, known = [eqns], set[int]()
+def all_equations(eqns: Iterable[Any]) -> list[Any]:
+    """Returns equations, and the equations of the jaxprs within them; of a jaxpr that several equations share, once."""
+    found, waiting, known = [], [eqns], set[int]()
     while waiting:
         for eqn in waiting.pop():
-            yield eqn
+            found.append(eqn)
             for inner in core.jaxprs_in_params(eqn.params):
                 if id(inner) not in known:
                     known.add(id(inner))
                     waiting.append(inner.eqns)
+    return found

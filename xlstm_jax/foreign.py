@@ -7,7 +7,7 @@ in ``private_names``. Where a release hides what is read here, the functions ret
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -28,13 +28,14 @@ BRANCHES = {
 _NAMES_OF_BRANCHES = frozenset(name for name, _ in BRANCHES)
 
 
-def _running_functions() -> Iterator[FrameType]:
-    """Yields the frames of the functions that are being called, the innermost first."""
-    # Frame 0 is this generator, and frame 1 iterates over it.
-    frame: FrameType | None = sys._getframe(2)
+def _running_functions() -> list[FrameType]:
+    """Returns the frames of the functions that are being called, the innermost first."""
+    frame: FrameType | None = sys._getframe(2)  # of the caller of the function that asks
+    frames = []
     while frame is not None:
-        yield frame
+        frames.append(frame)
         frame = frame.f_back
+    return frames
 
 
 def inside_branch() -> bool:

@@ -132,24 +132,26 @@ def _needs_more(who: str, needed: str) -> str:
     )
 
 
-def check_callable(tx: optax.GradientTransformation, caller: str) -> None:
-    """Checks that a training step has what an optimizer needs, before anything is traced.
+def check_callable(tx: optax.GradientTransformation, caller: str) -> list[inside.Part]:
+    """Checks that a training step has what an optimizer needs, before anything is traced; returns its parts.
 
     Raises:
       ValueError: a transform, at any depth, needs an argument that a step does not have; names both. Or
         ``optax.lookahead`` stands in a transform that does not see its pairs of parameters.
     """
-    for part in inside.parts(tx):
+    found = inside.parts(tx)
+    for part in found:
         if part.name in REFUSED and part.made_by.startswith("optax"):
             raise ValueError(f"{caller}: optax's {part.name} {REFUSED[part.name]}.")
         if needed := _required(part.update):
             raise ValueError(f"{caller}: {_needs_more(part.name, joined([f'{name}=' for name in needed]))}")
-    if around := around_lookahead(tx):
+    if inside.LOOKAHEAD in {part.name for part in found} and (around := around_lookahead(tx)):
         raise ValueError(
             f"{caller}: optax.lookahead stands in {around}, which does not pass on the pairs of fast and slow "
             f"parameters that it needs. Write {around}(with_slow_params(optax.lookahead(...)), ...), from "
             "xlstm_jax.distributed.optimizers."
         )
+    return found
 
 
 def _required(update: Callable[..., Any] | None) -> list[str]:

@@ -7,7 +7,7 @@ no computed value depends on it.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -68,17 +68,17 @@ def name_of(tx: optax.GradientTransformation, flags: bool = False) -> str:
     return f"{own}({', '.join(inside)})" if inside else own
 
 
-def parts(tx: optax.GradientTransformation) -> Iterator[Part]:
-    """All transforms within a transform, from outside to inside, itself the first."""
+def parts(tx: optax.GradientTransformation) -> list[Part]:
+    """Returns all transforms within a transform, from outside to inside, itself the first."""
     held = _held(tx)
     if _is_transform(held.get("tx")):
-        yield from parts(held["tx"])
-        return
-    yield Part(_own_name(tx), held, tx.update, getattr(tx.update, "__module__", ""))
+        return parts(held["tx"])
+    found = [Part(_own_name(tx), held, tx.update, getattr(tx.update, "__module__", ""))]
     if name := _factory_name(held):
-        yield Part(name, {}, None, getattr(_factory(held), "__module__", ""))
+        found.append(Part(name, {}, None, getattr(_factory(held), "__module__", "")))
     for part in _within(tx, held):
-        yield from parts(part)
+        found += parts(part)
+    return found
 
 
 def sees_pairs(tx: optax.GradientTransformation) -> bool:
@@ -113,11 +113,11 @@ def after_average(tx: optax.GradientTransformation) -> str | None:
     return next(filter(None, map(after_average, _inside(tx, _held(tx)))), None)
 
 
-def schedules(tx: optax.GradientTransformation) -> list[Callable[[Any], Any]]:
+def schedules(of_parts: Iterable[Part]) -> list[Callable[[Any], Any]]:
     """The factors of updates as functions of the count: schedules, then constants; [] without a schedule."""
     found: list[Callable[[Any], Any]] = []
     factors: list[Any] = []
-    for part in parts(tx):
+    for part in of_parts:
         # `optax.scale_by_learning_rate` is `scale_by_schedule` for a function and `scale` for a number.
         if part.name == "scale_by_schedule":
             found.append(part.held["step_size_fn"])

@@ -123,18 +123,18 @@ def check_optimizer(tx: optax.GradientTransformation, caller: str) -> None:
       ValueError: as ``check_callable``; or a mask, or labels, are a tree with boxes, and optimizers see parameters
         without boxes; or ``with_ema`` stands in a chain before another transform.
     """
-    check_callable(tx, caller)
-    for part in inside.parts(tx):
+    found = check_callable(tx, caller)
+    for part in found:
         for argument in ("mask", "param_labels"):
             tree = part.held.get(argument)
-            for path, leaf in [] if callable(tree) else trees.leaves_with_path(tree):
+            for path, leaf in [] if tree is None or callable(tree) else trees.leaves_with_path(tree):
                 if is_box(leaf):
                     raise ValueError(
                         f"the {argument} of optax.{part.name} has '{path}' in a box, {tuple(leaf.names)}, and an "
                         "optimizer sees parameters without boxes. Pass a function of parameters, lambda params: "
                         f"jax.tree.map(..., params), or unbox the tree: {argument}=unbox(tree)."
                     )
-    if after := inside.after_average(tx):
+    if "with_ema" in {part.name for part in found} and (after := inside.after_average(tx)):
         raise ValueError(
             f"with_ema stands in an optax.chain before {after}, which changes the updates once more: it would average "
             "weights that no step has. Put it around the whole: with_ema(optax.chain(...), decay)."
@@ -147,8 +147,8 @@ def check_optimizer_of_step(tx: optax.GradientTransformation) -> None:
     Raises:
       ValueError: as ``check_callable``; or it is ``optax.lookahead``, which gets no pairs here.
     """
-    check_callable(tx, "the step")
-    if inside.sees_pairs(tx):
+    found = check_callable(tx, "the step")
+    if inside.LOOKAHEAD in {part.name for part in found} and inside.sees_pairs(tx):
         raise ValueError(
             "the step: state.tx is optax.lookahead, which needs pairs of fast and slow parameters, and state.params is "
             "a tree of one of them. Make the state with create_train_state(model, optax.lookahead(...), ...), which "
@@ -193,7 +193,8 @@ def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
 
 def warn_of_options(tx: optax.GradientTransformation, weighted: bool, learning_rate: LearningRate | None) -> None:
     """Warns of options of a step that do not fit its optimizer."""
-    for part in inside.parts(tx):
+    found = inside.parts(tx)
+    for part in found:
         if weighted and part.name == "MultiSteps" and (count := _at(part.held["_every_k_schedule"], 0)) > 1:
             _warn(
                 f"weighted=True with optax.MultiSteps(..., {count:.0f}): it averages gradients of {count:.0f} steps "
@@ -202,7 +203,7 @@ def warn_of_options(tx: optax.GradientTransformation, weighted: bool, learning_r
                 "rows: the mean is then by weight."
             )
     given = [*learning_rate.values()] if isinstance(learning_rate, Mapping) else [learning_rate]
-    own = inside.schedules(tx)
+    own = inside.schedules(found)
     # Of a chain of several schedules the user may report one, or their product.
     product = [lambda count: math.prod(schedule(count) for schedule in own)]
     for schedule in filter(callable, given):

@@ -132,16 +132,14 @@ class _Reader:
     def of_jaxpr(self, jaxpr: core.Jaxpr, consts: list[Axes], inputs: list[Axes]) -> list[Axes]:
         """The axes along which results differ, of the axes of constants and of inputs."""
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
-
-        def read(atom: Any) -> Axes:
-            return Axes() if isinstance(atom, core.Literal) else env[atom]
-
         for eqn in jaxpr.eqns:
             # What is written to a reference (jax.new_ref) may be any of the inputs; who reads it later gets that.
-            for ref in _references(eqn):
-                env[ref] = all_named_axes([eqn]).union(*map(read, eqn.invars))
-            env.update(zip(eqn.outvars, self._of_equation(eqn, [read(atom) for atom in eqn.invars]), strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+            inputs = [Axes() if isinstance(atom, core.Literal) else env[atom] for atom in eqn.invars]
+            if eqn.effects:  # else it writes to no reference
+                for ref in _references(eqn):
+                    env[ref] = all_named_axes([eqn]).union(*inputs)
+            env.update(zip(eqn.outvars, self._of_equation(eqn, inputs), strict=True))
+        return [Axes() if isinstance(atom, core.Literal) else env[atom] for atom in jaxpr.outvars]
 
     def _of_inner(self, closed: Any, inputs: list[Axes]) -> list[Axes]:
         """Of a jaxpr within an equation, whose constants are plain arrays: equal on all devices."""
@@ -241,8 +239,7 @@ class _Reader:
 
 def _references(eqn: Any) -> list[Any]:
     """The mutable arrays among the operands of an equation."""
-    # Only an equation with effects can write to one.
-    return [var for var in eqn.invars if hasattr(var.aval, "inner_aval")] if eqn.effects else []
+    return [var for var in eqn.invars if hasattr(var.aval, "inner_aval")]
 
 
 def _axes_of(spec: PartitionSpec) -> Axes:
@@ -256,7 +253,7 @@ def _joined(*of_values: list[Axes]) -> list[Axes]:
 
 def all_named_axes(eqns: Iterable[Any]) -> Axes:
     """The mesh axes that equations name, and the equations within them; casts of types aside."""
-    return Axes().union(*(named_axes(eqn) for eqn in all_equations(eqns) if eqn.primitive.name not in _CASTS))
+    return Axes().union(*[named_axes(eqn) for eqn in all_equations(eqns) if eqn.primitive.name not in _CASTS])
 
 
 # ------------------------------------------------------------------------------------------------- of a loss function

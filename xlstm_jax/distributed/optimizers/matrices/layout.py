@@ -6,9 +6,10 @@ do not tell: ``with_layout``, a wrapper of every ``ShardedOptimizer``, sets the 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -31,13 +32,23 @@ Values = dict[str, jax.Array]
 OfGroups = Callable[[Sequence[MatrixGroup], Values, Mapping[str, PyTree]], tuple[Values, dict[str, PyTree]]]
 
 
-@dataclass(frozen=True)
 class ParameterLayout:
-    """The mesh, and by path the boxed parameters and the specs of an optimizer's state of each."""
+    """The mesh, and by path the boxed parameters and the specs of an optimizer's state of each.
 
-    mesh: Mesh | AbstractMesh
-    params: Mapping[str, Any]
-    specs: Mapping[str, PartitionSpec]
+    Both are read when an optimizer for matrices first asks: other optimizers pay nothing.
+    """
+
+    def __init__(self, mesh: Mesh | AbstractMesh, tree: PyTree, shardings: Callable[[PyTree], PyTree]):
+        self.mesh, self._tree, self._shardings = mesh, tree, shardings
+
+    @cached_property
+    def params(self) -> Mapping[str, Any]:
+        return dict(trees.leaves_with_path(self._tree))
+
+    @cached_property
+    def specs(self) -> Mapping[str, PartitionSpec]:
+        # Gradients, updates and moments have the shapes of the parameters, and are split as a state of that shape is.
+        return {path: sharding.spec for path, sharding in trees.leaves_with_path(self._shardings(self._tree))}
 
 
 @dataclass(frozen=True)
@@ -54,28 +65,19 @@ class MatrixReport:
 _LAYOUT: ContextVar[ParameterLayout | None] = ContextVar("layout of the parameters that are optimized", default=None)
 
 
-def laid_out(layout: ParameterLayout) -> AbstractContextManager[None]:
-    """Optimizers that run within it know this layout."""
-    return set_context(_LAYOUT, layout)
-
-
 def with_layout(optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | AbstractMesh) -> ShardedOptimizer:
     """Returns the optimizer; transforms for matrices within it know how the parameters are split."""
 
-    def layout() -> AbstractContextManager[None]:
-        # Gradients, updates and moments have the shapes of the parameters, and are split as a state of that shape is.
-        placed = trees.leaves_with_path(optimizer.shardings(params))
-        specs = {path: sharding.spec for path, sharding in placed}
-        return laid_out(ParameterLayout(mesh, dict(trees.leaves_with_path(params)), specs))
+    layout = ParameterLayout(mesh, params, optimizer.shardings)
 
     def init(params: PyTree) -> PyTree:
-        with layout():
+        with set_context(_LAYOUT, layout):
             return optimizer.init(params)
 
     def update(
         grads: PyTree, before: Trained, collections: Mapping[str, PyTree], **extra_args: PyTree
     ) -> tuple[Trained, Metrics]:
-        with layout():
+        with set_context(_LAYOUT, layout):
             return optimizer.update(grads, before, collections, **extra_args)
 
     return optimizer._replace(init=init, update=update)
