@@ -114,7 +114,6 @@ FEATURES = [
 # Why a feature cannot be deleted, or not yet.
 NOT_YET = {
     "plans": "the state warns by the reasons of a plan; the forecast and the lint are made of plans",
-    "remat policy": "units reject a gather by it",
 }
 
 # Threaded through shared code, and without a row so far.
