@@ -90,7 +90,11 @@ FEATURES = [
         ("checkpoint", "resilience"),
         r"\bCheckpointer\b|distributed\.checkpoint\b",
     ),
-    Feature("plans", ("plan",), r"\bplan_sharding\b|distributed\.plan\b"),
+    Feature(
+        "plans, and the forecasts and commands that are made of them",
+        ("plan", "training/checks/replicated_parameters.py", "../forecast/training", "../cli"),
+        r"\bplan_sharding\b|distributed\.plan\b",
+    ),
     Feature(
         "experts",
         (
@@ -112,9 +116,7 @@ FEATURES = [
 ]
 
 # Why a feature cannot be deleted, or not yet.
-NOT_YET = {
-    "plans": "the state warns by the reasons of a plan; the forecast and the lint are made of plans",
-}
+NOT_YET: dict[str, str] = {}
 
 # Threaded through shared code, and without a row so far.
 WITHOUT_ROW = (
