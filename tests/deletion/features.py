@@ -38,6 +38,11 @@ FEATURES = [
         ),
     ),
     Feature(
+        "blocks of 8 bits on the wire",
+        ("data_parallel/wire/blocks.py", "data_parallel/wire/quantized.py"),
+        r"\bBlocks\b|\bInBlocks\b|\bBLOCK_FORMATS\b|wire\.(blocks|quantized)\b",
+    ),
+    Feature(
         "fp8 products",
         ("data_parallel/extensions/fp8_products.py",),
         r"\bFp8Products\b|fp8_products",
@@ -121,7 +126,6 @@ NOT_YET: dict[str, str] = {}
 # Threaded through shared code, and without a row so far.
 WITHOUT_ROW = (
     "copies of shards (Replicas)",
-    "blocks of 8 bits on the wire",
     "heads by pieces",
     "logical names",
     "frozen parameters",
