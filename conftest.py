@@ -32,7 +32,7 @@ from tests.cover import data
 from tests.cover.record import Recorder, case_of
 from tests.measures import MOVED
 from xlstm_jax import distributed
-from xlstm_jax.distributed import DeviceMeshManager, model_parallel, simulate_cpu_devices
+from xlstm_jax.distributed import DeviceMeshManager, simulate_cpu_devices
 from xlstm_jax.distributed.training import mistakes
 from xlstm_jax.forecast.compiling.compile_process import check_compiler
 
@@ -45,18 +45,9 @@ NEWEST = jax.__version_info__ >= (0, 12)
 # Tests marked with a name compile for such devices; what they need is in an extra.
 PLATFORMS = {"libtpu": "tpu", "cuda_plugin": "cuda"}
 
-# The packages whose names doctests may use.
-FACES = [
-    distributed,
-    distributed.data_parallel,
-    distributed.device_mesh,
-    distributed.metrics,
-    model_parallel,
-    distributed.optimizers,
-    distributed.plan,
-    distributed.processes,
-    distributed.training,
-]
+# The packages whose names doctests may use. The test of deletion takes some away.
+FOLDERS = ("data_parallel", "device_mesh", "metrics", "model_parallel", "optimizers", "plan", "processes", "training")
+FACES = [distributed, *(getattr(distributed, name) for name in FOLDERS if hasattr(distributed, name))]
 
 simulate_cpu_devices(8)
 

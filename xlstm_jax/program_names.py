@@ -5,6 +5,7 @@
 """
 
 GATHER_SCOPE = "gather_params"  # all gathers of parameters
+BLOCK_INPUT = "block_input"  # the input of each wrapped module, kept or offloaded by this name
 LOOKUP_SCOPE = "lookup_rows"  # lookups by rows, in place of a gather
 UNBALANCED_SCOPE = "unbalanced_ring"  # a ring over the sequence in natural order, half of which waits
 BLOCK_FORMATS = ("int8", "float8_e4m3fn")  # of blocks with scales on the wire

@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support import assert_same_params, fsdp, mesh_of, on_mesh
 from xlstm_jax.distributed import abstract_train_state, init_sharded, partition_specs, sync_gradients
-from xlstm_jax.distributed.data_parallel.remat import RECOMPUTED, remat_policy
+from xlstm_jax.distributed.data_parallel.regather import RECOMPUTED
+from xlstm_jax.distributed.data_parallel.remat import remat_policy
 from xlstm_jax.equations import GATHERS
 from xlstm_jax.forecast import forecast
 from xlstm_jax.forecast.training import Workload

@@ -1,6 +1,7 @@
 """Removes a feature's files, and what imports them, from a copy of the tree."""
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -12,6 +13,11 @@ from tests.measures import module_of
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = "xlstm_jax/distributed"
+# Files beside the faces that hold registries: a row is a line with a name that the file imports.
+REGISTRIES = (
+    "xlstm_jax/distributed/data_parallel/wire/formats.py",
+    "xlstm_jax/forecast/training/linting/rules.py",
+)
 COPIED = ("xlstm_jax", "tests", "benchmarks", "conftest.py", "pyproject.toml", "setup.cfg")
 
 
@@ -28,7 +34,7 @@ def delete(feature: Feature, tree: Path) -> tuple[int, list[str]]:
     """Deletes the feature; returns the number of deleted lines, and the files of the library that still import it."""
     gone, lines = set(), 0
     for name in feature.files:
-        path = tree / LIBRARY / name
+        path = tree / os.path.normpath(f"{LIBRARY}/{name}")
         files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
         for file in files:
             lines += len(file.read_text().splitlines())
@@ -39,7 +45,8 @@ def delete(feature: Feature, tree: Path) -> tuple[int, list[str]]:
             shutil.rmtree(path)
     # Faces import from each other: a name that one has lost is lost for those that import the name from there.
     lost: dict[str, set[str]] = {}
-    faces = sorted((tree / "xlstm_jax").rglob("__init__.py"), key=lambda file: -len(file.parts))
+    faces = [*(tree / "xlstm_jax").rglob("__init__.py"), *(tree / name for name in REGISTRIES)]
+    faces = sorted((face for face in faces if face.exists()), key=lambda file: -len(file.parts))
     changed = True
     while changed:
         changed = False
@@ -90,6 +97,7 @@ def without(face: Path, gone: Collection[str], lost: dict[str, set[str]]) -> set
     rest = "".join(lines)
     for name in names:
         rest = re.sub(rf'^\s*"?\b{name}\b"?,\s*(#.*)?\n', "", rest, flags=re.M)
+        rest = re.sub(rf'^\s*"[^"\n]*": {name}\(.*\),\n', "", rest, flags=re.M)
         rest = re.sub(rf'"{name}", |, "{name}"(?=\])|\["{name}"\]|\b{name}, |, {name}\b(?=[\])])', "", rest)
     face.write_text(rest)
     return names

@@ -10,9 +10,9 @@ from pathlib import Path
 class Feature:
     """A feature that stands beside the core.
 
-    ``files`` are files and folders below ``xlstm_jax/distributed``. ``knows`` is a regular expression of the names by
-    which code outside of ``files`` would know the feature. ``own`` are the tests of the feature that name it by an
-    option alone: files of ``tests``, and tests as pytest's ``--deselect`` takes them.
+    ``files`` are files and folders, relative to ``xlstm_jax/distributed``. ``knows`` is a regular expression of the
+    names by which code outside of ``files`` would know the feature. ``own`` are the tests of the feature that name it
+    by an option alone: files of ``tests``, and tests as pytest's ``--deselect`` takes them.
     """
 
     name: str
@@ -41,6 +41,11 @@ FEATURES = [
         "copies of shards in a dtype of their own (Replicas)",
         ("data_parallel/extensions/replicas.py",),
         r"\bReplicas\b|extensions\.replicas\b",
+    ),
+    Feature(
+        "blocks of 8 bits on the wire",
+        ("data_parallel/wire/blocks.py", "data_parallel/wire/quantized.py"),
+        r"\bBlocks\b|\bInBlocks\b|\bBLOCK_FORMATS\b|wire\.(blocks|quantized)\b",
     ),
     Feature(
         "fp8 products",
@@ -95,8 +100,22 @@ FEATURES = [
         ("checkpoint", "resilience"),
         r"\bCheckpointer\b|distributed\.checkpoint\b",
     ),
-    Feature("plans", ("plan",), r"\bplan_sharding\b|distributed\.plan\b"),
-    Feature("experts", ("model_parallel/experts.py", "model_parallel/router.py"), r"\bExperts\b|parallel\.experts\b"),
+    Feature(
+        "plans, and the forecasts and commands that are made of them",
+        ("plan", "training/checks/replicated_parameters.py", "../forecast/training", "../cli"),
+        r"\bplan_sharding\b|distributed\.plan\b",
+    ),
+    Feature(
+        "experts",
+        (
+            "model_parallel/experts.py",
+            "model_parallel/router.py",
+            "plan/expert_plan.py",
+            "../forecast/training/dispatch.py",
+            "../forecast/training/linting/expert_rules.py",
+        ),
+        r"\bExperts\b|parallel\.experts\b|\bExpertPlan\b|\bdispatch\(",
+    ),
     Feature(
         "context parallel",
         ("model_parallel/context.py", "model_parallel/recurrence.py"),
@@ -107,16 +126,10 @@ FEATURES = [
 ]
 
 # Why a feature cannot be deleted, or not yet.
-NOT_YET = {
-    "matrices (Muon)": "a plan prints which device owns which matrix: plan/planning, sharding_plan and table import it",
-    "experts": "a plan prints where experts stand: plan/planning, sharding_plan, table and the forecast import it",
-    "plans": "the state warns by the reasons of a plan; the forecast and the lint are made of plans",
-    "remat policy": "units reject a gather by it",
-}
+NOT_YET: dict[str, str] = {}
 
 # Threaded through shared code, and without a row so far.
 WITHOUT_ROW = (
-    "blocks of 8 bits on the wire",
     "heads by pieces",
     "logical names",
     "frozen parameters",

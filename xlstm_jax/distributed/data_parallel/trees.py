@@ -187,3 +187,16 @@ def box_like(tree: PyTree, boxed: PyTree) -> PyTree:
         return stored_value(box, value)
 
     return map_values(stored, boxed, tree)
+
+
+def split_arrays(tree: PyTree, *others: type[Any]) -> tuple[dict[int, Any], Callable[[dict[int, Any]], PyTree]]:
+    """The arrays of a tree by position, and a function that puts other arrays in their places; all else stays.
+
+    Instances of the classes ``others`` count as arrays.
+    """
+    found, treedef = flatten_with_path(tree, lambda node: isinstance(node, others))
+    leaves = [leaf for _, leaf in found]
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray, *others))}
+    # Without the arrays, since the function below keeps `rest`: a tracer in it would outlive its trace.
+    rest = [None if i in arrays else leaf for i, leaf in enumerate(leaves)]
+    return arrays, lambda arrays: jax.tree.unflatten(treedef, [arrays.get(i, leaf) for i, leaf in enumerate(rest)])

@@ -11,9 +11,18 @@ parameters on 4096 devices takes seconds. Wrapped modules decide in this ``init`
 ``choose_shard_dim``. The optimizer's state comes from ``tx.init``; ``optimizer_state_shardings`` says how it is split.
 """
 
+from xlstm_jax.distributed.plan.expert_plan import ExpertSection
 from xlstm_jax.distributed.plan.leaf_plan import ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.leaf_plan import ByteCount as Share  # noqa: F401  # the name it had in 0.1
+from xlstm_jax.distributed.plan.matrix_plan import MatrixSection
 from xlstm_jax.distributed.plan.planning import plan_sharding
+from xlstm_jax.distributed.plan.section import SECTIONS
 from xlstm_jax.distributed.plan.sharding_plan import Difference, ShardingPlan
+
+# What plans say beside their rows: a line and a file for each section.
+SECTIONS[:] = [
+    MatrixSection,
+    ExpertSection,
+]
 
 __all__ = ["ByteCount", "Difference", "LeafPlan", "ShardingPlan", "plan_sharding"]

@@ -13,6 +13,7 @@ from xlstm_jax.distributed.data_parallel.modules.linen_module import seeing_call
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.model_parallel.experts import Experts
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, LeafPlan
+from xlstm_jax.distributed.plan.section import Section
 from xlstm_jax.wording import format_axes, format_bytes, path_pattern, rich_table
 
 
@@ -79,33 +80,24 @@ class ExpertPlan:
         return cls(**{**fields, "axes": tuple(fields["axes"])})
 
 
-@contextmanager
-def noting_experts() -> Iterator[dict[str, tuple[Experts, int]]]:
-    """While a model runs, notes each ``Experts`` by its path, with the size of the parameters of a layer's experts."""
-    found: dict[str, tuple[Experts, int]] = {}
-
-    def note(module: Any) -> None:
-        if isinstance(module, Experts):
-            own = trees.sharded_leaves(module.variables["params"]["experts"])
-            found["/".join(module.path)] = module, sum(math.prod(leaf.true_shape) for _, leaf in own)
-
-    with seeing_calls(note):
-        yield found
-
-
 def expert_plan(
     path: str, module: Any, of_layer: int, axis_sizes: Mapping[str, int], rows: Sequence[LeafPlan]
 ) -> ExpertPlan:
     """Of an ``Experts`` module at a path, by the rows of its parameters; ``of_layer`` values are those of one layer."""
     axes = () if module.axis is None else as_axis_names(module.axis)
     devices = math.prod(axis_sizes[axis] for axis in axes)
-    own = [row for row in rows if row.collection == PARAMETERS and row.path.startswith(f"{path}/experts/".lstrip("/"))]
+    own = [row for row in rows if row.collection == PARAMETERS and row.path.startswith(_experts_of(path))]
     size, stored = sum(math.prod(row.shape) for row in own), sum(row.parameters.total for row in own)
     # A scan keeps the experts of all its layers in one leaf, and runs the module once: sizes tell how many layers.
     layers = max(size // max(of_layer, 1), 1)
     count = layers * module.num_experts
     options = (module.num_experts, module.top_k, module.capacity_factor)
     return ExpertPlan(path, *options, axes, devices, layers, stored // count, size // count)
+
+
+def _experts_of(path: str) -> str:
+    """Returns what the paths of the experts' parameters begin with, for the module at ``path``."""
+    return f"{path}/experts/".lstrip("/")
 
 
 def experts_table(plans: Sequence[ExpertPlan]) -> RenderableType:
@@ -116,3 +108,34 @@ def experts_table(plans: Sequence[ExpertPlan]) -> RenderableType:
         named.setdefault(str(plan), []).append(plan.path)
     rows = [[path_pattern(paths[0]) if len(paths) > 1 else paths[0], text] for text, paths in named.items()]
     return rich_table("Experts, and who owns them", ["module", "what there is, and where"], rows, left=2)
+
+
+class ExpertSection(Section[ExpertPlan]):
+    """The mixtures of experts of a model. What a mixture is its parameters do not say: each is noted when it runs."""
+
+    name = "experts"
+    role = "experts"
+
+    def __init__(self) -> None:
+        # By path: the module, and the size of the parameters of one layer's experts.
+        self.found: dict[str, tuple[Experts, int]] = {}
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        def note(module: Any) -> None:
+            if isinstance(module, Experts):
+                own = trees.sharded_leaves(module.variables["params"]["experts"])
+                size = sum(math.prod(leaf.true_shape) for _, leaf in own)
+                self.found["/".join(module.path)] = module, size
+
+        with seeing_calls(note):
+            yield
+
+    def entries(self, axis_sizes: Mapping[str, int], rows: Sequence[LeafPlan]) -> tuple[ExpertPlan, ...]:
+        return tuple(expert_plan(path, *mixture, axis_sizes, rows) for path, mixture in self.found.items())
+
+    def axes_within(self, entries: Sequence[ExpertPlan]) -> Mapping[str, tuple[str, ...]]:
+        return {_experts_of(plan.path): plan.axes for plan in entries}
+
+    table = staticmethod(experts_table)
+    from_json = staticmethod(ExpertPlan.from_json)

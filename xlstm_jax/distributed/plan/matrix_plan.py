@@ -1,13 +1,16 @@
 """Optimizers that need whole matrices, in a plan: the matrices, their owners, and why other leaves are no matrices."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import RenderableType
 
-from xlstm_jax.distributed.optimizers.matrices.layout import MatrixReport
+from xlstm_jax.distributed.optimizers.matrices.layout import MatrixReport, noting_matrices
+from xlstm_jax.distributed.plan.leaf_plan import LeafPlan
+from xlstm_jax.distributed.plan.section import Section
 from xlstm_jax.wording import listed, path_pattern, rich_table
 
 
@@ -89,3 +92,23 @@ def matrices_table(plans: Sequence[MatrixPlan]) -> RenderableType:
     """A line for each form of matrices, and for each reason of leaves that are none."""
     rows = [[listed(dict.fromkeys(map(path_pattern, plan.leaves))).replace("'", ""), str(plan)] for plan in plans]
     return rich_table("Matrices that are updated whole", ["leaves", "what they are, and who owns them"], rows, left=2)
+
+
+class MatrixSection(Section[MatrixPlan]):
+    """What optimizers that need whole matrices report while they are initialised."""
+
+    name = "matrices"
+
+    def __init__(self) -> None:
+        self.reports: list[MatrixReport] = []
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        with noting_matrices() as self.reports:
+            yield
+
+    def entries(self, axis_sizes: Mapping[str, int], rows: Sequence[LeafPlan]) -> tuple[MatrixPlan, ...]:
+        return matrix_plans(self.reports)
+
+    table = staticmethod(matrices_table)
+    from_json = staticmethod(MatrixPlan.from_json)

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -36,14 +36,12 @@ from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, entry_a
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_bytes
 from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
-from xlstm_jax.distributed.optimizers.matrices.layout import noting_matrices
 from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload
 from xlstm_jax.distributed.optimizers.sharded_optimizer import sharded_optimizer
 from xlstm_jax.distributed.optimizers.state import owner_of_state
-from xlstm_jax.distributed.plan.expert_plan import ExpertPlan, expert_plan, noting_experts
 from xlstm_jax.distributed.plan.init_errors import init_error, is_the_librarys, why_not
 from xlstm_jax.distributed.plan.leaf_plan import NO_BYTES, OPTIMIZER, PARAMETERS, ByteCount, LeafPlan
-from xlstm_jax.distributed.plan.matrix_plan import matrix_plans
+from xlstm_jax.distributed.plan.section import SECTIONS, noting
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 from xlstm_jax.program_names import HOST_MEMORY
 from xlstm_jax.wording import format_axes
@@ -93,16 +91,15 @@ def plan_sharding(
     """
     sizes = _checked_sizes(axis_sizes)
     mesh = planning_mesh(sizes)
-    # What a mixture of experts is cannot be read off its parameters: each one tells when it is initialised. Nor can how
-    # a head reads its kernel.
-    with noting_experts() as mixtures, noting_pieces() as pieces:
+    sections = [section() for section in SECTIONS]
+    # How a head reads its kernel cannot be read off its parameters, nor can much of what sections say.
+    with noting(sections), noting_pieces() as pieces:
         freeze = partial(with_frozen, trainable=trainable, frozen_dtype=frozen_dtype)
         variables = _planned_init(model, mesh, rng, inputs, kwargs, freeze)
-    variables, assumed = _decided(model, variables, axis_name, min_weight_size, sizes)
-    partition_specs(variables, mesh)  # refuses names that are no axes
-    # In the order in which training gathers several axes.
-    params = arranged(variables.pop(PARAMETERS, {}), sizes)
-    with noting_matrices() as reports:
+        variables, assumed = _decided(model, variables, axis_name, min_weight_size, sizes)
+        partition_specs(variables, mesh)  # refuses names that are no axes
+        # In the order in which training gathers several axes.
+        params = arranged(variables.pop(PARAMETERS, {}), sizes)
         of_params, beside = _optimizer_rows(tx, params, mesh, offload)
     rows = []
     for path, leaf in sharded_leaves(params):
@@ -116,23 +113,26 @@ def plan_sharding(
         path = f"({collection}) {path}"
         reason = BoxedByModel(leaf.names) if leaf.axes else NoParameter()
         rows.append(_row(path, collection, leaf, reason, sizes, other=_bytes_of(path, leaf, sizes)))
-    experts = tuple(expert_plan(path, *mixture, sizes, rows) for path, mixture in mixtures.items())
-    roles = _roles(params, experts, sizes)
-    return ShardingPlan(sizes, assumed, (*rows, *beside), matrix_plans(reports), experts, roles)
+    entries = {section.name: section.entries(sizes, rows) for section in sections}
+    within = {section.role: section.axes_within(entries[section.name]) for section in sections if section.role}
+    roles = _roles(params, within, sizes)
+    return ShardingPlan(sizes, assumed, (*rows, *beside), roles=roles, **entries)
 
 
-def _roles(params: PyTree, experts: Sequence[ExpertPlan], sizes: dict[str, int]) -> dict[str, tuple[str, ...]]:
-    """What parameters use each axis for; see ``ShardingPlan``."""
+def _roles(
+    params: PyTree, within: Mapping[str, Mapping[str, tuple[str, ...]]], sizes: dict[str, int]
+) -> dict[str, tuple[str, ...]]:
+    """Returns what parameters use each axis for, see ``ShardingPlan``; ``within`` has ``axes_within`` by role."""
     leaves = sharded_leaves(params)
     gathered = {axis for _, leaf in leaves for axis in _gathered_axes(leaf)}
-    of_experts = {axis for plan in experts for axis in plan.axes}
+    of_sections = {begin: axes for by_path in within.values() for begin, axes in by_path.items()}
     of_layers: set[str] = set()
     for path, leaf in leaves:  # an axis may split layers, and experts beside them
         own = set(leaf.axes) - set(_gathered_axes(leaf))
-        mixture = next((plan for plan in experts if path.startswith(f"{plan.path}/experts/".lstrip("/"))), None)
-        of_layers |= own - set(mixture.axes) if mixture else own
+        of_layers |= own.difference(*(axes for begin, axes in of_sections.items() if path.startswith(begin)))
     # One axis may have several roles: the same devices split weights of one layer, and experts of the next.
-    by_role = {"fsdp": gathered, "tensor": of_layers, "experts": of_experts}
+    by_role = {"fsdp": gathered, "tensor": of_layers}
+    by_role |= {role: {axis for axes in by_path.values() for axis in axes} for role, by_path in within.items()}
     return {axis: tuple(role for role, axes in by_role.items() if axis in axes) for axis in sizes}
 
 

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 from rich.console import RenderableType
 
-from xlstm_jax.distributed.plan.expert_plan import ExpertPlan
 from xlstm_jax.distributed.plan.leaf_plan import COUNTED, PARAMETERS, ByteCount, LeafPlan
-from xlstm_jax.distributed.plan.matrix_plan import MatrixPlan
+from xlstm_jax.distributed.plan.section import SECTIONS
 from xlstm_jax.distributed.plan.table import plan_bars, plan_table
 from xlstm_jax.wording import format_bytes, format_fraction, format_mesh, notebook_html, plain_text, read_json
 
@@ -73,8 +72,9 @@ class ShardingPlan:
     axis_sizes: Mapping[str, int]
     assumed: str
     rows: tuple[LeafPlan, ...]
-    matrices: tuple[MatrixPlan, ...] = ()
-    experts: tuple[ExpertPlan, ...] = ()
+    # Of the sections of these names.
+    matrices: tuple[Any, ...] = ()
+    experts: tuple[Any, ...] = ()
     roles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
@@ -220,8 +220,9 @@ class ShardingPlan:
     def to_json(self) -> str:
         """The plan as text whose lines are made to be read in a diff: a few for each leaf, in the order of the rows."""
         head = {"format": FORMAT_VERSION, "axis_sizes": dict(self.axis_sizes), "assumed": self.assumed}
-        head |= {"totals": _totals(self), "matrices": [vars(plan) for plan in self.matrices]}
-        head |= {"experts": [vars(plan) for plan in self.experts], "roles": dict(self.roles)}
+        head |= {"totals": _totals(self)}
+        head |= {section.name: [vars(entry) for entry in getattr(self, section.name)] for section in SECTIONS}
+        head |= {"roles": dict(self.roles)}
         # By hand: json.dumps with an indent would give each number a line of its own.
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
         leaves = ",\n".join(row.to_json() for row in self.rows)
@@ -245,14 +246,13 @@ class ShardingPlan:
                 "plan_sharding(...).to_json()."
             )
         rows = tuple(LeafPlan.from_json(path, leaf) for path, leaf in data["leaves"].items())
-        matrices = tuple(MatrixPlan.from_json(fields) for fields in data["matrices"])
+        entries = {kind.name: tuple(map(kind.from_json, data.get(kind.name, ()))) for kind in SECTIONS}
         plan = cls(
             axis_sizes=data["axis_sizes"],
             assumed=data["assumed"],
             rows=rows,
-            matrices=matrices,
-            experts=tuple(ExpertPlan.from_json(fields) for fields in data.get("experts", ())),
             roles={axis: tuple(roles) for axis, roles in data.get("roles", {}).items()},
+            **entries,
         )
         # A plan in a repository is reviewed by its totals: they must be those of the leaves.
         if data["totals"] != (totals := _totals(plan)):

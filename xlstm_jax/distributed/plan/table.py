@@ -11,9 +11,8 @@ from rich.padding import Padding
 from rich.text import Text
 
 from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
-from xlstm_jax.distributed.plan.expert_plan import experts_table
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, ByteCount, LeafPlan
-from xlstm_jax.distributed.plan.matrix_plan import matrices_table
+from xlstm_jax.distributed.plan.section import SECTIONS
 from xlstm_jax.wording import TIMES, Bar, format_bytes, format_fraction, path_pattern, rich_table
 
 COLUMNS = ("leaf", "shape", "split", "in all", "per device", "its gradient", "optimizer state", "gathered")
@@ -61,8 +60,9 @@ def plan_table(plan: Any) -> Any:
         rows = [[line.name, format_bytes(line.all_bytes.per_device), str(line.row.reason)] for line in whole]
         title = "What stays whole, and why; bytes with gradient and optimizer state"
         shown.append(rich_table(title, ["leaf", "per device", "reason"], rows, right=1))
-    shown += [experts_table(plan.experts)] if plan.experts else []
-    return Group(*shown, *([matrices_table(plan.matrices)] if plan.matrices else []))
+    # The last section stands first: of the model before of its optimizer.
+    shown += [kind.table(entries) for kind in reversed(SECTIONS) if (entries := getattr(plan, kind.name))]
+    return Group(*shown)
 
 
 def plan_bars(plan: Any) -> list[Bar]:

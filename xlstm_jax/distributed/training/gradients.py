@@ -26,7 +26,6 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.gather import sync_gradients
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, rebox, split_by_model
 from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
-from xlstm_jax.distributed.data_parallel.remat import split_arrays
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype, wide_dtype
@@ -85,7 +84,7 @@ def value_and_grad(
         own = trees.map_leaves(split_by_model, params)
         local = local_result(lambda params: loss(params, *args, **kwargs), own, axes)
         if local.gathered_in_branches:
-            arrays, put_back = split_arrays((args, kwargs))
+            arrays, put_back = trees.split_arrays((args, kwargs))
 
             def again(params: PyTree, arrays: PyTree, _: None) -> Loss:
                 args, kwargs = put_back(arrays)

@@ -21,7 +21,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from xlstm_jax.common_types import Model, PyTree
+from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, leaf_of
 from xlstm_jax.distributed.data_parallel.modules import Stacks
@@ -34,14 +34,12 @@ from xlstm_jax.distributed.optimizers import inside
 from xlstm_jax.distributed.optimizers.extra_args import check_callable
 from xlstm_jax.distributed.optimizers.learning_rate import LearningRate
 from xlstm_jax.distributed.optimizers.state import trainable
-from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS
-from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.training.varying import Axes, all_named_axes
 from xlstm_jax.private_names import core
 from xlstm_jax.wording import format_bytes, format_fraction, format_mesh, joined, listed
 
 USERS_LINE = 4  # the caller of create_train_state, for warnings.warn
-CALLERS_LINE = 6  # the caller of a step, whose call runs the table of checks
+CALLERS_LINE = 6  # the caller of what runs the table of checks
 LARGEST = 3  # replicated parameters that are named
 MOST_REPLICATED = 0.05  # of the parameters' bytes, from which on replicated ones are worth a word
 FEW_BYTES = 2**16  # of replicated parameters, of which a device would save next to nothing: toys, and their biases
@@ -279,6 +277,7 @@ def warn_of_replicated(params: PyTree, mesh: AnyMesh, look: Callable[[], ModelFa
             f"no parameter is split: each of the {mesh.size} devices of the mesh {format_mesh(mesh.shape)} holds all "
             f"{format_bytes(total)} of parameters, {rest}",
             key,
+            CALLERS_LINE,
         )
     else:
         _warn(
@@ -286,6 +285,7 @@ def warn_of_replicated(params: PyTree, mesh: AnyMesh, look: Callable[[], ModelFa
             f"{format_bytes(total)}: each of the {mesh.size} devices of the mesh {format_mesh(mesh.shape)} holds all "
             f"of these, {rest}",
             key,
+            CALLERS_LINE,
         )
 
 
@@ -335,15 +335,6 @@ def warn_of_whole_trees(others: PyTree, mesh: AnyMesh) -> None:
             return
 
 
-def facts_of_plan(model: Model, mesh: AnyMesh, rng: PyTree, inputs: PyTree, kwargs: Mapping[str, Any]) -> ModelFacts:
-    """Returns why each parameter is split or replicated, as its wrappers decide, and the classes of modules."""
-    with noting_holders(model) as holders:
-        plan = plan_sharding(model, mesh.shape, *inputs, rng=rng, **kwargs)
-    of_params = [row for row in plan.rows if row.collection == PARAMETERS]
-    reasons = {row.path: Unwrapped() if plan.assumed else row.reason for row in of_params}
-    return ModelFacts(reasons, holders)
-
-
 def facts_of_step(apply_fn: Callable[..., Any], trace: Callable[[], None]) -> ModelFacts:
     """Returns the classes of the modules that run while ``trace()`` traces a step."""
     with noting_holders(getattr(apply_fn, "__self__", None)) as holders:
@@ -361,7 +352,8 @@ def warn_of_gathered_stacks(stacks: Stacks, mesh: AnyMesh) -> None:
     _warn(
         f"{named} within a module that shard_module_params wraps: it gathers the weights of all layers at once. Wrap "
         f"what is scanned, nn.scan(shard_module_params({next(iter(new.values()))}, ...), ...): it gathers a layer at a "
-        "time. If it is meant, pass whole_ok=True."
+        "time. If it is meant, pass whole_ok=True.",
+        stacklevel=CALLERS_LINE,
     )
 
 

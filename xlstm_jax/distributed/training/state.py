@@ -4,7 +4,6 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Self, TypeVar
 
 import jax
@@ -36,17 +35,12 @@ from xlstm_jax.distributed.optimizers.lookahead import with_plain_params
 from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload
 from xlstm_jax.distributed.optimizers.sharded_optimizer import Trained, sharded_optimizer
 from xlstm_jax.distributed.optimizers.state import given_state, trainable
-from xlstm_jax.distributed.plan.leaf_plan import ByteCount
+from xlstm_jax.distributed.training import checks
 from xlstm_jax.distributed.training.arguments import check_keys, check_model, collections_of, why_not_its_state
+from xlstm_jax.distributed.training.checks.check import CreatedState
 from xlstm_jax.distributed.training.collections import check_kept
 from xlstm_jax.distributed.training.first_batch import compare_keys
-from xlstm_jax.distributed.training.mistakes import (
-    check_optimizer,
-    facts_of_plan,
-    warn_of_gathered_stacks,
-    warn_of_optimizer,
-    warn_of_replicated,
-)
+from xlstm_jax.distributed.training.mistakes import check_optimizer, warn_of_optimizer
 from xlstm_jax.wording import TIMES, Bar, format_bytes, notebook_html, rich_table
 
 PARTS = ("params", "opt_state", "collections")
@@ -265,9 +259,7 @@ def create_train_state(
     params = variables.pop("params", {})
     check_kept(variables)
     warn_of_optimizer(tx, params)
-    if not whole_ok:
-        warn_of_replicated(params, mesh, partial(facts_of_plan, model, mesh, rng, inputs, kwargs))
-        warn_of_gathered_stacks(stacks, mesh)
+    checks.run_checks("state", CreatedState(model, mesh, rng, inputs, kwargs, params, stacks, whole_ok))
     # On the mesh from the beginning: a step returns it there, and another sharding would compile the second step again.
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, PartitionSpec()))
     opt_state = sharded_opt_state(tx, params, mesh, offload)
@@ -390,8 +382,8 @@ def _title_and_rows(state: Any) -> tuple[str, list[list[str]]]:
     rows = []
     for name in PARTS:
         if leaves := [leaf.value for _, leaf in trees.sharded_leaves(getattr(state, name))]:
-            count = sum(map(_bytes, leaves), ByteCount())
-            rows.append([name, str(len(leaves)), format_bytes(count.total), format_bytes(count.per_device)])
+            counts = zip(*map(_bytes, leaves), strict=True)  # of all leaves: in all, and per device
+            rows.append([name, str(len(leaves)), *(format_bytes(sum(count)) for count in counts)])
     # An abstract state, a traced one and one that a step has taken over have no number to show.
     known = not isinstance(state.step, Tracer) and not (isinstance(state.step, jax.Array) and state.step.is_deleted())
     known = known and hasattr(state.step, "__int__")
@@ -403,7 +395,7 @@ def _bars(state: Any) -> list[Bar]:
     alike: dict[tuple[str, int], list[str]] = defaultdict(list)
     for part in PARTS:
         for path, leaf in trees.sharded_leaves(getattr(state, part)):
-            size = _bytes(leaf.value).per_device
+            _, size = _bytes(leaf.value)
             pattern = re.sub(r"(?<=_)\d+(?=/)", "*", path, count=1)  # in front there may be the number of a transform
             alike[f"{part} {pattern}", size].append(f"{part} {path}")
     named = [
@@ -413,11 +405,11 @@ def _bars(state: Any) -> list[Bar]:
     return [Bar(name, size, format_bytes(size)) for name, size in sorted(named, key=lambda both: -both[1])]
 
 
-def _bytes(value: PyTree) -> ByteCount:
-    """Of an array; on a mesh, whether there are devices or not, a device has its shard."""
+def _bytes(value: PyTree) -> tuple[int, int]:
+    """Returns the bytes of an array, and those that a device has of it, also on a mesh without devices."""
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-        return ByteCount()
+        return 0, 0
     sharding = None if isinstance(value, Tracer) else getattr(value, "sharding", None)
     shard = value.shape if sharding is None else sharding.shard_shape(value.shape)
     itemsize = value_dtype(value).itemsize
-    return ByteCount(math.prod(value.shape) * itemsize, math.prod(shard) * itemsize)
+    return math.prod(value.shape) * itemsize, math.prod(shard) * itemsize

@@ -17,7 +17,7 @@ from flax.linen.transforms import lift_transform
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.modules.linen_module import RunningUnit, inside_unit, watching
 from xlstm_jax.distributed.data_parallel.prefetch import leaves_of_layer, prefetched_scan, route_of
-from xlstm_jax.distributed.data_parallel.remat import split_arrays
+from xlstm_jax.distributed.data_parallel.trees import split_arrays
 from xlstm_jax.foreign import recomputes
 from xlstm_jax.wording import kind_of
 

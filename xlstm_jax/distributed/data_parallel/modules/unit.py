@@ -39,13 +39,14 @@ from xlstm_jax.distributed.data_parallel.leaf import (
 )
 from xlstm_jax.distributed.data_parallel.planned import Planned, is_planning
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
-from xlstm_jax.distributed.data_parallel.remat import BLOCK_INPUT, remat_policy, split_arrays
+from xlstm_jax.distributed.data_parallel.regather import keeping_no_weights
 from xlstm_jax.distributed.data_parallel.shard import box_params, box_shards, plan_params, with_unit
-from xlstm_jax.distributed.data_parallel.trees import map_leaves, map_leaves_with_path, sharded_leaves
+from xlstm_jax.distributed.data_parallel.trees import map_leaves, map_leaves_with_path, sharded_leaves, split_arrays
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.program_names import GATHER_SCOPE
+from xlstm_jax.program_names import BLOCK_INPUT, GATHER_SCOPE
 from xlstm_jax.wording import kind_of
 
+EVERYTHING_ELSE = keeping_no_weights(jax.checkpoint_policies.everything_saveable)
 Method = Callable[..., Any]
 Predicate = Callable[[str, Any], Any]
 
@@ -134,7 +135,7 @@ def _no_axis(axis: str) -> ValueError:
 
 
 def entered(system: ModuleSystem, name: str, run: Method, module: Any, args: Any, kwargs: Any) -> Any:
-    """``run(module, *args, **kwargs)`` of a unit, with its input named for ``remat_policy``.
+    """``run(module, *args, **kwargs)`` of a unit, with its input named for policies of rematerialisation.
 
     The gather runs outside of the module's own scope: under ``name`` it is found in profiles and forecasts.
     """
@@ -271,7 +272,7 @@ def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
             return results
 
         # It traces `again`, which leaves behind how its results are put together.
-        results = system.checkpoint(again, policy=remat_policy("everything"))(module, arrays)
+        results = system.checkpoint(again, policy=EVERYTHING_ELSE)(module, arrays)
         return rebuild_results[-1](results)
 
     return run_and_drop

@@ -1,4 +1,4 @@
-"""The table of checks: what the steps, losses and gradients of a training are looked at for, and when.
+"""The table of checks: what the state, steps, losses and gradients of a training are looked at for, and when.
 
 ``run_checks(moment, context)`` stands in the algorithms, and the checks stand here. Without any row the same programs
 run.
@@ -22,6 +22,7 @@ from xlstm_jax.distributed.training.arguments import (
 from xlstm_jax.distributed.training.checks import calls
 from xlstm_jax.distributed.training.checks.check import (
     Averaged,
+    CreatedState,
     Differentiated,
     EvaluationTrace,
     LossOfDevice,
@@ -33,6 +34,7 @@ from xlstm_jax.distributed.training.checks.check import (
 )
 from xlstm_jax.distributed.training.checks.jax_errors import raise_with_cure
 from xlstm_jax.distributed.training.checks.loss_axes import check_axes
+from xlstm_jax.distributed.training.checks.replicated_parameters import REPLICATED_PARAMETERS
 from xlstm_jax.distributed.training.equal_results import check_equal_results
 from xlstm_jax.distributed.training.mistakes import (
     check_optimizer_of_step,
@@ -45,6 +47,11 @@ from xlstm_jax.distributed.training.mistakes import (
     warn_of_whole_trees,
 )
 from xlstm_jax.distributed.training.varying import check_branches
+
+
+def _gathered_stacks_of_state(of: CreatedState) -> None:
+    if not of.whole_ok:
+        warn_of_gathered_stacks(of.stacks, of.mesh)
 
 
 def _mesh_around(of: StepTrace | EvaluationTrace) -> None:
@@ -128,6 +135,8 @@ def _whole_trees(of: TracedStep) -> None:
 
 MISTAKES, ERRORS = "mistakes.md", "troubleshooting.md"
 CHECKS: list[TrainingCheck] = [
+    REPLICATED_PARAMETERS,
+    TrainingCheck("state", _gathered_stacks_of_state, MISTAKES),
     TrainingCheck("trace", _mesh_around, ERRORS),
     TrainingCheck("trace", _arguments, ERRORS),
     TrainingCheck("trace", _optimizer, "optimizers.md"),

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from xlstm_jax.common_types import PyTree
+from xlstm_jax.common_types import Model, PyTree
 from xlstm_jax.distributed.data_parallel.modules import Stacks
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout
 from xlstm_jax.distributed.metrics.pure_metric import PureMetric
@@ -19,6 +19,7 @@ from xlstm_jax.distributed.training.loss import Loss, LossFunction
 from xlstm_jax.private_names import core
 
 Moment = Literal[
+    "state",  # the parameters of a new state are there: CreatedState
     "trace",  # JAX begins to trace a step: StepTrace
     "trace of an evaluation",  # the same of an evaluation: EvaluationTrace
     "loss",  # a loss function has returned: LossOfDevice
@@ -41,6 +42,19 @@ class TrainingCheck(NamedTuple):
     moment: Moment
     looks: Callable[[Any], None]
     page: str
+
+
+class CreatedState(NamedTuple):
+    """The arguments of ``create_train_state``, its parameters, and stacks of layers that a unit gathers at once."""
+
+    model: Model
+    mesh: Mesh | AbstractMesh
+    rng: PyTree
+    inputs: tuple[PyTree, ...]
+    kwargs: Mapping[str, Any]
+    params: PyTree
+    stacks: Stacks
+    whole_ok: bool
 
 
 @dataclass(frozen=True)

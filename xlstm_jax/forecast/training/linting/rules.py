@@ -8,7 +8,7 @@ for what travels, memory for what is kept.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from xlstm_jax.accelerators import TPUS
@@ -20,7 +20,8 @@ from xlstm_jax.forecast.hardware.links import NETWORK, NVLINK
 from xlstm_jax.forecast.hlo.op_names import FORWARD, in_shard_map
 from xlstm_jax.forecast.hlo.text import float_bytes_of
 from xlstm_jax.forecast.training.linting import product_rules, split_rules
-from xlstm_jax.forecast.training.linting.step import Defect, Step, shared_name, size_of
+from xlstm_jax.forecast.training.linting.expert_rules import UNEVEN_EXPERTS
+from xlstm_jax.forecast.training.linting.step import Defect, Rule, Step, shared_name, size_of
 from xlstm_jax.program_names import HOST_AXIS
 from xlstm_jax.wording import format_bytes, format_fraction, listed, path_pattern
 
@@ -44,14 +45,6 @@ F32_BYTES = 4
 _VMAP = re.compile(r"vmap\(.*gather_params")  # members of nn.vmap run together, so they are gathered together
 _PRODUCT = re.compile(r"\b(?:dot_general|eigh|svd|qr)\b")
 OPTIMIZER = "the optimizer"
-
-
-class Rule(NamedTuple):
-    """A name, a function that looks at a step, and the cure of defects without a cure of their own."""
-
-    name: str
-    find: Callable[[Step], Iterator[Defect]]
-    cure: str = ""
 
 
 # -------------------------------------------------------------------------------------------------------------- gathers
@@ -478,7 +471,7 @@ _TABLE = (
          "Put the axis of split layers last in the mesh, at most as large as a host has GPUs: its devices then share "
          "NVLink."),
     Rule("exposed-ring", split_rules.exposed_rings),
-    Rule("uneven-experts", split_rules.uneven_experts),
+    UNEVEN_EXPERTS,
     Rule("unbalanced-sequence", split_rules.unbalanced_sequences,
          "Make the step with layout='zigzag', which lays out its batches; in a shard_map of your own, with "
          "in_layout(batch, 'zigzag', axis) as batch."),

@@ -1,19 +1,16 @@
-"""The lint's rules for layers, sequences and experts that are split over an axis; the table is in ``rules``."""
+"""The lint's rules for layers and sequences that are split over an axis; the table is in ``rules``."""
 
 from collections.abc import Iterator
 
 from xlstm_jax.forecast.cost.axis_traffic import axis_traffic
 from xlstm_jax.forecast.cost.collective_traffic import ACTIVATIONS, Collective
 from xlstm_jax.forecast.hardware.links import NETWORK
-from xlstm_jax.forecast.training.dispatch import Dispatch, dispatch
 from xlstm_jax.forecast.training.linting.step import Defect, Step
 from xlstm_jax.program_names import UNBALANCED_SCOPE
-from xlstm_jax.wording import format_axes, format_bytes, format_fraction
+from xlstm_jax.wording import format_axes, format_bytes
 
 MIN_FRACTION = 0.05  # of a step's time, or of its traffic
 MIN_HIDDEN = 0.9  # of a ring's time
-MAX_PADDING = 1.5  # times the rows that are there: a usual capacity is below
-MIN_DROPPED = 0.05  # of the choices of the busiest device
 
 
 def split_across_hosts(step: Step) -> Iterator[Defect]:
@@ -53,43 +50,6 @@ def exposed_rings(step: Step) -> Iterator[Defect]:
                 "Give each device more tokens, or the axis fewer devices; pass compiler_options='auto', without which "
                 "TPUs and GPUs wait for more; of context_attention take impl='ulysses', which sends less.",
             )
-
-
-def uneven_experts(step: Step) -> Iterator[Defect]:
-    """Experts for which more is sent than their rows, or for whose busiest device the others wait."""
-    for found in dispatch(step.forecast, step.plan, step.imbalance) if step.plan.experts else ():
-        padded = found.wire_bytes - found.ideal_bytes
-        if found.padding > MAX_PADDING and padded >= MIN_FRACTION * step.forecast.wire_bytes:
-            yield Defect(
-                found.experts.path,
-                f"sends {format_bytes(found.wire_bytes)} in a step, {found.padding:.3g} times the rows that "
-                "its tokens choose: shapes are those of all tokens going to one device.",
-                padded,
-                "Pass capacity_factor= to Experts, as 1.25, if tokens may be dropped; or split over fewer devices.",
-            )
-        yield from _imbalance(step, found)
-
-
-def _imbalance(step: Step, found: Dispatch) -> Iterator[Defect]:
-    # With a capacity rows are dropped, without one all devices wait: either way the router is uneven.
-    cure = "Weight load_balancing_loss more, or split over fewer devices: several experts of a device even out."
-    seconds, where = found.imbalance_s or 0.0, found.experts.path
-    if seconds > 0 and seconds >= MIN_FRACTION * step.seconds:
-        yield Defect(
-            where,
-            f"waits for its busiest device: at {found.imbalance:.3g} times the mean of rows a step takes "
-            f"{seconds * 1e3:.3g} ms longer.",
-            0,
-            cure,
-        )
-    if found.dropped_fraction >= MIN_DROPPED:
-        yield Defect(
-            where,
-            f"drops {format_fraction(found.dropped_fraction)} of the choices of its busiest device: at "
-            f"{found.imbalance:.3g} times the mean of rows, where capacity_factor={found.experts.capacity_factor}.",
-            0,
-            cure,
-        )
 
 
 def unbalanced_sequences(step: Step) -> Iterator[Defect]:

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -109,3 +109,11 @@ def size_of(collective: Collective) -> float:
     """How many values one execution carries; 0 where it is not known, as of arrays of several dtypes."""
     width = float_bytes_of(collective.dtype)
     return collective.payload_bytes / width if width else 0.0
+
+
+class Rule(NamedTuple):
+    """A name, a function that looks at a step, and the cure of defects without a cure of their own."""
+
+    name: str
+    find: Callable[[Step], Iterator[Defect]]
+    cure: str = ""

@@ -1,0 +1,26 @@
+"""The check of a new state that warns of replicated parameters. The reasons are those of a plan of the model."""
+
+from xlstm_jax.distributed.data_parallel.modules.holders import noting_holders
+from xlstm_jax.distributed.data_parallel.reasons import Unwrapped
+from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS
+from xlstm_jax.distributed.plan.planning import plan_sharding
+from xlstm_jax.distributed.training.checks.check import CreatedState, TrainingCheck
+from xlstm_jax.distributed.training.mistakes import ModelFacts, warn_of_replicated
+
+
+def warn_of_replicated_state(of: CreatedState) -> None:
+    """Warns where no parameter of a new state is split, or where 5 % of their bytes or more are not."""
+    if not of.whole_ok:
+        warn_of_replicated(of.params, of.mesh, lambda: facts_of_plan(of))
+
+
+def facts_of_plan(of: CreatedState) -> ModelFacts:
+    """Returns why each parameter is split or replicated, as its wrappers decide, and the classes of modules."""
+    with noting_holders(of.model) as holders:
+        plan = plan_sharding(of.model, of.mesh.shape, *of.inputs, rng=of.rng, **of.kwargs)
+    of_params = [row for row in plan.rows if row.collection == PARAMETERS]
+    reasons = {row.path: Unwrapped() if plan.assumed else row.reason for row in of_params}
+    return ModelFacts(reasons, holders)
+
+
+REPLICATED_PARAMETERS = TrainingCheck("state", warn_of_replicated_state, "mistakes.md")
