@@ -28,19 +28,15 @@ from xlstm_jax.distributed.data_parallel.modules import noting_stacks
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.device_mesh.batch_layout import num_shards
-from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
+from xlstm_jax.distributed.device_mesh.checks import auto_mesh, mesh_axes
 from xlstm_jax.distributed.optimizers.extra_args import GRAD, GRAD_FN, VALUE, VALUE_FN, taking_extra_args
-from xlstm_jax.distributed.optimizers.inside import check_transform
 from xlstm_jax.distributed.optimizers.lookahead import with_plain_params
 from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload
 from xlstm_jax.distributed.optimizers.sharded_optimizer import Trained, sharded_optimizer
 from xlstm_jax.distributed.optimizers.state import given_state, trainable
 from xlstm_jax.distributed.training import checks
-from xlstm_jax.distributed.training.arguments import check_keys, check_model, collections_of, why_not_its_state
-from xlstm_jax.distributed.training.checks.check import CreatedState
-from xlstm_jax.distributed.training.collections import check_kept
-from xlstm_jax.distributed.training.first_batch import compare_keys
-from xlstm_jax.distributed.training.mistakes import check_optimizer, warn_of_optimizer
+from xlstm_jax.distributed.training.arguments import collections_of, why_not_its_state
+from xlstm_jax.distributed.training.checks.check import CreatedState, NewModel, NewVariables
 from xlstm_jax.wording import TIMES, Bar, format_bytes, notebook_html, rich_table
 
 PARTS = ("params", "opt_state", "collections")
@@ -161,7 +157,7 @@ def init_sharded(
     """
     freezing: dict[str, Any] = {"trainable": trainable, "frozen_dtype": frozen_dtype}
     init = jitted_init(model, mesh, rng, *inputs, batch_axes=batch_axes, **freezing, **kwargs)
-    compare_keys(rng, mesh)
+    checks.run_checks("values", NewModel(model, mesh, rng))
     # jit does not split NumPy arrays over devices of several processes.
     return init(rng, jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, inputs))
 
@@ -182,10 +178,8 @@ def jitted_init(
     >>> jitted_init(nn.Dense(16), mesh, rng, x, batch_axes="dp").lower(rng, (x,)).out_info["params"]["kernel"].shape
     (32, 16)
     """
-    check_model(model)
-    check_no_explicit_mesh()
+    checks.run_checks("model", NewModel(model, mesh, rng))
     mesh = auto_mesh(mesh)
-    check_keys(rng, "model.init")
     axes = mesh_axes(mesh, batch_axes, "batch_axes")
 
     def init(rng: PyTree, inputs: tuple[PyTree, ...]) -> PyTree:
@@ -206,9 +200,7 @@ def jitted_init(
     given = (NamedSharding(mesh, PartitionSpec()), jax.tree.map(input_sharding, inputs))
     made = jax.eval_shape(init, rng, inputs)
     out = placement.shardings(made, mesh)
-    for name, tree in made.items():
-        for path, leaf in trees.sharded_leaves(tree):
-            placement.check_divides(path if name == "params" else f"({name}) {path}", leaf, mesh.shape)
+    checks.run_checks("shapes", NewVariables(made, mesh))
     return jax.jit(init, in_shardings=given, out_shardings=out)
 
 
@@ -247,19 +239,15 @@ def create_train_state(
       ValueError: a collection is of single examples (a cache), or holds what the model has sown; names it, and how to
         leave it out. Or a transform within ``tx`` needs what no step has; names both.
     """
-    check_model(model)
-    check_transform(tx, "create_train_state")
+    checks.run_checks("optimizer", tx)
     tx = with_plain_params(tx)
-    check_optimizer(tx, "create_train_state")
     mesh = auto_mesh(mesh)
     # Layers that a wrapper would gather at once show only while the model is initialised.
     with noting_stacks() as stacks:
         freezing: dict[str, Any] = {"trainable": trainable, "frozen_dtype": frozen_dtype}
         variables = dict(init_sharded(model, mesh, rng, *inputs, batch_axes=batch_axes, **freezing, **kwargs))
     params = variables.pop("params", {})
-    check_kept(variables)
-    warn_of_optimizer(tx, params)
-    checks.run_checks("state", CreatedState(model, mesh, rng, inputs, kwargs, params, stacks, whole_ok))
+    checks.run_checks("state", CreatedState(model, tx, mesh, rng, inputs, kwargs, params, variables, stacks, whole_ok))
     # On the mesh from the beginning: a step returns it there, and another sharding would compile the second step again.
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, PartitionSpec()))
     opt_state = sharded_opt_state(tx, params, mesh, offload)

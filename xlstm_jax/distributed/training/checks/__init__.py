@@ -7,7 +7,12 @@ run.
 from functools import partial
 from typing import Any
 
+import optax
+
+from xlstm_jax.distributed.data_parallel.placement import check_divides
+from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
 from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
+from xlstm_jax.distributed.optimizers.inside import check_transform
 from xlstm_jax.distributed.training.arguments import (
     EVAL_FN,
     LOSS_FN,
@@ -15,7 +20,9 @@ from xlstm_jax.distributed.training.arguments import (
     check_call,
     check_evaluated,
     check_global_batch,
+    check_keys,
     check_mesh_of,
+    check_model,
     check_takes,
     collections_of,
 )
@@ -27,6 +34,8 @@ from xlstm_jax.distributed.training.checks.check import (
     EvaluationTrace,
     LossOfDevice,
     Moment,
+    NewModel,
+    NewVariables,
     Results,
     StepTrace,
     TracedStep,
@@ -35,13 +44,17 @@ from xlstm_jax.distributed.training.checks.check import (
 from xlstm_jax.distributed.training.checks.jax_errors import raise_with_cure
 from xlstm_jax.distributed.training.checks.loss_axes import check_axes
 from xlstm_jax.distributed.training.checks.replicated_parameters import REPLICATED_PARAMETERS
+from xlstm_jax.distributed.training.collections import check_kept
 from xlstm_jax.distributed.training.equal_results import check_equal_results
+from xlstm_jax.distributed.training.first_batch import compare_keys
 from xlstm_jax.distributed.training.mistakes import (
+    check_optimizer,
     check_optimizer_of_step,
     facts_of_step,
     warn_of_averages,
     warn_of_gathered_stacks,
     warn_of_idle_axes,
+    warn_of_optimizer,
     warn_of_options,
     warn_of_replicated,
     warn_of_whole_trees,
@@ -49,12 +62,43 @@ from xlstm_jax.distributed.training.mistakes import (
 from xlstm_jax.distributed.training.varying import check_branches
 
 
+def _optimizer_of_state(tx: optax.GradientTransformation) -> None:
+    check_transform(tx, "create_train_state")
+    check_optimizer(tx, "create_train_state")
+
+
+def _model(of: NewModel) -> None:
+    check_model(of.model)
+
+
+def _keys(of: NewModel) -> None:
+    check_keys(of.rng, "model.init")
+
+
+def _dims_of_shards(of: NewVariables) -> None:
+    for name, tree in of.variables.items():
+        for path, leaf in sharded_leaves(tree):
+            check_divides(path if name == "params" else f"({name}) {path}", leaf, of.mesh.shape)
+
+
+def _equal_keys(of: NewModel) -> None:
+    compare_keys(of.rng, of.mesh)
+
+
+def _kept_collections(of: CreatedState) -> None:
+    check_kept(of.collections)
+
+
+def _optimizer_of_parameters(of: CreatedState) -> None:
+    warn_of_optimizer(of.tx, of.params)
+
+
 def _gathered_stacks_of_state(of: CreatedState) -> None:
     if not of.whole_ok:
         warn_of_gathered_stacks(of.stacks, of.mesh)
 
 
-def _mesh_around(of: StepTrace | EvaluationTrace) -> None:
+def _mesh_around(of: NewModel | StepTrace | EvaluationTrace) -> None:
     check_no_explicit_mesh()
 
 
@@ -135,6 +179,14 @@ def _whole_trees(of: TracedStep) -> None:
 
 MISTAKES, ERRORS = "mistakes.md", "troubleshooting.md"
 CHECKS: list[TrainingCheck] = [
+    TrainingCheck("optimizer", _optimizer_of_state, "optimizers.md"),
+    TrainingCheck("model", _model, ERRORS),
+    TrainingCheck("model", _mesh_around, ERRORS),
+    TrainingCheck("model", _keys, ERRORS),
+    TrainingCheck("shapes", _dims_of_shards, ERRORS),
+    TrainingCheck("values", _equal_keys, "processes.md"),
+    TrainingCheck("state", _kept_collections, "collections.md"),
+    TrainingCheck("state", _optimizer_of_parameters, "optimizers.md"),
     REPLICATED_PARAMETERS,
     TrainingCheck("state", _gathered_stacks_of_state, MISTAKES),
     TrainingCheck("trace", _mesh_around, ERRORS),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
+import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from xlstm_jax.common_types import Model, PyTree
@@ -19,6 +20,10 @@ from xlstm_jax.distributed.training.loss import Loss, LossFunction
 from xlstm_jax.private_names import core
 
 Moment = Literal[
+    "optimizer",  # a state is about to be created: its optax transform
+    "model",  # a model is about to be traced, to be initialised: NewModel
+    "shapes",  # the shapes of its variables are known: NewVariables
+    "values",  # the values are about to be computed: NewModel
     "state",  # the parameters of a new state are there: CreatedState
     "trace",  # JAX begins to trace a step: StepTrace
     "trace of an evaluation",  # the same of an evaluation: EvaluationTrace
@@ -44,15 +49,35 @@ class TrainingCheck(NamedTuple):
     page: str
 
 
-class CreatedState(NamedTuple):
-    """The arguments of ``create_train_state``, its parameters, and stacks of layers that a unit gathers at once."""
+class NewModel(NamedTuple):
+    """A model, and the mesh and the keys that it is initialised with."""
 
     model: Model
+    mesh: Mesh | AbstractMesh
+    rng: PyTree
+
+
+class NewVariables(NamedTuple):
+    """The variables of a model, abstract and boxed, by collection, and the mesh that they will lie on."""
+
+    variables: Mapping[str, PyTree]
+    mesh: Mesh | AbstractMesh
+
+
+class CreatedState(NamedTuple):
+    """The arguments of ``create_train_state``, its parameters and other collections.
+
+    ``stacks`` are stacks of layers that a unit gathers at once.
+    """
+
+    model: Model
+    tx: optax.GradientTransformation
     mesh: Mesh | AbstractMesh
     rng: PyTree
     inputs: tuple[PyTree, ...]
     kwargs: Mapping[str, Any]
     params: PyTree
+    collections: Mapping[str, PyTree]
     stacks: Stacks
     whole_ok: bool
 
