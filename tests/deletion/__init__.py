@@ -3,7 +3,7 @@
 ``python -m tests.deletion`` (``make test-deletion``) takes each feature of ``features.py`` in turn:
 
   files     the feature's files are removed from a copy of the tree
-  lines     imports of these files, and the names that they brought, leave registries and faces (``__init__.py``)
+  lines     imports of these files, and the names that they brought, leave faces (``__init__.py``) and registries
   imports   every module that is left must import
   tests     test files that import what is gone are removed; the rest of ``CORE``, a minute of processor time of exact
             trainings, checkpoints, plans and metrics, must pass

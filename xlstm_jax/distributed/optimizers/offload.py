@@ -14,13 +14,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.optimizers.sharded_optimizer import ShardedOptimizer
+from xlstm_jax.distributed.optimizers.sharded_optimizer import Placement, ShardedOptimizer
 from xlstm_jax.distributed.optimizers.state import is_state_box, owner_of_state
 from xlstm_jax.program_names import HOST_MEMORY
 
 
 @dataclass(frozen=True)
-class Offload:
+class Offload(Placement):
     """Which parts of a training state lie in the memory of the host.
 
     Attributes:
@@ -48,7 +48,6 @@ class Offload:
             )
 
     def wrap(self, optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | AbstractMesh) -> ShardedOptimizer:
-        """Returns the optimizer with shardings that place the state so; a ``Wrapper``."""
         del mesh
         if not self.optimizer_state:
             return optimizer

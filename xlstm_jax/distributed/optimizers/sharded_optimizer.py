@@ -73,6 +73,18 @@ class ShardedOptimizer(NamedTuple):
 # Takes an optimizer, the parameters that it was made for, and the mesh.
 Wrapper = Callable[[ShardedOptimizer, PyTree, Mesh | AbstractMesh], ShardedOptimizer]
 
+
+class Placement:
+    """Where an optimizer's state lies: all of it on the devices. A subclass says otherwise, as ``Offload``."""
+
+    def wrap(self, optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | AbstractMesh) -> ShardedOptimizer:
+        """Returns the optimizer with shardings that place the state so; a ``Wrapper``."""
+        del params, mesh
+        return optimizer
+
+
+ON_DEVICES = Placement()
+
 WRAPPERS: list[Wrapper] = []  # filled by ``optimizers``, in the order of its lines: the first is the innermost
 
 

@@ -36,8 +36,7 @@ from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, entry_a
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_bytes
 from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
-from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload
-from xlstm_jax.distributed.optimizers.sharded_optimizer import sharded_optimizer
+from xlstm_jax.distributed.optimizers.sharded_optimizer import ON_DEVICES, Placement, sharded_optimizer
 from xlstm_jax.distributed.optimizers.state import owner_of_state
 from xlstm_jax.distributed.plan.init_errors import init_error, is_the_librarys, why_not
 from xlstm_jax.distributed.plan.leaf_plan import NO_BYTES, OPTIMIZER, PARAMETERS, ByteCount, LeafPlan
@@ -57,7 +56,7 @@ def plan_sharding(
     rng: PyTree = None,
     trainable: Trainable | None = None,
     frozen_dtype: DTypeLike | None = None,
-    offload: Offload = NO_OFFLOAD,
+    offload: Placement = ON_DEVICES,
     **kwargs: Any,
 ) -> ShardingPlan:
     """What ``create_train_state`` would lay on a mesh of this shape, without the mesh and without a value.
@@ -296,7 +295,7 @@ def _gathered_as(leaf: Sharded) -> str:
 
 
 def _optimizer_rows(
-    tx: optax.GradientTransformation | None, params: PyTree, mesh: AbstractMesh, offload: Offload
+    tx: optax.GradientTransformation | None, params: PyTree, mesh: AbstractMesh, offload: Placement
 ) -> tuple[Mapping[str, Mapping[str, ByteCount]], list[LeafPlan]]:
     """Bytes of the optimizer's state by parameter and by where they lie, and rows for what belongs to no parameter."""
     of_params: dict[str, dict[str, ByteCount]] = defaultdict(lambda: defaultdict(ByteCount))

@@ -31,8 +31,7 @@ from xlstm_jax.distributed.device_mesh.batch_layout import num_shards
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, mesh_axes
 from xlstm_jax.distributed.optimizers.extra_args import GRAD, GRAD_FN, VALUE, VALUE_FN, taking_extra_args
 from xlstm_jax.distributed.optimizers.lookahead import with_plain_params
-from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload
-from xlstm_jax.distributed.optimizers.sharded_optimizer import Trained, sharded_optimizer
+from xlstm_jax.distributed.optimizers.sharded_optimizer import ON_DEVICES, Placement, Trained, sharded_optimizer
 from xlstm_jax.distributed.optimizers.state import given_state, trainable
 from xlstm_jax.distributed.training import checks
 from xlstm_jax.distributed.training.arguments import collections_of, why_not_its_state
@@ -214,7 +213,7 @@ def create_train_state(
     whole_ok: bool = False,
     trainable: Trainable | None = None,
     frozen_dtype: DTypeLike | None = None,
-    offload: Offload = NO_OFFLOAD,
+    offload: Placement = ON_DEVICES,
     **kwargs: Any,
 ) -> TrainState:
     """A Flax ``TrainState`` on the mesh: parameters by ``init_sharded``, the optimizer's moments split like them.
@@ -257,7 +256,7 @@ def create_train_state(
 
 
 def sharded_opt_state(
-    tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | AbstractMesh, offload: Offload = NO_OFFLOAD
+    tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | AbstractMesh, offload: Placement = ON_DEVICES
 ) -> PyTree:
     """Returns the first state of an optimizer, split over the mesh like the parameters that it belongs to."""
     optimizer = sharded_optimizer(tx, params, mesh, offload.wrap)
@@ -279,7 +278,7 @@ def abstract_train_state(
     rng: PyTree,
     *inputs: PyTree,
     batch_axes: AxisNames,
-    offload: Offload = NO_OFFLOAD,
+    offload: Placement = ON_DEVICES,
     **kwargs: Any,
 ) -> TrainState:
     """What ``create_train_state`` would return, without allocating it: the target of a restore.
