@@ -1,6 +1,7 @@
 """A store of somebody else's, in a file of its own: leaves that devices keep transposed."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,29 +13,75 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.support import AXES, assert_same_params, data, fsdp, mean_loss, mesh_of, plain, train_on_one_device
-from xlstm_jax.distributed import Checkpointer, create_train_state, make_train_step, unbox
+from xlstm_jax.distributed import (
+    Checkpointer,
+    Replicas,
+    check_step,
+    create_train_state,
+    make_train_step,
+    muon,
+    plan_sharding,
+    scan_layers,
+    unbox,
+)
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.extensions.padding import ZeroPadding
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box
-from xlstm_jax.distributed.data_parallel.store import Store
-from xlstm_jax.distributed.optimizers.sharded_optimizer import sharded_optimizer
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
+from xlstm_jax.distributed.data_parallel.store import AS_IT_IS, UNEVEN, Kept, Store
 
 BATCH, TX = data(), optax.adam(0.1)
 
 
 @dataclass(frozen=True)
 class Transposed(Store):
-    """Keeps the transpose of a matrix."""
+    """Keeps a matrix with its last two dims exchanged; ``layers`` dims stand in front."""
+
+    layers: int = 0
+
+    def order(self, ndim):
+        return (*range(self.layers), self.layers + 1, self.layers)
 
     def shape(self, stored, counts):
-        return super().shape(stored, counts)[::-1]
+        whole = super().shape(stored, counts)
+        return tuple(whole[dim] for dim in self.order(len(whole)))
 
     def read(self, stored, is_split):
-        assert not any(is_split)
-        return stored.T
+        return jnp.swapaxes(stored, -1, -2)
 
     def write(self, value, shape):
-        return value.T
+        return jnp.swapaxes(value, -1, -2)
+
+    def after_read(self):
+        return AS_IT_IS
+
+    def with_dim(self, index):
+        return Transposed(self.layers + 1)
+
+    def without_dim(self, index):
+        return Transposed(self.layers - 1)
+
+    def of_last_dims(self, ndim):
+        return Transposed(ndim - 2)
+
+
+class Transpose:
+    """``uneven="transpose"``: matrices that are split are kept transposed."""
+
+    def reason(self, dim, size, parts):
+        return None
+
+    def stored(self, leaf, parts):
+        value = leaf.value
+        if value.ndim != 2 or isinstance(leaf.store, Transposed):
+            return leaf
+        abstract = isinstance(value, jax.ShapeDtypeStruct)
+        value = jax.ShapeDtypeStruct(value.shape[::-1], value.dtype) if abstract else value.T
+        return Kept(value, leaf.names[::-1], 1 - leaf.dim, Transposed())
+
+
+@pytest.fixture(autouse=True)
+def mode(monkeypatch):
+    monkeypatch.setitem(UNEVEN, "transpose", Transpose())
 
 
 class Two(nn.Module):
@@ -45,19 +92,13 @@ class Two(nn.Module):
         return self.wrap(nn.Dense)(4)(nn.tanh(self.wrap(nn.Dense)(24)(x)))
 
 
-def transposed_state(mesh):
-    """A state whose split kernels are stored transposed; the names of dims go along."""
-    state = create_train_state(Two(fsdp()), TX, mesh, jax.random.key(0), BATCH["x"], batch_axes=AXES)
+def transposed_leaves(params):
+    return [leaf for _, leaf in trees.sharded_leaves(params) if isinstance(leaf.store, Transposed)]
 
-    def stored(leaf):
-        if not is_box(leaf) or leaf.value.ndim != 2:
-            return leaf
-        value = jax.device_put(np.asarray(leaf.value).T, NamedSharding(mesh, P(*leaf.names[::-1])))
-        return Sharded(value, leaf.names[::-1], unit_depth=leaf.unit_depth, store=Transposed())
 
-    params = trees.map_leaves(stored, state.params)
-    made = sharded_optimizer(TX, params, mesh)
-    return state.replace(params=params, opt_state=made.init(params))
+def transposed_state(mesh, tx=TX, make=Two, **options):
+    model = make(fsdp(uneven="transpose", **options))
+    return create_train_state(model, tx, mesh, jax.random.key(0), BATCH["x"], batch_axes=AXES)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -65,7 +106,7 @@ def test_a_store_of_ones_own_is_one_class(check_vma, tmp_path):
     """Loss, gradients, moments and a checkpoint, which holds the values of the plain model."""
     mesh = mesh_of(2, 4)
     state = transposed_state(mesh)
-    kernels = [leaf for _, leaf in trees.leaves_with_path(state.params) if is_box(leaf) and leaf.value.ndim == 2]
+    kernels = transposed_leaves(state.params)
     assert len(kernels) == 2 and all(leaf.true_shape == leaf.value.shape[::-1] for leaf in kernels)  # guard
     start = jax.device_get(unbox(state.params))
     step = make_train_step(mean_loss, mesh, AXES, check_vma=check_vma)
@@ -103,3 +144,66 @@ def test_a_box_that_was_pickled_before_boxes_had_a_store_is_read():
     assert old.true_shape == (5, 3) and jax.tree.structure(old) == jax.tree.structure(box)
     old.__setstate__(fields | {"true_sizes": ()})
     assert old.stores_value and old.true_shape == (8, 3)
+
+
+class Blocks(nn.Module):
+    """Layers of a scan, by ``scan_layers`` or by ``nn.scan``."""
+
+    wrap: object = staticmethod(plain)
+    prefetch: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        block = self.wrap(Block)
+        if self.prefetch:
+            layers = scan_layers(block, length=3)(name="layers")
+        else:
+            layers = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)(name="layers")
+        x, _ = layers(nn.Dense(16)(x), None)
+        return nn.Dense(4)(x)
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(16)(nn.tanh(nn.Dense(32)(x))), None
+
+
+CASES = {
+    "two axes": ({"axis_name": AXES}, Two, TX),
+    "copies": ({"replicas": Replicas("dp")}, Two, TX),
+    "scan": ({}, Blocks, TX),
+    "prefetch": ({}, partial(Blocks, prefetch=True), TX),
+    "adafactor": ({}, Two, optax.adafactor(0.01, min_dim_size_to_factor=4)),
+    "muon": ({}, Two, muon(0.01)),
+    "remat": ({"reshard_after_forward": True}, Two, TX),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_features_read_a_leaf_by_its_store(case):
+    options, make, tx = CASES[case]
+    mesh = mesh_of(2, 4)
+    state = transposed_state(mesh, tx, make, **options)
+    assert len(transposed_leaves(state.params)) == 2  # guard
+    params = jax.device_get(unbox(state.params))
+    step = make_train_step(mean_loss, mesh, AXES)
+    for _ in range(2):
+        state, _ = step(state, BATCH, jax.random.key(1))
+    want, _, _ = train_on_one_device(make(), tx, params, mean_loss, BATCH, steps=2)
+    assert_same_params(state.params, want)
+    with pytest.raises(AssertionError, match="off by"):  # guard: two steps move the parameters
+        assert_same_params(state.params, params)
+
+
+def test_a_plan_and_check_step_read_a_leaf_by_its_store():
+    mesh = mesh_of(2, 4)
+    plan = plan_sharding(Two(fsdp(uneven="transpose")), mesh.shape, BATCH["x"])
+    plain = plan_sharding(Two(fsdp()), mesh.shape, BATCH["x"])
+    shown = [
+        [(row.path, row.shape, row.names, row.parts, row.uses, row.gathered_bytes) for row in p.rows]
+        for p in (plan, plain)
+    ]
+    assert shown[0] == shown[1]
+    step = make_train_step(mean_loss, mesh, AXES)
+    assert check_step(step, transposed_state(mesh), BATCH, jax.random.key(0)).ok

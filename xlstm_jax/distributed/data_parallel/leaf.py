@@ -32,7 +32,7 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.distributed.data_parallel.logical_names import is_logical, layer_name, mesh_names
 from xlstm_jax.distributed.data_parallel.quick_box import QuickBox
-from xlstm_jax.distributed.data_parallel.store import AS_IT_IS, Store
+from xlstm_jax.distributed.data_parallel.store import AS_IT_IS, Kept, Store
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication
@@ -341,23 +341,17 @@ def with_last_names(leaf: Any, ndim: int) -> Any:
     return leaf.replace(names=tuple(leaf.names)[-ndim:]) if is_box(leaf) else leaf
 
 
-def split_along(
-    leaf: Any, value: Any, dim: int, axes: tuple[str, ...], communication: Communication, store: Store
-) -> Sharded:
-    """``value`` in a box that splits ``dim`` over ``axes``; the other dims stay as in the box of ``leaf``.
-
-    ``store`` says how ``value`` keeps the leaf.
-    """
-    box = leaf_of(leaf)
-    names = list(box.names)
-    names[dim] = axes_entry(axes)
+def split_along(box: Sharded, kept: Kept, axes: tuple[str, ...], communication: Communication) -> Sharded:
+    """Returns ``kept``, as which the leaf ``box`` is stored, in a box that splits its dim over ``axes``."""
+    names = list(kept.names)
+    names[kept.dim] = axes_entry(axes)
     split = {axis for entry in names for axis in entry_axes(entry)}
     replicas = communication.replicas or box.communication.replicas
     return Sharded(
-        value,
+        kept.value,
         tuple(names),
         communication=replace(communication, replicas=replicas).not_copied_along(split),
-        store=store,
+        store=kept.store,
         model_axes=box.model_axes,
         trainable=box.trainable,
     )
@@ -437,9 +431,9 @@ def as_gathered(
         return value
     return Sharded(
         value,
-        names,
+        tuple(names[stored] for stored in leaf.store.order(len(names))),
         communication=replace(how, replicas=None) if set(leaf.axes) & set(axes) else how,
-        store=leaf.store,
+        store=leaf.store.after_read(),
         unit_depth=leaf.unit_depth,
         trainable=leaf.trainable,
         read_as_stored=True,

@@ -80,7 +80,7 @@ class Planned(Sharded, repr=False):
         stands_for = before.stands_for if before else type(own) if is_box(own) else None
         return cls(
             box.value,
-            decision.names,
+            box.names,
             communication=box.communication,
             store=box.store,
             unit_depth=was.unit_depth,
@@ -97,7 +97,8 @@ class Planned(Sharded, repr=False):
         if not ours and not set(self.axes) <= set(axes):
             return self
         kept = (tuple(axis for axis in entry_axes(entry) if axis not in axes) for entry in self.names)
-        names = tuple(map(axes_entry, kept))
+        stored = tuple(map(axes_entry, kept))
+        names = tuple(stored[dim] for dim in self.store.order(len(stored)))
         stands_for = self.stands_for if any(names) else None
         return self.replace(value=true_value(self), store=AS_IT_IS, names=names, stands_for=stands_for)
 

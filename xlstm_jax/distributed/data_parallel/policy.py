@@ -133,10 +133,10 @@ def choose_shard_dim(
         return ShardChoice(dim, Largest(dim, shape[dim], parts))
     if not free:
         return ShardChoice(None, Taken(shape, names) if shape else Scalar())
-    if mode := UNEVEN[uneven]:
-        dim = max(free, key=lambda dim: (shape[dim], dim))
-        return ShardChoice(dim, mode.reason(dim, shape[dim], parts))
-    return ShardChoice(None, Indivisible(parts, shape))
+    dim = max(free, key=lambda dim: (shape[dim], dim))
+    mode = UNEVEN[uneven]
+    reason = mode.reason(dim, shape[dim], parts) if mode else None
+    return ShardChoice(dim, reason) if reason else ShardChoice(None, Indivisible(parts, shape))
 
 
 def next_multiple(size: int, multiple: int) -> int:

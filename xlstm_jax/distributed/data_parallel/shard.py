@@ -23,7 +23,7 @@ from xlstm_jax.distributed.data_parallel.policy import (
     next_multiple,
 )
 from xlstm_jax.distributed.data_parallel.reasons import PrngKeys
-from xlstm_jax.distributed.data_parallel.store import UNEVEN
+from xlstm_jax.distributed.data_parallel.store import UNEVEN, Kept
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key, value_dtype
 
@@ -93,12 +93,11 @@ def box_params(
         leaf = leaf if policy.trainable else frozen(leaf)
         if path not in dims:
             return leaf
-        dim, axes = dims[path], order_of[path]
-        box = leaf_of(leaf)
-        value, store = box.value, box.store
+        box, axes = leaf_of(leaf), order_of[path]
+        kept = Kept(box.value, box.names, dims[path], box.store)
         if mode := UNEVEN[policy.uneven]:
-            value, store = mode.stored(value, dim, math.prod(axis_sizes.values()), store)
-        return split_along(leaf, take(value, dim, axes), dim, axes, how, store)
+            kept = mode.stored(kept, math.prod(axis_sizes.values()))
+        return split_along(box, kept._replace(value=take(kept.value, kept.dim, axes)), axes, how)
 
     return trees.map_leaves_with_path(box, params)
 
@@ -132,7 +131,8 @@ def plan_params(
             gathered = policy.communication.format_of(value) or gathered
             gathered = wires.get(path, gathered)
         # The names after the split: of several wrappers the next one finds the dim taken.
-        names = leaf_of(boxed).names
+        split = leaf_of(boxed)
+        names = tuple(split.names[stored] for stored in split.store.order(len(split.names)))
         return Planned.of(leaf, boxed, Decision(tuple(axis_sizes), choice, np.shape(value), names, gathered, summed))
 
     return trees.map_leaves_with_path(plan, params, box_params(params, axis_sizes, policy))

@@ -4,21 +4,24 @@ A box (``leaf.Sharded``) holds an array as it is stored. What the array has to d
 the store alone says:
 
   shape(stored, counts)   shape of the value, of ``counts`` stored parts along each dim
+  order(ndim)             which stored dim holds each dim of the value
   read(stored, is_split)  the value, of what is stored
   write(value, shape)     what is stored, of a value
 
 ``Store`` itself keeps values as they are. Another way is a subclass in a file of its own, as
-``extensions/padding.py``: a frozen dataclass, since a box compares by its store.
+``extensions/padding.py``: a frozen dataclass, since a box compares by its store. Wrappers choose a store by the option
+``uneven``, of which ``UNEVEN`` has the modes.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from xlstm_jax.distributed.data_parallel.reasons import Reason
+from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry
 
 Shape = tuple[int, ...]
 
@@ -42,6 +45,14 @@ class Store:
         """Returns what is stored, of the given shape."""
         return value
 
+    def order(self, ndim: int) -> tuple[int, ...]:
+        """Returns for each of ``ndim`` dims of the value the stored dim that holds it."""
+        return tuple(range(ndim))
+
+    def after_read(self) -> "Store":
+        """Returns the store of what ``read`` has made where some dims are split: these are still to be read."""
+        return self
+
     def with_dim(self, index: int) -> "Store":
         """Returns the store of a leaf that has one more dim, of layers, at ``index``."""
         return self
@@ -63,15 +74,24 @@ def with_zeros_behind(value: jax.Array, shape: Shape) -> jax.Array:
     return jnp.pad(value, [(0, size - true) for size, true in zip(shape, value.shape, strict=True)])
 
 
-class Uneven(Protocol):
-    """A mode of the option ``uneven``: how a leaf is split if the axes divide none of its dims."""
+class Kept(NamedTuple):
+    """A leaf that is about to be split: the array, the axes of each of its dims, the dim to split, and its store."""
 
-    def reason(self, dim: int, size: int, parts: int) -> Reason:
-        """Returns why the leaf is split along its largest dim, ``dim``."""
+    value: Any  # an array, or a ``ShapeDtypeStruct``
+    names: tuple[AxisEntry, ...]
+    dim: int
+    store: Store
+
+
+class Uneven(Protocol):
+    """A mode of the option ``uneven``: how leaves that are split are stored, and what is done where no axes divide."""
+
+    def reason(self, dim: int, size: int, parts: int) -> Reason | None:
+        """Returns why a leaf is split along its largest dim, ``dim``, though ``parts`` do not divide it; else None."""
         ...
 
-    def stored(self, value: Any, dim: int, parts: int, before: Store) -> tuple[Any, Store]:
-        """Returns the array to split along ``dim``, and its store; ``before`` is the store that the leaf has."""
+    def stored(self, leaf: Kept, parts: int) -> Kept:
+        """Returns the leaf as it is stored in ``parts`` parts."""
         ...
 
 

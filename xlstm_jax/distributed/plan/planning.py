@@ -211,7 +211,7 @@ def _row(path: str, collection: str, leaf: Sharded, reason: Reason, sizes: dict[
         collection=collection,
         shape=shape,
         dtype=str(leaf.value.dtype),
-        names=leaf.names,
+        names=tuple(leaf.names[stored] for stored in leaf.store.order(len(shape))),
         parts=_count(leaf.axes, sizes),
         reason=reason,
         **fields,

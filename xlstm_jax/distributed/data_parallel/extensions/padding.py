@@ -7,13 +7,12 @@ The gathered array is cut to [37, 16] before a module reads it, so that the grad
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 
 from xlstm_jax.distributed.data_parallel.policy import next_multiple
 from xlstm_jax.distributed.data_parallel.reasons import Reason
-from xlstm_jax.distributed.data_parallel.store import AS_IT_IS, UNEVEN, Shape, Store, with_zeros_behind
+from xlstm_jax.distributed.data_parallel.store import AS_IT_IS, UNEVEN, Kept, Shape, Store, with_zeros_behind
 
 Sizes = tuple[int | None, ...]
 
@@ -63,18 +62,19 @@ class Pad:
     def reason(self, dim: int, size: int, parts: int) -> Reason:
         return Padded(dim, size, next_multiple(size, parts), parts)
 
-    def stored(self, value: Any, dim: int, parts: int, before: Store) -> tuple[Any, Store]:
+    def stored(self, leaf: Kept, parts: int) -> Kept:
+        value, dim = leaf.value, leaf.dim
         size = value.shape[dim]
         if size % parts == 0:
-            return value, before
-        sizes = list(before.sizes) if isinstance(before, ZeroPadding) else [None] * value.ndim
+            return leaf
+        sizes = list(leaf.store.sizes) if isinstance(leaf.store, ZeroPadding) else [None] * value.ndim
         sizes[dim] = size
         store = ZeroPadding(tuple(sizes))
         shape = (*value.shape[:dim], next_multiple(size, parts), *value.shape[dim + 1 :])
         # A plan pads types, and has no values.
         if isinstance(value, jax.ShapeDtypeStruct):
-            return jax.eval_shape(partial(store.write, shape=shape), value), store
-        return store.write(value, shape), store
+            return leaf._replace(value=jax.eval_shape(partial(store.write, shape=shape), value), store=store)
+        return leaf._replace(value=store.write(value, shape), store=store)
 
 
 UNEVEN["pad"] = Pad()

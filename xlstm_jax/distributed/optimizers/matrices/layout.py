@@ -13,6 +13,8 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import Metrics, PyTree
@@ -42,8 +44,8 @@ class ParameterLayout:
         self.mesh, self._tree, self._shardings = mesh, tree, shardings
 
     @cached_property
-    def params(self) -> Mapping[str, Any]:
-        return dict(trees.leaves_with_path(self._tree))
+    def params(self) -> Mapping[str, Sharded]:
+        return dict(trees.sharded_leaves(self._tree))
 
     @cached_property
     def specs(self) -> Mapping[str, PartitionSpec]:
@@ -158,15 +160,27 @@ class Place:
 def place_of(tree: PyTree) -> Place:
     """How the leaves of a tree are split: inside ``shard_map`` by their boxes, outside by the layout that is set."""
     leaves = trees.sharded_leaves(tree)
-    values = {path: leaf.value for path, leaf in leaves}
+    values = {path: _in_order(leaf.value, leaf.store) for path, leaf in leaves}
     # Inside `shard_map` arrays are shards already, also where a step around it has set a layout.
     layout = None if collectives.manual_axes() else _LAYOUT.get()
     if layout and layout.mesh.size > 1 and values.keys() <= layout.params.keys():
         return _on_mesh(layout, values)
-    names = {path: _bound(leaf.names) for path, leaf in leaves}
+    names = {path: _bound([leaf.names[dim] for dim in leaf.store.order(len(leaf.names))]) for path, leaf in leaves}
     axes = [axis for entries in names.values() for entry in entries for axis in entry_axes(entry)]
     sizes = {axis: collectives.axis_size([axis]) for axis in dict.fromkeys((*collectives.manual_axes(), *axes))}
     return Place(values, {path: value.shape for path, value in values.items()}, names, sizes, None)
+
+
+def _in_order(stored: jax.Array, store: Store) -> jax.Array:
+    """Returns a stored array with its dims in the order of the value's, of which choices of matrices speak."""
+    order = store.order(stored.ndim)
+    return stored if order == tuple(range(stored.ndim)) else jnp.transpose(stored, order)
+
+
+def _in_stored_order(value: jax.Array, store: Store) -> jax.Array:
+    """The inverse of ``_in_order``."""
+    order = store.order(value.ndim)
+    return value if order == tuple(range(value.ndim)) else jnp.transpose(value, tuple(map(int, np.argsort(order))))
 
 
 def _bound(names: Sequence[AxisEntry]) -> list[AxisEntry]:
@@ -174,10 +188,13 @@ def _bound(names: Sequence[AxisEntry]) -> list[AxisEntry]:
 
 
 def _on_mesh(layout: ParameterLayout, values: Values) -> Place:
-    padded = {path: stored_value(layout.params[path], value) for path, value in values.items()}
+    stores = {path: layout.params[path].store for path in values}
+    padded = {path: _in_order(stored_value(layout.params[path], value), stores[path]) for path, value in values.items()}
     specs = {path: layout.specs[path] for path in values}
-    shapes = {path: NamedSharding(layout.mesh, specs[path]).shard_shape(padded[path].shape) for path in values}
-    names = {path: [*spec, *[None] * (values[path].ndim - len(spec))] for path, spec in specs.items()}
+    stored = {path: [*spec, *[None] * (values[path].ndim - len(spec))] for path, spec in specs.items()}
+    names = {path: [entries[dim] for dim in stores[path].order(len(entries))] for path, entries in stored.items()}
+    of_value = {path: NamedSharding(layout.mesh, PartitionSpec(*entries)) for path, entries in names.items()}
+    shapes = {path: of_value[path].shard_shape(padded[path].shape) for path in values}
     return Place(padded, shapes, names, dict(layout.mesh.shape), layout.mesh)
 
 
@@ -207,7 +224,8 @@ def map_groups(
     new, new_state = on_device(place.values, state)
 
     def put_back(path: str, leaf: Sharded) -> jax.Array:
-        return new[path][tuple(map(slice, leaf.value.shape))]  # without the padding that was added
+        # Without the padding that was added.
+        return _in_stored_order(new[path], leaf.store)[tuple(map(slice, leaf.value.shape))]
 
     return trees.map_values_with_path(put_back, tree), new_state
 
