@@ -5,6 +5,7 @@ Python blocks of a page run, one after the other in a process of its own, and wh
 public name becomes a link to a page made of its docstring; and the files at the top of the repository become pages.
 """
 
+import gc
 import hashlib
 import logging
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import furo
 from jupyter_cache import get_cache
+from sphinx.search.en import SearchEnglish
 
 DOCS = Path(__file__).parent
 BUILT = DOCS / "_build"
@@ -50,6 +52,10 @@ from implied_pages import (  # noqa: E402
 
 import xlstm_jax  # noqa: E402
 
+# Pages become many objects that live until the end, and each collection looks at all of them: a sixth of Sphinx's time.
+gc.freeze()
+gc.set_threshold(200_000, 20, 100)
+
 
 def _digest_of_the_library():
     """What a page prints may change with the library and with the results, and so may what is kept of its last run."""
@@ -73,6 +79,7 @@ extensions = [
 exclude_patterns = ["_build", "notebooks"]  # notebooks are written from pages, and linked as files
 html_theme = "furo"
 furo._compute_navigation_tree = lambda context: ""  # of all pages, for each page, which our sidebar does not show
+SearchEnglish.stem = cache(SearchEnglish.stem)  # pages repeat their words
 html_title = f"{project} {version}"
 html_static_path = ["_static"]
 templates_path = ["_templates"]

@@ -59,14 +59,14 @@ def loss_fn(params, apply_fn, windows, rng):
     return losses(logits, windows[:, -1]).mean()
 
 
-def windows(number, rows=256):
+def windows(number, rows=128):
     rng = np.random.default_rng(number)
     starts = rng.integers(0, len(TEXT) - CONTEXT, (rows, 1))
     return TEXT[starts + np.arange(CONTEXT + 1)]
 
 
 # ---- Two trainings
-STEPS = 80
+STEPS = 60
 schedule = optax.cosine_decay_schedule(5e-3, STEPS)
 step = make_train_step(loss_fn, mesh, AXES)
 

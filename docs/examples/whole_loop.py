@@ -79,7 +79,7 @@ def loss_fn(params, apply_fn, batch, rng):  # the mean over this device's rows
 
 
 # ---- Optimizer and steps
-STEPS, EVERY = 100, 20
+STEPS, EVERY = 60, 20
 schedule = optax.warmup_cosine_decay_schedule(0, 5e-3, 20, STEPS)
 adamw = optax.adamw(schedule, weight_decay=1e-2)
 tx = skip_nonfinite(optax.chain(optax.clip_by_global_norm(1.0), adamw))
@@ -159,7 +159,7 @@ runs = Path(tempfile.mkdtemp())
 whole = train(runs / "whole")
 
 
-stopped = train(runs / "stopped", sigterm_at=50)
+stopped = train(runs / "stopped", sigterm_at=30)
 
 
 continued = train(runs / "stopped")
@@ -184,8 +184,8 @@ steps = [row["step"] for row in rows]
 for name, label in [("train", "training"), ("eval", "held-out")]:
     losses = [row[name]["loss"] for row in rows]
     left.plot(steps, losses, marker="o", label=label)
-left.axvline(50, color="gray", linestyle=":")
-left.text(51, left.get_ylim()[1], "SIGTERM", color="gray", va="top")
+left.axvline(30, color="gray", linestyle=":")
+left.text(31, left.get_ylim()[1], "SIGTERM", color="gray", va="top")
 left.set(xlabel="step", ylabel="loss (nats)")
 left.legend(loc="center right")
 right.plot(range(STEPS), 1e3 * schedule(np.arange(STEPS)))

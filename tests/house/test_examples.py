@@ -40,7 +40,7 @@ def test_the_whole_loop_runs_stops_and_continues(tmp_path):
     command = [sys.executable, "-W", "error", "-P", DOCS / "examples" / "whole_loop.py"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "SIGTERM: saved step 50\ncontinues after step 50\n" in done.stdout
+    assert "SIGTERM: saved step 30\ncontinues after step 30\n" in done.stdout
     assert "same bits: True\nsame rows: True\n" in done.stdout
 
 
