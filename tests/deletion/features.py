@@ -73,6 +73,20 @@ FEATURES = [
         r"\bRowLookups\b|extensions\.rows\b|wire\.lookup\b",
     ),
     Feature(
+        "cross-entropy by chunks, and heads that are read by pieces",
+        ("training/cross_entropy.py", "data_parallel/extensions/pieces.py", "data_parallel/wire/pieces.py"),
+        r"\bPieceReaders\b|\bchunked_cross_entropy\b|\bLMHead\b|extensions\.pieces\b|wire\.pieces\b",
+    ),
+    Feature(
+        "NNX",
+        (
+            "data_parallel/modules/nnx_model.py",
+            "data_parallel/modules/nnx_module.py",
+            "data_parallel/extensions/nnx_rows.py",
+        ),
+        r"\bnnx_model\b|\bNnxModel\b|modules\.nnx_",
+    ),
+    Feature(
         "balance of links",
         ("data_parallel/link_balance.py",),
         r"\bLinkBalance\b|link_balance",
@@ -135,10 +149,8 @@ NOT_YET: dict[str, str] = {}
 
 # Threaded through shared code, and without a row so far.
 WITHOUT_ROW = (
-    "heads by pieces",
     "logical names",
     "frozen parameters",
-    "NNX",
     "collections",
     "checks of arguments and mistakes",
     "tensor parallel",

@@ -12,6 +12,7 @@ of ``Extension``:
   before    collections  collections that pass the unit, beside "params"
             named_wires  names of the wires of ``wires``, for plans and for ``check_step``
             avoids_gather  leaves of which nothing is gathered as a rule
+            noting_parts   leaves of which modules gather parts, one after the other, in place of all
 
 Two more hooks choose over which of several axes a leaf is gathered first: ``axis_orders`` where the leaves of one unit
 are split, and ``arranged`` where all leaves of a model are there.
@@ -21,7 +22,7 @@ are split, and ``arranged`` where all leaves of a model are there.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
@@ -87,6 +88,21 @@ class Extension:
         """Returns whether a leaf is not gathered as a rule, so that links carry next to nothing of the leaf."""
         return False
 
+    def noting_parts(self, found: dict[str, "Part"]) -> AbstractContextManager[None]:
+        """Returns a context, around the initialisation of a model, that fills ``found`` by the paths of leaves."""
+        return nullcontext()
+
+
+class Part(NamedTuple):
+    """Parts of a leaf that a module gathers one after the other: ``entries`` of its dim ``along`` at a time.
+
+    ``may_be_sent(box)`` is whether parts of the leaf travel so, which depends on how the leaf is split.
+    """
+
+    along: int
+    entries: int
+    may_be_sent: Callable[[Sharded], bool]
+
 
 EXTENSIONS: list[type[Extension]] = []  # filled by ``extensions``, in the order of its lines
 
@@ -128,6 +144,16 @@ def arranged(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
 def avoids_gather(box: Sharded) -> bool:
     """Returns whether an extension computes with a leaf without a gather, as a rule."""
     return any(cls().avoids_gather(box) for cls in with_hook("avoids_gather"))
+
+
+@contextmanager
+def noting_parts() -> Iterator[dict[str, Part]]:
+    """Fills with the leaves that modules gather in parts, by path, while a model is initialised."""
+    found: dict[str, Part] = {}
+    with ExitStack() as stack:
+        for cls in with_hook("noting_parts"):
+            stack.enter_context(cls().noting_parts(found))
+        yield found
 
 
 def computes(module: Any, method: str) -> bool:

@@ -14,8 +14,7 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.accelerators import absent_device
 from xlstm_jax.common_types import AxisNames, Model, PyTree
-from xlstm_jax.distributed.data_parallel.extension import arranged, avoids_gather
-from xlstm_jax.distributed.data_parallel.extensions.pieces import Piece, gives_pieces, noting_pieces
+from xlstm_jax.distributed.data_parallel.extension import Part, arranged, avoids_gather, noting_parts
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
@@ -92,7 +91,7 @@ def plan_sharding(
     mesh = planning_mesh(sizes)
     sections = [section() for section in SECTIONS]
     # How a head reads its kernel cannot be read off its parameters, nor can much of what sections say.
-    with noting(sections), noting_pieces() as pieces:
+    with noting(sections), noting_parts() as parts:
         freeze = partial(with_frozen, trainable=trainable, frozen_dtype=frozen_dtype)
         variables = _planned_init(model, mesh, rng, inputs, kwargs, freeze)
         variables, assumed = _decided(model, variables, axis_name, min_weight_size, sizes)
@@ -105,7 +104,7 @@ def plan_sharding(
         kept = _bytes_of(path, leaf, sizes)
         # A gradient is as large as its parameter, and split like it.
         fields = {"parameters": kept, "gradients": kept if leaf.is_differentiable else NO_BYTES, **of_params[path]}
-        fields |= _gathering(path, leaf, sizes, pieces.get(path)) | {"trainable": leaf.trainable}
+        fields |= _gathering(path, leaf, sizes, parts.get(path)) | {"trainable": leaf.trainable}
         rows.append(_row(path, PARAMETERS, leaf, _reason(leaf), sizes, **fields))
     # Other collections (batch_stats) are whole, unless the model has boxed them.
     for collection, path, leaf in [(name, *found) for name in variables for found in sharded_leaves(variables[name])]:
@@ -247,8 +246,8 @@ def _reason(leaf: Sharded) -> Reason:
     return OfSeveral(tuple((format_axes(axes), decision.choice.reason) for axes, decision in deciding.items()))
 
 
-def _gathering(path: str, leaf: Sharded, sizes: dict[str, int], pieces: Piece | None) -> dict[str, Any]:
-    """The fields of a row that say what its wrapped module gathers; ``pieces`` as ``noting_pieces`` has them."""
+def _gathering(path: str, leaf: Sharded, sizes: dict[str, int], part: Part | None) -> dict[str, Any]:
+    """The fields of a row that say what its wrapped module gathers; ``part`` as ``noting_parts`` has it."""
     shape = tuple(leaf.value.shape)
     decisions = leaf.decisions if isinstance(leaf, Planned) else ()
     splits = [(decision, dim) for decision in decisions if (dim := decision.choice.dim) is not None]
@@ -272,21 +271,21 @@ def _gathering(path: str, leaf: Sharded, sizes: dict[str, int], pieces: Piece | 
         "uses": max(Counter(decision.axes for decision, _ in splits).values()) * layers,
         "gathered_bytes": sent,
         "row_bytes": sent // last.shape[0] if avoids_gather(leaf) else 0,
-        "piece_bytes": sent * _entries(leaf, pieces, last, sizes) // stored[pieces[0]] if pieces else 0,
+        "piece_bytes": sent * _entries(leaf, part, last, sizes) // stored[part.along] if part else 0,
         "gather_dtype": dtype,
         "grad_scatter_dtype": last.grad_scatter_dtype if leaf.trainable else None,
         "gathered_with": "/".join(path.split("/")[: -leaf.unit_depth]) if leaf.unit_depth else None,
     }
 
 
-def _entries(box: Sharded, pieces: Piece, last: Decision, sizes: dict[str, int]) -> int:
+def _entries(box: Sharded, part: Part, last: Decision, sizes: dict[str, int]) -> int:
     """How many entries of its dim each piece of a matrix has; 0 where it is gathered whole."""
-    along, entries = pieces
+    along = part.along
     # Another module's gather, or that of several wrappers, brings the whole kernel.
-    if box.unit_depth != 1 or not set(box.axes) <= set(last.axes) or not gives_pieces(box, along):
+    if box.unit_depth != 1 or not set(box.axes) <= set(last.axes) or not part.may_be_sent(box):
         return 0
     parts = _count(entry_axes(box.names[along]), sizes)
-    return min(max(1, entries // parts) * parts, box.value.shape[along])
+    return min(max(1, part.entries // parts) * parts, box.value.shape[along])
 
 
 def _gathered_as(leaf: Sharded) -> str:

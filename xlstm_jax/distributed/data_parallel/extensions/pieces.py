@@ -5,12 +5,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
 from flax import linen as nn
 
-from xlstm_jax.distributed.data_parallel.extension import Extension
+from xlstm_jax.distributed.data_parallel.extension import Extension, Part
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, as_read
 from xlstm_jax.distributed.data_parallel.modules import unit
 from xlstm_jax.distributed.data_parallel.partial_reads import gives_parts, split_here
@@ -75,24 +76,22 @@ class PieceReaders(Extension):
         shards = unit.shards_to_read(policy, module.variables.get("params", {}))
         return type(module).from_shards(module, method, shards, *args, **kwargs)
 
+    @contextmanager
+    def noting_parts(self, found: dict[str, Part]) -> Iterator[None]:
+        def note(method: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+            module = context.module
+            if isinstance(module, ReadsShards) and any(reads_shards(module, name) for name in module.read_by):
+                for name, (along, entries) in module.pieces().items():
+                    part = Part(along, entries, partial(gives_pieces, along=along))
+                    found["/".join((*module.path, name))] = part
+            return method(*args, **kwargs)
+
+        with nn.intercept_methods(note):
+            yield
+
 
 def reads_shards(module: Any, method: str) -> bool:
     """Returns whether ``from_shards`` may replace a method: nobody has changed what the method computes."""
     cls: Any = next(cls for cls in type(module).__mro__ if "from_shards" in vars(cls))
     made_of = cls.read_by.get(method)
     return made_of is not None and all(is_unchanged(module, name, cls) for name in (method, *made_of))
-
-
-@contextmanager
-def noting_pieces() -> Iterator[dict[str, Piece]]:
-    """While a model is initialised, notes by their paths the parameters that modules read by pieces, and how."""
-    found: dict[str, Piece] = {}
-
-    def note(method: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        module = context.module
-        if isinstance(module, ReadsShards) and any(reads_shards(module, name) for name in module.read_by):
-            found.update({"/".join((*module.path, name)): piece for name, piece in module.pieces().items()})
-        return method(*args, **kwargs)
-
-    with nn.intercept_methods(note):
-        yield found

@@ -4,17 +4,24 @@ Linen   modules show while the model is initialised or applied, so they are note
 NNX     the model has them at any time
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from flax import linen as nn
 from flax import nnx
 
-from xlstm_jax.distributed.data_parallel.modules.nnx_model import NnxModel
 from xlstm_jax.distributed.data_parallel.modules.unit import Method
 
 LIBRARIES = {"nn": nn, "nnx": nnx}  # as users import them
+
+
+@runtime_checkable
+class HasModules(Protocol):
+    """A model whose modules are there at any time, by path, as an ``NnxModel``'s are."""
+
+    @property
+    def modules(self) -> Mapping[str, object]: ...
 
 
 @contextmanager
@@ -25,7 +32,7 @@ def noting_holders(model: object) -> Iterator[dict[str, str]]:
     transformations around a module (``nn.scan``, ``nn.remat``) the module within them is noted.
     """
     found: dict[str, str] = {}
-    if isinstance(model, NnxModel):
+    if isinstance(model, HasModules):
         found |= {path: _name(type(module)) for path, module in model.modules.items()}
 
     def note(method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
