@@ -136,6 +136,19 @@ FEATURES = [
         r"\bExperts\b|parallel\.experts\b|\bExpertPlan\b|\bdispatch\(",
     ),
     Feature(
+        "tensor parallel, and the cross-entropy of heads that are split so",
+        (
+            "model_parallel/activations.py",
+            "model_parallel/attention.py",
+            "model_parallel/dense.py",
+            "model_parallel/embedding.py",
+            "model_parallel/split_input.py",
+            "model_parallel/splitting.py",
+            "training/cross_entropy.py",
+        ),
+        r"\bsplit_modules\b|\bColumnDense\b|\bRowDense\b|parallel\.(activations|dense|splitting)\b",
+    ),
+    Feature(
         "context parallel",
         ("model_parallel/context.py", "model_parallel/recurrence.py"),
         r"\bcontext_parallel_attention\b|parallel\.context\b",
@@ -153,5 +166,4 @@ WITHOUT_ROW = (
     "frozen parameters",
     "collections",
     "checks of arguments and mistakes",
-    "tensor parallel",
 )

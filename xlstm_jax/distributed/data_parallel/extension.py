@@ -88,12 +88,12 @@ class Extension:
         """Returns whether a leaf is not gathered as a rule, so that links carry next to nothing of the leaf."""
         return False
 
-    def noting_parts(self, found: dict[str, "Part"]) -> AbstractContextManager[None]:
+    def noting_parts(self, found: dict[str, "PartialGather"]) -> AbstractContextManager[None]:
         """Returns a context, around the initialisation of a model, that fills ``found`` by the paths of leaves."""
         return nullcontext()
 
 
-class Part(NamedTuple):
+class PartialGather(NamedTuple):
     """Parts of a leaf that a module gathers one after the other: ``entries`` of its dim ``along`` at a time.
 
     ``may_be_sent(box)`` is whether parts of the leaf travel so, which depends on how the leaf is split.
@@ -147,9 +147,9 @@ def avoids_gather(box: Sharded) -> bool:
 
 
 @contextmanager
-def noting_parts() -> Iterator[dict[str, Part]]:
+def noting_parts() -> Iterator[dict[str, PartialGather]]:
     """Fills with the leaves that modules gather in parts, by path, while a model is initialised."""
-    found: dict[str, Part] = {}
+    found: dict[str, PartialGather] = {}
     with ExitStack() as stack:
         for cls in with_hook("noting_parts"):
             stack.enter_context(cls().noting_parts(found))

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.accelerators import absent_device
 from xlstm_jax.common_types import AxisNames, Model, PyTree
-from xlstm_jax.distributed.data_parallel.extension import Part, arranged, avoids_gather, noting_parts
+from xlstm_jax.distributed.data_parallel.extension import PartialGather, arranged, avoids_gather, noting_parts
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
@@ -246,7 +246,7 @@ def _reason(leaf: Sharded) -> Reason:
     return OfSeveral(tuple((format_axes(axes), decision.choice.reason) for axes, decision in deciding.items()))
 
 
-def _gathering(path: str, leaf: Sharded, sizes: dict[str, int], part: Part | None) -> dict[str, Any]:
+def _gathering(path: str, leaf: Sharded, sizes: dict[str, int], part: PartialGather | None) -> dict[str, Any]:
     """The fields of a row that say what its wrapped module gathers; ``part`` as ``noting_parts`` has it."""
     shape = tuple(leaf.value.shape)
     decisions = leaf.decisions if isinstance(leaf, Planned) else ()
@@ -278,7 +278,7 @@ def _gathering(path: str, leaf: Sharded, sizes: dict[str, int], part: Part | Non
     }
 
 
-def _entries(box: Sharded, part: Part, last: Decision, sizes: dict[str, int]) -> int:
+def _entries(box: Sharded, part: PartialGather, last: Decision, sizes: dict[str, int]) -> int:
     """How many entries of its dim each piece of a matrix has; 0 where it is gathered whole."""
     along = part.along
     # Another module's gather, or that of several wrappers, brings the whole kernel.

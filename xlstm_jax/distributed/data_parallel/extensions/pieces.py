@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import jax
 from flax import linen as nn
 
-from xlstm_jax.distributed.data_parallel.extension import Extension, Part
+from xlstm_jax.distributed.data_parallel.extension import Extension, PartialGather
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, as_read
 from xlstm_jax.distributed.data_parallel.modules import unit
 from xlstm_jax.distributed.data_parallel.partial_reads import gives_parts, split_here
@@ -77,12 +77,12 @@ class PieceReaders(Extension):
         return type(module).from_shards(module, method, shards, *args, **kwargs)
 
     @contextmanager
-    def noting_parts(self, found: dict[str, Part]) -> Iterator[None]:
+    def noting_parts(self, found: dict[str, PartialGather]) -> Iterator[None]:
         def note(method: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
             module = context.module
             if isinstance(module, ReadsShards) and any(reads_shards(module, name) for name in module.read_by):
                 for name, (along, entries) in module.pieces().items():
-                    part = Part(along, entries, partial(gives_pieces, along=along))
+                    part = PartialGather(along, entries, partial(gives_pieces, along=along))
                     found["/".join((*module.path, name))] = part
             return method(*args, **kwargs)
 
