@@ -11,7 +11,7 @@ from benchmarks.models import BLOCKS, LanguageModel
 from tests.support import AXES, fsdp, mesh_of
 from xlstm_jax.distributed import init_sharded, unbox
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of
+from xlstm_jax.distributed.data_parallel.leaf import LOOKED_UP, leaf_of
 from xlstm_jax.forecast.cost.collective_traffic import find_collectives
 from xlstm_jax.forecast.hlo.program import parse
 
@@ -64,7 +64,7 @@ def test_weights_are_gathered_as_often_as_was_said(gather, times):
     found = find_collectives(parse(program.as_text()), MESH.shape)
     leaves = [leaf_of(leaf) for _, leaf in trees.leaves_with_path(params) if leaf_of(leaf).axes]
     if gather == "each_token":  # the table of the embedding stays where it is: the row of a byte is fewer bytes
-        leaves = [leaf for leaf in leaves if not leaf.looked_up]
+        leaves = [leaf for leaf in leaves if LOOKED_UP not in leaf.marks]
         assert any(collective.looks_up_rows for collective in found)
     of_weights = [collective for collective in found if not collective.looks_up_rows]
     assert {collective.kind for collective in of_weights} == {"all-gather"}

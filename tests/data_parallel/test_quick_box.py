@@ -13,7 +13,7 @@ from flax import linen as nn
 from flax import serialization, struct
 
 from xlstm_jax.distributed.data_parallel.extensions.padding import ZeroPadding
-from xlstm_jax.distributed.data_parallel.leaf import Sharded
+from xlstm_jax.distributed.data_parallel.leaf import LOOKED_UP, Sharded
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 
 
@@ -100,12 +100,19 @@ class FlaxPickler(pickle.Pickler):
 def test_a_pickle_of_version_0_3_0_is_read():
     fields = {field.name: getattr(MADE, field.name) for field in dataclasses.fields(MADE)}
     assert AsFlaxHasIt(VALUE, ("fsdp",)).__reduce_ex__(4)[2].keys() == {"value", "names", "mesh"}  # guard: so they are
-    for state in (fields, {name: fields[name] for name in fields if name != "looked_up"}):  # before a field was added
+    for state in (fields, {name: fields[name] for name in fields if name != "marks"}):  # before a field was added
         FlaxPickler(file := io.BytesIO(), state).dump(MADE)
         box = pickle.loads(file.getvalue())
         assert equal(box, MADE)
         assert equal(jax.tree.map(lambda x: x, box), MADE)
         assert jax.tree.structure(box) == jax.tree.structure(MADE)
+
+
+def test_a_mark_that_was_a_field_of_version_0_3_0_is_read():
+    fields = {field.name: getattr(MADE, field.name) for field in dataclasses.fields(MADE) if field.name != "marks"}
+    for was, marks in ((True, frozenset({LOOKED_UP})), (False, frozenset())):
+        FlaxPickler(file := io.BytesIO(), {**fields, "looked_up": was}).dump(MADE)
+        assert equal(pickle.loads(file.getvalue()), MADE.replace(marks=marks))
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))

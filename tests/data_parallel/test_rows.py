@@ -352,4 +352,4 @@ def test_a_table_that_is_looked_up_twice_is_gathered_once(mesh_of):
     model = shard_modules(Twice(), nn.Embed, "fsdp", 2)
     tokens = jnp.zeros((16, 2), jnp.int32)
     state = create_train_state(model, optax.sgd(0.1), mesh, jax.random.key(0), tokens, batch_axes="fsdp")
-    assert not state.params["embed"]["embedding"].looked_up
+    assert not state.params["embed"]["embedding"].marks

@@ -45,6 +45,9 @@ from xlstm_jax.program_names import GATHER_SCOPE
 # --------------------------------------------------------------------------------------------------------- one leaf
 
 
+LOOKED_UP = "looked_up"  # the mark of an embedding's table that one lookup alone has read while the model initialised
+
+
 class Sharded(QuickBox):
     """An array and what is known of it: the box that this library makes, and what ``leaf_of`` makes of any leaf.
 
@@ -60,8 +63,7 @@ class Sharded(QuickBox):
         box only to say this; its names are all None.
       read_as_stored: True for what is left after a gather over some of the axes: the module reads the shard (tensor
         parallel).
-      looked_up: True for the table of an embedding that one lookup alone has read while the model was initialised:
-        a lookup may then ask for rows.
+      marks: what extensions note on the leaf, by names of their own.
 
     A box that is read gathers itself. Linen reads a parameter by ``unbox``: where no wrapped module has gathered the
     shard, ``unbox`` gathers it, over all bound axes except ``model_axes``. (``nn.Partitioned.unbox`` constrains the
@@ -78,7 +80,7 @@ class Sharded(QuickBox):
     model_axes: tuple[str, ...] = struct.field(default=(), pytree_node=False)
     trainable: bool = struct.field(default=True, pytree_node=False)
     read_as_stored: bool = struct.field(default=False, pytree_node=False)
-    looked_up: bool = struct.field(default=False, pytree_node=False)
+    marks: frozenset[str] = struct.field(default=frozenset(), pytree_node=False)
 
     # ------------------------------------------------------------------------------------------------ what is known
 
@@ -207,6 +209,9 @@ class Sharded(QuickBox):
         state = dict(state)
         for name in Store.OF_OLD_FIELDS.keys() & state.keys():
             state["store"] = Store.OF_OLD_FIELDS[name](state.pop(name))
+        # Boxes that were pickled before boxes had marks had a field for this one.
+        if state.pop(LOOKED_UP, False):
+            state["marks"] = frozenset({LOOKED_UP})
         super().__setstate__(state)
 
     def _get_partition_name(self, params: dict[Any, Any]) -> AxisEntry:  # type: ignore[override]  # Flax: no None

@@ -85,7 +85,7 @@ class Planned(Sharded, repr=False):
             store=box.store,
             unit_depth=was.unit_depth,
             trainable=box.trainable,
-            looked_up=was.looked_up,
+            marks=was.marks,
             decisions=_Decisions((*(before.decisions if before else ()), decision)),
             stands_for=Sharded if is_boxed else stands_for,
         )

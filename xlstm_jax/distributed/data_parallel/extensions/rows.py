@@ -1,6 +1,6 @@
 """Lookups by rows: an embedding asks for the rows of its tokens, where that sends less than a gather of its table.
 
-``wire/lookup`` sends the rows. A table is marked (``Sharded.looked_up``) when one lookup alone has read it while the
+``wire/lookup`` sends the rows. A table is marked (``LOOKED_UP``) when one lookup alone has read it while the
 model was initialised; a table that the head reads, too, is gathered for the head, and the lookup has it for nothing.
 """
 
@@ -14,7 +14,7 @@ from flax import linen as nn
 from flax.linen.dtypes import promote_dtype
 
 from xlstm_jax.distributed.data_parallel.extension import Extension
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, as_read, is_ours
+from xlstm_jax.distributed.data_parallel.leaf import LOOKED_UP, Sharded, as_read, is_ours
 from xlstm_jax.distributed.data_parallel.modules import unit
 from xlstm_jax.distributed.data_parallel.partial_reads import gives_parts, split_here
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
@@ -29,7 +29,7 @@ TABLE = "embedding"  # the name of the parameter of an ``nn.Embed``
 
 def gives_rows(box: Sharded) -> bool:
     """Returns whether a lookup may ask for rows of a table."""
-    return box.looked_up and gives_parts(box)
+    return LOOKED_UP in box.marks and gives_parts(box)
 
 
 def look_up_rows(box: Sharded, indices: Any, path: str = "") -> jax.Array | None:
@@ -83,7 +83,8 @@ class RowLookups(Extension):
             # A second lookup has the table that was gathered for the first: together they may ask for more than the
             # table.
             looked_up = is_lookup(module, method) and before is None
-            module.put_variable("params", TABLE, after.replace(looked_up=looked_up))
+            marks = after.marks | {LOOKED_UP} if looked_up else after.marks - {LOOKED_UP}
+            module.put_variable("params", TABLE, after.replace(marks=marks))
 
     def avoids_gather(self, box: Sharded) -> bool:
         return gives_rows(box)

@@ -22,7 +22,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, with_last_names, with_layer_names
+from xlstm_jax.distributed.data_parallel.leaf import LOOKED_UP, Sharded, with_last_names, with_layer_names
 from xlstm_jax.distributed.data_parallel.modules.nnx_module import (
     NNX,
     NOTE_SHAPE,
@@ -338,5 +338,5 @@ def _sharded(own: Mapping[str, Any], path: str, policy: ShardPolicy, seen: Mappi
     boxed = trees.map_leaves(with_layer_names, shard(leaves))
     for name in own:
         if isinstance(boxed[below[name]], Sharded) and seen.get(name, ((), False))[1]:
-            boxed[below[name]] = boxed[below[name]].replace(looked_up=True)
+            boxed[below[name]] = boxed[below[name]].replace(marks=frozenset({LOOKED_UP}))
     return {f"params/{name}": boxed[below[name]] for name in own}
