@@ -512,6 +512,7 @@ def test_what_does_not_fit_is_refused():
     refused("row_groups=3 does not divide the 64 rows", capacity_factor=1.0, row_groups=3)
     refused("apply_by_group: block_size=0 must be", block_size=0)
     refused(r"8 experts do not divide over the 3 devices along \('ep',\)", {"ep": 3}, (), X[:3])
+    refused(r"8 experts do not divide over the 3 devices along \('ep',\)", {"ep": 3}, ("ep",), X[:3])
     refused(r"a device has parameters of 8 experts, where 2 are needed, 8 over \('ep',\)", {"ep": 4})
     refused("Experts: 'ep' is not a bound mesh axis; the axes bound here", {"dp": 2}, ("dp",))
     refused(r"the 6 tokens of a device do not divide over the 4 devices", {"dp": 1, "ep": 4}, ("dp",), X[:3])
