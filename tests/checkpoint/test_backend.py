@@ -12,6 +12,7 @@ from tests.support import mesh_of
 from xlstm_jax.distributed import Checkpointer
 from xlstm_jax.distributed.checkpoint.backend import Backend
 from xlstm_jax.distributed.checkpoint.orbax_backend import OrbaxBackend
+from xlstm_jax.distributed.checkpoint.steps import clear
 
 
 class NumpyBackend:
@@ -101,3 +102,11 @@ def test_a_damaged_step_is_passed_over_and_moved_away(make, damaged, tmp_path):
             checkpointer.restore(state)
         assert checkpointer.save(2, state)
     assert {folder.name for folder in tmp_path.iterdir() if folder.is_dir()} == {"1", "2", "2.damaged"}
+
+
+def test_folders_of_a_step_that_was_damaged_again_are_numbered(tmp_path):
+    for _ in range(3):
+        (tmp_path / "2").mkdir()
+        (tmp_path / "2" / "half").touch()
+        clear(tmp_path, NumpyBackend(tmp_path, 2, 60), {2})
+    assert {folder.name for folder in tmp_path.iterdir()} == {"2.damaged", "2.damaged-2", "2.damaged-3"}

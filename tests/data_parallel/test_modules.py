@@ -12,7 +12,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from tests.support import AXES, Block, Model, assert_same_params, fsdp, mesh_of, on_mesh
 from xlstm_jax.distributed import init_sharded, partition_specs, shard_module_params, unbox, value_and_grad
-from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
+from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, path_in_model
 from xlstm_jax.distributed.data_parallel.modules.linen_module import watching
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 
@@ -478,3 +478,10 @@ def test_what_watches_modules_is_told_innermost_first():
     assert watching(Watcher) == []
     with nn.intercept_methods(outer.intercept), nn.intercept_methods(inner.intercept):
         assert watching(Watcher) == [inner, outer]
+
+
+def test_a_leaf_is_named_by_the_way_from_the_top_of_the_model():
+    """The name of the collection, which a module's own path begins with, stands nowhere within the path."""
+    assert path_in_model(("block", "Dense_0"), "params/kernel") == "block/Dense_0/kernel"
+    assert path_in_model((), "params/Dense_0/params") == "Dense_0/params"
+    assert path_in_model(None, "params/kernel") == "params/kernel"

@@ -127,6 +127,16 @@ def test_all_branches_are_executed_and_no_fusion_nor_reducer_is():
     assert inside and not inside & set(executed)
 
 
+def test_a_fusion_runs_in_the_schedule_of_its_caller_and_the_body_of_a_loop_in_its_own():
+    program = parse(compiled_text(scan(3), jnp.ones((8, 8))))
+    calls = [(c, i) for c in program.computations.values() for i in c.instructions]
+    fused = {name: c.name for c, i in calls if i.opcode == "fusion" for name in i.all_called}
+    (body,) = [i.called["body"][0] for _, i in calls if i.opcode == "while"]
+    assert body in fused.values()  # guard
+    own = {name: name for name in (body, program.entry.name)}
+    assert {name: program.schedule_of(program.computations[name]) for name in fused | own} == fused | own
+
+
 def test_instructions_stand_in_the_order_of_the_text():
     text = compiled_text(lambda x: jnp.sin(x @ x) @ x, jnp.ones((8, 8)))
     entry = parse(text).entry

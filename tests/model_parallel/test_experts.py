@@ -109,6 +109,20 @@ def test_a_step_has_the_initial_values_the_loss_and_the_gradients_of_one_device(
     assert_same_params(state.opt_state, grads)
 
 
+def test_a_device_that_initialises_in_shard_map_has_its_part_of_the_experts():
+    mesh = DeviceMeshManager.create_device_mesh({"ep": 2}, devices=jax.devices()[:2])
+
+    def init(key, x):
+        expert = nn.Dense(DIM, use_bias=False)
+        return unbox(Experts(expert, 4, 1, block_size=2).init(key, x)["params"]["experts"]["kernel"])
+
+    key, x = jax.random.key(3), X[:4, 0]
+    got = jax.jit(jax.shard_map(init, mesh=mesh, in_specs=(P(), P("ep")), out_specs=P("ep")))(key, x)
+    want = jax.jit(init)(key, x)  # without a mesh, of all
+    assert got.shape == (4, DIM, DIM) and not np.array_equal(want[0], want[2])
+    np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.slow
 def test_ten_clipped_steps_of_adamw_are_those_of_one_device():
     tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
@@ -379,6 +393,15 @@ def test_what_is_over_the_capacity_is_dropped_last_choices_first():
     assert halves.ravel().tolist() == [11.0, 0.0, 3.0, 40.0]  # C = 1 in each group of two rows
 
 
+def test_an_expert_takes_more_rows_than_two_bytes_count():
+    """All rows choose the second of two experts, which has a place for each."""
+    rows, factors, ones = np.arange(40_000.0, dtype=np.float32)[:, None], np.float32([[1], [10]]), np.ones((40_000, 1))
+    routing = Routing(ones.astype(np.int32), ones.astype(np.float32), np.zeros((40_000, 2), np.float32))
+    out, dropped = jax.jit(partial(mix_experts_with_capacity, doubled, capacity_factor=2.0))(factors, rows, routing)
+    np.testing.assert_array_equal(out, 10 * rows)
+    assert dropped == 0
+
+
 def of_length_one(factor, rows):
     """An expert with no finite derivative at zeros."""
     return factor * rows / jnp.sqrt((rows**2).sum(-1, keepdims=True))
@@ -489,6 +512,7 @@ def test_what_does_not_fit_is_refused():
     refused("row_groups=3 does not divide the 64 rows", capacity_factor=1.0, row_groups=3)
     refused("apply_by_group: block_size=0 must be", block_size=0)
     refused(r"8 experts do not divide over the 3 devices along \('ep',\)", {"ep": 3}, (), X[:3])
+    refused(r"8 experts do not divide over the 3 devices along \('ep',\)", {"ep": 3}, ("ep",), X[:3])
     refused(r"a device has parameters of 8 experts, where 2 are needed, 8 over \('ep',\)", {"ep": 4})
     refused("Experts: 'ep' is not a bound mesh axis; the axes bound here", {"dp": 2}, ("dp",))
     refused(r"the 6 tokens of a device do not divide over the 4 devices", {"dp": 1, "ep": 4}, ("dp",), X[:3])

@@ -103,9 +103,11 @@ def _drawn(args: argparse.Namespace, count: int) -> int:
     alive = sorted((o for o in judged if o.result == "passed"), key=lambda o: o.run.mutant.name)
     if args.times:
         _print(found, True)
-    seen_by = {o.test for o in found if o.result == "failed" and "::" in o.test}
+    # A file that cannot be imported has seen the mutation where, without one, pytest can collect its cases.
+    seen_by = {o.test for o in found if o.result == "failed"}
     again = [Run((file,), cases=tuple(some)) for file, some in _cases_by_file(seen_by).items()]
-    red = [o for o in _shown("what saw them, without a mutation", again, args.jobs) if o.result != "passed"]
+    without = _shown("what saw them, without a mutation", again, args.jobs)
+    red = [o for o in without if o.result != ("passed" if any("::" in case for case in o.run.cases) else "empty")]
     for outcome in red:
         console.print(outcome.text, markup=False)
     for outcome in alive:

@@ -304,6 +304,13 @@ def test_lookahead_is_that_of_one_device_with_its_slow_weights_in_the_state():
     assert box.value.shape != (7, 6)  # guard: it is padded
 
 
+def test_slow_weights_keep_the_dtype_of_the_parameters_beside_wider_updates():
+    params, grads = jnp.ones(4, jnp.bfloat16), jnp.full(4, 0.5, jnp.float32)
+    tx = with_slow_params(optax.lookahead(optax.sgd(1.0), sync_period=1, slow_step_size=0.5))
+    _, state = tx.update(grads, tx.init(params), params)
+    assert state.slow.dtype == jnp.bfloat16 and state.slow.tolist() == [0.75] * 4  # halfway from 1 to 1 - 0.5
+
+
 def test_lookahead_lies_within_wrappers_of_this_library_and_in_states_made_by_hand():
     params = {"kernel": jnp.ones(4)}
     for tx in (optax.chain(optax.clip(1.0), looking_ahead()), skip_nonfinite(with_ema(looking_ahead(), 0.5))):

@@ -177,6 +177,12 @@ def test_labels_of_one_byte():
     assert_array_equal(got.loss, chunked_cross_entropy(hidden, kernel, labels).loss)
 
 
+def test_labels_of_one_byte_beside_more_entries_than_two_bytes_count():
+    logits, labels = np.linspace(0, 3, 40_000, dtype=np.float32), np.array([3, 255], np.uint8)
+    got = jax.jit(chunked_cross_entropy)(np.ones((2, 1), np.float32), logits[None], labels)
+    assert_allclose(got.loss, np.log(np.exp(logits).sum(dtype=np.float64)) - logits[labels], rtol=1e-5)
+
+
 # -------------------------------------------------------------------------------------------------------- in programs
 
 

@@ -1,5 +1,6 @@
 """``check_step`` finds the mistakes that people make in steps of their own, and says what they are."""
 
+import math
 import re
 from functools import partial
 
@@ -26,6 +27,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel import box_like
 from xlstm_jax.distributed.training.state import sharded_opt_state
+from xlstm_jax.distributed.training.step_check.check import _ratio
 from xlstm_jax.distributed.training.step_check.comparison import Multiple, compare_leaves
 from xlstm_jax.distributed.training.step_check.observed import copies_differ, differ_along
 
@@ -273,6 +275,10 @@ def test_a_number_of_devices_is_read_from_a_ratio():
         ("divided", ("dp",)),
         ("other", ()),
     ]
+
+
+def test_a_ratio_to_nothing_is_1_of_nothing_and_infinite_of_anything():
+    assert [_ratio(got, right) for got, right in ((1.0, 4.0), (0.0, 0.0), (2.0, 0.0))] == [0.25, 1.0, math.inf]
 
 
 def test_copies_of_a_leaf_that_differ_between_devices_are_found():
