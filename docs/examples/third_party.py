@@ -33,7 +33,7 @@ class Layer(nn.Module):
 class TextModel(nn.Module):
     vocab: int = 64
     width: int = 64
-    depth: int = 2
+    depth: int = 1
 
     def setup(self):
         self.embed = nn.Embed(self.vocab, self.width)
@@ -140,7 +140,7 @@ choices = {
 }
 kept, at_once = [], []
 for name, where in choices.items():
-    chosen = shard_modules(theirs, where, "fsdp", min_weight_size=2**9)
+    chosen = shard_modules(TextModel(depth=4), where, "fsdp", min_weight_size=2**9)
     plan = plan_sharding(chosen, mesh.shape, inputs)
     units = Counter()  # bytes by the module that gathers them
     for row in plan.rows:

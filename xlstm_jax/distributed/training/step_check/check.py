@@ -395,7 +395,7 @@ class Comparison:
 
     def without_gradient(self, key: PyTree, truth: Found) -> list[str]:
         """What to say of leaves on which the loss does not depend, and where all gradients are 0."""
-        if not any(leaf.size and not np.any(leaf) for leaf in truth.grads.values()):
+        if not any(leaf.size and not np.any(np.asarray(leaf)) for leaf in truth.grads.values()):
             return []
         # A gradient of 0 may be that of these parameters and draws alone (ReLU, zeros at the beginning), so others are
         # tried.

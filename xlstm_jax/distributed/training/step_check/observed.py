@@ -119,7 +119,7 @@ def _of_own_optimizer(step: Callable[..., Any], state: Any, given: PyTree, grads
     )
     moments = _first_moments(_as_seen(after.opt_state), params)
     # Moments that are all 0 are those of the state before: updates say whether the step has updated anything.
-    if any(np.any(leaf) for leaf in moments.values()):
+    if any(np.any(np.asarray(leaf)) for leaf in moments.values()):
         of_moments = lambda grads: _first_moments(updated(grads)[1], params)  # noqa: E731
         return updates._replace(
             what="first moments", got=moments, of_gradients=of_moments, rounding=MappingProxyType({}), then=updates

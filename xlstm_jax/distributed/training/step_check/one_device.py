@@ -75,7 +75,7 @@ class Found(NamedTuple):
     @property
     def has_gradient(self) -> bool:
         """Whether a gradient is not 0."""
-        return any(np.any(leaf) for leaf in self.grads.values())
+        return any(np.any(np.asarray(leaf)) for leaf in self.grads.values())  # np.any compiles for an array of JAX
 
 
 class _Weights(NamedTuple):
