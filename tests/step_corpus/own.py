@@ -507,7 +507,7 @@ UPDATED = [
         make=own(ours, finish=changed(last_weights)),
         tx=AVERAGED,
     ),
-    wrong_update("counts that stay 0", names="count", make=own(ours, finish=changed(one_less)), tx=COUNTED),
+    wrong_update("counts that stay 0", names="all numbers|count", make=own(ours, finish=changed(one_less)), tx=COUNTED),
     wrong_update(
         "clipping on shards, in the optimizer",
         names="shards",

@@ -141,7 +141,7 @@ def check_averaged(grads: PyTree, params: PyTree, caller: str) -> None:
 
 def not_averaged(path: str, leaf: Sharded, stray: list[str], caller: str) -> str:
     """The text of a leaf that differs between devices along other axes than its box names."""
-    declared = f"its box names {leaf.names}" if any(leaf.names) else "no box names axes for it"
+    declared = f"its box names {leaf.names}" if any(leaf.names) else "it is in no box"
     return (
         f"{caller}: '{path}' of shape {np.shape(leaf.value)} differs between devices along "
         f"{', '.join(map(repr, stray))}, but {declared}. If it is a gradient, "
