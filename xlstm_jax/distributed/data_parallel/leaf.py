@@ -436,7 +436,7 @@ def as_gathered(
         return value
     return Sharded(
         value,
-        tuple(names[stored] for stored in leaf.store.order(len(names))),
+        leaf.store.of_value(names),
         communication=replace(how, replicas=None) if set(leaf.axes) & set(axes) else how,
         store=leaf.store.after_read(),
         unit_depth=leaf.unit_depth,

@@ -98,7 +98,7 @@ class Planned(Sharded, repr=False):
             return self
         kept = (tuple(axis for axis in entry_axes(entry) if axis not in axes) for entry in self.names)
         stored = tuple(map(axes_entry, kept))
-        names = tuple(stored[dim] for dim in self.store.order(len(stored)))
+        names = self.store.of_value(stored)
         stands_for = self.stands_for if any(names) else None
         return self.replace(value=true_value(self), store=AS_IT_IS, names=names, stands_for=stands_for)
 

@@ -132,7 +132,7 @@ def plan_params(
             gathered = wires.get(path, gathered)
         # The names after the split: of several wrappers the next one finds the dim taken.
         split = leaf_of(boxed)
-        names = tuple(split.names[stored] for stored in split.store.order(len(split.names)))
+        names = split.store.of_value(split.names)
         return Planned.of(leaf, boxed, Decision(tuple(axis_sizes), choice, np.shape(value), names, gathered, summed))
 
     return trees.map_leaves_with_path(plan, params, box_params(params, axis_sizes, policy))

@@ -15,7 +15,7 @@ the store alone says:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from xlstm_jax.distributed.data_parallel.reasons import Reason
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry
 
 Shape = tuple[int, ...]
+Entry = TypeVar("Entry")
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,10 @@ class Store:
     def order(self, ndim: int) -> tuple[int, ...]:
         """Returns for each of ``ndim`` dims of the value the stored dim that holds it."""
         return tuple(range(ndim))
+
+    def of_value(self, entries: Sequence[Entry]) -> tuple[Entry, ...]:
+        """Returns what stands for each dim of the value, of what stands for each stored dim: names, say."""
+        return tuple(entries[dim] for dim in self.order(len(entries)))
 
     def after_read(self) -> "Store":
         """Returns the store of what ``read`` has made where some dims are split: these are still to be read."""

@@ -210,7 +210,7 @@ def _row(path: str, collection: str, leaf: Sharded, reason: Reason, sizes: dict[
         collection=collection,
         shape=shape,
         dtype=str(leaf.value.dtype),
-        names=tuple(leaf.names[stored] for stored in leaf.store.order(len(shape))),
+        names=leaf.store.of_value(leaf.names),
         parts=_count(leaf.axes, sizes),
         reason=reason,
         **fields,

@@ -165,7 +165,7 @@ def place_of(tree: PyTree) -> Place:
     layout = None if collectives.manual_axes() else _LAYOUT.get()
     if layout and layout.mesh.size > 1 and values.keys() <= layout.params.keys():
         return _on_mesh(layout, values)
-    names = {path: _bound([leaf.names[dim] for dim in leaf.store.order(len(leaf.names))]) for path, leaf in leaves}
+    names = {path: _bound(leaf.store.of_value(leaf.names)) for path, leaf in leaves}
     axes = [axis for entries in names.values() for entry in entries for axis in entry_axes(entry)]
     sizes = {axis: collectives.axis_size([axis]) for axis in dict.fromkeys((*collectives.manual_axes(), *axes))}
     return Place(values, {path: value.shape for path, value in values.items()}, names, sizes, None)
@@ -192,7 +192,7 @@ def _on_mesh(layout: ParameterLayout, values: Values) -> Place:
     padded = {path: _in_order(stored_value(layout.params[path], value), stores[path]) for path, value in values.items()}
     specs = {path: layout.specs[path] for path in values}
     stored = {path: [*spec, *[None] * (values[path].ndim - len(spec))] for path, spec in specs.items()}
-    names = {path: [entries[dim] for dim in stores[path].order(len(entries))] for path, entries in stored.items()}
+    names = {path: stores[path].of_value(entries) for path, entries in stored.items()}
     of_value = {path: NamedSharding(layout.mesh, PartitionSpec(*entries)) for path, entries in names.items()}
     shapes = {path: of_value[path].shard_shape(padded[path].shape) for path in values}
     return Place(padded, shapes, names, dict(layout.mesh.shape), layout.mesh)
