@@ -124,13 +124,14 @@ def local_result(
     This is for ``params`` that have the state of fp8 products among them.
     """
     live, put_back = trees.split_differentiable(params)
-    frozen = [path for path, leaf in trees.sharded_leaves(params) if not leaf.trainable]
+    leaves = trees.sharded_leaves(params)
+    frozen = [path for path, leaf in leaves if not leaf.trainable]
     if frozen and not live:
         raise ValueError(
             f"all {len(frozen)} parameters are frozen, '{frozen[0]}' among them: there is nothing to train. Is "
             "trainable=, the predicate of a leaf's path, true of those that are to be trained? Paths are as this one."
         )
-    model_axes = frozenset().union(*[leaf.model_axes for leaf in trees.differentiable(params)])
+    model_axes = frozenset().union(*[leaf.model_axes for _, leaf in leaves if leaf.is_differentiable])
     running = RunningLoss(axes, model_axes=model_axes, overwrites=devices is not None)
 
     def scaled_loss(live: list[Any]) -> tuple[Any, Any]:
