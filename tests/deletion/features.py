@@ -94,6 +94,11 @@ FEATURES = [
         own=("tests/training/test_lowered_text.py::test_a_training_step_lowers_to_the_kept_text[scan]",),
     ),
     Feature(
+        "logical names",
+        ("data_parallel/extensions/logical_names.py",),
+        r"\bLogicalNames\b|\bLogicallyPartitioned\b|logical_names",
+    ),
+    Feature(
         "prefetch",
         ("data_parallel/prefetch.py", "data_parallel/modules/scan_layers.py"),
         r"\bscan_layers\b|\bprefetch\b",
@@ -162,7 +167,6 @@ NOT_YET: dict[str, str] = {}
 
 # Threaded through shared code, and without a row so far.
 WITHOUT_ROW = (
-    "logical names",
     "frozen parameters",
     "collections",
     "checks of arguments and mistakes",

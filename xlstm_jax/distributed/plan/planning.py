@@ -17,7 +17,6 @@ from xlstm_jax.common_types import AxisNames, Model, PyTree
 from xlstm_jax.distributed.data_parallel.extension import PartialGather, arranged, avoids_gather, noting_parts
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
-from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
 from xlstm_jax.distributed.data_parallel.placement import check_divides, partition_specs
 from xlstm_jax.distributed.data_parallel.planned import Decision, Planned, planning_mesh
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, ShardPolicy, next_multiple
@@ -31,6 +30,7 @@ from xlstm_jax.distributed.data_parallel.reasons import (
 )
 from xlstm_jax.distributed.data_parallel.shard import plan_params, with_unit
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, sharded_leaves, with_mesh_names
+from xlstm_jax.distributed.data_parallel.unconstrained_boxes import boxes_without_constraints
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_bytes
@@ -146,7 +146,7 @@ def _planned_init(
     check_no_explicit_mesh()
 
     def init(rng: PyTree, inputs: PyTree) -> PyTree:
-        with jax.sharding.use_abstract_mesh(mesh), rules_of_mesh():
+        with jax.sharding.use_abstract_mesh(mesh), boxes_without_constraints():
             return freeze(with_mesh_names(model.init(rng, *inputs, **kwargs)))
 
     # Nothing is computed: a key without a value will do.

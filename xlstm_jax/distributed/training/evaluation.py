@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from xlstm_jax.accelerators import resolved_on
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import placement
-from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
+from xlstm_jax.distributed.data_parallel.unconstrained_boxes import boxes_without_constraints
 from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_layout
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh
@@ -160,7 +160,7 @@ class _Evaluation:
         # A function for states without collections takes one argument fewer.
         collections = (readable(variables["collections"]),) if variables["collections"] else ()
         # Without types a layer asks here which axes split the batch, as it asks in training.
-        with explained(), inside_loss(RunningLoss(evaluated_axes=self.layout.axes)), rules_of_mesh():
+        with explained(), inside_loss(RunningLoss(evaluated_axes=self.layout.axes)), boxes_without_constraints():
             observed = self.eval_fn(
                 variables["params"], apply_fn, batch, *collections, **frozen_trees(variables["others"])
             )

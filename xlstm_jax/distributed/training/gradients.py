@@ -25,7 +25,7 @@ from xlstm_jax.common_types import AxisNames, PyTree, Scalar
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.gather import sync_gradients
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, rebox, split_by_model
-from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
+from xlstm_jax.distributed.data_parallel.unconstrained_boxes import boxes_without_constraints
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype, wide_dtype
@@ -135,7 +135,7 @@ def local_result(
     running = RunningLoss(axes, model_axes=model_axes, overwrites=devices is not None)
 
     def scaled_loss(live: list[Any]) -> tuple[Any, Any]:
-        with inside_loss(running), rules_of_mesh():
+        with inside_loss(running), boxes_without_constraints():
             found = loss_fn(put_back(live), *rest)
         mean, scale, weight = _scaled(found, axes)
         checks.run_checks("loss", LossOfDevice(mean, axes, "the loss"))

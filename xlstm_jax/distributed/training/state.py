@@ -23,8 +23,8 @@ from xlstm_jax.distributed.data_parallel import placement, trees
 from xlstm_jax.distributed.data_parallel.extension import arranged
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, split_by_model, true_value
-from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
 from xlstm_jax.distributed.data_parallel.modules import noting_stacks
+from xlstm_jax.distributed.data_parallel.unconstrained_boxes import boxes_without_constraints
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.device_mesh.batch_layout import num_shards
@@ -183,7 +183,7 @@ def jitted_init(
 
     def init(rng: PyTree, inputs: tuple[PyTree, ...]) -> PyTree:
         # Wrapped modules see the sizes of the axes here, and box global values accordingly.
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), rules_of_mesh():
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), boxes_without_constraints():
             variables = trees.with_mesh_names(model.init(rng, *inputs, **kwargs))
             if "params" in variables:
                 variables = {**variables, "params": trees.map_leaves(split_by_model, variables["params"])}
