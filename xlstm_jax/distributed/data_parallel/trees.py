@@ -14,6 +14,7 @@ from xlstm_jax.distributed.data_parallel.dim_names import reader
 from xlstm_jax.distributed.data_parallel.leaf import (
     Sharded,
     is_box,
+    is_ours,
     leaf_of,
     rebox,
     split_by_model,
@@ -120,6 +121,19 @@ def with_mesh_names(variables: PyTree) -> PyTree:
 
     found = reader().names_from_collections(variables)
     return {name: map_leaves(partial(named, is_param=name == "params"), tree) for name, tree in found.items()}
+
+
+def readable(tree: PyTree) -> PyTree:
+    """Returns the tree as a model reads it inside ``shard_map``: a leaf in a box of Flax is the shard of this device.
+
+    A box of Flax is replaced: when such a box is read it constrains its sharding, which is an error inside
+    ``shard_map``. The library's own boxes stay: they hold parameters of a second model, gathered where they are read.
+    """
+
+    def shard(leaf: Any) -> Any:
+        return leaf if is_ours(leaf) or not is_box(leaf) else leaf_of(leaf).replace(read_as_stored=True)
+
+    return map_leaves(shard, tree)
 
 
 def check_alive(tree: PyTree, reader: str) -> None:

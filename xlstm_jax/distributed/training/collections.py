@@ -18,7 +18,7 @@ import numpy as np
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, is_ours, leaf_of, rebox
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, rebox
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.training.loss import Loss
@@ -51,19 +51,6 @@ def check_kept(collections: Mapping[str, PyTree]) -> None:
 
 
 # --------------------------------------------------------------------------------------------- of a loss function
-
-
-def readable(collections: PyTree) -> PyTree:
-    """The collections as a model reads them inside ``shard_map``: a leaf in a box is the shard of this device.
-
-    A box of Flax is replaced: when it is read it constrains its sharding, which is an error inside ``shard_map``. The
-    library's own boxes stay: they hold parameters of a second model, which are gathered where they are read.
-    """
-
-    def shard(leaf: Any) -> Any:
-        return leaf if is_ours(leaf) or not is_box(leaf) else leaf_of(leaf).replace(read_as_stored=True)
-
-    return trees.map_leaves(shard, collections)
 
 
 def updated_collections(

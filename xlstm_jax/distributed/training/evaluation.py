@@ -17,12 +17,12 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from xlstm_jax.accelerators import resolved_on
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import placement
+from xlstm_jax.distributed.data_parallel.trees import readable
 from xlstm_jax.distributed.data_parallel.unconstrained_boxes import boxes_without_constraints
 from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_layout
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
-from xlstm_jax.distributed.training import checks
 from xlstm_jax.distributed.training.arguments import (
     EVAL_FN,
     Others,
@@ -31,10 +31,9 @@ from xlstm_jax.distributed.training.arguments import (
     frozen_trees,
 )
 from xlstm_jax.distributed.training.checked_step import CheckedStep
-from xlstm_jax.distributed.training.checks.check import EvaluationTrace, Results
-from xlstm_jax.distributed.training.collections import readable
 from xlstm_jax.distributed.training.gradients import explained, traced_call
 from xlstm_jax.distributed.training.loss import ApplyFn
+from xlstm_jax.distributed.training.moments import EvaluationTrace, Results, run_checks
 from xlstm_jax.distributed.training.padded_rows import OBSERVED, counting_padding, with_names
 from xlstm_jax.wording import kind_of
 
@@ -136,7 +135,7 @@ class _Evaluation:
     def step(self, state: Any, batch: PyTree, local: Local, *, others: Others = None) -> Local:
         others = {} if others is None else others
         trace = EvaluationTrace(self.eval_fn, self.layout, state, batch, local, others)
-        checks.run_checks("trace of an evaluation", trace)
+        run_checks("trace of an evaluation", trace)
         variables = {"params": state.params, "collections": collections_of(state), "others": others}
         # Each device has its own state of the metric, so that state is split over all axes of the batch.
         mesh, of_local = self.layout.mesh, PartitionSpec(self.layout.axes)
@@ -145,7 +144,7 @@ class _Evaluation:
         on_device = partial(self._on_device, state.apply_fn, layout)
         on_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=of_local, check_vma=self.check_vma)
         returned, jaxpr = traced_call(on_mesh, (variables, batch, local))
-        checks.run_checks("results", Results(returned, jaxpr, mesh, self.layout.axes, {}))
+        run_checks("results", Results(returned, jaxpr, mesh, self.layout.axes, {}))
         return returned
 
     def _on_device(

@@ -30,9 +30,8 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype, wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
-from xlstm_jax.distributed.training import checks
-from xlstm_jax.distributed.training.checks.check import Differentiated, LossOfDevice
 from xlstm_jax.distributed.training.loss import LocalLossFn, Loss, LossFunction, P
+from xlstm_jax.distributed.training.moments import Differentiated, LossOfDevice, run_checks
 from xlstm_jax.private_names import core
 
 
@@ -90,7 +89,7 @@ def value_and_grad(
                 args, kwargs = put_back(arrays)
                 return loss(params, *args, **kwargs)
 
-            checks.run_checks("gradient", Differentiated(local.gathered_in_branches, again, (own, arrays, None), axes))
+            run_checks("gradient", Differentiated(local.gathered_in_branches, again, (own, arrays, None), axes))
         (mean,) = collectives.pmean([local.loss], [axes])
         grads = averaged(local.grads, params, axes)
         return ((mean, local.aux), grads) if has_aux else (mean, grads)
@@ -138,7 +137,7 @@ def local_result(
         with inside_loss(running), boxes_without_constraints():
             found = loss_fn(put_back(live), *rest)
         mean, scale, weight = _scaled(found, axes)
-        checks.run_checks("loss", LossOfDevice(mean, axes, "the loss"))
+        run_checks("loss", LossOfDevice(mean, axes, "the loss"))
         return mean / devices if devices and devices > 1 else mean, (found.aux, scale, weight, found.collections)
 
     # Varying parameters, so that JAX does not sum their gradients over devices: see the top of this file.
@@ -154,7 +153,7 @@ def explained() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, NotImplementedError, AssertionError) as error:
-        checks.run_checks("failure", error)
+        run_checks("failure", error)
         raise
 
 
@@ -200,7 +199,7 @@ def _scaled(loss: Loss, axes: tuple[str, ...]) -> tuple[Any, Scalar, Scalar]:
     if weight is None:
         return total, 1, 1
     if isinstance(weight, Tracer):
-        checks.run_checks("loss", LossOfDevice(weight, axes, "the weight"))
+        run_checks("loss", LossOfDevice(weight, axes, "the weight"))
     # A constant also where it is computed from parameters (a soft mask): W is a divisor that all devices share.
     local = jax.lax.stop_gradient(jnp.asarray(weight, wide_dtype(jnp.result_type(total))))
     (weight,) = collectives.psum([collectives.to_varying(local, collectives.spread_axes(axes))], [axes])

@@ -33,9 +33,8 @@ from xlstm_jax.distributed.optimizers.extra_args import GRAD, GRAD_FN, VALUE, VA
 from xlstm_jax.distributed.optimizers.lookahead import with_plain_params
 from xlstm_jax.distributed.optimizers.sharded_optimizer import ON_DEVICES, Placement, Trained, sharded_optimizer
 from xlstm_jax.distributed.optimizers.state import given_state, trainable
-from xlstm_jax.distributed.training import checks
 from xlstm_jax.distributed.training.arguments import collections_of, why_not_its_state
-from xlstm_jax.distributed.training.checks.check import CreatedState, NewModel, NewVariables
+from xlstm_jax.distributed.training.moments import CreatedState, NewModel, NewVariables, run_checks
 from xlstm_jax.wording import TIMES, Bar, format_bytes, notebook_html, rich_table
 
 PARTS = ("params", "opt_state", "collections")
@@ -156,7 +155,7 @@ def init_sharded(
     """
     freezing: dict[str, Any] = {"trainable": trainable, "frozen_dtype": frozen_dtype}
     init = jitted_init(model, mesh, rng, *inputs, batch_axes=batch_axes, **freezing, **kwargs)
-    checks.run_checks("values", NewModel(model, mesh, rng))
+    run_checks("values", NewModel(model, mesh, rng))
     # jit does not split NumPy arrays over devices of several processes.
     return init(rng, jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, inputs))
 
@@ -177,7 +176,7 @@ def jitted_init(
     >>> jitted_init(nn.Dense(16), mesh, rng, x, batch_axes="dp").lower(rng, (x,)).out_info["params"]["kernel"].shape
     (32, 16)
     """
-    checks.run_checks("model", NewModel(model, mesh, rng))
+    run_checks("model", NewModel(model, mesh, rng))
     mesh = auto_mesh(mesh)
     axes = mesh_axes(mesh, batch_axes, "batch_axes")
 
@@ -199,7 +198,7 @@ def jitted_init(
     given = (NamedSharding(mesh, PartitionSpec()), jax.tree.map(input_sharding, inputs))
     made = jax.eval_shape(init, rng, inputs)
     out = placement.shardings(made, mesh)
-    checks.run_checks("shapes", NewVariables(made, mesh))
+    run_checks("shapes", NewVariables(made, mesh))
     return jax.jit(init, in_shardings=given, out_shardings=out)
 
 
@@ -238,7 +237,7 @@ def create_train_state(
       ValueError: a collection is of single examples (a cache), or holds what the model has sown; names it, and how to
         leave it out. Or a transform within ``tx`` needs what no step has; names both.
     """
-    checks.run_checks("optimizer", tx)
+    run_checks("optimizer", tx)
     tx = with_plain_params(tx)
     mesh = auto_mesh(mesh)
     # Layers that a wrapper would gather at once show only while the model is initialised.
@@ -246,7 +245,7 @@ def create_train_state(
         freezing: dict[str, Any] = {"trainable": trainable, "frozen_dtype": frozen_dtype}
         variables = dict(init_sharded(model, mesh, rng, *inputs, batch_axes=batch_axes, **freezing, **kwargs))
     params = variables.pop("params", {})
-    checks.run_checks("state", CreatedState(model, tx, mesh, rng, inputs, kwargs, params, variables, stacks, whole_ok))
+    run_checks("state", CreatedState(model, tx, mesh, rng, inputs, kwargs, params, variables, stacks, whole_ok))
     # On the mesh from the beginning: a step returns it there, and another sharding would compile the second step again.
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, PartitionSpec()))
     opt_state = sharded_opt_state(tx, params, mesh, offload)
