@@ -117,9 +117,7 @@ def experts_table(plans: Sequence[ExpertPlan]) -> RenderableType:
 
 
 class ExpertSection(Section[ExpertPlan]):
-    """Plan section of the mixtures of experts. Parameters do not show the options of a mixture, so each mixture is recorded
-    when it runs.
-    """
+    """Plan section of the mixtures of experts, recorded as they run: parameters lack the options of a mixture."""
 
     name = "experts"
     role = "experts"
