@@ -76,7 +76,7 @@ class _How:
         return order.reshape(-1, length)
 
 
-# ------------------------------------------------------------------------------------------- which tokens a device has
+# -------------------------------------------------------------------------------------- positions of a device's tokens
 
 
 @promoting
@@ -132,8 +132,7 @@ def context_attention(
     kernel: Kernel | None = None,
     block_size: int = BLOCK_SIZE,
 ) -> Array:
-    """Computes attention over a sequence split over the devices of an axis; values and gradients equal those of one
-    device.
+    """Computes attention over a sequence split over devices; values and gradients are the same as on one device.
 
     Call the function inside ``shard_map``, in either ``check_vma`` mode. If no mesh axis is bound, as in ``init``, the
     arguments are the full sequence in natural order, and the function is plain attention.
@@ -320,8 +319,9 @@ def _steps(how: _How, length: int) -> int:
 
 
 def _block_length(how: _How, length: int) -> int:
-    """Returns the divisor of the tokens nearest to the block size; in zigzag a divisor of half the tokens, as halves
-    are not adjacent.
+    """Returns the divisor of the number of tokens that is nearest to the block size.
+
+    In zigzag the divisor is of half the tokens, as the halves of a device are not adjacent.
     """
     length = length // 2 if how.layout == ZIGZAG else length
     # A divisor, so that no block needs padding and a mask for the padding.
@@ -362,8 +362,7 @@ def _from_blocks(x: Array) -> Array:
 
 
 def _merge(how: _How, state: PyTree, queries: Array, of_queries: Any, arrived: Any, places: Array) -> PyTree:
-    """Returns the state (largest logit, sum of exponentials, weighted sum of values) of all queries, after these keys.
-    """
+    """Adds these keys to the state (largest logit, sum of exponentials, weighted sum of values) of the queries."""
     keys, values, key_segments = arrived
 
     def of_one_block(_: None, block: Any) -> tuple[None, PyTree]:
@@ -403,8 +402,7 @@ def _logits(how: _How, query: Array, key: Array, places: Any) -> tuple[Array, Ar
 def _merge_gradients(
     how: _How, d_query: Array, queries: Array, of_queries: Any, of_result: Any, arrived: Any, places: Array
 ) -> tuple[Array, tuple[Array, Array]]:
-    """Returns the gradient of all queries after adding the terms of these keys, and the gradients of keys and values.
-    """
+    """Adds the terms of these keys to the gradient of the queries; returns the gradients of keys and values, too."""
     keys, values, key_segments = arrived
 
     def of_one_block(d_keys: PyTree, block: Any) -> tuple[PyTree, Array]:
@@ -448,7 +446,7 @@ def _product(dims: str, a: Array, b: Array) -> Array:
     return jnp.einsum(dims, a, b, preferred_element_type=wide)
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
+# -------------------------------------------------------------------------------------------------- checks of arguments
 
 
 def _check(

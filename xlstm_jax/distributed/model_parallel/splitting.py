@@ -273,7 +273,7 @@ def _check_plain(path: str, module: Any, kind: str) -> None:
 
 
 def _check_heads(path: str, module: Any, kind: str, axis_name: str) -> None:
-    """Raises if the split would give each device a layer of those that are fused in the first of three feature dims."""
+    """Raises if the split would divide the fused layers in the first of three feature dims, instead of the heads."""
     features = getattr(module, "features", 0)
     if kind != "column" or isinstance(features, int) or len(features) != 3:
         return
