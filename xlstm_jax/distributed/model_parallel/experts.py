@@ -378,8 +378,8 @@ class Experts(nn.Module):
         devices.
       normalize: divide the weights of each token's experts by their sum.
       batch_axes: all axes along which tokens differ. None: the axes in the tokens' type (``check_vma=True``), else the
-        batch axes of ``value_and_grad`` and the ready steps. Required under ``check_vma=False`` in a custom step, and
-        if ``axis`` is not a batch axis.
+        batch axes of ``value_and_grad`` and the ready steps. Under ``check_vma=False`` required in a custom step,
+        and if ``axis`` is not a batch axis.
       block_size: number of rows that an expert computes at a time, without a capacity.
     """
 
@@ -483,8 +483,7 @@ class Experts(nn.Module):
         return tuple(axis for axis in spread if axis not in differ)
 
     def _check_said(self, axis: str) -> None:
-        """Raises if it is unknown whether tokens differ along an untracked axis, or ``batch_axes`` and step disagree.
-        """
+        """Raises if tokens may or may not differ along an untracked axis, or if ``batch_axes`` and step disagree."""
         of_step = running_loss().batch_axes
         if running_loss().is_reference:  # the reference treats tokens as different along all axes, which only adds work
             return
