@@ -48,8 +48,9 @@ def devices_here(axis_name: str, caller: str) -> int:
 
 
 def parts_of_params(axis_name: str, caller: str) -> int:
-    """Returns the number of parts in which parameters are stored: ``devices_here``, or in ``init`` the size in the
-    current mesh.
+    """Returns the number of parts in which parameters are stored.
+
+    As ``devices_here``; in ``init``, where no axis is bound, the size of the axis in the current mesh.
 
     Raises:
       ValueError: the mesh has no such axis.

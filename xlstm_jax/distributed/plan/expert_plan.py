@@ -86,9 +86,7 @@ class ExpertPlan:
 def expert_plan(
     path: str, module: Any, of_layer: int, axis_sizes: Mapping[str, int], rows: Sequence[LeafPlan]
 ) -> ExpertPlan:
-    """Returns the plan of the ``Experts`` module at ``path``; ``of_layer`` is the size of a layer's experts in
-    elements.
-    """
+    """Returns the plan of the ``Experts`` module at ``path``; ``of_layer`` is the size of a layer's experts."""
     axes = () if module.axis is None else as_axis_names(module.axis)
     devices = math.prod(axis_sizes[axis] for axis in axes)
     own = [row for row in rows if row.collection == PARAMETERS and row.path.startswith(_experts_of(path))]

@@ -46,11 +46,11 @@ def known_cure(
     call: str,
     by_keyword: str,
 ) -> str:
-    """Returns advice on the inputs: one token less, if ``model.init`` accepts that, or the arguments that ``error``
-    reports as missing.
+    """Returns advice on the inputs: one token less, or the arguments reported as missing by ``error``.
 
-    Returns "" otherwise: the mistake may be in the model.
-    ``call`` has a placeholder, ``{}``, for the inputs; ``by_keyword`` shows how the call passes a keyword argument.
+    Advises one token less if ``model.init`` accepts the shorter input. Returns "" without advice: the mistake may be in
+    the model. ``call`` has a placeholder, ``{}``, for the inputs; ``by_keyword`` shows how the call passes a keyword
+    argument.
     """
     if missing := MISSING.search(one_line(error)):
         names = missing.group(1)

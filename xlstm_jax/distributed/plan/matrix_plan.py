@@ -1,6 +1,4 @@
-"""Plan section of optimizers that update unsharded matrices: the matrices, their owners, and why further leaves are
-not matrices.
-"""
+"""Plan section of optimizers that update unsharded matrices: matrices, owners, and reasons of non-matrices."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -71,9 +69,7 @@ class MatrixPlan:
 
 
 def matrix_plans(reports: Iterable[MatrixReport]) -> tuple[MatrixPlan, ...]:
-    """Returns for each optimizer the matrices by form, the form with the most work first, then the leaves that are
-    not matrices.
-    """
+    """Returns for each optimizer the matrices by form, most work first, then the leaves that are not matrices."""
     plans = []
     for report in reports:
         for group in report.groups:

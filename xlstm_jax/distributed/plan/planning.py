@@ -180,8 +180,9 @@ def _checked_sizes(axis_sizes: Mapping[str, int]) -> dict[str, int]:
 def _decided(
     model: Model, variables: PyTree, axis_name: AxisNames | None, min_weight_size: int | None, sizes: dict[str, int]
 ) -> tuple[PyTree, str]:
-    """Returns the variables with decisions in their boxes, and the wrapper assumed for a model without wrappers (or
-    "").
+    """Returns the variables with decisions in their boxes, and the wrapper assumed for a model without wrappers.
+
+    For a model with wrappers the second result is "".
     """
     if any(isinstance(leaf, Planned) for _, leaf in leaves_with_path(variables)):
         options = {"axis_name": axis_name, "min_weight_size": min_weight_size}
@@ -237,8 +238,9 @@ def _bytes_of(path: str, leaf: Sharded, sizes: dict[str, int]) -> ByteCount:
 
 
 def _reason(leaf: Sharded) -> Reason:
-    """Returns the reason for the split, or else for the last refusal; for wrappers over different axes, the reason of
-    each.
+    """Returns the reason for the split, or else for the last refusal.
+
+    For wrappers over different axes: the reason for each tuple of axes.
     """
     if not isinstance(leaf, Planned):
         return BoxedByModel(leaf.names) if leaf.axes else Unwrapped()
@@ -303,9 +305,7 @@ def _gathered_as(leaf: Sharded) -> str:
 def _optimizer_rows(
     tx: optax.GradientTransformation | None, params: PyTree, mesh: AbstractMesh, offload: Placement
 ) -> tuple[Mapping[str, Mapping[str, ByteCount]], list[LeafPlan]]:
-    """Returns the bytes of optimizer state by parameter and memory, and rows for the state that belongs to no
-    parameter.
-    """
+    """Returns the bytes of optimizer state by parameter and memory, and rows for state without a parameter."""
     of_params: dict[str, dict[str, ByteCount]] = defaultdict(lambda: defaultdict(ByteCount))
     beside: list[LeafPlan] = []
     if tx is None:

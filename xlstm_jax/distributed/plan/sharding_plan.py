@@ -20,8 +20,7 @@ WORST_SHOWN = 3
 
 
 class Difference(NamedTuple):
-    """Difference between two plans in one leaf, in the mesh, or in the assumed wrapper. ``str`` formats the
-    difference.
+    """Difference between two plans in a leaf, in the mesh, or in the assumed wrapper; ``str`` formats the difference.
 
     ``before`` and ``after`` map the names of the changed fields to values. ``before`` is None for an added leaf,
     ``after`` for a removed leaf.
@@ -112,8 +111,9 @@ class ShardingPlan:
 
     @property
     def bytes_per_device(self) -> int:
-        """Bytes of parameters, gradients, optimizer state and further collections in the memory of each device. Host
-        memory and activations are not included.
+        """Bytes of parameters, gradients, optimizer state and further collections in device memory.
+
+        Host memory and activations are not included.
         """
         return sum(row.all_bytes.per_device for row in self.rows)
 
@@ -161,8 +161,7 @@ class ShardingPlan:
         return plain_text(self.table())
 
     def table(self) -> RenderableType:
-        """Returns the plan for ``rich``: leaves by module, largest first, then the replicated leaves with the
-        reasons.
+        """Returns the plan for ``rich``: leaves by module, largest first, then replicated leaves with reasons.
 
         Modules whose paths differ in a number alone (``block_0``, ``block_1``, ...) share a line for each leaf that is
         alike.

@@ -21,8 +21,9 @@ HOST = "on its host"  # a further column, with offload
 
 @dataclass(frozen=True)
 class Line:
-    """Line of a table: a row, and the number of leaves that share the line; ``path`` has ``*`` in place of their
-    numbers.
+    """Line of a table: a row, and the number of leaves that share the line.
+
+    ``path`` has ``*`` in place of the numbers that differ between the leaves.
     """
 
     module: str
@@ -68,9 +69,7 @@ def plan_table(plan: Any) -> Any:
 
 
 def plan_bars(plan: Any) -> list[Bar]:
-    """Returns a bar for each line of the table, largest first; a leaf replicated on several devices is marked as a
-    warning.
-    """
+    """Returns a bar for each line of the table, largest first; a leaf replicated on several devices is a warning."""
     whole = {line: line.row.parts == 1 and plan.devices > 1 for line in _lines(plan.rows)}
     ordered = sorted(whole, key=lambda line: -line.all_bytes.per_device)
     sizes = [(line, line.all_bytes.per_device) for line in ordered]
@@ -91,8 +90,9 @@ def _lines(rows: Iterable[LeafPlan]) -> list[Line]:
 
 
 def _module_depth(paths: list[str]) -> int:
-    """Returns how many parts of a path name its module: one more than all paths share, for several modules in the
-    table.
+    """Returns the number of leading parts of a path that name its module.
+
+    One more than the parts that all paths share, so that the table has several modules.
     """
     parents = [path.split("/")[:-1] for path in paths]
     shared = 0
@@ -134,8 +134,9 @@ def _leaves_table(plan: Any, lines: list[Line]) -> Any:
 
 
 def _sums(lines: list[Line], offloads: bool) -> list[str]:
-    """Returns the summed bytes of the lines: values (parameters and further collections) in all and per device, then
-    each kind per device.
+    """Returns the summed bytes of the lines: of the values in all and per device, then of each kind per device.
+
+    Values are parameters and further collections.
     """
     values = [line.bytes_of("parameters") + line.bytes_of("other") for line in lines]
     kinds = ["gradients", "optimizer", *["host"] * offloads]
@@ -166,7 +167,5 @@ def _times(count: int) -> str:
 
 
 def _short(dtype: str) -> str:
-    """Returns a dtype as compiled programs write it: ``float32`` -> ``f32``, ``bfloat16`` -> ``bf16``, ``uint8`` ->
-    ``u8``.
-    """
+    """Returns a dtype in the spelling of compiled programs: ``float32`` -> ``f32``, ``bfloat16`` -> ``bf16``."""
     return re.sub("float|uint|int|complex", lambda name: name[0][0], dtype, count=1)

@@ -124,8 +124,7 @@ def _cut(group: MatrixGroup, matrices: jax.Array) -> jax.Array:
 
 
 def _by_axis(group: MatrixGroup, places: int) -> tuple[tuple[int, ...], list[int]]:
-    """Returns the shape of slices with a leading dim for each axis, [axes ..., p, ...], and the order to merge the
-    dims.
+    """Returns the shape of slices with a leading dim for each axis, [axes ..., p, ...], and the order for a merge.
 
     In the merged order the axes that split a dim come directly before a device's part of the dim.
     """
