@@ -61,8 +61,8 @@ def parts_of_params(axis_name: str, caller: str) -> int:
         return devices_here(axis_name, caller)
     if axis_name not in mesh.shape:
         raise ValueError(
-            f"{caller}: {axis_name!r} is not an axis of the mesh, which has {tuple(mesh.shape)}. Give axis_name= one "
-            f"of these, or the mesh the axis {axis_name!r}, of size 1 where nothing is to be split."
+            f"{caller}: {axis_name!r} is not an axis of the mesh, which has {tuple(mesh.shape)}. Pass one of these "
+            f"as axis_name=, or add the axis {axis_name!r} to the mesh, with size 1 for no split."
         )
     return mesh.shape[axis_name]
 
@@ -95,9 +95,9 @@ def check_equal(x: Array, axis_name: str, n: int, caller: str) -> None:
     """Raises if ``x`` varies over the axis by its type."""
     if axis_name in collectives.varying_axes(x):
         raise ValueError(
-            f"{caller}: an input of shape {x.shape} differs along {axis_name!r} by its type, and must be whole and "
-            f"equal on its {n} devices. Where each device has its share of the tokens, pass sequence_dim=; where it "
-            "has its share of the features, as a column-split layer returns them, the next layer is a RowDense."
+            f"{caller}: an input of shape {x.shape} differs along {axis_name!r} by its type, and must be "
+            f"replicated on its {n} devices. For an input split along the tokens pass sequence_dim=; after a "
+            "column-split layer, whose output is split along the features, take a RowDense."
         )
 
 
@@ -124,8 +124,8 @@ def check_differs(x: Array, axis_name: str, n: int, caller: str) -> None:
     if collectives.types_tell(axis_name, x) and axis_name not in collectives.varying_axes(x):
         raise ValueError(
             f"{caller}: an input of shape {x.shape} is equal along {axis_name!r} by its type, and would count {n} "
-            "times in the sum over its devices. A row-split layer takes what a column-split one has returned: each "
-            "device's share of the features."
+            "times in the sum over its devices. Pass the output of a column-split layer, in which each device has "
+            "different features."
         )
 
 
@@ -206,8 +206,8 @@ def check_own_tokens(x: Array, dim: int, axis_name: str, caller: str, *, feature
     if collectives.types_tell(axis_name, x) and axis_name not in collectives.varying_axes(x):
         raise ValueError(
             f"{caller}: an input of shape {x.shape} is equal along {axis_name!r} by its type, so each device has all "
-            f"tokens, and would get them {collectives.axis_size((axis_name,))} times. Take split_tokens(x, {dim}, "
-            f"{axis_name!r}) before, or leave out sequence_dim=."
+            f"tokens, and the gather would repeat them {collectives.axis_size((axis_name,))} times. Apply "
+            f"split_tokens(x, {dim}, {axis_name!r}) before, or leave out sequence_dim=."
         )
 
 

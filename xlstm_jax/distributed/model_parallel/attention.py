@@ -56,7 +56,7 @@ class SplitAttention(Split):
         if heads % kv_heads:
             raise ValueError(
                 f"{self._called}: num_kv_heads={kv_heads} key heads do not divide num_heads={heads} query "
-                "heads, so no group of queries shares a key head."
+                "heads. Choose a divisor of the query heads."
             )
         # Key heads may be fewer than devices, and are then copied; query heads are never copied.
         counts = {"query": heads, "key": kv_heads, "value": kv_heads}

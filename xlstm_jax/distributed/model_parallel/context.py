@@ -459,11 +459,13 @@ def _check(
         check_even(query.shape[1] * how.devices, how.devices, "context_attention")
     if impl == "ring" and kernel is not None:
         raise ValueError(
-            "kernel= with impl='ring': the ring merges softmaxes block by block, which a kernel that returns results "
-            "alone cannot. Leave kernel= out, or take impl='ulysses' (or 'gather'), which calls it on whole softmaxes."
+            "kernel= with impl='ring': the ring merges softmaxes block by block, which needs more than a kernel's "
+            "results. Leave kernel= out, or pass impl='ulysses' (or 'gather'), which calls the kernel on full rows."
         )
     if how.window is not None and min(how.window) < 0:
-        raise ValueError(f"window={how.window}: how many tokens a token sees to its left and right, 0 or more each.")
+        raise ValueError(
+            f"window={how.window}: how many tokens a token sees to its left and right must be 0 or more each."
+        )
     if how.block_size < 1:
         raise ValueError(f"context_attention: block_size={how.block_size} must be a positive number of tokens.")
     if impl == "ulysses" and (heads := query.shape[2]) % how.devices:
@@ -491,8 +493,8 @@ def _check_shapes(query: Array, key: Array, value: Array, segments: Array | None
         )
     if query.shape[2] % key.shape[2]:
         raise ValueError(
-            f"{query.shape[2]} query heads do not divide into groups for {key.shape[2]} key heads: a key head must "
-            "serve as many query heads as any other."
+            f"{query.shape[2]} query heads do not divide into groups for {key.shape[2]} key heads. The number "
+            "of key heads must divide the number of query heads."
         )
     if segments is not None and segments.shape != query.shape[:2]:
         raise ValueError(

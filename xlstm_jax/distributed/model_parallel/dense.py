@@ -116,7 +116,7 @@ def _check_own_part(path: str, found: Array, shape: tuple[int, ...], dim: int, a
         raise ValueError(
             f"'{path}' of shape {shape} is whole on each of the {collectives.axis_size((axis_name,))} devices along "
             f"{axis_name!r}, over which its layer splits dim {dim}. Leave {axis_name!r} out of the axis_name of its "
-            "wrapper, which would gather it there; into shard_map it comes by in_specs=partition_specs(params, mesh)."
+            "wrapper, and pass it into shard_map with in_specs=partition_specs(params, mesh)."
         )
 
 
@@ -239,9 +239,9 @@ def several_in_one(features: tuple[int, ...], count: int, axis_name: str, caller
     multiple = "" if second % count == 0 else f", with a multiple of {count} in place of {second}"
     return ValueError(
         f"{caller} has the features {features}, and a column-split layer splits the first dim, of {first}, over the "
-        f"{count} devices along {axis_name!r}{divided}. If that dim is {first} layers in one{FUSED.get(first, '')}, "
-        f"make {first} layers of features {of_each}, each split by columns, or put the dim that is to be split "
-        f"first: {(second, first, *rest)}{multiple}{heads}."
+        f"{count} devices along {axis_name!r}{divided}. If that dim is {first} fused layers{FUSED.get(first, '')}, "
+        f"make {first} layers of features {of_each}, or put the dim to split first: "
+        f"{(second, first, *rest)}{multiple}{heads}."
     )
 
 
@@ -332,8 +332,8 @@ class _SplitDense(Split):
     def _check_ring(self) -> None:
         if self.ring and self.sequence_dim is None:
             raise ValueError(
-                f"{self._called}: ring=True hides the gather or the scatter of tokens, and without sequence_dim= there "
-                "is none. Pass the dim along which tokens are split, as 1 of [b, t, d], or ring=False."
+                f"{self._called}: ring=True hides the gather or the scatter of tokens, and has no effect "
+                "without sequence_dim=. Pass the dim of split tokens, such as 1 for [b, t, d], or ring=False."
             )
 
 
@@ -380,9 +380,8 @@ class ColumnDense(_SplitDense):
         if share_of_input(self, x, count, here) == "share":  # before Linen compares shapes
             raise ValueError(
                 f"{self._called} is split by columns, and its input of shape {x.shape} has {x.shape[-count]} of the "
-                f"{x.shape[-count] * here} features that its kernel multiplies: a column-split layer before it has "
-                f"split them over the {here} devices along {self.axis_name!r}. Split {self._called} by rows, as a "
-                "RowDense, or 'row' in split_modules."
+                f"{x.shape[-count] * here} features of its kernel: a column-split layer before has split them over "
+                f"the {here} devices along {self.axis_name!r}. Make {self._called} a RowDense ('row' in split_modules)."
             )
         kernel = self._columns("kernel", _flat_init(self.kernel_init, count), shape)
         bias = self._columns("bias", _flat_init(self.bias_init, 0), self._outputs) if self.use_bias else None
@@ -436,8 +435,8 @@ def columns_of(layers: Sequence[ColumnDense], x: Array) -> list[Array]:
     for layer, name in itertools.product(layers[1:], _OF_ONE_INPUT):
         if (found := getattr(layer, name)) != (want := getattr(first, name)):
             raise ValueError(
-                f"columns_of: {first._called} has {name}={want!r}, and {layer._called} has {found!r}. Layers of one "
-                "input enter it once: give them the same, or call each by itself."
+                f"columns_of: {first._called} has {name}={want!r}, and {layer._called} has {found!r}. Layers of the "
+                "same input must agree: pass equal options, or call each layer separately."
             )
     first._check_ring()
     given = [layer.operands(x) for layer in layers]
@@ -482,10 +481,9 @@ class RowDense(_SplitDense):
         if share_of_input(self, x, count, here) == "all":  # before Linen compares shapes
             raise ValueError(
                 f"{self._called} is split by rows, and its input of shape {x.shape} has all {inputs[0]} features, "
-                f"where this device's part of the kernel multiplies {inputs[0] // here}: no column-split layer before "
-                f"it has split them over the {here} devices along {self.axis_name!r}. Split the layer before it by "
-                "columns; or, if this is the first of the two, this one by columns (a ColumnDense, or 'column' in "
-                "split_modules) and the next by rows."
+                f"not the {inputs[0] // here} of each of the {here} devices along {self.axis_name!r}. Make the layer "
+                "before a ColumnDense ('column' in split_modules), or, if this is the first of the two, this layer a "
+                "ColumnDense and the next a RowDense."
             )
         if here > 1:
             check_differs(x, self.axis_name, here, self._called)

@@ -491,15 +491,15 @@ class Experts(nn.Module):
             known = f"the step's batch is split over {of_step}" if of_step else "no step says what splits the batch"
             raise ValueError(
                 f"Experts(axis={self.axis!r}): under check_vma=False types do not tell whether tokens differ along "
-                f"{axis!r}, and {known}. Where they are the same, pass batch_axes= with the axes of the batch, without "
-                f"{axis!r}; where they differ, name {axis!r} in it, and average gradients over it."
+                f"{axis!r}, and {known}. Pass batch_axes= with all axes along which tokens differ; if {axis!r} is one "
+                "of them, average gradients over it."
             )
         differ = self.batch_axes is None or axis in as_axis_names(self.batch_axes)
         if of_step and differ != (axis in of_step):
             raise ValueError(
                 f"Experts(batch_axes={self.batch_axes!r}): the step's batch is split over {of_step}, and the gradients "
-                f"of the router would be wrong along {axis!r}. Name the axes of the step's batch. Tokens that sequence "
-                "parallelism has split are joined before (join_tokens), or need check_vma=True."
+                f"of the router would be wrong along {axis!r}. Pass the axes of the step's batch. For tokens split by "
+                "sequence parallelism call join_tokens before, or use check_vma=True."
             )
 
     def _check_divides(self, rows: Array, axes: tuple[str, ...], shared_axes: tuple[str, ...]) -> None:
@@ -507,8 +507,7 @@ class Experts(nn.Module):
         if len(rows) % (devices := collectives.axis_size(shared_axes)):
             raise ValueError(
                 f"Experts: the {len(rows)} tokens of a device do not divide over the {devices} devices along "
-                f"{shared_axes}, along which they are the same, so that each takes its part. Pad the batch, or split "
-                "it over that axis."
+                f"{shared_axes}, which share these tokens. Pad the batch, or split it over that axis."
             )
 
     def _params(self, axes: tuple[str, ...], rows: Array) -> PyTree:
@@ -520,9 +519,9 @@ class Experts(nn.Module):
         if found := {len(leaf) for leaf in jax.tree.leaves(params)} - {needed}:
             raise ValueError(
                 f"Experts: a device has parameters of {max(found)} experts, where {needed} are needed, "
-                f"{self.num_experts} over {axes or 'one device'}. Were they made with another num_experts, or does the "
-                "axis_name of the wrapper name the experts' axis, too? "
-                "Into shard_map they come by in_specs=partition_specs(params, mesh)."
+                f"{self.num_experts} over {axes or 'one device'}. Use the num_experts of init, leave the experts' axis "
+                "out of the axis_name of the wrapper, and pass parameters into shard_map with "
+                "in_specs=partition_specs(params, mesh)."
             )
         return params
 

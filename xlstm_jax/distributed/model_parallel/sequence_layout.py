@@ -106,9 +106,9 @@ class LaidOut:
 
     def _no_array(self, *_: Any, **__: Any) -> Any:
         raise ValueError(
-            f"an array of shape {self.shape} in {self.layout} order is used as an array in natural order. Hand it to a "
-            "ready step as it is; in a shard_map of your own, with in_layout(batch, 'zigzag', 'cp') as batch; in "
-            "natural order it is from_zigzag(...), and .value as it lies."
+            f"an array of shape {self.shape} in {self.layout} order is used as an array in natural order. Pass it to a "
+            "ready step unchanged, or enter in_layout(batch, 'zigzag', 'cp') in a custom shard_map. from_zigzag(...) "
+            "restores natural order; .value is the array in this order."
         )
 
     # Functions of arrays call one of these methods, and would compute with tokens in the wrong order.
@@ -195,8 +195,8 @@ def layout_over(axes: tuple[str, ...], given: str | None, caller: str) -> str:
     if of_rows := [axis for axis in axes if axis in here.row_axes]:
         rest = tuple(axis for axis in here.row_axes if axis not in axes)
         raise ValueError(
-            f"{caller} over {over}: the step splits rows of its batch over {format_axes(here.row_axes)}, so that along "
-            f"{of_rows[0]!r} devices have other examples, and no parts of one sequence. Split the sequence there, by "
+            f"{caller} over {over}: the step splits rows of its batch over {format_axes(here.row_axes)}, so devices "
+            f"along {of_rows[0]!r} have different examples, not parts of a sequence. Split the sequence there, by "
             f"batch_spec=P({format_axes(rest) if rest else None}, {over}) in place of batch_axes, for tokens [b, t]."
         )
     layout = here.layout if set(axes) & set(here.axes) else CONTIGUOUS
@@ -219,10 +219,10 @@ def _named(given: str, caller: str) -> str:
 
 def _cure(given: str, caller: str) -> str:
     if not caller.startswith("context"):
-        return "Make the step with layout='contiguous', and pass batches that are not laid out."
+        return "Make the step with layout='contiguous', and pass batches in natural order."
     return (
-        "Leave layout= out here: the step says it once, make_train_step(..., layout="
-        f"{given!r}), which lays out a batch in natural order."
+        "Leave layout= out here, and set the layout of the step: make_train_step(..., layout="
+        f"{given!r}), which reorders a batch in natural order."
     )
 
 
@@ -272,8 +272,7 @@ def in_layout(batch: PyTree, layout: str = ZIGZAG, axis: AxisNames = "cp", *, di
         if length != (of_first := next(iter(lengths.values()))):
             raise ValueError(
                 f"in_layout: {named_leaf('batch', path)} has {length} entries along dim {dim}, and "
-                f"'{next(iter(lengths))}' {of_first} tokens. Hand in what has an entry for each token, and leave other "
-                "arrays out."
+                f"'{next(iter(lengths))}' {of_first} tokens. Pass only arrays with an entry for each token."
             )
         if layout == ZIGZAG and devices > 1:
             check_even(length * devices, devices, f"in_layout: {named_leaf('batch', path)}")
@@ -292,19 +291,18 @@ def check_laid_out(name: str, leaf: LaidOut, layout: str, devices: int, axes: st
     if devices == 1:
         raise ValueError(
             f"{name} of shape {leaf.shape} is laid out in {leaf.layout} for {leaf.devices} devices, and its dim "
-            f"{leaf.dim} is not split ({axes}). Split the sequence, as by batch_spec=P('fsdp', 'cp'), or hand it in in "
+            f"{leaf.dim} is not split ({axes}). Split the sequence, as by batch_spec=P('fsdp', 'cp'), or pass "
             f"natural order: from_zigzag(batch, {leaf.devices})."
         )
     if leaf.devices != devices:
         raise ValueError(
             f"{name} of shape {leaf.shape} is laid out in {leaf.layout} for {leaf.devices} devices, and {devices} "
-            f"split its dim {leaf.dim} ({axes}). Hand it in in natural order, or lay it out by to_zigzag(batch, "
-            f"{devices})."
+            f"split its dim {leaf.dim} ({axes}). Pass it in natural order, or use to_zigzag(batch, {devices})."
         )
     if leaf.layout != layout:
         raise ValueError(
-            f"{name} of shape {leaf.shape} is laid out in {leaf.layout}, and the layout here is layout={layout!r}. Say "
-            f"layout={leaf.layout!r}, or hand it in in natural order: from_zigzag(batch, {leaf.devices})."
+            f"{name} of shape {leaf.shape} is laid out in {leaf.layout}, and the layout here is layout={layout!r}. "
+            f"Pass layout={leaf.layout!r}, or natural order: from_zigzag(batch, {leaf.devices})."
         )
 
 

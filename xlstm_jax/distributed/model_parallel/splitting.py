@@ -212,8 +212,8 @@ class _Run:
                 cure = f"Split the layer before '{path}' by 'column', or leave '{path}' out of split=."
             raise ValueError(
                 f"split_modules: '{path}' is split by rows, and its input of shape {x.shape} has all "
-                f"{x.shape[-count]} features, where each of the {n} devices along {axis!r} should have "
-                f"{x.shape[-count] // n}: no layer is split by columns before it, or another one by rows since. {cure}"
+                f"{x.shape[-count]} features, not the {x.shape[-count] // n} of each of the {n} devices "
+                f"along {axis!r}: no column-split layer runs before it, or a row-split layer runs in between. {cure}"
             )
         if isinstance(module, ColumnDense) and share == "share" and self._column is not None:
             cure = f"Split '{path}' by 'row'."
@@ -235,9 +235,9 @@ class _Run:
         if share_of_input(module, args[0], count, n) == "share":
             shape = args[0].shape
             raise ValueError(
-                f"split_modules: '{path}' is not split, and runs on what '{self._column}' returned, which is split by "
-                f"columns: its input of shape {shape} has {shape[-count]} of {shape[-count] * n} features on each of "
-                f"the {n} devices along {axis!r}. Split '{path}' by 'row', which sums over these devices."
+                f"split_modules: '{path}' is not split, and runs on what '{self._column}' returned, split by columns: "
+                f"its input of shape {shape} has {shape[-count]} of {shape[-count] * n} features on each of the {n} "
+                f"devices along {axis!r}. Split '{path}' by 'row', which sums over these devices."
             )
 
     def _check_between(self, path: str, module: nn.Module) -> None:
@@ -250,9 +250,9 @@ class _Run:
         if is_split and not collectives.is_tracked(axis) and has_params:
             raise ValueError(
                 f"split_modules: '{path}' ({type(module).__name__}) has whole parameters, and runs after "
-                f"'{self._column}' is split by columns, before a layer is split by rows. Where its input is each "
-                f"device's share, add it to split= as 'inside': under check_vma=False nothing else sums its gradients "
-                f"over {axis!r}. Where its input and output are whole, add it as 'whole'."
+                f"'{self._column}' is split by columns, before a layer is split by rows. Add it to split= as "
+                f"'inside' if its input is split over {axis!r} (check_vma=False needs this to sum its gradients), or "
+                "as 'whole' if its input and output are replicated."
             )
 
 

@@ -74,8 +74,8 @@ def skip_nonfinite(tx: optax.GradientTransformation) -> optax.GradientTransforma
         before: Any = jax.tree.structure(state.inner_state)
         if jax.tree.structure(new_inner) != before:
             raise ValueError(
-                "skip_nonfinite: the optimizer's state has another tree after an update than before it, as that of "
-                "optax.monitor, so a step that is skipped cannot return to it. Put that transform beside: "
+                "skip_nonfinite: the optimizer's state has another tree after an update than before it, such as with "
+                "optax.monitor, so a skipped step cannot restore it. Put that transform outside: "
                 "optax.chain(optax.monitor(...), skip_nonfinite(tx))."
             )
         new_state = SkipNonfiniteState(
@@ -107,8 +107,8 @@ def skip_counts(opt_state: PyTree) -> Metrics:
     found = states_of(opt_state, SkipNonfiniteState)
     if len(found) > 1:
         raise ValueError(
-            f"skip_nonfinite stands in this optimizer {len(found)} times, and each of them would decide for its "
-            "own gradients. Put one around the whole: skip_nonfinite(optax.chain(...)), or optax.partition(...)."
+            f"skip_nonfinite stands in this optimizer {len(found)} times, and each would decide for a part "
+            "of the gradients. Put one around the optimizer: skip_nonfinite(optax.chain(...)), or optax.partition(...)."
         )
     return {name: getattr(state, name) for state in found for name in (SKIPPED_STEPS, SKIPPED_IN_A_ROW)}
 

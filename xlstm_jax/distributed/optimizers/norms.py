@@ -111,8 +111,8 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
         raise TypeError(f"clip_by_global_norm: max_norm is {kind_of(max_norm)}, where one number is needed, as 1.0.")
     if not isinstance(max_norm, Tracer) and not max_norm > 0:
         raise ValueError(
-            f"clip_by_global_norm: max_norm={max_norm}; it must be more than 0. A negative norm would turn "
-            "updates around, and 0 would make them 0 or NaN. To clip nothing: float('inf')."
+            f"clip_by_global_norm: max_norm={max_norm}; it must be more than 0. A negative norm would reverse "
+            "updates, and 0 would make them 0 or NaN. To clip nothing pass float('inf')."
         )
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:

@@ -41,10 +41,9 @@ class Offload(Placement):
     def __post_init__(self) -> None:
         if self.params:
             raise ValueError(
-                "Offload(params=True): parameters stay on the device. All are read in forward and backward, and "
-                "brought in as the step begins they would fill as much memory. Leave params=False. More devices along "
-                "the axes that split the parameters save memory, as do remat_policy(..., offload=[BLOCK_INPUT]) for "
-                "activations, and freeze_params for parameters that need no training and may be stored in 16 bits."
+                "Offload(params=True): parameters stay on the device, as every step reads all of them. Leave "
+                "params=False, and save memory by more devices along the axes that split the parameters, by "
+                "remat_policy(..., offload=[BLOCK_INPUT]) for activations, or by freeze_params."
             )
 
     def wrap(self, optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | AbstractMesh) -> ShardedOptimizer:

@@ -72,7 +72,7 @@ def as_parameters(kept: PyTree, params: PyTree, caller: str) -> PyTree:
         if np.shape(mean) != np.shape(value):
             raise ValueError(
                 f"{caller}: what the optimizer keeps of '{path}' has the shape {np.shape(mean)}, and the parameter "
-                f"{np.shape(value)}. Pass the opt_state and the params of one state, in their boxes."
+                f"{np.shape(value)}. Pass the opt_state and the params of the same training state, in their boxes."
             )
         # The state may be in host memory (`Offload`) while its parameter is not. Tracers have no place.
         is_placed = isinstance(value, jax.Array) and not isinstance(value, Tracer)

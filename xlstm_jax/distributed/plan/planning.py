@@ -188,13 +188,13 @@ def _decided(
         options = {"axis_name": axis_name, "min_weight_size": min_weight_size}
         if name := next((name for name, value in options.items() if value is not None), None):
             raise ValueError(
-                f"{name}={options[name]!r} is for models without wrappers, and modules of this one are wrapped by "
-                f"shard_module_params, which decides. Leave {name} out, or change it where the modules are wrapped."
+                f"{name}={options[name]!r} is for models without wrappers, and this model has modules wrapped by "
+                f"shard_module_params. Leave {name} out, or set it in the call of shard_module_params."
             )
         return variables, ""
     axes = tuple(sizes) if axis_name is None else as_axis_names(axis_name)
     if missing := [axis for axis in axes if axis not in sizes]:
-        raise ValueError(f"{axis_name=}: there is no axis {missing[0]!r} in axis_sizes={sizes}. Pass one of it.")
+        raise ValueError(f"{axis_name=}: there is no axis {missing[0]!r} in axis_sizes={sizes}. Pass one of these.")
     policy = ShardPolicy(axes, DEFAULT_MIN_WEIGHT_SIZE if min_weight_size is None else min_weight_size)
     over, params = {axis: sizes[axis] for axis in axes}, {PARAMETERS: variables.get(PARAMETERS, {})}
     assumed = f"shard_module_params({type(model).__name__}, {format_axes(axes)}, {policy.min_weight_size})"

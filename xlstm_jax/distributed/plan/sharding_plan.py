@@ -205,8 +205,8 @@ class ShardingPlan:
             raise ValueError(
                 f"each of {self.devices} devices keeps {format_bytes(self.bytes_per_device)} ({self.bytes_per_device} "
                 f"bytes); max_bytes_per_device={max_bytes_per_device} allows {format_bytes(max_bytes_per_device)}. "
-                f"The largest per device: {_worst(largest)}. Split over more devices, wrap what stays whole, or take "
-                "an optimizer that keeps less."
+                f"The largest per device: {_worst(largest)}. Split over more devices, wrap the modules of replicated "
+                "leaves, or use an optimizer with less state."
             )
 
     def diff(self, other: "ShardingPlan") -> list[Difference]:
