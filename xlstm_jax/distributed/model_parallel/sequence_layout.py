@@ -171,8 +171,8 @@ def layout_over(axes: tuple[str, ...], given: str | None, caller: str) -> str:
       given: the layout in the user's call, or the layout that ``caller`` needs; None: the layout of the step.
       caller: the public function, for the errors.
     Raises:
-      ValueError: the layout of the step differs from ``given``; the step splits rows, not a sequence, over the axes; or
-        ``given`` is "zigzag" outside of a step or ``in_layout``.
+      ValueError: the layout of the step differs from ``given``; the zigzag layout of the step is over different axes;
+        the step splits rows, not a sequence, over the axes; or ``given`` is "zigzag" outside of step and ``in_layout``.
     """
     check_layout(given)
     axes = collectives.spread_axes(axes)
