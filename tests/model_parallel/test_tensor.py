@@ -613,7 +613,7 @@ UNPAIRED = {
     ),
     "rows after rows": (
         {"up": "column", "mid|down": "row"},
-        r"'down' is split by rows, .* another one by rows since",
+        r"'down' is split by rows, .* a row-split layer runs in between",
     ),
     "columns alone": ({"up": "column"}, r"'mid' is not split, .* 'up' returned, .* 8 of 16 .* Split 'mid' by 'row'"),
     "columns after columns": (
