@@ -1,15 +1,15 @@
-"""Logical names of dims, by which models in the style of MaxText, T5X and Flax's examples say how they are split.
+"""Logical names of dims, as models in the style of MaxText, T5X and Flax's examples use them to describe sharding.
 
-    kernel_init = nn.with_logical_partitioning(init, ("embed", "mlp"))          what the dims of a parameter are
-    param_with_axes("kernel", init, shape, axes=("embed", "mlp"))               the same of flax.linen.partitioning
-    with nn.logical_axis_rules((("embed", "fsdp"), ("mlp", None))): ...         which mesh axis splits them
+    kernel_init = nn.with_logical_partitioning(init, ("embed", "mlp"))          names of a parameter's dims
+    param_with_axes("kernel", init, shape, axes=("embed", "mlp"))               the same in flax.linen.partitioning
+    with nn.logical_axis_rules((("embed", "fsdp"), ("mlp", None))): ...         mesh axis that splits each name
 
-Names are read as Flax reads them, except that an axis that the mesh does not have splits nothing. The rules in force
-when the model is initialised count.
+Names are interpreted as in Flax, except that an axis that the mesh does not have splits nothing. The rules at the
+initialisation of the model apply.
 
-Where a mesh is set, Flax constrains the value of a box whenever the box is read. Some layers read a box before its
-value has the shape that its names are for: ``nn.DenseGeneral`` initialises a flat matrix, in a box of the names of the
-kernel, and reshapes it. JAX refuses that constraint (and inside ``shard_map`` any along a manual axis). So the
+Under a mesh, Flax constrains the value of a box whenever the box is read. Some layers read a box before its value has
+the shape of the names: ``nn.DenseGeneral`` initialises a flat matrix, in a box with the names of the kernel, and
+reshapes the matrix. JAX refuses this constraint (and inside ``shard_map`` any constraint along a manual axis). So
 initialisers of a model make boxes here that are read without a constraint.
 """
 
@@ -29,18 +29,18 @@ from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry,
 
 
 def is_logical(leaf: Any) -> bool:
-    """Whether ``leaf`` is in a box of logical names, and there are rules; without rules its names are mesh axes."""
+    """Returns whether ``leaf`` is in a box of logical names with rules; without rules the names are mesh axes."""
     return isinstance(leaf, nn.LogicallyPartitioned) and bool(leaf.rules or nn.get_logical_axis_rules())
 
 
 @contextmanager
 def rules_of_mesh() -> Iterator[None]:
-    """A context in which rules name only axes of the mesh that is set, and in which ``shard_map`` has no rules.
+    """Restricts rules to axes of the current mesh inside the context; inside ``shard_map`` there are no rules.
 
-    And in which boxes that the initialisers of Linen modules make are read without a constraint.
+    Boxes that initialisers of Linen modules make inside the context are read without a constraint.
     """
-    # By the rules Flax constrains parameters and activations. JAX refuses a constraint along an axis that the mesh does
-    # not have, and along a manual axis.
+    # Flax constrains parameters and activations by the rules. JAX refuses a constraint along an axis that is not in the
+    # mesh, and along a manual axis.
     mesh = jax.sharding.get_abstract_mesh()
     rules = () if mesh.manual_axes else nn.get_logical_axis_rules()
     known = [(name, _there(entry, mesh.shape)) for name, entry in rules]
@@ -52,7 +52,7 @@ def rules_of_mesh() -> Iterator[None]:
 
 
 class _Named(meta.Partitioned[Any]):
-    """A box of mesh axes as ``nn.with_partitioning`` makes it, but read without a constraint."""
+    """Box of mesh axes as ``nn.with_partitioning`` makes it, but read without a constraint."""
 
     def unbox(self, apply_constraint: bool = True) -> Any:
         del apply_constraint
@@ -60,7 +60,7 @@ class _Named(meta.Partitioned[Any]):
 
 
 class _LogicallyNamed(nn.LogicallyPartitioned):
-    """The same of logical names."""
+    """Box of logical names as Flax makes it, but read without a constraint."""
 
     def unbox(self, apply_constraint: bool = True) -> Any:
         del apply_constraint
@@ -75,7 +75,7 @@ _AS_FLAX_HAS_IT = {ours: flax for flax, ours in _WITHOUT_CONSTRAINTS.items()}
 
 
 def as_flax_has_it(leaf: Any) -> Any:
-    """``leaf`` in a box of Flax's, if it is in one without constraints."""
+    """Returns ``leaf`` in Flax's box class if it is in a box without constraints, else unchanged."""
     return _in_box_of(leaf, _AS_FLAX_HAS_IT)
 
 
@@ -86,10 +86,10 @@ def _in_box_of(leaf: Any, classes: dict[type[Any], type[Any]]) -> Any:
     return cls(**{field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)})
 
 
-# A dataclass, since Linen compares modules, and so their initialisers, where it looks into the cache of ``nn.jit``.
+# A dataclass, since Linen compares modules, including their initialisers, to look up the cache of ``nn.jit``.
 @dataclasses.dataclass(frozen=True)
 class _Initialiser:
-    """An initialiser of a model, whose boxes are read without a constraint."""
+    """Initialiser of a model whose boxes are read without a constraint."""
 
     plain: Callable[..., Any]
 
@@ -100,10 +100,10 @@ class _Initialiser:
 def _boxing_without_constraints(
     method: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
 ) -> Any:
-    """For ``nn.intercept_methods``: while a method of a module runs, its initialisers are of ``_Initialiser``."""
+    """Interceptor for ``nn.intercept_methods``: wraps a module's initialisers in ``_Initialiser`` during a method."""
     module = context.module
     fields = {field.name: getattr(module, field.name, None) for field in dataclasses.fields(module)}
-    # ``kernel_init``, ``embedding_init``: Flax has them as fields, and hands them on to the modules within by them.
+    # ``kernel_init``, ``embedding_init``: fields in Flax, which modules pass on to submodules.
     plain = {
         name: value
         for name, value in fields.items()
@@ -124,10 +124,10 @@ _AXES = "_axes"  # ``flax.linen.partitioning`` names the collection, and each en
 
 
 def with_names_of_collections(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """The variables of ``model.init`` with the names in collections as ``params_axes`` in boxes around the parameters.
+    """Returns variables of ``model.init`` with names from collections like ``params_axes`` as boxes around parameters.
 
-    Models in the style of T5X have their names there. A collection that holds nothing but names is left out; without
-    rules its names say nothing. What a wrapped module has split stays as it is.
+    Models in the style of T5X store names in such collections. A collection that contains only names is removed;
+    without rules the names have no effect. Leaves that a wrapped module has split stay unchanged.
     """
     of_names = {name for name, tree in variables.items() if name.endswith(_AXES) and _holds_names(tree)}
     rest = {name: tree for name, tree in variables.items() if name not in of_names}
@@ -139,14 +139,14 @@ def with_names_of_collections(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _holds_names(tree: Any) -> bool:
-    """Whether a collection has names for all of its leaves, and has leaves."""
+    """Returns whether a collection is not empty and has only names as leaves."""
     if isinstance(tree, Mapping):
         return bool(tree) and all(map(_holds_names, tree.values()))
     return isinstance(tree, AxisMetadata)
 
 
 def _boxed_by(tree: Any, names: Any) -> Any:
-    """The tree with a box of logical names around each bare value for which ``names`` has an entry."""
+    """Returns the tree with a box of logical names around each bare value that has an entry in ``names``."""
     if not isinstance(tree, Mapping):
         return tree
     boxed = {}
@@ -167,7 +167,7 @@ def _there(entry: AxisEntry, sizes: Mapping[str, int]) -> AxisEntry:
 
 
 def mesh_names(box: Any) -> tuple[AxisEntry, ...]:
-    """A box's names as axes of the mesh that is set: logical names by the box's own rules, or by the rules in force."""
+    """Returns a box's names as axes of the current mesh: logical names by the box's rules, or by the current rules."""
     return _by_rules(tuple(box.names), box.rules) if is_logical(box) else tuple(box.names)
 
 
@@ -177,14 +177,14 @@ def _by_rules(names: tuple[Any, ...], rules: Any) -> tuple[AxisEntry, ...]:
 
 
 def names_in_metadata(names: tuple[Any, ...], rules: Any) -> tuple[tuple[AxisEntry, ...], bool]:
-    """The names in the metadata of a variable of NNX as axes of the mesh that is set; and whether rules have read them.
+    """Returns an NNX variable's names as axes of the current mesh, and whether rules were applied to any name.
 
-    The rules are those of the variable and those in force. NNX takes a name without a rule for an axis. Where there are
-    rules, it splits nothing if the mesh has no such axis.
+    The variable's rules and the current rules apply. NNX treats a name without a rule as an axis. If there are rules,
+    such a name splits nothing unless the mesh has the axis.
     """
     by_name = dict(composite_rules(nn.get_logical_axis_rules(), rules))
     mesh = jax.sharding.get_abstract_mesh()
-    # Without a mesh, a model that is bound or inspected keeps the names that have no rule.
+    # Without a mesh, a model that is bound or inspected keeps names without a rule.
     entries = tuple(by_name.get(name, name) for name in names)
     if by_name and not mesh.empty:
         entries = tuple(_there(entry, mesh.shape) for entry in entries)
@@ -192,5 +192,5 @@ def names_in_metadata(names: tuple[Any, ...], rules: Any) -> tuple[tuple[AxisEnt
 
 
 def layer_name(name: str | None) -> AxisEntry:
-    """The entry for a dim that ``nn.scan`` adds and ``metadata_params`` names: read by the rules, if there are any."""
+    """Returns the entry for a layer dim that ``nn.scan`` adds with a name in ``metadata_params``, by rules if any."""
     return _by_rules((name,), None)[0] if nn.get_logical_axis_rules() else name

@@ -1,6 +1,6 @@
-"""Features that stand beside the units of a model, each in a file of its own: a line here registers each.
+"""Features that extend the units of a model, one file each, registered here by one line each.
 
-Remove a line and its file, and units do without the feature.
+To remove a feature, delete its line and its file.
 """
 
 from xlstm_jax.distributed.data_parallel.extension import EXTENSIONS
