@@ -143,8 +143,7 @@ def apart_from_product(cotangent: jax.Array, axes: tuple[str, ...]) -> jax.Array
     """
     if cotangent.ndim != 2 or cotangent.dtype.itemsize >= 4 or not collectives.spread_axes(axes):
         return cotangent
-    return jax.lax.platform_dependent(cotangent, cpu=lambda g: jax.lax.optimization_barrier(g.T).T, default=lambda g:
-    g)
+    return jax.lax.platform_dependent(cotangent, cpu=lambda g: jax.lax.optimization_barrier(g.T).T, default=lambda g: g)
 
 
 def shard_as_sent(x: jax.Array, how: Communication) -> jax.Array:
