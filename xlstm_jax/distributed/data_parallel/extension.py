@@ -1,10 +1,10 @@
 """The protocol by which a feature, in a separate file, extends the units of a model.
 
-A unit (``modules/unit``) gathers its leaves as their boxes say, and runs. Everything else that a feature needs from a
+A unit (``modules/unit``) gathers leaves as their boxes say, and runs. Everything else that a feature needs from a
 unit is a hook of ``Extension``:
 
   enter     wires        returns other wires for leaves than their boxes say
-            replaced     returns functions that replace leaves before the module reads them
+            replaced     returns functions that replace leaves before the module reads the leaves
             arrived      receives the gathered value of a leaf of ``wires``
             from_shards  computes a method's result without a gather
   run       called       is called before a method of the unit, or of a module within
@@ -12,12 +12,12 @@ unit is a hook of ``Extension``:
   before    collections  names the collections that pass through the unit, beside "params"
             named_wires  returns the names of the wires of ``wires``, for plans and for ``check_step``
             avoids_gather  says whether a leaf is normally not gathered at all
-            noting_parts   collects leaves that modules gather in parts, one part after the other
+            noting_parts   collects leaves that modules gather in successive parts
 
-Two more hooks choose the order in which a leaf is gathered over several axes: ``axis_orders``, when the leaves of one
-unit are split, and ``arranged``, when all leaves of a model are available.
+Two more hooks choose the order of the axes in the gather of a leaf: ``axis_orders``, when the leaves of a unit are
+split, and ``arranged``, when the leaves of the entire model are available.
 
-``extensions`` registers each feature with one line. Units gather and run without any extension: the core imports none.
+``extensions`` registers each feature with a line. Units also run without extensions: the core imports no extension.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ AxisOrder = tuple[str, ...]  # mesh axes, outermost first
 
 
 class Extension:
-    """A feature during one run of one unit.
+    """Feature during a run of a unit.
 
     An instance is created when a unit is entered, and may keep state until the unit is left. The default hooks do
     nothing.
@@ -63,7 +63,7 @@ class Extension:
         return False
 
     def from_shards(self, module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
-        """Returns the method's result, computed from shards; None if the unit must gather."""
+        """Returns the method's result, computed from shards; ``None`` if the unit must gather."""
         return None
 
     def initialising(self, module: Any, method: str) -> AbstractContextManager[None]:
@@ -85,7 +85,7 @@ class Extension:
         return params
 
     def avoids_gather(self, box: Sharded) -> bool:
-        """Returns whether a leaf is normally not gathered, so that almost no bytes are sent for it."""
+        """Returns whether the leaf is normally not gathered, so that links carry almost no bytes of the leaf."""
         return False
 
     def noting_parts(self, found: dict[str, "PartialGather"]) -> AbstractContextManager[None]:
@@ -94,7 +94,7 @@ class Extension:
 
 
 class PartialGather(NamedTuple):
-    """Gather of a leaf in parts, one after the other: each part has ``entries`` entries of the dim ``along``.
+    """Gather of a leaf in successive parts, each with ``entries`` entries of the dim ``along``.
 
     ``may_be_sent(box)`` returns whether parts of the leaf can be sent, which depends on how the leaf is split.
     """
@@ -118,7 +118,7 @@ def passing_collections() -> list[str]:
 
 
 def named_wires(variables: PyTree, how_of: Callable[[str], Communication]) -> dict[str, str]:
-    """Returns the names of all wires that extensions choose, by the path of the leaf in ``variables``."""
+    """Returns the names of the wires chosen by extensions, by the path of the leaf in ``variables``."""
     found: dict[str, str] = {}
     for cls in with_hook("named_wires"):
         found |= cls().named_wires(variables, how_of)
@@ -148,7 +148,7 @@ def avoids_gather(box: Sharded) -> bool:
 
 @contextmanager
 def noting_parts() -> Iterator[dict[str, PartialGather]]:
-    """Yields a dict that, while a model is initialised, receives the leaves that modules gather in parts, by path."""
+    """Yields a dict to be filled with the leaves that modules gather in parts, by path, during initialisation."""
     found: dict[str, PartialGather] = {}
     with ExitStack() as stack:
         for cls in with_hook("noting_parts"):
@@ -162,7 +162,7 @@ def computes(module: Any, method: str) -> bool:
 
 
 def computed_from_shards(module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
-    """Returns the result of a unit's method, computed from shards by an extension; None if the unit must gather."""
+    """Returns a unit method's result, computed from shards by an extension; ``None`` if the unit must gather."""
     for cls in with_hook("computes"):
         extension = cls()
         if extension.computes(module, method):
@@ -181,7 +181,7 @@ def called(module: Any, method: str, args: Any, kwargs: dict[str, Any]) -> dict[
 
 @contextmanager
 def initialising(module: Any, method: str) -> Iterator[None]:
-    """Enters the contexts of all extensions around a method that may initialise its unit."""
+    """Enters the contexts of the extensions around a method that may initialise the unit."""
     with ExitStack() as stack:
         for cls in with_hook("initialising"):
             stack.enter_context(cls().initialising(module, method))

@@ -1,11 +1,11 @@
-"""Frozen parameters, such as the base model under an adapter: no gradient, and optionally storage in fewer bits.
+"""Frozen parameters, as of a base model under an adapter: no gradient, and optionally storage in fewer bits.
 
   W[d_fsdp, f]  -- freeze_params -->  W in a box with trainable=False, in the requested dtype
-  forward       gathered like any other leaf, in the stored dtype or in its ``gather_dtype``
+  forward       gathered like any leaf, in the stored dtype or in ``gather_dtype``
   backward      gathered again if weights are not kept; no gradient, no reduce-scatter, no all-reduce
   optimizer     ignores frozen parameters: no moments, no contribution to norms
 
-All of this follows from the box's ``trainable``, which ``Sharded.is_differentiable`` reads.
+These properties follow from the box's ``trainable``, read by ``Sharded.is_differentiable``.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def freeze_params(
     """Freezes parameters: a frozen leaf has no gradient and no optimizer state, and is stored in ``frozen_dtype``.
 
     ``create_train_state`` freezes during initialisation, given the same arguments. Use this function for parameters
-    from other sources: a checkpoint, or two trees merged into one.
+    from elsewhere: a checkpoint, or a merge of two trees.
 
     >>> params = {"base": {"kernel": jnp.ones((8, 4))}, "lora": {"a": jnp.ones((8, 2))}}
     >>> found = freeze_params(params, lambda path: path.startswith("lora/"), frozen_dtype="bfloat16")
@@ -39,18 +39,18 @@ def freeze_params(
     (False, dtype(bfloat16), dtype('float32'))
 
     Args:
-      params: arrays, boxed if they are split; inside or outside of ``jit``. Integers and PRNG keys take no gradient
+      params: arrays, boxed if split; inside or outside of ``jit``. Integers and PRNG keys take no gradient
         anyway, and stay unchanged.
       trainable: a predicate of a leaf's path, as "blocks/attention/kernel"; a leaf is frozen if the predicate is false.
-        Leaves that are already frozen stay frozen; with ``None`` no other leaf is frozen.
+        Leaves that are already frozen stay frozen; ``None`` freezes no further leaf.
       frozen_dtype: the dtype in which frozen leaves are stored; ``None``: unchanged. A floating dtype of 16 bits or
-        more. Leaves are gathered in this dtype, unless they have a ``gather_dtype``. (A base in 8 or 4 bits:
+        more. Leaves are gathered in this dtype, unless the leaf has a ``gather_dtype``. (A base in 8 or 4 bits:
         docs/howto/quantised_base.md.)
     Returns:
       The tree, with frozen leaves, split or replicated, in boxes with ``trainable=False``; other leaves are unchanged.
     Raises:
       TypeError: ``trainable`` is not a function, or ``frozen_dtype`` is not a dtype.
-      ValueError: ``frozen_dtype`` is given and no leaf is frozen; or it does not fit a leaf, which is named.
+      ValueError: ``frozen_dtype`` is given and no leaf is frozen; or ``frozen_dtype`` does not fit a leaf (named).
     """
     if trainable is not None and not callable(trainable):
         raise TypeError(

@@ -4,7 +4,7 @@
   its transpose    dW[d, f]      -->  dW[d_fsdp, f]   reduce-scatter, mean over N, then over copies of the shard
   sync_gradients   dW            -->  mean of dW      all-reduce, for replicated leaves; once
 
-A box holds its leaf's communication options (``Communication``), so that a gather does the same wherever it is called.
+A box holds the leaf's communication options (``Communication``), so that a gather has the same result for every caller.
 ``gather_array`` gathers one array.
 """
 
@@ -29,7 +29,7 @@ def gather_params(
     gather_dtype: DTypeLike | None = None,
     grad_scatter_dtype: DTypeLike | None = None,
 ) -> PyTree:
-    """Gathers every leaf that is boxed over the axis: the inverse of ``shard_params``. Call it inside ``shard_map``.
+    """Gathers every leaf that is boxed over the axis: the inverse of ``shard_params``. Call inside ``shard_map``.
 
     >>> boxed = nn.Partitioned(jnp.ones((16, 32)), (None, "fsdp"))  # the global array; a device sees [16, 8] of it
     >>> gather = lambda boxed: gather_params(boxed, "fsdp")
@@ -38,7 +38,7 @@ def gather_params(
 
     Args:
       params: the tree, boxed where it is split.
-      axis_name: an axis or a tuple of axes; a leaf that is split over only some of them is gathered over these.
+      axis_name: an axis or a tuple of axes. A leaf that is split over only some of these axes is gathered over these.
       gather_dtype, grad_scatter_dtype: see ``gather_array_with_mean_grads``. ``None``: the options in the leaf's box,
         which ``shard_module_params`` was given.
     Returns:
@@ -61,10 +61,10 @@ def gather_params(
 def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     """Averages gradients over the data axes that their leaves are not split over.
 
-    Call it once, inside ``shard_map``, on the result of ``jax.grad`` of a loss that is the mean over this device's
-    batch. It recognises arrays that it has returned itself, or that ``training.value_and_grad`` has returned, and does
-    not average them again. If you scale, cast or clip an average and pass it in again, it cannot recognise it, and may
-    divide it a second time; ``training.check_step`` finds this.
+    Call ``sync_gradients`` once, inside ``shard_map``, on the result of ``jax.grad`` of a loss that is the mean over
+    this device's batch. Arrays returned by ``sync_gradients`` or ``training.value_and_grad`` are recognised, and not
+    averaged again. If you scale, cast or clip an average and pass it in again, it is not recognised, and may be divided
+    a second time; ``training.check_step`` finds this.
 
     >>> sync = lambda grad: sync_gradients(grad, "fsdp")
     >>> grads = jnp.array([0.0, 1.0, 2.0, 3.0])  # one value on each of 4 devices
@@ -73,10 +73,10 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
 
     A leaf that is split over an axis, or has copies along the axis (``Replicas``), was averaged over the axis by the
     transpose of its gather. Under ``check_vma=True`` a gradient whose type does not vary over an axis was summed over
-    the axis by JAX (over the axis of its copies, by the transpose), and is divided; any other gradient is averaged.
+    the axis by JAX (over the axis of copies, by the transpose), and is divided; any other gradient is averaged.
 
     If the model itself splits a leaf over an axis of the batch (each device has different experts), the gradient is the
-    sum over all tokens sent to the device, and is divided. Boxes made by ``init_sharded`` record that the model splits
+    sum over the tokens sent to the device, and is divided. Boxes made by ``init_sharded`` record that the model splits
     the leaf. A hand-made ``nn.Partitioned`` does not, and is treated as a leaf that ``gather_params`` has gathered;
     ``value_and_grad`` treats both correctly.
 
@@ -112,9 +112,9 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
 
 
 def _divide_summed(box: Sharded, axes: list[str], known: frozenset[str]) -> jax.Array:
-    """Returns the gradient divided by the number of devices over which it is already a sum.
+    """Returns the gradient divided by the number of devices over which the gradient is already a sum.
 
-    The gradient is a sum over the model's own axes, and over tracked axes (of copies, too) that its type does not list.
+    The gradient is a sum over the model's own axes, and over tracked axes (of copies, too) missing in its type.
     """
     grad, varying = box.value, collectives.varying_axes(box.value)
     # A tracked axis missing in the type: JAX has summed the cotangent over it, since the leaf does not vary there.
@@ -128,7 +128,7 @@ def _divide_summed(box: Sharded, axes: list[str], known: frozenset[str]) -> jax.
 
 
 class _Averages(threading.local):
-    """Traced arrays returned by ``sync_gradients`` that still exist, with the axes they are averaged over.
+    """Traced arrays returned by ``sync_gradients`` and still alive, with the axes of the average.
 
     An average has the type of a sum, and JAX arrays cannot be annotated with their origin. A trace runs in one thread,
     and several threads may trace at a time.

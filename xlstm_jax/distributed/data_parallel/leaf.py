@@ -4,8 +4,8 @@ A parameter that is split over mesh axes is stored in the tree in a box, ``nn.Pa
 has an entry for each dim of the value: ``None`` (not split), a mesh axis, or a tuple of axes, outermost first.
 ``("dp", "fsdp")`` on a dim of size 8 over a 2x4 mesh gives device (i, j) the row ``4 i + j``, as in ``PartitionSpec``.
 
-``Sharded`` is the library's box; its fields and properties hold all metadata of a leaf. Trees also contain other
-leaves: bare arrays, boxes of Flax, variables of NNX. Only ``leaf_of`` reads these, and returns a ``Sharded``:
+``Sharded`` is the library's box; its fields and properties hold the metadata of a leaf. Trees also contain bare arrays,
+boxes of Flax, and variables of NNX. Only ``leaf_of`` reads these, and returns a ``Sharded``:
 
   leaf_of(leaf).value, .names, .axes, .communication, .trainable, ...      metadata of any leaf
   rebox(leaf, value), frozen(leaf), with_communication(leaf, ...)          a changed leaf for the tree
@@ -60,15 +60,15 @@ class Sharded(QuickBox):
       model_axes: axes over which the model itself splits the leaf (tensor parallel, experts). No wrapper gathers over
         these axes.
       trainable: False for a frozen leaf, which has no gradient wherever it is read. A replicated frozen leaf has a box
-        only for this field; its names are all None.
+        only for this field, with the names ``(None, ...)``.
       read_as_stored: True after a gather over some of the axes: the module reads the remaining shard (tensor
         parallel).
       marks: notes of extensions on the leaf, as strings.
 
     A box that is read gathers itself. Linen reads a parameter by ``unbox``: if no wrapped module has gathered the
-    shard, ``unbox`` gathers it over all bound axes except ``model_axes``. (``nn.Partitioned.unbox`` constrains the
+    shard, ``unbox`` gathers over the bound axes except ``model_axes``. (``nn.Partitioned.unbox`` constrains the
     sharding instead, which is an error where the mesh axes are manual.) A box can also be read as an array
-    (``jnp.dot(x, box)``, ``box.T``, ``box[0]``), which calls ``unbox``. Each read is one more gather.
+    (``jnp.dot(x, box)``, ``box.T``, ``box[0]``) by a call of ``unbox``. Each read is a further gather.
 
     A layer dim that ``nn.scan`` or ``nn.vmap`` adds is not split, unless ``metadata_params`` names an axis for the
     dim.
@@ -87,7 +87,7 @@ class Sharded(QuickBox):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Mesh axes that the leaf is split over, in the order of its dims; () for a replicated leaf."""
+        """Mesh axes of the leaf's names, in the order of dims; () for a replicated leaf."""
         return sum(map(entry_axes, self.names), ())
 
     @property
@@ -272,7 +272,7 @@ def is_ours(leaf: Any) -> bool:
 def leaf_of(leaf: Any) -> Sharded:
     """Returns any leaf of a tree as a ``Sharded``: a bare value, a box of Flax, a variable of NNX, a ``Sharded``.
 
-    ``names`` of the result has an entry for each dim of the value: None is added for dims without a name, and surplus
+    ``names`` of the result has an entry for each dim of the value: ``None`` is added for unnamed dims, and surplus
     names are dropped. (An optimizer may store a scalar per leaf of a boxed tree, in a box with the leaf's names.)
     """
     # Nearly all leaves return here, thousands of times in a trace: ``np.ndim`` alone would double the time.
@@ -302,7 +302,7 @@ def rebox(leaf: Any, value: Any) -> Any:
 
 
 def split_by_model(leaf: Any, gathered: Collection[str] = ()) -> Any:
-    """Returns the leaf with its axes as ``model_axes``, except axes in ``gathered``, which a wrapper gathers.
+    """Returns the leaf with its axes as ``model_axes``, except axes that a wrapper gathers (``gathered``).
 
     An ``nn.Partitioned`` does not distinguish shards that are to be gathered from shards of the model itself
     (experts).
@@ -325,12 +325,12 @@ def frozen(leaf: Any) -> Any:
 
 
 def with_communication(leaf: Any, **fields: Any) -> Any:
-    """Returns the leaf with other fields of its box's ``Communication``; unchanged if the box has none."""
+    """Returns the leaf with some fields of the box's ``Communication`` replaced; unchanged without such a box."""
     return leaf.replace(communication=replace(leaf_of(leaf).communication, **fields)) if is_ours(leaf) else leaf
 
 
 def with_layer_names(leaf: Any) -> Any:
-    """Returns the leaf with None in front of its names, for leading (layer) dims that have no name yet."""
+    """Returns the leaf with ``None`` in front of the names, for leading (layer) dims without a name."""
     if not isinstance(leaf, meta.Partitioned):
         return leaf
     layers = (None,) * (np.ndim(leaf.value) - len(leaf.names))
@@ -344,7 +344,7 @@ def with_layer_names(leaf: Any) -> Any:
 
 
 def with_last_names(leaf: Any, ndim: int) -> Any:
-    """Returns the leaf with only its last ``ndim`` names, the names of one layer's dims."""
+    """Returns the leaf with only the last ``ndim`` names, the names of a layer's dims."""
     return leaf.replace(names=tuple(leaf.names)[-ndim:]) if is_box(leaf) else leaf
 
 
@@ -368,7 +368,7 @@ def split_along(box: Sharded, kept: Kept, axes: tuple[str, ...], communication: 
 
 
 def path_in_model(module: tuple[str, ...] | None, path: str) -> str:
-    """Returns the path from the top of the model; ``path`` is relative to ``module``. None: ``path`` unchanged."""
+    """Returns the path from the top of the model; ``path`` is relative to ``module`` (unchanged for ``None``)."""
     return path if module is None else "/".join((*module, path.removeprefix("params/")))
 
 
@@ -406,7 +406,7 @@ def as_read(leaf: Sharded, value: Any) -> Any:
 def gather_leaf(
     leaf: Sharded, axes: tuple[str, ...], how: Communication, path: str = "", wire: Wire | None = None
 ) -> Any:
-    """Returns the value gathered over ``axes``, in a box if other axes still split it.
+    """Returns the value gathered over ``axes``, in a box if the value is still split over further axes.
 
     Options that ``how`` leaves open are read from the leaf's box. ``wire``, if given, replaces the wire of the
     options.
@@ -433,7 +433,7 @@ def shard_to_gather(leaf: Sharded, axes: tuple[str, ...], path: str) -> Any:
 def as_gathered(
     leaf: Sharded, value: Any, names: tuple[AxisEntry, ...], axes: tuple[str, ...], how: Communication
 ) -> Any:
-    """Returns ``value``, gathered over ``axes``, as ``gather_leaf`` returns it: boxed if ``names`` still split it."""
+    """Returns ``value``, gathered over ``axes``, in the form of ``gather_leaf``: boxed if ``names`` still split it."""
     value = leaf.store.read(value, [entry is not None for entry in names])
     if not any(names):
         return value

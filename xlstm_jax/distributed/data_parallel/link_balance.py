@@ -1,11 +1,11 @@
-"""Chooses for each sharded parameter the order of its mesh axes, so that all links carry the same load.
+"""Chooses the axis order of each sharded parameter so that links carry equal loads.
 
-A leaf of B bytes that is split over axes of sizes n_0 (outermost), n_1, ... is gathered innermost first, and its
+A leaf of B bytes, split over axes of sizes n_0 (outermost), n_1, ..., is gathered innermost first, and the
 gradient is scattered outermost first. The outermost axis carries B (n_0 - 1) / n_0 bytes, the next axis
 B / n_0 (n_1 - 1) / n_1: nearly everything is sent over the outermost axis. Each axis of a torus is a separate link, so
 the outermost axis rotates from leaf to leaf, weighted by bytes: a step waits for the busiest link.
 
-Slow axes, which cross hosts or slices, stay innermost: they are gathered first, when the fewest bytes are sent.
+Slow axes (across hosts or slices) stay innermost: slow axes are gathered first, when the fewest bytes are sent.
 
 A table for row lookups (``wire/lookup.py``) counts as 0 bytes: only rows and a few columns are sent. If a batch has so
 many tokens that the table is gathered after all, matrix products take far longer than the links.
@@ -40,7 +40,7 @@ SHARED_ORDER_LIMIT = 1.05
 def balanced_orders(
     sizes: Sequence[float], given: Sequence[AxisOrder], axis_sizes: Mapping[str, int], slow_axes: Collection[str] = ()
 ) -> list[AxisOrder]:
-    """Returns for each leaf the order of its axes, outermost first, that minimises the load of the busiest axis.
+    """Returns for each leaf the order of axes, outermost first, with the least load on the busiest axis.
 
     The largest leaf keeps the given order. Smaller leaves follow by size, each with the order under which the busiest
     axis carries the fewest bytes. Of more than six axes, each choice of three outermost axes is tried, followed by the
@@ -94,7 +94,7 @@ def _traffic(size: float, order: AxisOrder, axis_sizes: Mapping[str, int]) -> di
 def balanced_over_model(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
     """Returns the parameters with axis orders balanced over the entire model; values are global arrays.
 
-    A wrapped module boxes only its leaves. This function sees the leaves of all modules, and all layers of a scan. Only
+    A wrapped module boxes only its leaves. This function sees every module's leaves, and every layer of a scan. Only
     the order of names changes: the same dim is split over the same axes. Axes over which the model itself splits a leaf
     keep their places, and a leaf gathered over a single axis stays unchanged.
 
@@ -136,7 +136,7 @@ def _reorderable(box: Sharded, axis_sizes: Mapping[str, int]) -> tuple[int, Axis
 
 
 def _travelling_bytes(box: Sharded) -> float:
-    """Returns the bytes of a full leaf in one gather, plus the reduce-scatter of its gradient if it is trainable."""
+    """Returns the bytes of a full leaf in a gather and, if the leaf is trainable, in the gradient's reduce-scatter."""
     shape = np.shape(box.value)
     if avoids_gather(box):
         return 0.0

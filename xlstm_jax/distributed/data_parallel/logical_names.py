@@ -1,10 +1,10 @@
-"""Logical names of dims, as models in the style of MaxText, T5X and Flax's examples use them to describe sharding.
+"""Logical names of dims, by which models in the style of MaxText, T5X and Flax's examples describe sharding.
 
     kernel_init = nn.with_logical_partitioning(init, ("embed", "mlp"))          names of a parameter's dims
     param_with_axes("kernel", init, shape, axes=("embed", "mlp"))               the same in flax.linen.partitioning
     with nn.logical_axis_rules((("embed", "fsdp"), ("mlp", None))): ...         mesh axis that splits each name
 
-Names are interpreted as in Flax, except that an axis that the mesh does not have splits nothing. The rules at the
+Names are interpreted as in Flax, except that axes missing from the mesh split nothing. The rules at the
 initialisation of the model apply.
 
 Under a mesh, Flax constrains the value of a box whenever the box is read. Some layers read a box before its value has
@@ -35,7 +35,7 @@ def is_logical(leaf: Any) -> bool:
 
 @contextmanager
 def rules_of_mesh() -> Iterator[None]:
-    """Restricts rules to axes of the current mesh inside the context; inside ``shard_map`` there are no rules.
+    """Restricts rules to axes of the current mesh inside the context; inside ``shard_map`` rules are removed.
 
     Boxes that initialisers of Linen modules make inside the context are read without a constraint.
     """
@@ -126,7 +126,7 @@ _AXES = "_axes"  # ``flax.linen.partitioning`` names the collection, and each en
 def with_names_of_collections(variables: Mapping[str, Any]) -> dict[str, Any]:
     """Returns variables of ``model.init`` with names from collections like ``params_axes`` as boxes around parameters.
 
-    Models in the style of T5X store names in such collections. A collection that contains only names is removed;
+    Models in the style of T5X store names in collections of this kind. A collection with only names is removed;
     without rules the names have no effect. Leaves that a wrapped module has split stay unchanged.
     """
     of_names = {name for name, tree in variables.items() if name.endswith(_AXES) and _holds_names(tree)}
@@ -179,8 +179,8 @@ def _by_rules(names: tuple[Any, ...], rules: Any) -> tuple[AxisEntry, ...]:
 def names_in_metadata(names: tuple[Any, ...], rules: Any) -> tuple[tuple[AxisEntry, ...], bool]:
     """Returns an NNX variable's names as axes of the current mesh, and whether rules were applied to any name.
 
-    The variable's rules and the current rules apply. NNX treats a name without a rule as an axis. If there are rules,
-    such a name splits nothing unless the mesh has the axis.
+    The variable's rules and the current rules apply. NNX treats a name without a rule as an axis. In the presence of
+    rules, a name without a rule splits nothing unless the mesh has the axis.
     """
     by_name = dict(composite_rules(nn.get_logical_axis_rules(), rules))
     mesh = jax.sharding.get_abstract_mesh()

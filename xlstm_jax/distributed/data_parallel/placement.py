@@ -92,7 +92,7 @@ def is_on_host(value: Any) -> bool:
 
 
 def bytes_per_device(tree: PyTree) -> int:
-    """Returns the tree's bytes on the first of its devices; arrays that are not on a mesh count with their full size.
+    """Returns the tree's bytes on its first device; arrays outside of a mesh count with the full size.
 
     >>> w = jax.device_put(jnp.ones((16, 32)), jax.NamedSharding(mesh, jax.P(None, "fsdp")))
     >>> bytes_per_device({"w": w, "b": jnp.ones(32)})  # 16 * 8 values and 32, of 4 bytes

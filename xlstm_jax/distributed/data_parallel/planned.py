@@ -1,9 +1,9 @@
 """Boxes for plans: on a mesh without devices, wrapped modules box every leaf with their decisions.
 
-A plan traces ``model.init`` under ``planning_mesh``. There ``shard_module_params`` puts every leaf into a ``Planned``
-box, also leaves that it does not split. The box passes through the rest of ``init`` like the box of a split leaf:
-through ``nn.scan`` and ``nn.vmap``, which add a dim, and through further wrappers, which add decisions. So every
-decision in a plan is made by the code that decides in training, from the shapes in training.
+A plan traces ``model.init`` under ``planning_mesh``. Under this mesh ``shard_module_params`` puts every leaf into a
+``Planned`` box, including leaves that stay replicated. The box passes through the rest of ``init`` like the box of a
+split leaf: ``nn.scan`` and ``nn.vmap`` add a dim, further wrappers add decisions. So every decision in a plan is made
+by the code that decides in training, from the shapes in training.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ _NO_DEVICE = AbstractDevice(device_kind="planned", num_cores=None, platform="pla
 
 
 def planning_mesh(axis_sizes: dict[str, int]) -> AbstractMesh:
-    """Returns the mesh under which wrapped modules plan; set it with ``jax.sharding.use_abstract_mesh``."""
+    """Returns the mesh under which wrapped modules plan, for ``jax.sharding.use_abstract_mesh``."""
     # The device name marks the mesh, and makes it unequal to every real mesh. JAX caches traced functions by mesh, and
     # would otherwise reuse a function traced for a plan in an initialisation.
     types = (AxisType.Auto,) * len(axis_sizes)
@@ -38,7 +38,7 @@ class Decision(NamedTuple):
     """Choice of one wrapper for a leaf.
 
     ``shape`` is the leaf's shape in that wrapper (within ``nn.scan``, of a single layer); ``names`` are the leaf's
-    names after the choice. The dtypes are those of gather and reduce-scatter.
+    names after the choice. The dtypes are the gather dtype and the reduce-scatter dtype.
     """
 
     axes: tuple[str, ...]
@@ -61,7 +61,7 @@ class _Decisions(tuple[Decision, ...]):
 
 
 class Planned(Sharded, repr=False):
-    """Box of a leaf in a plan, split or not. ``decisions``: one per wrapper that handled the leaf, in their order.
+    """Box of a leaf in a plan, split or not. ``decisions``: an entry per wrapper of the leaf, in call order.
 
     ``stands_for`` is the class of the box that the leaf has when the model is initialised; ``None`` without a box.
     """
@@ -91,7 +91,7 @@ class Planned(Sharded, repr=False):
         )
 
     def gathered(self, axes: tuple[str, ...]) -> "Planned":
-        """Returns the leaf as a wrapper over ``axes`` passes it to its module: no longer split over ``axes``."""
+        """Returns the leaf in the form that a wrapper over ``axes`` passes to the module: not split over ``axes``."""
         # Gathered here if this wrapper split the leaf, or if only ``axes`` split it; else another wrapper gathers it.
         ours = any(decision.axes == axes and decision.choice.dim is not None for decision in self.decisions)
         if not ours and not set(self.axes) <= set(axes):

@@ -115,7 +115,7 @@ def choose_shard_dim(
       names: the entry of each dim, ``(None,) * len(shape)`` for a leaf without a box.
       axis_sizes: the axes to split over, outermost first, with their sizes.
       min_weight_size: leaves with fewer values stay replicated; a leaf of exactly this size is split.
-      uneven: what to do if the axes divide no dim: "replicate" does not split the leaf; "pad" chooses the largest dim,
+      uneven: choice if the axes divide no dim: "replicate" does not split the leaf; "pad" chooses the largest dim,
         which is then stored with zeros up to the next multiple.
     """
     held = [axis for entry in names for axis in entry_axes(entry) if axis in axis_sizes]

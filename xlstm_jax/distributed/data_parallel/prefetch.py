@@ -55,7 +55,7 @@ class Route(NamedTuple):
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """Axes in the order in which they are gathered."""
+        """Axes in gather order."""
         return tuple(reversed(collectives.spread_axes(self.axes)))
 
 
@@ -102,16 +102,16 @@ def prefetched_scan(
     Frozen leaves are gathered like other leaves, and not differentiated.
 
     Args:
-      layer: ``layer(weights, carry, inputs, shared)``, which returns (carry, outputs); ``weights`` as
-        ``gather_params`` returns them. The function must not use other arrays than its arguments.
+      layer: ``layer(weights, carry, inputs, shared)``, which returns (carry, outputs); ``weights`` have the form that
+        ``gather_params`` returns. The function must not use arrays that are not arguments.
       stacked: leaves [layers, ...], at least one leaf split; their boxes name a layer's dims.
       carry: the carry of the first layer; arrays of any dtype.
-      per_layer: leaves [layers, ...]: inputs of each layer, such as random keys.
+      per_layer: leaves [layers, ...]: inputs of each layer, random keys for example.
       shared: input of every layer.
       module: the path of the scan in the model, for leaf names in errors.
     Returns:
-      The last carry, and outputs with a leading layer dim. The gradient equals that of a scan over ``jax.checkpoint``
-      (which keeps nothing) of the layer with its gather.
+      The last carry, and outputs with a leading layer dim. The gradient equals the gradient of a scan over
+      ``jax.checkpoint`` (without kept values) of the layer and the layer's gather.
     """
     leaves, (_, structure) = trees.sharded_leaves(stacked), trees.flatten_with_path(stacked)
     of_layer = leaves_of_layer(stacked)
@@ -127,7 +127,7 @@ def prefetched_scan(
 
 
 class _Leaf(NamedTuple):
-    """Stacked leaf: its route if it is split, its box for a layer, and the properties of its stacked shards."""
+    """Stacked leaf: the route if the leaf is split, the box for a layer, and properties of the stacked shards."""
 
     route: Any  # a ``Route``; ``None`` if the leaf is not split
     box: Sharded  # without a value
@@ -170,7 +170,7 @@ class _Scan:
     # ------------------------------------------------------------------------------------------------------- one layer
 
     def compute(self, split: Arrays, whole: Arrays, carry: PyTree, inputs: PyTree, shared: PyTree) -> Any:
-        """Runs a layer on its gathered leaves (with padding) and its leaves that are not split."""
+        """Runs a layer on gathered leaves (with padding) and on leaves that are not split."""
         split, whole = trees.stored_values(split), trees.stored_values(whole)
         weights = [
             as_gathered(box.replace(value=value), value, route.names_left, route.axes, route.how) if route else kept
@@ -186,7 +186,7 @@ class _Scan:
         return self._of_split(lambda leaf, shard: leaf.wire.send(shard), sent)
 
     def arrived(self, ahead: list[Arrays | None]) -> Arrays:
-        """Returns the gathered leaves of the next layer; until here they stay in the sent format."""
+        """Returns the gathered leaves of the next layer; until here ``ahead`` has the sent format."""
         return self._of_split(lambda leaf, arrived: leaf.wire.receive(arrived), ahead[-1] or [])
 
     def whole(self, values: Arrays, index: Scalar) -> Arrays:

@@ -1,8 +1,8 @@
-"""Boxes that JAX flattens and unflattens quickly; each call of a jitted function does both for all leaves of a state.
+"""Boxes with a fast flatten and unflatten, which each call of a jitted function runs for every leaf of a state.
 
-``flax.struct.dataclass`` registers classes by ``jax.tree_util.register_dataclass``: JAX then reads all fields one by
-one to flatten a box, and unflattens by a call of the class with a keyword per field: several microseconds of Python.
-Here a box stores its flattened form, and all boxes unflattened from one tree structure share the dict of their fields,
+``flax.struct.dataclass`` registers classes by ``jax.tree_util.register_dataclass``: JAX then reads each field
+separately to flatten a box, and unflattens by a call of the class with a keyword per field: several microseconds of
+Python. Here a box stores the flattened form, and boxes unflattened from the same tree structure share a dict of fields,
 which is possible because boxes are frozen.
 
 ``jax.tree.unflatten`` of a state with 434 leaves takes 0.12 to 0.19 ms with this class, and 0.43 to 0.59 ms with Flax's

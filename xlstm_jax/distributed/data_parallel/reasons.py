@@ -1,6 +1,6 @@
 """Reasons for a leaf to be split along its dim, or to stay replicated: a closed set.
 
-A reason is data: a plan shows its text; the lint and scripts read its class and its numbers:
+A reason is data: a plan shows the text; the lint and scripts read class and numbers:
 
 >>> reason = Largest(dim=1, size=64, parts=4)
 >>> str(reason)
@@ -87,11 +87,11 @@ class BoxedByModel(Reason, text="boxed by the model as {names}"):
 
 
 class NoParameter(Reason, text="only parameters are split"):
-    """The leaf is a variable outside of "params", such as batch statistics."""
+    """The leaf is a variable outside of "params", batch statistics for example."""
 
 
 class OfNoParameter(Reason, text="belongs to no parameter"):
-    """The leaf is a value of the optimizer's state without a parameter's shape, such as a count of steps."""
+    """The leaf is a value of the optimizer's state without a parameter's shape, a count of steps for example."""
 
 
 class OfSeveral(Reason):

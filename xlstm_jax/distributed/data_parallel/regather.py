@@ -1,14 +1,14 @@
 """Choice of the values that a backward pass recomputes: gathered weights, and values computed from weights alone.
 
-``keeping_no_weights`` turns a rematerialisation policy into one that keeps no gathered weight. Units use it for
+``keeping_no_weights`` turns a rematerialisation policy into a policy that keeps no gathered weight. Units use it for
 ``reshard_after_forward``; ``remat`` offers it to users.
 
-JAX calls a policy once per operation, with the operation, the types of its inputs and its parameters, but not the
+JAX calls a policy once per operation, with the operation, the types of inputs and the parameters, but not the
 origin of the inputs. So a policy cannot recognise a weight. Naming the output of a gather and keeping everything except
 that name does not help either: JAX then keeps the gather's output before the name, or a value computed after the name.
-Refusing the gathers themselves (``GATHERS``) helps, together with all operations that only move or cast values, compute
+Refusing the gathers themselves (``GATHERS``) helps, together with operations that only move or cast values, compute
 element by element, or draw random numbers (``RECOMPUTED``), and functions with a custom derivative that contain only
-such operations.
+the operations above.
 
 Results of these operations on a gathered weight (a cast, a transpose, some rows, quantised values times their scales,
 an exp) are recomputed in the backward pass, and so are results of the same operations on activations. This costs no
@@ -17,7 +17,7 @@ recomputing takes less memory *and* fewer cycles than keeping the results, as fe
 
 Some values computed from weights alone may still be kept: reductions (a norm, a maximum: smaller than the weight),
 products of weights with weights, rows gathered or scattered by index (``k[perm]``, ``k.at[0].set(0)``), cumulative
-sums, sorts, kernels and loops. A policy cannot distinguish them from the same operations on activations. Merge such
+sums, sorts, kernels and loops. A policy cannot distinguish these from the same operations on activations. Merge such
 weights outside of the rematerialised function, or keep "nothing".
 
 Complex values are recomputed, too, whatever the base keeps: JAX rounds kept values by ``reduce_precision``, which does
@@ -64,7 +64,7 @@ _FUNCTIONS = frozenset({"closed_call", "custom_jvp_call", "custom_vjp_call", "ev
 # Cached: JAX compares policies by identity.
 @functools.cache
 def keeping_no_weights(base: Policy) -> Policy:
-    """Returns a policy that keeps what ``base`` keeps, except gathered weights (see the top of this file)."""
+    """Returns a policy that keeps the same values as ``base``, except gathered weights (see the top of this file)."""
     return functools.partial(_keep_but_weights, base)
 
 

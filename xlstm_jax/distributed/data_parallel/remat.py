@@ -6,9 +6,9 @@
                   collectives
     "dots"        keeps only matrix products without batch dims: projections, not attention scores
     "nothing"     keeps only the inputs; everything is recomputed
-    a policy      keeps what the policy keeps, except gathered weights
+    a policy      keeps the policy's choice, except gathered weights
 
-``regather`` lists what is never kept, with reasons.
+``regather`` lists values that are never kept, with reasons.
 """
 
 import functools
@@ -35,10 +35,10 @@ def remat_policy(base: str | Policy | None = None, *, offload: Sequence[str] = (
     (8, 32)
 
     Args:
-      base: which other values are kept: "everything" (also ``None``), "dots", "nothing", or a policy, such as those of
+      base: which values are kept besides weights: "everything" (also ``None``), "dots", "nothing", or a policy, as in
         ``jax.checkpoint_policies``. A policy that keeps values by name (``jax.ad_checkpoint.checkpoint_name``) keeps
         every value of that name, also a weight.
-      offload: names of values (``checkpoint_name``) that are kept in host memory until the backward pass needs them;
+      offload: names of values (``checkpoint_name``) to keep in host memory until the backward pass reads them;
         with base "nothing" only these values are kept. ``BLOCK_INPUT`` is the name of the input of each wrapped module.
     Returns:
       The policy; the same object for equal arguments: JAX compares policies by identity, and retraces for another

@@ -3,8 +3,8 @@
     block_0/up/kernel[d, f], block_1/..., block_2/...  -- stack_layers -->  blocks/up/kernel[3, d, f]
                                                       <-- unstack_layers --
 
-Layers in a Python loop have separate parameters; ``nn.scan`` keeps the parameters of all layers in one leaf, with a
-leading layer dim. On a mesh the layer dim is not split: each device stacks its shards, without communication. A box
+Layers in a Python loop have separate parameters; ``nn.scan`` keeps the parameters of the layers in a single leaf, with
+a leading layer dim. On a mesh the layer dim is not split: each device stacks its shards, without communication. A box
 gains or loses the entry for the layer dim, and is unchanged otherwise.
 """
 
@@ -35,7 +35,7 @@ Entries = dict[str, Any]
 
 
 def rename_leaves(tree: PyTree, names: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the tree with leaves at other paths: the parameters of one model under the names of another.
+    """Renames paths of leaves, so that the parameters of a model get the names of another model.
 
     >>> linen = {"Dense_0": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}, "Dense_1": {"kernel": jnp.ones((3, 2))}}
     >>> nnx = rename_leaves(linen, {"Dense_0": "up", "Dense_1": "mlp/down"})
@@ -85,8 +85,8 @@ def stack_layers(tree: PyTree, layer_names: str, stacked_name: str) -> PyTree:
       layer_names: the layers' name with ``{}`` for their numbers, from 0 on, as "block_{}".
       stacked_name: the name of the scan.
     Returns:
-      The tree with leaves [layers, ...] under ``stacked_name``. Other leaves are the same arrays in both trees: a step
-      to which one tree is donated also deletes them from the other tree.
+      The tree with leaves [layers, ...] under ``stacked_name``. The remaining leaves are the same arrays in both trees:
+      a step that takes one tree as a donated argument also deletes these arrays of the other tree.
     Raises:
       ValueError: the tree has no such layer, or a layer is missing; layers differ in structure, shape, dtype or box
         (names the leaf); or ``stacked_name`` exists already.
@@ -216,7 +216,7 @@ def _stacked(layers: dict[int, PyTree], layer_names: str) -> PyTree:
 
 
 def _described(leaf: Any) -> str:
-    """Returns a text of all properties that layers must share to be stacked."""
+    """Returns a text of the properties in which layers must agree to be stacked."""
     found = leaf_of(leaf)
     value = found.value
     text = f"{getattr(value, 'dtype', type(value).__name__)}{list(np.shape(value))}"

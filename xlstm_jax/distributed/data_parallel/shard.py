@@ -35,9 +35,9 @@ def shard_params(
     *,
     uneven: str = DEFAULT_UNEVEN,
 ) -> PyTree:
-    """Splits parameters over a mesh axis: every device keeps its shard of each leaf that is large enough.
+    """Splits parameters over a mesh axis: every device keeps its shard of each sufficiently large leaf.
 
-    Call it inside ``shard_map``, on values that are equal on all devices of the axis. To initialise a model use
+    Call it inside ``shard_map``, on values that are equal along the axis. To initialise a model use
     ``training.init_sharded``, which never holds the full tree on a device.
 
     >>> shard = lambda w: shard_params(w, "fsdp", min_weight_size=64)
@@ -46,14 +46,14 @@ def shard_params(
     ((None, 'fsdp'), (16, 8))
 
     Args:
-      params: leaves [..., d, ...], bare or boxed; boxes that name other axes (tensor parallel) are kept and extended.
-      axis_name: an axis or a tuple of axes; a dim is split over all of them. The largest leaf keeps the given order,
-        outermost first; other leaves get orders that give all axes the same load.
+      params: leaves [..., d, ...], bare or boxed; boxes with further axes (tensor parallel) are kept and extended.
+      axis_name: an axis or a tuple of axes; a dim is split over the entire tuple. The largest leaf keeps the given
+        order, outermost first; the orders of smaller leaves balance the load of the axes.
       min_weight_size: leaves with fewer values stay replicated; a leaf of exactly this size is split.
-      uneven: what to do with a leaf if the axis divides no dim; "replicate": the leaf stays replicated; "pad": the
+      uneven: treatment of a leaf if the axis divides no dim; "replicate": the leaf stays replicated; "pad": the
         leaf is split along its largest dim, with zeros up to the next multiple of N.
     Returns:
-      The tree. A leaf is split along the largest dim that the axis divides and that has no other axis, and boxed as
+      The tree. A leaf is split along the largest dim without another axis that ``axis_name`` divides, and boxed as
       ``nn.Partitioned`` with value [..., d / N, ...]. Other leaves are returned unchanged, including PRNG keys.
     Raises:
       ValueError: an axis is not bound; lists the axes that are.
@@ -148,7 +148,7 @@ def split_array_over_mesh(x: jax.Array, axis_name: AxisNames, split_axis: int) -
 
     Nothing is sent. In the backward pass each device has the gradient of its slice, and zeros elsewhere; the gradient
     of ``x`` is the sum of these over the axis. The sum is taken by the producer of ``x``: by the transpose of the
-    all-gather that made ``x``; by JAX, if the type of ``x`` says that it is equal on all devices; or, for a parameter,
+    all-gather that made ``x``; by JAX, if ``x`` has the type "equal on all devices"; or, for a parameter,
     as the mean, by ``value_and_grad`` and ``sync_gradients``.
 
     Args:
@@ -158,7 +158,7 @@ def split_array_over_mesh(x: jax.Array, axis_name: AxisNames, split_axis: int) -
     Returns:
       [..., d / N, ...], with slices in the order of ``PartitionSpec(axes)``.
     Raises:
-      ValueError: an axis is not bound; ``x`` has no such dim, or N does not divide it.
+      ValueError: an axis is not bound; ``x`` has no dim ``split_axis``, or N does not divide the dim.
     """
     axes = collectives.bound_axes(axis_name, caller="split_array_over_mesh")
     if not -x.ndim <= split_axis < x.ndim:

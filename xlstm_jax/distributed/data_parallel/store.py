@@ -92,7 +92,7 @@ class Uneven(Protocol):
     """Mode of the option ``uneven``: how split leaves are stored, and which dim to split if the axes divide none."""
 
     def reason(self, dim: int, size: int, parts: int) -> Reason | None:
-        """Returns the reason to split a leaf along its largest dim though ``parts`` do not divide it; None: do not."""
+        """Returns why to split a leaf along its largest dim, not divided by ``parts``; ``None``: do not split."""
         ...
 
     def stored(self, leaf: Kept, parts: int) -> Kept:

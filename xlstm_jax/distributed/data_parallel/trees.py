@@ -31,7 +31,7 @@ def flatten_with_path(tree: PyTree, one_leaf: OneLeaf = is_box) -> tuple[list[tu
 
 
 def leaves_with_path(tree: PyTree) -> list[tuple[str, Any]]:
-    """Returns all leaves with their paths, in tree order; a box is one leaf."""
+    """Returns the leaves with their paths, in tree order; a box is a leaf."""
     return flatten_with_path(tree)[0]
 
 
@@ -148,11 +148,11 @@ def differentiable(tree: PyTree) -> list[Sharded]:
 
 
 def split_differentiable(tree: PyTree) -> tuple[list[Any], Callable[..., PyTree]]:
-    """Returns the leaves that take a gradient (a box is one leaf), and a function that rebuilds the tree.
+    """Returns the leaves that take a gradient (boxes are leaves), and a function to rebuild the tree.
 
     Returns:
       The list, and ``put_back(leaves, rest=...)``, which returns the tree with ``leaves`` in place of the listed
-      leaves, and ``rest(leaf)`` in place of every other leaf; by default other leaves are unchanged.
+      leaves, and ``rest(leaf)`` in place of every other leaf (default: unchanged).
     """
     found, treedef = flatten_with_path(tree)
     leaves = [leaf for _, leaf in found]
@@ -190,9 +190,9 @@ def box_like(tree: PyTree, boxed: PyTree) -> PyTree:
 
 
 def split_arrays(tree: PyTree, *others: type[Any]) -> tuple[dict[int, Any], Callable[[dict[int, Any]], PyTree]]:
-    """Returns the arrays of a tree by position, and a function that rebuilds the tree with other arrays.
+    """Returns the arrays of a tree by position, and a function to rebuild the tree from new arrays.
 
-    Instances of the classes ``others`` count as arrays. All other leaves stay unchanged.
+    Instances of the classes ``others`` count as arrays. The remaining leaves stay unchanged.
     """
     found, treedef = flatten_with_path(tree, lambda node: isinstance(node, others))
     leaves = [leaf for _, leaf in found]

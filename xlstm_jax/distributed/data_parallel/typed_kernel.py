@@ -1,16 +1,16 @@
 """Makes kernels without types usable in a step with types (``check_vma=True``).
 
-Under ``check_vma=True`` each value has a type: the mesh axes over which it varies. JAX computes the types of results,
-except for Pallas kernels: the kernel's author has to declare these types, and authors of common kernels do not. So a
-kernel is traced here without types, and its program becomes a single operation of the step:
+Under ``check_vma=True`` each value has a type, the mesh axes along which the value varies. JAX computes the types of
+results, except for Pallas kernels: the kernel's author has to declare these types, and authors of common kernels do
+not. So a kernel is traced here without types, and its program becomes a single operation of the step:
 
     typed_kernel(fn)(*args)
       forward     cast each array to vary over the union of axes  ->  one operation: fn, traced without types  ->  cast
-      backward    cotangents                                      ->  one operation: fn's own gradient         ->  cast
+      backward    cotangents                                      ->  one operation: the gradient of fn        ->  cast
 
-The first cast is JAX's. Its transpose sums the gradient of an argument over the axes over which only other arguments
-vary, so a kernel may mix activations with a replicated weight. The operation is opaque to the transformations around it
-(remat, scan, jit), which would otherwise compute the types of the kernel's inner operations.
+The first cast is JAX's. The transpose of this cast sums the gradient of an argument over the axes along which only
+other arguments vary, so a kernel may mix activations with a replicated weight. The operation is opaque to the
+transformations around it (remat, scan, jit), which would otherwise compute the types of the kernel's inner operations.
 """
 
 import functools
@@ -51,13 +51,13 @@ def typed_kernel(fn: Callable[P, R]) -> Callable[P, R]:
     ``jax.lax.scan`` and ``jax.checkpoint`` are supported.
 
     Args:
-      fn: takes arrays, trees of arrays, and other values, which are passed on unchanged; returns a tree of arrays.
-        Arrays that ``fn`` closes over count as arguments; they must be equal on all devices, such as masks.
+      fn: takes arrays, trees of arrays, and further values, passed on unchanged; returns a tree of arrays.
+        Arrays that ``fn`` closes over count as arguments, and must be equal on each device, as masks are.
     Returns:
       A function with the same arguments and results.
     Raises:
-      ValueError: at the call: ``fn`` reads the device's index or communicates, so that its result varies over axes that
-        its arguments do not list; or ``fn`` closes over an array that varies. At lowering: the kernel does not support
+      ValueError: at the call: ``fn`` reads the device's index or communicates, so that the result varies over axes not
+        listed by the arguments; or ``fn`` closes over an array that varies. At lowering: the kernel does not support
         the platform.
       NotImplementedError: raised by JAX for a derivative of the gradient, or for forward mode.
     """
@@ -140,7 +140,7 @@ def _call(fn: Callable[..., Any], args: Any, axes: tuple[str, ...], name: str) -
 
 
 class _Kernel(core.Primitive):
-    """Primitive that runs a jaxpr. Its operands are the arrays that the jaxpr closes over, then the arguments."""
+    """Primitive that runs a jaxpr. The operands are the closed-over arrays of the jaxpr, then the arguments."""
 
     multiple_results = True
 

@@ -1,6 +1,6 @@
-"""Features that extend the units of a model, one file each, registered here by one line each.
+"""Features of units, in a file each; every line of the list below registers a feature.
 
-To remove a feature, delete its line and its file.
+To remove a feature, delete the line and the file.
 """
 
 from xlstm_jax.distributed.data_parallel.extension import EXTENSIONS

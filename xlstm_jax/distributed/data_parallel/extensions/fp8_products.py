@@ -3,13 +3,13 @@
   plain Flax  W[d_fsdp, f] -- all-gather --> W[d, f] -- the product quantises W --> e4m3[d, f]
   here        W[d_fsdp, f] -- quantised --> e4m3[d_fsdp, f] -- all-gather --> e4m3[d, f] -- times scale --> V[d, f]
 
-All devices share the scale, with which the product quantises V, too. V has only values of the format, so the product
-computes with the same bits as in plain Flax. The gradient ignores the rounding, as Flax's rule does. The history of the
-largest magnitudes receives the largest magnitude of W, not of V.
+The devices share the scale, and the product quantises V with the same scale. V has only values of the format, so the
+product computes with the same bits as in plain Flax. The gradient ignores the rounding, as Flax's rule does. The
+history of the largest magnitudes receives the largest magnitude of W, not of V.
 
 A product of Flax (``Fp8DirectDotGeneralOp``, ``Fp8Einsum``, ``Fp8DotGeneralOp``) is a submodule of the module that owns
-the parameter "kernel", and keeps its state in the collection ``OVERWRITTEN``. These names identify the kernels with a
-product. ``check_operand`` checks, when the product is called, that its operand is V.
+the parameter "kernel", and keeps state in the collection ``OVERWRITTEN``. The names of both identify the kernels with a
+product. ``check_operand`` checks in each call of the product that the operand is V.
 """
 
 import inspect
@@ -104,14 +104,14 @@ def check_operand(kernels: dict[str, Any], product: Any, args: tuple[Any, ...], 
 
 
 def _only_casts(owner: Any) -> bool:
-    """Returns whether a module passes its kernel to its product as Flax's layers do, with at most a cast."""
+    """Returns whether a module passes the kernel to the product like Flax's layers, with at most a cast."""
     call = inspect.unwrap(inspect.getattr_static(type(owner), "__call__"))
     known = any(call is inspect.unwrap(inspect.getattr_static(layer, "__call__")) for layer in READERS)
     return known and getattr(owner, "promote_dtype", promote_dtype) is promote_dtype
 
 
 def next_scale(scale: jax.Array, history: jax.Array) -> jax.Array:
-    """Returns the scale, [1], with which the product will quantise its kernel, from the product's state."""
+    """Returns the product's next scale for the kernel, [1], from the product's state."""
     largest = fp8_ops.get_fp8_max(CODES, jnp.float32)
     return fp8_ops.compute_scale(jnp.max(history, axis=0), scale, largest)
 
@@ -130,7 +130,7 @@ def dequantised(codes: jax.Array, scale: jax.Array, dtype: DType) -> jax.Array:
 def recording(history: jax.Array, shard: jax.Array) -> jax.Array:
     """Returns the history. Its gradient, the next history, records the largest magnitude of this device's ``shard``.
 
-    The largest magnitude over all devices is that of the unsharded kernel.
+    The maximum over the devices is the largest magnitude of the unsharded kernel.
     """
     return history
 
@@ -185,7 +185,7 @@ def quantises_products(how: Communication) -> bool:
 
 @dataclass
 class Fp8Products(Extension):
-    """Kernels of a unit that are sent as their products quantise them.
+    """Kernels of a unit in the quantised form of their products.
 
     Attributes:
       products: the paths of products in the model, by the paths of kernels in the unit's variables.

@@ -1,7 +1,7 @@
 """Padding: a leaf without a divisible dim is stored with zeros at the end of its largest dim (``uneven="pad"``).
 
 W[37, 16] over 8 devices is stored as [40, 16]: each device keeps five rows, the last device two rows of W and three of
-zeros. The gathered array is cut to [37, 16] before a module reads it, so that the gradient of the zeros is 0.
+zeros. The gathered array is cut to [37, 16] before a module reads the value, so the gradient of the zeros is 0.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class ZeroPadding(Store):
 
     @classmethod
     def of(cls, sizes: Sizes) -> Store:
-        """Returns the store for these sizes; ``AS_IT_IS`` if all sizes are ``None``."""
+        """Returns the store for ``sizes``; ``AS_IT_IS`` if every size is ``None``."""
         return cls(tuple(sizes)) if any(sizes) else AS_IT_IS
 
     def shape(self, stored: Shape, counts: Sequence[int]) -> Shape:

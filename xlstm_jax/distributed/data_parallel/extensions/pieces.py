@@ -1,6 +1,6 @@
-"""Kernels read in pieces: a module gathers parts of its kernel one after the other, never the full kernel.
+"""Kernels read in pieces: a module gathers successive parts of a kernel, never the full kernel.
 
-``wire/pieces`` sends the pieces. A module with this ability has ``ReadsShards`` among its bases, such as ``LMHead``.
+``wire/pieces`` sends the pieces. A module with this ability has ``ReadsShards`` among its bases, as ``LMHead`` has.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def gives_pieces(box: Sharded, along: int) -> bool:
 
 
 def pieces_of(box: Sharded, along: int, *operands: jax.Array, path: str = "") -> tuple[jax.Array, Pieces] | None:
-    """Returns the shard of a matrix, and the layout of its pieces, which are parts of its dim ``along``.
+    """Returns the shard of a matrix, and the layout of the pieces, parts of the matrix's dim ``along``.
 
     ``None`` if the matrix must be gathered in full. ``operands`` are the arrays that the matrix is multiplied with.
     """
@@ -46,10 +46,10 @@ def pieces_of(box: Sharded, along: int, *operands: jax.Array, path: str = "") ->
 
 
 class ReadsShards:
-    """Base of modules that can compute from shards of their parameters, such as ``LMHead`` from pieces of its kernel.
+    """Base of modules that can compute from shards of parameters, as ``LMHead`` does from pieces of a kernel.
 
-    ``read_by`` maps each method that ``from_shards`` can replace to the methods it calls. If a subclass overrides any
-    of these, parameters are gathered for the method, as for any other method.
+    ``read_by`` maps each method that ``from_shards`` can replace to the methods called by it. If a subclass overrides
+    any of the methods, parameters are gathered for the call, as for any other method.
     """
 
     read_by: ClassVar[dict[str, tuple[str, ...]]] = {}
@@ -91,7 +91,7 @@ class PieceReaders(Extension):
 
 
 def reads_shards(module: Any, method: str) -> bool:
-    """Returns whether ``from_shards`` may replace a method: neither it nor a method it calls is overridden."""
+    """Returns whether ``from_shards`` may replace a method: no override of the method or of methods called by it."""
     cls: Any = next(cls for cls in type(module).__mro__ if "from_shards" in vars(cls))
     made_of = cls.read_by.get(method)
     return made_of is not None and all(is_unchanged(module, name, cls) for name in (method, *made_of))

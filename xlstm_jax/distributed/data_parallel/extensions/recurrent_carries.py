@@ -1,6 +1,6 @@
 """Makes the carry of an ``nn.RNN`` in a unit vary over devices from the first step on, for ``check_vma=True``.
 
-A cell makes its first carry from shapes alone, so the carry's type is equal on all devices. The carry after a step
+A cell makes the first carry from shapes alone, so the carry's type is equal on each device. The carry after a step
 varies, and a scan requires the same type for both: the first carry is cast.
 """
 

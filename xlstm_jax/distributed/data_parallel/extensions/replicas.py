@@ -24,7 +24,7 @@ PACKED_TWICE = 2  # terms, then their mean
 class Replicas(Copies):
     """Copies of the shards, along axes that cross hosts or slices (hybrid sharding, HSDP).
 
-    The gradient of a shard is averaged over its copies within the backward pass of its layer, in parallel with the
+    The gradient of a shard is averaged over copies within the backward pass of the layer, in parallel with the
     computation of the layer before.
 
     >>> Replicas("dp", reduce_dtype="bfloat16")

@@ -1,7 +1,7 @@
 """Row lookups: an embedding fetches the rows of its tokens if this sends fewer bytes than a gather of the table.
 
-``wire/lookup`` sends the rows. A table is marked (``LOOKED_UP``) if exactly one lookup has read it while the model was
-initialised. A table that the head reads, too, is gathered for the head, and costs the lookup nothing more.
+``wire/lookup`` sends the rows. A table is marked (``LOOKED_UP``) if a single lookup has read the table while the model
+was initialised. A table that the head reads, too, is gathered for the head, and costs the lookup nothing more.
 """
 
 from collections.abc import Iterator
@@ -76,7 +76,7 @@ class RowLookups(Extension):
 
     @contextmanager
     def initialising(self, module: Any, method: str) -> Iterator[None]:
-        """Marks the table if exactly one lookup reads it while the method initialises its module."""
+        """Marks the table if a single lookup reads the table while the method initialises the module."""
         before = _table(module) if isinstance(module, nn.Embed) and module.is_initializing() else None
         yield
         if isinstance(module, nn.Embed) and module.is_initializing() and (after := _table(module)) is not None:

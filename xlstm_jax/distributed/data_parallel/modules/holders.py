@@ -1,4 +1,4 @@
-"""Records the classes of the modules that hold a model's parameters, so that a warning can name classes to wrap.
+"""Records the classes of modules with parameters, by path, so that a warning can name classes to wrap.
 
 Linen   modules exist while the model is initialised or applied, and are recorded then
 NNX     modules exist at any time

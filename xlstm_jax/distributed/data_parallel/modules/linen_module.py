@@ -58,11 +58,11 @@ def shard_module_params(
     trainable: bool = True,
     inter_host_axes: AxisNames | tuple[()] = INTER_HOST_AXES,
 ) -> Target:
-    """Makes a module keep its parameters sharded: gathered just before it runs, split just after it is initialised.
+    """Keeps a module's parameters sharded: gathered just before the module runs, split after initialisation.
 
     Inside ``shard_map`` the parameters are gathered over ``axis_name`` when a public method of the module is entered,
     and the gradients are reduce-scattered as means. Outside, the module is the plain module (see ``unit``).
-    Parameter names, shapes and initial values equal those of the plain module: the wrapped class keeps its name.
+    Parameter names, shapes and initial values equal the plain module's: the wrapped class keeps its name.
     >>> model = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(32)
     >>> variables = init_sharded(model, mesh, jax.random.key(0), jnp.ones((8, 16)), batch_axes=("dp", "fsdp"))
     >>> variables["params"]["kernel"].names, variables["params"]["bias"].shape  # 32 values are fewer than 64: whole
@@ -74,31 +74,31 @@ def shard_module_params(
 
     Args:
       target: a Linen module class (or ``functools.partial`` of a class), a module instance, a function whose first
-        argument is a module, or a function that makes a module and returns it, ``make(config) -> nn.Module``. An
+        argument is a module, or a function that makes and returns a module, ``make(config) -> nn.Module``. An
         instance gives an instance with the same fields and name; a function that makes modules then makes wrapped
         modules.
       axis_name: an axis or a tuple of axes, one for each dim of the torus. A tuple is gathered and scattered in stages,
         in an order that rotates from leaf to leaf.
       min_weight_size: leaves with fewer values stay replicated.
-      gather_dtype: dtype of the all-gather and of the parameters that the module reads; ``None``: the stored dtype.
+      gather_dtype: dtype of the all-gather and of the parameters inside the module; ``None``: the stored dtype.
         With float8_e4m3fn the kernel of an fp8 product of Flax is sent as the product rounds it: see docs/fp8.md.
       grad_scatter_dtype: dtype of the reduce-scatter of gradients; ``None``: float32, or the stored dtype if wider.
       reshard_after_forward: gather the parameters again for the backward pass, and keep everything else that is costly
         to compute (``remat_policy``). False: JAX keeps gathered weights, unless an ``nn.remat`` around the module drops
         them (an ``nn.remat`` that keeps nothing does); leave the option False inside such an ``nn.remat``.
       replicas: hybrid sharding: further axes along which the shards are copied; see ``Replicas``.
-      uneven: "replicate": a leaf stays replicated if ``axis_name`` divides no dim. "pad": such a leaf is stored with
+      uneven: "replicate": a leaf stays replicated if ``axis_name`` divides no dim. "pad": the leaf is stored with
         zeros up to the next multiple; the module, the optimizer and checkpoints do not see the zeros.
       trainable: False freezes all parameters of the module, including modules inside: the parameters are split and
         gathered as usual, and have no gradient and no optimizer state. See docs/frozen.md.
-      inter_host_axes: axes of ``axis_name`` that cross hosts or slices (slow links); by default the axes that
+      inter_host_axes: axes of ``axis_name`` across hosts or slices (slow links); by default the axes that
         ``create_fsdp_mesh`` makes. These axes are gathered first, when the fewest bytes are sent; the order of the
         other axes rotates.
     Raises:
       ValueError: (when the module runs) some mesh axes are bound, but not ``axis_name``; lists the bound axes. A
         parameter is not a shard, or the module is inside ``nn.WeightNorm`` or ``nn.SpectralNorm``.
       TypeError: the target is not of a kind listed above (for modules of ``flax.nnx`` see ``nnx_model``), or an
-        instance that its parent has already named; or a dtype is not a dtype.
+        instance that has already been named by its parent; or a dtype is not a dtype.
     """
     cls: Any = target if isinstance(target, type) else type(target)
     if not issubclass(cls, nn.Module) and (not callable(target) or isinstance(target, type) or is_nnx(cls)):
@@ -131,7 +131,7 @@ def is_nnx(cls: type[Any]) -> bool:
 
 
 def as_unit(target: Any, policy: ShardPolicy) -> Any:
-    """Returns the target with public methods that gather "params" first, and split them after initialisation."""
+    """Returns the target with public methods that gather "params" first; after initialisation, "params" are split."""
     if isinstance(target, functools.partial):
         return functools.partial(as_unit(target.func, policy), *target.args, **target.keywords)
     if not isinstance(target, type):
@@ -146,7 +146,7 @@ def as_unit(target: Any, policy: ShardPolicy) -> Any:
 
 
 class MapOfLeaves(functools.partial[PyTree]):
-    """Function for ``nn.map_variables`` that takes each leaf as stored, also if it is a shard."""
+    """Function for ``nn.map_variables`` that takes each leaf as stored, including shards."""
 
 
 def lifted(target: Any, methods: list[str] | None, policy: ShardPolicy) -> Any:
@@ -161,7 +161,7 @@ def lifted(target: Any, methods: list[str] | None, policy: ShardPolicy) -> Any:
 
 
 def _gathered(policy: ShardPolicy, variables: PyTree) -> PyTree:
-    """Returns a module's variables as the module reads them; errors name leaves by their paths in the model."""
+    """Returns a module's variables in the form that the module reads; errors name leaves by paths in the model."""
     units = watching(RunningUnit)
     if not units:
         return gather_here(policy, variables)
@@ -169,7 +169,7 @@ def _gathered(policy: ShardPolicy, variables: PyTree) -> PyTree:
 
 
 def _lifted_function(target: Method, policy: ShardPolicy) -> Method:
-    """Returns a lifted function of a module; or, for a function that makes modules, one that makes wrapped modules.
+    """Returns a lifted function of a module or, for a function that makes modules, a function for wrapped modules.
 
     Each call decides between the two: Linen lifts functions whose first argument is a module.
     """
@@ -206,7 +206,7 @@ def methods_to_lift(cls: type[nn.Module]) -> list[str]:
 
 
 def _only_when_bound(plain: Method, gathering: Method, policy: ShardPolicy) -> Method:
-    """Returns a method that is lifted on bound modules, and plain on unbound modules, which have no parameters."""
+    """Returns a method that is lifted on bound modules, and plain on unbound modules (without parameters)."""
 
     @functools.wraps(plain)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -224,7 +224,7 @@ def _only_when_bound(plain: Method, gathering: Method, policy: ShardPolicy) -> M
 def enter(
     module: nn.Module, name: str, gathering: Method, policy: ShardPolicy, args: Any, kwargs: Any, returned: Method
 ) -> Any:
-    """Runs the method, lifted as ``gathering``, or the computation from shards that an extension puts in its place.
+    """Runs the method, lifted as ``gathering``, or an extension's computation from shards instead.
 
     The result of an extension is passed through ``returned(module, name, result)``.
     """
@@ -262,8 +262,8 @@ def taken_apart(module: nn.Module, call: str) -> tuple[type[nn.Module], dict[str
 def watching(kind: type[Watcher]) -> list[Watcher]:
     """Returns the objects of class ``kind`` whose methods intercept all running modules; innermost first.
 
-    The interceptors are read from Linen's stack of ``nn.intercept_methods``: users' functions run between the caller
-    that sets an interceptor and the code that looks for it.
+    The interceptors are read from Linen's stack of ``nn.intercept_methods``: users' functions run between the code that
+    sets an interceptor and the code that looks for the interceptor.
     """
     methods = linen_interceptors()
     return [watcher for method in methods if isinstance(watcher := getattr(method, "__self__", None), kind)]
@@ -283,7 +283,7 @@ def seeing_calls(seen: Callable[[Any], None]) -> AbstractContextManager[None]:
 
 @dataclasses.dataclass(frozen=True)
 class RunningUnit:
-    """Unit during one of its methods or its initialisation. Errors prefix leaf names with ``path``."""
+    """Unit during a method call or initialisation. Errors prefix leaf names with ``path``."""
 
     path: tuple[str, ...]
     extensions: list[Extension] = dataclasses.field(
@@ -319,7 +319,7 @@ def inside_unit(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
 
 
 def _returned(module: nn.Module, method: str, result: Any) -> Any:
-    """Returns ``result`` as a Linen method's result, so that captured intermediates include it."""
+    """Returns ``result`` as a Linen method's result, for users who capture intermediates."""
 
     def returns(module: nn.Module) -> Any:
         return result
@@ -334,7 +334,7 @@ READERS = (nn.WeightNorm, nn.SpectralNorm)  # layers of Flax that read the param
 
 
 def check_not_inside_reader(module: nn.Module) -> None:
-    """Raises if a wrapped module runs inside a layer that reads its parameters: the layer would take norms of shards.
+    """Raises if a wrapped module runs inside a layer that reads the module's parameters, and would use shards.
 
     The names of the layer's parameters would also contain boxes. Flax passes calling modules only through its private
     stack.
@@ -354,7 +354,7 @@ def check_not_inside_reader(module: nn.Module) -> None:
 
 @dataclasses.dataclass(eq=False)
 class Stacks:
-    """Stacks of layers inside a unit. The unit gathers the weights of all layers at once instead of one layer's.
+    """Stacks of layers inside a unit, which gathers the weights of the entire stack at once, not layer by layer.
 
     ``layers`` maps the name of each stack made by ``nn.scan`` to the class of its layer. Scans of functions are not
     recorded, since their layers cannot be identified here.
@@ -379,7 +379,7 @@ class Stacks:
 
 @contextmanager
 def noting_stacks() -> Iterator[Stacks]:
-    """Yields a ``Stacks`` that records stacks gathered at once, of models that run inside the context."""
+    """Yields a ``Stacks`` for models that run inside the context: it records stacks gathered at once."""
     stacks = Stacks()
     with nn.intercept_methods(stacks.look):
         yield stacks

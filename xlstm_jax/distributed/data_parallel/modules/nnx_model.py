@@ -1,7 +1,7 @@
 """``nnx_model``: turns an NNX model into functions ``init`` and ``apply``, which can be sharded from outside.
 
   nnx_model(make)                         a model whose parameters stay replicated
-  shard_modules(model, where, "fsdp")    matching modules keep their parameters split, and gather them to run
+  shard_modules(model, where, "fsdp")    matching modules keep parameters split, and gather to run
 
 Both results can be used like a Linen module in all of the library: ``create_train_state``, ``plan_sharding``,
 ``forecast``, checkpoints. ``bind`` returns the NNX module.
@@ -144,7 +144,7 @@ class NnxModel:
         """Returns the NNX module with these variables, for ``nnx.split``, ``nnx.Optimizer`` and the like.
 
         Split parameters are both ``nnx.Param`` and boxes: ``partition_specs(nnx.state(module, nnx.Param), mesh)``
-        returns their specs. They are gathered when a sharded module runs, and wherever else they are read.
+        returns their specs. They are gathered when a sharded module runs, and at any other read.
         """
         if others := [path for path, leaf in trees.sharded_leaves(variables) if not leaf.stores_value]:
             raise ValueError(
@@ -233,7 +233,7 @@ class NnxModel:
         return {path: unit for path, unit in innermost.items() if unit in self.units}
 
     def _seen_shapes(self, rngs: PyTree, inputs: Any, method: Any, kwargs: Any) -> dict[str, _Seen]:
-        """Returns, by path, a parameter's shape in its unit when the model runs, and whether it is only looked up."""
+        """Returns, by path, each parameter's shape inside its unit, and whether a lookup is the only read."""
         seen: dict[str, _Seen] = {}
 
         def note(path: str, shape: tuple[int, ...], is_lookup: bool) -> None:
@@ -296,7 +296,7 @@ def _random_state(path: str, leaf: Any, rngs: PyTree) -> Any:
 class _NoKey:
     """Placeholder for the key of a random stream that was given no key; raises when a key is drawn.
 
-    NNX inspects all variables of a module by ``hasattr`` (in ``nnx.view``, say), which must not raise: attributes that
+    NNX inspects a module's variables by ``hasattr`` (in ``nnx.view``, say), which must not raise: attributes that
     arrays do not have are missing here, too.
     """
 

@@ -3,11 +3,11 @@
   module.kernel = Param(W[d, f])            a module holds variables; a split variable is a ``SplitVariable``
   {"params": {"kernel": Sharded(W)}}        the library holds a dict of collections, of boxes and bare values, by path
 
-A split variable stores its names, its communication options, and the policy of its unit. The class of a chosen module
-is replaced by a subclass of the same name; nothing else changes. When a public method is entered, ``gathered`` replaces
+A split variable stores axis names, communication options, and the policy of the unit. The class of a chosen module is
+replaced by a subclass of the same name; nothing else changes. When a public method is entered, ``gathered`` replaces
 the values of the variables below the module, except variables of units within, by unsharded values, which are dropped
-when the method returns. A split variable that is read at any other time gathers itself, once per read. ``nnx.split``
-keeps classes, so a model that ``nnx.jit``, ``nnx.remat`` or ``nnx.scan`` splits and merges keeps its units.
+when the method returns. A split variable read at any other time gathers itself, once per read. ``nnx.split`` keeps
+classes, so units survive when ``nnx.jit``, ``nnx.remat`` or ``nnx.scan`` splits and merges a model.
 """
 
 import functools
@@ -71,7 +71,7 @@ class _Whole(_Changed):
 
 
 class _Split(_Changed, SplitVariable):
-    """Variable whose value is a shard: a leaf of the library that is gathered when it is read as an array."""
+    """Variable whose value is a shard: a leaf of the library that gathers itself when read as an array."""
 
     __slots__ = ()
 
@@ -214,7 +214,7 @@ def leaves_of(module: nnx.Module) -> dict[str, Any]:
 
 
 def _leaf(variable: Any) -> Any:
-    """Returns the value of a variable; boxed if it is split or if its metadata name mesh axes, else bare."""
+    """Returns the value of a variable; boxed if the variable is split or its metadata name mesh axes, else bare."""
     if not is_variable(variable):
         return variable
     metadata, value = variable.get_metadata(), variable.get_raw_value()
@@ -275,7 +275,7 @@ def make_unit(module: nnx.Module, policy: ShardPolicy) -> None:
 
 
 def own_variables(module: nnx.Module) -> dict[str, Any]:
-    """Returns the variables that a unit gathers, by path relative to the unit: not those of units within."""
+    """Returns the variables gathered by a unit, by path relative to the unit, without variables of units within."""
     nodes = list(nnx.iter_graph(module))
     within = [path for path, node in nodes if path and hasattr(type(node), "_shard_policy")]
     own = ((path, leaf) for path, leaf in nodes if is_variable(leaf))
@@ -333,7 +333,7 @@ def is_flax_lookup(cls: type[nnx.Module], method: str) -> bool:
 
 
 def let_carries_vary(model: nnx.Module, axes: frozenset[str]) -> None:
-    """Makes first carries of recurrent cells vary over axes (see ``carry_axes``), by a cell class that casts them."""
+    """Makes first carries of recurrent cells vary over axes (see ``carry_axes``), by a cell class with a cast."""
     for cell in modules_of(model).values() if axes else ():
         if isinstance(cell, nnx.RNNCellBase):
             object.__setattr__(cell, "__class__", _varying_cell_type(type(cell), axes))

@@ -85,7 +85,7 @@ def scan_layers(
 
 
 def _where_gathered(plain: Callable[..., Any], ahead: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method that runs ``ahead`` if there are weights to gather, else ``plain``."""
+    """Returns a method that runs ``ahead`` if weights must be gathered, else ``plain``."""
 
     @functools.wraps(plain)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +103,7 @@ def _where_gathered(plain: Callable[..., Any], ahead: Callable[..., Any]) -> Cal
 
 
 def _of_one_layer(stacked: PyTree) -> PyTree:
-    """Returns the stacked leaves in boxes that name the dims of one layer."""
+    """Returns the stacked leaves in boxes with the names of a layer's dims."""
     return meta.remove_axis(stacked, 0, {})
 
 
@@ -163,7 +163,7 @@ class _SameCounts:
 
 
 def _copied(counts: dict[Any, Any]) -> dict[Any, Any]:
-    """Copies nested counts. Keeps the keys: one is a token of Flax, of which ``copy.deepcopy`` makes another object."""
+    """Copies nested counts. Keys are kept: ``copy.deepcopy`` would replace a token of Flax among the keys."""
     return {name: _copied(count) if isinstance(count, dict) else count for name, count in counts.items()}
 
 

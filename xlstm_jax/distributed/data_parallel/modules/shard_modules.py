@@ -5,7 +5,7 @@ method of each module inside.
   init    when a chosen module is left, its parameters are split, and boxed in place
   apply   when a chosen module is entered, its method runs as a function of the module, lifted by ``lifted``: the
           parameters are gathered before, and dropped after
-Linen runs a module's ``setup`` before the interceptors. A parameter that ``setup`` reads is gathered by its box. The
+Linen runs a module's ``setup`` before the interceptors. A parameter that ``setup`` reads is gathered by the box. The
 method then runs on a copy of the module, which runs ``setup`` again, so XLA removes the first gather.
 """
 
@@ -62,7 +62,7 @@ def shard_modules(
     trainable: bool = True,
     inter_host_axes: AxisNames | tuple[()] = INTER_HOST_AXES,
 ) -> Model:
-    """Shards submodules of a model from outside, as if ``shard_module_params`` were around them in its source.
+    """Shards submodules of a model from outside, like ``shard_module_params`` around the submodules in the source.
 
     >>> mlp = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(16)])
     >>> model = shard_modules(mlp, nn.Dense, "fsdp", min_weight_size=64)
@@ -75,7 +75,7 @@ def shard_modules(
     ``nn.scan`` or ``nn.jit`` around a sharded submodule stays around the submodule.
 
     If a chosen module contains another chosen module, the inner module gathers its parameters, and the outer module the
-    rest. A parameter that is read outside of the module that gathers it (a tied head) is gathered for each such read.
+    rest. A parameter read outside of its gathering module (a tied head) is gathered for each read.
 
     Args:
       model: a Linen module, its class, or a ``functools.partial`` of a class; or an NNX model, made by ``nnx_model``.
@@ -86,8 +86,8 @@ def shard_modules(
       axis_name: see ``shard_module_params``, also for the following arguments.
     Raises:
       ValueError: (in ``init``; immediately for an NNX model) no module was chosen; lists the modules of the model.
-      TypeError: ``model`` is not a Linen module, or an instance that its parent has already named; ``where`` has none
-        of the forms above; or as ``shard_module_params`` raises.
+      TypeError: ``model`` is not a Linen module, or an instance that has already been named by its parent; ``where``
+        has another form; or as ``shard_module_params`` raises.
     """
     policy = ShardPolicy(
         axis_name,
@@ -111,8 +111,8 @@ def shard_modules(
 class Selection:
     """Choice of units: modules for which ``predicate`` is true or, without ``predicate``, modules larger than ``size``.
 
-    Units are chosen while the model is initialised, each unit when it is left. The boxes of its parameters then name
-    the gathering module; a choice by size reads these boxes in ``apply``.
+    Units are chosen while the model is initialised, each unit when it is left. The boxes of the unit's parameters then
+    name the gathering module; a choice by size reads these boxes in ``apply``.
     """
 
     predicate: Predicate | None = None
@@ -204,7 +204,7 @@ def apart_from_model() -> AbstractContextManager[None]:
 
 
 class _Apart:
-    """Marker on Linen's stack of interceptors: interceptors below it skip modules that run above it."""
+    """Marker on Linen's stack of interceptors. Interceptors below the marker skip modules that run above."""
 
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """Interceptor for ``nn.intercept_methods``: calls the method."""
@@ -271,7 +271,7 @@ class _Run:
         return bool(own) and selection.takes(path, module, any(own))
 
     def _initialise(self, path: str, module: nn.Module, method: Callable[[], Any]) -> Any:
-        """Runs a method of a module. If the module was chosen, splits its parameters when it is left."""
+        """Runs a method of a module, and then splits the module's parameters if the module was chosen."""
         selection, policy = self.sharding.selection, self.sharding.policy
         with inside_unit(module, policy.axes) if selection.takes(path, module, False) else nullcontext():
             result = method()

@@ -1,16 +1,16 @@
-"""Units: modules whose parameters are gathered together when they run. The parts that all module libraries share.
+"""Units: modules that gather their parameters together to run. This file has the parts shared by module libraries.
 
-  select   ``as_predicate``: which modules of a model are units; ``public_methods``: the methods that enter a unit
-  enter    ``entered``: names the unit in profiles, and its input; ``gather_here``: gathers its parameters
+  select   ``as_predicate``: chooses the units of a model; ``public_methods``: lists the methods that enter a unit
+  enter    ``entered``: names the unit in profiles, and the unit's input; ``gather_here``: gathers the parameters
   drop     ``dropping``: drops gathered parameters after the forward pass, and gathers again for the backward pass
   leave    ``shard_here``: splits the parameters that an initialisation has made
 
-A module library is described by a ``ModuleSystem``, and one file calls these functions: ``linen_module``,
+A module library is described by a ``ModuleSystem``, and has a file that calls the functions here: ``linen_module``,
 ``nnx_module``.
 
 Entering and leaving depend on where the module runs:
-  inside shard_map        values are shards: they are gathered on entry, and split after init
-  under jax.set_mesh      values are global: init boxes them with their names, apply strips the boxes, XLA does the
+  inside shard_map        values are shards: gathered on entry, and split after init
+  under jax.set_mesh      values are global: init adds boxes with names, apply strips the boxes, XLA does the rest
   rest anywhere else           values are global and bare: the module is the plain module
 """
 
@@ -60,7 +60,7 @@ class ModuleSystem:
       module_class: base class of all modules of the library. Public methods of this class itself enter no unit.
       checkpoint: the library's ``jax.checkpoint`` for a function of (module, arrays), if it differs from JAX's.
       is_method: returns whether an attribute of a class is a method that may enter a unit.
-      objects: classes of arguments that pass through transformations unchanged, though they may be pytrees.
+      objects: classes of arguments that pass through transformations unchanged, even if a class is a pytree.
     """
 
     module_class: type[Any]
@@ -71,7 +71,7 @@ class ModuleSystem:
 
 @runtime_checkable
 class ShardsItself(Protocol):
-    """Model that lists its modules before it runs; ``shard_modules`` calls ``with_units``."""
+    """Model that lists modules before it runs; ``shard_modules`` calls ``with_units``."""
 
     def with_units(self, where: Any, policy: ShardPolicy) -> Any:
         """Returns the model with the modules that ``where`` selects as units."""
@@ -101,7 +101,7 @@ def as_predicate(where: Any, system: ModuleSystem) -> Predicate:
 
 
 def public_methods(cls: type[Any], system: ModuleSystem) -> list[str]:
-    """Returns the methods that callers of a module use: ``__call__`` and public ones, but not the library's."""
+    """Returns the methods for callers of a module: ``__call__`` and public methods, without the library's methods."""
     return [name for name, _ in inspect.getmembers_static(cls, system.is_method) if is_public(name, system)]
 
 
@@ -146,9 +146,10 @@ def entered(system: ModuleSystem, name: str, run: Method, module: Any, args: Any
 
 
 def named_input(system: ModuleSystem, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Returns the unit's arguments with floats of the first one (without positional ones, of all) named BLOCK_INPUT.
+    """Returns the unit's arguments, with floats in the first argument named BLOCK_INPUT.
 
-    Later arguments, such as a mask, are often the same for all layers; to keep them per layer would take more memory.
+    Without positional arguments, floats in each keyword argument are named. Later arguments, such as a mask, are often
+    shared by the layers: keeping a copy per layer would take more memory.
     """
 
     def named(x: Any) -> Any:
@@ -167,7 +168,7 @@ def gather_here(
     module: tuple[str, ...] | None = None,
     extensions: Sequence[Extension] = (),
 ) -> PyTree:
-    """Returns the variables as the module reads them: gathered, except leaves that a unit inside gathers.
+    """Returns the variables in the form that the module reads: gathered, except leaves of units inside the module.
 
     Args:
       policy: the options of the unit.
@@ -217,7 +218,7 @@ def gather_here(
 
 
 def shard_to_read(policy: ShardPolicy, box: Sharded) -> Sharded | None:
-    """Returns a leaf's shard with the communication options of its unit; None if the unit gathers only some axes."""
+    """Returns a leaf's shard with the options of the unit; ``None`` if the unit gathers only some axes."""
     if not set(box.axes) <= set(policy.axes):
         return None
     # The box names the copies, as in ``gather_here``.
@@ -231,7 +232,7 @@ def shards_to_read(policy: ShardPolicy, params: Mapping[str, Any]) -> dict[str, 
 
 
 def split_over(leaf: Sharded, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the axes in ``axes`` over which the leaf's box splits it on more than one device."""
+    """Returns the axes in ``axes`` over which the leaf's box splits the leaf on several devices."""
     return collectives.spread_axes([axis for axis in leaf.axes if axis in axes])
 
 
@@ -241,9 +242,9 @@ def closed_over(path: str, leaf: Sharded, axes: tuple[str, ...]) -> ValueError:
 
 
 def carry_axes(tree: PyTree) -> list[str]:
-    """Returns the axes over which a recurrent module's carry varies, given the tree of its inputs and parameters.
+    """Returns the varying axes of a recurrent module's carry, given a tree of the module's inputs and parameters.
 
-    A split leaf varies over its axes once it is gathered.
+    After a gather, a split leaf varies over its axes.
     """
     leaves = [leaf for _, leaf in sharded_leaves(tree)]
     arrays = [leaf.value for leaf in leaves if isinstance(leaf.value, jax.Array)]
@@ -283,7 +284,7 @@ def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
 
 
 def shard_here(policy: ShardPolicy, variables: PyTree) -> PyTree:
-    """Returns the variables that a module has initialised, split, in boxes that name this module as the gatherer."""
+    """Returns a module's initialised variables, split, in boxes that name the module as the gatherer."""
     passing = passing_collections()
     whole = {name: tree for name, tree in variables.items() if name in passing}
     variables = {name: tree for name, tree in variables.items() if name not in passing}

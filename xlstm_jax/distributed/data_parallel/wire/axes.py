@@ -1,4 +1,4 @@
-"""Names of mesh axes: as users write them, and as entries of a box's ``names``."""
+"""Names of mesh axes, as written by users and as entries of a box's ``names``."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ def as_axis_names(axis_name: AxisNames) -> tuple[str, ...]:
     """Returns an axis, or a sequence of axes, as a tuple of axes; a string is the name of a single axis.
 
     Raises:
-      ValueError: no axis, a repeated axis, an entry that is not a string, or a set, which has no order.
+      ValueError: no axis, a repeated axis, a non-string entry, or a set (sets have no order).
     """
     if isinstance(axis_name, set | frozenset):
         raise ValueError(f"axis_name={axis_name!r}: a set has no order, and axes do; pass a tuple, outermost first.")

@@ -33,10 +33,10 @@ from xlstm_jax.distributed.data_parallel.wire.wires import Wire, WireFormat
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class InBlocks:
-    """Wire of shards of one shape and dtype that are packed, and gathered along ``dim``.
+    """Wire of packed shards of equal shape and dtype, gathered along ``dim``.
 
     A row is the part of a shard at one index of the dim. Rows keep the layouts of TPUs; flattening the shard would copy
-    the gathered weight several times. If blocks do not fill such rows, the entire shard is a single row.
+    the gathered weight several times. If blocks do not fill the rows, the entire shard is a single row.
     """
 
     rounds_again: ClassVar[bool] = True

@@ -1,7 +1,7 @@
 """All communication of the library: the only file that calls ``jax.lax`` collectives.
 
 *Types.* Under ``check_vma=True`` the type of a value lists the manual mesh axes over which the value varies. A
-reduction runs over exactly these axes: over other axes the value is equal on all devices, and a mean changes nothing.
+reduction runs over exactly these axes: along any other axis the value is equal on each device, and a mean is a no-op.
 Under ``check_vma=False`` types list no axes, and a reduction runs over all requested axes.
 
 *Cost.* Axes of size 1 are skipped. Collectives over several axes are staged: gathers begin with the innermost axis,
@@ -68,7 +68,7 @@ def bound_axes(axis_name: AxisNames, *, caller: str) -> tuple[str, ...]:
 
 
 def bound_or_none(axes: tuple[str, ...], *, caller: str) -> tuple[str, ...]:
-    """Returns ``axes``; or () if no axis is bound at all, so that values are global, as in ``init``.
+    """Returns ``axes``; or () if no axis is bound, so that values are global, as in ``init``.
 
     Raises:
       ValueError: some axes are bound, but not all of ``axes``.
@@ -100,7 +100,7 @@ def spread_axes(axes: Sequence[str]) -> tuple[str, ...]:
 def axis_index(axes: Sequence[str]) -> jax.Array:
     """Returns this device's index along the axes, the first axis outermost; int32 scalar.
 
-    Axes of size 1 are left out: they add nothing to the index, and would make its type vary over them.
+    Axes of size 1 are left out: they do not change the index, and would make the index vary by type.
     """
     axes = spread_axes(axes)
     return lax.axis_index(axes) if axes else jnp.int32(0)
@@ -132,7 +132,7 @@ def is_tracked(axis: str) -> bool:
 
 
 class _InThisTrace(threading.local):
-    """Cache of ``is_tracked`` for the last trace that called it.
+    """Cache of ``is_tracked`` for the last trace.
 
     Without the cache each call would add an equation to the program, for every leaf.
     """
@@ -147,7 +147,8 @@ _in_this_trace = _InThisTrace()
 def types_tell(axis: str, value: Any) -> bool:
     """Returns whether the type of ``value`` shows if the value varies along ``axis``; errors may then rely on the type.
 
-    ``nn.scan`` traces a layer twice, first for its shapes: then all arguments have the type "equal on all devices".
+    ``nn.scan`` traces a layer twice, first for the shapes; in the first trace arguments have the type "equal on every
+    device".
     """
     return is_tracked(axis) and not is_for_shapes(value)
 
@@ -156,7 +157,7 @@ def to_varying(tree: PyTree, axes: Collection[str]) -> PyTree:
     """Returns the same values, typed as varying over the tracked axes in ``axes``; costs nothing.
 
     JAX inserts this cast where types differ, and transposes it to a sum over the axes. If the cast is made here, before
-    differentiation, it is not differentiated, and each device gets its local gradient.
+    differentiation, the cast is not differentiated, and each device gets the local gradient.
     """
     tracked = {axis for axis in axes if is_tracked(axis)}
 
@@ -206,7 +207,7 @@ Spans = tuple[jax.Array, jax.Array]
 
 
 def ragged_all_to_all(value: jax.Array, out: jax.Array, sent: Spans, coming: Spans, axes: Sequence[str]) -> jax.Array:
-    """Sends rows of ``value`` to every device, a different number to each. XLA on CPUs has no such collective.
+    """Sends rows of ``value`` to every device, a different number to each. Not available on CPUs.
 
     Args:
       value: the rows to send.
@@ -224,7 +225,7 @@ def ragged_all_to_all(value: jax.Array, out: jax.Array, sent: Spans, coming: Spa
 def shift(tree: PyTree, axes: Sequence[str], by: int = 1, *, ring: bool = True) -> PyTree:
     """Returns the value of the device ``by`` places before this device along ``axes``.
 
-    In a ring the first devices receive from the last devices; otherwise they receive zeros.
+    In a ring the first devices receive from the last devices; otherwise the first devices receive zeros.
     """
     axes = spread_axes(axes)
     count = axis_size(axes)
@@ -235,7 +236,7 @@ def shift(tree: PyTree, axes: Sequence[str], by: int = 1, *, ring: bool = True) 
 
 
 def permute(values: Sequence[jax.Array], axes: Sequence[str], targets: Sequence[tuple[int, int]]) -> list[jax.Array]:
-    """Sends all values from device i to device j for each (i, j) in ``targets``; one collective per dtype."""
+    """Sends ``values`` from device i to device j for each (i, j) in ``targets``; a collective per dtype."""
     axes = spread_axes(axes)
     # Grouped by varying axes, too: in one vector all values would get the same type.
     keys = [(value.dtype, varying_axes(value)) for value in values]
@@ -272,9 +273,9 @@ _TILE = 8, 128  # rows and columns in which a TPU lays out the last two dims of 
 def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape as a matrix of at least 8 rows (the rows of a tile) and 8 columns.
 
-    The columns are the last dim or, if it is too small, several last dims; a matrix that is large enough stays. If that
-    leaves too few rows or columns, the columns are 128, as in a tile, or the largest smaller number that divides the
-    size. An array without such a layout keeps its shape.
+    The columns are the last dim or, if it is too small, several last dims; a matrix of sufficient size stays. If too
+    few rows or columns remain, the columns are 128, as in a tile, or the largest smaller divisor of the size. An array
+    without a valid layout keeps its shape.
 
     >>> _matrix_shape((256, 8, 128)), _matrix_shape((4, 4096)), _matrix_shape((3, 5))
     ((2048, 128), (128, 128), (3, 5))
@@ -292,7 +293,7 @@ def all_reduce_sum(value: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 
 def _axes_to_reduce(value: Any, axes: Sequence[str]) -> tuple[str, ...]:
-    """Returns the axes over which a reduction changes ``value`` or its type."""
+    """Returns the axes over which a reduction would change the value or the type of ``value``."""
     # A tracked axis of size 1 is kept if the value varies over it: only a reduction can change that in its type.
     varying = varying_axes(value)
     return tuple(a for a in axes if (a in varying if is_tracked(a) else _size(a) > 1))
@@ -337,7 +338,7 @@ def all_reduce(operations: Sequence[str], values: Sequence[Any], axes: Sequence[
     """Reduces ``values[i]`` by ``operations[i]`` ("sum", "max", "min"), one collective per (operation, dtype).
 
     Every device's value counts, whatever the types: a sum of 1 over 8 devices is 8 in both modes, as for ``lax.psum``.
-    Values of one group are sent as one vector, uncast. If a value is NaN on any device, the result is NaN, also for
+    Values of a group are sent as a vector, uncast. If a value is NaN on any device, the result is NaN, also for
     "max" and "min".
     """
     # For "max" and "min" floats are sent as integers: an all-reduce of floats ignores NaN on some platforms.
@@ -375,7 +376,7 @@ def _invert_negative(bits: jax.Array) -> jax.Array:
 
 
 def all_gather_stacked(values: Sequence[Any], axes: Sequence[str]) -> list[jax.Array]:
-    """Gathers each of ``values`` from all devices: [...] -> [n, ...], equal on all devices by type; one collective.
+    """Gathers ``values`` from every device: [...] -> [n, ...], equal on each device by type; a single collective.
 
     Devices are in the order of ``PartitionSpec(axes)``, the first axis outermost. Values are sent as 32-bit words;
     narrower values are widened.
@@ -397,7 +398,7 @@ def _as_words(value: jax.Array) -> jax.Array:
 
 
 def _word_dtype(dtype: DType) -> DTypeLike:
-    """Returns a dtype of 32-bit words that holds all values of ``dtype``."""
+    """Returns a dtype of 32-bit words that can represent ``dtype``."""
     if dtype.itemsize >= 4:
         return dtype
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32

@@ -49,7 +49,7 @@ class Communication:
         replicas: Copies | None = None,
         inter_host_axes: tuple[str, ...] = INTER_HOST_AXES,
     ) -> "Communication":
-        """Returns a ``Communication`` from dtypes as users write them; see ``dtype_name``."""
+        """Returns a ``Communication`` from dtypes in any notation; see ``dtype_name``."""
         gather = dtype_name(gather_dtype, "gather_dtype", tuple(WIRE_FORMATS))
         return cls(gather, dtype_name(grad_scatter_dtype, "grad_scatter_dtype"), replicas, inter_host_axes)
 
@@ -68,7 +68,7 @@ class Communication:
         return self.replicas.axes if self.replicas else ()
 
     def dtypes(self, value: Any, path: str | None = None) -> tuple[Any, Any]:
-        """Returns the dtype of the gathered value, and the dtype in which its gradient is summed.
+        """Returns the dtype of the gathered value, and the dtype for sums of the gradient.
 
         Raises:
           ValueError: a dtype, including the copies' dtype, does not fit the value; names the leaf at ``path``.
@@ -80,7 +80,7 @@ class Communication:
         return (gathered, summed) if self.grad_scatter_dtype else (gathered, wide_dtype(summed))
 
     def format_of(self, value: Any) -> str | None:
-        """Returns the name of the wire format in which a value is gathered; ``None`` if it is sent as a plain array."""
+        """Returns the name of the value's wire format in a gather; ``None`` for a plain array."""
         return packed_format(value, self.gather_dtype)
 
     def wire(self, shard: Any, dim: int, axes: tuple[str, ...]) -> Wire:

@@ -1,4 +1,4 @@
-"""Dtypes of values: which values are floats or PRNG keys, and the dtype in which a sum or a mean is taken."""
+"""Dtypes: tests for floats and PRNG keys, and the dtype of sums and means."""
 
 from collections.abc import Callable
 from functools import reduce, wraps
@@ -32,7 +32,7 @@ def wide_dtype(dtype: Any) -> Any:
 def promoting(fn: Callable[P, Result]) -> Callable[P, Result]:
     """Lets a library function mix dtypes and ranks even if the user's JAX flags forbid promotion.
 
-    The flags apply while JAX traces. A backward rule is traced later, and needs its own decorator.
+    The flags apply while JAX traces. A backward rule is traced later, and needs a separate decorator.
     """
 
     @wraps(fn)

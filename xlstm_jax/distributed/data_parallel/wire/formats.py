@@ -1,4 +1,4 @@
-"""Registry of the formats that ``gather_dtype`` accepts in addition to floating dtypes: one row per format.
+"""Registry of the formats for ``gather_dtype`` in addition to floating dtypes: a row per format.
 
 To add a format, write a subclass of ``WireFormat`` in a new file and add a row; to remove one, remove both.
 """

@@ -1,9 +1,9 @@
-"""The gather of one array, and its backward rule.
+"""Gather of an array, and the backward rule of the gather.
 
   forward    W[d_fsdp, f]  -->  W[d, f]         all-gather, one stage for each axis
   backward   dW[d, f]      -->  dW[d_fsdp, f]   reduce-scatter, mean over N, then over copies of the shard
 
-``gather_params`` calls this gather for each leaf of a tree, and a box that is read calls it. ``prefetch`` runs the
+``gather_params`` calls this gather for each leaf of a tree, and so does a box when it is read. ``prefetch`` runs the
 same steps separately.
 """
 
@@ -46,23 +46,22 @@ def gather_array_with_mean_grads(
     Args:
       x: this device's shard, [..., d / N, ...]. Integers and PRNG keys are gathered too, uncast and without gradient.
       axis: the dim d along which the shards are concatenated.
-      axis_name: an axis or a tuple of axes, outermost first. One all-gather per axis, the innermost first.
-      gather_dtype: dtype of the all-gather and of the result; None: the dtype of ``x``. With the dtype in which the
+      axis_name: an axis or a tuple of axes, outermost first. Each axis has an all-gather, the innermost first.
+      gather_dtype: dtype of the all-gather and of the result; ``None``: the dtype of ``x``. With the dtype in which the
         module computes, no cast is left whose result could be saved for the backward pass. "int8" and "float8_e4m3fn"
         are sent in blocks with scales (see docs/quantized.md). The result then has the dtype of ``x``; the gradient
         ignores the rounding and is scattered like any other gradient.
-      grad_scatter_dtype: dtype in which the gradient is summed; None: float32, or the dtype of ``x`` if wider. The
+      grad_scatter_dtype: dtype for sums of the gradient; ``None``: float32, or the dtype of ``x`` if wider. The
         gradient is divided by N before the sum, so a float16 sum overflows only where the mean does. On one device
         nothing is sent, and nothing is narrowed.
-      replicas: further axes along which ``x`` has copies. After the scatter the gradient is averaged over these axes
+      replicas: further axes, with copies of ``x``. After the scatter the gradient is averaged over these axes
         too. If the type of ``x`` says that the copies are equal (``check_vma=True``), the gradient is summed instead,
-        as JAX sums the gradient of any such value, and ``sync_gradients`` divides.
+        as JAX sums the gradient of any value of this type, and ``sync_gradients`` divides.
     Returns:
       [..., d, ...] in ``gather_dtype``; in the dtype of ``x`` if ``gather_dtype`` is a format of blocks. The cotangent
       is [..., d / N, ...] in the dtype of ``x``.
     Raises:
-    Raises:
-      ValueError: an axis is not bound, ``x`` has no such dim, or a dtype would make floats complex, or the reverse.
+      ValueError: an axis is not bound, ``x`` has no dim ``axis``, or a dtype would make floats complex or vice versa.
     """
     axes, how = as_axis_names(axis_name), Communication.of(gather_dtype, grad_scatter_dtype, replicas)
     collectives.check_bound(axes, caller="gather_array_with_mean_grads")
@@ -137,8 +136,7 @@ def apart_from_product(cotangent: jax.Array, axes: tuple[str, ...]) -> jax.Array
     """Returns the cotangent; on CPU, a narrow matrix to be sent is returned behind a barrier (see below).
 
     JAX transposes the product that computes a kernel's gradient. If nothing else reads the product, XLA swaps the
-    operands instead, and the fast CPU kernels do not accept swapped operands: the step of a decoder then takes twice
-      as
+    operands instead, and the fast CPU kernels do not accept swapped operands: the step of a decoder then takes twice as
     long in bfloat16 (no longer in float32). The two transposes here leave the product before the barrier without any.
     """
     if cotangent.ndim != 2 or cotangent.dtype.itemsize >= 4 or not collectives.spread_axes(axes):
@@ -149,7 +147,7 @@ def apart_from_product(cotangent: jax.Array, axes: tuple[str, ...]) -> jax.Array
 def shard_as_sent(x: jax.Array, how: Communication) -> jax.Array:
     """Returns the shard in its gather dtype, for ``Wire.send``.
 
-    Until here the type of a shard says that its copies are equal. The cast to "varying over the copies' axes" must be
+    Until here a shard has the type "equal on the copies' axes". The cast to "varying over the copies' axes" must be
     the library's: JAX would insert a cast whose transpose sums the unsharded gradients.
     """
     x = collectives.to_varying(x, collectives.spread_axes(how.copied_axes))
@@ -190,7 +188,7 @@ def check_one_gradient_of_one_batch(path: str, primal: Primal, cotangent: jax.Ar
 def gathered_by_hand(shard: jax.Array, own: tuple[str, ...], path: str) -> jax.Array:
     """Returns the shard for a gather over ``own``, axes over which the model itself splits the leaf.
 
-    Only users gather such a leaf, in their code. ``sync_gradients`` expects the gradient to be a sum over the batch
+    Only a user's code gathers over model axes. ``sync_gradients`` expects the gradient to be a sum over the batch
     axes among ``own``, and divides the sum. The transpose of the gather is a mean; this function makes it a sum.
     """
     own = collectives.spread_axes(own)
@@ -220,10 +218,9 @@ _gathered_by_hand.defvjp(lambda shard, own, batch_axes, path: (shard, None), _by
 def mean_over_copies(grad: jax.Array, copies: Copies, varying: Collection[str] = ()) -> jax.Array:
     """Returns the mean of a shard's gradient over its copies, in a wide dtype.
 
-    ``varying`` are the axes over which the type of the shard varies. Over a tracked axis that is not in ``varying``
-    the result is the sum, not the mean: JAX sums the shard's other gradients (of a penalty on its values) over that
-      axis,
-    and all terms of one gradient must be of one kind.
+    ``varying`` are the axes over which the type of the shard varies. Over a tracked axis not in ``varying`` the result
+    is the sum, not the mean: JAX sums further gradients of the shard (of a penalty on the values, say) over the axis,
+    and the terms of a gradient must be of the same kind.
     """
     axes, wide = collectives.spread_axes(copies.axes), widened(grad)
     if not axes:
@@ -241,7 +238,7 @@ def gather_dims(
     path: str,
     wire: Wire | None,
 ) -> tuple[jax.Array, tuple[AxisEntry, ...]]:
-    """Gathers all dims that ``names`` split over axes in ``axes``. Returns the value and the remaining names.
+    """Gathers the dims in ``names`` that are split over axes in ``axes``. Returns the value and the remaining names.
 
     ``wire=None``: the wire of ``how``.
     """

@@ -1,6 +1,6 @@
 """Looks up rows of a split table without gathering the table: devices exchange indices and the requested rows.
 
-An ``nn.Embed`` reads t rows of its table [V, d] on each of N devices. A gather would send all V rows to each device.
+An ``nn.Embed`` reads t rows of a table [V, d] on each of N devices. A gather would send V rows to each device.
 Here the devices along the innermost axes of the table form groups of G. Each device of a group gets w = d / G columns
 of all rows:
 
@@ -68,7 +68,7 @@ class RowLookup:
 
     @property
     def width(self) -> int:
-        """Number w of columns that a device holds, of all rows."""
+        """Number w of columns per device; a device holds these columns of every row."""
         return -(-self.stored[1] // self.group_count)
 
     @property

@@ -1,4 +1,4 @@
-"""Reads a split kernel in pieces: each piece is gathered just before its use, and its gradient scattered right after.
+"""Reads a split kernel in pieces. Each piece is gathered just before use, and the gradient is scattered right after.
 
 A kernel [d, V] on N devices is read along V, s of a device's entries at a time:
 
@@ -6,7 +6,7 @@ A kernel [d, V] on N devices is read along V, s of a device's entries at a time:
   split along d   W[d_fsdp, V]  -- all-gather of the same s entries of V   -->  [d, s]
   backward        the transpose: a reduce-scatter of each piece
 
-The unsharded kernel and its unsharded gradient never exist. The gradient equals that of a gather (``gather_array``):
+The unsharded kernel and the unsharded gradient never exist. The gradient is the same as in ``gather_array``:
 the mean over N, then over copies of the shard.
 """
 
@@ -31,7 +31,7 @@ class Pieces:
       shape: shape of the unsharded matrix, without padding.
       held: the number of entries of dim ``along`` per device, including padding.
       dim: the split dim.
-      axes: the axes that split ``dim``; () for a replicated matrix, which needs no communication.
+      axes: the axes of ``dim``; () for a replicated matrix: nothing is sent.
       how: dtypes and copies.
       trainable: whether the matrix takes a gradient.
       path: path of the leaf, for errors.
@@ -53,7 +53,7 @@ class Pieces:
 
     @property
     def copied_axes(self) -> tuple[str, ...]:
-        """Axes along which a shard has more than one copy."""
+        """Axes along which a shard has two or more copies."""
         return collectives.spread_axes(self.how.copied_axes)
 
     @property
@@ -62,7 +62,7 @@ class Pieces:
         return collectives.axis_size(self.axes) if self.dim == self.along else 1
 
     def entries(self, start: jax.Array | int, size: int, at: jax.Array | None = None) -> jax.Array:
-        """Returns the indices along dim ``along`` of the places ``at`` of a piece, or of all its places; int32.
+        """Returns the indices along dim ``along`` of the places ``at`` of a piece (default: every place); int32.
 
         The piece has ``size`` entries per device, from the device's entry ``start`` on.
         """

@@ -6,10 +6,10 @@
 Each row (last dim) is packed by itself, in blocks of ``BLOCK_SIZE`` consecutive values. A scale is the largest absolute
 value of its block, divided by the largest code. The scale is rounded to bfloat16 *before* the codes are computed, so
 ``unpack`` multiplies by exactly this scale. A row takes r + 2 r / 64 bytes, 0.516 of the bytes in bfloat16. (A row of
-fewer than 64 values is one shorter block.) One array holds codes and scales, so a gather stays one collective.
+fewer than 64 values is a shorter block.) A single array holds codes and scales, so a gather stays a single collective.
 
 The error of a value x in a block with the largest absolute value m is at most ``error_bound``. Zeros stay zeros. A
-block with m below ``smallest`` becomes zero. A block with an m that is not finite becomes NaN, so that no NaN is lost.
+block with m below ``smallest`` becomes zero. A block with a non-finite m becomes NaN, so that no NaN is lost.
 """
 
 from typing import NamedTuple

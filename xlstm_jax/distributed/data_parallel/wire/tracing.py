@@ -1,4 +1,4 @@
-"""The running loss function, which each gather reads while it is traced.
+"""The running loss function, which each gather reads while the model is traced.
 
 The loss function is a context variable, because the user's model runs between ``value_and_grad``, which has the axes,
 and the gathers. The variable is read while a model is traced, never while a step runs.
@@ -19,14 +19,14 @@ OVERWRITTEN = "_overwrite_with_gradient"  # Flax's collection whose gradient is 
 
 @dataclass(frozen=True)
 class RunningLoss:
-    """The loss function that is being traced; its gradient will be averaged over ``axes``.
+    """Loss function under trace; the gradient will be averaged over ``axes``.
 
     An evaluation has no ``axes``, since no gradient is averaged; its batch is split over ``evaluated_axes``.
     ``is_reference`` marks the loss that ``check_step`` compares with: its values have no varying types, whatever the
     step has. ``overwrites``: the state of fp8 products is differentiated with the parameters.
 
-    ``model_axes`` are the axes that the boxes of the loss's parameters name as the model's own. (A model may put other
-    boxes, without this information, around its parameters.) Gathers append the paths of leaves gathered within a branch
+    ``model_axes`` are the model's own axes in the boxes of the loss's parameters. (A model may put other boxes, without
+    this information, around parameters.) Gathers append the paths of leaves gathered within a branch
     (``lax.cond``) to ``gathered_in_branches``, and (shard, (trace, options), gathered value) to ``gathers``.
     """
 

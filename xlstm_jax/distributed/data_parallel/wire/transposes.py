@@ -9,7 +9,7 @@
   send_back   rows back to their source devices      send_rows
 
 With types JAX transposes its collectives to the right-hand column. Without types JAX transposes a sum to another sum,
-so the pairs are written out here. They check no arguments.
+so the pairs are written out here. The functions do not check arguments.
 """
 
 from collections.abc import Callable
@@ -82,10 +82,10 @@ class Exchange(NamedTuple):
 def rows_travel_alone() -> bool:
     """Returns whether the mesh's devices have a reliable ragged all-to-all: TPUs, except v5e, where a 16 x 16 fails.
 
-    CPUs have no ragged all-to-all. XLA compiles it for GPUs, but its latency hiding has spoiled the first backward
-    pass, and XLA crashes beyond 32 devices (JAX 0.11; marin-community/marin#8081, openxla/xla#47283). The option that
-    prevents the first error applies to the entire program, and is the user's to set. Elsewhere all places are sent,
-    with zeros in places without a row.
+    CPUs have no ragged all-to-all. XLA compiles the collective for GPUs, but latency hiding has spoiled the first
+    backward pass, and XLA crashes beyond 32 devices (JAX 0.11; marin-community/marin#8081, openxla/xla#47283). The
+    option that prevents the first error applies to the entire program, and is the user's to set. Elsewhere all places
+    are sent, with zeros in places without a row.
     """
     tpu = tpu_of(kind_of_mesh(jax.sharding.get_abstract_mesh()) or "")
     return tpu is not None and "TPU v5 lite" not in tpu.device_kinds
@@ -125,5 +125,5 @@ send_rows, send_back = linear(_sent, _sent_back), linear(_sent_back, _sent)
 
 
 def starts_of(sizes: Array) -> Array:
-    """Returns the first row of each group, for groups of ``sizes`` rows that follow each other."""
+    """Returns the first row of each group, for consecutive groups of ``sizes`` rows."""
     return jnp.cumsum(sizes) - sizes

@@ -1,15 +1,15 @@
-"""Wires: the format in which a gather sends the shards of one leaf.
+"""Wires: formats in which a gather sends the shards of a leaf.
 
 [Note: path of a shard through a gather]
   stored     W[d_fsdp, f]                              each device keeps its shard
   sent       Wire.send(shard)                          the shard was cast to the gather dtype before
-  arrived    all-gather of the sent arrays along dim Wire.along(d), one stage for each axis
+  arrived    all-gather of the sent arrays along dim Wire.along(d), in a stage per axis
   used       W[d, f] = Wire.receive(arrived)           unpacked once, after the last stage
   gradient   dW[d, f], reduce-scattered as if ``send`` and ``receive`` changed no value
 
-Callers (``gather_array``: the gather and its backward rule; ``prefetch``: the scan that gathers ahead; plans) use only
-these methods and depend on no format. A format that users select by ``gather_dtype`` is a ``WireFormat`` in a separate
-file, with one row in ``formats``. A feature that computes a wire from a module's state is an ``Extension`` of a unit.
+Callers (the gather ``gather_array`` with its backward rule, the scan ``prefetch`` with gathers ahead, plans) use only
+these methods and depend on no format. Formats that users select by ``gather_dtype`` are ``WireFormat``s in separate
+files, with a row each in ``formats``. A feature computes wires from a module's state as an ``Extension`` of a unit.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from xlstm_jax.common_types import DType
 
 
 class Wire(Protocol):
-    """Format in which one leaf is sent. A pytree: arrays used by the format, such as a scale, are its children.
+    """Format in which a leaf is sent. A pytree: arrays used by the format (a scale, say) are children.
 
     ``rounds_again``: True if sending a received value a second time rounds the value again.
     """
@@ -31,11 +31,11 @@ class Wire(Protocol):
     rounds_again: ClassVar[bool]
 
     def send(self, shard: jax.Array) -> jax.Array:
-        """Returns the array that a device sends in place of its shard ``[..., d / N, ...]``."""
+        """Returns the array to send in place of the shard ``[..., d / N, ...]``."""
         ...
 
     def along(self, dim: int) -> int:
-        """Returns the dim along which sent arrays are concatenated, for a leaf that is split along ``dim``."""
+        """Returns the dim along which sent arrays are concatenated, for a leaf split along ``dim``."""
         ...
 
     def receive(self, arrived: jax.Array) -> jax.Array:
