@@ -71,8 +71,8 @@ def freeze_params(
     leaves = trees.sharded_leaves(found)
     if dtype and leaves and all(leaf.trainable for _, leaf in leaves):
         raise ValueError(
-            f"frozen_dtype={dtype!r} is for frozen parameters, and none of {len(leaves)} is frozen. Say which are by "
-            "trainable=, a predicate of a leaf's path that is false for them, or leave frozen_dtype out."
+            f"frozen_dtype={dtype!r} is for frozen parameters, and none of {len(leaves)} is frozen. Pass trainable=, "
+            "a predicate of a leaf's path that is false for frozen leaves, or leave frozen_dtype out."
         )
     return found
 

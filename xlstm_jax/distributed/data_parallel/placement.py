@@ -54,9 +54,8 @@ def partition_specs(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
         if unknown:
             raise ValueError(
                 f"'{path}' is boxed with names {box.names}, but the mesh has the axes {tuple(mesh.shape)} "
-                f"and no {unknown[0]!r}. Name a mesh axis, or None for a dim that is not split (a layer dim of "
-                "nn.scan: leave metadata_params out, or give {nn.PARTITION_NAME: None}). Logical names need rules: "
-                "initialise under nn.logical_axis_rules."
+                f"and no {unknown[0]!r}. Name a mesh axis, or None for a dim that is not split (in metadata_params for "
+                "a layer dim of nn.scan); initialise a model with logical names under nn.logical_axis_rules."
             )
         return spread_spec(box.names, mesh)
 

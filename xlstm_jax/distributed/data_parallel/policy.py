@@ -77,8 +77,8 @@ class ShardPolicy:
         # The default is always allowed: most meshes do not have its axes.
         if inter_host_axes != INTER_HOST_AXES and (others := sorted(set(inter_host_axes) - set(axes))):
             raise ValueError(
-                f"inter_host_axes={inter_host_axes} has {others[0]!r}, which is none of axis_name={axes}; name those "
-                "of these axes that cross hosts."
+                f"inter_host_axes={inter_host_axes} has {others[0]!r}, which is none of axis_name={axes}; name the "
+                "axes of axis_name that cross hosts."
             )
         travels = Communication.of(self.gather_dtype, self.grad_scatter_dtype, self.replicas, inter_host_axes)
         if both := set(axes) & set(travels.copied_axes):

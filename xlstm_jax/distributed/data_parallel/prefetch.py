@@ -82,8 +82,8 @@ def route_of(path: str, leaf: Sharded, module: tuple[str, ...] | None = None) ->
     if len(dims) > 1 or not gathered.issuperset(held[first:]):
         raise ValueError(
             f"'{path_in_model(module, path)}' is split as {names}, and gathered over {sorted(gathered)}: layers are "
-            "gathered ahead only where one dim is split over these axes, and no axis that stays lies inside of them. "
-            "Pass prefetch=False, or write nn.scan(nn.remat(...)) there."
+            "gathered ahead only if these axes split one dim, and are its innermost axes. Pass prefetch=False, or "
+            "write nn.scan(nn.remat(...))."
         )
     left = (*names[: dims[0]], axes_entry(held[:first]), *names[dims[0] + 1 :])
     return Route(dims[0], held[first:], left, leaf.communication, path_in_model(module, path))

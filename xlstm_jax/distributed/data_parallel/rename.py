@@ -56,7 +56,7 @@ def rename_leaves(tree: PyTree, names: Mapping[str, str]) -> dict[str, Any]:
         old = max(fitting, key=len, default="")
         new = names[old] + path[len(old) :] if fitting else path
         if new in renamed:
-            raise ValueError(f"'{path}' would lie at '{new}', where another leaf lies; give it a name of its own.")
+            raise ValueError(f"'{path}' would lie at '{new}', where another leaf lies; choose another name.")
         used |= set(fitting)
         renamed[new] = leaf
     if unused := sorted(names.keys() - used):
@@ -250,11 +250,11 @@ def _unstacked(tree: PyTree, stacked_name: str) -> list[PyTree]:
         described = f"'{stacked_name}/{path}' is {_described(leaf)}"
         if not first or np.shape(found.value)[:1] != first:
             raise ValueError(
-                f"{described}, and '{stacked_name}/{leaves[0][0]}' is {_described(leaves[0][1])}: dim 0 of all that a "
-                "scan keeps is that of the layers."
+                f"{described}, and '{stacked_name}/{leaves[0][0]}' is {_described(leaves[0][1])}: dim 0 of all leaves "
+                "of a scan is the layer dim, and must have one size."
             )
         if entry_axes(found.names[0]):
-            raise ValueError(f"{described}: its layers lie on different devices, and cannot be told apart on each.")
+            raise ValueError(f"{described}: its layers lie on different devices. Use a box that does not split dim 0.")
     return list(map(treedef.unflatten, zip(*(_layers_of_leaf(leaf) for _, leaf in leaves), strict=True)))
 
 

@@ -126,8 +126,8 @@ def check_alive(tree: PyTree, reader: str) -> None:
         value = leaf.value
         if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted():
             raise ValueError(
-                f"{reader}: '{path}' of shape {value.shape} is gone: a step that was given this state took over its "
-                "memory. Go on with the state that the step returned. To keep the one before, hand the step a copy, "
+                f"{reader}: '{path}' of shape {value.shape} is gone: a step that was given this state reused its "
+                "memory. Continue with the state that the step returned; to keep the old state, pass the step a copy, "
                 "jax.tree.map(jnp.copy, state)."
             )
 

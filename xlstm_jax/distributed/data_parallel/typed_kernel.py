@@ -121,8 +121,8 @@ def _check_alone(jaxpr: core.Jaxpr, consts: list[Any], name: str) -> None:
     if uses := {eqn.primitive.name for eqn in asking if any(map(is_bound, named_axes(eqn)))}:
         raise ValueError(
             f"typed_kernel: {name} contains {', '.join(sorted(uses))}. A kernel's result must be a function of its "
-            "arguments alone, as its type is made of theirs. Pass the device's index as an argument, and communicate "
-            "before or after the kernel."
+            "arguments alone, since JAX derives its type from theirs. Pass the device's index as an argument, and "
+            "communicate before or after the kernel."
         )
     # A closed-over array would keep its type in a program without types, and JAX compares the two in the gradient.
     if closed := frozenset().union(*map(varying_axes, consts)):

@@ -188,8 +188,8 @@ def _lifted_function(target: Method, policy: ShardPolicy) -> Method:
             name = getattr(target, "__name__", type(target).__name__)
             raise TypeError(
                 f"{name}, which shard_module_params has wrapped, was called with {first} and returned "
-                f"{kind_of(made)}. It takes functions of a module, f(module, ...), and those that make a module and "
-                "return it, unbound: make(config) -> nn.Module."
+                f"{kind_of(made)}. Wrap a function of a module, f(module, ...), or a function that returns an unbound "
+                "module, make(config) -> nn.Module."
             )
         # In place: in a compact method the parent has already named and registered this object.
         object.__setattr__(made, "__class__", wrapped_class(type(made)))
@@ -343,9 +343,9 @@ def check_not_inside_reader(module: nn.Module) -> None:
         if isinstance(caller, READERS):
             kind, layer = type(caller).__name__, type(module).__name__
             raise ValueError(
-                f"'{'/'.join(module.path)}' is wrapped by shard_module_params, and nn.{kind} stands around it: that "
-                "would take norms of shards, and name its own parameters after their boxes. Wrap a module that has "
-                f"both inside, and call nn.{kind}(nn.{layer}(...)) of the plain class there."
+                f"'{'/'.join(module.path)}' is wrapped by shard_module_params, and nn.{kind} stands around it, "
+                "which would take norms of shards. Wrap a module that contains both, and call "
+                f"nn.{kind}(nn.{layer}(...)) of the plain class inside."
             )
 
 

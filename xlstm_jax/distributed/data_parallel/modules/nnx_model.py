@@ -148,13 +148,13 @@ class NnxModel:
         """
         if others := [path for path, leaf in trees.sharded_leaves(variables) if not leaf.stores_value]:
             raise ValueError(
-                f"bind: '{others[0]}' is stored with padding (uneven='pad'), which nnx.Optimizer takes for values of "
-                "the model. Train it by make_train_step, call it by apply, or shard it with uneven='replicate'."
+                f"bind: '{others[0]}' is stored with padding (uneven='pad'), which nnx.Optimizer would treat as "
+                "values. Train the model by make_train_step, call it by apply, or shard it with uneven='replicate'."
             )
         if frozen := [path for path, leaf in trees.sharded_leaves(variables) if not leaf.trainable]:
             raise ValueError(
-                f"bind: '{frozen[0]}' is frozen, which nnx.Optimizer does not know. Train it by make_train_step, or "
-                "call it by apply."
+                f"bind: '{frozen[0]}' is frozen, which nnx.Optimizer does not support. Train the model by "
+                "make_train_step, or call it by apply."
             )
         return self._bound(variables, rngs)
 

@@ -121,9 +121,8 @@ def _of_last_dims(entries: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
     extra = max(0, len(entries) - ndim)
     if any(entries[:extra]):
         raise ValueError(
-            f"a parameter split as {entries} has {ndim} dims where it is read: nnx.scan or nnx.vmap has taken a dim "
-            "that is split. Initialise with example inputs, by which the model sees what a layer is, and scan over dim "
-            "0 of the parameters."
+            f"a parameter split as {entries} has {ndim} dims where it is read: nnx.scan or nnx.vmap has taken a "
+            "split dim. Initialise with example inputs, which show the shape of a layer, and scan over dim 0."
         )
     return (None,) * (ndim - len(entries)) + entries[extra:]
 

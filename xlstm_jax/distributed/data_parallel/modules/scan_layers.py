@@ -68,9 +68,9 @@ def scan_layers(
         raise TypeError(f"scan_layers takes the class of a layer, not {kind_of(layer)}; pass its class and length=...")
     if recomputes(layer):
         raise TypeError(
-            f"scan_layers got {layer.__name__}, a layer inside nn.remat: it keeps a layer's input, and computes the "
-            "rest again by itself. Pass shard_module_params(Block, axis_name), or, for a policy that keeps more, write "
-            "nn.scan(nn.remat(..., policy=...)) in place of scan_layers."
+            f"scan_layers got {layer.__name__}, a layer inside nn.remat, but scan_layers recomputes layers itself. "
+            "Pass shard_module_params(Block, axis_name), or, for a policy that keeps more, write "
+            "nn.scan(nn.remat(..., policy=...))."
         )
     if wrong := [axis for axis in jax.tree.leaves(in_axes) if axis is not nn.broadcast and axis != 0]:
         raise ValueError(f"scan_layers: in_axes={in_axes!r} has {wrong[0]!r}; pass 0 or nn.broadcast for an argument.")

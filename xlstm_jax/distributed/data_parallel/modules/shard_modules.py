@@ -309,9 +309,8 @@ class _Run:
         outer = path.rpartition("/")[0]
         raise ValueError(
             f"shard_modules: '{path}' runs within an nn.map_variables of the model (nn.WeightNorm and nn.SpectralNorm "
-            "are made of it), which would compute from shards what it is to compute from whole parameters. Choose the "
-            f"module around it, which gathers before: where=lambda path, module: path == {outer!r}, or "
-            "larger_than(size)."
+            "contain one), which would compute from shards. Choose the module around the map: "
+            f"where=lambda path, module: path == {outer!r}, or larger_than(size)."
         )
 
     def _refuse(self, model: nn.Module) -> NoReturn:

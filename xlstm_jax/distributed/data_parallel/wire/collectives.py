@@ -311,7 +311,7 @@ def _reduce_together(
     out = [jnp.asarray(value) for value in values]
     for over, indices in groups.items():
         if over:
-            # Widened before the sum: in bfloat16 a sum over 256 devices loses whole terms.
+            # Widened before the sum: in bfloat16 a sum over 256 devices loses entire terms.
             for i, reduced in zip(indices, reduce([widened(out[i]) for i in indices], over), strict=True):
                 out[i] = reduced.astype(out[i].dtype)
     return out

@@ -117,8 +117,8 @@ def _why_not(name: str, formats: Collection[str]) -> str:
     """Returns why a non-float dtype is refused, and the ``formats`` that are accepted."""
     if name in WIRE_FORMATS and name not in formats:
         return (
-            f"{name} travels in blocks with scales, which a sum on the way cannot add up; gather_dtype and "
-            "Replicas(reduce_dtype=...) alone take it. Use a floating dtype, such as 'bfloat16', or None."
+            f"{name} travels in blocks with scales, which a reduce-scatter cannot sum; only gather_dtype and "
+            "Replicas(reduce_dtype=...) accept it. Use a floating dtype, such as 'bfloat16', or None."
         )
     return (
         f"parameters and gradients are floats, which a cast to {name} would truncate. Use a floating dtype, such as "
@@ -151,7 +151,7 @@ def cast_dtype(x: Any, requested: DTypeLike | None, argument: str, path: str | N
         lost = "would lose its imaginary part" if kind is jnp.complexfloating else "is a real float"
         raise ValueError(
             f"{argument}={requested.name} does not fit {leaf} of dtype {dtype.name}, shape {tuple(x.shape)}: "
-            f"it {lost}. Use a {'complex' if kind is jnp.complexfloating else 'floating'} dtype there, or wrap the "
-            f"module that owns it by itself, with {argument}=None."
+            f"it {lost}. Use a {'complex' if kind is jnp.complexfloating else 'floating'} dtype, or wrap the "
+            f"leaf's module separately, with {argument}=None."
         )
     return requested

@@ -179,9 +179,9 @@ def check_one_gradient_of_one_batch(path: str, primal: Primal, cotangent: jax.Ar
         where = "under vmap, for each example" if for_each_example else "in a loss function, which is differentiated"
         raise ValueError(
             f"the gradient of {f'{path!r}' if path else 'a parameter'}, of shape {primal.shape} on this device, is "
-            f"taken {where}: it would be averaged over the devices of {axes}, and that of leaves which are not split "
-            "would not. In the loss function gather first, whole = gather_params(params, axis_name), and take it of "
-            "whole: it is then the gradient of this device's examples."
+            f"taken {where}: it would be a mean over the devices of {axes}, unlike the gradients of replicated leaves. "
+            "Gather first in the loss function, whole = gather_params(params, axis_name), and differentiate with "
+            "respect to whole."
         )
 
 
@@ -206,8 +206,8 @@ def _by_hand_bwd(
     if not batch_axes:
         raise ValueError(
             f"the model itself splits {f'{path!r}' if path else 'a parameter'} over {own}, by its box, and a gather "
-            "over these is differentiated: it makes the mean of gradients, of which sync_gradients would not know. "
-            "Take the gradient by training.value_and_grad, which does."
+            "over these axes is differentiated: sync_gradients would treat the mean of gradients as a sum. Take the "
+            "gradient by training.value_and_grad."
         )
     return (cotangent * collectives.axis_size([axis for axis in own if axis in batch_axes]),)
 
@@ -273,8 +273,8 @@ def _gather_some(
     if (wire or how.wire(value, dim, held)).rounds_again:
         raise ValueError(
             f"gather_dtype={how.gather_dtype}: {f'{path!r}' if path else 'a parameter'} is split over {held}, and "
-            f"gathered over those of {sorted(axes)}: {kept} stays split and lies inside of an axis that is gathered, "
-            "so that values would be rounded more than once. Let axes that stay come first, or pass a floating dtype."
+            f"gathered over {sorted(axes)}: {kept} stays split inside a gathered axis, so values would be rounded "
+            "more than once. Put the axes that stay split first, or pass a floating dtype."
         )
     # A kept axis lies inside a gathered one. Its shards are gathered as well, by an all-gather whose transpose is a
     # sum (they are shards, not copies), and this device's shard is cut out at the end.
