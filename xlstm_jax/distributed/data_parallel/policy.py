@@ -111,7 +111,7 @@ def choose_shard_dim(
     Of equally large dims the last is chosen, which is the output dim of a Linen kernel.
 
     Args:
-      shape: the leaf's shape on this device.
+      shape: the leaf's shape; local inside ``shard_map``.
       names: the entry of each dim, ``(None,) * len(shape)`` for a leaf without a box.
       axis_sizes: the axes to split over, outermost first, with their sizes.
       min_weight_size: leaves with fewer values stay replicated; a leaf of exactly this size is split.

@@ -35,7 +35,7 @@ def remat_policy(base: str | Policy | None = None, *, offload: Sequence[str] = (
     (8, 32)
 
     Args:
-      base: which values are kept besides weights: "everything" (also ``None``), "dots", "nothing", or a policy, as in
+      base: which values other than weights are kept: "everything" (also ``None``), "dots", "nothing", or a policy of
         ``jax.checkpoint_policies``. A policy that keeps values by name (``jax.ad_checkpoint.checkpoint_name``) keeps
         every value of that name, also a weight.
       offload: names of values (``checkpoint_name``) to keep in host memory until the backward pass reads them;

@@ -53,7 +53,7 @@ def shard_params(
       uneven: treatment of a leaf if the axis divides no dim; "replicate": the leaf stays replicated; "pad": the
         leaf is split along its largest dim, with zeros up to the next multiple of N.
     Returns:
-      The tree. A leaf is split along the largest dim without another axis that ``axis_name`` divides, and boxed as
+      The tree. A leaf is split along the largest dim that the axis divides and that no other axis splits, and boxed as
       ``nn.Partitioned`` with value [..., d / N, ...]. Other leaves are returned unchanged, including PRNG keys.
     Raises:
       ValueError: an axis is not bound; lists the axes that are.

@@ -55,7 +55,7 @@ class Store:
         return tuple(entries[dim] for dim in self.order(len(entries)))
 
     def after_read(self) -> "Store":
-        """Returns the store of an array that ``read`` returned while some dims were still split."""
+        """Returns the store of an array that ``read`` returned with some dims split; these dims remain to be read."""
         return self
 
     def with_dim(self, index: int) -> "Store":

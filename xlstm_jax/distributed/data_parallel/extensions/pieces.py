@@ -32,7 +32,7 @@ def gives_pieces(box: Sharded, along: int) -> bool:
 def pieces_of(box: Sharded, along: int, *operands: jax.Array, path: str = "") -> tuple[jax.Array, Pieces] | None:
     """Returns the shard of a matrix, and the layout of the pieces, parts of the matrix's dim ``along``.
 
-    ``None`` if the matrix must be gathered in full. ``operands`` are the arrays that the matrix is multiplied with.
+    ``None`` if the matrix must be gathered in full. ``operands`` are the arrays used together with the matrix.
     """
     how = box.communication
     split = split_here(box, box.value, *operands) if gives_pieces(box, along) else None

@@ -94,5 +94,5 @@ class WireFormat:
         raise NotImplementedError
 
     def mean_error(self, terms: np.ndarray) -> np.ndarray:
-        """Returns the largest error of rounding each term once."""
+        """Returns for each term the largest error of a single rounding."""
         raise NotImplementedError
