@@ -523,7 +523,7 @@ def test_an_nnx_model_is_trained_as_one_device_trains_it():
         _, state = run(step, state)
         assert_same_params(on_host(state.params), want)
         with pytest.raises(
-            ValueError, match=r"bind: 'params/Dense_0/bias' is frozen, which nnx.Optimizer does not know"
+            ValueError, match=r"bind: 'params/Dense_0/bias' is frozen, which nnx.Optimizer does not support"
         ):
             model.bind({"params": state.params})
 

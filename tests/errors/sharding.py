@@ -1125,7 +1125,7 @@ ROWS = [
         bound(trainable=False),
         ValueError,
         "bind: '…' is frozen",
-        "which nnx.Optimizer does not know",
+        "which nnx.Optimizer does not support",
     ),
     # ----- kernels
     losses(

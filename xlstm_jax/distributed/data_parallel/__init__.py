@@ -1,34 +1,36 @@
 """Fully sharded data parallelism for Linen modules, used inside ``shard_map``.
 
 Life of a parameter W[d, f] on mesh axis "fsdp" of size N (d_fsdp: dim d is split over that axis):
-  init      W[d, f]       -- shard_params  -->  W[d_fsdp, f]    each device keeps its shard, in a box with its names
+  init      W[d, f]       -- shard_params  -->  W[d_fsdp, f]    each device keeps a shard, in a box with axis names
   forward   W[d_fsdp, f]  -- gather_params -->  W[d, f]         all-gather, dropped after use
   backward  dW[d, f]      -- its transpose -->  dW[d_fsdp, f]   reduce-scatter, mean over N
-Leaves that stay whole are averaged by ``sync_gradients``. ``shard_module_params`` puts all of it around a module.
+Replicated leaves are averaged by ``sync_gradients``. ``shard_module_params`` does all of this around a module.
 
 The words of the library, each with one meaning:
-  axis           of a mesh ("fsdp"); *dim* is of an array, *size* counts its elements, ``*_bytes`` its bytes
-  shard          what one device keeps of an array that is split over an axis
-  whole          a leaf, or a value, that every device has all of; the *global* array is the one over all devices
+  axis           of a mesh ("fsdp"); *dim* is of an array, *size* counts elements, ``*_bytes`` counts bytes
+  shard          the part of a split array on a device
+  replicated     of a leaf or value: every device has the full array; the *global* array is the array over all devices
+  unsharded parameter  the full array that a gather makes of the shards
   box            the wrapper around a leaf that names the axes of each dim: ``nn.Partitioned``, ``Sharded``
   copy, replica  the same shard on another device, along an axis that does not split the leaf (``Copies``)
-  gather dtype   the dtype in which shards are sent when they are gathered
-  reduce-scatter dtype  the dtype in which gradients are sent and summed when they are scattered
-  staged         of a collective over several axes: one collective for each axis, one after the other
-  wire bytes     the bytes that a device sends over its links
-  frozen         not trained, as its box says: gathered like any other leaf, without gradient and optimizer state
+  gather dtype   the dtype in which shards are sent by a gather
+  reduce-scatter dtype  the dtype in which gradients are sent and summed by a reduce-scatter
+  staged         of a collective over several axes: a collective per axis, in sequence
+  wire bytes     bytes sent by a device over the links
+  frozen         not trained, as the box says: gathered like any other leaf, without gradient and optimizer state
   minibatch      one of the m parts of a device's batch, where a step accumulates gradients
 
 Read in this order, some 1,500 lines of code:
-  wire/wires.py            how a shard is sent, and what arrives: ``Wire``. A new format is a row of wire/formats.py
-  store.py                 how a device keeps a leaf: ``Store``. A new one is a subclass in a file of its own
-  leaf.py                  a leaf: what is stored, the axes of each dim, wire, store, whether it is trained
-  wire/copies.py           how gradients of copies are averaged: ``Copies``. A new kind: a subclass in its own file
-  wire/gather_array.py     the gather of an array, and its gradient
-  policy.py, shard.py      which dim is split; boxes are made
-  modules/unit.py          a module that gathers its leaves when it runs. A new module system is a ``ModuleSystem``
-  extension.py             what a feature adds to a unit: ``Extension``, registered in extensions/__init__.py
-  modules/linen_module.py  the same for Linen
+  wire/wires.py            format in which a shard is sent and received: ``Wire``. A new format is a row of
+                           wire/formats.py
+  store.py                 format in which a device stores a leaf: ``Store``. A new format is a subclass in a new file
+  leaf.py                  a leaf: stored array, axes of each dim, wire, store, trainable or frozen
+  wire/copies.py           average of the gradients of copies: ``Copies``. A new kind is a subclass in a new file
+  wire/gather_array.py     the gather of an array, and the gradient of the gather
+  policy.py, shard.py      the choice of the dim to split; boxes are made
+  modules/unit.py          a module with gathers around its methods. A new module system is a ``ModuleSystem``
+  extension.py             hooks by which a feature changes a unit: ``Extension``, registered in extensions/__init__.py
+  modules/linen_module.py  units of Linen
 
 The method is ZeRO-3 (arXiv:1910.02054), known as FSDP (arXiv:2304.11277).
 """

@@ -1,23 +1,23 @@
-"""The protocol by which a feature stands beside the units of a model, in a file of its own.
+"""The protocol by which a feature, in a separate file, extends the units of a model.
 
-A unit (``modules/unit``) gathers its leaves by their boxes and runs. All else that a feature needs of a unit is a hook
-of ``Extension``:
+A unit (``modules/unit``) gathers leaves as their boxes say, and runs. Everything else that a feature needs from a
+unit is a hook of ``Extension``:
 
-  enter     wires        leaves that travel by another wire than their boxes say
-            replaced     leaves that the module reads otherwise
-            arrived      a leaf of ``wires`` was gathered
-            from_shards  a method's result, computed without a gather
-  run       called       a method of the unit, or of a module within, is called
-  leave     initialising around a method of a unit that may initialise it
-  before    collections  collections that pass the unit, beside "params"
-            named_wires  names of the wires of ``wires``, for plans and for ``check_step``
-            avoids_gather  leaves of which nothing is gathered as a rule
-            noting_parts   leaves of which modules gather parts, one after the other, in place of all
+  enter     wires        returns other wires for leaves than their boxes say
+            replaced     returns functions that replace leaves before the module reads the leaves
+            arrived      receives the gathered value of a leaf of ``wires``
+            from_shards  computes a method's result without a gather
+  run       called       is called before a method of the unit, or of a module within
+  leave     initialising returns a context around a method that may initialise the unit
+  before    collections  names the collections that pass through the unit, beside "params"
+            named_wires  returns the names of the wires of ``wires``, for plans and for ``check_step``
+            avoids_gather  says whether a leaf is normally not gathered at all
+            noting_parts   collects leaves that modules gather in successive parts
 
-Two more hooks choose over which of several axes a leaf is gathered first: ``axis_orders`` where the leaves of one unit
-are split, and ``arranged`` where all leaves of a model are there.
+Two more hooks choose the order of the axes in the gather of a leaf: ``axis_orders``, when the leaves of a unit are
+split, and ``arranged``, when the leaves of the entire model are available.
 
-``extensions`` registers each feature with one line. Without any, units gather and run: the core imports no extension.
+``extensions`` registers each feature with a line. Units also run without extensions: the core imports no extension.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -31,14 +31,14 @@ from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 from xlstm_jax.distributed.data_parallel.wire.wires import Wire
 
 ModulePath = tuple[str, ...]
-AxisOrder = tuple[str, ...]  # of mesh axes, outermost first
+AxisOrder = tuple[str, ...]  # mesh axes, outermost first
 
 
 class Extension:
-    """One feature while one unit runs.
+    """Feature during a run of a unit.
 
-    An instance is made where a unit is entered, and may keep state until the unit is left. A hook that a subclass
-    does not write does nothing.
+    An instance is created when a unit is entered, and may keep state until the unit is left. The default hooks do
+    nothing.
 
     Attributes:
       modules: classes of modules. The hooks that receive a module run for these classes alone; () means every class.
@@ -50,18 +50,18 @@ class Extension:
     collections: ClassVar[tuple[str, ...]] = ()
 
     def wires(self, policy: ShardPolicy, variables: PyTree, module: ModulePath) -> Mapping[str, Wire]:
-        """Returns the wires of leaves that do not travel as their boxes say, by path in ``variables``."""
+        """Returns the wires of leaves that are not sent as their boxes say, by path in ``variables``."""
         return {}
 
     def replaced(self) -> Mapping[str, Callable[[Any], Any]]:
-        """Returns functions of leaves, by path: what the module reads in place of the leaf. Runs after ``wires``."""
+        """Returns, by path, functions from a leaf to the value that the module reads instead. Runs after ``wires``."""
         return {}
 
     def arrived(self, path: str, value: Any) -> None:
         """Receives the gathered value of a leaf of ``wires``."""
 
     def called(self, module: Any, method: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns the keyword arguments for a method of the unit, or of a module within, which is about to run."""
+        """Returns the keyword arguments for a method, about to run, of the unit or of a module within."""
         return kwargs
 
     def computes(self, module: Any, method: str) -> bool:
@@ -69,7 +69,7 @@ class Extension:
         return False
 
     def from_shards(self, module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
-        """Returns the result of the method, computed from shards; None where the unit is to gather."""
+        """Returns the method's result, computed from shards; ``None`` if the unit must gather."""
         return None
 
     def initialising(self, module: Any, method: str) -> AbstractContextManager[None]:
@@ -77,32 +77,32 @@ class Extension:
         return nullcontext()
 
     def named_wires(self, variables: PyTree, how_of: Callable[[str], Communication]) -> Mapping[str, str]:
-        """Returns the names of the wires that ``wires`` would return, by path; ``how_of(path)`` has the options."""
+        """Returns the names of the wires of ``wires``, by path; ``how_of(path)`` returns the options of a leaf."""
         return {}
 
     def axis_orders(
         self, sizes: Sequence[float], given: Sequence[AxisOrder], axis_sizes: Mapping[str, int], slow: Collection[str]
     ) -> Sequence[AxisOrder]:
-        """Returns for each leaf, of ``sizes`` bytes, the order of its axes; axes that are ``slow`` cross hosts."""
+        """Returns the axis order of each leaf. ``sizes``: bytes per leaf; ``slow``: axes that cross hosts."""
         return given
 
     def arranged(self, params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
-        """Returns the boxed parameters of a whole model, with the axes of each in another order."""
+        """Returns the boxed parameters of an entire model, with the axes of each leaf possibly reordered."""
         return params
 
     def avoids_gather(self, box: Sharded) -> bool:
-        """Returns whether a leaf is not gathered as a rule, so that links carry next to nothing of the leaf."""
+        """Returns whether the leaf is normally not gathered, so that links carry almost no bytes of the leaf."""
         return False
 
     def noting_parts(self, found: dict[str, "PartialGather"]) -> AbstractContextManager[None]:
-        """Returns a context, around the initialisation of a model, that fills ``found`` by the paths of leaves."""
+        """Returns a context for a model's initialisation that adds leaves gathered in parts to ``found``, by path."""
         return nullcontext()
 
 
 class PartialGather(NamedTuple):
-    """Parts of a leaf that a module gathers one after the other: ``entries`` of its dim ``along`` at a time.
+    """Gather of a leaf in successive parts, each with ``entries`` entries of the dim ``along``.
 
-    ``may_be_sent(box)`` is whether parts of the leaf travel so, which depends on how the leaf is split.
+    ``may_be_sent(box)`` returns whether parts of the leaf can be sent, which depends on how the leaf is split.
     """
 
     along: int
@@ -114,7 +114,7 @@ EXTENSIONS: list[type[Extension]] = []  # filled by ``extensions``, in the order
 
 
 def with_hook(name: str) -> list[type[Extension]]:
-    """Returns the registered extensions that write the hook of this name."""
+    """Returns the registered extensions that implement the hook ``name``."""
     return [cls for cls in EXTENSIONS if getattr(cls, name) is not getattr(Extension, name)]
 
 
@@ -129,12 +129,12 @@ def extensions_of(variables: Mapping[str, PyTree]) -> list[Extension]:
 
 
 def passing_collections() -> list[str]:
-    """Returns the collections that pass units beside "params"."""
+    """Returns the collections that pass through units beside "params"."""
     return list(dict.fromkeys(name for cls in EXTENSIONS for name in cls.collections))
 
 
 def named_wires(variables: PyTree, how_of: Callable[[str], Communication]) -> dict[str, str]:
-    """Returns the names of all wires that extensions choose, by the paths of leaves in ``variables``."""
+    """Returns the names of the wires chosen by extensions, by the path of the leaf in ``variables``."""
     found: dict[str, str] = {}
     for cls in with_hook("named_wires"):
         found |= cls().named_wires(variables, how_of)
@@ -144,7 +144,7 @@ def named_wires(variables: PyTree, how_of: Callable[[str], Communication]) -> di
 def axis_orders(
     sizes: Sequence[float], given: Sequence[AxisOrder], axis_sizes: Mapping[str, int], slow: Collection[str]
 ) -> Sequence[AxisOrder]:
-    """Returns for each leaf that is split the order of its axes: the given one without an extension."""
+    """Returns the axis order of each split leaf: the given order, unless an extension changes it."""
     if all(len(order) < 2 for order in given):
         return given
     for cls in with_hook("axis_orders"):
@@ -153,7 +153,7 @@ def axis_orders(
 
 
 def arranged(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
-    """Returns the boxed parameters of a whole model, with the axes of each in the order of the extensions."""
+    """Returns the boxed parameters of an entire model, with the axes of each leaf in the order of the extensions."""
     if sum(size > 1 for size in axis_sizes.values()) < 2:
         return params
     for cls in with_hook("arranged"):
@@ -162,13 +162,13 @@ def arranged(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
 
 
 def avoids_gather(box: Sharded) -> bool:
-    """Returns whether an extension computes with a leaf without a gather, as a rule."""
+    """Returns whether an extension normally computes with the leaf without gathering it."""
     return any(cls().avoids_gather(box) for cls in with_hook("avoids_gather"))
 
 
 @contextmanager
 def noting_parts() -> Iterator[dict[str, PartialGather]]:
-    """Fills with the leaves that modules gather in parts, by path, while a model is initialised."""
+    """Yields a dict to be filled with the leaves that modules gather in parts, by path, during initialisation."""
     found: dict[str, PartialGather] = {}
     with ExitStack() as stack:
         for cls in with_hook("noting_parts"):
@@ -182,7 +182,7 @@ def computes(module: Any, method: str) -> bool:
 
 
 def computed_from_shards(module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
-    """Returns the result of a unit's method, computed from shards by an extension; None where the unit is to gather."""
+    """Returns a unit method's result, computed from shards by an extension; ``None`` if the unit must gather."""
     for cls in with_hook_for("computes", module):
         extension = cls()
         if extension.computes(module, method):
@@ -210,7 +210,7 @@ def kwargs_from(
 
 @contextmanager
 def initialising(module: Any, method: str) -> Iterator[None]:
-    """Enters the contexts of all extensions around a method of a unit that may initialise the unit."""
+    """Enters the contexts of the extensions around a method that may initialise the unit."""
     with ExitStack() as stack:
         for cls in with_hook_for("initialising", module):
             stack.enter_context(cls().initialising(module, method))

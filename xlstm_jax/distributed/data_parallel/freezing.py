@@ -1,11 +1,11 @@
-"""Frozen parameters, such as the base model under an adapter: they take no gradient, and may be stored in fewer bits.
+"""Frozen parameters, as of a base model under an adapter: no gradient, and optionally storage in fewer bits.
 
-  W[d_fsdp, f]  -- freeze_params -->  W in a box that says trainable=False, in the dtype that is asked for
-  forward       gathered as any other leaf, in the dtype in which it is stored, or in its ``gather_dtype``
+  W[d_fsdp, f]  -- freeze_params -->  W in a box with trainable=False, in the requested dtype
+  forward       gathered like any leaf, in the stored dtype or in ``gather_dtype``
   backward      gathered again if weights are not kept; no gradient, no reduce-scatter, no all-reduce
-  optimizer     does not see it: no moments, no part in norms
+  optimizer     ignores frozen parameters: no moments, no contribution to norms
 
-Everything follows from the box's ``trainable``, which ``Sharded.is_differentiable`` reads.
+These properties follow from the box's ``trainable``, read by ``Sharded.is_differentiable``.
 """
 
 from collections.abc import Callable
@@ -28,10 +28,10 @@ NARROWEST_BITS = 16
 def freeze_params(
     params: PyTree, trainable: Trainable | None = None, *, frozen_dtype: DTypeLike | None = None
 ) -> PyTree:
-    """Freezes parameters: a leaf that is not trainable has no gradient and no optimizer state, and is stored as asked.
+    """Freezes parameters: a frozen leaf has no gradient and no optimizer state, and is stored in ``frozen_dtype``.
 
-    ``create_train_state`` does it within the initialisation, given the same arguments. Use this function for parameters
-    that come from elsewhere: from a checkpoint, or two trees merged into one.
+    ``create_train_state`` freezes during initialisation, given the same arguments. Use this function for parameters
+    from elsewhere: a checkpoint, or a merge of two trees.
 
     >>> params = {"base": {"kernel": jnp.ones((8, 4))}, "lora": {"a": jnp.ones((8, 2))}}
     >>> found = freeze_params(params, lambda path: path.startswith("lora/"), frozen_dtype="bfloat16")
@@ -39,18 +39,18 @@ def freeze_params(
     (False, dtype(bfloat16), dtype('float32'))
 
     Args:
-      params: arrays, boxed if they are split; outside of ``jit`` or inside. Integers and PRNG keys take no gradient
-        anyway, and stay as they are.
-      trainable: a predicate of a leaf's path, as "blocks/attention/kernel"; if it is false, the leaf is frozen. Leaves
-        that are frozen already stay frozen; with None no others are.
-      frozen_dtype: the dtype in which frozen leaves are stored; None: they stay as they are. A floating dtype has 16
-        bits or more; leaves are gathered in it, unless their ``gather_dtype`` says otherwise. (A base in 8 or 4 bits:
+      params: arrays, boxed if split; inside or outside of ``jit``. Integers and PRNG keys take no gradient
+        anyway, and stay unchanged.
+      trainable: a predicate of a leaf's path, as "blocks/attention/kernel"; a leaf is frozen if the predicate is false.
+        Leaves that are already frozen stay frozen; ``None`` freezes no further leaf.
+      frozen_dtype: the dtype in which frozen leaves are stored; ``None``: unchanged. A floating dtype of 16 bits or
+        more. Leaves are gathered in this dtype, unless the leaf has a ``gather_dtype``. (A base in 8 or 4 bits:
         docs/howto/quantised_base.md.)
     Returns:
-      The tree, with frozen leaves, split or whole, in boxes with ``trainable=False``; all others as they were.
+      The tree, with frozen leaves, split or replicated, in boxes with ``trainable=False``; other leaves are unchanged.
     Raises:
-      TypeError: ``trainable`` is no function, or ``frozen_dtype`` no dtype.
-      ValueError: ``frozen_dtype`` is given and nothing is frozen; or it does not fit a leaf, which is named.
+      TypeError: ``trainable`` is not a function, or ``frozen_dtype`` is not a dtype.
+      ValueError: ``frozen_dtype`` is given and no leaf is frozen; or ``frozen_dtype`` does not fit a leaf (named).
     """
     if trainable is not None and not callable(trainable):
         raise TypeError(
@@ -66,26 +66,26 @@ def freeze_params(
     def freeze(path: str, leaf: Any) -> Any:
         return frozen(leaf) if trainable is not None and not trainable(path) else leaf
 
-    # Frozen here, or by its wrapper (trainable=False): both are stored alike.
+    # Leaves frozen here and leaves frozen by their wrapper (trainable=False) are stored alike.
     found = trees.map_values_with_path(partial(stored_frozen, dtype=dtype), trees.map_leaves_with_path(freeze, params))
     leaves = trees.sharded_leaves(found)
     if dtype and leaves and all(leaf.trainable for _, leaf in leaves):
         raise ValueError(
-            f"frozen_dtype={dtype!r} is for frozen parameters, and none of {len(leaves)} is frozen. Say which are by "
-            "trainable=, a predicate of a leaf's path that is false for them, or leave frozen_dtype out."
+            f"frozen_dtype={dtype!r} is for frozen parameters, and none of {len(leaves)} is frozen. Pass trainable=, "
+            "a predicate of a leaf's path that is false for frozen leaves, or leave frozen_dtype out."
         )
     return found
 
 
 def stored_frozen(path: str, leaf: Sharded, dtype: str | None) -> Any:
-    """Returns the value of a leaf, of a frozen one in the dtype in which it is stored."""
+    """Returns the value of a leaf; of a frozen leaf, cast to ``dtype``."""
     if dtype is None or leaf.trainable:
         return leaf.value
     return leaf.value.astype(cast_dtype(leaf.value, dtype, "frozen_dtype", path))
 
 
 def with_frozen(variables: PyTree, trainable: Trainable | None, frozen_dtype: DTypeLike | None) -> PyTree:
-    """The variables of ``model.init`` with "params" frozen by ``freeze_params``; unchanged if both options are None."""
+    """Returns variables of ``model.init`` with "params" frozen by ``freeze_params``; unchanged without options."""
     if trainable is None and frozen_dtype is None:
         return variables
     return {**variables, "params": freeze_params(variables.get("params", {}), trainable, frozen_dtype=frozen_dtype)}

@@ -1,11 +1,11 @@
-"""Trees of parameters are gathered, and gradients averaged: the two halves of FSDP in ``shard_map``.
+"""Gathers trees of parameters, and averages gradients: the two halves of FSDP in ``shard_map``.
 
   gather_params    W[d_fsdp, f]  -->  W[d, f]         all-gather, one stage for each axis
   its transpose    dW[d, f]      -->  dW[d_fsdp, f]   reduce-scatter, mean over N, then over copies of the shard
-  sync_gradients   dW            -->  mean of dW      all-reduce, of leaves that stay whole; once
+  sync_gradients   dW            -->  mean of dW      all-reduce, for replicated leaves; once
 
-A box says how its leaf travels (``Communication``), so that a gather does the same wherever it is called; for one array
-``gather_array`` does it.
+A box holds the leaf's communication options (``Communication``), so that a gather has the same result for every caller.
+``gather_array`` gathers one array.
 """
 
 import threading
@@ -29,7 +29,7 @@ def gather_params(
     gather_dtype: DTypeLike | None = None,
     grad_scatter_dtype: DTypeLike | None = None,
 ) -> PyTree:
-    """Undoes ``shard_params``: all-gathers every leaf that is boxed over the axis. Call it inside ``shard_map``.
+    """Gathers every leaf that is boxed over the axis: the inverse of ``shard_params``. Call inside ``shard_map``.
 
     >>> boxed = nn.Partitioned(jnp.ones((16, 32)), (None, "fsdp"))  # the global array; a device sees [16, 8] of it
     >>> gather = lambda boxed: gather_params(boxed, "fsdp")
@@ -38,15 +38,15 @@ def gather_params(
 
     Args:
       params: the tree, boxed where it is split.
-      axis_name: an axis or a tuple of axes; where a leaf is split over only some of them, over those.
-      gather_dtype, grad_scatter_dtype: see ``gather_array_with_mean_grads``. None: what the leaf's box says, which is
-        what ``shard_module_params`` was given.
+      axis_name: an axis or a tuple of axes. A leaf that is split over only some of these axes is gathered over these.
+      gather_dtype, grad_scatter_dtype: see ``gather_array_with_mean_grads``. ``None``: the options in the leaf's box,
+        which ``shard_module_params`` was given.
     Returns:
-      The tree with whole values. A leaf that is still split over another axis stays boxed with the names that are left;
-      every other comes back as a plain array, without padding. Leaves that were not split are not touched, nor cast.
+      The tree with unsharded values. A leaf that is still split over another axis stays boxed with the remaining names;
+      every other leaf is a plain array without padding. Leaves that were not split are neither changed nor cast.
 
-      A dim split over ``("fsdp", "tp")``, gathered over "fsdp", yields the contiguous shard that ``"tp"`` alone would
-      hold. Its shards lie scattered over "tp" too, so both axes travel; with "fsdp" innermost, only "fsdp" does.
+      A dim split over ``("fsdp", "tp")``, gathered over "fsdp", becomes the contiguous shard of a dim split over
+      ``"tp"`` alone. Its parts are spread over "tp" too, so both axes are gathered; with "fsdp" innermost, only "fsdp".
     Raises:
       ValueError: an axis is not bound, or a dtype does not fit a leaf; names the leaf.
     """
@@ -61,33 +61,33 @@ def gather_params(
 def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     """Averages gradients over the data axes that their leaves are not split over.
 
-    Call it once, inside ``shard_map``, on the result of ``jax.grad`` of a loss that is the mean over this device's
-    batch. It recognises arrays that it has returned itself, or that ``training.value_and_grad`` has returned, and does
-    not average them again. If you scale, cast or clip an average and pass it in again, it cannot recognise it, and may
-    divide it a second time; ``training.check_step`` finds that.
+    Call ``sync_gradients`` once, inside ``shard_map``, on the result of ``jax.grad`` of a loss that is the mean over
+    this device's batch. Arrays returned by ``sync_gradients`` or ``training.value_and_grad`` are recognised, and not
+    averaged again. If you scale, cast or clip an average and pass it in again, it is not recognised, and may be divided
+    a second time; ``training.check_step`` finds this.
 
     >>> sync = lambda grad: sync_gradients(grad, "fsdp")
     >>> grads = jnp.array([0.0, 1.0, 2.0, 3.0])  # one value on each of 4 devices
     >>> jax.shard_map(sync, mesh=mesh, in_specs=jax.P("fsdp"), out_specs=jax.P())(grads).tolist()
     [1.5]
 
-    A leaf that is split over an axis, or has copies along it (``Replicas``), was averaged over it by the transpose of
-    its gather. Under ``check_vma=True`` a gradient whose type does not vary over an axis was summed over it by JAX
-    (over the axis of its copies, by that transpose), and is divided; any other is averaged.
+    A leaf that is split over an axis, or has copies along the axis (``Replicas``), was averaged over the axis by the
+    transpose of its gather. Under ``check_vma=True`` a gradient whose type does not vary over an axis was summed over
+    the axis by JAX (over the axis of copies, by the transpose), and is divided; any other gradient is averaged.
 
-    Where the model itself splits a leaf over an axis of the batch (each device has its own experts), the gradient is
-    the sum over all tokens that came to the device, and is divided. Boxes made by ``init_sharded`` say that the model
-    splits the leaf. A hand-made ``nn.Partitioned`` does not say it, and is taken for a leaf that ``gather_params`` has
-    gathered; ``value_and_grad`` treats both rightly.
+    If the model itself splits a leaf over an axis of the batch (each device has different experts), the gradient is the
+    sum over the tokens sent to the device, and is divided. Boxes made by ``init_sharded`` record that the model splits
+    the leaf. A hand-made ``nn.Partitioned`` does not, and is treated as a leaf that ``gather_params`` has gathered;
+    ``value_and_grad`` treats both correctly.
 
     Args:
-      grads: boxed where the parameters are; leaves without gradient (float0) pass.
-      axis_names: all mesh axes along which the batch or gathered weights differ, with the axes of the wrappers; a
-        string or a sequence. Gradients are not averaged over an axis that you leave out, and no error tells.
+      grads: boxed where the parameters are; leaves without gradient (float0) are returned unchanged.
+      axis_names: all mesh axes along which the batch or gathered weights differ, including the axes of the wrappers; a
+        string or a sequence. Gradients are not averaged over an omitted axis, and no error is raised.
     Returns:
-      The tree with the same boxes and dtypes; sums run in float32 where the leaves are narrower.
+      The tree with the same boxes and dtypes; sums run in float32 if the leaves are narrower.
     Raises:
-      ValueError: an axis is not bound; lists those that are.
+      ValueError: an axis is not bound; lists the bound axes.
     """
     axes = collectives.bound_axes(axis_names, caller="sync_gradients")
     live, put_back = trees.split_differentiable(grads)
@@ -96,15 +96,15 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     averaged: list[frozenset[str]] = []
     with jax.named_scope("sync_gradients"):
         for box in map(leaf_of, live):
-            # By identity: an average that was scaled since is another array, and is not found.
+            # By identity: an average that was scaled is another array, and is not found.
             known = next((over for average, over in _averages.known if average() is box.value), frozenset())
             left = [axis for axis in axes if axis not in known.union(box.reduced_axes)]
             values.append(_divide_summed(box, left, known))
-            # Over the model's own axes the gradient is a sum already, and was divided.
+            # Over the model's own axes the gradient is already a sum, and was divided.
             axes_left.append([axis for axis in left if axis not in box.model_axes])
             averaged.append(known.union(box.reduced_axes, axes))
         synced = collectives.pmean(values, axes_left)
-    # Weak references: a tracer must not outlive its trace. Those of traces that have ended are dropped here.
+    # Weak references: a tracer must not outlive its trace. References to tracers of ended traces are dropped here.
     alive = [(average, over) for average, over in _averages.known if average() is not None]
     traced = [(value, over) for value, over in zip(synced, averaged, strict=True) if isinstance(value, Tracer)]
     _averages.known = alive + [(weakref.ref(value), over) for value, over in traced]
@@ -112,12 +112,12 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
 
 
 def _divide_summed(box: Sharded, axes: list[str], known: frozenset[str]) -> jax.Array:
-    """The gradient divided by the number of devices over which it is already a sum.
+    """Returns the gradient divided by the number of devices over which the gradient is already a sum.
 
-    It is a sum over the model's own axes, and over tracked axes (of copies, too) over which its type does not vary.
+    The gradient is a sum over the model's own axes, and over tracked axes (of copies, too) missing in its type.
     """
     grad, varying = box.value, collectives.varying_axes(box.value)
-    # A tracked axis that the type lacks: JAX has summed the cotangent over it, since the leaf does not vary there.
+    # A tracked axis missing in the type: JAX has summed the cotangent over it, since the leaf does not vary there.
     summed = [
         axis
         for axis in (*axes, *box.communication.copied_axes)
@@ -128,10 +128,10 @@ def _divide_summed(box: Sharded, axes: list[str], known: frozenset[str]) -> jax.
 
 
 class _Averages(threading.local):
-    """Traced arrays that ``sync_gradients`` has returned and that still exist, with the axes they are averaged over.
+    """Traced arrays returned by ``sync_gradients`` and still alive, with the axes of the average.
 
-    An average has the type of a sum, and JAX lets nobody write on an array where it comes from. A trace runs in one
-    thread, and several threads may trace at a time.
+    An average has the type of a sum, and JAX arrays cannot be annotated with their origin. A trace runs in one thread,
+    and several threads may trace at a time.
     """
 
     def __init__(self) -> None:

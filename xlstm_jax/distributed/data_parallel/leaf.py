@@ -1,18 +1,18 @@
-"""A leaf: one array of a tree, with what is known of it.
+"""Leaves: the arrays of a parameter tree, with their axes, communication options and storage format.
 
-A parameter that is split over mesh axes stands in a tree in a box, ``nn.Partitioned(value, names)``. ``names`` has an
-entry for each dim of the value, which is ``None`` (the dim is whole), a mesh axis, or a tuple of axes, outermost first:
+A parameter that is split over mesh axes is stored in the tree in a box, ``nn.Partitioned(value, names)``. ``names``
+has an entry for each dim of the value: ``None`` (not split), a mesh axis, or a tuple of axes, outermost first.
 ``("dp", "fsdp")`` on a dim of size 8 over a 2x4 mesh gives device (i, j) the row ``4 i + j``, as in ``PartitionSpec``.
 
-``Sharded`` is the library's own box: all else that is known of a leaf are its fields and properties. Trees hold other
-leaves too: bare arrays, boxes of Flax, variables of NNX. ``leaf_of`` is the one place that reads these, as ``Sharded``:
+``Sharded`` is the library's box; its fields and properties hold the metadata of a leaf. Trees also contain bare arrays,
+boxes of Flax, and variables of NNX. Only ``leaf_of`` reads these, and returns a ``Sharded``:
 
-  leaf_of(leaf).value, .names, .axes, .communication, .trainable, ...      what is known
-  rebox(leaf, value), frozen(leaf), with_communication(leaf, ...)          another leaf, for the tree
-  true_value(leaf), read_value(leaf), gather_leaf(leaf, axes, how)         its values
-  stored_value(leaf, value)                                                a value, as the leaf stores values
+  leaf_of(leaf).value, .names, .axes, .communication, .trainable, ...      metadata of any leaf
+  rebox(leaf, value), frozen(leaf), with_communication(leaf, ...)          a changed leaf for the tree
+  true_value(leaf), read_value(leaf), gather_leaf(leaf, axes, how)         values of a leaf
+  stored_value(leaf, value)                                                a value in the leaf's storage format
 
-``trees`` walks trees with boxes as leaves. Which dim is split, ``policy`` decides. A box that is read inside
+``trees`` walks trees with boxes as leaves. ``policy`` chooses the dim to split. A box that is read inside
 ``shard_map`` gathers itself.
 """
 
@@ -45,32 +45,33 @@ from xlstm_jax.program_names import GATHER_SCOPE
 # --------------------------------------------------------------------------------------------------------- one leaf
 
 
-LOOKED_UP = "looked_up"  # the mark of an embedding's table that one lookup alone has read while the model initialised
+LOOKED_UP = "looked_up"  # mark of an embedding table that exactly one lookup read while the model was initialised
 
 
 class Sharded(QuickBox):
-    """An array and what is known of it: the box that this library makes, and what ``leaf_of`` makes of any leaf.
+    """Array with sharding metadata: the library's box, and the form in which ``leaf_of`` returns any leaf.
 
-    Fields, all static but ``value``:
-      names: for each dim the axes that split it.
-      communication: how the leaf travels.
-      store: what the stored array has to do with the value: see ``store``.
-      unit_depth: tells the wrapped module that gathers the leaf: the number of names in the leaf's path after that
-        module's own path. 1 for "blocks/mlp/kernel" gathered by "blocks/mlp"; 0 where no module is known.
-      model_axes: axes over which the model itself splits the leaf, and no wrapper gathers it (tensor parallel,
-        experts).
-      trainable: False for a frozen leaf, which has no gradient wherever it is read. A frozen leaf that is whole has a
-        box only to say this; its names are all None.
-      read_as_stored: True for what is left after a gather over some of the axes: the module reads the shard (tensor
+    Fields, all static except ``value``:
+      names: for each dim the axes that split the dim.
+      communication: dtypes and axes of the leaf's gather and of its gradient.
+      store: relation between the stored array and the value: see ``store``.
+      unit_depth: identifies the wrapped module that gathers the leaf: the number of names in the leaf's path below
+        that module's path. 1 for "blocks/mlp/kernel" gathered by "blocks/mlp"; 0 if no module is known.
+      model_axes: axes over which the model itself splits the leaf (tensor parallel, experts). No wrapper gathers over
+        these axes.
+      trainable: False for a frozen leaf, which has no gradient wherever it is read. A replicated frozen leaf has a box
+        only for this field, with the names ``(None, ...)``.
+      read_as_stored: True after a gather over some of the axes: the module reads the remaining shard (tensor
         parallel).
-      marks: what extensions note on the leaf, by names of their own.
+      marks: notes of extensions on the leaf, as strings.
 
-    A box that is read gathers itself. Linen reads a parameter by ``unbox``: where no wrapped module has gathered the
-    shard, ``unbox`` gathers it, over all bound axes except ``model_axes``. (``nn.Partitioned.unbox`` constrains the
-    sharding instead, which is an error where the mesh axes are manual.) A box also reads as an array
-    (``jnp.dot(x, box)``, ``box.T``, ``box[0]``), which calls ``unbox``. Each read is one more gather.
+    A box that is read gathers itself. Linen reads a parameter by ``unbox``: if no wrapped module has gathered the
+    shard, ``unbox`` gathers over the bound axes except ``model_axes``. (``nn.Partitioned.unbox`` constrains the
+    sharding instead, which is an error where the mesh axes are manual.) A box can also be read as an array
+    (``jnp.dot(x, box)``, ``box.T``, ``box[0]``) by a call of ``unbox``. Each read is a further gather.
 
-    A layer dim that ``nn.scan`` or ``nn.vmap`` adds is whole, unless ``metadata_params`` has a name for it.
+    A layer dim that ``nn.scan`` or ``nn.vmap`` adds is not split, unless ``metadata_params`` names an axis for the
+    dim.
     """
 
     names: tuple[AxisEntry, ...] = struct.field(pytree_node=False)  # type: ignore[assignment]  # Flax: no tuples in it
@@ -82,56 +83,56 @@ class Sharded(QuickBox):
     read_as_stored: bool = struct.field(default=False, pytree_node=False)
     marks: frozenset[str] = struct.field(default=frozenset(), pytree_node=False)
 
-    # ------------------------------------------------------------------------------------------------ what is known
+    # ------------------------------------------------------------------------------------------------------ properties
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All mesh axes that the leaf is split over, in the order of its dims; () where it is whole."""
+        """Mesh axes of the leaf's names, in the order of dims; () for a replicated leaf."""
         return sum(map(entry_axes, self.names), ())
 
     @property
     def gathered_axes(self) -> tuple[str, ...]:
-        """``axes`` without ``model_axes``: wrapped modules, or ``gather_params``, gather the leaf over these."""
+        """``axes`` without ``model_axes``: wrapped modules and ``gather_params`` gather the leaf over these axes."""
         return tuple(axis for axis in self.axes if axis not in self.model_axes)
 
     @property
     def reduced_axes(self) -> tuple[str, ...]:
-        """The axes over which the backward pass of the gather averages: the gathered axes, and the axes of copies."""
+        """Axes over which the backward pass of the gather averages: gathered axes and axes of copies."""
         return self.gathered_axes + self.communication.copied_axes
 
     @property
     def is_differentiable(self) -> bool:
-        """Whether it takes a gradient: floats do, unless they are frozen; integers, bools and PRNG keys do not."""
+        """True for floats that are not frozen. Integers, bools and PRNG keys take no gradient."""
         return self.trainable and jnp.issubdtype(value_dtype(self.value), jnp.inexact)
 
     @property
     def stores_value(self) -> bool:
-        """Whether the stored array is the value itself."""
+        """True if the stored array is the value itself."""
         return self.store == AS_IT_IS
 
     @property
     def true_shape(self) -> tuple[int, ...]:
-        """The global shape that the plain model's leaf has, of a leaf that is stored whole."""
+        """Global shape of the plain model's leaf. Valid if ``value`` is the full (replicated or global) array."""
         return self.shape_of_parts([1] * np.ndim(self.value))
 
     def shape_of_parts(self, counts: list[int]) -> tuple[int, ...]:
-        """Returns the shape of the value, of ``counts`` such parts along each dim."""
+        """Returns the shape of the value that ``counts`` parts like ``self.value`` along each dim make up."""
         return self.store.shape(np.shape(self.value), counts)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes as it is stored: of the global array or, inside ``shard_map``, of this device's shard."""
+        """Bytes of the stored array: global, or of this device's shard inside ``shard_map``."""
         return math.prod(np.shape(self.value)) * value_dtype(self.value).itemsize
 
     def __repr__(self) -> str:
-        """Dtype, shape and names of what is stored, and the fields that are not the default."""
+        """Returns dtype, shape and names of the stored array, and the fields that differ from their defaults."""
         has_shape = hasattr(self.value, "shape") and hasattr(self.value, "dtype")
         value = f"{self.value.dtype}{list(self.value.shape)}" if has_shape else repr(self.value)
         rest = [(f.name, getattr(self, f.name), f.default) for f in fields(self) if f.name not in ("value", "names")]
         said = [f"{name}={found!r}" for name, found, default in rest if found != default]
         return f"{type(self).__name__}({', '.join([value, str(self.names), *said])})"
 
-    # ------------------------------------------------------------------------------------------- it is read as an array
+    # ----------------------------------------------------------------------------------------------- reads as an array
 
     def unbox(self, apply_constraint: bool = True) -> Any:
         del apply_constraint
@@ -146,10 +147,10 @@ class Sharded(QuickBox):
         collectives.check_bound(self.communication.copied_axes, caller="a parameter that is read, replicas of it")
         with jax.named_scope(GATHER_SCOPE):
             found = gather_leaf(self, axes, self.communication)
-            return found.value if isinstance(found, Sharded) else found  # other axes may split it still
+            return found.value if isinstance(found, Sharded) else found  # a ``Sharded`` is still split over other axes
 
     def _axes_to_read(self) -> tuple[str, ...]:
-        """The axes over which a read gathers here; () outside of ``shard_map``, where values are global."""
+        """Returns the axes that a read gathers over; () outside of ``shard_map``, where values are global."""
         if self.read_as_stored:
             return ()
         bound = tuple(axis for axis in self.gathered_axes if collectives.is_bound(axis))
@@ -188,13 +189,13 @@ class Sharded(QuickBox):
         return iter(self.unbox())
 
     @property
-    def T(self) -> jax.Array:  # noqa: N802  # as arrays have it
+    def T(self) -> jax.Array:  # noqa: N802  # the name on arrays
         return self.unbox().T
 
     def astype(self, dtype: DTypeLike) -> jax.Array:
         return self.unbox().astype(dtype)
 
-    # ------------------------------------------------------------------------------------ Flax adds and takes layers
+    # --------------------------------------------------------------------------------------- layer dims that Flax adds
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "Sharded":
         index = index % (len(self.names) + 1)
@@ -202,14 +203,14 @@ class Sharded(QuickBox):
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "Sharded":
         index = index % len(self.names)
-        # Flax's own compares with the name that was added, which rules may have changed.
+        # Flax's ``remove_axis`` compares with the name that was added; rules may have changed that name.
         return self.replace(names=self.names[:index] + self.names[index + 1 :], store=self.store.without_dim(index))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
         for name in Store.OF_OLD_FIELDS.keys() & state.keys():
             state["store"] = Store.OF_OLD_FIELDS[name](state.pop(name))
-        # Boxes that were pickled before boxes had marks had a field for this one.
+        # Boxes pickled before boxes had ``marks`` have a field for this mark.
         if state.pop(LOOKED_UP, False):
             state["marks"] = frozenset({LOOKED_UP})
         super().__setstate__(state)
@@ -218,17 +219,17 @@ class Sharded(QuickBox):
         return reader().layer_name(params.get(meta.PARTITION_NAME))
 
 
-# -------------------------------------------------------------------------------------------------- leaves of others
+# ----------------------------------------------------------------------------------------- leaves of other libraries
 
 
 class SplitVariable:
-    """A variable of NNX that is split: a leaf of a tree as a box is, which its module reads as the whole array."""
+    """Split variable of NNX: a leaf of the tree, like a box. Its module reads the unsharded array."""
 
     __slots__ = ()
 
     @property
     def as_sharded(self) -> Sharded:
-        """The stored array, or whatever a transformed tree holds instead of it, and what is known of it."""
+        """The variable as a ``Sharded``; ``value`` is the stored array, or its replacement in a transformed tree."""
         raise NotImplementedError
 
     @property
@@ -236,45 +237,45 @@ class SplitVariable:
         return self.as_sharded.names
 
     def replace(self, **fields: Any) -> "SplitVariable":
-        """The same with other fields of ``as_sharded``."""
+        """Returns the variable with other values of some fields of ``as_sharded``."""
         raise NotImplementedError
 
     def replace_boxed(self, val: Any) -> "SplitVariable":
-        """The same with another stored array."""
+        """Returns the variable with another stored array."""
         raise NotImplementedError
 
 
-BOXES = (meta.Partitioned, SplitVariable)  # values in boxes that carry axis names
+BOXES = (meta.Partitioned, SplitVariable)  # boxes that carry axis names
 
 
 def is_box(leaf: Any) -> bool:
-    """Whether ``leaf`` is a value in a box that carries axis names."""
+    """Returns whether ``leaf`` is a box that carries axis names."""
     return _is_of_boxes(type(leaf))  # type: ignore[arg-type]  # mypy: a class might not be hashable
 
 
-@cache  # walks ask it of each node of a tree, and Flax's box is an abstract class, whose answers are slow
+@cache  # tree walks call this for each node, and ``isinstance`` with Flax's box, an abstract class, is slow
 def _is_of_boxes(cls: type[Any]) -> bool:
     return issubclass(cls, BOXES)
 
 
 @cache
 def _whole(ndim: int) -> Any:
-    """The structure of a tree that is a bare array in a box."""
+    """Returns the tree structure of a ``Sharded`` with default fields around an array of ``ndim`` dims."""
     return jax.tree.structure(Sharded(0, (None,) * ndim))
 
 
 def is_ours(leaf: Any) -> bool:
-    """Whether ``leaf`` is in a box of the library, which tells how it travels and which axes are the model's own."""
+    """Returns whether ``leaf`` is in a box of the library, which has ``communication`` and ``model_axes``."""
     return isinstance(leaf, Sharded | SplitVariable)
 
 
 def leaf_of(leaf: Any) -> Sharded:
-    """What is known of any leaf of a tree: a bare value, a box of Flax, a variable of NNX, a ``Sharded``.
+    """Returns any leaf of a tree as a ``Sharded``: a bare value, a box of Flax, a variable of NNX, a ``Sharded``.
 
-    ``names`` has an entry for each dim, None where the box has none for it. A box has more names than dims around the
-    scalar that an optimizer keeps for each leaf of a boxed tree; they are left out.
+    ``names`` of the result has an entry for each dim of the value: ``None`` is added for unnamed dims, and surplus
+    names are dropped. (An optimizer may store a scalar per leaf of a boxed tree, in a box with the leaf's names.)
     """
-    # As nearly all are, and thousands of times in a trace: ``np.ndim`` would take as long as all the rest.
+    # Nearly all leaves return here, thousands of times in a trace: ``np.ndim`` alone would double the time.
     if type(leaf) is Sharded and not leaf.model_axes and len(leaf.names) == getattr(leaf.value, "ndim", None):
         return leaf
     if not is_box(leaf):
@@ -284,7 +285,7 @@ def leaf_of(leaf: Any) -> Sharded:
         return leaf.as_sharded
     ndim = np.ndim(leaf.value)
     names = (reader().mesh_names(leaf) + (None,) * ndim)[:ndim]
-    # A box of Flax does not say which axes are the model's own: within a loss, the parameters of the loss say it.
+    # A box of Flax does not list the model's own axes. Within a loss, the boxes of the loss's parameters list them.
     known = leaf.model_axes if isinstance(leaf, Sharded) else running_loss().model_axes
     own = tuple(axis for entry in names for axis in entry_axes(entry) if axis in known) if known else ()
     if not isinstance(leaf, Sharded):
@@ -292,21 +293,22 @@ def leaf_of(leaf: Any) -> Sharded:
     return leaf if (leaf.names, leaf.model_axes) == (names, own) else leaf.replace(names=names, model_axes=own)
 
 
-# ---------------------------------------------------------------------------------------------- other leaves for trees
+# -------------------------------------------------------------------------------------------- changed leaves for trees
 
 
 def rebox(leaf: Any, value: Any) -> Any:
-    """``value`` in the box of ``leaf``, or bare where ``leaf`` has none."""
+    """Returns ``value`` in the box of ``leaf``; bare if ``leaf`` has no box."""
     return leaf.replace_boxed(value) if is_box(leaf) else value
 
 
 def split_by_model(leaf: Any, gathered: Collection[str] = ()) -> Any:
-    """The leaf with the axes in its box as ``model_axes``, except the axes in ``gathered``, which a wrapper gathers.
+    """Returns the leaf with its axes as ``model_axes``, except axes that a wrapper gathers (``gathered``).
 
-    An ``nn.Partitioned`` does not say whether its shards are to be gathered, or are the model's own (experts).
+    An ``nn.Partitioned`` does not distinguish shards that are to be gathered from shards of the model itself
+    (experts).
     """
     box = leaf_of(leaf)
-    if reader().has_rules_for(leaf):  # of a model that knows whole parameters alone
+    if reader().has_rules_for(leaf):  # the model uses unsharded parameters
         return box if box.axes else box.value
     if not box.axes or isinstance(leaf, SplitVariable):
         return leaf
@@ -315,7 +317,7 @@ def split_by_model(leaf: Any, gathered: Collection[str] = ()) -> Any:
 
 
 def frozen(leaf: Any) -> Any:
-    """The leaf in a box that says that it is frozen; itself where it takes no gradient anyway."""
+    """Returns the leaf in a box with ``trainable=False``; a leaf without gradient (integers, say) unchanged."""
     if not leaf_of(leaf).is_differentiable:
         return leaf
     boxed = split_by_model(leaf)
@@ -323,12 +325,12 @@ def frozen(leaf: Any) -> Any:
 
 
 def with_communication(leaf: Any, **fields: Any) -> Any:
-    """The leaf with other fields of its box's ``Communication``; itself where its box has none."""
+    """Returns the leaf with some fields of the box's ``Communication`` replaced; unchanged without such a box."""
     return leaf.replace(communication=replace(leaf_of(leaf).communication, **fields)) if is_ours(leaf) else leaf
 
 
 def with_layer_names(leaf: Any) -> Any:
-    """The leaf with None in front of its names, for leading dims (layers) that have no name yet."""
+    """Returns the leaf with ``None`` in front of the names, for leading (layer) dims without a name."""
     if not isinstance(leaf, meta.Partitioned):
         return leaf
     layers = (None,) * (np.ndim(leaf.value) - len(leaf.names))
@@ -342,12 +344,12 @@ def with_layer_names(leaf: Any) -> Any:
 
 
 def with_last_names(leaf: Any, ndim: int) -> Any:
-    """The leaf with names for its last ``ndim`` dims only, which are the dims of one layer."""
+    """Returns the leaf with only the last ``ndim`` names, the names of a layer's dims."""
     return leaf.replace(names=tuple(leaf.names)[-ndim:]) if is_box(leaf) else leaf
 
 
 def split_along(box: Sharded, kept: Kept, axes: tuple[str, ...], communication: Communication) -> Sharded:
-    """Returns ``kept``, as which the leaf ``box`` is stored, in a box that splits its dim over ``axes``."""
+    """Returns the leaf ``box``, stored as ``kept``, in a box that splits dim ``kept.dim`` over ``axes``."""
     names = list(kept.names)
     names[kept.dim] = axes_entry(axes)
     split = {axis for entry in names for axis in entry_axes(entry)}
@@ -362,75 +364,76 @@ def split_along(box: Sharded, kept: Kept, axes: tuple[str, ...], communication: 
     )
 
 
-# --------------------------------------------------------------------------------------------------- whose to gather
+# ----------------------------------------------------------------------------------------- which module gathers a leaf
 
 
 def path_in_model(module: tuple[str, ...] | None, path: str) -> str:
-    """The path of a leaf from the top of the model, for one of the Linen module at a path; itself without a module."""
+    """Returns the path from the top of the model; ``path`` is relative to ``module`` (unchanged for ``None``)."""
     return path if module is None else "/".join((*module, path.removeprefix("params/")))
 
 
 def is_gathered_here(path: str, leaf: Sharded) -> bool:
-    """Whether a leaf at this path among a module's variables is its own to gather, and not that of a module inside."""
-    # The first name of the path is that of the collection.
+    """Returns whether the module whose variables have ``leaf`` at ``path`` gathers the leaf, not a module inside."""
+    # The first name of the path is the collection.
     return not 0 < leaf.unit_depth < path.count("/")
 
 
-# -------------------------------------------------------------------------------------------------------- its values
+# -------------------------------------------------------------------------------------------------------------- values
 
 
 def true_value(leaf: Any) -> Any:
-    """Returns the value of a leaf, replicated or global, as the plain model has it."""
+    """Returns the value of a leaf as the plain model has it. ``leaf`` holds the full (replicated or global) array."""
     box = leaf_of(leaf)
     return box.store.read(box.value, (False,) * np.ndim(box.value))
 
 
 def stored_value(leaf: Any, value: Any) -> Any:
-    """Returns ``value``, of the true shape of ``leaf``, as ``leaf`` stores values."""
+    """Returns ``value``, which has the true shape of ``leaf``, in the storage format of ``leaf``."""
     box = leaf_of(leaf)
     return box.store.write(value, np.shape(box.value))
 
 
 def read_value(leaf: Sharded) -> Any:
-    """``true_value``, without gradient where the leaf is frozen: what a module computes with."""
+    """Returns the value that a module computes with: ``true_value``, without gradient if the leaf is frozen."""
     return as_read(leaf, true_value(leaf))
 
 
 def as_read(leaf: Sharded, value: Any) -> Any:
-    """Returns ``value`` as that of the leaf: without gradient where the leaf is frozen."""
+    """Returns ``value`` of the leaf, behind a ``stop_gradient`` if the leaf is frozen."""
     return value if leaf.trainable else jax.lax.stop_gradient(value)
 
 
 def gather_leaf(
     leaf: Sharded, axes: tuple[str, ...], how: Communication, path: str = "", wire: Wire | None = None
 ) -> Any:
-    """Returns the value gathered over ``axes``; in a box where other axes still split it.
+    """Returns the value gathered over ``axes``, in a box if the value is still split over further axes.
 
-    What ``how`` leaves open, the box of the leaf says. A ``wire`` replaces the wire of these options.
+    Options that ``how`` leaves open are read from the leaf's box. ``wire``, if given, replaces the wire of the
+    options.
     """
     how = how.or_else(leaf.communication)
     if set(leaf.axes) & set(axes):
         collectives.check_bound(how.copied_axes, caller=f"gather_params, replicas of '{path}'")
-        how.dtypes(leaf.value, path)  # refused here, with the leaf's name
+        how.dtypes(leaf.value, path)  # raises here, with the leaf's path
 
     def gather() -> Any:
         value, names = gather_dims(shard_to_gather(leaf, axes, path), leaf.names, axes, how, path, wire)
         return as_gathered(leaf, value, names, axes, how)
 
-    # The box but for its shard says how the shard is gathered, and what becomes of it then.
+    # These determine the result: how the shard is gathered, and the box around the gathered value.
     key = leaf.replace(value=None), axes, how, type(wire)
     return running_loss().gathered_once(leaf.value, key, gather, path)
 
 
 def shard_to_gather(leaf: Sharded, axes: tuple[str, ...], path: str) -> Any:
-    """The shard that a gather over ``axes`` sends; ``gathered_by_hand`` corrects its gradient for ``model_axes``."""
+    """Returns the shard that a gather over ``axes`` sends, with ``gathered_by_hand`` for gradients on model axes."""
     return gathered_by_hand(as_read(leaf, leaf.value), tuple(axis for axis in axes if axis in leaf.model_axes), path)
 
 
 def as_gathered(
     leaf: Sharded, value: Any, names: tuple[AxisEntry, ...], axes: tuple[str, ...], how: Communication
 ) -> Any:
-    """What ``gather_leaf`` returns for ``value``, which was gathered over ``axes``; ``names`` still split it."""
+    """Returns ``value``, gathered over ``axes``, in the form of ``gather_leaf``: boxed if ``names`` still split it."""
     value = leaf.store.read(value, [entry is not None for entry in names])
     if not any(names):
         return value
@@ -446,7 +449,7 @@ def as_gathered(
 
 
 def whole_value(what: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> ValueError:
-    """The error for a leaf, named by ``what``, with a whole value in a box that says it is split."""
+    """Returns the error for a leaf whose box says "split" and whose value is the full array; ``what`` is the leaf."""
     return ValueError(
         f"{what} is split over {axes} by its box, and its value of shape {shape} is whole on each device: a function "
         "inside shard_map closes over it, where it must be passed in to be a shard. Parameters that a loss does not "

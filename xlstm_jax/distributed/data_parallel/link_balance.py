@@ -1,14 +1,14 @@
-"""Chooses the order of the mesh axes in which each sharded parameter travels, so that all links carry the same load.
+"""Chooses the axis order of each sharded parameter so that links carry equal loads.
 
-A leaf of B bytes that is split over axes of sizes n_0 (outermost), n_1, ... is gathered innermost first, and its
-gradient is scattered outermost first. Over the outermost axis travel B (n_0 - 1) / n_0 bytes, over the next
-B / n_0 (n_1 - 1) / n_1: nearly all over the outermost. Each axis of a torus is a link of its own, so leaves take turns
-in which axis is their outermost, by bytes: a step waits for the busiest link.
+A leaf of B bytes, split over axes of sizes n_0 (outermost), n_1, ..., is gathered innermost first, and the
+gradient is scattered outermost first. The outermost axis carries B (n_0 - 1) / n_0 bytes, the next axis
+B / n_0 (n_1 - 1) / n_1: nearly everything is sent over the outermost axis. Each axis of a torus is a separate link, so
+the outermost axis rotates from leaf to leaf, weighted by bytes: a step waits for the busiest link.
 
-Slow axes, which cross hosts or slices, stay innermost: they are gathered first, when what is sent is smallest.
+Slow axes (across hosts or slices) stay innermost: slow axes are gathered first, when the fewest bytes are sent.
 
-A table of which lookups ask for rows (``wire/lookup.py``) counts as nothing: rows and a few columns travel in its
-place. With so many tokens that it is gathered after all, products take far longer than the links.
+A table for row lookups (``wire/lookup.py``) counts as 0 bytes: only rows and a few columns are sent. If a batch has so
+many tokens that the table is gathered after all, matrix products take far longer than the links.
 """
 
 import math
@@ -28,8 +28,8 @@ from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leav
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_itemsize
 
-# All orders of six axes are 720, and of eight 40,320: of more than six only the outermost places are tried, which carry
-# most.
+# Six axes have 720 orders, eight have 40,320: of more than six only the outermost places are tried, which carry the
+# most bytes.
 ALL_TRIED, PLACES_TRIED = 6, 3
 
 # The layers of a Python loop keep one order, so that JAX traces and XLA compiles one layer, unless that makes the
@@ -40,35 +40,36 @@ SHARED_ORDER_LIMIT = 1.05
 def balanced_orders(
     sizes: Sequence[float], given: Sequence[AxisOrder], axis_sizes: Mapping[str, int], slow_axes: Collection[str] = ()
 ) -> list[AxisOrder]:
-    """For each leaf the order of its axes, outermost first, so that the busiest axis carries as little as possible.
+    """Returns for each leaf the order of axes, outermost first, with the least load on the busiest axis.
 
-    The largest leaf keeps the order given. The others follow by size, each in the order under which the busiest axis
-    carries least. Of more than six axes each three are tried as the outermost, before the others in the order given.
+    The largest leaf keeps the given order. Smaller leaves follow by size, each with the order under which the busiest
+    axis carries the fewest bytes. Of more than six axes, each choice of three outermost axes is tried, followed by the
+    rest in the given order.
 
     Args:
       sizes: bytes of each leaf.
-      given: the axes of each leaf, in the order that the user asked for.
+      given: the axes of each leaf, in the order of the user's option.
       axis_sizes: the number of devices along each axis.
-      slow_axes: axes that stay innermost, in the order given.
+      slow_axes: axes that stay innermost, in the given order.
     """
     if all(len(order) < 2 for order in given):
         return list(given)
     total = dict.fromkeys((axis for axis in axis_sizes if axis not in slow_axes), 0.0)
 
     def loads(size: float, order: AxisOrder) -> list[float]:
-        """What the axes carry with this leaf, the busiest axis first."""
+        """Returns the bytes that each axis carries with this leaf, the busiest axis first."""
         sent = _traffic(size, order, axis_sizes)
         return sorted((total[axis] + sent.get(axis, 0.0) for axis in total), reverse=True)
 
     orders = list(given)
-    # The largest first, as one packs a trunk: small leaves even out what large leaves leave uneven.
+    # The largest first: small leaves even out the differences that large leaves leave.
     for leaf in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         slow = tuple(axis for axis in given[leaf] if axis in slow_axes)
         fast = tuple(axis for axis in given[leaf] if axis not in slow_axes)
         first = permutations(fast, len(fast) if len(fast) <= ALL_TRIED else PLACES_TRIED)
         choices = [(*outer, *(axis for axis in fast if axis not in outer), *slow) for outer in first]
-        # `min` takes the first of equally good orders, so in reverse the last: the first axis is left to modules that
-        # have a single leaf, whose order is the given one.
+        # `min` takes the first of equally good orders, hence reversed: the first axis is left to modules with a single
+        # leaf, which keeps the given order.
         choices = choices[::-1] if any(total.values()) else choices[:1]
         orders[leaf] = min(choices, key=partial(loads, sizes[leaf]))
         for axis, sent in _traffic(sizes[leaf], orders[leaf], axis_sizes).items():
@@ -78,24 +79,24 @@ def balanced_orders(
 
 
 def _traffic(size: float, order: AxisOrder, axis_sizes: Mapping[str, int]) -> dict[str, float]:
-    """Bytes that a leaf of ``size`` bytes sends over each axis in one gather in this order."""
+    """Returns the bytes sent over each axis in one gather, in this order, of a leaf of ``size`` bytes."""
     sent = {}
     for axis in order:
         sent[axis] = size * (axis_sizes[axis] - 1) / axis_sizes[axis]
-        # Axes further inside are gathered before this one, when what is sent is that much smaller.
+        # Axes further inside are gathered before this axis, when fewer bytes are sent by this factor.
         size /= axis_sizes[axis]
     return sent
 
 
-# ------------------------------------------------------------------------------------------------- of a whole model
+# --------------------------------------------------------------------------------------------- across a model
 
 
 def balanced_over_model(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
-    """The parameters with the orders of their axes balanced over the whole model; values are global arrays.
+    """Returns the parameters with axis orders balanced over the entire model; values are global arrays.
 
-    A wrapped module sees only its own leaves when it boxes them. This function sees all leaves, and all layers of a
-    scan. Only the order of names changes: the same dim is split over the same axes. Axes over which the model itself
-    splits a leaf keep their places, and a leaf that only one axis gathers stays as it is.
+    A wrapped module boxes only its leaves. This function sees every module's leaves, and every layer of a scan. Only
+    the order of names changes: the same dim is split over the same axes. Axes over which the model itself splits a leaf
+    keep their places, and a leaf gathered over a single axis stays unchanged.
 
     Args:
       params: boxed arrays, or abstract arrays, of global shapes.
@@ -112,7 +113,7 @@ def balanced_over_model(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree
             slow_axes |= set(box.communication.inter_host_axes)
     order_of = _shared_orders(found, axis_sizes, slow_axes)
 
-    # Values are global arrays: another order moves shards between devices, and changes nothing that one reads.
+    # Values are global arrays: another order moves shards between devices, without effect on the global values.
     def reorder(path: str, leaf: Any) -> Any:
         if path not in order_of:
             return leaf
@@ -126,7 +127,7 @@ def balanced_over_model(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree
 
 
 def _reorderable(box: Sharded, axis_sizes: Mapping[str, int]) -> tuple[int, AxisOrder]:
-    """The first dim that several axes gather, with these axes in the order of the mesh; no axes without such a dim."""
+    """Returns the first dim gathered over several axes, and these axes in mesh order; (0, ()) if no dim is."""
     for dim, entry in enumerate(box.names):
         gathered = [axis for axis in entry_axes(entry) if axis in box.gathered_axes]
         if sum(axis_sizes.get(axis, 1) > 1 for axis in gathered) > 1:
@@ -135,7 +136,7 @@ def _reorderable(box: Sharded, axis_sizes: Mapping[str, int]) -> tuple[int, Axis
 
 
 def _travelling_bytes(box: Sharded) -> float:
-    """Bytes of a whole leaf in one gather and, unless it is frozen, in the reduce-scatter of its gradient."""
+    """Returns the bytes of a full leaf in a gather and, if the leaf is trainable, in the gradient's reduce-scatter."""
     shape = np.shape(box.value)
     if avoids_gather(box):
         return 0.0
@@ -147,8 +148,10 @@ def _travelling_bytes(box: Sharded) -> float:
 def _shared_orders(
     found: dict[str, tuple[float, int, AxisOrder]], axis_sizes: Mapping[str, int], slow_axes: Collection[str]
 ) -> dict[str, AxisOrder]:
-    """Orders by path: layers of a Python loop share one order, if the links are in balance all the same."""
-    # Layers with different orders are different programs: JAX traces, and XLA compiles, each of them.
+    """Returns orders by path: layers of a Python loop share an order, if the links stay balanced.
+
+    Layers with different orders are different programs, each traced by JAX and compiled by XLA.
+    """
 
     def orders_of(key: Callable[[str], Any]) -> dict[str, AxisOrder]:
         groups: dict[Any, list[str]] = defaultdict(list)
@@ -167,13 +170,13 @@ def _shared_orders(
         loads = [sent for axis, sent in load.items() if sent and axis not in slow_axes]
         return not loads or max(loads) <= SHARED_ORDER_LIMIT * sum(loads) / len(loads)
 
-    # Paths that differ in numbers alone are those of layers: block_0/kernel, block_1/kernel.
+    # Paths that differ only in numbers belong to layers: block_0/kernel, block_1/kernel.
     shared = orders_of(lambda path: (re.sub(r"\d+", "*", path), *found[path][1:]))
     return shared if in_balance(shared) else orders_of(lambda path: path)
 
 
 class LinkBalance(Extension):
-    """The orders of axes, of the leaves of a unit and of a whole model."""
+    """Balances axis orders, for the leaves of a unit and of an entire model."""
 
     def axis_orders(
         self, sizes: Sequence[float], given: Sequence[AxisOrder], axis_sizes: Mapping[str, int], slow: Collection[str]

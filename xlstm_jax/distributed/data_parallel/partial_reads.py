@@ -1,6 +1,6 @@
-"""Parts of a split matrix that are sent in place of the matrix: which matrices may be read so, and where.
+"""Conditions under which parts of a split matrix can be sent instead of the full matrix.
 
-``extensions/rows`` (lookups in a table) and ``extensions/pieces`` (chunks of a kernel) both ask here.
+Used by ``extensions/rows`` (lookups in a table) and ``extensions/pieces`` (chunks of a kernel).
 """
 
 import jax
@@ -14,17 +14,17 @@ from xlstm_jax.foreign import inside_branch, is_batched
 
 
 def gives_parts(box: Sharded) -> bool:
-    """Returns whether parts of a matrix may be sent instead of all: one dim is split, and values travel as floats."""
+    """Returns whether parts of a matrix can be sent instead of the matrix: a single dim is split, values are floats."""
     is_float = box.communication.format_of(box.value) is None and jnp.issubdtype(value_dtype(box.value), jnp.inexact)
     is_own = not box.model_axes and not box.read_as_stored and box.store.order(len(box.names)) == (0, 1)
     return is_float and is_own and len(box.names) == 2 and sum(map(bool, box.names)) == 1
 
 
 def split_here(box: Sharded, *operands: jax.Array) -> tuple[int, tuple[str, ...]] | None:
-    """Returns the dim of a matrix that is split here, and over which axes; None where only a gather of all is exact.
+    """Returns the split dim of a matrix and the bound axes of the split; ``None`` if only a full gather is exact.
 
-    In a branch of ``lax.cond`` gathers are refused where they are made. Under ``vmap`` the number of examples is not
-    known here.
+    A full gather is needed inside ``lax.cond`` (where the gather raises an error) and under ``vmap``, where the number
+    of examples is unknown.
     """
     if not isinstance(box.value, Tracer) or not all(map(collectives.is_bound, box.axes)):
         return None

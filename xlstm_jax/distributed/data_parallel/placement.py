@@ -1,4 +1,4 @@
-"""Where the leaves of a boxed tree lie on a mesh: specs, shardings, bytes."""
+"""Placement of the leaves of a boxed tree on a mesh: specs, shardings, bytes."""
 
 import math
 import operator
@@ -18,34 +18,34 @@ from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 
 
 def spread_spec(names: Iterable[AxisEntry], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The ``PartitionSpec`` of dims with these names on ``mesh``, without axes of size 1, which split nothing."""
-    # With these axes a mesh of one device would pay for collectives: under check_vma=True a value that a spec declares
-    # varying becomes a value that is not only by an all-reduce, which is compiled and run.
+    """Returns the ``PartitionSpec`` of dims with these names on ``mesh``, without axes of size 1."""
+    # Axes of size 1 in a spec would cost collectives on a mesh of one device: under check_vma=True a value declared
+    # varying becomes equal only by an all-reduce, which is compiled and run.
     axes = [tuple(axis for axis in entry_axes(entry) if mesh.shape[axis] > 1) for entry in names]
-    # Trailing None is dropped, as jit does where it reports a sharding: else a second call would compile again.
+    # Trailing None is dropped, as in the shardings that jit reports: else a second call would compile again.
     while axes and not axes[-1]:
         axes.pop()
     return PartitionSpec(*map(axes_entry, axes))
 
 
 def stored_shape(leaf: Sharded) -> tuple[int, ...]:
-    """The global shape of a leaf with its padding; also of a shard, inside ``shard_map``."""
-    # Inside shard_map the value is a shard, and its axes are bound. Elsewhere they count as 1: the value is global.
+    """Returns the global shape of a leaf, including padding; also for a shard, inside ``shard_map``."""
+    # Inside shard_map the value is a shard, and its axes are bound. Elsewhere axes count as 1: the value is global.
     counts = [math.prod(map(size_if_bound, entry_axes(entry))) for entry in leaf.names]
     return tuple(map(operator.mul, leaf.value.shape, counts))
 
 
 def partition_specs(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
-    """A ``PartitionSpec`` in place of every leaf (a box being one leaf): the specs for ``shard_map`` and ``jit``.
+    """Returns the tree with a ``PartitionSpec`` per leaf (a box is one leaf): the specs for ``shard_map`` and ``jit``.
 
     >>> partition_specs({"w": nn.Partitioned(jnp.ones((16, 32)), (None, "fsdp")), "b": jnp.ones(32)}, mesh)
     {'b': P(), 'w': P(None, 'fsdp')}
 
     Args:
-      tree: boxed arrays or ``ShapeDtypeStruct`` of them.
-      mesh: a ``Mesh`` or ``AbstractMesh`` with all the axes that the boxes name.
+      tree: boxed arrays or ``ShapeDtypeStruct``.
+      mesh: a ``Mesh`` or ``AbstractMesh`` with all axes in the boxes.
     Raises:
-      ValueError: a box names something that is not an axis of the mesh; says which leaf.
+      ValueError: a box contains a name that is not an axis of the mesh; names the leaf.
     """
 
     def spec(path: str, leaf: Any) -> PartitionSpec:
@@ -54,19 +54,18 @@ def partition_specs(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
         if unknown:
             raise ValueError(
                 f"'{path}' is boxed with names {box.names}, but the mesh has the axes {tuple(mesh.shape)} "
-                f"and no {unknown[0]!r}. Name a mesh axis, or None for a dim that is not split (a layer dim of "
-                "nn.scan: leave metadata_params out, or give {nn.PARTITION_NAME: None}). Logical names need rules: "
-                "initialise under nn.logical_axis_rules."
+                f"and no {unknown[0]!r}. Name a mesh axis, or None for a dim that is not split (in metadata_params for "
+                "a layer dim of nn.scan); initialise a model with logical names under nn.logical_axis_rules."
             )
         return spread_spec(box.names, mesh)
 
-    # The mesh is set, since logical names are read as axes of the mesh that is set.
+    # The mesh is set because logical names are resolved to axes of the current mesh.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return map_leaves_with_path(spec, tree)
 
 
 def check_divides(path: str, leaf: Sharded, sizes: Mapping[str, int]) -> None:
-    """Raises a ``ValueError`` where the axes that a box names do not divide a dim of its global value."""
+    """Raises a ``ValueError`` if the axes in a box do not divide a dim of its global value."""
     for dim, (size, entry) in enumerate(zip(leaf.value.shape, leaf.names, strict=True)):
         parts = math.prod(sizes[axis] for axis in entry_axes(entry))
         if size % parts:
@@ -77,7 +76,7 @@ def check_divides(path: str, leaf: Sharded, sizes: Mapping[str, int]) -> None:
 
 
 def shardings(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
-    """A ``NamedSharding`` in place of every leaf: ``partition_specs`` on a mesh of devices.
+    """Returns the tree with a ``NamedSharding`` per leaf: ``partition_specs`` on a mesh of devices.
 
     >>> shardings(nn.Partitioned(jnp.ones((16, 32)), (None, "fsdp")), mesh).shard_shape((16, 32))
     (16, 8)
@@ -86,13 +85,13 @@ def shardings(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
 
 
 def is_on_host(value: Any) -> bool:
-    """Returns whether an array lies in the memory of the host."""
-    # By its type, which a tracer has, too.
+    """Returns whether an array is in host memory."""
+    # Read from the type, which tracers have, too.
     return isinstance(value, jax.Array) and jax.typeof(value).memory_space == jax.memory.Space.Host
 
 
 def bytes_per_device(tree: PyTree) -> int:
-    """Bytes of the tree that lie on the first of its devices; the whole size of arrays that are not on a mesh.
+    """Returns the tree's bytes on its first device; arrays outside of a mesh count with the full size.
 
     >>> w = jax.device_put(jnp.ones((16, 32)), jax.NamedSharding(mesh, jax.P(None, "fsdp")))
     >>> bytes_per_device({"w": w, "b": jnp.ones(32)})  # 16 * 8 values and 32, of 4 bytes

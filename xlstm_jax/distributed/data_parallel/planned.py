@@ -1,9 +1,9 @@
-"""Records for a plan what wrapped modules decide: on a mesh without devices they box every leaf with their decisions.
+"""Boxes for plans: on a mesh without devices, wrapped modules box every leaf with their decisions.
 
-A plan traces ``model.init`` under ``planning_mesh``. There ``shard_module_params`` puts every leaf into a ``Planned``
-box, whether it would split the leaf or not. The box travels to the end of ``init`` as the box of a split leaf does:
-through ``nn.scan`` and ``nn.vmap``, which add a dim, and through further wrappers, which add decisions. So everything
-in a plan was decided by the code that decides in training, on the shapes that it sees there.
+A plan traces ``model.init`` under ``planning_mesh``. Under this mesh ``shard_module_params`` puts every leaf into a
+``Planned`` box, including leaves that stay replicated. The box passes through the rest of ``init`` like the box of a
+split leaf: ``nn.scan`` and ``nn.vmap`` add a dim, further wrappers add decisions. So every decision in a plan is made
+by the code that decides in training, from the shapes in training.
 """
 
 from typing import Any, NamedTuple
@@ -22,23 +22,23 @@ _NO_DEVICE = AbstractDevice(device_kind="planned", num_cores=None, platform="pla
 
 
 def planning_mesh(axis_sizes: dict[str, int]) -> AbstractMesh:
-    """The mesh under which wrapped modules plan; to be set with ``jax.sharding.use_abstract_mesh``."""
-    # The name of its devices marks it, and makes it unequal to every real mesh. JAX keeps traced functions by mesh, and
-    # would otherwise use in an initialisation what was traced for a plan.
+    """Returns the mesh under which wrapped modules plan, for ``jax.sharding.use_abstract_mesh``."""
+    # The device name marks the mesh, and makes it unequal to every real mesh. JAX caches traced functions by mesh, and
+    # would otherwise reuse a function traced for a plan in an initialisation.
     types = (AxisType.Auto,) * len(axis_sizes)
     return AbstractMesh(tuple(axis_sizes.values()), tuple(axis_sizes), axis_types=types, abstract_device=_NO_DEVICE)
 
 
 def is_planning() -> bool:
-    """Whether modules run under a ``planning_mesh``."""
+    """Returns whether modules run under a ``planning_mesh``."""
     return jax.sharding.get_abstract_mesh().abstract_device == _NO_DEVICE
 
 
 class Decision(NamedTuple):
-    """One wrapper's choice for a leaf.
+    """Choice of one wrapper for a leaf.
 
-    ``shape`` is the leaf's shape as that wrapper saw it (within ``nn.scan``, of a single layer); ``names`` are the
-    leaf's names after the choice. The dtypes are those in which the leaf travels.
+    ``shape`` is the leaf's shape in that wrapper (within ``nn.scan``, of a single layer); ``names`` are the leaf's
+    names after the choice. The dtypes are the gather dtype and the reduce-scatter dtype.
     """
 
     axes: tuple[str, ...]
@@ -50,9 +50,9 @@ class Decision(NamedTuple):
 
 
 class _Decisions(tuple[Decision, ...]):
-    """Decisions that all compare as equal."""
+    """Tuple of decisions; all instances compare as equal."""
 
-    # They are part of a tree's structure. JAX wants it to be equal in all branches of a `cond`; decisions may differ.
+    # Decisions are part of a tree's structure, which JAX requires to be equal in all branches of a `cond`.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Decisions)
 
@@ -61,9 +61,9 @@ class _Decisions(tuple[Decision, ...]):
 
 
 class Planned(Sharded, repr=False):
-    """The box of a leaf in a plan, split or whole. ``decisions`` are those of all wrappers that saw it, in their order.
+    """Box of a leaf in a plan, split or not. ``decisions``: an entry per wrapper of the leaf, in call order.
 
-    ``stands_for`` is the class of the box that the leaf has when the model is initialised; None if it has no box.
+    ``stands_for`` is the class of the box that the leaf has when the model is initialised; ``None`` without a box.
     """
 
     decisions: tuple[Decision, ...] = struct.field(default=_Decisions(), pytree_node=False)
@@ -71,8 +71,8 @@ class Planned(Sharded, repr=False):
 
     @classmethod
     def of(cls, leaf: Any, boxed: Any, decision: Decision) -> "Planned":
-        """A box for ``leaf`` with this decision added; ``boxed`` is the leaf as the decision makes it."""
-        # A leaf that stays whole gets a box, too: it carries the decision to the end of init.
+        """Returns a box for ``leaf`` with this decision added; ``boxed`` is the leaf after the decision."""
+        # A leaf that is not split is boxed, too: the box carries the decision to the end of init.
         before = leaf if isinstance(leaf, Planned) else None
         was, box = leaf_of(leaf), leaf_of(boxed)
         is_boxed = decision.choice.dim is not None or not box.trainable
@@ -91,8 +91,8 @@ class Planned(Sharded, repr=False):
         )
 
     def gathered(self, axes: tuple[str, ...]) -> "Planned":
-        """The leaf as a wrapper over ``axes`` hands it to its module: no longer split over ``axes``."""
-        # Split by this wrapper, or by the model over no other axes: else it is for another wrapper to gather.
+        """Returns the leaf in the form that a wrapper over ``axes`` passes to the module: not split over ``axes``."""
+        # Gathered here if this wrapper split the leaf, or if only ``axes`` split it; else another wrapper gathers it.
         ours = any(decision.axes == axes and decision.choice.dim is not None for decision in self.decisions)
         if not ours and not set(self.axes) <= set(axes):
             return self
@@ -103,5 +103,5 @@ class Planned(Sharded, repr=False):
         return self.replace(value=true_value(self), store=AS_IT_IS, names=names, stands_for=stands_for)
 
     def _get_partition_name(self, params: dict[Any, Any]) -> str | None:  # type: ignore[override]  # Flax: no None
-        # Only a box takes a name for the layer dim that is added to it; a leaf without a box takes none.
+        # A box records a name for an added layer dim; a leaf without a box records none.
         return None if self.stands_for is None else self.stands_for._get_partition_name(self, params)

@@ -1,7 +1,7 @@
-"""The options of a wrapper as one object, and the choice of the dim along which a leaf is split.
+"""``ShardPolicy``: the options of a wrapper as one object. ``choose_shard_dim``: the choice of the dim to split.
 
-``ShardPolicy`` is made once, where a user enters, and handed on whole. ``choose_shard_dim`` decides from shapes alone,
-so that sharding and the plan decide alike.
+A ``ShardPolicy`` is made once, from the user's arguments, and passed on unchanged. ``choose_shard_dim`` uses only
+shapes, so that sharding and plans decide alike.
 """
 
 import math
@@ -34,9 +34,9 @@ DEFAULT_UNEVEN = "replicate"
 
 @dataclass(frozen=True)
 class ShardPolicy:
-    """Over which axes leaves are split, which leaves, how they travel, and when gathered weights are dropped.
+    """Options of a wrapper: axes, which leaves are split, dtypes of communication, when gathered weights are dropped.
 
-    ``shard_module_params`` documents each option, and the errors. Dtypes are kept by name and axes in a tuple, so that
+    ``shard_module_params`` documents each option, and the errors. Dtypes are stored by name and axes as tuples, so that
     equal policies compare as equal. ``axes`` is ``axis_name`` as a tuple.
     """
 
@@ -62,7 +62,7 @@ class ShardPolicy:
                 f"trainable={self.trainable!r} is not True or False. A predicate of a parameter's path goes to "
                 "create_train_state(..., trainable=...)."
             )
-        # To Python True is an int, and would be a threshold of 1.
+        # True is an int in Python, and would be a threshold of 1.
         if not isinstance(size, int | np.integer) or isinstance(size, bool):
             raise TypeError(f"min_weight_size={size!r} is not a number of values; pass an int, as 2**18.")
         if size < 0:
@@ -74,25 +74,26 @@ class ShardPolicy:
                 f"replicas={self.replicas!r}: pass Replicas({self.replicas!r}), with the axes of the copies."
             )
         inter_host_axes = as_axis_names(self.inter_host_axes) if self.inter_host_axes else ()
-        # The default is allowed in any case: it has the names of axes that most meshes do not have.
+        # The default is always allowed: most meshes do not have its axes.
         if inter_host_axes != INTER_HOST_AXES and (others := sorted(set(inter_host_axes) - set(axes))):
             raise ValueError(
-                f"inter_host_axes={inter_host_axes} has {others[0]!r}, which is none of axis_name={axes}; name those "
-                "of these axes that cross hosts."
+                f"inter_host_axes={inter_host_axes} has {others[0]!r}, which is none of axis_name={axes}; name the "
+                "axes of axis_name that cross hosts."
             )
         travels = Communication.of(self.gather_dtype, self.grad_scatter_dtype, self.replicas, inter_host_axes)
         if both := set(axes) & set(travels.copied_axes):
             raise ValueError(
                 f"{min(both)!r} is in axis_name={axes} and in {self.replicas}; an axis splits or copies, not both."
             )
-        # In place of the user's values, so that equal policies compare as equal: jit and vjp rules keep programs by it.
+        # Normalised values replace the user's, so that equal policies compare as equal: jit and vjp rules cache by
+        # them.
         kept = {"axis_name": axes, "axes": axes, "min_weight_size": int(size), "communication": travels}
         for name, value in (kept | vars(travels)).items():
             object.__setattr__(self, name, value)
 
 
 class ShardChoice(NamedTuple):
-    """The choice of ``choose_shard_dim``. ``dim`` is None if the leaf stays whole; ``reason`` says why."""
+    """Result of ``choose_shard_dim``: ``dim`` is ``None`` if the leaf stays replicated; ``reason`` explains why."""
 
     dim: int | None
     reason: Reason
@@ -105,16 +106,16 @@ def choose_shard_dim(
     min_weight_size: int,
     uneven: str = DEFAULT_UNEVEN,
 ) -> ShardChoice:
-    """Decides which dim of a leaf is split over the axes: the largest dim that they divide and that is not split yet.
+    """Chooses the dim of a leaf to split over the axes: the largest unsplit dim that the axes divide.
 
-    Of equally large dims it is the last, which is the output dim of a Linen kernel.
+    Of equally large dims the last is chosen, which is the output dim of a Linen kernel.
 
     Args:
-      shape: the leaf's shape as this device sees it.
+      shape: the leaf's shape; local inside ``shard_map``.
       names: the entry of each dim, ``(None,) * len(shape)`` for a leaf without a box.
       axis_sizes: the axes to split over, outermost first, with their sizes.
-      min_weight_size: leaves with fewer values stay whole; a leaf of exactly this size is split.
-      uneven: what to do if the axes divide no dim: "replicate" leaves the leaf whole; "pad" takes the largest dim,
+      min_weight_size: leaves with fewer values stay replicated; a leaf of exactly this size is split.
+      uneven: choice if the axes divide no dim: "replicate" does not split the leaf; "pad" chooses the largest dim,
         which is then stored with zeros up to the next multiple.
     """
     held = [axis for entry in names for axis in entry_axes(entry) if axis in axis_sizes]
@@ -125,7 +126,7 @@ def choose_shard_dim(
         return ShardChoice(None, NoValues(shape))
     if size < min_weight_size:
         return ShardChoice(None, TooSmall(size, min_weight_size))
-    # A dim with a name is split already, by the model or by a wrapper over other axes.
+    # A dim with a name is already split, by the model or by a wrapper over other axes.
     free = [dim for dim, entry in enumerate(names) if entry is None]
     fitting = [dim for dim in free if shape[dim] % parts == 0]
     if fitting:
@@ -140,5 +141,5 @@ def choose_shard_dim(
 
 
 def next_multiple(size: int, multiple: int) -> int:
-    """``size``, rounded up to a multiple."""
+    """Returns ``size``, rounded up to a multiple."""
     return -(-size // multiple) * multiple

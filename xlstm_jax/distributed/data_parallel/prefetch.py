@@ -1,17 +1,17 @@
-"""A scan over layers that gathers the weights of layers to come while a layer computes, forward and backward.
+"""A scan over layers that gathers the weights of later layers while a layer computes, forward and backward.
 
-With weights that are gathered in two stages (over the axis across hosts, then within a host), in iteration i:
+If weights are gathered in two stages (over the axis across hosts, then within a host), iteration i runs:
 
   forward    layer i computes                     |  stage 2 of layer i + 1  |  stage 1 of layer i + 2
-  backward   layer i is computed again            |  stage 2 of layer i - 1  |  stage 1 of layer i - 2
-             and differentiated                   |  the gradient of layer i + 1 is scattered
+  backward   layer i is recomputed and            |  stage 2 of layer i - 1  |  stage 1 of layer i - 2
+             differentiated                       |  the gradient of layer i + 1 is scattered
 
-The entries of one line do not depend on each other, so the compiler can run each collective beside the products of a
-layer. Shards travel in the dtypes of ``gather_array``. No weight is gathered without use: the first and the last
-iterations stand outside of the loop.
+The entries of a line do not depend on each other, so the compiler can run each collective in parallel with a layer's
+matrix products. Shards are sent in the dtypes of ``gather_array``. No gather is wasted: the first and the last
+iterations run outside of the loop.
 
-The forward pass keeps each layer's input and no weights. A plain scan that carries gathered weights would keep the
-weights of every layer; hence the whole loop has its own derivative (``jax.custom_vjp``).
+The forward pass keeps each layer's input and no weights. A plain scan with gathered weights in its carry would keep the
+weights of every layer; hence the entire loop has a custom derivative (``jax.custom_vjp``).
 """
 
 from collections.abc import Callable, Sequence
@@ -41,11 +41,11 @@ from xlstm_jax.distributed.data_parallel.wire.wires import Wire
 from xlstm_jax.program_names import GATHER_SCOPE
 
 Layer = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
-Arrays = list[Any]  # None for the gradient of integers
+Arrays = list[Any]  # ``None`` for the gradient of integers
 
 
 class Route(NamedTuple):
-    """How the shards of a leaf travel in each layer: along one dim, one stage for each axis, outermost first."""
+    """Gather of a leaf's shards in each layer: along one dim, with a stage per axis; axes are outermost first."""
 
     dim: int
     axes: tuple[str, ...]
@@ -55,22 +55,22 @@ class Route(NamedTuple):
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """The axes in the order in which they are gathered."""
+        """Axes in gather order."""
         return tuple(reversed(collectives.spread_axes(self.axes)))
 
 
 def leaves_of_layer(stacked: PyTree) -> list[tuple[str, Sharded]]:
-    """Returns the leaves of one layer, abstract, of leaves [layers, ...] in boxes that name the dims of one layer."""
+    """Returns the abstract leaves of a layer, for leaves [layers, ...] in boxes that name a layer's dims."""
     return trees.sharded_leaves(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked))
 
 
 def route_of(path: str, leaf: Sharded, module: tuple[str, ...] | None = None) -> Route | None:
-    """The route of a leaf in a box for one layer; None where no axis splits it that is bound here.
+    """Returns the route of a leaf in a box for a layer; ``None`` if no bound axis splits the leaf.
 
-    ``path`` is the leaf's in the module at the path ``module`` of the model.
+    ``path`` is the leaf's path in the module, ``module`` the module's path in the model.
 
     Raises:
-      ValueError: the leaf travels along several dims, or holds an axis to keep inside of one to gather.
+      ValueError: the leaf is gathered along several dims, or an axis that stays split lies inside a gathered axis.
     """
     names = leaf.names
     gathered = set(filter(collectives.is_bound, leaf.gathered_axes))
@@ -82,8 +82,8 @@ def route_of(path: str, leaf: Sharded, module: tuple[str, ...] | None = None) ->
     if len(dims) > 1 or not gathered.issuperset(held[first:]):
         raise ValueError(
             f"'{path_in_model(module, path)}' is split as {names}, and gathered over {sorted(gathered)}: layers are "
-            "gathered ahead only where one dim is split over these axes, and no axis that stays lies inside of them. "
-            "Pass prefetch=False, or write nn.scan(nn.remat(...)) there."
+            "gathered ahead only if these axes split one dim, and are its innermost axes. Pass prefetch=False, or "
+            "write nn.scan(nn.remat(...))."
         )
     left = (*names[: dims[0]], axes_entry(held[:first]), *names[dims[0] + 1 :])
     return Route(dims[0], held[first:], left, leaf.communication, path_in_model(module, path))
@@ -97,21 +97,21 @@ def prefetched_scan(
     shared: PyTree,
     module: tuple[str, ...] | None,
 ) -> tuple[PyTree, PyTree]:
-    """``lax.scan`` over layers whose weights are gathered ahead; inside ``shard_map``.
+    """Runs ``lax.scan`` over layers whose weights are gathered ahead; inside ``shard_map``.
 
-    Frozen leaves are gathered as all others, and not differentiated.
+    Frozen leaves are gathered like other leaves, and not differentiated.
 
     Args:
-      layer: ``layer(weights, carry, inputs, shared)``, which returns (carry, outputs); ``weights`` as
-        ``gather_params`` returns them. All that it computes with must be among its arguments.
-      stacked: leaves [layers, ...], at least one of them split; their boxes name the dims of one layer.
-      carry: what the first layer gets; arrays of any dtype.
-      per_layer: leaves [layers, ...]: inputs of each layer, its random keys, say.
-      shared: what every layer gets.
-      module: the path of the scan in the model, by which errors name leaves.
+      layer: ``layer(weights, carry, inputs, shared)``, which returns (carry, outputs); ``weights`` have the form that
+        ``gather_params`` returns. The function must not use arrays that are not arguments.
+      stacked: leaves [layers, ...], at least one leaf split; their boxes name a layer's dims.
+      carry: the carry of the first layer; arrays of any dtype.
+      per_layer: leaves [layers, ...]: inputs of each layer, random keys for example.
+      shared: input of every layer.
+      module: the path of the scan in the model, for leaf names in errors.
     Returns:
-      The last carry, and outputs with a layer dim in front. The gradient is that of a scan of ``jax.checkpoint`` of the
-      layer with its gather, which keeps nothing.
+      The last carry, and outputs with a leading layer dim. The gradient equals the gradient of a scan over
+      ``jax.checkpoint`` (without kept values) of the layer and the layer's gather.
     """
     leaves, (_, structure) = trees.sharded_leaves(stacked), trees.flatten_with_path(stacked)
     of_layer = leaves_of_layer(stacked)
@@ -121,31 +121,31 @@ def prefetched_scan(
         for (path, leaf), route in zip(leaves, routes, strict=True)
     ]
     boxes = [leaf.replace(value=None) for _, leaf in of_layer]
-    # The rule of a custom_vjp differentiates its arguments alone: all arrays are among them, and the rest is static.
+    # The rule of a custom_vjp differentiates only its arguments: all arrays are arguments, everything else is static.
     scan = _Scan(layer, structure, list(map(_Leaf, routes, boxes, map(Primal.of, values))))
     return scan.differentiable()(values, jax.tree.map(jnp.asarray, carry), per_layer, shared)
 
 
 class _Leaf(NamedTuple):
-    """What is known of a stacked leaf: its route where it is split, its box for one layer, and its stacked shards."""
+    """Stacked leaf: the route if the leaf is split, the box for a layer, and properties of the stacked shards."""
 
-    route: Any  # a ``Route``; None where the leaf is whole
+    route: Any  # a ``Route``; ``None`` if the leaf is not split
     box: Sharded  # without a value
     stacked: Primal
 
     @property
     def wire(self) -> Wire:
-        """How the shard of a layer travels; of a leaf with a route."""
+        """Wire of a layer's shard; only for leaves with a route."""
         shard = replace(self.stacked, shape=self.stacked.shape[1:])
         return self.route.how.wire(shard, self.route.dim, self.route.axes)
 
 
 @dataclass(frozen=True)
 class _Scan:
-    """The two passes. Lists have an entry for each stacked leaf; it is None where a leaf takes no part.
+    """Forward and backward pass. Lists have an entry per stacked leaf, which is ``None`` if the leaf is not affected.
 
-    ``values`` are the stacked leaves. ``ahead`` is what is gathered of layers to come: ``ahead[s]`` holds the split
-    leaves of one layer after s + 1 stages, the last ones whole; None past either end.
+    ``values`` are the stacked leaves. ``ahead`` holds weights of later layers: ``ahead[s]`` has the split leaves of one
+    layer after s + 1 stages, the last entry fully gathered leaves. Entries past either end of the scan are ``None``.
     """
 
     layer: Layer
@@ -159,7 +159,7 @@ class _Scan:
 
     @property
     def depth(self) -> int:
-        """The stages of the leaf that has most; so many layers are on their way."""
+        """Number of stages of the leaf with the most stages, which is the number of layers gathered ahead."""
         return max(len(leaf.route.stages) for leaf in self.leaves if leaf.route)
 
     def differentiable(self) -> Callable[..., tuple[PyTree, PyTree]]:
@@ -170,41 +170,41 @@ class _Scan:
     # ------------------------------------------------------------------------------------------------------- one layer
 
     def compute(self, split: Arrays, whole: Arrays, carry: PyTree, inputs: PyTree, shared: PyTree) -> Any:
-        """A layer from its gathered leaves, padding included, and from those that were never split."""
+        """Runs a layer on gathered leaves (with padding) and on leaves that are not split."""
         split, whole = trees.stored_values(split), trees.stored_values(whole)
         weights = [
             as_gathered(box.replace(value=value), value, route.names_left, route.axes, route.how) if route else kept
             for (route, box, _), value, kept in zip(self.leaves, split, whole, strict=True)
         ]
-        # For the backward pass it runs when the loss function has returned, of which it may ask (``Experts``).
+        # The backward pass calls this after the loss function has returned; modules may read the loss (``Experts``).
         with inside_loss(self.loss):
             return self.layer(jax.tree.unflatten(self.structure, weights), carry, inputs, shared)
 
     def shards(self, values: Arrays, index: Scalar) -> Arrays:
-        """What a layer's split leaves send."""
+        """Returns the arrays that a layer's split leaves send."""
         sent = self._of_split(lambda leaf, value: shard_as_sent(_at(value, index), leaf.route.how), values)
         return self._of_split(lambda leaf, shard: leaf.wire.send(shard), sent)
 
     def arrived(self, ahead: list[Arrays | None]) -> Arrays:
-        """Returns the gathered leaves of the layer that comes next; until here they stay as they were sent."""
+        """Returns the gathered leaves of the next layer; until here ``ahead`` has the sent format."""
         return self._of_split(lambda leaf, arrived: leaf.wire.receive(arrived), ahead[-1] or [])
 
     def whole(self, values: Arrays, index: Scalar) -> Arrays:
-        """A layer's leaves that are not split."""
+        """Returns a layer's leaves that are not split."""
         return [None if leaf.route else _at(value, index) for leaf, value in zip(self.leaves, values, strict=True)]
 
     def to_differentiate(self, arrays: Arrays) -> Arrays:
-        """The arrays; those of frozen leaves in their boxes, which take no gradient."""
+        """Returns the arrays; arrays of frozen leaves are in boxes, which take no gradient."""
         return [
             array if array is None or leaf.box.trainable else leaf.box.replace(value=array)
             for leaf, array in zip(self.leaves, arrays, strict=True)
         ]
 
     def advance(self, ahead: list[Arrays | None], shards: Arrays | None) -> list[Arrays | None]:
-        """Each layer that is on its way goes one stage on, and the ``shards`` of another one set out."""
+        """Gathers each layer of ``ahead`` by one more stage, and ``shards`` of another layer by the first stage."""
 
         def gather(stage: int, leaf: _Leaf, value: jax.Array) -> jax.Array:
-            # A leaf of fewer stages sets out later, so that it is whole no sooner.
+            # A leaf with fewer stages starts later, so that it is not fully gathered earlier than necessary.
             own_stage = stage - self.depth + len(leaf.route.stages)
             axes = leaf.route.stages[own_stage : own_stage + 1] if own_stage >= 0 else ()
             return collectives.all_gather(value, leaf.wire.along(leaf.route.dim), axes)
@@ -214,15 +214,15 @@ class _Scan:
             return [arrays and self._of_split(partial(gather, stage), arrays) for stage, arrays in stages]
 
     def set_out(self, values: Arrays, order: Sequence[int]) -> list[Arrays | None]:
-        """What is on its way before the first iteration, which computes layer ``order[0]``."""
+        """Returns ``ahead`` before the first iteration, which computes layer ``order[0]``."""
         ahead: list[Arrays | None] = [None] * self.depth
-        # A scan of few layers has none left for the first stages: then nothing sets out.
+        # A scan of few layers runs out of layers for the first stages: their entries are ``None``.
         for position in range(self.depth):
             ahead = self.advance(ahead, self.shards(values, order[position]) if position < len(order) else None)
         return ahead
 
     def _of_split(self, fn: Callable[[Any, Any], Any], arrays: Arrays) -> Arrays:
-        """``fn(leaf, array)`` of the split leaves that have one."""
+        """Returns ``fn(leaf, array)`` for split leaves with an array."""
         pairs = zip(self.leaves, arrays, strict=True)
         return [None if leaf.route is None or array is None else fn(leaf, array) for leaf, array in pairs]
 
@@ -239,7 +239,7 @@ class _Scan:
         ahead = self.set_out(values, range(self.length))
         args = self.arrived(ahead), self.whole(values, 0), carry, _at(per_layer, 0), shared
         zeros = jax.tree.map(lambda x: collectives.zeros_of_type(x, x.dtype), jax.eval_shape(self.compute, *args)[1])
-        # Made of the carry itself, so that by type they vary over the same axes.
+        # Made from the carry itself, so that the types vary over the same axes.
         stacked = lambda x: jnp.broadcast_to(x, (self.length, *jnp.shape(x)))  # noqa: E731
         kept, outputs = jax.tree.map(stacked, (carry, zeros))
         in_loop = max(0, self.length - self.depth)
@@ -262,9 +262,10 @@ class _Scan:
         def step(index: Scalar, state: Any, *, is_first: bool = False, goes_on: bool = True) -> Any:
             d_carry, ahead, pending, (d_values, d_per_layer, d_shared) = state
             further = self.advance(ahead, self.shards(values, index - self.depth) if goes_on else None)
-            # In the first iteration no gradient of a later layer waits to be scattered.
+            # In the first iteration there is no gradient of a later layer to scatter.
             d_values = d_values if is_first else self.scatter(d_values, index + 1, pending)
-            # Gathered beside what is computed again; a compiler that is free puts it off until scatters are under way.
+            # Gathers run in parallel with the recomputation; without the barrier a compiler may delay them to the
+            # scatters.
             d_carry, further = _together(d_carry, further)
             split, whole = map(self.to_differentiate, (self.arrived(ahead), self.whole(values, index)))
             args = split, whole, _at(kept, index), _at(per_layer, index), shared
@@ -289,13 +290,13 @@ class _Scan:
         return self.scatter(d_values, 0, pending), d_carry, d_per_layer, d_shared
 
     def terms(self, grads: Arrays) -> Arrays:
-        """This device's terms of the mean gradients of a layer's split leaves, which the next iteration scatters."""
+        """Returns this device's terms of the mean gradients of a layer's split leaves; the next iteration scatters."""
         return self._of_split(
             lambda leaf, grad: terms_to_scatter(grad, leaf.route.axes, leaf.route.how, leaf.stacked), grads
         )
 
     def scatter(self, d_values: Arrays, index: Scalar, terms: Arrays) -> Arrays:
-        """The gradients of all layers, with those of one from their terms."""
+        """Scatters ``terms``, of layer ``index``, and writes the gradients into the stacked gradients ``d_values``."""
 
         def scattered(leaf: _Leaf, term: jax.Array) -> jax.Array:
             shard = collectives.reduce_scatter(term, leaf.route.dim, leaf.route.axes)
@@ -307,15 +308,15 @@ class _Scan:
 
 
 def _loop(count: int, index_of: Callable[[Scalar], Scalar], step: Callable[[Any, Any], Any], state: Any) -> Any:
-    """``count`` steps in a loop; of none the compiler sees nothing."""
+    """Runs ``count`` steps in a loop; without a loop if ``count`` is 0."""
     return lax.fori_loop(0, count, lambda i, state: step(index_of(i), state), state) if count else state
 
 
 def _together(first: PyTree, second: PyTree) -> tuple[PyTree, PyTree]:
-    """The same values: what reads ``first`` waits for ``second``, too.
+    """Returns both trees behind a barrier: a computation that reads ``first`` waits for ``second``, too.
 
-    In JAX 0.10 a barrier makes all vary over the axes of any; what would get another type, as over axes of size 1, is
-    passed by it.
+    In JAX 0.10 a barrier makes its outputs vary over the axes of any input. An array whose type would change (over axes
+    of size 1, say) bypasses the barrier.
     """
 
     def same_type(after: jax.Array, before: jax.Array) -> jax.Array:
@@ -325,8 +326,8 @@ def _together(first: PyTree, second: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def _pull(run: Callable[..., Any], args: tuple[Any, ...], cotangents: PyTree) -> tuple[Any, ...]:
-    """The gradients of ``run`` by each of ``args``. Leaves without gradient are None, there and in ``cotangents``."""
-    # Boxes of frozen leaves are among the arguments, and say that these take no gradient.
+    """Returns the gradients of ``run`` by ``args``; ``None``, also in ``cotangents``, for leaves without gradient."""
+    # Boxes of frozen leaves are among the arguments, and mark their leaves as not differentiable.
     live, put_back = trees.split_differentiable(args)
     _, pull = jax.vjp(lambda live: trees.split_differentiable(run(*put_back(live)))[0], live)
     (grads,) = pull(jax.tree.leaves(cotangents))
@@ -334,7 +335,7 @@ def _pull(run: Callable[..., Any], args: tuple[Any, ...], cotangents: PyTree) ->
 
 
 def _at(tree: PyTree, index: Scalar) -> PyTree:
-    """What a layer has of leaves [layers, ...]."""
+    """Returns a layer's part of leaves [layers, ...]."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 

@@ -1,6 +1,6 @@
-"""Why a leaf is split along its dim, or why it stays whole: a closed set of reasons.
+"""Reasons for a leaf to be split along its dim, or to stay replicated: a closed set.
 
-A reason is data. A plan shows its text; the lint and scripts ask which reason it is, and with which numbers:
+A reason is data: a plan shows the text; the lint and scripts read class and numbers:
 
 >>> reason = Largest(dim=1, size=64, parts=4)
 >>> str(reason)
@@ -15,11 +15,11 @@ from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry
 
 @dataclass_transform(frozen_default=True)
 class Reason:
-    """One of the classes below: each is a frozen dataclass of its numbers, and ``text`` is how ``str`` shows them."""
+    """Base of the reasons below. Each is a frozen dataclass of its numbers; ``text`` is the format of ``str``."""
 
     text: ClassVar[str]
 
-    # Decorates each subclass; `dataclass_transform` above tells type checkers so.
+    # Decorates each subclass; `dataclass_transform` above declares this to type checkers.
     def __init_subclass__(cls, text: str = "") -> None:
         cls.text = text
         dataclass(frozen=True)(cls)
@@ -29,11 +29,11 @@ class Reason:
 
     @property
     def each(self) -> "tuple[Reason, ...]":
-        """The reasons that an ``OfSeveral`` holds; any other reason holds itself."""
+        """Reasons in an ``OfSeveral``; for any other reason the reason itself."""
         return (self,)
 
     def to_json(self) -> dict[str, Any]:
-        """The name of its class and its numbers, for ``json``."""
+        """Returns the name of the class and the numbers, for ``json``."""
         return {"kind": type(self).__name__, **vars(self)}
 
 
@@ -54,7 +54,7 @@ class TooSmall(Reason, text="{size} values are fewer than min_weight_size={minim
 
 
 class AlreadySplit(Reason, text="already split over {axes}"):
-    """The leaf's box names one of the axes already: another wrapper, or the model, has split the leaf."""
+    """The leaf's box already names one of the axes: another wrapper, or the model, has split the leaf."""
 
     axes: str
 
@@ -79,7 +79,7 @@ class PrngKeys(Reason, text="holds PRNG keys, which are never split"):
 
 
 class Unwrapped(Reason, text="no wrapped module owns it"):
-    """A parameter of a module that is outside of every ``shard_module_params``."""
+    """The parameter's module is outside of every ``shard_module_params``."""
 
 
 class BoxedByModel(Reason, text="boxed by the model as {names}"):
@@ -87,15 +87,15 @@ class BoxedByModel(Reason, text="boxed by the model as {names}"):
 
 
 class NoParameter(Reason, text="only parameters are split"):
-    """A variable of the model outside of "params", such as batch statistics."""
+    """The leaf is a variable outside of "params", batch statistics for example."""
 
 
 class OfNoParameter(Reason, text="belongs to no parameter"):
-    """A value of the optimizer's state that has no parameter's shape, such as a count of steps."""
+    """The leaf is a value of the optimizer's state without a parameter's shape, a count of steps for example."""
 
 
 class OfSeveral(Reason):
-    """The reasons of several wrappers, each with the axes that it splits over."""
+    """Reasons of several wrappers, each with the axes of the wrapper."""
 
     reasons: tuple[tuple[str, Reason], ...]
 
@@ -111,13 +111,13 @@ class OfSeveral(Reason):
 
 
 def reason_from_json(data: Any) -> Reason:
-    """The inverse of ``Reason.to_json``, of what ``json`` has read."""
+    """Returns the reason from the output of ``Reason.to_json`` after a round trip through ``json``."""
     if data["kind"] == "OfSeveral":
         return OfSeveral(tuple((axes, reason_from_json(reason)) for axes, reason in data["reasons"]))
     classes = {cls.__name__: cls for cls in Reason.__subclasses__()}
     return classes[data["kind"]](**{name: _tuples(value) for name, value in data.items() if name != "kind"})
 
 
-# JSON has lists alone, and a reason with lists would be neither equal to the original nor hashable.
+# JSON has only lists; a reason with lists would be neither equal to the original nor hashable.
 def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

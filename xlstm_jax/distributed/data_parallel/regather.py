@@ -1,27 +1,27 @@
-"""Which values a backward pass computes again: gathered weights, and all that is computed from them alone.
+"""Choice of the values that a backward pass recomputes: gathered weights, and values computed from weights alone.
 
-``keeping_no_weights`` makes of any policy of rematerialisation one that keeps no gathered weight. Units need it for
+``keeping_no_weights`` turns a rematerialisation policy into a policy that keeps no gathered weight. Units use it for
 ``reshard_after_forward``; ``remat`` offers it to users.
 
-JAX asks a policy about one operation at a time: the policy sees the operation, the types of its inputs and its
-parameters, not where the inputs come from. So it cannot recognise a weight. Nor does it help to name the output of a
-gather and to keep everything except that name: JAX then keeps the gather's own output, before the name, or a value that
-is computed after it. It does help to refuse the gathers themselves (``GATHERS``), and all operations that only move or
-cast values, compute element by element, or draw random numbers (``RECOMPUTED``); also a function with a derivative of
-its own that consists of nothing else.
+JAX calls a policy once per operation, with the operation, the types of inputs and the parameters, but not the
+origin of the inputs. So a policy cannot recognise a weight. Naming the output of a gather and keeping everything except
+that name does not help either: JAX then keeps the gather's output before the name, or a value computed after the name.
+Refusing the gathers themselves (``GATHERS``) helps, together with operations that only move or cast values, compute
+element by element, or draw random numbers (``RECOMPUTED``), and functions with a custom derivative that contain only
+the operations above.
 
-The results of these operations on a gathered weight (a cast, a transpose, some rows, quantised values times their
-scales, an exp) are computed again in the backward pass. So are the results of the same operations on activations. This
-costs no matrix product: XLA fuses the operations into those that read the results. In the compiled programs of
-docs/remat.md it takes less memory *and* fewer cycles than keeping the results, as fewer bytes are moved.
+Results of these operations on a gathered weight (a cast, a transpose, some rows, quantised values times their scales,
+an exp) are recomputed in the backward pass, and so are results of the same operations on activations. This costs no
+matrix product: XLA fuses the operations into the consumers of the results. In the compiled programs of docs/remat.md
+recomputing takes less memory *and* fewer cycles than keeping the results, as fewer bytes are moved.
 
-Some values that are computed from weights alone may still be kept: reductions (a norm, a maximum: smaller than the
-weight), products of weights with weights, rows gathered or scattered by index (``k[perm]``, ``k.at[0].set(0)``),
-cumulative sums, sorts, kernels and loops. A policy cannot tell them from the same operations on activations. Merge such
+Some values computed from weights alone may still be kept: reductions (a norm, a maximum: smaller than the weight),
+products of weights with weights, rows gathered or scattered by index (``k[perm]``, ``k.at[0].set(0)``), cumulative
+sums, sorts, kernels and loops. A policy cannot distinguish these from the same operations on activations. Merge such
 weights outside of the rematerialised function, or keep "nothing".
 
-Complex values are computed again, too, whatever the base keeps: JAX rounds what a policy keeps by ``reduce_precision``,
-which does not accept them.
+Complex values are recomputed, too, whatever the base keeps: JAX rounds kept values by ``reduce_precision``, which does
+not accept complex values.
 """
 
 import functools
@@ -51,39 +51,39 @@ _ARITHMETIC = (
     "max min mul ne neg nextafter not one_minus_square or polynomial population_count pow real rem round rsqrt "
     "select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor"
 )
-# Each entry of a dropout mask is drawn from 32 random bits; keeping them would take 32 times the information of the
-# mask. Computed again from the same key, they are the same bits.
+# Each entry of a dropout mask is drawn from 32 random bits; keeping the bits would take 32 times the information of the
+# mask. Recomputed from the same key, the bits are equal.
 _RANDOM = "iota_2x32_shape random_bits random_fold_in random_seed random_split random_unwrap random_wrap threefry2x32"
 RECOMPUTED = frozenset(f"{_CASTS} {_MOVES} {_ARITHMETIC} {_RANDOM}".split())
 
-_MAKE_COMPLEX = ("complex", "eig", "fft")  # of real values
+_MAKE_COMPLEX = ("complex", "eig", "fft")  # make complex values of real values
 
 _FUNCTIONS = frozenset({"closed_call", "custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "jit", "pjit"})
 
 
-# One object for one base, since JAX compares policies by identity.
+# Cached: JAX compares policies by identity.
 @functools.cache
 def keeping_no_weights(base: Policy) -> Policy:
-    """Returns a policy that keeps what ``base`` keeps, but for gathered weights (see the top of this file)."""
+    """Returns a policy that keeps the same values as ``base``, except gathered weights (see the top of this file)."""
     return functools.partial(_keep_but_weights, base)
 
 
 def _keep_but_weights(base: Policy, primitive: Any, *inputs: Any, **params: Any) -> Any:
-    """The answer to JAX's question whether to keep the results of an operation, for a policy ``base``."""
+    """Returns whether to keep the results of an operation, given the policy ``base``; called by JAX."""
     name = primitive.name
     if may_be_complex(name, inputs, params):
         return False
     if name in GATHERS or name in RECOMPUTED or _is_table(name, params) or _is_cheap_call(base, name, params):
         return False
     # A base that keeps even products of single elements keeps everything: it has not chosen this name, which may be a
-    # weight's. A base that keeps this name, and not such products, has chosen it.
+    # weight's. A base that keeps this name but not such products has chosen the name.
     if name == "name" and base(mul_p, *inputs, *inputs):
         return False
     return base(primitive, *inputs, **params)
 
 
 def may_be_complex(name: str, inputs: Sequence[Any], params: dict[str, Any]) -> bool:
-    """Whether a result of an operation is complex; also of one that makes real values of complex ones."""
+    """Returns whether an input or a result of an operation may be complex."""
     body = params.get("call_jaxpr") or params.get("jaxpr")
     types = [*inputs, *getattr(body, "out_avals", ())]
     dtypes = [getattr(aval, "dtype", None) for aval in types]
@@ -93,15 +93,15 @@ def may_be_complex(name: str, inputs: Sequence[Any], params: dict[str, Any]) -> 
 
 
 def _is_table(name: str, params: dict[str, Any]) -> bool:
-    """Whether a gather reads single values from a table (quantised weights), and not rows (an embedding)."""
-    # A table of quantised values is asked for each value by itself. Rows of an embedding are activations.
+    """Returns whether a gather reads single values from a table (quantised weights), not rows (an embedding)."""
+    # Quantised values are decoded one by one from a table. Rows of an embedding are activations.
     return name == "gather" and math.prod(params["slice_sizes"]) == 1
 
 
 def _is_cheap_call(base: Policy, name: str, params: dict[str, Any]) -> bool:
-    """Whether a function has nothing in it to keep."""
-    # JAX looks into most functions itself. It does not look into a function with a derivative of its own if nothing in
-    # it is differentiated, as in the gather of frozen weights. The maxima in such a gather are those of packed blocks.
+    """Returns whether a function contains nothing to keep."""
+    # JAX applies policies inside most functions, but not inside a function with a custom derivative if nothing in it is
+    # differentiated, such as the gather of frozen weights. The maxima in such a gather are those of packed blocks.
     if name not in _FUNCTIONS:
         return False
     body = (params.get("call_jaxpr") or params["jaxpr"]).eqns

@@ -1,13 +1,14 @@
-"""Policies of rematerialisation, which keep activations as you choose and gathered weights never.
+"""Rematerialisation policies that keep chosen activations, and never gathered weights.
 
     jax.checkpoint(f, policy=remat_policy(base))        nn.remat(Block, policy=remat_policy(base))
 
-    "everything"  what is costly to compute again: matrix products, convolutions, reductions, kernels, collectives
-    "dots"        only matrix products without batch dims: projections, not attention scores
-    "nothing"     only the inputs; all is computed again
-    a policy      what that policy keeps
+    "everything"  keeps results that are costly to recompute: matrix products, convolutions, reductions, kernels,
+                  collectives
+    "dots"        keeps only matrix products without batch dims: projections, not attention scores
+    "nothing"     keeps only the inputs; everything is recomputed
+    a policy      keeps the policy's choice, except gathered weights
 
-``regather`` says what is never kept, and why.
+``regather`` lists values that are never kept, with reasons.
 """
 
 import functools
@@ -27,24 +28,24 @@ _BASES: dict[str, Policy] = {
 
 
 def remat_policy(base: str | Policy | None = None, *, offload: Sequence[str] = ()) -> Policy:
-    """A policy for ``jax.checkpoint`` and ``nn.remat`` that never keeps a gathered weight (see ``regather``).
+    """Makes a policy for ``jax.checkpoint`` and ``nn.remat`` that never keeps a gathered weight (see ``regather``).
 
     >>> block = nn.remat(shard_module_params(nn.Dense, "fsdp"), policy=remat_policy("dots"))(32)
     >>> block.init_with_output(jax.random.key(0), jnp.ones((8, 16)))[0].shape  # what is kept changes no value
     (8, 32)
 
     Args:
-      base: what is kept of all other values: "everything" (also None), "dots", "nothing", or a policy, as those of
+      base: which values other than weights are kept: "everything" (also ``None``), "dots", "nothing", or a policy of
         ``jax.checkpoint_policies``. A policy that keeps values by name (``jax.ad_checkpoint.checkpoint_name``) keeps
         every value of that name, also a weight.
-      offload: names of values (``checkpoint_name``) that are kept in the memory of the host, until the backward pass
-        needs them; with base "nothing" only these are kept. ``BLOCK_INPUT`` is the name of the input of each wrapped
-        module.
+      offload: names of values (``checkpoint_name``) to keep in host memory until the backward pass reads them;
+        with base "nothing" only these values are kept. ``BLOCK_INPUT`` is the name of the input of each wrapped module.
     Returns:
-      The same object for the same arguments: JAX compares policies by identity, and would trace again for another.
+      The policy; the same object for equal arguments: JAX compares policies by identity, and retraces for another
+      object.
     Raises:
-      ValueError: ``base`` is no such name.
-      TypeError: ``offload`` is one string, and not several.
+      ValueError: ``base`` is neither a policy nor a known name.
+      TypeError: ``offload`` is a string instead of a sequence of strings.
     """
     if isinstance(offload, str):
         raise TypeError(f"offload={offload!r} is one string; pass the names in a list, as [{offload!r}].")
@@ -57,7 +58,7 @@ def remat_policy(base: str | Policy | None = None, *, offload: Sequence[str] = (
     return _policy(_BASES[name], names)
 
 
-# One object for equal arguments, since JAX compares policies by identity.
+# Cached, since JAX compares policies by identity.
 @functools.cache
 def _policy(base: Policy, offloaded: tuple[str, ...]) -> Policy:
     keep = keeping_no_weights(base)
@@ -71,7 +72,7 @@ def _policy(base: Policy, offloaded: tuple[str, ...]) -> Policy:
     )
 
     def offload_or_keep(primitive: Any, *inputs: Any, **params: Any) -> Any:
-        # JAX has no policy that offloads some values, by their names, and asks another one about the rest.
+        # JAX has no policy that offloads some values by name and delegates the rest to another policy.
         goes = primitive.name == "name" and params["name"] in offloaded
         goes = goes and not may_be_complex(primitive.name, inputs, params)
         return (to_host if goes else keep)(primitive, *inputs, **params)

@@ -1,11 +1,11 @@
-"""The same model with its parameters under other names: its leaves renamed, or layers of a loop as layers of a scan.
+"""Renames leaves of a model, and converts between layers of a Python loop and layers of a scan.
 
     block_0/up/kernel[d, f], block_1/..., block_2/...  -- stack_layers -->  blocks/up/kernel[3, d, f]
                                                       <-- unstack_layers --
 
-Layers in a Python loop have separate parameters; ``nn.scan`` keeps the parameters of all layers in one leaf, with a
-layer dim in front. On a mesh the layer dim is whole: each device stacks the shards that it has, and nothing travels. A
-box gets an entry for the layer dim, or loses it, and keeps all else.
+Layers in a Python loop have separate parameters; ``nn.scan`` keeps the parameters of the layers in a single leaf, with
+a leading layer dim. On a mesh the layer dim is not split: each device stacks its shards, without communication. A box
+gains or loses the entry for the layer dim, and is unchanged otherwise.
 """
 
 import functools
@@ -27,7 +27,7 @@ from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
 from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
 from xlstm_jax.wording import kind_of, listed
 
-NUMBER = "{}"  # in the name of a layer of a loop
+NUMBER = "{}"  # placeholder in the layer name of a loop
 WHOLE_LAYER_DIM = {meta.PARTITION_NAME: None}
 SHOWN_NAMES = 8
 
@@ -35,7 +35,7 @@ Entries = dict[str, Any]
 
 
 def rename_leaves(tree: PyTree, names: Mapping[str, str]) -> dict[str, Any]:
-    """The tree with its leaves at other paths: for the parameters of one model under the names of another.
+    """Renames paths of leaves, so that the parameters of a model get the names of another model.
 
     >>> linen = {"Dense_0": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}, "Dense_1": {"kernel": jnp.ones((3, 2))}}
     >>> nnx = rename_leaves(linen, {"Dense_0": "up", "Dense_1": "mlp/down"})
@@ -44,10 +44,10 @@ def rename_leaves(tree: PyTree, names: Mapping[str, str]) -> dict[str, Any]:
 
     Args:
       tree: nested dicts; a box is one leaf.
-      names: from the beginning of a path (one or more whole parts) to its replacement. The longest beginning that fits
-        counts; a path that none fits stays. ``{new: old for old, new in names.items()}`` leads back.
+      names: from the beginning of a path (one or more complete names) to its replacement. The longest matching
+        beginning applies; paths without a match stay. ``{new: old for old, new in names.items()}`` is the inverse.
     Raises:
-      ValueError: two leaves would lie at one path, or a name fits no leaf.
+      ValueError: two leaves would get the same path, or a name matches no leaf.
     """
     renamed: dict[str, Any] = {}
     used: set[str] = set()
@@ -56,7 +56,7 @@ def rename_leaves(tree: PyTree, names: Mapping[str, str]) -> dict[str, Any]:
         old = max(fitting, key=len, default="")
         new = names[old] + path[len(old) :] if fitting else path
         if new in renamed:
-            raise ValueError(f"'{path}' would lie at '{new}', where another leaf lies; give it a name of its own.")
+            raise ValueError(f"'{path}' would lie at '{new}', where another leaf lies; choose another name.")
         used |= set(fitting)
         renamed[new] = leaf
     if unused := sorted(names.keys() - used):
@@ -69,10 +69,10 @@ def rename_leaves(tree: PyTree, names: Mapping[str, str]) -> dict[str, Any]:
 
 
 def stack_layers(tree: PyTree, layer_names: str, stacked_name: str) -> PyTree:
-    """Layers in a loop to layers in a scan: the leaves of ``block_0``, ``block_1``, ... are stacked under ``blocks``.
+    """Stacks layers of a loop to layers of a scan: leaves of ``block_0``, ``block_1``, ... are stacked in ``blocks``.
 
-    Such layers are stacked wherever they lie in the tree: in parameters, in the moments of an optimizer, in a whole
-    ``TrainState`` (whose ``apply_fn`` stays), in the abstract target of a restore.
+    Layers are stacked anywhere in the tree: in parameters, in the moments of an optimizer, in a ``TrainState`` (whose
+    ``apply_fn`` stays unchanged), in the abstract target of a restore.
 
     >>> params = {"block_0": {"w": jnp.zeros((4, 2))}, "block_1": {"w": jnp.ones((4, 2))}, "head": jnp.ones(2)}
     >>> stacked = stack_layers(params, "block_{}", "blocks")
@@ -81,19 +81,19 @@ def stack_layers(tree: PyTree, layer_names: str, stacked_name: str) -> PyTree:
 
     Args:
       tree: arrays, NumPy arrays or ``ShapeDtypeStruct``, boxed or not, in dicts within any containers. Global arrays
-        stay split as they are; a device holds its shards of the old leaves and of the new ones.
+        stay split in the same way; a device holds its shards of the old and of the new leaves.
       layer_names: the layers' name with ``{}`` for their numbers, from 0 on, as "block_{}".
       stacked_name: the name of the scan.
     Returns:
-      The tree with leaves [layers, ...] under ``stacked_name``. All other leaves are the same arrays in both trees: a
-      step to which one tree is donated takes them from the other, too.
+      The tree with leaves [layers, ...] under ``stacked_name``. The remaining leaves are the same arrays in both trees:
+      a step that takes one tree as a donated argument also deletes these arrays of the other tree.
     Raises:
-      ValueError: there is no such layer, or one is missing; layers differ in structure, shape, dtype or box (names the
-        leaf); or there is something of that name already.
-      TypeError: a name is no string, or ``layer_names`` has not one ``{}``.
+      ValueError: the tree has no such layer, or a layer is missing; layers differ in structure, shape, dtype or box
+        (names the leaf); or ``stacked_name`` exists already.
+      TypeError: a name is not a string, or ``layer_names`` does not contain ``{}`` exactly once.
 
-    An optimizer's state is stacked rightly if it has a number for each number of a parameter (SGD, Adam, Lion), and
-    wrongly if it has a norm or a factor of a whole parameter.
+    An optimizer's state is stacked correctly if it has an entry per entry of a parameter (SGD, Adam, Lion), and
+    incorrectly if it contains a norm or a factor of an entire parameter.
     """
     pattern = _pattern(layer_names)
     _check_name(stacked_name)
@@ -106,19 +106,19 @@ def stack_layers(tree: PyTree, layer_names: str, stacked_name: str) -> PyTree:
 
 
 def unstack_layers(tree: PyTree, stacked_name: str, layer_names: str) -> PyTree:
-    """The inverse of ``stack_layers``: layers in a scan to layers in a loop.
+    """Unstacks layers of a scan to layers of a loop: the inverse of ``stack_layers``.
 
     >>> params = {"blocks": {"w": jnp.ones((2, 4, 2))}, "head": jnp.ones(2)}
     >>> jax.tree.map(jnp.shape, unstack_layers(params, "blocks", "block_{}"))
     {'block_0': {'w': (4, 2)}, 'block_1': {'w': (4, 2)}, 'head': (2,)}
 
     Args:
-      tree: as of ``stack_layers``, with leaves [layers, ...] under ``stacked_name``.
+      tree: see ``stack_layers``, with leaves [layers, ...] under ``stacked_name``.
       stacked_name, layer_names: see ``stack_layers``.
     Raises:
-      ValueError: there is nothing of that name; its leaves differ in the size of dim 0, or one has no dim; a box splits
-        the layer dim; or there is something of a layer's name already.
-      TypeError: as of ``stack_layers``.
+      ValueError: ``stacked_name`` does not exist; its leaves differ in the size of dim 0, or a leaf has no dim; a box
+        splits the layer dim; or the name of a layer exists already.
+      TypeError: see ``stack_layers``.
     """
     _pattern(layer_names)
     _check_name(stacked_name)
@@ -136,10 +136,10 @@ def _with_other_entries(
     replaced: Callable[[Mapping[str, Any]], tuple[Sequence[str], Entries]],
     wanted: str,
 ) -> PyTree:
-    """The tree with entries replaced in each dict for which ``concerns(dict)`` is true.
+    """Returns the tree with entries replaced in each dict for which ``concerns(dict)`` is true.
 
-    ``replaced(dict)`` returns the names of the old entries, and the new entries. If ``concerns`` is true of no dict, an
-    error says that ``wanted`` is missing.
+    ``replaced(dict)`` returns the names of the old entries, and the new entries. If ``concerns`` is false for every
+    dict, the error names ``wanted`` as missing.
     """
     seen: set[str] = set()
     replacements: list[Entries] = []
@@ -176,7 +176,7 @@ def _pattern(layer_names: str) -> re.Pattern[str]:
     if layer_names.count(NUMBER) != 1:
         raise TypeError(f"{layer_names=} has not one {NUMBER} for the number of a layer, as 'block_{NUMBER}' has.")
     before, after = map(re.escape, layer_names.split(NUMBER))
-    # Without leading zeros: block_01 and block_1 would be two layers of one number.
+    # Without leading zeros: block_01 and block_1 would be two layers with the same number.
     return re.compile(f"{before}(0|[1-9][0-9]*){after}")
 
 
@@ -189,7 +189,7 @@ def _check_name(name: Any) -> None:
 
 
 def _layers_in(node: Mapping[str, Any], pattern: re.Pattern[str]) -> dict[int, str]:
-    """The names of the layers in a dict, by their numbers."""
+    """Returns the names of the layers in a dict, by number."""
     matches = (pattern.fullmatch(name) for name in node if isinstance(name, str))
     return {int(match[1]): match[0] for match in matches if match}
 
@@ -202,7 +202,7 @@ def _stacked(layers: dict[int, PyTree], layer_names: str) -> PyTree:
         there = listed([layer_names.format(number) for number in sorted(layers)], shown=SHOWN_NAMES)
         raise ValueError(f"{layer_names.format(missing[0])!r} is missing among the layers {there}.")
     in_order = [layers[number] for number in range(len(layers))]
-    # In words, which the error shows as they are.
+    # As text, which the error quotes.
     described = [{path: _described(leaf) for path, leaf in trees.leaves_with_path(layer)} for layer in in_order]
     for number, other in enumerate(described):
         for path in sorted(described[0].keys() | other.keys()):
@@ -216,7 +216,7 @@ def _stacked(layers: dict[int, PyTree], layer_names: str) -> PyTree:
 
 
 def _described(leaf: Any) -> str:
-    """All that layers must have in common to be stacked, in words."""
+    """Returns a text of the properties in which layers must agree to be stacked."""
     found = leaf_of(leaf)
     value = found.value
     text = f"{getattr(value, 'dtype', type(value).__name__)}{list(np.shape(value))}"
@@ -250,11 +250,11 @@ def _unstacked(tree: PyTree, stacked_name: str) -> list[PyTree]:
         described = f"'{stacked_name}/{path}' is {_described(leaf)}"
         if not first or np.shape(found.value)[:1] != first:
             raise ValueError(
-                f"{described}, and '{stacked_name}/{leaves[0][0]}' is {_described(leaves[0][1])}: dim 0 of all that a "
-                "scan keeps is that of the layers."
+                f"{described}, and '{stacked_name}/{leaves[0][0]}' is {_described(leaves[0][1])}: dim 0 of all leaves "
+                "of a scan is the layer dim, and must have one size."
             )
         if entry_axes(found.names[0]):
-            raise ValueError(f"{described}: its layers lie on different devices, and cannot be told apart on each.")
+            raise ValueError(f"{described}: its layers lie on different devices. Use a box that does not split dim 0.")
     return list(map(treedef.unflatten, zip(*(_layers_of_leaf(leaf) for _, leaf in leaves), strict=True)))
 
 
@@ -273,8 +273,8 @@ def _split(stacked: Any) -> list[Any]:
 
 
 def _on_shards(fn: Callable[..., Any], respec: Callable[[PartitionSpec], PartitionSpec], *values: Any) -> Any:
-    """``fn(*values)``; on a mesh each device works on its shards, and ``respec`` makes the spec of the results."""
-    # Tracers have no sharding that could be read: inside `jit` the compiler chooses.
+    """Returns ``fn(*values)``, on a mesh computed per device on shards; ``respec`` returns the spec of the results."""
+    # Inside `jit` the compiler chooses shardings: a tracer's sharding cannot be read.
     sharding = None if isinstance(values[0], Tracer) else getattr(values[0], "sharding", None)
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, respec(sharding.spec))

@@ -1,4 +1,4 @@
-"""``shard_params``: every device keeps its shard of each leaf that is large enough, in a box with its names."""
+"""``shard_params``: splits each leaf that is large enough, and boxes the shards with the names of their axes."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -35,10 +35,10 @@ def shard_params(
     *,
     uneven: str = DEFAULT_UNEVEN,
 ) -> PyTree:
-    """Splits parameters over a mesh axis: every device keeps its shard of each leaf that is large enough.
+    """Splits parameters over a mesh axis: every device keeps its shard of each sufficiently large leaf.
 
-    Call it inside ``shard_map``, on values that are equal on all devices of the axis. To initialise a model use
-    ``training.init_sharded``, which never holds the whole tree.
+    Call it inside ``shard_map``, on values that are equal along the axis. To initialise a model use
+    ``training.init_sharded``, which never holds the full tree on a device.
 
     >>> shard = lambda w: shard_params(w, "fsdp", min_weight_size=64)
     >>> boxed = jax.shard_map(shard, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(None, "fsdp"))(jnp.ones((16, 32)))
@@ -46,15 +46,15 @@ def shard_params(
     ((None, 'fsdp'), (16, 8))
 
     Args:
-      params: leaves [..., d, ...], bare or boxed; boxes that name other axes (tensor parallel) are kept and extended.
-      axis_name: an axis or a tuple of axes; a dim is split over all of them. The order given is that of the largest
-        leaf, outermost first; other leaves take the order that lets all axes carry the same load.
-      min_weight_size: leaves with fewer values stay whole; a leaf of exactly this size is split.
-      uneven: what to do with a leaf if the axis divides none of its dims; "replicate": it stays whole; "pad": it is
-        split along its largest dim, with zeros up to the next multiple of N.
+      params: leaves [..., d, ...], bare or boxed; boxes with further axes (tensor parallel) are kept and extended.
+      axis_name: an axis or a tuple of axes; a dim is split over the entire tuple. The largest leaf keeps the given
+        order, outermost first; the orders of smaller leaves balance the load of the axes.
+      min_weight_size: leaves with fewer values stay replicated; a leaf of exactly this size is split.
+      uneven: treatment of a leaf if the axis divides no dim; "replicate": the leaf stays replicated; "pad": the
+        leaf is split along its largest dim, with zeros up to the next multiple of N.
     Returns:
-      The tree. A leaf is split along the largest dim that the axis divides and no other axis has taken, as
-      ``nn.Partitioned`` with value [..., d / N, ...]. All other leaves come back as they are, PRNG keys too.
+      The tree. A leaf is split along the largest dim that the axis divides and that no other axis splits, and boxed as
+      ``nn.Partitioned`` with value [..., d / N, ...]. Other leaves are returned unchanged, including PRNG keys.
     Raises:
       ValueError: an axis is not bound; lists the axes that are.
     """
@@ -63,8 +63,8 @@ def shard_params(
 
 
 def box_shards(params: PyTree, policy: ShardPolicy) -> PyTree:
-    """``shard_params`` with all options of a wrapper; inside ``shard_map``."""
-    # Read off the shard_map that runs: one wrapped model serves every mesh that has its axes.
+    """Does ``shard_params`` with all options of a wrapper; inside ``shard_map``."""
+    # Sizes are read from the running shard_map: one wrapped model works on every mesh that has its axes.
     sizes = {axis: collectives.axis_size((axis,)) for axis in policy.axes}
     return box_params(params, sizes, policy, collectives.own_shard)
 
@@ -75,12 +75,12 @@ def box_params(
     policy: ShardPolicy,
     take: Callable[[Any, int, tuple[str, ...]], Any] = lambda value, dim, axes: value,
 ) -> PyTree:
-    """Boxes the leaves that are to be split, with their global values as they are stored; boxes frozen leaves, too.
+    """Boxes the leaves that are to be split, with global values in stored form; boxes frozen leaves, too.
 
-    ``take(value, dim, axes)`` makes the value that a box holds from the global value: its shard, say.
+    ``take(value, dim, axes)`` converts the global value to the value in the box: its shard, say.
     """
-    # All leaves are looked at before one is split: the order of a leaf's axes depends on what the others send over
-    # each axis.
+    # All leaves are read before the first is split: the order of a leaf's axes depends on the bytes that other leaves
+    # send over each axis.
     leaves, how = dict(trees.sharded_leaves(params)), policy.communication
     choices = {path: _choice(leaf, axis_sizes, policy).dim for path, leaf in leaves.items()}
     dims = {path: dim for path, dim in choices.items() if dim is not None}
@@ -114,9 +114,9 @@ def plan_params(
     policy: ShardPolicy,
     wires: Mapping[str, str] = MappingProxyType({}),
 ) -> PyTree:
-    """The decisions that ``shard_params`` would take: every leaf, global or abstract, split or not, as a ``Planned``.
+    """Returns the decisions of ``shard_params``: every leaf, global or abstract, split or not, as a ``Planned``.
 
-    ``wires`` are the names of the wires of leaves that do not travel as ``policy`` says, by path.
+    ``wires`` maps the paths of leaves that are not sent as ``policy`` says to the names of their wires.
 
     Raises:
       ValueError: a dtype does not fit a leaf that would be gathered; names the leaf.
@@ -130,7 +130,7 @@ def plan_params(
             gathered, summed = map(str, map(jnp.dtype, policy.communication.dtypes(value, path)))
             gathered = policy.communication.format_of(value) or gathered
             gathered = wires.get(path, gathered)
-        # The names after the split: of several wrappers the next one finds the dim taken.
+        # Names after the split: the next wrapper sees that the dim is taken.
         split = leaf_of(boxed)
         names = split.store.of_value(split.names)
         return Planned.of(leaf, boxed, Decision(tuple(axis_sizes), choice, np.shape(value), names, gathered, summed))
@@ -139,26 +139,26 @@ def plan_params(
 
 
 def split_array_over_mesh(x: jax.Array, axis_name: AxisNames, split_axis: int) -> jax.Array:
-    """This device's slice of an array that all devices along the axis hold whole; inside ``shard_map``.
+    """Returns this device's slice of an array that is replicated along the axis; inside ``shard_map``.
 
     >>> split = lambda x: split_array_over_mesh(x, "fsdp", 1)
     >>> largest = jax.shard_map(lambda x: split(x).max(1), mesh=mesh, in_specs=jax.P(), out_specs=jax.P("fsdp"))
     >>> largest(jnp.arange(8.0)[None]).tolist()  # of 2 values on each of 4 devices
     [1.0, 3.0, 5.0, 7.0]
 
-    Nothing travels. In the backward pass each device has the gradient of its own slice, and zeros elsewhere. The
-    gradient of ``x`` is their sum over the axis. The sum is taken where ``x`` comes from: by the transpose of the
-    all-gather that made ``x``; by JAX, if the type of ``x`` says that it is equal on all devices; or, for a parameter,
+    Nothing is sent. In the backward pass each device has the gradient of its slice, and zeros elsewhere; the gradient
+    of ``x`` is the sum of these over the axis. The sum is taken by the producer of ``x``: by the transpose of the
+    all-gather that made ``x``; by JAX, if ``x`` has the type "equal on all devices"; or, for a parameter,
     as the mean, by ``value_and_grad`` and ``sync_gradients``.
 
     Args:
       x: [..., d, ...], of any dtype.
       axis_name: an axis or a tuple of axes, the first outermost, N devices in all.
-      split_axis: the dim d; negative ones count from the end.
+      split_axis: the dim d; negative values count from the end.
     Returns:
-      [..., d / N, ...], slices lying in the order of ``PartitionSpec(axes)``.
+      [..., d / N, ...], with slices in the order of ``PartitionSpec(axes)``.
     Raises:
-      ValueError: an axis is not bound; ``x`` has no such dim, or N does not divide it.
+      ValueError: an axis is not bound; ``x`` has no dim ``split_axis``, or N does not divide the dim.
     """
     axes = collectives.bound_axes(axis_name, caller="split_array_over_mesh")
     if not -x.ndim <= split_axis < x.ndim:
@@ -174,11 +174,11 @@ def split_array_over_mesh(x: jax.Array, axis_name: AxisNames, split_axis: int) -
 
 
 def with_unit(variables: PyTree, before: PyTree) -> PyTree:
-    """The variables of a module that has just split them, with new boxes marked: this module gathers these leaves."""
+    """Returns the variables with boxes that are new since ``before`` marked as gathered by the current module."""
 
     def mark(path: str, leaf: Any, old: Any) -> Any:
         box, was = leaf_of(leaf), leaf_of(old)
-        # A box that had a unit before, and names no other axes now, belongs to a wrapped module inside this module.
+        # A box that had a unit before, and has the same axes now, belongs to a wrapped module inside this module.
         is_new = box.axes != was.axes or not was.unit_depth
         is_new = is_new and (box.gathered_axes != () or not box.axes)
         return leaf.replace(unit_depth=path.count("/")) if isinstance(leaf, Sharded) and is_new else leaf

@@ -1,16 +1,16 @@
-"""How a device keeps a leaf: the ``Store`` of its box.
+"""How a device stores a leaf: the ``Store`` of the leaf's box.
 
-A box (``leaf.Sharded``) holds an array as it is stored. What the array has to do with the value that a module reads,
-the store alone says:
+A box (``leaf.Sharded``) holds an array in its stored form. The store alone defines how the stored array and the value
+that a module reads are related:
 
-  shape(stored, counts)   shape of the value, of ``counts`` stored parts along each dim
-  order(ndim)             which stored dim holds each dim of the value
-  read(stored, is_split)  the value, of what is stored
-  write(value, shape)     what is stored, of a value
+  shape(stored, counts)   shape of the value that ``counts`` stored parts along each dim make up
+  order(ndim)             stored dim of each dim of the value
+  read(stored, is_split)  converts a stored array to the value
+  write(value, shape)     converts a value to a stored array
 
-``Store`` itself keeps values as they are. Another way is a subclass in a file of its own, as
-``extensions/padding.py``: a frozen dataclass, since a box compares by its store. Wrappers choose a store by the option
-``uneven``, of which ``UNEVEN`` has the modes.
+``Store`` itself stores values unchanged. Another form is a subclass in a separate file, as ``extensions/padding`` is:
+a frozen dataclass, since boxes with equal stores must compare equal. Wrappers choose a store by the option ``uneven``;
+``UNEVEN`` lists the modes.
 """
 
 from collections.abc import Sequence
@@ -29,37 +29,37 @@ Entry = TypeVar("Entry")
 
 @dataclass(frozen=True)
 class Store:
-    """Keeps a value as it is."""
+    """Stores a value unchanged."""
 
-    # Fields of boxes that were pickled before boxes had a store, each with a function of the field that returns one.
+    # Fields of boxes pickled before boxes had a store. Each maps to a function from the field's value to a store.
     OF_OLD_FIELDS: ClassVar[dict[str, Any]] = {}
 
     def shape(self, stored: Shape, counts: Sequence[int]) -> Shape:
-        """Returns the shape of the value, of ``counts`` arrays of the shape ``stored`` along each dim."""
+        """Returns the shape of the value that ``counts`` arrays of shape ``stored`` along each dim make up."""
         return tuple(size * count for size, count in zip(stored, counts, strict=True))
 
     def read(self, stored: jax.Array, is_split: Sequence[bool]) -> jax.Array:
-        """Returns the value; along a dim that ``is_split``, ``stored`` is one part of several and stays as it is."""
+        """Returns the value. A dim that ``is_split`` is one of several parts in ``stored``, and stays as stored."""
         return stored
 
     def write(self, value: jax.Array, shape: Shape) -> jax.Array:
-        """Returns what is stored, of the given shape."""
+        """Returns ``value`` as a stored array of the given shape."""
         return value
 
     def order(self, ndim: int) -> tuple[int, ...]:
-        """Returns for each of ``ndim`` dims of the value the stored dim that holds it."""
+        """Returns for each of ``ndim`` dims of the value the stored dim that holds the dim."""
         return tuple(range(ndim))
 
     def of_value(self, entries: Sequence[Entry]) -> tuple[Entry, ...]:
-        """Returns what stands for each dim of the value, of what stands for each stored dim: names, say."""
+        """Returns ``entries`` (names, say), given per stored dim, in the order of the value's dims."""
         return tuple(entries[dim] for dim in self.order(len(entries)))
 
     def after_read(self) -> "Store":
-        """Returns the store of what ``read`` has made where some dims are split: these are still to be read."""
+        """Returns the store of an array that ``read`` returned with some dims split; these dims remain to be read."""
         return self
 
     def with_dim(self, index: int) -> "Store":
-        """Returns the store of a leaf that has one more dim, of layers, at ``index``."""
+        """Returns the store of a leaf with an additional (layer) dim at ``index``."""
         return self
 
     def without_dim(self, index: int) -> "Store":
@@ -67,7 +67,7 @@ class Store:
         return self
 
     def of_last_dims(self, ndim: int) -> "Store":
-        """Returns the store of one layer, which has the last ``ndim`` dims."""
+        """Returns the store of one layer, whose dims are the last ``ndim`` dims of the leaf."""
         return self
 
 
@@ -75,12 +75,12 @@ AS_IT_IS = Store()
 
 
 def with_zeros_behind(value: jax.Array, shape: Shape) -> jax.Array:
-    """Returns the value in an array of the given shape, with zeros behind it along each dim: a way to write."""
+    """Returns ``value`` padded with zeros at the end of each dim to ``shape``; a ``write`` for stores with padding."""
     return jnp.pad(value, [(0, size - true) for size, true in zip(shape, value.shape, strict=True)])
 
 
 class Kept(NamedTuple):
-    """A leaf that is about to be split: the array, the axes of each of its dims, the dim to split, and its store."""
+    """Leaf before it is split: the array, the axes of each dim, the dim to split, and the store."""
 
     value: Any  # an array, or a ``ShapeDtypeStruct``
     names: tuple[AxisEntry, ...]
@@ -89,10 +89,10 @@ class Kept(NamedTuple):
 
 
 class Uneven(Protocol):
-    """A mode of the option ``uneven``: how leaves that are split are stored, and what is done where no axes divide."""
+    """Mode of the option ``uneven``: how split leaves are stored, and which dim to split if the axes divide none."""
 
     def reason(self, dim: int, size: int, parts: int) -> Reason | None:
-        """Returns why a leaf is split along its largest dim, ``dim``, though ``parts`` do not divide it; else None."""
+        """Returns why to split a leaf along its largest dim, not divided by ``parts``; ``None``: do not split."""
         ...
 
     def stored(self, leaf: Kept, parts: int) -> Kept:
@@ -100,5 +100,5 @@ class Uneven(Protocol):
         ...
 
 
-# By the names that users pass. With "replicate" such a leaf is not split.
+# By the names that users pass. "replicate": a leaf that the axes do not divide is not split.
 UNEVEN: dict[str, Uneven | None] = {"replicate": None}

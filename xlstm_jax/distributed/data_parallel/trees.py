@@ -1,4 +1,4 @@
-"""Trees with boxes as leaves: walks them, splits off the leaves that take a gradient, unboxes and boxes them."""
+"""Functions on trees with boxes as leaves: walks, the leaves that take a gradient, unboxing and boxing."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -23,32 +23,32 @@ from xlstm_jax.distributed.data_parallel.leaf import (
 )
 from xlstm_jax.distributed.data_parallel.unconstrained_boxes import as_flax_has_it
 
-OneLeaf = Callable[[Any], bool]  # which nodes count as one leaf although JAX could take them apart
+OneLeaf = Callable[[Any], bool]  # returns whether a node counts as one leaf although it is a pytree
 
 
 def flatten_with_path(tree: PyTree, one_leaf: OneLeaf = is_box) -> tuple[list[tuple[str, Any]], Any]:
-    """All leaves with their paths, as in ``blocks/mlp/kernel``, and the structure to put them back."""
+    """Returns all leaves with their paths, as in ``blocks/mlp/kernel``, and the tree structure."""
     found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=one_leaf)
     return [(path_string(path), leaf) for path, leaf in found], treedef
 
 
 def leaves_with_path(tree: PyTree) -> list[tuple[str, Any]]:
-    """All leaves with their paths, a box being one leaf, in the order of the tree."""
+    """Returns the leaves with their paths, in tree order; a box is a leaf."""
     return flatten_with_path(tree)[0]
 
 
 def sharded_leaves(tree: PyTree) -> list[tuple[str, Sharded]]:
-    """Returns all leaves with their paths, each as ``leaf_of`` reads it: bare arrays and boxes of others, too."""
+    """Returns all leaves with their paths, each converted by ``leaf_of``: bare arrays and boxes of Flax, too."""
     return [(path, leaf_of(leaf)) for path, leaf in leaves_with_path(tree)]
 
 
 def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree, one_leaf: OneLeaf = is_box) -> PyTree:
-    """``jax.tree.map`` with boxes as leaves; ``rest`` has a box or a bare value for each leaf."""
+    """Applies ``jax.tree.map`` with boxes as leaves; ``rest`` has a box or a bare value for each leaf."""
     return jax.tree.map(fn, tree, *rest, is_leaf=one_leaf)
 
 
 def map_leaves_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """Like ``map_leaves``; ``fn`` gets the leaf's path before the leaf."""
+    """Does ``map_leaves``; ``fn`` gets the leaf's path as its first argument."""
 
     def named(path: tuple[Any, ...], *leaves: Any) -> Any:
         return fn(path_string(path), *leaves)
@@ -57,46 +57,46 @@ def map_leaves_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) ->
 
 
 def map_sharded(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """Returns the tree with ``fn(leaf, *rest)`` in place of each leaf, which ``fn`` gets as ``leaf_of`` reads it."""
+    """Returns the tree with ``fn(leaf, *rest)`` in place of each leaf, after conversion by ``leaf_of``."""
     return jax.tree.map(lambda leaf, *others: fn(leaf_of(leaf), *others), tree, *rest, is_leaf=is_box)
 
 
 def map_values(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """Returns the tree with ``fn(leaf, *rest)`` as the value of each leaf, which keeps its box.
+    """Returns the tree with ``fn(leaf, *rest)`` as the value of each leaf; boxes are kept.
 
-    ``fn`` gets the leaf as ``leaf_of`` reads it, and those of ``rest`` as they are.
+    ``fn`` gets the leaf converted by ``leaf_of``, and the leaves of ``rest`` unchanged.
     """
     return jax.tree.map(lambda leaf, *others: rebox(leaf, fn(leaf_of(leaf), *others)), tree, *rest, is_leaf=is_box)
 
 
 def map_values_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """Like ``map_values``; ``fn`` gets the leaf's path before the leaf."""
+    """Does ``map_values``; ``fn`` gets the leaf's path as its first argument."""
     return map_leaves_with_path(lambda path, leaf, *others: rebox(leaf, fn(path, leaf_of(leaf), *others)), tree, *rest)
 
 
 def path_string(path: tuple[Any, ...]) -> str:
-    """A key path as people write it: ``blocks/mlp/kernel``; ``.`` for a tree that is one leaf."""
-    # Nearly all are names in dicts, and there are many: JAX takes five times as long.
+    """Returns a key path as ``blocks/mlp/kernel``; ``.`` for a tree that is a single leaf."""
+    # Nearly all keys are names in dicts, and this runs often: JAX's function takes five times as long.
     names = [key.key if type(key) is DictKey and type(key.key) is str else keystr((key,), simple=True) for key in path]
     return "/".join(names) or "."
 
 
 def named_leaf(argument: str, path: str) -> str:
-    """A leaf of an argument as one writes it: ``batch['x']``; the argument itself where it is one leaf."""
+    """Returns the expression for a leaf of an argument: ``batch['x']``; ``batch`` if the argument is a single leaf."""
     return argument if path == "." else f"{argument}['{path}']"
 
 
 def unbox(tree: PyTree) -> PyTree:
-    """The tree without boxes, and without the padding of ``uneven="pad"``: leaves have the shapes of the plain model.
+    """Returns the tree without boxes and without padding (``uneven="pad"``): leaves have the plain model's shapes.
 
     (``nn.meta.unbox`` refuses shards, or constrains their sharding.) Inside ``shard_map`` a leaf is this device's shard
-    as it is stored.
+    in its stored form.
 
     >>> unbox({"w": nn.Partitioned(jnp.ones((16, 32)), (None, "fsdp"))})["w"].shape
     (16, 32)
     """
 
-    # JAX's own error of a donated array names neither leaf nor cause.
+    # JAX's error about a donated array contains neither leaf nor cause.
     check_alive(tree, "unbox")
 
     def bare(leaf: Sharded) -> Any:
@@ -108,9 +108,9 @@ def unbox(tree: PyTree) -> PyTree:
 
 
 def with_mesh_names(variables: PyTree) -> PyTree:
-    """Returns the variables of ``model.init``, with logical names as axes of the mesh that is set.
+    """Returns variables of ``model.init`` with logical names as axes of the current mesh.
 
-    ``init`` runs under ``boxes_without_constraints``. Parameters are boxed with these axes; other collections are
+    ``init`` runs under ``boxes_without_constraints``. Parameters are boxed with these axes. Other collections are
     replicated, and lose their logical boxes.
     """
 
@@ -137,42 +137,42 @@ def readable(tree: PyTree) -> PyTree:
 
 
 def check_alive(tree: PyTree, reader: str) -> None:
-    """Raises a ``ValueError`` if an array that ``reader`` wants to read was donated, most likely to a step."""
+    """Raises a ``ValueError`` if an array that ``reader`` reads was donated, most likely to a step."""
     for path, leaf in sharded_leaves(tree):
         value = leaf.value
         if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted():
             raise ValueError(
-                f"{reader}: '{path}' of shape {value.shape} is gone: a step that was given this state took over its "
-                "memory. Go on with the state that the step returned. To keep the one before, hand the step a copy, "
+                f"{reader}: '{path}' of shape {value.shape} is gone: a step that was given this state reused its "
+                "memory. Continue with the state that the step returned; to keep the old state, pass the step a copy, "
                 "jax.tree.map(jnp.copy, state)."
             )
 
 
 def stored_values(tree: PyTree) -> PyTree:
-    """The tree without boxes, values untouched."""
+    """Returns the tree without boxes, with values in their stored form."""
     return map_sharded(lambda leaf: leaf.value, tree)
 
 
 def without_frozen(tree: PyTree) -> PyTree:
-    """The tree with None for leaves that their boxes say are frozen."""
+    """Returns the tree with ``None`` for frozen leaves."""
     return map_leaves(lambda leaf: leaf if leaf_of(leaf).trainable else None, tree)
 
 
 def differentiable(tree: PyTree) -> list[Sharded]:
-    """Returns the leaves that take a gradient, as ``leaf_of`` reads them, in the order of ``split_differentiable``."""
+    """Returns the leaves that take a gradient, converted by ``leaf_of``, in the order of ``split_differentiable``."""
     return [leaf for _, leaf in sharded_leaves(tree) if leaf.is_differentiable]
 
 
 def split_differentiable(tree: PyTree) -> tuple[list[Any], Callable[..., PyTree]]:
-    """The leaves that take a gradient (a box being one leaf), and a function that puts other leaves in their places.
+    """Returns the leaves that take a gradient (boxes are leaves), and a function to rebuild the tree.
 
     Returns:
-      The list, and ``put_back(leaves, rest=...)``, which builds the tree with ``leaves`` in the places of the list, and
-      with ``rest(leaf)`` for every other leaf; by default these stay as they are.
+      The list, and ``put_back(leaves, rest=...)``, which returns the tree with ``leaves`` in place of the listed
+      leaves, and ``rest(leaf)`` in place of every other leaf (default: unchanged).
     """
     found, treedef = flatten_with_path(tree)
     leaves = [leaf for _, leaf in found]
-    # Asked once, and not of the leaves that are put back: these may be gradients, or None.
+    # Computed once, from the original leaves: the leaves that are put back may be gradients, or None.
     takes = [leaf_of(leaf).is_differentiable for leaf in leaves]
 
     def put_back(new_leaves: Iterable[Any], rest: Callable[[Any], Any] = lambda leaf: leaf) -> PyTree:
@@ -195,7 +195,7 @@ def box_like(tree: PyTree, boxed: PyTree) -> PyTree:
     """
 
     def stored(box: Sharded, value: Any) -> Any:
-        # A value of the stored shape is what is stored; one of the true shape is stored as the box stores values.
+        # A value of the stored shape is stored unchanged; a value of the true shape is converted by the box.
         if box.stores_value or np.shape(value) != box.true_shape:
             return value
         if isinstance(value, jax.ShapeDtypeStruct):
@@ -206,13 +206,13 @@ def box_like(tree: PyTree, boxed: PyTree) -> PyTree:
 
 
 def split_arrays(tree: PyTree, *others: type[Any]) -> tuple[dict[int, Any], Callable[[dict[int, Any]], PyTree]]:
-    """The arrays of a tree by position, and a function that puts other arrays in their places; all else stays.
+    """Returns the arrays of a tree by position, and a function to rebuild the tree from new arrays.
 
-    Instances of the classes ``others`` count as arrays.
+    Instances of the classes ``others`` count as arrays. The remaining leaves stay unchanged.
     """
     found, treedef = flatten_with_path(tree, lambda node: isinstance(node, others))
     leaves = [leaf for _, leaf in found]
     arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray, *others))}
-    # Without the arrays, since the function below keeps `rest`: a tracer in it would outlive its trace.
+    # The function below keeps `rest`, so it must not contain arrays: a tracer would outlive its trace.
     rest = [None if i in arrays else leaf for i, leaf in enumerate(leaves)]
     return arrays, lambda arrays: jax.tree.unflatten(treedef, [arrays.get(i, leaf) for i, leaf in enumerate(rest)])

@@ -1,15 +1,15 @@
 """Makes kernels without types usable in a step with types (``check_vma=True``).
 
-Under ``check_vma=True`` each value has a type: the mesh axes over which it varies. JAX computes the types of results,
-except of a Pallas kernel's results: the kernel's author has to write these, and the authors of common kernels do not.
-So a kernel is traced here as if there were no types, and its program becomes one operation of the step:
+Under ``check_vma=True`` each value has a type, the mesh axes along which the value varies. JAX computes the types of
+results, except for Pallas kernels: the kernel's author has to declare these types, and authors of common kernels do
+not. So a kernel is traced here without types, and its program becomes a single operation of the step:
 
     typed_kernel(fn)(*args)
-      forward     cast each array to vary over the axes of all  ->  one operation: fn, traced without types  ->  cast
-      backward    cotangents                                    ->  one operation: fn's own gradient         ->  cast
+      forward     cast each array to vary over the union of axes  ->  one operation: fn, traced without types  ->  cast
+      backward    cotangents                                      ->  one operation: the gradient of fn        ->  cast
 
-The first cast is JAX's own. Its transpose sums the gradient of an argument over the axes over which only other
-arguments vary, so a kernel may mix activations with a weight that all devices hold. The operation is opaque to the
+The first cast is JAX's. The transpose of this cast sums the gradient of an argument over the axes along which only
+other arguments vary, so a kernel may mix activations with a replicated weight. The operation is opaque to the
 transformations around it (remat, scan, jit), which would otherwise compute the types of the kernel's inner operations.
 """
 
@@ -30,12 +30,12 @@ from xlstm_jax.wording import one_line
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Operations that make a kernel's result differ between devices although its arguments do not, or that communicate.
+# Operations that make a kernel's result differ between devices although its arguments are equal, or that communicate.
 _OF_THE_MESH = {"axis_index", *COLLECTIVES}
 
 
 def typed_kernel(fn: Callable[P, R]) -> Callable[P, R]:
-    """A kernel (Pallas, cuDNN, any function without types of its own) for use where ``check_vma=True``.
+    """Makes a kernel (Pallas, cuDNN, any function without types) usable where ``check_vma=True``.
 
     >>> from jax.experimental import pallas as pl
     >>> def kernel(x):
@@ -47,25 +47,26 @@ def typed_kernel(fn: Callable[P, R]) -> Callable[P, R]:
     Array([ 0.,  2.,  4.,  6.,  8., 10., 12., 14.], dtype=float32)
 
     Results and gradients vary over the axes over which any argument varies. Without types (``check_vma=False``, or
-    outside of ``shard_map``) it is ``fn`` itself. It works under ``jax.grad`` (by the kernel's own gradient),
-    ``jax.vmap``, ``jax.lax.scan`` and ``jax.checkpoint``.
+    outside of ``shard_map``) the result is ``fn`` itself. ``jax.grad`` (by the kernel's gradient), ``jax.vmap``,
+    ``jax.lax.scan`` and ``jax.checkpoint`` are supported.
 
     Args:
-      fn: takes arrays, trees of arrays, and anything else, which is passed on as it is; returns a tree of arrays.
-        Arrays that it closes over count as arguments; they must be the same on all devices, as masks are.
+      fn: takes arrays, trees of arrays, and further values, passed on unchanged; returns a tree of arrays.
+        Arrays that ``fn`` closes over count as arguments, and must be equal on each device, as masks are.
     Returns:
       A function with the same arguments and results.
     Raises:
-      ValueError: at the call: ``fn`` asks for the device's index or communicates, so its result varies over axes that
-        its arguments do not show; or it closes over an array that varies. At lowering: the kernel is for other devices.
-      NotImplementedError: of JAX: a derivative of the gradient, or one in forward mode.
+      ValueError: at the call: ``fn`` reads the device's index or communicates, so that the result varies over axes not
+        listed by the arguments; or ``fn`` closes over an array that varies. At lowering: the kernel does not support
+        the platform.
+      NotImplementedError: raised by JAX for a derivative of the gradient, or for forward mode.
     """
 
-    name = getattr(getattr(fn, "func", fn), "__name__", repr(fn))  # of a functools.partial that of its function
+    name = getattr(getattr(fn, "func", fn), "__name__", repr(fn))  # for a functools.partial, its function's name
 
     @functools.wraps(fn)
     def typed(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not types_are_checked.value:  # no types are wanted: check_vma=False, or no shard_map
+        if not types_are_checked.value:  # check_vma=False, or no shard_map
             return fn(*args, **kwargs)
         arrays, put_back = split_arrays((args, kwargs))
 
@@ -73,8 +74,8 @@ def typed_kernel(fn: Callable[P, R]) -> Callable[P, R]:
             again, by_name = put_back(dict(zip(arrays, values, strict=True)))
             return cast(Callable[..., Any], fn)(*again, **by_name)
 
-        # What the kernel closes over (a mask that was made beside it) is an operand, too: it may be traced itself, and
-        # below the kernel is traced again, also where that trace has ended (in the backward pass of a scan).
+        # Arrays that the kernel closes over (a mask made beside it) are operands, too: such an array may be traced, and
+        # below the kernel is traced again, also after that trace has ended (in the backward pass of a scan).
         jaxpr, consts, structure = _traced(of_arrays, *arrays.values())
         _check_alone(jaxpr, consts, name)
         operands = [*consts, *arrays.values()]
@@ -88,17 +89,17 @@ def typed_kernel(fn: Callable[P, R]) -> Callable[P, R]:
             both = trained | rest
             return jax.tree.unflatten(structure, _run(jaxpr, *(both[i] for i in range(len(both)))))
 
-        # The second result is the kernel's vjp function. It is a pytree of its residuals, so they leave the operation
-        # as arrays, and `backward` can call it in an operation of its own.
+        # The second result is the kernel's vjp function, a pytree of its residuals: these leave the operation as
+        # arrays, and `backward` can call the function in a separate operation.
         def forward(trained: dict[int, jax.Array], rest: dict[int, jax.Array]) -> tuple[Any, Any]:
             return _call(lambda trained, rest: jax.vjp(lambda x: kernel(x, rest), trained), (trained, rest), axes, name)
 
         def backward(kept: Any, cotangent: Any) -> tuple[Any, None]:
             (grads,) = _call(lambda kept, cotangent: kept(cotangent), (kept, cotangent), axes, name)
-            # Some kernels return a wider gradient, which JAX takes from them and refuses further on.
+            # Some kernels return a wider gradient, which JAX accepts from them and refuses later.
             return {i: grad.astype(dtypes[i]) for i, grad in grads.items()}, None
 
-        # By a rule of its own, since JAX cannot differentiate the opaque operation.
+        # A custom rule, since JAX cannot differentiate the opaque operation.
         one = jax.custom_vjp(lambda trained, rest: _call(kernel, (trained, rest), axes, name))
         one.defvjp(forward, backward)
         return one(trained, rest)
@@ -107,23 +108,23 @@ def typed_kernel(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def _traced(fn: Callable[..., Any], *args: Any) -> tuple[core.Jaxpr, list[Any], Any]:
-    """The program of ``fn(*args)``, traced without types; what it closes over; the structure of its results."""
+    """Returns the jaxpr of ``fn(*args)``, traced without types, its closed-over arrays, and the result's structure."""
     with types_are_checked(False):
         closed, results = jax.make_jaxpr(fn, return_shape=True)(*jax.tree.map(_shape, args))
     return closed.jaxpr, closed.consts, jax.tree.structure(results)
 
 
 def _check_alone(jaxpr: core.Jaxpr, consts: list[Any], name: str) -> None:
-    """That the types of the results follow from those of the arguments."""
-    # A kernel may have axes of its own, as those of the cores that share its work.
+    """Raises unless the types of the results follow from the types of the arguments."""
+    # A kernel may have internal axes, such as the axis of the cores that share its work.
     asking = [eqn for eqn in all_equations(jaxpr.eqns) if eqn.primitive.name in _OF_THE_MESH]
     if uses := {eqn.primitive.name for eqn in asking if any(map(is_bound, named_axes(eqn)))}:
         raise ValueError(
             f"typed_kernel: {name} contains {', '.join(sorted(uses))}. A kernel's result must be a function of its "
-            "arguments alone, as its type is made of theirs. Pass the device's index as an argument, and communicate "
-            "before or after the kernel."
+            "arguments alone, since JAX derives its type from theirs. Pass the device's index as an argument, and "
+            "communicate before or after the kernel."
         )
-    # It would keep its type in a program without types, and JAX compares the two in the gradient.
+    # A closed-over array would keep its type in a program without types, and JAX compares the two in the gradient.
     if closed := frozenset().union(*map(varying_axes, consts)):
         raise ValueError(
             f"typed_kernel: {name} closes over an array that varies over {sorted(closed)}. Pass this array as an "
@@ -132,19 +133,19 @@ def _check_alone(jaxpr: core.Jaxpr, consts: list[Any], name: str) -> None:
 
 
 def _call(fn: Callable[..., Any], args: Any, axes: tuple[str, ...], name: str) -> Any:
-    """``fn(*args)`` as one operation, whose results vary over ``axes``."""
+    """Runs ``fn(*args)`` as one operation whose results vary over ``axes``."""
     jaxpr, consts, structure = _traced(fn, *args)
     outs = _KERNEL.bind(*consts, *jax.tree.leaves(args), jaxpr=jaxpr, name=name)
     return jax.tree.unflatten(structure, to_varying(outs, axes))
 
 
 class _Kernel(core.Primitive):
-    """One operation that runs a jaxpr. Its operands are the arrays that the jaxpr closes over, then the arguments."""
+    """Primitive that runs a jaxpr. The operands are the closed-over arrays of the jaxpr, then the arguments."""
 
     multiple_results = True
 
     def is_high(self, *_: Any, **__: Any) -> bool:
-        """Never: the operation is lowered as it is, also if its program has references."""
+        """Returns False: the operation is lowered unchanged, also if its program has references."""
         return False
 
 
@@ -157,7 +158,7 @@ def _run(jaxpr: core.Jaxpr, *operands: Any) -> list[Any]:
 
 
 def _lowered(ctx: mlir.LoweringRuleContext, *operands: Any, jaxpr: core.Jaxpr, name: str) -> Any:
-    # The operands have types here, and the program was traced without: its own types fit its operations.
+    # The operands have types, and the program was traced without: the program's types match its operations.
     untyped = ctx.replace(avals_in=[var.aval for var in (*jaxpr.constvars, *jaxpr.invars)])
     try:
         with types_are_checked(False):
@@ -169,13 +170,13 @@ def _lowered(ctx: mlir.LoweringRuleContext, *operands: Any, jaxpr: core.Jaxpr, n
             "devices, choose by platform, as attention(q, k, v) of docs/kernels.md does, or run it interpreted "
             "(interpret=True of pallas_call)."
         ) from error
-    if untyped.tokens_out is not None:  # of an interpreted kernel, which calls back to the host
+    if untyped.tokens_out is not None:  # set by an interpreted kernel, which calls back to the host
         ctx.set_tokens_out(untyped.tokens_out)
     return results
 
 
 def _batched(operands: Any, dims: Any, *, jaxpr: core.Jaxpr, name: str) -> Any:
-    # The program is traced anew with the batch in it, and stays one operation.
+    # The program is retraced with the batch dim, and stays one operation.
     over = jax.vmap(functools.partial(_run, jaxpr), in_axes=tuple(dims))
     with types_are_checked(False):
         closed = jax.make_jaxpr(over)(*map(_shape, operands))

@@ -1,6 +1,6 @@
-"""Features that stand beside the units of a model, each in a file of its own: a line here registers each.
+"""Features of units, in a file each; every line of the list below registers a feature.
 
-Remove a line and its file, and units do without the feature.
+To remove a feature, delete the line and the file.
 """
 
 from xlstm_jax.distributed.data_parallel.extension import EXTENSIONS

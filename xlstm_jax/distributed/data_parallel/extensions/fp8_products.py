@@ -1,15 +1,15 @@
-"""With ``gather_dtype="float8_e4m3fn"`` kernels of Flax's fp8 products are quantised as their products would do it.
+"""Quantises kernels of Flax's fp8 products before the gather, as the products would (``gather_dtype="float8_e4m3fn"``).
 
-  by itself  W[d_fsdp, f] -- all-gather --> W[d, f] -- the product quantises it --> e4m3[d, f]
-  here       W[d_fsdp, f] -- quantised --> e4m3[d_fsdp, f] -- all-gather --> e4m3[d, f] -- times scale --> V[d, f]
+  plain Flax  W[d_fsdp, f] -- all-gather --> W[d, f] -- the product quantises W --> e4m3[d, f]
+  here        W[d_fsdp, f] -- quantised --> e4m3[d_fsdp, f] -- all-gather --> e4m3[d, f] -- times scale --> V[d, f]
 
-All devices share the scale, and the product quantises V with it, too. The values of V are those of the format, so the
-product computes with the same bits as by itself. The gradient passes as if nothing had been rounded, as through Flax's
-own rule. The history of the largest magnitudes gets that of W, not of V.
+The devices share the scale, and the product quantises V with the same scale. V has only values of the format, so the
+product computes with the same bits as in plain Flax. The gradient ignores the rounding, as Flax's rule does. The
+history of the largest magnitudes receives the largest magnitude of W, not of V.
 
-A product of Flax (``Fp8DirectDotGeneralOp``, ``Fp8Einsum``, ``Fp8DotGeneralOp``) is a module. It lies in the module
-that owns the parameter "kernel", and keeps its state in the collection ``OVERWRITTEN``. These names say which kernels
-have a product. That the product gets V itself is checked when it is called: see ``check_operand``.
+A product of Flax (``Fp8DirectDotGeneralOp``, ``Fp8Einsum``, ``Fp8DotGeneralOp``) is a submodule of the module that owns
+the parameter "kernel", and keeps state in the collection ``OVERWRITTEN``. The names of both identify the kernels with a
+product. ``check_operand`` checks in each call of the product that the operand is V.
 """
 
 import inspect
@@ -36,15 +36,15 @@ from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 from xlstm_jax.distributed.data_parallel.wire.tracing import OVERWRITTEN, running_loss
 from xlstm_jax.distributed.data_parallel.wire.wires import Wire
 
-NAME = "float8_e4m3fn of its product"  # of the wire, in plans
+NAME = "float8_e4m3fn of its product"  # name of the wire in plans
 CODES = jnp.float8_e4m3fn
 PRODUCTS = (fp8_ops.Fp8DirectDotGeneralOp, fp8_ops.Fp8DotGeneralOp, fp8_ops.Fp8Einsum)
-READERS = (nn.Dense, nn.DenseGeneral)  # they hand their kernel to their product, with nothing but a cast
+READERS = (nn.Dense, nn.DenseGeneral)  # these pass their kernel to their product with at most a cast
 _SCALE, _HISTORY = "kernel_scale", "kernel_amax_history"
 
 
 class Product(NamedTuple):
-    """The path of a product's state in the variables of a model, and the path of the kernel."""
+    """Paths of a product's state in the variables of a model, and of the kernel."""
 
     path: str
     kernel: str
@@ -59,7 +59,7 @@ class Product(NamedTuple):
 
 
 def products_of(variables: Mapping[str, Any]) -> list[Product]:
-    """The products of a module's variables; without those that share a kernel, which may have different scales."""
+    """Returns the products in a module's variables, except products that share a kernel (their scales may differ)."""
     found: list[Product] = []
 
     def look(path: str, node: Any) -> None:
@@ -75,14 +75,14 @@ def products_of(variables: Mapping[str, Any]) -> list[Product]:
 
 
 def check_operand(kernels: dict[str, Any], product: Any, args: tuple[Any, ...], kwargs: Any) -> None:
-    """Raises where a product is called with something else than the kernel that was gathered for it, or twice.
+    """Raises if a product is called with another operand than the kernel gathered for the product, or twice.
 
     Args:
-      kernels: the kernels that were quantised and gathered, by the paths of their products in the model.
-      product: the module that is called with ``args`` and ``kwargs``; of no interest unless it is among these.
+      kernels: the quantised and gathered kernels, by the paths of their products in the model.
+      product: the module called with ``args`` and ``kwargs``; ignored if its path is not in ``kernels``.
     Raises:
-      ValueError: the kernel is neither what the product gets, nor that of one of ``READERS``; or it is in float16,
-        where small values of V are lost; or the product was called before.
+      ValueError: the operand is not the kernel, unless a module of ``READERS`` calls the product; or the kernel is in
+        float16, where small values of V are lost; or the product was called before.
     """
     path, place = "/".join(product.path), 2 if isinstance(product, fp8_ops.Fp8Einsum) else 1
     if path not in kernels:
@@ -90,7 +90,7 @@ def check_operand(kernels: dict[str, Any], product: Any, args: tuple[Any, ...], 
     owner: Any = product.parent
     got = args[place] if len(args) > place else kwargs.get("rhs")
     is_flaxs = type(product) in PRODUCTS and product.e4m3_dtype == CODES
-    # An array that a transformation made of the kernel, or took through, is another object.
+    # An array that a transformation has changed or passed through is another object.
     is_whole = owner.get_variable("params", "kernel") is kernels[path] and (got is kernels[path] or _only_casts(owner))
     if not (is_flaxs and is_whole and got.dtype != jnp.float16):
         raise ValueError(
@@ -100,37 +100,37 @@ def check_operand(kernels: dict[str, Any], product: Any, args: tuple[Any, ...], 
             "gather_dtype='bfloat16' for this module, or None; or let Flax's nn.Dense or nn.DenseGeneral read the "
             "kernel, in bfloat16 or float32, and wrap within nn.remat, nn.scan, nn.WeightNorm and nn.map_variables."
         )
-    kernels[path] = None  # of a second call the gradient, the next history, would be added to that of the first
+    kernels[path] = None  # the gradient of a second call would be added to the first; it is the next history, not a sum
 
 
 def _only_casts(owner: Any) -> bool:
-    """Whether a module hands its kernel to its product as Flax's own layers do."""
+    """Returns whether a module passes the kernel to the product like Flax's layers, with at most a cast."""
     call = inspect.unwrap(inspect.getattr_static(type(owner), "__call__"))
     known = any(call is inspect.unwrap(inspect.getattr_static(layer, "__call__")) for layer in READERS)
     return known and getattr(owner, "promote_dtype", promote_dtype) is promote_dtype
 
 
 def next_scale(scale: jax.Array, history: jax.Array) -> jax.Array:
-    """The scale with which the product will quantise its kernel: [1], of its state."""
+    """Returns the product's next scale for the kernel, [1], from the product's state."""
     largest = fp8_ops.get_fp8_max(CODES, jnp.float32)
     return fp8_ops.compute_scale(jnp.max(history, axis=0), scale, largest)
 
 
 def quantised(shard: jax.Array, scale: jax.Array) -> jax.Array:
-    """Floats -> uint8, as the product would quantise them in the dtype of ``shard``."""
+    """Quantises floats to uint8 as the product would, in the dtype of ``shard``."""
     return lax.bitcast_convert_type(fp8_ops.quantize(shard, CODES, scale, shard.dtype), jnp.uint8)
 
 
 def dequantised(codes: jax.Array, scale: jax.Array, dtype: DType) -> jax.Array:
-    """The inverse: floats of ``dtype``."""
+    """Returns floats of ``dtype``: the inverse of ``quantised``."""
     return fp8_ops.dequantize(lax.bitcast_convert_type(codes, CODES), dtype, scale)
 
 
 @jax.custom_vjp
 def recording(history: jax.Array, shard: jax.Array) -> jax.Array:
-    """The history, into which the next value, its gradient, takes the largest magnitude of this device's ``shard``.
+    """Returns the history. Its gradient, the next history, records the largest magnitude of this device's ``shard``.
 
-    The largest of all devices is that of the whole kernel.
+    The maximum over the devices is the largest magnitude of the unsharded kernel.
     """
     return history
 
@@ -149,9 +149,9 @@ recording.defvjp(_recording_fwd, _recording_bwd)
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True)
 class OfProduct:
-    """The wire of a kernel: codes of the product's format, all by the product's scale [1]."""
+    """Wire of a kernel: codes of the product's format, with the product's scale [1]."""
 
-    # A value of the format is the same after another round of the same scale.
+    # Rounding a value of the format again with the same scale does not change it.
     rounds_again: ClassVar[bool] = False
 
     scale: jax.Array
@@ -179,32 +179,32 @@ def _recorded(shard: jax.Array, leaf: Sharded) -> jax.Array:
 
 
 def quantises_products(how: Communication) -> bool:
-    """Returns whether kernels of fp8 products travel as their products will quantise them: where fp8 was asked for."""
+    """Returns whether kernels of fp8 products are quantised before the gather: if fp8 was requested."""
     return how.gather_dtype == "float8_e4m3fn"
 
 
 @dataclass
 class Fp8Products(Extension):
-    """The kernels of a unit that travel as their products quantise them.
+    """Kernels of a unit in the quantised form of their products.
 
     Attributes:
       products: the paths of products in the model, by the paths of kernels in the unit's variables.
       kernels: the gathered kernels, by the paths of products in the model; see ``check_operand``.
-      shards: the shards as they travel, by the paths of histories in the unit's variables.
+      shards: the shards as sent, by the paths of histories in the unit's variables.
     """
 
-    collections: ClassVar[tuple[str, ...]] = (OVERWRITTEN,)  # each device needs the scale, and histories are small
+    collections: ClassVar[tuple[str, ...]] = (OVERWRITTEN,)  # replicated: small, and each device needs the scale
 
     products: dict[str, str] = field(default_factory=dict)
     kernels: dict[str, Any] = field(default_factory=dict)
     shards: dict[str, jax.Array] = field(default_factory=dict)
 
     def wires(self, policy: ShardPolicy, variables: PyTree, module: ModulePath) -> Mapping[str, Wire]:
-        """Returns the wires of the kernels that products are to quantise before the gather.
+        """Returns the wires of the kernels that are quantised before the gather.
 
         Raises:
-          ValueError: the state of a product is not differentiated, though its kernel may be trained; or it is split
-            over the axes of the gather.
+          ValueError: the loss does not differentiate a product's state although the kernel is trainable; or the state
+            is split over axes of the gather.
         """
         if OVERWRITTEN not in variables:
             return {}
@@ -237,7 +237,7 @@ class Fp8Products(Extension):
         return found
 
     def replaced(self) -> Mapping[str, Callable[[Any], Any]]:
-        """Returns the histories that take the largest magnitude of the shard, in place of that of what arrived."""
+        """Returns histories that record the largest magnitude of the shard instead of the gathered kernel's."""
         return {path: partial(_recorded, shard) for path, shard in self.shards.items()}
 
     def arrived(self, path: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Lookups by rows of an ``nnx.Embed``: see ``rows``."""
+"""Row lookups for an ``nnx.Embed``: see ``rows``."""
 
 from typing import Any
 
@@ -14,16 +14,16 @@ from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 
 
 class NnxRowLookups(Extension):
-    """The lookup of a unit that is an ``nnx.Embed``."""
+    """Row lookup of a unit that is an ``nnx.Embed``."""
 
     modules = (nnx.Embed,)
 
     def computes(self, module: Any, method: str) -> bool:
-        # The class of a unit is a subclass of the user's.
+        # A unit's class is a subclass of the user's class.
         return is_flax_lookup(type(module).__mro__[1], method)
 
     def from_shards(self, module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
-        # With another promotion than Flax's the module may make something else of its rows.
+        # A custom promotion may compute something else from the rows.
         is_flaxs = is_split(module.embedding) and module.promote_dtype is promote_dtype
         if kwargs or len(args) != 1 or not is_flaxs:
             return None

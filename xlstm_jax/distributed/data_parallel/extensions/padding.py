@@ -1,7 +1,7 @@
-"""Padding: a leaf of which no dim divides is stored with zeros behind its largest dim (``uneven="pad"``).
+"""Padding: a leaf without a divisible dim is stored with zeros at the end of its largest dim (``uneven="pad"``).
 
-W[37, 16] over 8 devices is stored as [40, 16]: each device keeps five rows, the last two rows of W and three of zeros.
-The gathered array is cut to [37, 16] before a module reads it, so that the gradient of the zeros is 0.
+W[37, 16] over 8 devices is stored as [40, 16]: each device keeps five rows, the last device two rows of W and three of
+zeros. The gathered array is cut to [37, 16] before a module reads the value, so the gradient of the zeros is 0.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ Sizes = tuple[int | None, ...]
 
 @dataclass(frozen=True)
 class ZeroPadding(Store):
-    """Keeps zeros behind the value; ``sizes`` has the value's size for each dim with zeros, and None for the others."""
+    """Store with zeros after the value. ``sizes``: the value's size per padded dim, ``None`` for other dims."""
 
     sizes: Sizes
 
     @classmethod
     def of(cls, sizes: Sizes) -> Store:
-        """Returns the store for these sizes; without any size the store that keeps values as they are."""
+        """Returns the store for ``sizes``; ``AS_IT_IS`` if every size is ``None``."""
         return cls(tuple(sizes)) if any(sizes) else AS_IT_IS
 
     def shape(self, stored: Shape, counts: Sequence[int]) -> Shape:

@@ -1,6 +1,6 @@
-"""Kernels read by pieces: a module gathers parts of its kernel one after the other, and never all of it.
+"""Kernels read in pieces: a module gathers successive parts of a kernel, never the full kernel.
 
-``wire/pieces`` sends them. A module that can do this has ``ReadsShards`` among its bases, as ``LMHead`` has.
+``wire/pieces`` sends the pieces. A module with this ability has ``ReadsShards`` among its bases, as ``LMHead`` has.
 """
 
 from collections.abc import Iterator
@@ -20,19 +20,19 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.pieces import Pieces
 from xlstm_jax.foreign import is_unchanged
 
-Piece = tuple[int, int]  # the dim of a parameter that a piece is part of, and how many of its entries a piece has
+Piece = tuple[int, int]  # the dim of a parameter that is cut into pieces, and the number of its entries per piece
 
 
 def gives_pieces(box: Sharded, along: int) -> bool:
-    """Returns whether a matrix may be gathered by pieces: parts of its dim ``along``."""
-    # What is stored along the other dim besides the value (padding) would have to be cut off each piece.
+    """Returns whether a matrix may be gathered in pieces of its dim ``along``."""
+    # Padding along the other dim would have to be cut off each piece.
     return gives_parts(box) and (box.stores_value or bool(box.names[along]))
 
 
 def pieces_of(box: Sharded, along: int, *operands: jax.Array, path: str = "") -> tuple[jax.Array, Pieces] | None:
-    """Returns the shard of a matrix, and how pieces of it are gathered: parts of its dim ``along``.
+    """Returns the shard of a matrix, and the layout of the pieces, parts of the matrix's dim ``along``.
 
-    None where all of it is gathered. ``operands`` are the arrays that it is read with.
+    ``None`` if the matrix must be gathered in full. ``operands`` are the arrays used together with the matrix.
     """
     how = box.communication
     split = split_here(box, box.value, *operands) if gives_pieces(box, along) else None
@@ -40,32 +40,32 @@ def pieces_of(box: Sharded, along: int, *operands: jax.Array, path: str = "") ->
         return None
     named = f"'{path}'" if path else "a parameter"
     collectives.check_bound(how.copied_axes, caller=f"pieces of {named}, replicas of it")
-    how.dtypes(box.value, path or None)  # refused here, not in the backward pass
+    how.dtypes(box.value, path or None)  # raises here rather than in the backward pass
     (dim, over), held = split, box.value.shape[along]
     return as_read(box, box.value), Pieces(along, box.shape, held, dim, over, how, box.trainable, path)
 
 
 class ReadsShards:
-    """The base of modules that can compute from shards of their own parameters: ``LMHead``, by pieces of its kernel.
+    """Base of modules that can compute from shards of parameters, as ``LMHead`` does from pieces of a kernel.
 
-    ``read_by`` has the methods for which ``from_shards`` may stand, each with the methods that it is made of: where a
-    subclass has changed one of these, parameters are gathered for the method, as for any other.
+    ``read_by`` maps each method that ``from_shards`` can replace to the methods called by it. If a subclass overrides
+    any of the methods, parameters are gathered for the call, as for any other method.
     """
 
     read_by: ClassVar[dict[str, tuple[str, ...]]] = {}
 
     @nn.nowrap
     def pieces(self) -> dict[str, Piece]:
-        """The parameters that it reads by pieces, by name."""
+        """Returns the parameters that the module reads in pieces, by name."""
         return {}
 
     def from_shards(self, method: str, shards: dict[str, Sharded], *args: Any, **kwargs: Any) -> Any:
-        """What a method returns for its arguments, from shards by name; None where they are to be gathered for it."""
+        """Returns the method's result, computed from shards by name; ``None`` if parameters must be gathered."""
         raise NotImplementedError
 
 
 class PieceReaders(Extension):
-    """The methods of a unit whose module is a ``ReadsShards``."""
+    """Methods of a unit that is a ``ReadsShards``, computed from shards."""
 
     modules = (ReadsShards,)
 
@@ -93,7 +93,7 @@ class PieceReaders(Extension):
 
 
 def reads_shards(module: Any, method: str) -> bool:
-    """Returns whether ``from_shards`` may replace a method: nobody has changed what the method computes."""
+    """Returns whether ``from_shards`` may replace a method: no override of the method or of methods called by it."""
     cls: Any = next(cls for cls in type(module).__mro__ if "from_shards" in vars(cls))
     made_of = cls.read_by.get(method)
     return made_of is not None and all(is_unchanged(module, name, cls) for name in (method, *made_of))

@@ -1,7 +1,7 @@
-"""Carries of an ``nn.RNN`` within a unit vary over devices from the first step on, as ``check_vma=True`` wants it.
+"""Makes the carry of an ``nn.RNN`` in a unit vary over devices from the first step on, for ``check_vma=True``.
 
-A cell makes its first carry from shapes alone, so its type is equal on all devices. The carry after a step is not, and
-a scan wants one type for both: the first carry is therefore cast.
+A cell makes the first carry from shapes alone, so the carry's type is equal on each device. The carry after a step
+varies, and a scan requires the same type for both: the first carry is cast.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 
 
 class RecurrentCarries(Extension):
-    """The first carry of each ``nn.RNN`` of a unit."""
+    """Casts the first carry of each ``nn.RNN`` in a unit."""
 
     modules = (nn.RNN,)
 
@@ -25,7 +25,7 @@ class RecurrentCarries(Extension):
         if method != "__call__" or kwargs.get("initial_carry") is not None:
             return kwargs
         axes = carry_axes((args, kwargs, module.variables))
-        # Without types a scan compares shapes and dtypes, and any carry will do.
+        # Without types a scan compares only shapes and dtypes.
         if not any(map(collectives.is_tracked, axes)):
             return kwargs
         return kwargs | {"initial_carry": collectives.to_varying(_initial_carry(module, *args, **kwargs), axes)}
@@ -34,7 +34,7 @@ class RecurrentCarries(Extension):
 def _initial_carry(
     rnn: nn.RNN, inputs: jax.Array, *, init_key: Any = None, time_major: bool | None = None, **_: Any
 ) -> PyTree:
-    """Returns what ``nn.RNN`` begins with: its cell's carry for inputs without their time dim."""
+    """Returns the first carry of ``nn.RNN``: its cell's carry for inputs without their time dim."""
     time_major = rnn.time_major if time_major is None else time_major
     time_dim = 0 if time_major else inputs.ndim - (rnn.cell.num_feature_axes + 1)
     key = jax.random.key(0) if init_key is None else init_key

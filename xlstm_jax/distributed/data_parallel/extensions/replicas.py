@@ -1,4 +1,4 @@
-"""Copies whose gradients are averaged in a dtype of their own, or in blocks of 8 bits: ``Replicas``."""
+"""``Replicas``: copies whose gradients are averaged in a chosen dtype, or in blocks of 8 bits."""
 
 import math
 from dataclasses import dataclass
@@ -16,26 +16,26 @@ from xlstm_jax.distributed.data_parallel.wire.copies import Copies
 from xlstm_jax.distributed.data_parallel.wire.dtypes import term_of_mean
 from xlstm_jax.distributed.data_parallel.wire.formats import WIRE_FORMATS
 
-AVERAGING = tuple(name for name, found in WIRE_FORMATS.items() if found.averages)  # what ``reduce_dtype`` takes
-PACKED_TWICE = 2  # terms, and their mean
+AVERAGING = tuple(name for name, found in WIRE_FORMATS.items() if found.averages)  # formats for ``reduce_dtype``
+PACKED_TWICE = 2  # terms, then their mean
 
 
 @dataclass(frozen=True)
 class Replicas(Copies):
     """Copies of the shards, along axes that cross hosts or slices (hybrid sharding, HSDP).
 
-    The gradient of a shard is averaged over its copies within the backward pass of its layer, beside the computation of
-    the layer before.
+    The gradient of a shard is averaged over copies within the backward pass of the layer, in parallel with the
+    computation of the layer before.
 
     >>> Replicas("dp", reduce_dtype="bfloat16")
     Replicas(axis_name=('dp',), reduce_dtype='bfloat16', shard_optimizer_state=False)
 
     Attributes:
-      axis_name: an axis or a tuple of axes, which the parameters are not split over.
-      reduce_dtype: dtype in which the copies' gradients are summed; None: float32, or the gradient's own where that is
+      axis_name: an axis or a tuple of axes over which the parameters are not split.
+      reduce_dtype: dtype in which the copies' gradients are summed; ``None``: float32, or the gradient's dtype if
         wider. "int8" and "float8_e4m3fn" are sent in blocks with scales, and summed in float32.
-      shard_optimizer_state: split the optimizer's state over these axes too (ZeRO-1): 1/R of its bytes on each device,
-        for an all-gather of the updated shards in every step.
+      shard_optimizer_state: split the optimizer's state over these axes too (ZeRO-1): each device stores 1/R of the
+        bytes, and every step adds an all-gather of the updated shards.
     """
 
     reduce_dtype: DTypeLike | None = None
@@ -53,7 +53,7 @@ class Replicas(Copies):
         cast_dtype(value, self.reduce_dtype, "reduce_dtype", path)
 
     def mean(self, grad: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        # Divided before it travels: a sum in float16 overflows only where the mean does.
+        # Divided before sending: a sum in float16 overflows only where the mean does.
         count = collectives.axis_size(axes)
         if name := packed_format(grad, self.reduce_dtype):
             return WIRE_FORMATS[name].mean_of_terms(term_of_mean(grad, count, grad.dtype), axes)
@@ -62,7 +62,7 @@ class Replicas(Copies):
 
     def rounding(self, sizes: np.ndarray, dtype: DType) -> float:
         if found := WIRE_FORMATS.get(str(self.reduce_dtype)):
-            # Errors are spread evenly up to half the distance of two codes.
+            # Errors are uniform up to half the distance between two codes.
             return PACKED_TWICE / math.sqrt(3) * float(np.linalg.norm(found.mean_error(sizes)))
         if self.reduce_dtype is None or jnp.finfo(self.reduce_dtype).bits >= jnp.finfo(dtype).bits:
             return 0.0
@@ -70,5 +70,5 @@ class Replicas(Copies):
         return 4 * float(jnp.finfo(self.reduce_dtype).eps) * float(np.linalg.norm(sizes))
 
 
-# Boxes that version 0.3.0 pickled name the class as one of this module.
+# Boxes pickled by version 0.3.0 refer to the class in this module.
 setattr(communication, Replicas.__name__, Replicas)

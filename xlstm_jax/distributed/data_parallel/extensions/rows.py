@@ -1,7 +1,7 @@
-"""Lookups by rows: an embedding asks for the rows of its tokens, where that sends less than a gather of its table.
+"""Row lookups: an embedding fetches the rows of its tokens if this sends fewer bytes than a gather of the table.
 
-``wire/lookup`` sends the rows. A table is marked (``LOOKED_UP``) when one lookup alone has read it while the
-model was initialised; a table that the head reads, too, is gathered for the head, and the lookup has it for nothing.
+``wire/lookup`` sends the rows. A table is marked (``LOOKED_UP``) if a single lookup has read the table while the model
+was initialised. A table that the head reads, too, is gathered for the head, and costs the lookup nothing more.
 """
 
 from collections.abc import Iterator
@@ -24,16 +24,16 @@ from xlstm_jax.distributed.data_parallel.wire.lookup import by_rows, look_up
 from xlstm_jax.foreign import is_unchanged
 from xlstm_jax.program_names import LOOKUP_SCOPE
 
-TABLE = "embedding"  # the name of the parameter of an ``nn.Embed``
+TABLE = "embedding"  # name of the parameter of an ``nn.Embed``
 
 
 def gives_rows(box: Sharded) -> bool:
-    """Returns whether a lookup may ask for rows of a table."""
+    """Returns whether a lookup may fetch rows of a table."""
     return LOOKED_UP in box.marks and gives_parts(box)
 
 
 def look_up_rows(box: Sharded, indices: Any, path: str = "") -> jax.Array | None:
-    """Returns the rows of a table at ``indices``; None where a gather sends less, or is the only exact way."""
+    """Returns the rows of a table at ``indices``; ``None`` if a gather sends fewer bytes, or only a gather is exact."""
     are_indices = isinstance(indices, jax.Array) and jnp.issubdtype(indices.dtype, jnp.integer) and indices.size
     split = split_here(box, indices) if are_indices and gives_rows(box) else None
     if split is None:
@@ -62,7 +62,7 @@ def look_up_rows(box: Sharded, indices: Any, path: str = "") -> jax.Array | None
 
 
 class RowLookups(Extension):
-    """The lookup of a unit that is an ``nn.Embed``."""
+    """Row lookup of a unit that is an ``nn.Embed``."""
 
     modules = (nn.Embed,)
 
@@ -78,12 +78,12 @@ class RowLookups(Extension):
 
     @contextmanager
     def initialising(self, module: Any, method: str) -> Iterator[None]:
-        """Notes, while the method initialises its module, whether one lookup alone reads the table."""
+        """Marks the table if a single lookup reads the table while the method initialises the module."""
         before = _table(module) if module.is_initializing() else None
         yield
         if module.is_initializing() and (after := _table(module)) is not None:
-            # A second lookup has the table that was gathered for the first: together they may ask for more than the
-            # table.
+            # A second lookup reads the table gathered for the first: together they may need more rows than the table
+            # has.
             looked_up = is_lookup(module, method) and before is None
             marks = after.marks | {LOOKED_UP} if looked_up else after.marks - {LOOKED_UP}
             module.put_variable("params", TABLE, after.replace(marks=marks))
@@ -93,12 +93,12 @@ class RowLookups(Extension):
 
 
 def _table(module: nn.Embed) -> Any:
-    """Returns the box of its table, as it is stored; None where it has none."""
+    """Returns the box of the module's table, as stored; ``None`` if it has no box."""
     leaf = module.get_variable("params", TABLE) if module.scope is not None else None
     return leaf if is_ours(leaf) else None
 
 
 def is_lookup(module: nn.Embed, method: str) -> bool:
-    """Returns whether a method is the lookup of ``nn.Embed``, and makes the same of rows as of the whole table."""
+    """Returns whether a method is the unchanged lookup of ``nn.Embed``: rows give the same result as the full table."""
     promotes_as_flax = getattr(module, "promote_dtype", promote_dtype) is promote_dtype
     return method == "__call__" and is_unchanged(module, method, nn.Embed) and promotes_as_flax

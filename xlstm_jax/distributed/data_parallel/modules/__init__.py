@@ -1,4 +1,4 @@
-"""Modules that gather their parameters where they run: of Linen and of NNX, by one description of both (``unit``)."""
+"""Modules of Linen and NNX that gather their parameters to run, with a shared description of both in ``unit``."""
 
 from xlstm_jax.distributed.data_parallel.modules.linen_module import Stacks, is_nnx, noting_stacks
 

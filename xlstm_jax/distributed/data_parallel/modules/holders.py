@@ -1,7 +1,7 @@
-"""Notes which modules hold the parameters of a model, by class: a warning can then name the classes to wrap.
+"""Records the classes of modules with parameters, by path, so that a warning can name classes to wrap.
 
-Linen   modules show while the model is initialised or applied, so they are noted there
-NNX     the model has them at any time
+Linen   modules exist while the model is initialised or applied, and are recorded then
+NNX     modules exist at any time
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ LIBRARIES = {"nn": nn, "nnx": nnx}  # as users import them
 
 @runtime_checkable
 class HasModules(Protocol):
-    """A model whose modules are there at any time, by path, as an ``NnxModel``'s are."""
+    """Model that lists its modules by path at any time, such as ``NnxModel``."""
 
     @property
     def modules(self) -> Mapping[str, object]: ...
@@ -26,10 +26,10 @@ class HasModules(Protocol):
 
 @contextmanager
 def noting_holders(model: object) -> Iterator[dict[str, str]]:
-    """Fills with the classes of modules by their paths, as ``{"blocks/mlp": "nn.Dense"}``, while a model runs.
+    """Yields a dict that receives module classes by path, as ``{"blocks/mlp": "nn.Dense"}``, while a model runs.
 
-    A class of Flax has the name that users write, ``nn.Dense`` or ``nnx.Linear``. The model itself is at path "". Of
-    transformations around a module (``nn.scan``, ``nn.remat``) the module within them is noted.
+    Classes of Flax have the name that users write, ``nn.Dense`` or ``nnx.Linear``. The path of the model itself is "".
+    For a transformed module (``nn.scan``, ``nn.remat``) the class inside the transformation is recorded.
     """
     found: dict[str, str] = {}
     if isinstance(model, HasModules):
@@ -37,9 +37,10 @@ def noting_holders(model: object) -> Iterator[dict[str, str]]:
 
     def note(method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         cls = type(context.module)
-        # nn.remat calls functions of its own on a module that stands at the path of the model.
+        # nn.remat calls internal functions on a module at the path of the model.
         if hasattr(cls, context.method_name):
-            # The module within nn.scan has the path of the one around it, and is entered after it.
+            # The module inside nn.scan has the path of the outer module and is entered later: its class replaces the
+            # class of the outer module.
             found["/".join(context.module.path)] = _name(cls)
         return method(*args, **kwargs)
 
@@ -48,7 +49,7 @@ def noting_holders(model: object) -> Iterator[dict[str, str]]:
 
 
 def _name(cls: type[Any]) -> str:
-    # A class that was wrapped is a subclass with the name that it had.
+    # A wrapped class is a subclass under the original name.
     for library, module in LIBRARIES.items():
         if getattr(module, cls.__name__, None) in cls.__mro__:
             return f"{library}.{cls.__name__}"

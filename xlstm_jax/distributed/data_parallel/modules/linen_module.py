@@ -1,7 +1,8 @@
-"""``shard_module_params``: a Linen module, or a function of one, as a unit.
+"""``shard_module_params``: turns a Linen module, or a function of one, into a unit.
 
-The variables of a wrapped module pass ``gather_here`` where a public method is entered, and ``shard_here`` where
-``init`` leaves it. For a plan, under a ``planning_mesh``, init puts every leaf into a box that says what was decided.
+The variables of a wrapped module pass through ``gather_here`` when a public method is entered, and through
+``shard_here`` when ``init`` returns. For a plan (under a ``planning_mesh``) init puts every leaf into a box that holds
+the decisions on the leaf.
 """
 
 import dataclasses
@@ -57,45 +58,47 @@ def shard_module_params(
     trainable: bool = True,
     inter_host_axes: AxisNames | tuple[()] = INTER_HOST_AXES,
 ) -> Target:
-    """Makes a module keep its parameters sharded: gathered just before it runs, split just after it is initialised.
+    """Keeps a module's parameters sharded: gathered just before the module runs, split after initialisation.
 
     Inside ``shard_map`` the parameters are gathered over ``axis_name`` when a public method of the module is entered,
-    and its gradients are reduce-scattered as means. Outside, the module is the plain one (see ``unit``).
-    Parameter names, shapes and initial values are those of the plain module: the wrapped class keeps its name.
-
+    and the gradients are reduce-scattered as means. Outside, the module is the plain module (see ``unit``).
+    Parameter names, shapes and initial values equal the plain module's: the wrapped class keeps its name.
     >>> model = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(32)
     >>> variables = init_sharded(model, mesh, jax.random.key(0), jnp.ones((8, 16)), batch_axes=("dp", "fsdp"))
     >>> variables["params"]["kernel"].names, variables["params"]["bias"].shape  # 32 values are fewer than 64: whole
     ((None, 'fsdp'), (32,))
 
-    What is gathered together is in memory together: wrap blocks, not the whole model, and put transformations outside,
-    ``nn.scan(nn.remat(shard_module_params(Block, "fsdp")), ...)``. A wrapped scan would gather all layers at once.
+    Parameters that are gathered together are in memory together: wrap blocks, not the entire model, and put
+    transformations outside, ``nn.scan(nn.remat(shard_module_params(Block, "fsdp")), ...)``. A wrapped scan would gather
+    the weights of all layers at once.
 
     Args:
-      target: a Linen module class (or ``functools.partial`` of one), a module instance, a function whose first argument
-        is a module, or one that makes a module and returns it, ``make(config) -> nn.Module``. An instance gives an
-        instance with the same fields and name; a function that makes modules then makes wrapped ones.
+      target: a Linen module class (or ``functools.partial`` of a class), a module instance, a function whose first
+        argument is a module, or a function that makes and returns a module, ``make(config) -> nn.Module``. An
+        instance gives an instance with the same fields and name; a function that makes modules then makes wrapped
+        modules.
       axis_name: an axis or a tuple of axes, one for each dim of the torus. A tuple is gathered and scattered in stages,
         in an order that rotates from leaf to leaf.
-      min_weight_size: leaves with fewer values stay whole on every device.
-      gather_dtype: dtype of the all-gather and of the parameters that the module sees; None: as stored. With
-        float8_e4m3fn the kernel of an fp8 product of Flax travels as the product rounds it: see docs/fp8.md.
-      grad_scatter_dtype: dtype of the reduce-scatter of gradients; None: float32, or as stored where that is wider.
-      reshard_after_forward: gather the parameters again for the backward pass, and keep all else that is costly to
-        compute (``remat_policy``). False: JAX keeps gathered weights, unless an ``nn.remat`` around the module says
-        otherwise, as one that keeps nothing does; leave it False within those.
+      min_weight_size: leaves with fewer values stay replicated.
+      gather_dtype: dtype of the all-gather and of the parameters inside the module; ``None``: the stored dtype.
+        With float8_e4m3fn the kernel of an fp8 product of Flax is sent as the product rounds it: see docs/fp8.md.
+      grad_scatter_dtype: dtype of the reduce-scatter of gradients; ``None``: float32, or the stored dtype if wider.
+      reshard_after_forward: gather the parameters again for the backward pass, and keep everything else that is costly
+        to compute (``remat_policy``). False: JAX keeps gathered weights, unless an ``nn.remat`` around the module drops
+        them (an ``nn.remat`` that keeps nothing does); leave the option False inside such an ``nn.remat``.
       replicas: hybrid sharding: further axes along which the shards are copied; see ``Replicas``.
-      uneven: "replicate": a leaf none of whose dims ``axis_name`` divides stays whole; "pad": it is stored with zeros
-        up to the next multiple, which the module, the optimizer and checkpoints do not see.
-      trainable: False freezes all parameters of the module, those of modules within included: they are split and
-        gathered as they would be, and have no gradient and no optimizer state. See docs/frozen.md.
-      inter_host_axes: which of the axes cross hosts or slices, over slow links, by default those that
-        ``create_fsdp_mesh`` makes: they are gathered first, when the least is sent, and the other axes take turns.
+      uneven: "replicate": a leaf stays replicated if ``axis_name`` divides no dim. "pad": the leaf is stored with
+        zeros up to the next multiple; the module, the optimizer and checkpoints do not see the zeros.
+      trainable: False freezes all parameters of the module, including modules inside: the parameters are split and
+        gathered as usual, and have no gradient and no optimizer state. See docs/frozen.md.
+      inter_host_axes: axes of ``axis_name`` across hosts or slices (slow links); by default the axes that
+        ``create_fsdp_mesh`` makes. These axes are gathered first, when the fewest bytes are sent; the order of the
+        other axes rotates.
     Raises:
-      ValueError: (when it runs) some mesh axes are bound, but not ``axis_name``; lists those that are. A parameter is
-        no shard, or ``nn.WeightNorm`` or ``nn.SpectralNorm`` stands around the module.
-      TypeError: the target is none of these (modules of ``flax.nnx``: see ``nnx_model``), or an instance
-        that its parent has already named; or a dtype is none.
+      ValueError: (when the module runs) some mesh axes are bound, but not ``axis_name``; lists the bound axes. A
+        parameter is not a shard, or the module is inside ``nn.WeightNorm`` or ``nn.SpectralNorm``.
+      TypeError: the target is not of a kind listed above (for modules of ``flax.nnx`` see ``nnx_model``), or an
+        instance that has already been named by its parent; or a dtype is not a dtype.
     """
     cls: Any = target if isinstance(target, type) else type(target)
     if not issubclass(cls, nn.Module) and (not callable(target) or isinstance(target, type) or is_nnx(cls)):
@@ -123,12 +126,12 @@ def shard_module_params(
 
 
 def is_nnx(cls: type[Any]) -> bool:
-    """Whether a class is one of flax.nnx, or a subclass of such."""
+    """Returns whether the class is, or inherits from, a class of flax.nnx."""
     return any(base.__module__.startswith("flax.nnx") for base in cls.__mro__)
 
 
 def as_unit(target: Any, policy: ShardPolicy) -> Any:
-    """The target with every public method lifted: it gathers "params" before and splits them after initialisation."""
+    """Returns the target with public methods that gather "params" first; after initialisation, "params" are split."""
     if isinstance(target, functools.partial):
         return functools.partial(as_unit(target.func, policy), *target.args, **target.keywords)
     if not isinstance(target, type):
@@ -136,29 +139,29 @@ def as_unit(target: Any, policy: ShardPolicy) -> Any:
     new = lifted(target, methods_to_lift(target), policy)
     for name in methods_to_lift(target):
         setattr(new, name, _only_when_bound(getattr(target, name), getattr(new, name), policy))
-    # Linen names submodules after their class, so another name would rename the parameters of the whole model.
+    # Linen names submodules by class name, so another name would rename the parameters of the entire model.
     for name in ("__name__", "__qualname__", "__module__", "__init__"):
         setattr(new, name, getattr(target, name))
     return new
 
 
 class MapOfLeaves(functools.partial[PyTree]):
-    """For ``nn.map_variables``: a function that takes each leaf as it is stored, also where it is a shard."""
+    """Function for ``nn.map_variables`` that takes each leaf as stored, including shards."""
 
 
 def lifted(target: Any, methods: list[str] | None, policy: ShardPolicy) -> Any:
-    """A class with these methods lifted, or a function of a module (``methods=None``)."""
+    """Returns the target, a class with these methods lifted, or (``methods=None``) a lifted function of a module."""
     gather, shard = MapOfLeaves(_gathered, policy), functools.partial(shard_here, policy)
     new = nn.map_variables(target, ["params", *passing_collections()], gather, shard, mutable=True, methods=methods)
     if methods is not None:
-        # Linen makes an __init__ for each class, without what a decorator has put around that of the target.
+        # Linen makes an __init__ for each class, without decorators around the target's __init__.
         new.__init__ = target.__init__
-    # Dropping stands around the gather, which then runs again with all else that is computed again.
+    # The checkpoint of ``dropping`` encloses the gather, which then runs again in the backward pass.
     return lift_transform(unit.dropping, new, LINEN, policy, methods=methods) if policy.reshard_after_forward else new
 
 
 def _gathered(policy: ShardPolicy, variables: PyTree) -> PyTree:
-    """What a module sees of its variables; errors name their leaves by their paths in the model."""
+    """Returns a module's variables in the form that the module reads; errors name leaves by paths in the model."""
     units = watching(RunningUnit)
     if not units:
         return gather_here(policy, variables)
@@ -166,9 +169,9 @@ def _gathered(policy: ShardPolicy, variables: PyTree) -> PyTree:
 
 
 def _lifted_function(target: Method, policy: ShardPolicy) -> Method:
-    """A function of a module, lifted; or one that makes a module, of which it then makes a wrapped one.
+    """Returns a lifted function of a module or, for a function that makes modules, a function for wrapped modules.
 
-    What it is shows at the call: Linen lifts functions whose first argument is a module.
+    Each call decides between the two: Linen lifts functions whose first argument is a module.
     """
     of_module = lifted(target, None, policy)
     wrapped_class: Callable[[Any], Any] = functools.cache(functools.partial(as_unit, policy=policy))
@@ -185,10 +188,10 @@ def _lifted_function(target: Method, policy: ShardPolicy) -> Method:
             name = getattr(target, "__name__", type(target).__name__)
             raise TypeError(
                 f"{name}, which shard_module_params has wrapped, was called with {first} and returned "
-                f"{kind_of(made)}. It takes functions of a module, f(module, ...), and those that make a module and "
-                "return it, unbound: make(config) -> nn.Module."
+                f"{kind_of(made)}. Wrap a function of a module, f(module, ...), or a function that returns an unbound "
+                "module, make(config) -> nn.Module."
             )
-        # In place: within a compact method its parent has named and registered this very object already.
+        # In place: in a compact method the parent has already named and registered this object.
         object.__setattr__(made, "__class__", wrapped_class(type(made)))
         return made
 
@@ -196,18 +199,18 @@ def _lifted_function(target: Method, policy: ShardPolicy) -> Method:
 
 
 def methods_to_lift(cls: type[nn.Module]) -> list[str]:
-    """The methods by which a Linen module is entered, but for those that ``nn.nowrap`` keeps as they are."""
+    """Returns the methods that enter a Linen module, except methods under ``nn.nowrap``."""
     fields = {field.name for field in dataclasses.fields(cls)}  # a field's default may be a function, as nn.relu
     names = [name for name in unit.public_methods(cls, LINEN) if name not in fields]
     return [name for name in names if not getattr(inspect.getattr_static(cls, name), "nowrap", False)]
 
 
 def _only_when_bound(plain: Method, gathering: Method, policy: ShardPolicy) -> Method:
-    """A method that is lifted where the module has parameters to gather, and left as it is on an unbound module."""
+    """Returns a method that is lifted on bound modules, and plain on unbound modules (without parameters)."""
 
     @functools.wraps(plain)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # An unbound module has no parameters, and Linen lifts methods of bound ones alone.
+        # Linen lifts methods of bound modules only.
         if self.scope is None:
             return plain(self, *args, **kwargs)
         if running(policy.axes) != "plain":
@@ -221,9 +224,9 @@ def _only_when_bound(plain: Method, gathering: Method, policy: ShardPolicy) -> M
 def enter(
     module: nn.Module, name: str, gathering: Method, policy: ShardPolicy, args: Any, kwargs: Any, returned: Method
 ) -> Any:
-    """Runs the method of this name, lifted as ``gathering``, or what an extension computes in its place from shards.
+    """Runs the method, lifted as ``gathering``, or an extension's computation from shards instead.
 
-    The result of an extension is then what ``returned`` makes of it, given the module and the name, too.
+    The result of an extension is passed through ``returned(module, name, result)``.
     """
 
     def from_shards(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -239,9 +242,9 @@ def enter(
 
 
 def taken_apart(module: nn.Module, call: str) -> tuple[type[nn.Module], dict[str, Any]]:
-    """The class of an instance, and the fields by which a wrapped class makes the same instance.
+    """Returns the class of an instance, and the fields from which a wrapped class makes the same instance.
 
-    ``call`` is what was called, with braces for the module.
+    ``call`` is the user's call for errors, with braces in place of the module.
     """
     cls = type(module)
     if isinstance(module.parent, nn.Module) and module.name is not None:
@@ -253,20 +256,21 @@ def taken_apart(module: nn.Module, call: str) -> tuple[type[nn.Module], dict[str
     return cls, {field.name: getattr(module, field.name) for field in dataclasses.fields(module) if field.init}
 
 
-# ------------------------------------------------------------------------------------------------------- what runs
+# -------------------------------------------------------------------------------------------------------- running units
 
 
 def watching(kind: type[Watcher]) -> list[Watcher]:
-    """The objects of a class whose methods see all modules that run, by ``nn.intercept_methods``; innermost first.
+    """Returns the objects of class ``kind`` whose methods intercept all running modules; innermost first.
 
-    Users' functions stand between those who watch and those who ask. Linen keeps what watches on a stack of its own.
+    The interceptors are read from Linen's stack of ``nn.intercept_methods``: users' functions run between the code that
+    sets an interceptor and the code that looks for the interceptor.
     """
     methods = linen_interceptors()
     return [watcher for method in methods if isinstance(watcher := getattr(method, "__self__", None), kind)]
 
 
 def seeing_calls(seen: Callable[[Any], None]) -> AbstractContextManager[None]:
-    """A context in which ``seen(module)`` is called when any module's ``__call__`` has returned."""
+    """Returns a context that calls ``seen(module)`` after each return of a module's ``__call__``."""
 
     def intercept(method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         result = method(*args, **kwargs)
@@ -279,19 +283,19 @@ def seeing_calls(seen: Callable[[Any], None]) -> AbstractContextManager[None]:
 
 @dataclasses.dataclass(frozen=True)
 class RunningUnit:
-    """A unit while one of its methods runs, or while it is initialised. Errors name its leaves below its path."""
+    """Unit during a method call or initialisation. Errors prefix leaf names with ``path``."""
 
     path: tuple[str, ...]
     extensions: list[Extension] = dataclasses.field(compare=False)
 
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        """For ``nn.intercept_methods``: extensions see each method of the unit, and of modules within."""
+        """Interceptor for ``nn.intercept_methods``: calls extensions for methods of the unit and of modules within."""
         return method(*args, **kwargs_from(self.extensions, context.module, context.method_name, args, kwargs))
 
 
 @contextmanager
 def inside_unit(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
-    """While a unit runs. Linen's error about a shape then says so where a value is whole that should be a shard."""
+    """Marks a unit as running. Replaces Linen's shape error if the cause is a full array in place of a shard."""
     for stacks in watching(Stacks):
         stacks.units_entered += 1
     try:
@@ -300,14 +304,14 @@ def inside_unit(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
     except ScopeParamShapeError as error:
         params = module.variables.get("params", {}) if running(axes) == "manual" else {}
         for path, leaf in sharded_leaves(params):
-            # Linen's text has the shape of the parameter, and not its name.
+            # Linen's text contains the shape of the parameter, and not its name.
             if unit.split_over(leaf, axes) and f"generate shape {np.shape(leaf.value)}," in str(error):
                 raise unit.closed_over("/".join((*module.path, path)), leaf, axes) from None
         raise
 
 
 def _returned(module: nn.Module, method: str, result: Any) -> Any:
-    """``result`` as that of a method of Linen's, which those see who capture intermediates."""
+    """Returns ``result`` as a Linen method's result, for users who capture intermediates."""
 
     def returns(module: nn.Module) -> Any:
         return result
@@ -316,23 +320,24 @@ def _returned(module: nn.Module, method: str, result: Any) -> Any:
     return nn.module.wrap_method_once(returns)(module)
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------------- unsupported wrappers
 
-READERS = (nn.WeightNorm, nn.SpectralNorm)  # layers of Flax that compute from the parameters of another
+READERS = (nn.WeightNorm, nn.SpectralNorm)  # layers of Flax that read the parameters of another layer
 
 
 def check_not_inside_reader(module: nn.Module) -> None:
-    """Raises where a layer that reads parameters stands around a wrapped module: it would take norms of shards.
+    """Raises if a wrapped module runs inside a layer that reads the module's parameters, and would use shards.
 
-    Boxes would get into the names of its own parameters, too. Flax keeps the modules that are being called to itself.
+    The names of the layer's parameters would also contain boxes. Flax passes calling modules only through its private
+    stack.
     """
     for caller in linen_callers():
         if isinstance(caller, READERS):
             kind, layer = type(caller).__name__, type(module).__name__
             raise ValueError(
-                f"'{'/'.join(module.path)}' is wrapped by shard_module_params, and nn.{kind} stands around it: that "
-                "would take norms of shards, and name its own parameters after their boxes. Wrap a module that has "
-                f"both inside, and call nn.{kind}(nn.{layer}(...)) of the plain class there."
+                f"'{'/'.join(module.path)}' is wrapped by shard_module_params, and nn.{kind} stands around it, "
+                "which would take norms of shards. Wrap a module that contains both, and call "
+                f"nn.{kind}(nn.{layer}(...)) of the plain class inside."
             )
 
 
@@ -341,24 +346,24 @@ def check_not_inside_reader(module: nn.Module) -> None:
 
 @dataclasses.dataclass(eq=False)
 class Stacks:
-    """Stacks of layers within a unit, which gathers the weights of all layers at once, where it could be a layer's.
+    """Stacks of layers inside a unit, which gathers the weights of the entire stack at once, not layer by layer.
 
-    ``layers`` has the name of each stack, as ``nn.scan`` makes it, and the class of a layer. Scans of functions are
-    not seen: nothing here can tell what their layers are.
+    ``layers`` maps the name of each stack made by ``nn.scan`` to the class of its layer. Scans of functions are not
+    recorded, since their layers cannot be identified here.
     """
 
     layers: dict[str, str] = dataclasses.field(default_factory=dict)
     units_entered: int = 0
-    _scan: tuple[type[nn.Module], int] | None = None  # that was entered last, and how many units before
+    _scan: tuple[type[nn.Module], int] | None = None  # last entered scan, and ``units_entered`` at that time
 
     def look(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        """For ``nn.intercept_methods``: sees the modules that run within a unit."""
+        """Interceptor for ``nn.intercept_methods``: records stacks among modules that run inside a unit."""
         cls, units = type(context.module), self.units_entered
         if watching(RunningUnit) and scans_over_params(cls):
             # The layer of this scan will be the next module of its class that is called.
             self._scan = cls, units
         elif self._scan and context.method_name == "__call__" and cls in self._scan[0].__mro__:
-            if self._scan[1] == units:  # no unit was entered since, so the layer is no unit
+            if self._scan[1] == units:  # no unit was entered since, so the layer is not a unit
                 self.layers[context.module.name or cls.__name__] = cls.__name__
             self._scan = None
         return method(*args, **kwargs)
@@ -366,13 +371,13 @@ class Stacks:
 
 @contextmanager
 def noting_stacks() -> Iterator[Stacks]:
-    """Fills with the stacks of layers that units gather at once, in the models that run inside the context."""
+    """Yields a ``Stacks`` for models that run inside the context: it records stacks gathered at once."""
     stacks = Stacks()
     with nn.intercept_methods(stacks.look):
         yield stacks
 
 
 def gathers_one_layer(path: str) -> None:
-    """The module at ``path`` is a layer, and was sharded from outside: it gathers one layer at a time."""
+    """Removes the module at ``path`` from the recorded stacks: a layer sharded from outside is gathered by itself."""
     for stacks in watching(Stacks):
         stacks.layers.pop(path.rpartition("/")[-1], None)

@@ -1,10 +1,10 @@
-"""``nnx_model``: an NNX model as a pair of functions, ``init`` and ``apply``, sharded from outside.
+"""``nnx_model``: turns an NNX model into functions ``init`` and ``apply``, which can be sharded from outside.
 
-  nnx_model(make)                         a model whose parameters stay whole
-  shard_modules(model, where, "fsdp")    the modules that match keep theirs split, and gather them where they run
+  nnx_model(make)                         a model whose parameters stay replicated
+  shard_modules(model, where, "fsdp")    matching modules keep parameters split, and gather to run
 
-Both are models as a Linen module is one, so all of the library takes them: ``create_train_state``, ``plan_sharding``,
-``forecast``, checkpoints. ``bind`` gives the NNX module itself.
+Both results can be used like a Linen module in all of the library: ``create_train_state``, ``plan_sharding``,
+``forecast``, checkpoints. ``bind`` returns the NNX module.
 """
 
 import dataclasses
@@ -41,13 +41,13 @@ from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
 from xlstm_jax.wording import kind_of
 
-NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm)  # which may take means over mesh axes
-_Seen = tuple[tuple[int, ...], bool]  # the shape that a unit sees of a parameter; whether one lookup alone reads it
-STREAMS_OF_ZEROS = ("carry",)  # nnx.RNN draws from it for carries that are zeros, as nn.RNN does from a constant key
+NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm)  # these may take means over mesh axes
+_Seen = tuple[tuple[int, ...], bool]  # a parameter's shape in its unit; whether exactly one lookup reads the parameter
+STREAMS_OF_ZEROS = ("carry",)  # nnx.RNN draws a key from this stream for carries of zeros, nn.RNN uses a constant key
 
 
 def nnx_model(make: Callable[[nnx.Rngs], nnx.Module]) -> "NnxModel":
-    """An NNX model for the functions of this library, which take one with ``init`` and ``apply``.
+    """Makes a model with ``init`` and ``apply``, as the functions of this library take it, from an NNX model.
 
     >>> from flax import nnx
     >>> model = nnx_model(lambda rngs: nnx.Linear(8, 16, rngs=rngs))
@@ -56,9 +56,9 @@ def nnx_model(make: Callable[[nnx.Rngs], nnx.Module]) -> "NnxModel":
     ((8, 16), (4, 16))
 
     Args:
-      make: makes the module; given ``nnx.Rngs`` of the key, or dict of keys, that ``init`` is given.
+      make: makes the module from an ``nnx.Rngs`` of the key, or dict of keys, passed to ``init``.
     Raises:
-      TypeError: ``make`` is no function.
+      TypeError: ``make`` is not a function.
     """
     if isinstance(make, nnx.Module) or not callable(make):
         raise TypeError(
@@ -70,11 +70,12 @@ def nnx_model(make: Callable[[nnx.Rngs], nnx.Module]) -> "NnxModel":
 
 @dataclass(frozen=True, eq=False)
 class NnxModel:
-    """An NNX model as functions of its variables; ``nnx_model`` makes one, ``shard_modules`` shards it.
+    """NNX model as functions of its variables; made by ``nnx_model``, sharded by ``shard_modules``.
 
-    Variables are a dict of collections, as of a Linen module: ``params`` (``nnx.Param`` and its subclasses),
-    ``batch_stats``, ``cache``, and others by the name that NNX has for their type; each a nested dict by attribute,
-    ``{"blocks": {"0": {"kernel": ...}}}``, boxed where split. The state of ``nnx.Rngs`` is in none: keys are passed.
+    Variables are a dict of collections, as for a Linen module: ``params`` (``nnx.Param`` and its subclasses),
+    ``batch_stats``, ``cache``, and others under NNX's name for the variable type. Each collection is a nested dict by
+    attribute, ``{"blocks": {"0": {"kernel": ...}}}``, boxed where split. The state of ``nnx.Rngs`` is not included:
+    keys are passed as arguments.
 
     >>> from flax import nnx
     >>> model = nnx_model(lambda rngs: nnx.Linear(8, 16, rngs=rngs))
@@ -84,20 +85,20 @@ class NnxModel:
     """
 
     make: Callable[[nnx.Rngs], nnx.Module]
-    units: dict[str, ShardPolicy] = dataclasses.field(default_factory=dict)  # by the path of the module that gathers
+    units: dict[str, ShardPolicy] = dataclasses.field(default_factory=dict)  # by the path of the gathering module
 
     def init(self, rngs: PyTree, /, *inputs: PyTree, method: Any = None, **kwargs: Any) -> dict[str, Any]:
-        """The variables, with the values that ``make(nnx.Rngs(...))`` has; split and boxed as a Linen module's are.
+        """Returns the variables with the values of ``make(nnx.Rngs(...))``, split and boxed like a Linen module's.
 
         Args:
           rngs: a key, or a dict of keys by stream.
-          *inputs: what the model is called on. It is traced on them, without values, to see what a layer is where it
-            scans over layers. Without inputs, a leading dim is not taken to be one of layers.
-          method, **kwargs: as for ``apply``.
+          *inputs: example inputs. The model is traced with their shapes to find the shape of a layer in scans over
+            layers. Without inputs, no leading dim is treated as a layer dim.
+          method, **kwargs: see ``apply``.
         """
         leaves = leaves_of(self._made(_streams(rngs)))
-        # A parameter of layers that are scanned (nnx.scan) has a leading dim, which no type tells from a dim of the
-        # layer.
+        # A parameter of scanned layers (nnx.scan) has a leading layer dim, which types do not distinguish from a dim of
+        # the layer.
         seen = self._seen_shapes(rngs, inputs, method, kwargs) if self.units and (inputs or kwargs) else {}
         for path, policy in self.units.items():
             own = {name: leaves[f"params/{name}"] for name, owner in self._unit_of_param.items() if owner == path}
@@ -117,18 +118,19 @@ class NnxModel:
         """Calls the module on ``inputs``.
 
         Args:
-          variables: as of ``init``: of global arrays, or inside ``shard_map`` of shards.
-          rngs: a key, or a dict of keys by stream, for dropout and the like; without one, a module that needs it fails.
+          variables: as returned by ``init``: global arrays, or shards inside ``shard_map``.
+          rngs: a key, or a dict of keys by stream, for dropout and the like. Without a key, a module that draws random
+            numbers raises.
           method: the name of another method, or a function of (module, inputs...), as
             ``lambda net, x: nnx.view(net, deterministic=True)(x)``.
-          mutable: the collections that are returned as they are afterwards; True: all.
+          mutable: collections whose final values are returned; True: all.
         Returns:
-          The output; with ``mutable``, the pair of it and a dict of these collections.
+          The output; with ``mutable``, the pair (output, dict of the mutable collections).
         Raises:
-          ValueError: a variable is missing; names it.
+          ValueError: a variable is missing; names the variable.
         """
         module = self._bound(variables, rngs)
-        # A cell makes zeros for its first carry, which by type are equal on all devices.
+        # A cell makes zeros for its first carry; by type these are equal on all devices.
         let_carries_vary(module, frozenset(carry_axes((variables, inputs))))
         with jax.named_scope(type(module).__name__):
             output = _method(module, method)(*inputs, **kwargs)
@@ -139,20 +141,20 @@ class NnxModel:
         return output, {name: after[name] for name in names if name in after}
 
     def bind(self, variables: Mapping[str, Any], rngs: PyTree = None) -> nnx.Module:
-        """The NNX module with these variables, for ``nnx.split``, ``nnx.Optimizer`` and the like.
+        """Returns the NNX module with these variables, for ``nnx.split``, ``nnx.Optimizer`` and the like.
 
-        Parameters that are split are ``nnx.Param`` and boxes: ``partition_specs(nnx.state(module, nnx.Param), mesh)``
-        gives their specs. They are gathered where a module that was sharded runs, and wherever else they are read.
+        Split parameters are both ``nnx.Param`` and boxes: ``partition_specs(nnx.state(module, nnx.Param), mesh)``
+        returns their specs. They are gathered when a sharded module runs, and at any other read.
         """
         if others := [path for path, leaf in trees.sharded_leaves(variables) if not leaf.stores_value]:
             raise ValueError(
-                f"bind: '{others[0]}' is stored with padding (uneven='pad'), which nnx.Optimizer takes for values of "
-                "the model. Train it by make_train_step, call it by apply, or shard it with uneven='replicate'."
+                f"bind: '{others[0]}' is stored with padding (uneven='pad'), which nnx.Optimizer would treat as "
+                "values. Train the model by make_train_step, call it by apply, or shard it with uneven='replicate'."
             )
         if frozen := [path for path, leaf in trees.sharded_leaves(variables) if not leaf.trainable]:
             raise ValueError(
-                f"bind: '{frozen[0]}' is frozen, which nnx.Optimizer does not know. Train it by make_train_step, or "
-                "call it by apply."
+                f"bind: '{frozen[0]}' is frozen, which nnx.Optimizer does not support. Train the model by "
+                "make_train_step, or call it by apply."
             )
         return self._bound(variables, rngs)
 
@@ -162,11 +164,11 @@ class NnxModel:
         return nnx.merge(graphdef, [self._with_value(path, leaf, leaves, rngs) for path, leaf in state])
 
     def unbind(self, module: nnx.Module) -> dict[str, Any]:
-        """The variables of a module that ``bind`` made: its inverse, after training steps of your own, say."""
+        """Returns the variables of a module that ``bind`` made, for example after custom training steps."""
         return unflatten_dict(leaves_of(module), sep="/")
 
     def with_units(self, where: Any, policy: ShardPolicy) -> "NnxModel":
-        """For ``shard_modules``: the model, in which modules that match gather their parameters."""
+        """Returns the model with modules matching ``where`` as units; used by ``shard_modules``."""
         matches, found = as_predicate(where, NNX), modules_of(self._abstract)
         matching = [path for path, module in found.items() if matches(path, module)]
         if not matching:
@@ -183,11 +185,11 @@ class NnxModel:
 
     @property
     def modules(self) -> dict[str, nnx.Module]:
-        """All modules by path, with abstract values; the model itself at ``""``."""
+        """Modules by path, with abstract values; the model itself is at ``""``."""
         return modules_of(self._abstract)
 
     def _made(self, streams: nnx.Rngs) -> nnx.Module:
-        with nnx.use_eager_sharding(False):  # axes that a variable's metadata name are put into its box
+        with nnx.use_eager_sharding(False):  # axes in a variable's metadata become names of its box
             return self.make(streams)
 
     def _with_units_in(self, module: nnx.Module) -> nnx.Module:
@@ -205,24 +207,24 @@ class NnxModel:
             graphdefs.append(graphdef)
             return leaves
 
-        # Not ``nnx.eval_shape``, which takes the names in metadata for axes of the mesh that is set.
+        # Not ``nnx.eval_shape``, which applies names in metadata to the current mesh.
         leaves = jax.eval_shape(state)
         return nnx.merge(graphdefs[0], leaves)
 
     @functools.cached_property
     def _split(self) -> tuple[Any, list[tuple[str, Any]]]:
-        """The structure of the module, and its leaves in order, by path."""
-        # Of the abstract model, once: `apply` merges values into it, and no initialiser runs again.
+        """Structure of the module, and its leaves in order, with their paths."""
+        # Split once, from the abstract model: `apply` merges values into it, and runs no initialiser again.
         graphdef, state = nnx.split(self._with_units_in(nnx.clone(self._abstract)))
         flat = nnx.to_flat_state(state)
         return graphdef, [(path_of(path), leaf) for path, leaf in flat]
 
     @functools.cached_property
     def _unit_of_param(self) -> dict[str, str]:
-        """For each parameter that a unit gathers, by path, the path of that unit: the innermost around it."""
+        """Path of the gathering unit, the innermost unit around the parameter, by path of the parameter."""
         params = [path for path, leaf in contents(self._abstract).items() if collection_of(leaf) == "params"]
         of_linen = [path for path, module in modules_of(self._abstract).items() if isinstance(module, nnx.bridge.ToNNX)]
-        # Parameters within a Linen module (nnx.bridge.ToNNX) are gathered by its own wrappers.
+        # Parameters inside a Linen module (nnx.bridge.ToNNX) are gathered by the wrappers of that module.
         around = {
             path: [module for module in (*self.units, *of_linen) if not module or path.startswith(f"{module}/")]
             for path in params
@@ -231,7 +233,7 @@ class NnxModel:
         return {path: unit for path, unit in innermost.items() if unit in self.units}
 
     def _seen_shapes(self, rngs: PyTree, inputs: Any, method: Any, kwargs: Any) -> dict[str, _Seen]:
-        """The shapes of parameters as their units see them where the model runs, and who reads them, by path."""
+        """Returns, by path, each parameter's shape inside its unit, and whether a lookup is the only read."""
         seen: dict[str, _Seen] = {}
 
         def note(path: str, shape: tuple[int, ...], is_lookup: bool) -> None:
@@ -244,7 +246,7 @@ class NnxModel:
                     leaf.set_metadata(NOTE_SHAPE, functools.partial(note, path))
             for norm in modules_of(module).values():
                 if isinstance(norm, NORMS):
-                    norm.axis_name = None  # there is no axis here, and no shape depends on it
+                    norm.axis_name = None  # the axis is not bound here, and does not affect shapes
             _method(self._with_units_in(module), method)(*inputs, **kwargs)
 
         jax.eval_shape(run, rngs, inputs)
@@ -253,7 +255,7 @@ class NnxModel:
     def _with_value(self, path: str, leaf: Any, leaves: Mapping[str, Any], rngs: PyTree) -> Any:
         name = collection_of(leaf)
         if name is None:
-            # No variable holds it: each call makes it from the keys that it is given.
+            # Random state has no collection: each call makes it from the call's keys.
             return leaf.copy(_random_state(path, leaf, rngs))
         if (full := f"{name}/{path}") not in leaves:
             raise ValueError(
@@ -275,7 +277,7 @@ def _streams(rngs: PyTree) -> nnx.Rngs:
 
 
 def _random_state(path: str, leaf: Any, rngs: PyTree) -> Any:
-    """The state of a stream of random numbers: a key of its own for each stream, and for each layer, from ``rngs``."""
+    """Returns the state of a random stream: a separate key for each stream and each layer, derived from ``rngs``."""
     value, tag = leaf.get_raw_value(), leaf.get_metadata("tag", "default")
     if not isinstance(leaf, nnx.RngKey):
         return jnp.zeros(value.shape, value.dtype)
@@ -284,7 +286,7 @@ def _random_state(path: str, leaf: Any, rngs: PyTree) -> Any:
         return _NoKey(path, tag)
     key = jax.random.key(0) if key is None else key
     typed = key if is_prng_key(key) else jax.random.wrap_key_data(key)
-    # By a checksum, as Python's own hash of a string differs from process to process.
+    # Folded in by a checksum: Python's ``hash`` of a string differs between processes.
     own = jax.random.fold_in(typed, zlib.crc32(path.encode()))
     return jax.random.split(own, value.shape) if value.shape else own
 
@@ -292,17 +294,17 @@ def _random_state(path: str, leaf: Any, rngs: PyTree) -> Any:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _NoKey:
-    """Stands where a stream of random numbers was given no key, and raises an error where a key is drawn from it.
+    """Placeholder for the key of a random stream that was given no key; raises when a key is drawn.
 
-    NNX inspects all variables of a module by ``hasattr`` (``nnx.view`` does), which draws nothing: attributes that no
-    array has are missing here, too.
+    NNX inspects a module's variables by ``hasattr`` (in ``nnx.view``, say), which must not raise: attributes that
+    arrays do not have are missing here, too.
     """
 
     path: str
     tag: str
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or not hasattr(jax.Array, name):  # Python's own names: ``copy`` reads them
+        if name.startswith("__") or not hasattr(jax.Array, name):  # Python's special names: ``copy`` reads them
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise self._drawn()
 
@@ -317,7 +319,7 @@ class _NoKey:
 
 
 def _sharded(own: Mapping[str, Any], path: str, policy: ShardPolicy, seen: Mapping[str, _Seen]) -> dict[str, Any]:
-    """The parameters of the unit at a path in boxes, each decided on as its layer is, with leading dims for layers."""
+    """Returns a unit's parameters in boxes; the policy decides by the shape of a layer. Layer dims stay in front."""
     below = {name: f"params/{name.removeprefix(f'{path}/' if path else '')}" for name in own}
     leaves, layer_dims = {}, {}
     for name, leaf in own.items():
@@ -330,7 +332,7 @@ def _sharded(own: Mapping[str, Any], path: str, policy: ShardPolicy, seen: Mappi
                 "dim 0."
             )
         layer_dims[below[name]], leaves[below[name]] = count, with_last_names(leaf, len(as_seen))
-    # Under vmap a leaf has the shape of one layer, by which the policy decides, as it does in a scan of Linen.
+    # Under vmap a leaf has the shape of one layer; the policy decides by this shape, as in a scan of Linen.
     shard: Callable[[Any], Any] = functools.partial(shard_here, policy)
     for depth in range(max(layer_dims.values(), default=0)):
         dims = {path: 0 if count > depth else None for path, count in layer_dims.items()}

@@ -1,7 +1,7 @@
-"""``scan_layers``: ``nn.scan`` over wrapped layers, whose weights are gathered while the layer before computes.
+"""``scan_layers``: ``nn.scan`` over wrapped layers that gathers a layer's weights while the layer before computes.
 
-Where nothing is gathered (outside of ``shard_map``, at initialisation, on one device) it *is* ``nn.scan`` of
-``nn.remat``; elsewhere a lifted transformation of the same layer hands its pieces to ``prefetched_scan``.
+Without gathers (outside of ``shard_map``, at initialisation, on one device) the result *is* ``nn.scan`` of
+``nn.remat``. Otherwise a lifted transformation of the same layer passes its parts to ``prefetched_scan``.
 """
 
 import contextlib
@@ -34,10 +34,10 @@ def scan_layers(
     in_axes: Any = nn.broadcast,
     prefetch: bool = True,
 ) -> Layer:
-    """A scan over layers that gathers the weights of the next layers while one computes, forward and backward.
+    """Makes a scan over layers that gathers the next layers' weights while a layer computes, forward and backward.
 
-    What it makes is ``nn.scan(nn.remat(layer, prevent_cse=False), variable_axes={"params": 0}, ...)``: the same names,
-    shapes, initial values, results and gradients. Of the forward pass it keeps each layer's input.
+    The result equals ``nn.scan(nn.remat(layer, prevent_cse=False), variable_axes={"params": 0}, ...)``: the same names,
+    shapes, initial values, results and gradients. The forward pass keeps each layer's input.
 
     >>> class Block(nn.Module):
     ...     @nn.compact
@@ -49,33 +49,33 @@ def scan_layers(
     (None, None, 'fsdp')
 
     Args:
-      layer: the class of a layer, wrapped by ``shard_module_params``, without ``nn.remat``. Its ``__call__`` takes the
-        carry and further arguments by position, and returns (carry, outputs), as for ``nn.scan``. It may have
-        parameters, and random numbers; all other collections are out of its reach.
+      layer: the class of a layer, wrapped by ``shard_module_params``, without ``nn.remat``. ``__call__`` takes the
+        carry and further positional arguments, and returns (carry, outputs), as for ``nn.scan``. A layer may use
+        parameters and random numbers, and no other collection.
       length: the number of layers.
       split_rngs: see ``nn.scan``.
-      in_axes: for each argument after the carry, or for all: ``nn.broadcast``, every layer gets the same, or 0, each
-        gets its own of [layers, ...].
-      prefetch: False: the ``nn.scan`` and nothing else.
+      in_axes: for each argument after the carry, or once for all: ``nn.broadcast`` (every layer gets the same value) or
+        0 (each layer gets an entry of [layers, ...]).
+      prefetch: False: the plain ``nn.scan``.
     Returns:
-      A class like ``layer``, called as that of ``nn.scan``. Inside ``shard_map`` its call holds the gathered weights of
-      two layers, and the gradients of two; where parameters are mutable it is the ``nn.scan``.
+      A class like ``layer``, called like the class of ``nn.scan``. Inside ``shard_map`` a call holds the gathered
+      weights of two layers, and the gradients of two. If parameters are mutable, the call is the ``nn.scan``.
     Raises:
-      TypeError: ``layer`` is no class of a Linen module, or has its ``nn.remat`` already.
-      ValueError: ``in_axes`` has an entry that is neither; when it runs, a leaf that cannot be gathered ahead.
+      TypeError: ``layer`` is not a Linen module class, or already has an ``nn.remat``.
+      ValueError: ``in_axes`` has an invalid entry; when the scan runs: a leaf cannot be gathered ahead.
     """
     if not (isinstance(layer, type) and issubclass(layer, nn.Module)):
         raise TypeError(f"scan_layers takes the class of a layer, not {kind_of(layer)}; pass its class and length=...")
     if recomputes(layer):
         raise TypeError(
-            f"scan_layers got {layer.__name__}, a layer inside nn.remat: it keeps a layer's input, and computes the "
-            "rest again by itself. Pass shard_module_params(Block, axis_name), or, for a policy that keeps more, write "
-            "nn.scan(nn.remat(..., policy=...)) in place of scan_layers."
+            f"scan_layers got {layer.__name__}, a layer inside nn.remat, but scan_layers recomputes layers itself. "
+            "Pass shard_module_params(Block, axis_name), or, for a policy that keeps more, write "
+            "nn.scan(nn.remat(..., policy=...))."
         )
     if wrong := [axis for axis in jax.tree.leaves(in_axes) if axis is not nn.broadcast and axis != 0]:
         raise ValueError(f"scan_layers: in_axes={in_axes!r} has {wrong[0]!r}; pass 0 or nn.broadcast for an argument.")
     rngs, options = dict(split_rngs), {"in_axes": in_axes, "length": length}
-    # prevent_cse guards against XLA merging both computations; across the iterations of a loop it cannot.
+    # prevent_cse keeps XLA from merging both computations, which is impossible across the iterations of a loop.
     again = nn.remat(layer, prevent_cse=False)
     scanned = nn.scan(again, variable_axes={"params": 0}, split_rngs=rngs, **options)
     if prefetch:
@@ -85,11 +85,11 @@ def scan_layers(
 
 
 def _where_gathered(plain: Callable[..., Any], ahead: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that is ``ahead`` where there are weights to gather."""
+    """Returns a method that runs ``ahead`` if weights must be gathered, else ``plain``."""
 
     @functools.wraps(plain)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # While a model is initialised nn.scan makes the parameters: there are none yet to gather.
+        # During initialisation nn.scan makes the parameters: nothing can be gathered yet.
         if self.scope is None or self.is_mutable_collection("params"):
             return plain(self, *args, **kwargs)
         # Outside of shard_map, and where no leaf is split, there is nothing to gather ahead.
@@ -103,17 +103,17 @@ def _where_gathered(plain: Callable[..., Any], ahead: Callable[..., Any]) -> Cal
 
 
 def _of_one_layer(stacked: PyTree) -> PyTree:
-    """The stacked leaves in boxes that name the dims of one layer."""
+    """Returns the stacked leaves in boxes with the names of a layer's dims."""
     return meta.remove_axis(stacked, 0, {})
 
 
 def _ahead(run: Callable[..., Any], *, split_rngs: Mapping[Any, bool], in_axes: Any, length: int) -> Callable[..., Any]:
-    """The lifted transformation: ``prefetched_scan`` of ``run(scopes, carry, *args)``."""
+    """Lifts ``prefetched_scan`` of ``run(scopes, carry, *args)`` to a transformation of modules."""
 
     def scan(make_scopes: Any, _: Any, variables: Any, rngs: Any, carry: PyTree, *args: Any) -> Any:
         keys = [_split(k, length) if split else k for k, split in zip(rngs, split_rngs.values(), strict=True)]
         axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
-        # A layer has its own keys of streams that are split, and its own part of arguments with a dim for layers.
+        # Per layer: keys of split streams, and arguments with a layer dim.
         is_own = [*split_rngs.values(), *(axis == 0 for axis in axes)]
         inputs = list(zip(is_own, [*keys, *args], strict=True))
         per_layer, put_own = split_arrays([x if own else None for own, x in inputs])
@@ -131,20 +131,21 @@ def _ahead(run: Callable[..., Any], *, split_rngs: Mapping[Any, bool], in_axes: 
         path = watching(RunningUnit)[0].path
         return prefetched_scan(layer, _of_one_layer(variables), carry, per_layer, shared, path), ()
 
-    # No collection comes out: a layer is computed twice, and would write twice.
+    # No collection is returned: a layer is computed twice, and would write twice.
     return lift.pack(scan, ("params",), (), tuple(split_rngs), name="scan")
 
 
 def _split(keys: PyTree, length: int) -> PyTree:
-    """As ``nn.scan`` splits them."""
+    """Splits keys as ``nn.scan`` does."""
     return lift.tree_map_rngs(lambda key: jax.random.split(jax.random.clone(key), length), keys)
 
 
 class _SameCounts:
-    """Sees to it that a layer draws the same random numbers each time that it is traced.
+    """Makes a layer draw the same random numbers each time the layer is traced.
 
-    Linen counts in a scope how many keys it has made, across traces; that of the backward pass would get others. All
-    but the first start from where that one ended, as in ``nn.scan``, which traces a layer once to see what it returns.
+    Linen counts in a scope the keys made so far, across traces, so the backward pass would draw different keys. Every
+    trace after the first starts from the counts at the end of the first trace, as in ``nn.scan``, which traces a layer
+    once to find its results.
     """
 
     def __init__(self) -> None:
@@ -162,12 +163,12 @@ class _SameCounts:
 
 
 def _copied(counts: dict[Any, Any]) -> dict[Any, Any]:
-    """With the same keys: Flax has a token among them, which ``copy.deepcopy`` would make another one of."""
+    """Copies nested counts. Keys are kept: ``copy.deepcopy`` would replace a token of Flax among the keys."""
     return {name: _copied(count) if isinstance(count, dict) else count for name, count in counts.items()}
 
 
 def _set_back(counts: dict[Any, Any], before: dict[Any, Any]) -> None:
-    """In place, as other scopes hold the same dicts. They have the same keys: a layer makes the same modules again."""
+    """Resets counts in place, since other scopes hold the same dicts. A layer makes the same modules, so keys match."""
     for name, count in before.items():
         if isinstance(count, dict):
             _set_back(counts[name], count)

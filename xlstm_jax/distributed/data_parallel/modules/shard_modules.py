@@ -1,12 +1,12 @@
-"""``shard_modules``: submodules of a model are sharded from outside, without an edit of its source.
+"""``shard_modules``: shards submodules of a model from outside, without changes to the model's source.
 
-The new model has a class that differs in one thing: its public methods run under an interceptor, which Linen calls at
-each method of each module within.
-  init    when a chosen module is left, its parameters are split, and boxed where they lie
-  apply   when a chosen module is entered, its method runs as a function of the module that ``lifted`` has lifted: the
+The returned model has a subclass whose public methods run under an interceptor. Linen calls the interceptor for each
+method of each module inside.
+  init    when a chosen module is left, its parameters are split, and boxed in place
+  apply   when a chosen module is entered, its method runs as a function of the module, lifted by ``lifted``: the
           parameters are gathered before, and dropped after
-Linen runs a module's ``setup`` before its interceptors. A parameter that ``setup`` reads is gathered by its box. The
-method then runs on a copy of the module, with a ``setup`` of its own, so XLA removes the first gather.
+Linen runs a module's ``setup`` before the interceptors. A parameter that ``setup`` reads is gathered by the box. The
+method then runs on a copy of the module, which runs ``setup`` again, so XLA removes the first gather.
 """
 
 import functools
@@ -62,7 +62,7 @@ def shard_modules(
     trainable: bool = True,
     inter_host_axes: AxisNames | tuple[()] = INTER_HOST_AXES,
 ) -> Model:
-    """Shards submodules of a model from outside, as if ``shard_module_params`` were around them in its source.
+    """Shards submodules of a model from outside, like ``shard_module_params`` around the submodules in the source.
 
     >>> mlp = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(16)])
     >>> model = shard_modules(mlp, nn.Dense, "fsdp", min_weight_size=64)
@@ -70,24 +70,24 @@ def shard_modules(
     >>> params["layers_0"]["kernel"].names, params["layers_2"]["kernel"].names
     ((None, 'fsdp'), ('fsdp', None))
 
-    The model has the class name, fields, parameter names, shapes and initial values that it had, and is used as before:
-    by ``init`` and ``apply``, within another module, under ``nn.scan`` or ``nn.remat``. ``nn.remat``, ``nn.scan`` and
-    ``nn.jit`` around a submodule that is sharded stay around it.
+    The returned model keeps class name, fields, parameter names, shapes and initial values, and is used in the same
+    way: by ``init`` and ``apply``, within another module, under ``nn.scan`` or ``nn.remat``. An ``nn.remat``,
+    ``nn.scan`` or ``nn.jit`` around a sharded submodule stays around the submodule.
 
-    Of modules within each other that are both chosen, the inner gathers its own parameters, and the outer the rest. A
-    parameter that is read elsewhere, past the module that gathers it (a tied head), is gathered for each such read.
+    If a chosen module contains another chosen module, the inner module gathers its parameters, and the outer module the
+    rest. A parameter read outside of its gathering module (a tied head) is gathered for each read.
 
     Args:
-      model: a Linen module, its class, or a ``functools.partial`` of one; or an NNX model, as ``nnx_model`` makes it.
-      where: which submodules; the model itself, at path "", is one of them.
+      model: a Linen module, its class, or a ``functools.partial`` of a class; or an NNX model, made by ``nnx_model``.
+      where: selects submodules; the model itself, at path "", is included.
         - a module class or a tuple of classes, subclasses included;
-        - a predicate of a path, as "encoder/layer/0", and the module there;
-        - ``larger_than(size)``, of a Linen model.
-      axis_name: and all that follow it: see ``shard_module_params``.
+        - a predicate of a path, as "encoder/layer/0", and the module at this path;
+        - ``larger_than(size)``, for a Linen model.
+      axis_name: see ``shard_module_params``, also for the following arguments.
     Raises:
-      ValueError: (in ``init``; at once, of an NNX model) nothing was chosen; lists the modules that there are.
-      TypeError: ``model`` is no Linen module, or an instance that its parent has already named; ``where`` is none of
-        these; or as ``shard_module_params`` raises.
+      ValueError: (in ``init``; immediately for an NNX model) no module was chosen; lists the modules of the model.
+      TypeError: ``model`` is not a Linen module, or an instance that has already been named by its parent; ``where``
+        has another form; or as ``shard_module_params`` raises.
     """
     policy = ShardPolicy(
         axis_name,
@@ -109,10 +109,10 @@ def shard_modules(
 
 @dataclass(frozen=True)
 class Selection:
-    """Which modules are units: those of which ``predicate`` is true, or, without one, those larger than ``size``.
+    """Choice of units: modules for which ``predicate`` is true or, without ``predicate``, modules larger than ``size``.
 
-    Units are chosen while the model is initialised, each when it is left. The boxes of its parameters then say which
-    module gathers them: by size, ``apply`` asks these boxes.
+    Units are chosen while the model is initialised, each unit when it is left. The boxes of the unit's parameters then
+    name the gathering module; a choice by size reads these boxes in ``apply``.
     """
 
     predicate: Predicate | None = None
@@ -122,16 +122,16 @@ class Selection:
         return f"larger_than({self.size})"
 
     def takes(self, path: str, module: nn.Module, by_size: bool) -> bool:
-        """Whether the module at ``path`` is a unit; ``by_size`` is the answer where there is no predicate."""
+        """Returns whether the module at ``path`` is a unit; ``by_size`` is the result if there is no predicate."""
         return bool(self.predicate(path, module)) if self.predicate else by_size
 
 
 def larger_than(size: int) -> Selection:
-    """For ``shard_modules``: every module whose own parameters have more than ``size`` values.
+    """Selects, for ``shard_modules``, modules whose parameters have more than ``size`` values.
 
-    The parameters of a chosen submodule do not count. So the innermost modules that are large enough are chosen, and a
+    The parameters of chosen submodules do not count. So the innermost modules that are large enough are chosen, and a
     module around them gathers the rest if the rest is large enough, too. The cell of an ``nn.RNN`` is never chosen,
-    since it would gather at every step of the loop; the RNN is.
+    since it would gather at every step of the loop; the RNN may be chosen.
 
     >>> model = shard_modules(nn.Sequential([nn.Dense(64), nn.Dense(4)]), larger_than(1000), "fsdp", min_weight_size=0)
     >>> plan = plan_sharding(model, {"fsdp": 4}, jnp.ones((8, 32)))
@@ -148,7 +148,7 @@ def larger_than(size: int) -> Selection:
 
 @dataclass(frozen=True)
 class _Sharding:
-    """The arguments of one ``shard_modules``."""
+    """Arguments of one ``shard_modules`` call."""
 
     selection: Selection
     where: Any
@@ -177,11 +177,11 @@ def _check_model(model: object) -> None:
 
 
 def _subclass(cls: type[nn.Module], sharding: _Sharding) -> Any:
-    """The class, with public methods that run under the interceptor. It keeps its name, as names of parameters do."""
+    """Returns a subclass whose public methods run under the interceptor. Class and parameter names stay the same."""
     methods = {name: _intercepted(getattr(cls, name), sharding) for name in methods_to_lift(cls)}
-    methods["__init__"] = vars(cls)["__init__"]  # which a decorator may have replaced
+    methods["__init__"] = vars(cls)["__init__"]  # a decorator may have replaced it
     new = type(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
-    for name, method in methods.items():  # not in the body of the class, where Linen would make new methods of them
+    for name, method in methods.items():  # not in the class body: Linen would wrap the methods again
         setattr(new, name, method)
     return new
 
@@ -199,43 +199,43 @@ def _intercepted(plain: Method, sharding: _Sharding) -> Method:
 
 
 def apart_from_model() -> AbstractContextManager[None]:
-    """While a method of a sharded model initialises or applies a module by itself, which is none of the model's own."""
+    """Returns a context for modules that a sharded model's method initialises or applies outside the model."""
     return nn.intercept_methods(_Apart().intercept)
 
 
 class _Apart:
-    """Stands on Linen's stack of interceptors, and does nothing: those below it let pass what runs above."""
+    """Marker on Linen's stack of interceptors. Interceptors below the marker skip modules that run above."""
 
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        """For ``nn.intercept_methods``."""
+        """Interceptor for ``nn.intercept_methods``: calls the method."""
         return method(*args, **kwargs)
 
 
 @dataclass(eq=False)
 class _Run:
-    """One call of a method of a sharded model. Paths start at that model, which is "" itself."""
+    """Call of a method of a sharded model. Paths are relative to that model, whose path is ""."""
 
     sharding: _Sharding
     root: tuple[str, ...]
     _entered: list[tuple[str, type[nn.Module]]] = field(default_factory=list)
-    # Of an initialisation: the modules that have run, and the path of its unit for each parameter of a unit.
+    # During initialisation: the modules that have run, and, for each parameter of a unit, the path of the unit.
     _seen: dict[str, type[nn.Module]] = field(default_factory=dict)
     _unit_of: dict[str, str] = field(default_factory=dict)
-    _has_units: bool = False  # which may have no parameters
+    _has_units: bool = False  # a unit may have no parameters
 
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        """For ``nn.intercept_methods``: enters a module by its outermost public method."""
+        """Interceptor for ``nn.intercept_methods``: enters a module at its outermost public method."""
         module, name, policy = context.module, context.method_name, self.sharding.policy
         watchers = watching(object)
-        is_apart = _Apart in map(type, watchers[: watchers.index(self)])  # none of the model's own modules
+        is_apart = _Apart in map(type, watchers[: watchers.index(self)])  # the module is not part of the model
         if is_apart or module.scope is None or not is_public(name, LINEN):
             return method(*args, **kwargs)
-        # Linen looks at the setup of what nn.scan has made, before it is called.
+        # Linen inspects the setup of modules made by nn.scan before they are called.
         if not hasattr(type(module), name) or module.path[: len(self.root)] != self.root:
             return method(*args, **kwargs)
         path, cls = "/".join(module.path[len(self.root) :]), type(module)
         kwargs = called(module, name, args, kwargs)
-        # A module of another class at the same path shares its scope (``share_scope``).
+        # A module of another class at the same path shares the module's scope (``share_scope``).
         if any(path == at and (issubclass(cls, of) or issubclass(of, cls)) for at, of in self._entered):
             return method(*args, **kwargs)
         self._entered.append((path, cls))
@@ -247,22 +247,22 @@ class _Run:
                 return method(*args, **kwargs)
             plain = context.orig_method.func  # type: ignore[attr-defined]  # a partial of the method and its module
 
-            # Its name is that of a method in the names of operations, of which a forecast reads modules.
+            # Operation names contain the method's name; a forecast reads modules from them.
             def sharded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 return plain(module, *args, **kwargs)
 
-            # Lifted as a function, call by call: the class of the module is the user's, and stays as it is.
+            # Lifted as a function in each call, so that the module keeps the user's class.
             gathering = lifted(sharded, None, policy)
             return enter(module, name, gathering, policy, args, kwargs, lambda module, name, result: result)
         finally:
             self._entered.pop()
 
     def _gathers(self, path: str, module: nn.Module) -> bool:
-        """Whether a module has split parameters to gather, and was chosen."""
+        """Returns whether a module was chosen and has split parameters to gather."""
         selection = self.sharding.selection
-        if not selection.takes(path, module, True):  # before the parameters of all modules within are looked at
+        if not selection.takes(path, module, True):  # before the parameters of all modules within are read
             return False
-        # Whether the box says this very module: it counts the names of the leaf's path below its unit.
+        # True if the box names this module: ``unit_depth`` counts the names of the leaf's path below its unit.
         own = [
             leaf.unit_depth == 1 + name.count("/")
             for _, name, leaf in _parameters(module)
@@ -271,12 +271,12 @@ class _Run:
         return bool(own) and selection.takes(path, module, any(own))
 
     def _initialise(self, path: str, module: nn.Module, method: Callable[[], Any]) -> Any:
-        """Runs a method of a module, and splits the module's parameters when it is left, if it was chosen."""
+        """Runs a method of a module, and then splits the module's parameters if the module was chosen."""
         selection, policy = self.sharding.selection, self.sharding.policy
         with inside_unit(module, policy.axes) if selection.takes(path, module, False) else nullcontext():
             result = method()
         self._seen[path] = type(module)
-        # Within nn.scan, the sizes of one layer.
+        # Inside nn.scan: the sizes of one layer.
         sizes = {
             "/".join((*place[len(self.root) :], name)): math.prod(leaf.true_shape)
             for place, name, leaf in _parameters(module)
@@ -287,31 +287,30 @@ class _Run:
         if selection.takes(path, module, by_size) and not (
             inside_map_variables(MapOfLeaves) and self._is_left_out(path)
         ):
-            # Units within were left before, and keep their parameters.
+            # Units inside were left earlier, and keep their parameters.
             self._has_units, self._unit_of = True, dict.fromkeys(sizes, path) | self._unit_of
             gathers_one_layer(path)
-            # The parameters lie in the module, whole: a lifted function that does nothing splits them on its way out.
+            # The module holds unsharded parameters: a lifted function without effect splits them when it returns.
             lifted(_nothing, None, policy)(module)
         if len(self._entered) == 1 and not path and not self._has_units:
             self._refuse(module)
         return result
 
     def _is_left_out(self, path: str) -> bool:
-        """Whether a module in an ``nn.map_variables`` of the model is no unit; the map would compute from shards.
+        """Returns True for ``larger_than``: leaves out a module in an ``nn.map_variables`` of the model.
 
-        ``larger_than`` leaves its parameters to the module around it, which gathers them before.
+        The map would compute from shards. The module around the map gathers the parameters instead, before the map.
 
         Raises:
-          ValueError: the module was chosen by its class, or by a predicate.
+          ValueError: the module was chosen by class or by predicate.
         """
         if not self.sharding.selection.predicate:
             return True
         outer = path.rpartition("/")[0]
         raise ValueError(
             f"shard_modules: '{path}' runs within an nn.map_variables of the model (nn.WeightNorm and nn.SpectralNorm "
-            "are made of it), which would compute from shards what it is to compute from whole parameters. Choose the "
-            f"module around it, which gathers before: where=lambda path, module: path == {outer!r}, or "
-            "larger_than(size)."
+            "contain one), which would compute from shards. Choose the module around the map: "
+            f"where=lambda path, module: path == {outer!r}, or larger_than(size)."
         )
 
     def _refuse(self, model: nn.Module) -> NoReturn:
@@ -326,11 +325,11 @@ class _Run:
 
 
 def _nothing(module: nn.Module) -> None:
-    """Lifted and run in an initialisation, it splits the parameters of a module that is there."""
+    """Does nothing. Lifted and run in an initialisation, it splits the parameters of an existing module."""
 
 
 def _parameters(module: nn.Module) -> list[tuple[tuple[str, ...], str, Sharded]]:
-    """The parameters of a module, and of the modules that it was given: the path of the module, the name, the leaf."""
+    """Returns (module path, name, leaf) for each parameter of a module and of modules passed to the module."""
     scopes = get_module_scopes(module)[0]
     params = [(scope.path, sharded_leaves(scope.variables().get("params", {}))) for scope in scopes]
     return [(place, name, leaf) for place, leaves in params for name, leaf in leaves]

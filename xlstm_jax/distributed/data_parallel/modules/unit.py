@@ -1,16 +1,17 @@
-"""Units: modules that are gathered as a whole where they run. This is what modules of every library have in common.
+"""Units: modules that gather their parameters together to run. This file has the parts shared by module libraries.
 
-  select   ``as_predicate``: which modules of a model are units; ``public_methods``: by which methods they are entered
-  enter    ``entered``: a unit's name in profiles, and the name of its input; ``gather_here``: its parameters, gathered
-  drop     ``dropping``: what was gathered is gathered again for the backward pass
-  leave    ``shard_here``: the parameters that an initialisation has made, split
+  select   ``as_predicate``: chooses the units of a model; ``public_methods``: lists the methods that enter a unit
+  enter    ``entered``: names the unit in profiles, and the unit's input; ``gather_here``: gathers the parameters
+  drop     ``dropping``: drops gathered parameters after the forward pass, and gathers again for the backward pass
+  leave    ``shard_here``: splits the parameters that an initialisation has made
 
-A library of modules is a ``ModuleSystem``, and one file that calls these: ``linen_module``, ``nnx_module``.
+A module library is described by a ``ModuleSystem``, and has a file that calls the functions here: ``linen_module``,
+``nnx_module``.
 
-What entering and leaving do depends on where the module runs:
-  inside shard_map        values are shards: they are gathered on entry, and split after init
-  under jax.set_mesh      values are global: init boxes them with their names, apply strips the boxes, XLA does the rest
-  anywhere else           values are global and bare: it is the plain module
+Entering and leaving depend on where the module runs:
+  inside shard_map        values are shards: gathered on entry, and split after init
+  under jax.set_mesh      values are global: init adds boxes, apply strips the boxes, XLA does the rest
+  anywhere else           values are global and bare: the module is the plain module
 """
 
 import inspect
@@ -53,13 +54,13 @@ Predicate = Callable[[str, Any], Any]
 
 @dataclass(frozen=True)
 class ModuleSystem:
-    """What units need to know of a library of modules.
+    """Description of a module library for units.
 
     Attributes:
-      module_class: the class of all its modules. Public methods of this class itself enter no unit.
-      checkpoint: ``jax.checkpoint`` of a function of (module, arrays), where the library has one of its own.
-      is_method: whether an attribute of a class is a method that may enter a unit.
-      objects: classes of arguments that pass through transformations as they are, though JAX could take them apart.
+      module_class: base class of all modules of the library. Public methods of this class itself enter no unit.
+      checkpoint: the library's ``jax.checkpoint`` for a function of (module, arrays), if it differs from JAX's.
+      is_method: returns whether an attribute of a class is a method that may enter a unit.
+      objects: classes of arguments that pass through transformations unchanged, even if a class is a pytree.
     """
 
     module_class: type[Any]
@@ -70,10 +71,10 @@ class ModuleSystem:
 
 @runtime_checkable
 class ShardsItself(Protocol):
-    """A model that knows its modules before it runs; ``shard_modules`` takes it."""
+    """Model that lists modules before it runs; ``shard_modules`` calls ``with_units``."""
 
     def with_units(self, where: Any, policy: ShardPolicy) -> Any:
-        """The model, in which the modules that ``where`` says are units."""
+        """Returns the model with the modules that ``where`` selects as units."""
         ...
 
 
@@ -81,12 +82,12 @@ class ShardsItself(Protocol):
 
 
 def as_predicate(where: Any, system: ModuleSystem) -> Predicate:
-    """``where`` of ``shard_modules`` as a function of path and module.
+    """Returns ``where`` of ``shard_modules`` as a function of path and module.
 
     Raises:
-      TypeError: it is no class of modules, no tuple of classes and no function.
+      TypeError: ``where`` is not a module class, a tuple of module classes or a function.
     """
-    # A class can be called, too, so classes are told first.
+    # Classes first: a class is callable, too.
     classes = where if isinstance(where, tuple) else (where,)
     if classes and all(isinstance(cls, type) and issubclass(cls, system.module_class) for cls in classes):
         return lambda path, module: isinstance(module, classes)
@@ -100,12 +101,12 @@ def as_predicate(where: Any, system: ModuleSystem) -> Predicate:
 
 
 def public_methods(cls: type[Any], system: ModuleSystem) -> list[str]:
-    """The methods through which others use a module: ``__call__`` and public ones, but for the library's own."""
+    """Returns the methods for callers of a module: ``__call__`` and public methods, without the library's methods."""
     return [name for name, _ in inspect.getmembers_static(cls, system.is_method) if is_public(name, system)]
 
 
 def is_public(method: str, system: ModuleSystem) -> bool:
-    """Whether a method of this name is for others to call, and not for the module itself or for its library."""
+    """Returns whether the method is for callers, not for the module itself or for its library."""
     return method == "__call__" or not (method.startswith("_") or hasattr(system.module_class, method))
 
 
@@ -113,7 +114,7 @@ def is_public(method: str, system: ModuleSystem) -> bool:
 
 
 def running(axes: tuple[str, ...]) -> Literal["manual", "global", "plain"]:
-    """Where the wrapped module runs: "manual" (axes bound), "global" (the mesh is set), or "plain"."""
+    """Returns where the wrapped module runs: "manual" (axes bound), "global" (the mesh is set), or "plain"."""
     unbound = [axis for axis in axes if not collectives.is_bound(axis)]
     if not unbound:
         return "manual"
@@ -122,7 +123,7 @@ def running(axes: tuple[str, ...]) -> Literal["manual", "global", "plain"]:
         return "global"
     if mesh.empty:
         return "plain"
-    # Some axes are bound and others are not, or there is no such axis: no mode fits.
+    # No mode fits: some axes are bound and others are not, or the mesh lacks an axis.
     if mesh.manual_axes:
         raise ValueError(collectives.unbound_message(unbound[0], "shard_module_params"))
     raise _no_axis(next((axis for axis in unbound if axis not in mesh.shape), unbound[0]))
@@ -135,9 +136,9 @@ def _no_axis(axis: str) -> ValueError:
 
 
 def entered(system: ModuleSystem, name: str, run: Method, module: Any, args: Any, kwargs: Any) -> Any:
-    """``run(module, *args, **kwargs)`` of a unit, with its input named for policies of rematerialisation.
+    """Runs ``run(module, *args, **kwargs)`` of a unit, with its input named for remat policies.
 
-    The gather runs outside of the module's own scope: under ``name`` it is found in profiles and forecasts.
+    The gather runs outside of the module's name scope; profiles and forecasts show the gather under ``name``.
     """
     args, kwargs = named_input(system, args, kwargs)
     with jax.named_scope(f"{name}.sharded"):
@@ -145,16 +146,17 @@ def entered(system: ModuleSystem, name: str, run: Method, module: Any, args: Any
 
 
 def named_input(system: ModuleSystem, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of a unit, floats in the first of them (or in all, given by keyword) named BLOCK_INPUT.
+    """Returns the unit's arguments, with floats in the first argument named BLOCK_INPUT.
 
-    What comes after the first, a mask, say, is often the same for all layers: kept for each, it would take more.
+    Without positional arguments, floats in each keyword argument are named. Later arguments, such as a mask, are often
+    shared by the layers: keeping a copy per layer would take more memory.
     """
 
     def named(x: Any) -> Any:
         is_float = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)
         return checkpoint_name(x, BLOCK_INPUT) if is_float else x
 
-    # A box among the arguments is a parameter, and an object of the library no activation.
+    # A box among the arguments is a parameter, and a library object is not an activation.
     first, rest = (args[:1], args[1:]) if args else (kwargs, ())
     first = map_leaves(named, first, one_leaf=lambda node: isinstance(node, (*BOXES, *system.objects)))
     return (first + rest, kwargs) if args else (args, first)
@@ -166,15 +168,15 @@ def gather_here(
     module: tuple[str, ...] | None = None,
     extensions: Sequence[Extension] = (),
 ) -> PyTree:
-    """Returns what the module sees: its leaves gathered, except those that a unit within it gathers by itself.
+    """Returns the variables in the form that the module reads: gathered, except leaves of units inside the module.
 
     Args:
       policy: the options of the unit.
-      variables: collections of the module, "params" among them.
-      module: the path of a Linen module in the model, by which errors name its leaves.
-      extensions: those of the unit, which may give wires to leaves, and replace leaves.
+      variables: collections of the module, including "params".
+      module: the path of a Linen module in the model; errors name leaves by it.
+      extensions: extensions of the unit, which may choose wires of leaves, and replace leaves.
     """
-    # Copies are those that the box of a leaf names: ``or_else`` takes what is None here from there.
+    # The box of a leaf names its copies: ``or_else`` fills the None from the box.
     how = replace(policy.communication, replicas=None)
 
     def gathered(stored: str, leaf: Any) -> Any:
@@ -184,8 +186,8 @@ def gather_here(
         if not is_box(leaf) or not is_gathered_here(stored, box):
             return leaf
         path, value = path_in_model(module, stored), box.value
-        # A global array did not come through the shard_map. Those of an outer jit are tracers, and their types get
-        # lost in a scan of Linen; ``linen_module`` sees those by their shapes.
+        # A concrete global array was not passed through the shard_map. Global arrays of an outer jit are tracers, whose
+        # types get lost in a scan of Linen; ``linen_module`` recognises those by their shapes.
         if isinstance(value, jax.Array) and not isinstance(value, Tracer) and split_over(box, policy.axes):
             raise closed_over(path, box, policy.axes)
         extension, wire = wires.get(stored, (None, None))
@@ -200,7 +202,7 @@ def gather_here(
             return leaf
         if isinstance(box, Planned):
             return box.gathered(policy.axes)
-        # Boxes over other axes stay, for the wrapper of those.
+        # A box over other axes stays for the wrapper over those axes.
         return read_value(box) if set(box.axes) <= set(policy.axes) else leaf
 
     if running(policy.axes) != "manual":
@@ -216,33 +218,33 @@ def gather_here(
 
 
 def shard_to_read(policy: ShardPolicy, box: Sharded) -> Sharded | None:
-    """A leaf's shard, set to travel as its unit would gather it; None where the unit would not gather all of it."""
+    """Returns a leaf's shard with the options of the unit; ``None`` if the unit gathers only some axes."""
     if not set(box.axes) <= set(policy.axes):
         return None
-    # The box says which copies there are, as in ``gather_here``.
+    # The box names the copies, as in ``gather_here``.
     return box.replace(communication=replace(policy.communication, replicas=None).or_else(box.communication))
 
 
 def shards_to_read(policy: ShardPolicy, params: Mapping[str, Any]) -> dict[str, Sharded]:
-    """Returns the shards of a module's own parameters by name, each set to travel as its unit would gather it."""
+    """Returns the shards of a module's direct parameters by name, with the communication options of its unit."""
     found = {name: shard_to_read(policy, leaf) for name, leaf in params.items() if isinstance(leaf, Sharded)}
     return {name: shard for name, shard in found.items() if shard is not None}
 
 
 def split_over(leaf: Sharded, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of ``axes`` over which the leaf's box splits it on more than one device."""
+    """Returns the axes in ``axes`` over which the leaf's box splits the leaf on several devices."""
     return collectives.spread_axes([axis for axis in leaf.axes if axis in axes])
 
 
 def closed_over(path: str, leaf: Sharded, axes: tuple[str, ...]) -> ValueError:
-    """The error for a leaf whose box says that it is split, and whose value is whole."""
+    """Returns the error for a leaf whose box says "split" and whose value is the full array."""
     return whole_value(f"'{path}'", np.shape(leaf.value), split_over(leaf, axes))
 
 
 def carry_axes(tree: PyTree) -> list[str]:
-    """Returns the axes over which the carry of a recurrent module varies that has these inputs and parameters.
+    """Returns the varying axes of a recurrent module's carry, given a tree of the module's inputs and parameters.
 
-    A leaf that is split will vary over its axes when it is gathered.
+    After a gather, a split leaf varies over its axes.
     """
     leaves = [leaf for _, leaf in sharded_leaves(tree)]
     arrays = [leaf.value for leaf in leaves if isinstance(leaf.value, jax.Array)]
@@ -254,14 +256,14 @@ def carry_axes(tree: PyTree) -> list[str]:
 
 
 def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
-    """``run(module, *args, **kwargs)``, which gathers: again for the backward pass, where the policy says so."""
+    """Returns ``run(module, *args, **kwargs)``, with gathers repeated in the backward pass if the policy says so."""
     if not policy.reshard_after_forward:
         return run
 
     def run_and_drop(module: Any, *args: Any, **kwargs: Any) -> Any:
         if running(policy.axes) != "manual" or collectives.axis_size(policy.axes) == 1:
             return run(module, *args, **kwargs)
-        # A checkpoint takes arrays alone: flags and functions among the arguments go around it.
+        # ``checkpoint`` accepts only arrays: flags and functions among the arguments bypass it.
         arrays, put_back = split_arrays((args, kwargs), *system.objects)
         rebuild_results: list[Callable[[dict[int, Any]], PyTree]] = []
 
@@ -271,7 +273,7 @@ def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
             rebuild_results.append(rebuild)
             return results
 
-        # It traces `again`, which leaves behind how its results are put together.
+        # The checkpoint traces `again`, which appends the function that rebuilds its results.
         results = system.checkpoint(again, policy=EVERYTHING_ELSE)(module, arrays)
         return rebuild_results[-1](results)
 
@@ -282,7 +284,7 @@ def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
 
 
 def shard_here(policy: ShardPolicy, variables: PyTree) -> PyTree:
-    """The variables that a module has initialised, split, in boxes that say that this module gathers them."""
+    """Returns a module's initialised variables, split, in boxes that name the module as the gatherer."""
     passing = passing_collections()
     whole = {name: tree for name, tree in variables.items() if name in passing}
     variables = {name: tree for name, tree in variables.items() if name not in passing}

@@ -1,5 +1,6 @@
-"""What travels between devices: names of axes, dtypes, packed bytes, collectives, and the gradient rule of a gather.
+"""Communication between devices: names of axes, dtypes, packed bytes, collectives, and the gradient rule of a gather.
 
-Nothing here knows what a box is. Each file imports only from those before it: ``axes``, ``quantized``,
-``communication``, ``collectives``, ``tracing``, ``gather_array``.
+No file here depends on boxes. Each file imports only from earlier files in this list: ``axes``, ``dtypes``,
+``collectives``, ``copies``, ``quantized``, ``wires``, ``blocks``, ``formats``, ``communication``, ``tracing``,
+``gather_array``, ``lookup``, ``pieces``, ``transposes``.
 """

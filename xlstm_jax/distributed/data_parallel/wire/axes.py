@@ -1,4 +1,4 @@
-"""Names of mesh axes: as users write them, and as entries of a box's ``names``."""
+"""Names of mesh axes, as written by users and as entries of a box's ``names``."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ AxisEntry = None | str | tuple[str, ...]
 
 
 def size_if_bound(axis: str) -> int:
-    """The size of an axis that is bound here (in ``shard_map``, say). Else 1: values are global."""
+    """Returns the size of a bound axis (inside ``shard_map``, say); 1 for an unbound axis: values are global."""
     try:
         return jax.lax.axis_size(axis)
     except NameError:  # JAX's error of an axis that is not bound
@@ -18,14 +18,14 @@ def size_if_bound(axis: str) -> int:
 
 
 def as_axis_names(axis_name: AxisNames) -> tuple[str, ...]:
-    """One axis or a sequence of axes as a tuple of axes; a string is the name of one axis.
+    """Returns an axis, or a sequence of axes, as a tuple of axes; a string is the name of a single axis.
 
     Raises:
-      ValueError: no axis at all, an axis twice, something that is not a string, or a set, which has no order.
+      ValueError: no axis, a repeated axis, a non-string entry, or a set (sets have no order).
     """
     if isinstance(axis_name, set | frozenset):
         raise ValueError(f"axis_name={axis_name!r}: a set has no order, and axes do; pass a tuple, outermost first.")
-    # A value of another type becomes a name, so that the check below refuses it and shows it.
+    # A value of another type becomes a name, so that the check below raises and shows the value.
     names = (axis_name,) if isinstance(axis_name, str) or not isinstance(axis_name, Sequence) else tuple(axis_name)
     if not names or not all(isinstance(name, str) and name for name in names):
         raise ValueError(
@@ -37,14 +37,14 @@ def as_axis_names(axis_name: AxisNames) -> tuple[str, ...]:
 
 
 def entry_axes(entry: AxisEntry) -> tuple[str, ...]:
-    """The axes of one entry of ``names``: ``None`` -> (), ``"a"`` -> ("a",), ``("a", "b")`` -> itself."""
+    """Returns the axes of an entry of ``names``: ``None`` -> (), ``"a"`` -> ("a",), ``("a", "b")`` -> unchanged."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def axes_entry(axes: tuple[str, ...]) -> AxisEntry:
-    """The shortest entry for these axes: the inverse of ``entry_axes``."""
+    """Returns the shortest entry for these axes: the inverse of ``entry_axes``."""
     if not axes:
         return None
     return axes[0] if len(axes) == 1 else axes

@@ -1,4 +1,4 @@
-"""Arrays that travel in 8 bits, in blocks with scales (``quantized``): gathers of parameters, and means over copies.
+"""Sends arrays in 8 bits, in blocks with scales (``quantized``): gathers of parameters, and means over copies.
 
   gather   W[d_fsdp, f] -- pack --> rows of bytes -- all-gather, each stage --> all rows -- unpack --> W[d, f]
 
@@ -33,10 +33,10 @@ from xlstm_jax.distributed.data_parallel.wire.wires import Wire, WireFormat
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class InBlocks:
-    """The wire of shards of one shape and dtype that are packed, and gathered along the dim ``dim``.
+    """Wire of packed shards of equal shape and dtype, gathered along ``dim``.
 
     A row is the part of a shard at one index of the dim. Rows keep the layouts of TPUs; flattening the shard would copy
-    the gathered weight several times. If blocks do not fill such rows, the whole shard is a single row.
+    the gathered weight several times. If blocks do not fill the rows, the entire shard is a single row.
     """
 
     rounds_again: ClassVar[bool] = True
@@ -48,7 +48,7 @@ class InBlocks:
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """The number of rows of a shard, and the number of values in each."""
+        """Number of rows of a shard, and number of values per row."""
         rows, size = self.shape[self.dim], math.prod(self._rest)
         return (rows, size) if fills_blocks(size) else (1, rows * size)
 
@@ -63,11 +63,11 @@ class InBlocks:
         return pack(jnp.moveaxis(shard, self.dim, 0).reshape(self.matrix), self.format_name)
 
     def along(self, dim: int) -> int:
-        """Returns 0: the rows of devices are put together one below the other."""
+        """Returns 0: the rows of all devices are concatenated."""
         return 0
 
     def receive(self, arrived: jax.Array) -> jax.Array:
-        """Returns the packed shards of any number of devices as one array of their dtype."""
+        """Unpacks the packed shards of any number of devices into one array of their dtype."""
         rows, size = self.matrix
         values = unpack(arrived, self.format_name, size, self.dtype)
         whole = values.reshape(arrived.shape[0] // rows * self.shape[self.dim], *self._rest)
@@ -80,7 +80,7 @@ class InBlocks:
 
 @dataclass(frozen=True)
 class Blocks(WireFormat):
-    """Blocks of codes of the format ``name`` of ``quantized``, with a scale for each block."""
+    """Format of blocks of codes, named ``name`` in ``quantized``, with a scale per block."""
 
     averages: ClassVar[bool] = True
 
@@ -91,14 +91,14 @@ class Blocks(WireFormat):
 
     @property
     def itemsize(self) -> float:
-        """Bytes of a value with its part of its block's scale."""
+        """Bytes per value, including the value's part of the scale."""
         return packed_size(BLOCK_SIZE) / BLOCK_SIZE
 
     def nbytes(self, shape: tuple[int, ...], dim: int) -> int:
         return InBlocks(self.name, shape, np.dtype(np.float32), dim).sent_bytes
 
     def mean_of_terms(self, term: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """Returns the mean; each value is rounded by every copy, and once more as the mean."""
+        """Returns the mean. Each copy rounds each value once, and the mean is rounded once more."""
         count = collectives.axis_size(axes)
         rows, size = matrix_of_parts(term.shape, count)
         padded = jnp.pad(term.ravel(), (0, rows * size - term.size)).reshape(count, rows // count, size)
@@ -114,9 +114,9 @@ class Blocks(WireFormat):
 
 
 def matrix_of_parts(shape: Sequence[int], count: int) -> tuple[int, int]:
-    """Returns rows and their size, for values of this shape: dims as they are where ``count`` divides the rows.
+    """Returns (rows, row size) for values of this shape, split between dims if ``count`` divides the rows.
 
-    Else the values are one row for each of ``count`` devices, padded.
+    Otherwise the values are one padded row for each of ``count`` devices.
     """
     for dim in range(1, len(shape)):
         rows, size = math.prod(shape[:dim]), math.prod(shape[dim:])

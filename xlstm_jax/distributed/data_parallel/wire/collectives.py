@@ -1,12 +1,13 @@
 """All communication of the library: the only file that calls ``jax.lax`` collectives.
 
-*Types.* Under ``check_vma=True`` JAX knows for every value over which manual mesh axes it varies. A reduction then runs
-over exactly these axes: over other axes the value is equal on all devices, and a mean has nothing to do. Under
-``check_vma=False`` types say nothing, and a reduction runs over all axes that it was asked for.
+*Types.* Under ``check_vma=True`` the type of a value lists the manual mesh axes over which the value varies. A
+reduction runs over exactly these axes: along any other axis the value is equal on each device, and a mean is a no-op.
+Under ``check_vma=False`` types list no axes, and a reduction runs over all requested axes.
 
-*Cost.* Axes of size 1 are skipped. Collectives over several axes are staged: gathers the innermost axis first, scatters
-the outermost first, so that shards lie in the order of ``PartitionSpec((outer, inner))`` and each stage uses the links
-of one axis. Sums of values narrower than 32 bits run in float32. Many small values (metrics) travel as one vector.
+*Cost.* Axes of size 1 are skipped. Collectives over several axes are staged: gathers begin with the innermost axis,
+scatters with the outermost, so that shards are in the order of ``PartitionSpec((outer, inner))`` and each stage uses
+the links of one axis. Values narrower than 32 bits are summed in float32. Many small values (metrics) are sent as one
+vector.
 """
 
 import itertools
@@ -32,7 +33,7 @@ Key = TypeVar("Key")
 
 
 def is_bound(axis: str) -> bool:
-    """Whether a collective over ``axis`` can run here: inside ``shard_map``, ``pmap``, or ``vmap`` with that name."""
+    """Returns whether a collective over ``axis`` can run here: inside ``shard_map``, ``pmap`` or a named ``vmap``."""
     if axis in jax.sharding.get_abstract_mesh().manual_axes:
         return True
     try:
@@ -43,31 +44,31 @@ def is_bound(axis: str) -> bool:
 
 
 def _size(axis: str) -> int:
-    mesh = jax.sharding.get_abstract_mesh()  # its sizes are there at once: ``lax.axis_size`` takes ten times longer
+    mesh = jax.sharding.get_abstract_mesh()  # its sizes are already known: ``lax.axis_size`` takes ten times longer
     return mesh.shape[axis] if axis in mesh.manual_axes else lax.axis_size(axis)
 
 
 def manual_axes() -> tuple[str, ...]:
-    """The mesh axes that the enclosing ``shard_map`` has bound."""
+    """Returns the mesh axes that the enclosing ``shard_map`` has bound."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def check_bound(axes: Sequence[str], *, caller: str) -> None:
-    """Raises a ``ValueError`` if one of ``axes`` is not bound; names it and lists the axes that are."""
+    """Raises a ``ValueError`` if an axis in ``axes`` is not bound; names the axis and lists the bound axes."""
     unbound = [axis for axis in axes if not is_bound(axis)]
     if unbound:
         raise ValueError(unbound_message(unbound[0], caller))
 
 
 def bound_axes(axis_name: AxisNames, *, caller: str) -> tuple[str, ...]:
-    """An axis, or several, as a tuple of axes; raises a ``ValueError`` if one is not bound."""
+    """Returns an axis, or several, as a tuple of axes; raises a ``ValueError`` if an axis is not bound."""
     axes = as_axis_names(axis_name)
     check_bound(axes, caller=caller)
     return axes
 
 
 def bound_or_none(axes: tuple[str, ...], *, caller: str) -> tuple[str, ...]:
-    """``axes``; or () if no axis is bound at all, so that values are global, as in ``init``.
+    """Returns ``axes``; or () if no axis is bound, so that values are global, as in ``init``.
 
     Raises:
       ValueError: some axes are bound, but not all of ``axes``.
@@ -79,7 +80,7 @@ def bound_or_none(axes: tuple[str, ...], *, caller: str) -> tuple[str, ...]:
 
 
 def unbound_message(axis: str, caller: str) -> str:
-    """The text of the error about an unbound axis: what was asked, which axes there are, what to do."""
+    """Returns the text of the error about an unbound axis: the requested axis, the bound axes, the cure."""
     there = f"no mesh axis is bound here. Call it inside jax.shard_map over a mesh that has the axis {axis!r}"
     if bound := manual_axes():
         there = f"the axes bound here are {bound}. Pass one of them, or put {axis!r} into the mesh of the shard_map"
@@ -87,26 +88,26 @@ def unbound_message(axis: str, caller: str) -> str:
 
 
 def axis_size(axes: Sequence[str]) -> int:
-    """The number of devices over these axes together, a Python int."""
+    """Returns the number of devices over these axes together, as a Python int."""
     return math.prod(map(_size, axes))
 
 
 def spread_axes(axes: Sequence[str]) -> tuple[str, ...]:
-    """The axes along which there is more than one device."""
+    """Returns the axes of size 2 or more."""
     return tuple(axis for axis in axes if _size(axis) > 1)
 
 
 def axis_index(axes: Sequence[str]) -> jax.Array:
-    """This device's index along the axes, the first being the outermost; int32 scalar.
+    """Returns this device's index along the axes, the first axis outermost; int32 scalar.
 
-    Axes of size 1 are left out: they add nothing to the index, and would make its type vary over them.
+    Axes of size 1 are left out: they do not change the index, and would make the index vary by type.
     """
     axes = spread_axes(axes)
     return lax.axis_index(axes) if axes else jnp.int32(0)
 
 
 def own_shard(value: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
-    """This device's shard of a value that is whole: [..., d, ...] -> [..., d / n, ...] over n devices."""
+    """Returns this device's shard of a replicated value: [..., d, ...] -> [..., d / n, ...] over n devices."""
     if (count := axis_size(axes)) == 1:
         return value
     size = value.shape[dim] // count
@@ -114,15 +115,15 @@ def own_shard(value: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
 
 
 def varying_axes(value: Any) -> frozenset[str]:
-    """The manual axes over which the type of ``value`` says that it varies; empty under ``check_vma=False``."""
+    """Returns the manual axes over which ``value`` varies by type; empty under ``check_vma=False``."""
     # JAX 0.12 has `manual_axis_type`, JAX 0.10 `vma`.
     aval = jax.typeof(value)
     return aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
 
 
 def is_tracked(axis: str) -> bool:
-    """Whether types say if a value varies along ``axis``, i.e. ``check_vma=True``."""
-    # JAX has no public name for the mode. A device's index always varies along its axis, so its type tells the mode.
+    """Returns whether types list ``axis`` for values that vary along it, i.e. ``check_vma=True``."""
+    # JAX has no public name for the mode. A device's index always varies along its axis, so its type shows the mode.
     if current_trace() != _in_this_trace.trace:
         _in_this_trace.trace, _in_this_trace.tracked = current_trace(), {}
     if axis not in _in_this_trace.tracked:
@@ -131,9 +132,9 @@ def is_tracked(axis: str) -> bool:
 
 
 class _InThisTrace(threading.local):
-    """The answers of ``is_tracked`` in the last trace that asked.
+    """Cache of ``is_tracked`` for the last trace.
 
-    Without them each question would add an equation to the program, for every leaf.
+    Without the cache each call would add an equation to the program, for every leaf.
     """
 
     trace: Any = None
@@ -144,18 +145,19 @@ _in_this_trace = _InThisTrace()
 
 
 def types_tell(axis: str, value: Any) -> bool:
-    """Whether the type of ``value`` says if it varies along ``axis``, so that an error may go by it.
+    """Returns whether the type of ``value`` shows if the value varies along ``axis``; errors may then rely on the type.
 
-    ``nn.scan`` traces a layer twice, first for its shapes: then all arguments are typed as equal everywhere.
+    ``nn.scan`` traces a layer twice, first for the shapes; in the first trace arguments have the type "equal on every
+    device".
     """
     return is_tracked(axis) and not is_for_shapes(value)
 
 
 def to_varying(tree: PyTree, axes: Collection[str]) -> PyTree:
-    """The same values, typed as varying over those of ``axes`` that types track; costs nothing.
+    """Returns the same values, typed as varying over the tracked axes in ``axes``; costs nothing.
 
-    JAX makes this cast by itself where types meet, and transposes it to a sum over the axes. If the cast is made here,
-    before differentiation, it is not differentiated, and each device gets its own gradient.
+    JAX inserts this cast where types differ, and transposes it to a sum over the axes. If the cast is made here, before
+    differentiation, the cast is not differentiated, and each device gets the local gradient.
     """
     tracked = {axis for axis in axes if is_tracked(axis)}
 
@@ -167,7 +169,7 @@ def to_varying(tree: PyTree, axes: Collection[str]) -> PyTree:
 
 
 def zeros_of_type(abstract: jax.ShapeDtypeStruct, dtype: DType) -> jax.Array:
-    """Zeros with the shape and the varying axes that ``jax.eval_shape`` found: the start of a ``scan``'s carry."""
+    """Returns zeros with the shape and varying axes that ``jax.eval_shape`` returned: the first carry of a ``scan``."""
     varying = getattr(abstract, "manual_axis_type", abstract)
     axes = tuple(sorted(getattr(varying, "varying", None) or getattr(varying, "vma", None) or ()))
     return to_varying(jnp.zeros(abstract.shape, dtype), axes)
@@ -184,9 +186,8 @@ def all_gather(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
 
 
 def all_gather_equal(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
-    """``all_gather`` with a result that is equal on all devices by its type, too."""
-    # The type must say that the result is equal: from the values alone JAX cannot see it, and the result of a plain
-    # gather counts as varying.
+    """Does ``all_gather``; the type of the result is "equal on all devices"."""
+    # The type must be set explicitly: JAX does not infer equality, and types the result of a plain gather as varying.
     axes = spread_axes(axes)
     tracked = bool(axes) and is_tracked(axes[0])
     to = "invarying" if tracked else "varying"
@@ -196,7 +197,7 @@ def all_gather_equal(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Arr
 def all_to_all(value: jax.Array, axes: Sequence[str]) -> jax.Array:
     """Sends ``value[i]`` to device i; entry i of the result comes from device i: [n, ...] -> [n, ...] over n devices.
 
-    Devices stand in the order of ``PartitionSpec(axes)``, the first axis being the outermost.
+    Devices are in the order of ``PartitionSpec(axes)``, the first axis outermost.
     """
     axes = spread_axes(axes)
     return lax.all_to_all(to_varying(value, axes), axes, 0, 0, tiled=True) if axes else value
@@ -206,14 +207,14 @@ Spans = tuple[jax.Array, jax.Array]
 
 
 def ragged_all_to_all(value: jax.Array, out: jax.Array, sent: Spans, coming: Spans, axes: Sequence[str]) -> jax.Array:
-    """Sends rows of ``value`` to every device, a different number to each. XLA on CPUs has no such collective.
+    """Sends rows of ``value`` to every device, a different number to each. Not available on CPUs.
 
     Args:
       value: the rows to send.
-      out: the result holds these rows, except those that arrive.
+      out: initial result; rows that arrive replace rows of ``out``.
       sent: (begins, sizes): ``sizes[i]`` rows go to device i, from row ``begins[i]`` of ``value`` on.
-      coming: (begins, sizes): the rows for device i lie from row ``begins[i]`` of *its* result on; ``sizes[i]`` rows
-        come from device i to this device.
+      coming: (begins, sizes): ``begins[i]`` is the first row, in the result of device i, of the rows sent to device i;
+        ``sizes[i]`` rows come from device i to this device.
       axes: the axes over which devices exchange rows.
     """
     axes = spread_axes(axes)
@@ -222,9 +223,9 @@ def ragged_all_to_all(value: jax.Array, out: jax.Array, sent: Spans, coming: Spa
 
 
 def shift(tree: PyTree, axes: Sequence[str], by: int = 1, *, ring: bool = True) -> PyTree:
-    """The value of the device that lies ``by`` places before this device along ``axes``.
+    """Returns the value of the device ``by`` places before this device along ``axes``.
 
-    In a ring the first devices receive from the last devices; otherwise they receive zeros.
+    In a ring the first devices receive from the last devices; otherwise the first devices receive zeros.
     """
     axes = spread_axes(axes)
     count = axis_size(axes)
@@ -235,9 +236,9 @@ def shift(tree: PyTree, axes: Sequence[str], by: int = 1, *, ring: bool = True) 
 
 
 def permute(values: Sequence[jax.Array], axes: Sequence[str], targets: Sequence[tuple[int, int]]) -> list[jax.Array]:
-    """Sends all values from device i to device j of each (i, j); one collective for each dtype."""
+    """Sends ``values`` from device i to device j for each (i, j) in ``targets``; a collective per dtype."""
     axes = spread_axes(axes)
-    # By what they vary over, too: end to end they would vary alike, and would not by their types afterwards.
+    # Grouped by varying axes, too: in one vector all values would get the same type.
     keys = [(value.dtype, varying_axes(value)) for value in values]
 
     def send(_: Any, vector: jax.Array) -> jax.Array:
@@ -247,11 +248,11 @@ def permute(values: Sequence[jax.Array], axes: Sequence[str], targets: Sequence[
 
 
 def reduce_scatter(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
-    """Sums over devices and leaves each its shard of ``dim``: [d, ...] -> [d / n, ...], in the value's own dtype.
+    """Sums over devices and leaves each device its shard of ``dim``: [d, ...] -> [d / n, ...], in the value's dtype.
 
-    The shards become matrices along a leading dim, which is scattered. Otherwise XLA on TPU may all-reduce the whole
-    array and slice it, at twice the bytes: if a shard does not fill the tiles in which a TPU lays out an array, or if
-    an array of three or more dims is laid out with another dim outermost.
+    The shards become matrices along a leading dim, which is scattered. Otherwise XLA on TPU may all-reduce the full
+    array and slice the result, at twice the bytes: if a shard does not fill the tiles in which a TPU lays out an array,
+    or if an array of three or more dims is laid out with another dim outermost.
     """
     # For narrow dtypes the dim itself is moved to the front: the matrix product that makes a gradient can write this
     # layout, while shards of another dim would be copied. (In float32 this takes XLA on CPU 6 % of a step longer.)
@@ -270,11 +271,11 @@ _TILE = 8, 128  # rows and columns in which a TPU lays out the last two dims of 
 
 
 def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape as a matrix with at least 8 rows and 8 columns, as many as a tile has rows.
+    """Returns the shape as a matrix of at least 8 rows (the rows of a tile) and 8 columns.
 
-    The columns are the last dim or, if it is too small, several last dims; a matrix that is large enough stays. If that
-    leaves too few rows or columns, the columns are 128, as in a tile, or the largest smaller number that divides the
-    size. An array that cannot be laid out so keeps its shape.
+    The columns are the last dim or, if it is too small, several last dims; a matrix of sufficient size stays. If too
+    few rows or columns remain, the columns are 128, as in a tile, or the largest smaller divisor of the size. An array
+    without a valid layout keeps its shape.
 
     >>> _matrix_shape((256, 8, 128)), _matrix_shape((4, 4096)), _matrix_shape((3, 5))
     ((2048, 128), (128, 128), (3, 5))
@@ -287,12 +288,12 @@ def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def all_reduce_sum(value: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Sums over devices, in the value's own dtype; the value must vary over those of ``axes`` that types track."""
+    """Sums over devices in the value's dtype; the value must vary over the tracked axes in ``axes``."""
     return lax.psum(value, tuple(axes))
 
 
 def _axes_to_reduce(value: Any, axes: Sequence[str]) -> tuple[str, ...]:
-    """The axes over which a reduction of ``value`` has something to do."""
+    """Returns the axes over which a reduction would change the value or the type of ``value``."""
     # A tracked axis of size 1 is kept if the value varies over it: only a reduction can change that in its type.
     varying = varying_axes(value)
     return tuple(a for a in axes if (a in varying if is_tracked(a) else _size(a) > 1))
@@ -303,14 +304,14 @@ def _reduce_together(
     values: Sequence[Any],
     axes: Sequence[Sequence[str]],
 ) -> list[jax.Array]:
-    """Applies ``reduce(list, axes)`` once for each distinct set of axes: one collective, not one for each value."""
+    """Applies ``reduce(list, axes)`` once per distinct set of axes: one collective per set, not per value."""
     groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for index, (value, over) in enumerate(zip(values, axes, strict=True)):
         groups[_axes_to_reduce(value, over)].append(index)
     out = [jnp.asarray(value) for value in values]
     for over, indices in groups.items():
         if over:
-            # Widened before the sum: in bfloat16 a sum over 256 devices loses whole terms.
+            # Widened before the sum: in bfloat16 a sum over 256 devices loses entire terms.
             for i, reduced in zip(indices, reduce([widened(out[i]) for i in indices], over), strict=True):
                 out[i] = reduced.astype(out[i].dtype)
     return out
@@ -319,7 +320,7 @@ def _reduce_together(
 def psum(values: Sequence[Any], axes: Sequence[Sequence[str]]) -> list[jax.Array]:
     """Sums ``values[i]`` over ``axes[i]``, with one collective for each distinct set of axes.
 
-    A value that is equal along an axis by its type counts once there, not once for each device.
+    A value whose type is equal along an axis counts once along the axis, not once per device.
     """
     return _reduce_together(lax.psum, values, axes)
 
@@ -336,11 +337,11 @@ _SIGNED = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 def all_reduce(operations: Sequence[str], values: Sequence[Any], axes: Sequence[str]) -> list[jax.Array]:
     """Reduces ``values[i]`` by ``operations[i]`` ("sum", "max", "min"), one collective per (operation, dtype).
 
-    Every device's value counts, whatever types say: a sum of 1 over 8 devices is 8 in both modes, as for ``lax.psum``.
-    Values of one group travel as one vector, in their own dtype. If a value is NaN on any device, the result is NaN,
-    also for "max" and "min".
+    Every device's value counts, whatever the types: a sum of 1 over 8 devices is 8 in both modes, as for ``lax.psum``.
+    Values of a group are sent as a vector, uncast. If a value is NaN on any device, the result is NaN, also for
+    "max" and "min".
     """
-    # For "max" and "min" floats travel as integers: an all-reduce of floats passes over NaN on some platforms.
+    # For "max" and "min" floats are sent as integers: an all-reduce of floats ignores NaN on some platforms.
     dtypes = [jnp.result_type(value) for value in values]
     sent = [x if op == "sum" else _ordered(jnp.asarray(x), op) for op, x in zip(operations, values, strict=True)]
     keys = [(operation, jnp.result_type(value)) for operation, value in zip(operations, sent, strict=True)]
@@ -358,7 +359,7 @@ def all_reduce(operations: Sequence[str], values: Sequence[Any], axes: Sequence[
 
 
 def _ordered(value: jax.Array, operation: str) -> jax.Array:
-    """Floats as signed integers in the same order, NaN at the end that ``operation`` looks for; other dtypes as is."""
+    """Returns floats as signed integers in the same order, NaN as the winner of ``operation``; other dtypes as is."""
     # The bits of positive floats, read as integers, are in order already. For negative floats the order is reversed, so
     # all their bits except the sign are inverted.
     if not jnp.issubdtype(value.dtype, jnp.floating):
@@ -375,10 +376,10 @@ def _invert_negative(bits: jax.Array) -> jax.Array:
 
 
 def all_gather_stacked(values: Sequence[Any], axes: Sequence[str]) -> list[jax.Array]:
-    """Gathers each of ``values`` from all devices: [...] -> [n, ...], equal on all devices by type; one collective.
+    """Gathers ``values`` from every device: [...] -> [n, ...], equal on each device by type; a single collective.
 
-    Devices stand in the order of ``PartitionSpec(axes)``, the first axis being the outermost. Values travel as 32-bit
-    words, narrower ones widened.
+    Devices are in the order of ``PartitionSpec(axes)``, the first axis outermost. Values are sent as 32-bit words;
+    narrower values are widened.
     """
     values = [jnp.asarray(value) for value in values]
 
@@ -392,12 +393,12 @@ def all_gather_stacked(values: Sequence[Any], axes: Sequence[str]) -> list[jax.A
 
 
 def _as_words(value: jax.Array) -> jax.Array:
-    """[...] -> [w] of uint32."""
+    """Converts [...] to uint32 [w]."""
     return value.ravel().astype(_word_dtype(value.dtype)).view(jnp.uint32)
 
 
 def _word_dtype(dtype: DType) -> DTypeLike:
-    """A dtype that holds all values of ``dtype`` in whole 32-bit words."""
+    """Returns a dtype of 32-bit words that can represent ``dtype``."""
     if dtype.itemsize >= 4:
         return dtype
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
@@ -406,9 +407,9 @@ def _word_dtype(dtype: DType) -> DTypeLike:
 def _as_one_vector_each(
     fn: Callable[[Key, jax.Array], jax.Array], keys: Sequence[Key], values: Sequence[Any]
 ) -> list[jax.Array]:
-    """Applies ``fn(key, vector)`` once for each key, to all values with this key, laid end to end.
+    """Applies ``fn(key, vector)`` once per key, to the concatenation of all values with this key.
 
-    ``fn`` may add dims in front. The last dim of its result is cut into the values again, each in its own shape.
+    ``fn`` may add dims in front. The last dim of the result is split into the values' shapes again.
     """
     groups: dict[Key, list[int]] = defaultdict(list)
     for index, key in enumerate(keys):

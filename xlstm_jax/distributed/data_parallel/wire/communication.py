@@ -1,11 +1,11 @@
-"""The rules about how a parameter travels: the dtypes of communication, and the copies of the shards.
+"""Communication options of a parameter: the dtypes of gather and reduce-scatter, and the copies of the shards.
 
-  gather          shards are sent in ``gather_dtype``; by default as they are stored
-  reduce-scatter  gradients are summed in ``grad_scatter_dtype``; by default in float32, or wider where the leaf is
-  copies          gradients of copies of a shard are averaged as ``Copies`` does
+  gather          shards are sent in ``gather_dtype``; default: the stored dtype
+  reduce-scatter  gradients are summed in ``grad_scatter_dtype``; default: float32, or the leaf's dtype if wider
+  copies          gradients of copies of a shard are averaged as ``Copies`` defines
 
 Only floats are ever cast, and only to floats of the same kind (real, complex). Nothing is narrowed unless a user asks.
-``WIRE_FORMATS`` are for transport alone: a gathered value has the leaf's dtype.
+``WIRE_FORMATS`` are formats for sending only: a gathered value has the leaf's dtype.
 """
 
 from collections.abc import Collection
@@ -31,9 +31,9 @@ SHORT_NAMES |= {"fp32": "float32", "f32": "float32", "fp64": "float64", "f64": "
 
 @dataclass(frozen=True)
 class Communication:
-    """How a split leaf travels: the dtypes that were asked for, by name or None, and the copies of its shards.
+    """Communication options of a split leaf: the requested dtypes, by name or ``None``, and the copies of its shards.
 
-    Of its axes ``inter_host_axes`` are gathered first, whatever the order of the others.
+    Axes in ``inter_host_axes`` are gathered first, whatever the order of the other axes.
     """
 
     gather_dtype: str | None = None
@@ -49,42 +49,42 @@ class Communication:
         replicas: Copies | None = None,
         inter_host_axes: tuple[str, ...] = INTER_HOST_AXES,
     ) -> "Communication":
-        """A ``Communication`` from dtypes as users write them; see ``dtype_name``."""
+        """Returns a ``Communication`` from dtypes in any notation; see ``dtype_name``."""
         gather = dtype_name(gather_dtype, "gather_dtype", tuple(WIRE_FORMATS))
         return cls(gather, dtype_name(grad_scatter_dtype, "grad_scatter_dtype"), replicas, inter_host_axes)
 
     def or_else(self, other: "Communication") -> "Communication":
-        """This object's options; those that are None, or ``inter_host_axes`` at its default, come from ``other``."""
+        """Returns these options; ``None`` and the default ``inter_host_axes`` are replaced by options of ``other``."""
         given = {name: value for name, value in vars(self).items() if value not in (None, INTER_HOST_AXES)}
         return Communication(**{**vars(other), **given})
 
     def not_copied_along(self, axes: Collection[str]) -> "Communication":
-        """The options for a leaf that is split over ``axes``, along which it has shards and no copies."""
+        """Returns the options for a leaf split over ``axes``: along these axes the leaf has shards, not copies."""
         return replace(self, replicas=self.replicas.without(axes) if self.replicas else None)
 
     @property
     def copied_axes(self) -> tuple[str, ...]:
-        """The axes along which there are copies of the shards."""
+        """Axes along which the shards have copies."""
         return self.replicas.axes if self.replicas else ()
 
     def dtypes(self, value: Any, path: str | None = None) -> tuple[Any, Any]:
-        """The dtype of the gathered value, and the dtype in which its gradient is summed.
+        """Returns the dtype of the gathered value, and the dtype for sums of the gradient.
 
         Raises:
-          ValueError: a dtype, one of the copies included, does not fit the value; names the leaf at ``path``.
+          ValueError: a dtype, including the copies' dtype, does not fit the value; names the leaf at ``path``.
         """
         gathered = cast_dtype(value, self.gather_dtype, "gather_dtype", path)
         summed = cast_dtype(value, self.grad_scatter_dtype, "grad_scatter_dtype", path)
-        if self.replicas:  # before the first step, and not in its backward pass
+        if self.replicas:  # raises before the first step rather than in its backward pass
             self.replicas.check(value, path)
         return (gathered, summed) if self.grad_scatter_dtype else (gathered, wide_dtype(summed))
 
     def format_of(self, value: Any) -> str | None:
-        """Returns the name of the wire format in which a value is gathered; None if it travels as a plain array."""
+        """Returns the name of the value's wire format in a gather; ``None`` for a plain array."""
         return packed_format(value, self.gather_dtype)
 
     def wire(self, shard: Any, dim: int, axes: tuple[str, ...]) -> Wire:
-        """Returns how a shard, or its ``Primal``, travels in a gather along ``dim``: as it is where nothing travels."""
+        """Returns the wire of a shard, or of its ``Primal``, for a gather along ``dim``; ``AsItIs`` on one device."""
         name = self.format_of(shard) if collectives.spread_axes(axes) else None
         return WIRE_FORMATS[name].wire(shard.shape, shard.dtype, dim) if name else AsItIs()
 
@@ -93,11 +93,11 @@ DEFAULT_COMMUNICATION = Communication()
 
 
 def dtype_name(dtype: DTypeLike | None, argument: str = "dtype", formats: Collection[str] = ()) -> str | None:
-    """The name of a dtype, so that equal dtypes compare as equal; None stays None.
+    """Returns the name of a dtype, so that equal dtypes compare as equal; ``None`` for ``None``.
 
     Raises:
-      TypeError: it is no dtype.
-      ValueError: it is neither one of ``formats`` nor a real or complex float; a parameter is cast to nothing else.
+      TypeError: ``dtype`` is not a dtype.
+      ValueError: ``dtype`` is neither in ``formats`` nor a real or complex float; parameters are cast only to these.
     """
     if dtype is None or (isinstance(dtype, str) and dtype in formats):
         return dtype
@@ -114,11 +114,11 @@ def dtype_name(dtype: DTypeLike | None, argument: str = "dtype", formats: Collec
 
 
 def _why_not(name: str, formats: Collection[str]) -> str:
-    """Why a dtype that is no float is refused, where ``formats`` are taken."""
+    """Returns why a non-float dtype is refused, and the ``formats`` that are accepted."""
     if name in WIRE_FORMATS and name not in formats:
         return (
-            f"{name} travels in blocks with scales, which a sum on the way cannot add up; gather_dtype and "
-            "Replicas(reduce_dtype=...) alone take it. Use a floating dtype, such as 'bfloat16', or None."
+            f"{name} travels in blocks with scales, which a reduce-scatter cannot sum; only gather_dtype and "
+            "Replicas(reduce_dtype=...) accept it. Use a floating dtype, such as 'bfloat16', or None."
         )
     return (
         f"parameters and gradients are floats, which a cast to {name} would truncate. Use a floating dtype, such as "
@@ -127,19 +127,19 @@ def _why_not(name: str, formats: Collection[str]) -> str:
 
 
 def packed_format(x: Any, requested: DTypeLike | None) -> str | None:
-    """Returns ``requested`` if it is one of ``WIRE_FORMATS``, and that takes values of the dtype of x; else None."""
+    """Returns ``requested`` if ``WIRE_FORMATS`` has it and the format takes the dtype of ``x``; else ``None``."""
     found = WIRE_FORMATS.get(str(requested))
     return str(requested) if found and found.takes(value_dtype(x)) else None
 
 
 def cast_dtype(x: Any, requested: DTypeLike | None, argument: str, path: str | None = None) -> DType:
-    """The dtype in which ``x`` arrives if it is sent with the option ``requested``.
+    """Returns the dtype of ``x`` after sending with the option ``requested``.
 
-    It is the dtype of x itself if nothing was requested, if x is no float, or if x travels in one of
-    ``WIRE_FORMATS``.
+    The dtype of x is kept if nothing was requested, if x is not a float, or if ``requested`` is a format of
+    ``WIRE_FORMATS`` for x.
 
     Raises:
-      ValueError: ``requested`` is no floating dtype, or would make a complex value real or a real one complex.
+      ValueError: ``requested`` is not a floating dtype, or would make a complex value real or a real value complex.
     """
     dtype = value_dtype(x)
     if requested is None or not jnp.issubdtype(dtype, jnp.inexact) or packed_format(x, requested):
@@ -151,7 +151,7 @@ def cast_dtype(x: Any, requested: DTypeLike | None, argument: str, path: str | N
         lost = "would lose its imaginary part" if kind is jnp.complexfloating else "is a real float"
         raise ValueError(
             f"{argument}={requested.name} does not fit {leaf} of dtype {dtype.name}, shape {tuple(x.shape)}: "
-            f"it {lost}. Use a {'complex' if kind is jnp.complexfloating else 'floating'} dtype there, or wrap the "
-            f"module that owns it by itself, with {argument}=None."
+            f"it {lost}. Use a {'complex' if kind is jnp.complexfloating else 'floating'} dtype, or wrap the "
+            f"leaf's module separately, with {argument}=None."
         )
     return requested

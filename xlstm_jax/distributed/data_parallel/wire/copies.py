@@ -1,9 +1,10 @@
-"""Copies of shards along further axes (hybrid sharding, HSDP): ``Copies``, how their gradients become one.
+"""Copies of shards along further axes (hybrid sharding, HSDP), and the average of their gradients: ``Copies``.
 
-Device (i, j) of a mesh with the axes "dp" and "fsdp" holds shard j of a leaf that is split over "fsdp"; along "dp" lie
-its copies. The backward pass of the gather scatters the gradient over "fsdp", and averages the parts over "dp".
+On a mesh with the axes "dp" and "fsdp", device (i, j) holds shard j of a leaf that is split over "fsdp"; the devices
+along "dp" hold copies of the shard. The backward pass of the gather scatters the gradient over "fsdp", and averages the
+parts over "dp".
 
-A kind of copies is a subclass of ``Copies`` in a file of its own, which users pass as ``replicas=``.
+A new kind of copies is a subclass of ``Copies`` in a new file, which users pass as ``replicas=``.
 """
 
 from collections.abc import Collection
@@ -21,7 +22,7 @@ from xlstm_jax.distributed.data_parallel.wire.dtypes import term_of_mean
 
 @dataclass(frozen=True)
 class Copies:
-    """Averages gradients in their own dtype over the axes of ``axis_name``, along which a shard has copies."""
+    """Average of gradients, in the gradients' dtype, over the axes ``axis_name`` along which a shard has copies."""
 
     axis_name: AxisNames
 
@@ -30,26 +31,26 @@ class Copies:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """``axis_name`` as a tuple."""
+        """Axes along which a shard has copies: ``axis_name`` as a tuple."""
         return as_axis_names(self.axis_name)
 
     @property
     def splits_optimizer_state(self) -> bool:
-        """Whether the optimizer's state is split over these axes, too (ZeRO-1)."""
+        """True if the optimizer's state is split over these axes, too (ZeRO-1)."""
         return False
 
     def without(self, axes: Collection[str]) -> "Copies | None":
-        """Returns the copies along the axes that are left; None where none is left."""
+        """Returns the copies along the axes not in ``axes``; ``None`` if no axis remains."""
         left = tuple(axis for axis in self.axes if axis not in axes)
         return replace(self, axis_name=left) if left else None
 
     def check(self, value: Any, path: str | None) -> None:
-        """Raises a ``ValueError`` where gradients of the leaf ``value`` at ``path`` cannot be averaged so."""
+        """Raises a ``ValueError`` if ``mean`` cannot average gradients of the leaf ``value`` at ``path``."""
 
     def mean(self, grad: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """Returns the mean of ``grad`` over the bound ``axes``, each of several devices; of any floating dtype."""
+        """Returns the mean of ``grad`` over the bound ``axes``, each of size 2 or more; of any floating dtype."""
         return collectives.all_reduce_sum(term_of_mean(grad, collectives.axis_size(axes), grad.dtype), axes)
 
     def rounding(self, sizes: np.ndarray, dtype: DType) -> float:
-        """Returns the norm of what ``mean`` may round, beyond sums in ``dtype``, of gradients as large as ``sizes``."""
+        """Returns the norm of ``mean``'s rounding error, beyond sums in ``dtype``, for gradients of sizes ``sizes``."""
         return 0.0

@@ -1,4 +1,4 @@
-"""Dtypes of values: which values are floats or PRNG keys, and the dtype in which a sum or a mean is taken."""
+"""Dtypes: tests for floats and PRNG keys, and the dtype of sums and means."""
 
 from collections.abc import Callable
 from functools import reduce, wraps
@@ -15,24 +15,24 @@ Result = TypeVar("Result")
 
 
 def is_prng_key(value: Any) -> bool:
-    """Whether ``value`` is an array of typed PRNG keys."""
+    """Returns whether ``value`` is an array of typed PRNG keys."""
     return jnp.issubdtype(value_dtype(value), jax.dtypes.prng_key)
 
 
 def value_dtype(value: Any) -> Any:
-    """The dtype of an array, an abstract array, or a Python number."""
+    """Returns the dtype of an array, an abstract array, or a Python number."""
     return value.dtype if hasattr(value, "dtype") else jnp.result_type(value)
 
 
 def wide_dtype(dtype: Any) -> Any:
-    """The dtype of sums by default: float32 for narrower floats, else the dtype itself."""
+    """Returns the default dtype of sums: float32 for narrower floats, else ``dtype``."""
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32 else dtype
 
 
 def promoting(fn: Callable[P, Result]) -> Callable[P, Result]:
-    """Lets a function of this library mix dtypes and ranks, also where the user's flags of JAX forbid it in their code.
+    """Lets a library function mix dtypes and ranks even if the user's JAX flags forbid promotion.
 
-    These flags count while JAX traces: a backward rule, which is traced later, is decorated by itself.
+    The flags apply while JAX traces. A backward rule is traced later, and needs a separate decorator.
     """
 
     @wraps(fn)
@@ -45,22 +45,22 @@ def promoting(fn: Callable[P, Result]) -> Callable[P, Result]:
 
 @promoting
 def common_dtype(*dtypes: DTypeLike) -> Any:
-    """The dtype that JAX promotes these to."""
+    """Returns the dtype to which JAX promotes ``dtypes``."""
     return reduce(jnp.promote_types, dtypes)
 
 
 def widened(value: jax.Array) -> jax.Array:
-    """The value in its ``wide_dtype``."""
+    """Returns the value in its ``wide_dtype``."""
     return value.astype(wide_dtype(value.dtype))
 
 
 def term_of_mean(value: jax.Array, count: int, dtype: DType) -> jax.Array:
-    """A device's term of a mean over ``count`` devices that is summed in ``dtype``.
+    """Returns a device's term of a mean over ``count`` devices that is summed in ``dtype``.
 
     The value is divided before the sum, and before it is narrowed: a float16 sum then overflows only if the mean does.
     """
-    # By a power of two a narrow value is divided as it is, which gives the same bits: XLA takes the factor into the
-    # matrix product that makes the value, and saves a pass over the gradient.
+    # A narrow value is divided by a power of two in its narrow dtype, which gives the same bits: XLA takes the factor
+    # into the matrix product that makes the value, and saves a pass over the gradient.
     if value.dtype == dtype != wide_dtype(dtype) and count & (count - 1) == 0:
         return value * (1 / count)
     return (widened(value) / count).astype(dtype)

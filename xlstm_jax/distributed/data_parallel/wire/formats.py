@@ -1,6 +1,6 @@
-"""The formats that ``gather_dtype`` names beside the dtypes of floats: one row each, from a file of its own.
+"""Registry of the formats for ``gather_dtype`` in addition to floating dtypes: a row per format.
 
-A further format is a subclass of ``WireFormat`` and a row here; a row and its file can be removed.
+To add a format, write a subclass of ``WireFormat`` in a new file and add a row; to remove one, remove both.
 """
 
 import math
@@ -25,7 +25,7 @@ def sent_bytes(shape: Sequence[int], dim: int, gather_dtype: str) -> int:
 
 
 def sent_itemsize(gather_dtype: str) -> float:
-    """Returns the bytes that are sent for one value. A plan may add words to the name of a dtype, behind a space."""
+    """Returns the bytes sent per value. Text after a space in ``gather_dtype``, which plans may add, is ignored."""
     if found := WIRE_FORMATS.get(gather_dtype):
         return found.itemsize
     return jnp.dtype(gather_dtype.partition(" ")[0]).itemsize

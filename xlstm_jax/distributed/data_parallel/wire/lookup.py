@@ -1,18 +1,18 @@
-"""Looks up rows of a split table without gathering it: indices travel, and the rows that they ask for.
+"""Looks up rows of a split table without gathering the table: devices exchange indices and the requested rows.
 
-An ``nn.Embed`` reads t rows of its table [V, d] on each of N devices. A gather would bring all V rows to each device.
-Here the devices along the innermost axes of the table form groups of G. Each device of a group gets some columns of all
-rows, w = d / G columns:
+An ``nn.Embed`` reads t rows of a table [V, d] on each of N devices. A gather would send V rows to each device.
+Here the devices along the innermost axes of the table form groups of G. Each device of a group gets w = d / G columns
+of all rows:
 
   columns   W[V_fsdp, d]  -- all-to-all within the group -->  -- all-gather over the other axes -->  W[V, w]
             W[V, d_fsdp]                                      -- all-gather over the other axes -->  W[V, w]
   indices   [t]           -- all-gather within the group -->  [G, t]
   rows      [G, t, w], looked up in the columns               -- all-to-all within the group -->     [t, d]
 
-All devices look up the same number of values, whatever the tokens are: shapes are static, and no device is asked for
-more than another because it owns frequent rows. The gradient goes the same way back. A device sums the rows that come
-back to it in float32, repeated rows too, before anything is narrowed. With a table over one axis (G = N) a device sends
-V d / N and t d values, while a gather sends V d values.
+All devices look up the same number of values, whatever the tokens are: shapes are static, and no device has more work
+because it owns frequent rows. The gradient is sent in the opposite direction. A device sums the returned rows in
+float32, repeated rows too, before narrowing. With a table over one axis (G = N) a device sends V d / N and t d values,
+while a gather sends V d values.
 """
 
 import math
@@ -33,22 +33,22 @@ from xlstm_jax.distributed.data_parallel.wire.gather_array import (
     shard_as_sent,
 )
 
-# Columns that are narrower waste the lanes of a TPU, which works on rows of this many values.
+# Narrower columns waste the lanes of a TPU, which works on rows of this many values.
 LANES = 128
 
 
 @dataclass(frozen=True)
 class RowLookup:
-    """How rows of one table are looked up; ``by_rows`` chooses it.
+    """Layout of a row lookup in one table; chosen by ``by_rows``.
 
     Attributes:
       shape: (V, d), without padding.
       stored: (V, d) with padding.
-      dim: the dim that is split.
-      outer, group: the axes that split it, outermost first; columns are gathered over ``outer``.
+      dim: the split dim.
+      outer, group: the axes that split the dim, outermost first; columns are gathered over ``outer``.
       outer_count, group_count: the number of devices along ``outer``, and along ``group``.
       how: dtypes and copies.
-      path: of the leaf, for errors.
+      path: path of the leaf, for errors.
     """
 
     shape: tuple[int, ...]
@@ -63,23 +63,23 @@ class RowLookup:
 
     @property
     def parts(self) -> int:
-        """The number of shards."""
+        """Number of shards."""
         return self.outer_count * self.group_count
 
     @property
     def width(self) -> int:
-        """w, the number of columns that a device has of all rows."""
+        """Number w of columns per device; a device holds these columns of every row."""
         return -(-self.stored[1] // self.group_count)
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """How the columns of a device lie in a row: the number of blocks, and the columns of each block."""
+        """Layout of a device's columns in a row: the number of blocks, and the columns of each block."""
         # A dim of columns is split over (outer, group), outermost first. So device g of a group has, after the gather
         # over `outer`, the blocks g, G + g, 2 G + g, ... of the row.
         return (self.outer_count, self.stored[1] // self.parts) if self.dim else (1, self.width)
 
     def sent_bytes(self, tokens: int, index_bytes: int, table_bytes: float, row_bytes: float) -> float:
-        """The bytes that a device sends, if a value of the table takes ``table_bytes`` and of a row ``row_bytes``."""
+        """Returns the bytes a device sends, for ``table_bytes`` per table value and ``row_bytes`` per row value."""
         outer, group = (1 - 1 / count for count in (self.outer_count, self.group_count))
         columns = self.stored[0] * self.width * outer
         columns += 0 if self.dim else self.stored[0] // self.parts * self.width * self.group_count * group
@@ -100,17 +100,17 @@ def by_rows(
     table_bytes: float,
     row_bytes: float,
 ) -> RowLookup | None:
-    """The lookup of ``tokens`` rows that sends least; None if a gather of the whole table does not send more.
+    """Returns the lookup of ``tokens`` rows that sends the fewest bytes; ``None`` unless a gather sends more.
 
-    The group consists of one or more of the innermost axes. It has more than one only if a device's columns still fill
-    the lanes of a TPU.
+    The group consists of one or more of the innermost axes; of several only if a device's columns still fill the lanes
+    of a TPU.
 
     Args:
       shape, stored, dim, how, path: see ``RowLookup``.
-      axis_sizes: the axes that split the dim, outermost first, with the devices along each; none of size 1.
-      tokens: the rows that each device needs.
+      axis_sizes: the axes that split the dim, outermost first, with their numbers of devices, each 2 or more.
+      tokens: the number of rows that each device needs.
       index_bytes: the bytes of an index.
-      table_bytes, row_bytes: the bytes of a value of the table, and of a row, in forward and backward together.
+      table_bytes, row_bytes: the bytes per value of the table, and of a row, forward and backward together.
     """
 
     def split_at(first: int) -> RowLookup:
@@ -126,16 +126,16 @@ def by_rows(
 
 
 def look_up(shard: jax.Array, indices: jax.Array, lookup: RowLookup) -> jax.Array:
-    """``jnp.take(whole, indices, axis=0)`` of a table of which this device has a shard; inside ``shard_map``.
+    """Returns ``jnp.take(table, indices, axis=0)``, given this device's shard of the table; inside ``shard_map``.
 
     Args:
       shard: [V / N, d] or [V, d / N], as stored.
-      indices: integers [...]. As for ``jnp.take``, negative ones count from the end; others that are none give NaN.
+      indices: integers [...]. As for ``jnp.take``, negative indices count from the end; indices out of range give NaN.
     Returns:
       [..., d] in the gather dtype. The gradient of the shard is the mean over the N devices, and over copies.
     """
-    # Cast to varying here, outside of the custom rule: JAX transposes the cast to the sum that it would take of a
-    # gathered table. The cast over copies is made within, where their mean is taken.
+    # Cast to varying here, outside of the custom rule: JAX transposes the cast to a sum, as for a gathered table. The
+    # cast over the copies' axes is made inside the rule, which takes the mean over copies.
     others = collectives.varying_axes(indices).difference(collectives.spread_axes(lookup.how.copied_axes))
     return _look_up(collectives.to_varying(shard, sorted(others)), indices, lookup)
 
@@ -148,11 +148,11 @@ def _look_up(shard: jax.Array, indices: jax.Array, lookup: RowLookup) -> jax.Arr
 def _look_up_fwd(shard: jax.Array, indices: jax.Array, lookup: RowLookup) -> tuple[jax.Array, tuple[Primal, jax.Array]]:
     columns = _columns(shard_as_sent(shard, lookup.how), lookup)
     asked = collectives.all_gather(indices.ravel(), 0, lookup.group)
-    # Narrow tokens travel narrow; a scatter counts in their dtype, which may not hold the number of rows.
+    # Tokens are sent in their narrow dtype; a scatter counts in this dtype, which may not hold the number of rows.
     asked = asked.astype(jnp.int32) if asked.dtype.itemsize < 4 else asked
     # Without the rows of the padding, so that an index beyond the table gives NaN, and -1 means the last true row.
     rows = jnp.take(columns[: lookup.shape[0]], asked, axis=0)
-    # Each device of the group gets the rows that it has asked for: [G t, w] -> [G, t, w].
+    # Each device of the group gets the rows of its indices: [G t, w] -> [G, t, w].
     by_device = rows.reshape(lookup.group_count, -1, lookup.width)
     rows = _in_one(collectives.all_to_all(by_device, lookup.group), lookup)
     return rows[:, : lookup.shape[1]].reshape(*indices.shape, -1), (Primal.of(shard), asked)
@@ -162,7 +162,7 @@ def _look_up_bwd(lookup: RowLookup, kept: tuple[Primal, jax.Array], cotangent: j
     (primal, asked), how = kept, lookup.how
     check_one_gradient_of_one_batch(lookup.path, primal, cotangent, (*lookup.outer, *lookup.group))
     summed = how.dtypes(primal)[1]
-    # Rows are sent in the narrower dtype of the two. A term that is narrowed is divided first, since in float16 its sum
+    # Rows are sent in the narrower of both dtypes. A term that is narrowed is divided first, since in float16 the sum
     # may overflow where the mean does not; otherwise the sum is divided, below.
     rows, count = cotangent.reshape(-1, lookup.shape[1]), lookup.parts
     if jnp.dtype(summed).itemsize < rows.dtype.itemsize:
@@ -171,8 +171,8 @@ def _look_up_bwd(lookup: RowLookup, kept: tuple[Primal, jax.Array], cotangent: j
     axes = collectives.varying_axes(rows) | collectives.varying_axes(asked)
     zeros = jnp.zeros((lookup.shape[0], lookup.width), wide_dtype(rows.dtype))
     zeros, rows = collectives.to_varying((zeros, widened(rows)), sorted(axes))
-    # "drop": an index beyond the table was answered by NaN, and has no row. The sum is wide, since a frequent token
-    # adds thousands of rows to one.
+    # "drop": an index beyond the table returned NaN, and has no row. The sum is wide, since a frequent token adds
+    # thousands of rows to one row.
     columns = zeros.at[asked].add(rows, mode="drop") / count
     # Narrowed only if the columns are sent.
     travels = not lookup.dim or lookup.outer_count > 1
@@ -184,7 +184,7 @@ _look_up.defvjp(_look_up_fwd, _look_up_bwd)
 
 
 def _columns(shard: jax.Array, lookup: RowLookup) -> jax.Array:
-    """This device's columns of all rows, [V, w], with padding."""
+    """Returns this device's columns of all rows, [V, w], with padding."""
     if lookup.dim == 0:
         pieces = _in_parts(shard, lookup)
         shard = collectives.all_to_all(pieces, lookup.group).reshape(-1, lookup.width)
@@ -192,7 +192,7 @@ def _columns(shard: jax.Array, lookup: RowLookup) -> jax.Array:
 
 
 def _shard_of_columns(columns: jax.Array, lookup: RowLookup) -> jax.Array:
-    """The transpose of ``_columns`` for columns without the rows of the padding: sums over ``outer``."""
+    """Transposes ``_columns``, for columns without padding rows: sums over ``outer``."""
     columns = jnp.pad(columns, [(0, lookup.stored[0] - lookup.shape[0]), (0, 0)])
     shard = collectives.reduce_scatter(columns, lookup.dim, lookup.outer)
     if lookup.dim:
@@ -202,7 +202,7 @@ def _shard_of_columns(columns: jax.Array, lookup: RowLookup) -> jax.Array:
 
 
 def _in_parts(rows: jax.Array, lookup: RowLookup) -> jax.Array:
-    """[t, d] -> [G, t, w]: the columns of each device of the group; columns of the padding are zeros."""
+    """Splits [t, d] -> [G, t, w]: the columns of each device of the group; padding columns are zeros."""
     (count, size), group = lookup.blocks, lookup.group_count
     padded = jnp.pad(rows, [(0, 0), (0, group * lookup.width - rows.shape[1])])
     parts = padded.reshape(-1, count, group, size)
@@ -210,7 +210,7 @@ def _in_parts(rows: jax.Array, lookup: RowLookup) -> jax.Array:
 
 
 def _in_one(parts: jax.Array, lookup: RowLookup) -> jax.Array:
-    """[G, t, w] -> [t, G w]: the inverse of ``_in_parts``."""
+    """Joins [G, t, w] -> [t, G w]: the inverse of ``_in_parts``."""
     (count, size), group = lookup.blocks, lookup.group_count
     rows = parts.reshape(group, -1, count, size).transpose(1, 2, 0, 3)
     return rows.reshape(-1, group * lookup.width)

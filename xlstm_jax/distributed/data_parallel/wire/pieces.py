@@ -1,13 +1,13 @@
-"""A split kernel read by pieces: each is gathered just before it is used, and its gradient scattered right after.
+"""Reads a split kernel in pieces. Each piece is gathered just before use, and the gradient is scattered right after.
 
-A kernel [d, V] on N devices is read along V, s of the entries that a device holds at a time:
+A kernel [d, V] on N devices is read along V, s of a device's entries at a time:
 
   split along V   W[d, V_fsdp]  -- all-gather of s entries of each device  -->  [d, N s]
   split along d   W[d_fsdp, V]  -- all-gather of the same s entries of V   -->  [d, s]
   backward        the transpose: a reduce-scatter of each piece
 
-Neither the whole kernel nor its whole gradient is ever there. The gradient is that of a gather (``gather_array``): the
-mean over N, then over copies of the shard.
+The unsharded kernel and the unsharded gradient never exist. The gradient is the same as in ``gather_array``:
+the mean over N, then over copies of the shard.
 """
 
 from dataclasses import dataclass
@@ -24,17 +24,17 @@ from xlstm_jax.program_names import GATHER_SCOPE
 
 @dataclass(frozen=True)
 class Pieces:
-    """How a matrix is read by pieces.
+    """Layout of a matrix that is read in pieces.
 
     Attributes:
-      along: the dim that pieces are parts of.
-      shape: of the whole matrix, without padding.
-      held: the entries of this dim that a device holds, padding included.
-      dim: the dim that is split.
-      axes: over which it is split; () for a matrix that is whole: then nothing travels.
+      along: the dim that is cut into pieces.
+      shape: shape of the unsharded matrix, without padding.
+      held: the number of entries of dim ``along`` per device, including padding.
+      dim: the split dim.
+      axes: the axes of ``dim``; () for a replicated matrix: nothing is sent.
       how: dtypes and copies.
-      trainable: whether it takes a gradient.
-      path: of the leaf, for errors.
+      trainable: whether the matrix takes a gradient.
+      path: path of the leaf, for errors.
     """
 
     along: int
@@ -48,41 +48,41 @@ class Pieces:
 
     @property
     def size(self) -> int:
-        """The entries of this dim on all devices, without padding."""
+        """Entries of dim ``along`` on all devices, without padding."""
         return self.shape[self.along]
 
     @property
     def copied_axes(self) -> tuple[str, ...]:
-        """The axes along which there is more than one copy of a shard."""
+        """Axes along which a shard has two or more copies."""
         return collectives.spread_axes(self.how.copied_axes)
 
     @property
     def parts(self) -> int:
-        """The number of devices that have entries of their own."""
+        """Number of devices over which the dim ``along`` is split."""
         return collectives.axis_size(self.axes) if self.dim == self.along else 1
 
     def entries(self, start: jax.Array | int, size: int, at: jax.Array | None = None) -> jax.Array:
-        """The entries of the dim that stand at the places ``at`` of a piece, or at all of its places; int32.
+        """Returns the indices along dim ``along`` of the places ``at`` of a piece (default: every place); int32.
 
-        The piece has ``size`` entries of each device, from ``start`` on of those that it holds.
+        The piece has ``size`` entries per device, from the device's entry ``start`` on.
         """
         at = jnp.arange(size * self.parts, dtype=jnp.int32) if at is None else at.astype(jnp.int32)
         return start + at if self.parts == 1 else at // size * self.held + start + at % size
 
     def gathered(self, sent: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
-        """A piece, of what ``shard_as_sent`` has made of the shard."""
+        """Returns a gathered piece; ``sent`` is the result of ``shard_as_sent``."""
         own = lax.dynamic_slice_in_dim(sent, start, size, self.along)
         with jax.named_scope(GATHER_SCOPE):
             return collectives.all_gather(own, self.dim, self.axes)
 
     def scattered(self, gradient: jax.Array, primal: Primal) -> jax.Array:
-        """The transpose of ``gathered``: this device's part of the mean, for ``gradient_of_shard``."""
+        """Transposes ``gathered``: returns this device's part of the mean, for ``gradient_of_shard``."""
         with jax.named_scope(GATHER_SCOPE):
             terms = terms_to_scatter(gradient, self.axes, self.how, primal)
             return collectives.reduce_scatter(terms, self.dim, self.axes)
 
     def without_padding(self, gradient: jax.Array) -> jax.Array:
-        """The gradient of this device's shard, with zeros in the padding: there it is NaN where the loss is NaN."""
+        """Returns the gradient of this device's shard, zeroed in the padding, which is NaN where the loss is NaN."""
         if self.held * self.parts == self.size:
             return gradient
         first = collectives.axis_index(self.axes) * self.held

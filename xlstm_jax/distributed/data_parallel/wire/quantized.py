@@ -1,16 +1,15 @@
-"""Packs rows of floats into bytes, block by block; ``blocks`` sends arrays so.
+"""Packs rows of floats into bytes, block by block; ``blocks`` sends arrays in this form.
 
   pack     x[..., r]                   -->  uint8[..., packed_size(r)]    codes of the values, then scales of the blocks
   unpack   uint8[..., packed_size(r)]  -->  x[..., r]                     code times scale
 
-Each row, along the last dim, is packed by itself, in blocks of ``BLOCK_SIZE`` values that follow each other. A scale is
-the largest absolute value of its block, divided by the largest code; it is rounded to bfloat16 *before* the codes are
-computed, so that it is exactly what ``unpack`` multiplies by. A row takes r + 2 r / 64 bytes, 0.516 of bfloat16's (a
-row of fewer than 64 values is one shorter block), and one array holds it all, so that a gather stays one collective.
+Each row (last dim) is packed by itself, in blocks of ``BLOCK_SIZE`` consecutive values. A scale is the largest absolute
+value of its block, divided by the largest code. The scale is rounded to bfloat16 *before* the codes are computed, so
+``unpack`` multiplies by exactly this scale. A row takes r + 2 r / 64 bytes, 0.516 of the bytes in bfloat16. (A row of
+fewer than 64 values is a shorter block.) A single array holds codes and scales, so a gather stays a single collective.
 
-The error of a value x in a block with the largest absolute value m is at most ``error_bound``. Zeros stay zeros. Where
-m is below ``smallest``, all of the block becomes zero; where it is not finite, all of the block becomes NaN, so that a
-NaN is never lost.
+The error of a value x in a block with the largest absolute value m is at most ``error_bound``. Zeros stay zeros. A
+block with m below ``smallest`` becomes zero. A block with a non-finite m becomes NaN, so that no NaN is lost.
 """
 
 from typing import NamedTuple
@@ -23,30 +22,30 @@ from jax.typing import ArrayLike
 
 BLOCK_SIZE = 64
 _SCALE_BYTES = 2
-_MOST_PADDING = 1 / 128  # of a row: a share that keeps a row below 0.52 of bfloat16's bytes
-_HALF_ULP = 2.0**-8  # of bfloat16, in which scales are rounded
-_TINY = float(np.finfo(np.float32).tiny)  # smaller scales would be flushed to zero on some platforms, not on others
+_MOST_PADDING = 1 / 128  # share of a row; keeps a row below 0.52 of its bytes in bfloat16
+_HALF_ULP = 2.0**-8  # of bfloat16, the dtype of scales
+_TINY = float(np.finfo(np.float32).tiny)  # smaller scales would be flushed to zero on some platforms
 
 
 class Format(NamedTuple):
-    """The codes of a format: the largest code, and the spacing relative to a code and next to zero."""
+    """Codes of a format: the largest code, and the spacing of codes relative to the code and next to zero."""
 
     largest: float
     relative_spacing: float
     least_spacing: float
 
     def error_bound(self, value: ArrayLike, block_largest: ArrayLike) -> np.ndarray:
-        """The largest distance of ``unpack(pack(x))`` in float32 from x: half the distance of two codes.
+        """Returns the largest distance of ``unpack(pack(x))`` in float32 from x: half the distance of two codes.
 
-        A few float32 roundings come on top. The error in an integer format is at most a part of the block's largest
-        value; in a floating format it is at most a part of the value itself, down to the format's smallest numbers.
+        A few float32 roundings are added. In an integer format the error is at most a fraction of the block's largest
+        value; in a floating format at most a fraction of the value, down to the format's smallest numbers.
         """
         scale = np.asarray(block_largest, np.float64) / self.largest * (1 + _HALF_ULP)
         return np.maximum(np.abs(value) * self.relative_spacing, scale * self.least_spacing) / 2
 
     @property
     def smallest(self) -> float:
-        """Blocks whose largest absolute value is below this become zero."""
+        """Smallest block maximum that is kept: blocks with a smaller largest absolute value become zero."""
         return _TINY * self.largest
 
 
@@ -57,13 +56,13 @@ FORMATS = {
 
 
 def packed_size(size: int) -> int:
-    """Bytes of a row of ``size`` values, packed: their codes, up to a whole number of blocks, and the scales."""
+    """Returns the bytes of a packed row of ``size`` values: codes (padded to full blocks) and scales."""
     blocks, block = _blocks_of(size)
     return blocks * (block + _SCALE_BYTES)
 
 
 def pack(values: jax.Array, format_name: str) -> jax.Array:
-    """Real floats [..., r] -> uint8 [..., packed_size(r)]."""
+    """Packs real floats [..., r] into uint8 [..., packed_size(r)]."""
     with jax.named_scope(f"pack_{format_name}"):
         return _packed(values, format_name)
 
@@ -81,7 +80,7 @@ def _packed(values: jax.Array, format_name: str) -> jax.Array:
 
 
 def unpack(packed: jax.Array, format_name: str, size: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """uint8 [..., packed_size(size)] -> [..., size] of ``dtype``; the product with the scale is taken in float32."""
+    """Unpacks uint8 [..., packed_size(size)] to [..., size] of ``dtype``; multiplies by scales in float32."""
     with jax.named_scope(f"unpack_{format_name}"):
         return _unpacked(packed, format_name, size, dtype)
 
@@ -96,7 +95,7 @@ def _unpacked(packed: jax.Array, format_name: str, size: int, dtype: jax.typing.
 
 
 def fills_blocks(size: int) -> bool:
-    """Whether rows of this size, each packed by itself, hold little padding."""
+    """Returns whether rows of this size have little padding if each row is packed by itself."""
     return 0 < -size % BLOCK_SIZE + size <= size * (1 + _MOST_PADDING)
 
 
@@ -107,22 +106,21 @@ def _blocks_of(size: int) -> tuple[int, int]:
 
 
 def _scales_of(blocks: jax.Array, largest_code: float) -> jax.Array:
-    """[..., b, 64] -> [..., b]: bfloat16 values in float32; NaN for a block with a value that is not finite."""
+    """Returns scales [..., b] of blocks [..., b, 64]: bfloat16 values in float32; NaN if a block has inf or NaN."""
     largest = lax.reduce_max(jnp.abs(blocks), [blocks.ndim - 1])
-    # Not by a cast to bfloat16 and back, which XLA may leave out: the codes would then belong to another scale than the
-    # scale that is sent.
+    # Not by a cast to bfloat16 and back, which XLA may remove: the codes would then not match the scale that is sent.
     scales = lax.reduce_precision(largest / largest_code, exponent_bits=8, mantissa_bits=7)
     return jnp.where(jnp.isfinite(largest), jnp.where(scales < _TINY, 0, scales), jnp.nan)
 
 
 def _scale_bytes(scales: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The high bytes and the low bytes of scales, apart: TPUs have no cheap way to lay single bytes side by side."""
+    """Returns high and low bytes of scales separately, since TPUs cannot cheaply interleave single bytes."""
     bits = lax.bitcast_convert_type(scales, jnp.uint32)
     return (bits >> 24).astype(jnp.uint8), (bits >> 16 & 0xFF).astype(jnp.uint8)
 
 
 def _encoded(scaled: jax.Array, format_name: str) -> jax.Array:
-    """[..., r], values within the codes' range -> uint8 [..., r]."""
+    """Returns uint8 codes [..., r] of values [..., r] in the range of the codes."""
     if format_name == "float8_e4m3fn":
         return lax.bitcast_convert_type(scaled.astype(jnp.float8_e4m3fn), jnp.uint8)
     # Rounded first: the cast to an integer truncates.
@@ -130,7 +128,7 @@ def _encoded(scaled: jax.Array, format_name: str) -> jax.Array:
 
 
 def _decoded(codes: jax.Array, format_name: str) -> jax.Array:
-    """The inverse of ``_encoded``: float32 [..., r]."""
+    """Returns float32 [..., r]: the inverse of ``_encoded``."""
     if format_name == "float8_e4m3fn":
         return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
     return lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.float32)

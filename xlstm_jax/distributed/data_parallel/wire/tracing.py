@@ -1,7 +1,7 @@
-"""The loss function that runs, which each gather reads while it is traced.
+"""The running loss function, which each gather reads while the model is traced.
 
-The loss function is a context variable: between ``value_and_grad``, which has the axes, and the gathers stands the
-user's model. All of this happens while a model is traced, never while a step runs.
+The loss function is a context variable, because the user's model runs between ``value_and_grad``, which has the axes,
+and the gathers. The variable is read while a model is traced, never while a step runs.
 """
 
 import contextlib
@@ -14,19 +14,19 @@ from flax.core.tracers import current_trace
 
 from xlstm_jax.foreign import inside_branch
 
-OVERWRITTEN = "_overwrite_with_gradient"  # Flax's collection, of which the gradient is the next value
+OVERWRITTEN = "_overwrite_with_gradient"  # Flax's collection whose gradient is its next value
 
 
 @dataclass(frozen=True)
 class RunningLoss:
-    """The loss function that runs: its gradient is averaged over ``axes`` afterwards.
+    """Loss function under trace; the gradient will be averaged over ``axes``.
 
-    An evaluation has no ``axes``, since no gradient is averaged; its batch is split over ``evaluated_axes``. The loss
-    that ``check_step`` compares with (``is_reference``) has no types, whatever the step has. Where the state of fp8
-    products is differentiated with the parameters, the loss ``overwrites`` it.
+    An evaluation has no ``axes``, since no gradient is averaged; its batch is split over ``evaluated_axes``.
+    ``is_reference`` marks the loss that ``check_step`` compares with: its values have no varying types, whatever the
+    step has. ``overwrites``: the state of fp8 products is differentiated with the parameters.
 
-    ``model_axes`` are the axes that the boxes of its parameters name as the model's own. (A model may put other boxes
-    around its parameters, which do not name them.) Gathers add the paths of the leaves that they gather within a branch
+    ``model_axes`` are the model's own axes in the boxes of the loss's parameters. (A model may put other boxes, without
+    this information, around parameters.) Gathers append the paths of leaves gathered within a branch
     (``lax.cond``) to ``gathered_in_branches``, and (shard, (trace, options), gathered value) to ``gathers``.
     """
 
@@ -40,24 +40,24 @@ class RunningLoss:
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """The axes along which the batch of the loss or evaluation differs; () if none runs."""
+        """Axes along which the batch of the loss or evaluation differs; () outside of both."""
         return self.axes or self.evaluated_axes
 
     def gathered_once(self, shard: Any, how: Any, gather: Callable[[], Any], path: str) -> Any:
-        """``gather()`` of the leaf at ``path``, or its result from before, for the same shard.
+        """Returns ``gather()`` for the leaf at ``path``, or the earlier result for the same shard.
 
-        A loss that reads a parameter twice (a tied embedding) then gathers it once, and JAX adds up the gradients of
-        both reads before a single reduce-scatter. An array that was made within a transformation (``nn.remat``,
-        ``lax.scan``) does not exist outside of it or in another transformation: each of them gathers by itself.
+        A loss that reads a parameter twice (a tied embedding) then gathers it once, and JAX adds the gradients of both
+        reads before a single reduce-scatter. An array made within a transformation (``nn.remat``, ``lax.scan``) does
+        not exist outside of the transformation or in another one, so each transformation gathers separately.
         """
-        # Outside of a loss `self` is the default of the context variable. It outlives every trace, and must hold no
-        # tracer.
+        # Outside of a loss, `self` is the context variable's default, which outlives every trace and must not hold
+        # tracers.
         if not self.axes:
             return gather()
         if inside_branch():
             self.gathered_in_branches.append(path or "a parameter")
         key = (current_trace(), how)
-        # By `is`, and the list holds the shards: the `id` of a shard that is gone could be that of another by now.
+        # Compared by `is`, and the list holds the shards: the `id` of a deleted shard may be reused.
         for known, of, whole in self.gathers:
             if known is shard and of == key:
                 return whole
@@ -70,18 +70,18 @@ _running_loss: ContextVar[RunningLoss] = ContextVar("_running_loss", default=Run
 
 
 def inside_loss(loss: RunningLoss) -> contextlib.AbstractContextManager[None]:
-    """A context in which ``loss`` is the loss function that runs."""
+    """Returns a context in which ``loss`` is the running loss function."""
     return set_context(_running_loss, loss)
 
 
 def running_loss() -> RunningLoss:
-    """The loss function that runs; a ``RunningLoss`` without axes if none does."""
+    """Returns the running loss function; outside of a loss, a ``RunningLoss`` without axes."""
     return _running_loss.get()
 
 
 @contextlib.contextmanager
 def set_context(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    """Sets a context variable, and sets it back at the end."""
+    """Sets a context variable, and resets it at the end."""
     token = variable.set(value)
     try:
         yield

@@ -1,15 +1,15 @@
-"""Collectives in pairs, each of which is the transpose of the other: what split layers and experts send.
+"""Pairs of collectives that are each other's transposes, for split layers and experts.
 
   function    forward                                backward
-  equal_in    x as it is                             gradients of all devices, summed
-  summed      terms of all devices, summed           the gradient as it is
-  own_part    each device keeps its part             all parts, gathered
-  all_parts   all parts, gathered                    each device keeps its part
-  send_rows   rows to the devices that they are for  send_back
-  send_back   from these devices to where they were  send_rows
+  equal_in    x unchanged                            sum of the gradients of all devices
+  summed      sum of the terms of all devices        the gradient unchanged
+  own_part    each device keeps its part             all-gather of the parts
+  all_parts   all-gather of the parts                each device keeps its part
+  send_rows   rows to their destination devices      send_back
+  send_back   rows back to their source devices      send_rows
 
-With types JAX transposes its own collectives to the right-hand column. Without types it takes the transpose of a sum
-for another sum, so the pairs are written out here. They check nothing.
+With types JAX transposes its collectives to the right-hand column. Without types JAX transposes a sum to another sum,
+so the pairs are written out here. The functions do not check arguments.
 """
 
 from collections.abc import Callable
@@ -26,15 +26,15 @@ from xlstm_jax.distributed.data_parallel.wire.dtypes import promoting
 
 
 def linear(forward: Callable[..., Array], transpose: Callable[..., Array]) -> Callable[..., Array]:
-    """``forward(x, *how)``, linear in the array ``x``, whose gradient is ``transpose(d_y, *how)``.
+    """Returns ``forward(x, *how)``, linear in the array ``x``, with the gradient ``transpose(d_y, *how)``.
 
-    Arrays in ``how`` have no gradient; all else there is static.
+    Arrays in ``how`` have no gradient; other entries are static.
     """
 
     def apply(x: Array, *how: Any) -> Array:
         arrays = {i: value for i, value in enumerate(how) if isinstance(value, Array)}
         static = tuple(None if i in arrays else value for i, value in enumerate(how))
-        # Cast here, outside of the rule: cotangents then vary as the inputs do.
+        # Cast here, outside of the rule: cotangents then vary as inputs do.
         over = frozenset().union(*map(collectives.varying_axes, (x, *arrays.values())))
         return _linear(forward, transpose, static, *collectives.to_varying((x, arrays), sorted(over)))
 
@@ -67,10 +67,10 @@ own_part = linear(collectives.own_shard, collectives.all_gather_equal)  # (x, di
 all_parts = linear(collectives.all_gather_equal, collectives.own_shard)
 
 
-# ------------------------------------------------------------------------------------------------------ rows, by device
+# -------------------------------------------------------------------------------------------- rows, grouped by device
 
-# Of the rows of a device ``counts[i]`` go to device i, one after the other; ``coming[i]`` come from it, to the places
-# from i x most on. There and back are transposes of each other.
+# Of a device's rows, ordered by destination, ``counts[i]`` go to device i. ``coming[i]`` rows come from device i, to
+# the places from i x most on. Sending and sending back are transposes of each other.
 
 
 class Exchange(NamedTuple):
@@ -80,11 +80,12 @@ class Exchange(NamedTuple):
 
 
 def rows_travel_alone() -> bool:
-    """Whether the devices of the mesh have a ragged all-to-all to rely on: TPUs, but v5e, whose 16 x 16 refuses it.
+    """Returns whether the mesh's devices have a reliable ragged all-to-all: TPUs, except v5e, where a 16 x 16 fails.
 
-    CPUs have none. XLA compiles that of GPUs, but its latency hiding has spoiled the first backward pass, and it
-    crashes beyond 32 devices (JAX 0.11; marin-community/marin#8081, openxla/xla#47283): the option that would prevent
-    it is of the whole program, and not ours to set. Elsewhere all places are sent, those without a row as zeros.
+    CPUs have no ragged all-to-all. XLA compiles the collective for GPUs, but latency hiding has spoiled the first
+    backward pass, and XLA crashes beyond 32 devices (JAX 0.11; marin-community/marin#8081, openxla/xla#47283). The
+    option that prevents the first error applies to the entire program, and is the user's to set. Elsewhere all places
+    are sent, with zeros in places without a row.
     """
     tpu = tpu_of(kind_of_mesh(jax.sharding.get_abstract_mesh()) or "")
     return tpu is not None and "TPU v5 lite" not in tpu.device_kinds
@@ -92,7 +93,7 @@ def rows_travel_alone() -> bool:
 
 @promoting
 def _sent(rows: Array, counts: Array, coming: Array, how: Exchange) -> Array:
-    """[r, d] -> [p most, d]; zeros in places without a row."""
+    """Sends rows [r, d] to [p most, d]; zeros in places without a row."""
     devices, most = len(counts), how.most
     if rows_travel_alone():
         places = jnp.full_like(counts, most) * collectives.axis_index(how.axes)
@@ -106,7 +107,7 @@ def _sent(rows: Array, counts: Array, coming: Array, how: Exchange) -> Array:
 
 @promoting
 def _sent_back(results: Array, counts: Array, coming: Array, how: Exchange) -> Array:
-    """[p most, d] -> [r, d]; zeros for rows that went nowhere."""
+    """Sends rows [p most, d] back to [r, d]; zeros for rows that were not sent."""
     devices, most = len(counts), how.most
     if rows_travel_alone():
         here, places = most * jnp.arange(devices), collectives.all_to_all(starts_of(counts), how.axes)
@@ -114,7 +115,7 @@ def _sent_back(results: Array, counts: Array, coming: Array, how: Exchange) -> A
         return collectives.ragged_all_to_all(results, out, (here, coming), (places, counts), how.axes)
     back = collectives.all_to_all(results.reshape(devices, most, -1), how.axes)
     row = jnp.arange(how.length)
-    device = (row[:, None] >= jnp.cumsum(counts)).sum(1)  # p of a row that went nowhere
+    device = (row[:, None] >= jnp.cumsum(counts)).sum(1)  # p for a row that was not sent
     own = jnp.minimum(device, devices - 1)
     rows = back[own, jnp.minimum(row - starts_of(counts)[own], most - 1)]
     return jnp.where((device < devices)[:, None], rows, 0)
@@ -124,5 +125,5 @@ send_rows, send_back = linear(_sent, _sent_back), linear(_sent_back, _sent)
 
 
 def starts_of(sizes: Array) -> Array:
-    """Where each of some groups of rows begins, which lie one after the other."""
+    """Returns the first row of each group, for consecutive groups of ``sizes`` rows."""
     return jnp.cumsum(sizes) - sizes
