@@ -1,12 +1,13 @@
-"""The collections that a model keeps beside its parameters (``batch_stats``): which a state can hold, and their update.
+"""Checks and updates of a model's collections (``batch_stats``): variables beside the parameters.
 
-  init    refused: values of single examples (a cache), and what the model has sown
+  init    raises for values of single examples (a cache), and for sown values
   step    loss_fn(params, apply_fn, batch, rng, collections) -> (loss, updated)
-          the leaves of ``updated`` have the paths, shapes and dtypes of ``collections``, and are equal on all devices
+          leaves of ``updated`` have the paths, shapes and dtypes of ``collections``, and are equal on every device
 
-Equations show whether they are equal (``varying``), before anything is computed. A value that each device computes from
-its own examples is refused. Devices share the state; with ``check_vma=False`` each would silently go on with a value of
-its own, and under ``check_vma=True``, too, where ``lax.cond`` or a loop goes by the examples: types do not show it.
+Equality is read off the equations (``varying``) before anything is computed: a value that each device computes from
+its local examples raises. Devices share the state; otherwise, with ``check_vma=False``, each would silently continue
+with a different value. ``check_vma=True`` does not find every case: types do not show a ``lax.cond`` or a loop that
+depends on the examples.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,7 @@ OF_EXAMPLES = {"cache": "what decoding keeps", "intermediates": "activations", "
 
 
 def check_kept(collections: Mapping[str, PyTree]) -> None:
-    """Raises a ``ValueError`` where devices cannot share a collection that ``model.init`` made."""
+    """Raises a ``ValueError`` if devices cannot share a collection returned by ``model.init``."""
     for name, collection in collections.items():
         rest = ["params", *(other for other in collections if other != name)]
         cure = f"Leave it out of the state: create_train_state(..., mutable={rest})."
@@ -54,10 +55,10 @@ def check_kept(collections: Mapping[str, PyTree]) -> None:
 
 
 def readable(collections: PyTree) -> PyTree:
-    """The collections as a model reads them inside ``shard_map``: a leaf in a box is the shard of this device.
+    """Returns the collections for use by a model inside ``shard_map``: a boxed leaf reads as the local shard.
 
-    A box of Flax is replaced: when it is read it constrains its sharding, which is an error inside ``shard_map``. The
-    library's own boxes stay: they hold parameters of a second model, which are gathered where they are read.
+    Boxes of Flax are replaced: reading one constrains its sharding, which is an error inside ``shard_map``. The
+    library's boxes stay: they hold parameters of a second model, which are gathered when they are read.
     """
 
     def shard(leaf: Any) -> Any:
@@ -75,14 +76,14 @@ def updated_collections(
     *,
     read_later: bool,
 ) -> PyTree:
-    """Returns the updated collections with these names, equal on all devices also by their types.
+    """Returns the updated collections of these names, with types that are equal on every device.
 
     Args:
       loss: ``loss(*args).collections`` are ``updated``.
       args: ``(params, minibatch, rng, collections)``; arrays of the minibatch, and the key, differ along ``axes``.
-      updated: the collections that the loss function has returned.
-      read_later: the caller reads the equations of all that is traced, and calls ``check_equal_collections``. Otherwise
-        the loss is traced once more here, and its equations are read.
+      updated: the collections returned by the loss function.
+      read_later: whether the caller reads the equations of the traced step, and calls ``check_equal_collections``.
+        Otherwise the loss is traced once more here, and the check runs here.
     Raises:
       TypeError, ValueError: ``updated`` has other leaves than the collections, or a leaf differs between devices.
     """
@@ -106,13 +107,13 @@ def updated_collections(
 def check_equal_collections(
     differing: Mapping[str, Axes], collections: PyTree, spread: Sequence[str], axes: tuple[str, ...]
 ) -> None:
-    """Raises a ``ValueError`` where a leaf of ``collections`` differs along an axis that its box does not name.
+    """Raises a ``ValueError`` if a leaf of ``collections`` differs along an axis missing from its box.
 
     Args:
-      differing: by path, the axes along which the updated leaf differs, as its equations say.
-      collections: of which the boxes are read.
-      spread: the axes of the mesh with more than one device.
-      axes: those of the batch.
+      differing: by path, the axes along which the updated leaf differs according to its equations.
+      collections: the collections, for their boxes.
+      spread: the mesh axes with more than one device.
+      axes: the axes of the batch.
     """
     of_boxes = {path: Axes(leaf.axes) for path, leaf in trees.sharded_leaves(collections)}
     left = {path: (of - of_boxes[path]).intersection(spread) for path, of in differing.items()}
@@ -129,9 +130,9 @@ def check_equal_collections(
 
 
 def _like_before(before: Mapping[str, PyTree], updated: Any, names: Sequence[str]) -> PyTree:
-    """Returns the updated collections with these names, in the trees and dtypes that they have in ``before``.
+    """Returns the updated collections of these names, with the trees and dtypes of ``before``.
 
-    A collection that was not returned stays as it was.
+    A collection missing from ``updated`` keeps its value.
     """
     if not isinstance(updated, Mapping):
         raise TypeError(
@@ -156,7 +157,7 @@ def _like_before(before: Mapping[str, PyTree], updated: Any, names: Sequence[str
 
 
 def _strong(path: str, before: Any, updated: Any) -> Any:
-    """The updated value in the box of ``before``, and strongly typed: a weak type would compile the step twice."""
+    """Returns the updated value in the box of ``before``, strongly typed: a weak type would compile the step twice."""
     old, new = trees.stored_values((before, updated))
     was, became = ((np.shape(value), jnp.result_type(value)) for value in (old, new))
     if was != became:
@@ -171,7 +172,7 @@ def _strong(path: str, before: Any, updated: Any) -> Any:
 
 
 def _differing_by_type(leaf: Sharded) -> Axes:
-    """The axes along which devices may hold different values: the type says so, and the box splits along others."""
+    """Returns the axes along which the type lets devices hold different values, without the axes that split the box."""
     varying = collectives.varying_axes(leaf.value)
 
     def may_differ(axis: str) -> bool:
@@ -181,9 +182,9 @@ def _differing_by_type(leaf: Sharded) -> Axes:
 
 
 def _equal_by_type(new: PyTree, of_types: list[Axes]) -> PyTree:
-    """Equal values with types that say so. Where types are tracked, a maximum over devices casts them."""
+    """Casts equal values to types that are equal over devices, by a maximum over devices where types are tracked."""
     values, treedef = jax.tree.flatten(new)
-    # The values are equal already; JAX has no cast from varying to equal, so a maximum serves as one.
+    # JAX has no cast from varying to equal, so a maximum over equal values serves as the cast.
     tracked = [tuple(sorted(filter(collectives.is_tracked, axes))) for axes in of_types]
     for axes in sorted(set(tracked) - {()}):
         indices = [index for index, over in enumerate(tracked) if over == axes]
