@@ -115,7 +115,7 @@ def check_takes(function: Callable[..., Any], called: Called, collections: Mappi
 
 
 def _check_names(takes: inspect.Signature, called: Called, collections: Mapping[str, PyTree], others: Any) -> None:
-    """Raises if the function requires a keyword argument that ``others`` lacks, or does not take a tree of ``others``."""
+    """Raises if ``others`` lacks a required keyword argument, or has a name that the function does not take."""
     if missing := [one for one in _by_name(takes) if one not in others]:
         raise TypeError(
             f"{called.name} takes {missing[0]!r} by name, and the step was not given it: "

@@ -1,7 +1,7 @@
-"""The table of checks: what the state, steps, losses and gradients of a training are looked at for, and when.
+"""Table of checks on states, steps, losses and gradients of a training, by the moment at which each runs.
 
-``run_checks(moment, context)`` stands in the algorithms, and the checks stand here. Without any row the same programs
-run.
+Algorithms only call ``run_checks(moment, context)``; the checks are registered here. Without any row the compiled
+programs are the same.
 """
 
 from functools import partial

@@ -1,4 +1,4 @@
-"""JAX's errors about types and forward derivatives in a user's function, raised anew with a cure."""
+"""Cures for JAX's errors about types and forward derivatives in a user's function."""
 
 import re
 import traceback
@@ -9,7 +9,7 @@ import jax
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.wording import listed, one_line
 
-# JAX's words
+# Fragments of JAX's error texts.
 NO_TYPE = " requires varying manual axes to match"
 MIXED_AXES = re.compile(r"(\S+) can only accept axis_name .* Got input type: (.*), axes: \((.*)\) and input state")
 KERNEL = "`manual_axis_type` on `jax.ShapeDtypeStruct` must not be `None`"
@@ -19,7 +19,7 @@ CARRY, VARYING = "carry input and carry output must have equal types, but they d
 
 
 def raise_with_cure(error: Exception) -> None:
-    """Raises an error with a cure in place of one of JAX's, where there is a cure."""
+    """Raises an error with a cure in place of JAX's ``error``, if there is a cure."""
     if cure := _with_cure(error):
         raise cure from error
 
@@ -86,8 +86,8 @@ def _with_cure(error: Exception) -> Exception | None:
 
 
 def _is_of_vmapped_axis(error: Exception) -> bool:
-    """Whether an error is JAX's bare assertion of a collective over an axis of ``jax.vmap`` alone."""
-    # It has no text. It is raised where JAX would cast the operand to varying over axes that no mesh has.
+    """Returns whether an error is JAX's bare assertion about a collective over an axis of ``jax.vmap`` alone."""
+    # The assertion has no text. JAX raises it when casting the operand to varying over an axis outside the mesh.
     return isinstance(error, AssertionError) and traceback.extract_tb(error.__traceback__)[-1].name == "pvary"
 
 
@@ -100,7 +100,7 @@ def _of_vmapped_axis(collective: str, axes: str) -> ValueError:
 
 
 def _of_mixed_axes(collective: str, operand: str, axes: str) -> ValueError:
-    """Of a collective over ``axes`` along some of which its operand, a type, does not vary; all as JAX writes them."""
+    """Returns the error for a collective whose operand does not vary over each of ``axes``; arguments as JAX prints them."""
     mesh = collectives.manual_axes()
     if off_mesh := [axis for axis in re.findall(r"'([^']*)'", axes) if axis not in mesh]:
         return _of_vmapped_axis(f"{collective} over ({axes})", listed(off_mesh))
@@ -113,7 +113,7 @@ def _of_mixed_axes(collective: str, operand: str, axes: str) -> ValueError:
 
 
 def _module_of(error: Exception) -> str:
-    """The innermost Linen module that was running as ``error`` was raised: its path, or the class of the model."""
+    """Returns the path of the innermost Linen module running when ``error`` was raised, or the class of the model."""
     innermost: Any = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         running = frame.f_locals.get("self")
