@@ -216,7 +216,7 @@ def warn_of_options(tx: optax.GradientTransformation, weighted: bool, learning_r
 
 
 def _difference(one: Callable[[Any], Any], other: Callable[[Any], Any]) -> tuple[int, float, float] | None:
-    """Returns the first count at which schedules differ in more than sign, and both values; None for equal schedules."""
+    """Returns the first count at which schedules differ in more than sign, with both values; None if they agree."""
     # Schedules are functions, so compare values where warmup, decay and their ends would differ.
     for count in COUNTS:
         a, b = abs(_at(one, count)), abs(_at(other, count))
@@ -226,8 +226,8 @@ def _difference(one: Callable[[Any], Any], other: Callable[[Any], Any]) -> tuple
 
 
 def _at(schedule: Callable[[Any], Any], count: int) -> float:
-    # Evaluate eagerly: this runs while a step is traced, where a schedule would return a tracer. optax mixes ints and
-    # floats.
+    # Evaluate eagerly: this runs while a step is traced, where a schedule would return a tracer. The promotion is for
+    # schedules of optax, which mix ints and floats.
     with jax.ensure_compile_time_eval(), jax.numpy_dtype_promotion("standard"):
         return float(schedule(jnp.int32(count)))
 

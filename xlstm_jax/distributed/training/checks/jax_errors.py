@@ -100,7 +100,7 @@ def _of_vmapped_axis(collective: str, axes: str) -> ValueError:
 
 
 def _of_mixed_axes(collective: str, operand: str, axes: str) -> ValueError:
-    """Returns the error for a collective whose operand does not vary over each of ``axes``; arguments as JAX prints them."""
+    """Returns the error for a collective over axes along which its operand is equal; arguments as JAX prints them."""
     mesh = collectives.manual_axes()
     if off_mesh := [axis for axis in re.findall(r"'([^']*)'", axes) if axis not in mesh]:
         return _of_vmapped_axis(f"{collective} over ({axes})", listed(off_mesh))
