@@ -1,8 +1,8 @@
 """Keys with constant draws: with them a loss with dropout is a function of its batch alone.
 
 The loss of a batch can be compared with the losses of its slices only if both draw the same numbers, and an ordinary
-key draws different numbers for 64 rows than for eight times 8. With ``constant_key`` each draw is the same fraction u of
-its range, for any shape, device and number of splits before it. With the first u, 1/32,
+key draws different numbers for 64 rows than for eight times 8. With ``constant_key`` each draw is the same fraction u
+of its range, for any shape, device and number of splits before it. With the first u, 1/32,
 
   bernoulli(keep)   is true for keep > 1/32: dropout keeps every value, and scales
   normal            is -1.86
