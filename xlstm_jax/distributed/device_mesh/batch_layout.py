@@ -8,8 +8,8 @@ Dim 0 of every leaf holds examples, and is split over the same axes in every lea
 Losses, weights and gradients are reduced over ``axes``, the axes of any dim. The ready-made steps, ``shard_batch``,
 ``abstract_batch`` and ``check_step`` use a ``BatchLayout``.
 
-Batches come in natural order, with contiguous tokens on each device. A step with another layout (zigzag) permutes the
-tokens before it computes (``entered``), along the dims that its specs split.
+Batches come in natural order, with contiguous tokens on each device. A step with another layout (zigzag) first permutes
+the tokens (``entered``), along the dims split by its specs.
 """
 
 import contextlib

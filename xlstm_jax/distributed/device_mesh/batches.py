@@ -48,7 +48,7 @@ def shard_batch(
         for tokens [b, t], or a tree of specs that is a prefix of the batch. Dim 0 is split over the same axes in every
         leaf. Each process passes unsplit rows, and its devices keep their parts.
       pad: True repeats rows, from the first on, until the number of local devices divides the number of rows. An
-        integer repeats them up to that many rows, so that processes may pass different numbers of rows, down to none
+        integer repeats them up to ``pad`` rows, so that processes may pass different numbers of rows, down to 0
         (at the end of an epoch: then a row of an earlier batch is repeated). A loss that ignores ``weight`` counts the
         copies, too (see docs/processes.md).
       timeout_s: how long to wait for the other processes when batches are compared.

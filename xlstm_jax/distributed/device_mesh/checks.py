@@ -30,7 +30,7 @@ def auto_mesh(mesh: AnyMesh) -> AnyMesh:
     (False, True)
 
     Raises:
-      TypeError: ``mesh`` is not a mesh; names its type, and how to make a mesh of it.
+      TypeError: ``mesh`` is not a mesh; names its type, and the call that makes a mesh.
     """
     check_mesh(mesh)
     return mesh.update(axis_types=auto_types(mesh.axis_names))  # pyright: ignore[reportReturnType] (it has no types)
@@ -54,7 +54,7 @@ def check_mesh(mesh: object, *, devices: bool = False) -> None:
 
 
 def _how_to_make(mesh: object) -> str:
-    """Returns the call that makes the mesh that the caller probably meant."""
+    """Returns the call for the mesh that the caller probably meant."""
     if isinstance(mesh, jax.sharding.NamedSharding):
         return "Pass the mesh of this sharding, as sharding.mesh."
     shape, rest = "{'fsdp': -1}", ""

@@ -1,4 +1,4 @@
-"""Simulated CPU devices, for one process or several, and the choice of available devices."""
+"""Simulated CPU devices, for a single process or several, and the choice of available devices."""
 
 import contextlib
 import glob
@@ -62,8 +62,8 @@ def simulate_cpu_devices(num_devices: int = 8) -> None:
 def available_devices(simulated: int = 8) -> list[Device]:
     """Returns the accelerators; without accelerators, ``simulated`` CPU devices, or the devices already in use by JAX.
 
-    For programs that run on any device; programs that need CPU devices call ``simulate_cpu_devices``. On a machine that
-    cannot have an accelerator ``jax_platforms`` becomes "cpu": libtpu and the CUDA plugin may be installed only to
+    For programs without a preferred platform; programs on CPU devices call ``simulate_cpu_devices``. On a machine
+    without any accelerator ``jax_platforms`` becomes "cpu": libtpu and the CUDA plugin may be installed only to
     compile for other machines, and would search for a device and complain.
 
     >>> len(available_devices())
@@ -83,7 +83,7 @@ def available_devices(simulated: int = 8) -> list[Device]:
 
 
 def _has_cpus_alone() -> bool:
-    """Returns whether the machine has no accelerator file, and no JAX plugin that may reach one without a file."""
+    """Returns whether the machine has no accelerator file, and no JAX plugin for accelerators without a file."""
     files = any(glob.glob(pattern) for pattern in ACCELERATOR_FILES)
     return not (files or _plugins() - PLUGINS_OF_FILES)
 
@@ -99,9 +99,9 @@ def _plugins() -> set[str]:
 def _set_cpu_devices(count: int) -> None:
     """Sets the number of CPU devices, and enough threads of XLA's CPU client for several programs per device.
 
-    A collective holds one thread per device until every device has arrived. By default the client has as many threads
-    as devices (or cores, if there are more). Two programs in flight can then each get threads for some of their
-    devices, and wait forever for the threads of the other program; observed on JAX 0.10 in two of five runs of 400
+    A collective holds a thread per device until every device has arrived. By default the client has as many threads
+    as devices (or cores, if there are more). Two programs in flight can then each get some of the threads and
+    wait forever for the remaining ones; observed on JAX 0.10 in two of five runs of 400
     steps.
     """
     jax.config.update("jax_num_cpu_devices", count)

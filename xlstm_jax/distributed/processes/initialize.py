@@ -3,8 +3,8 @@
   initialize_distributed()                    under SLURM, Open MPI, Kubernetes, on TPU pods: joins; alone: does nothing
   initialize_distributed(address, n, id)      anywhere else
 
-Every wait is bounded: a job whose processes do not find each other, or that loses one, should end soon, so that the
-scheduler restarts it. A process that gives up ends the others, and sends them its reason (``leaving.py``).
+Every wait is bounded: a job with a missing or lost process should end soon, so that the scheduler restarts the job. A
+process that gives up sends the reason to the rest of the job, and ends it (``leaving.py``).
 """
 
 import contextlib
@@ -31,7 +31,7 @@ RETRY_S = 0.2  # between attempts to reach the coordinator
 class Membership(NamedTuple):
     """Identity of this process in a job: its number, the number of processes, and the address of process 0.
 
-    ``bind`` is the address that process 0 listens on; None for every interface.
+    ``bind`` is the listening address of process 0; None for every interface.
     """
 
     coordinator_address: str
@@ -53,29 +53,29 @@ def initialize_distributed(
 ) -> None:
     """Joins the processes of a job, so that JAX sees the devices of every process. Call it before using a device.
 
-    Without arguments JAX detects the cluster that started the program: SLURM, Open MPI, Kubernetes, TPU pods. If there
-    is no cluster, or only one process, nothing happens, so the same program also runs alone. A second call with the
-    same arguments does nothing.
+    Without arguments JAX detects the cluster manager of the program: SLURM, Open MPI, Kubernetes, TPU pods. If there
+    is no cluster, or only a single process, nothing happens, so the same program also runs alone. A second call with
+    the same arguments does nothing.
 
     Args:
-      coordinator_address: "host:port" at which other processes reach process 0. Process 0 listens on this address only;
-        set JAX_COORDINATOR_BIND_ADDRESS if its local address differs. An address detected by JAX is treated likewise,
-        unless its name resolves on the host to no local address except loopback: then process 0 listens on every
-        interface.
+      coordinator_address: "host:port" of process 0, as seen from the rest of the job. Process 0 listens on this address
+        only; set JAX_COORDINATOR_BIND_ADDRESS if its local address differs. An address detected by JAX is treated
+        likewise, unless its name resolves on the host to no local address except loopback: then process 0 listens on
+        every interface.
       num_processes, process_id: the number of processes, and the index of this process, from 0.
-      local_device_ids: the accelerators of this host that this process uses. Default: every accelerator, or, under
+      local_device_ids: the accelerators of this host for this process. Default: every accelerator, or, under
         SLURM and Open MPI, the accelerator with the local index of the process: start one process per accelerator, or
         pass the list.
-      initialization_timeout_s: how long to wait for other processes. A process that finds no coordinator raises. If the
-        coordinator is found but a third process is missing, JAX's runtime aborts the process (SIGABRT, "RegisterTask
-        ... Deadline Exceeded").
+      initialization_timeout_s: how long to wait for the job to be complete. A process without a coordinator raises. If
+        the coordinator is found but a third process is missing, JAX's runtime aborts the process (SIGABRT,
+        "RegisterTask ... Deadline Exceeded").
       heartbeat_timeout_s: when a process has sent no heartbeat for this long (its host is gone, or it was stopped),
-        JAX's runtime aborts the others (SIGABRT). Pauses that a ``LoopGuard`` allows must be shorter: pass at least its
-        ``step_timeout_s``. Others notice at once if a process is killed in a collective or leaves by an error;
-        otherwise they wait this long, unless another limit comes first.
-      shutdown_timeout_s: how long a process that exits waits for the others to exit.
+        JAX's runtime aborts the rest of the job (SIGABRT). Pauses within a ``LoopGuard`` must be shorter: pass at least
+        its ``step_timeout_s``. The job notices at once if a process is killed in a collective or leaves by an error;
+        otherwise it waits this long, unless another limit comes first.
+      shutdown_timeout_s: how long an exiting process waits for the rest of the job to exit.
     Raises:
-      ValueError: only one or two of the first three arguments are given, or they do not fit each other.
+      ValueError: the first three arguments are given only in part, or contradict each other.
       TimeoutError: nothing listens at the coordinator's address.
       RuntimeError: this process has joined with other arguments, or JAX has already started its devices.
 
@@ -150,9 +150,9 @@ def _detected_membership(local_device_ids: Sequence[int] | None, timeout_s: int)
 
 
 def _own_address(address: str) -> str | None:
-    """Returns the address of this host for the name in "name:port", or None if no such address is reachable by others.
+    """Returns the address of this host for the name in "name:port", or None if the name gives no reachable address.
 
-    Other processes resolve the name themselves, and may get another address. Two kinds of results are useless: an
+    Each process resolves the name by itself, and may get another address. Two kinds of results are useless: an
     address of another host (behind address translation), and loopback for this host's name (Debian's /etc/hosts).
     """
     host, _, port = address.rpartition(":")

@@ -1,7 +1,7 @@
-"""Early exit of a process from its job: immediately, with a defined exit code, taking the other processes along.
+"""Early exit of a process from its job: immediately, with a defined exit code, taking the rest of the job along.
 
   the leaving process  posts its reason to the store, for each other process; process 0 then waits briefly, since JAX
-                       aborts the others (SIGABRT) as soon as its coordination service is gone
+                       aborts the job (SIGABRT) as soon as the coordination service is gone
   each other process   a daemon thread waits for the reason, gives the main thread time to fail by itself, prints the
                        reason, and ends the process: the main thread may be stuck, or wait in a collective, where no
                        Python code runs
@@ -37,7 +37,7 @@ _KEY = "xlstm_jax/leaving"  # prefix of a text for each process; an empty text e
 
 
 def leave(code: int, reason: str = "") -> None:
-    """Ends the process at once: no ``atexit``, no barrier. With a ``reason`` the other processes of the job end too.
+    """Ends the process at once: no ``atexit``, no barrier. With a ``reason`` the rest of the job ends too.
 
     Output is flushed as far as this does not block.
     """

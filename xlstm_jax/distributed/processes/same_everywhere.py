@@ -1,9 +1,9 @@
 """Comparison of start values between processes; every process learns which values differ.
 
-  every process     value --> {"optimizer/lr": "0.001", ...} --> sends a digest of these entries to the others
+  every process     value --> {"optimizer/lr": "0.001", ...} --> sends a digest of the entries to every process
   digests equal     every process continues
-  digests differ    one process per group of equal digests sends its entries, and every process raises: which entry
-                    differs, on which process, with which value
+  digests differ    a process per group of equal digests sends its entries, and every process raises an error with the
+                    different entries, values and processes
 
 Processes communicate through the key-value store of ``processes/store.py``: the store works before devices are started,
 and never waits forever.
@@ -46,8 +46,8 @@ def assert_same_everywhere(
     """Raises in every process, within seconds, if processes call it with different values.
 
     Call it in every process, after ``initialize_distributed`` and before the model is built: processes with different
-    configurations run different programs, which wait for each other forever, and with different seeds they train a
-    mixture. In a single process it does nothing.
+    configurations run different programs and wait for each other forever, and processes with different seeds train a
+    mixture. In a single process the function does nothing.
 
     Args:
       value: dataclasses, mappings, sequences, namespaces and pytrees of numbers, strings, bytes, arrays, enums, dtypes
@@ -56,10 +56,10 @@ def assert_same_everywhere(
         of Python and of the numerical packages, and the settings of JAX that change a computation: options of
         ``jax.config``, XLA_FLAGS, LIBTPU_INIT_ARGS (see ``COMPARED_OPTIONS``).
       what: the name of the value in the error.
-      timeout_s: how long to wait for a process that does not arrive.
+      timeout_s: how long to wait for a late process.
     Raises:
       ValueError: the values differ; names key path, both values, and their processes.
-      TimeoutError: processes did not call it in time; names them.
+      TimeoutError: processes are missing after ``timeout_s``; names the processes.
       TypeError: a leaf cannot be compared between processes; names its path.
 
     >>> assert_same_everywhere({"lr": 1e-3, "seed": 0})  # raises in both of two processes with other seeds

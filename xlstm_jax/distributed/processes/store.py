@@ -1,4 +1,4 @@
-"""Key-value store of a job: processes exchange texts through it, and wait at most until a deadline.
+"""Key-value store of a job: processes exchange texts, and wait at most until a deadline.
 
   every process   posts its text
   process 0       waits for the texts, and posts an answer
@@ -41,7 +41,7 @@ class KeyValueStore:
         self._client.key_value_set(f"{self._folder}/{self._number}/{name}", text)
 
     def read(self, name: str, deadline: float) -> str | None:
-        """Waits for the text and returns it; returns None after the deadline."""
+        """Waits for the text and returns it, or None after the deadline."""
         # Wait at least 1 ms, so that an existing text is read even after the deadline.
         wait_ms = max(1, int(1000 * (deadline - time.monotonic())))
         try:
@@ -52,7 +52,7 @@ class KeyValueStore:
             return None
 
     def missing(self) -> list[int]:
-        """Returns the processes that have not posted a text; if none is missing, process 0, which has not answered."""
+        """Returns the processes without a posted text; if every text is posted, process 0, whose answer is missing."""
         found = self._client.key_value_dir_get(f"{self._folder}/{self._number}/texts/")
         return sorted(set(self.processes) - {int(key.rsplit("/", 1)[1]) for key, _ in found}) or [self.processes[0]]
 
@@ -66,7 +66,7 @@ def exchange_in(store: KeyValueStore, text: str, what: str, timeout_s: float) ->
     ``what`` names the purpose for errors, as "restore step 3".
 
     Raises:
-      TimeoutError: processes did not arrive in time; names them.
+      TimeoutError: processes are missing at the deadline; names the processes.
       ValueError: processes call it with different ``what``; names the processes of each.
     """
     deadline = time.monotonic() + timeout_s
@@ -105,7 +105,7 @@ def _answer(store: KeyValueStore, deadline: float) -> None:
 
 
 def by_text(texts: Sequence[str], processes: Sequence[int]) -> dict[str, list[int]]:
-    """Groups the processes by the text that they sent."""
+    """Groups the processes by their texts."""
     groups = defaultdict(list)
     for process, text in zip(processes, texts, strict=True):
         groups[text].append(process)

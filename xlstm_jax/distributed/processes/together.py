@@ -1,11 +1,11 @@
 """Collective errors: if a piece of work fails in one process, every process raises.
 
-A process that fails alone leaves the others waiting in the next collective. So after the work every process sends the
-text of its error (empty without an error) to the others, and waits for their texts up to a time limit.
+If a process failed alone, the rest of the job would wait in the next collective. So after the work every process sends
+the text of its error (empty without an error) to every process, and waits for the texts up to a time limit.
 
 Ctrl-C and similar interruptions are not failures of the work. Python raises them between any two instructions, even
-within a library that catches them and raises another error: ``interruption`` finds them there, and they propagate
-unchanged.
+within a library, where a handler may turn the interruption into another error. ``interruption`` finds the original
+exception, which then propagates unchanged.
 """
 
 import asyncio
@@ -37,9 +37,9 @@ def fail_together(
 ) -> Result:
     """Calls ``work`` and returns its result. If ``work`` raises in one process, ``failure`` is raised in every process.
 
-    Every process must call it. The error names the processes that raised, with their errors. If ``failure`` is a tuple
-    of error types, an error of one of these types keeps its type, and any other error becomes the first type. If
-    processes raise different types, every process raises the type that comes last in ``failure``.
+    Every process must call it. The error names the failed processes, with their errors. If ``failure`` is a tuple of
+    error types, an error of a listed type keeps its type, and any further error becomes the first type. If processes
+    raise different types, every process raises the last of these types in ``failure``.
 
     Raises:
       TimeoutError: a process has not finished ``work`` within ``timeout_s`` of this process; names it, and ``what``.
@@ -66,7 +66,7 @@ def fail_together(
 
 @contextmanager
 def interruptions_go_on() -> Iterator[None]:
-    """Re-raises Ctrl-C and similar exceptions (see ``interruption``) in place of a library's error caused by them."""
+    """Re-raises Ctrl-C and similar exceptions (see ``interruption``) in place of the resulting error of a library."""
     handled = sys.exception()
     try:
         yield
@@ -81,8 +81,8 @@ def interruption(error: BaseException, handled: BaseException | None) -> BaseExc
 
     Args:
       error: searched through its causes, contexts, and members of exception groups.
-      handled: the exception that was being handled before the work began (``sys.exception()``). Python makes it a
-        context of every later error, although it did not cause them.
+      handled: the exception that was being handled before the work began (``sys.exception()``). Python makes this
+        exception a context of every later error, without being a cause.
     """
     seen, left = {id(handled)}, [error]
     while left:
@@ -101,11 +101,11 @@ def interruption(error: BaseException, handled: BaseException | None) -> BaseExc
 
 
 def allgather_text(text: str, what: str, timeout_s: float = PEER_TIMEOUT_S) -> list[str]:
-    """Returns the texts of every process, in order. Every process must call it; ``what`` names the purpose for errors.
+    """Returns the text of each process, in order. Call it in every process; ``what`` names the purpose for errors.
 
     Raises:
-      TimeoutError: a process did not call it within ``timeout_s``; names the process, and ``what``.
-      ValueError: processes call it for different purposes.
+      TimeoutError: a process is missing after ``timeout_s``; names the process, and ``what``.
+      ValueError: processes pass different ``what``.
     """
     if not jax.distributed.is_initialized():
         if jax.process_count() > 1:

@@ -1,4 +1,4 @@
-"""Wrapper around the ``jax.jit`` function of a step that checks each call."""
+"""Wrapper of a step's ``jax.jit`` function with checks of each call."""
 
 import functools
 import inspect

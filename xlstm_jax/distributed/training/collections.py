@@ -6,8 +6,8 @@
 
 Equality is read off the equations (``varying``) before anything is computed: a value that each device computes from
 its local examples raises. Devices share the state; otherwise, with ``check_vma=False``, each would silently continue
-with a different value. ``check_vma=True`` does not find every case: types do not show a ``lax.cond`` or a loop that
-depends on the examples.
+with a different value. ``check_vma=True`` does not find every case: types ignore the predicate of a ``lax.cond`` or a
+loop.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -57,8 +57,8 @@ def check_kept(collections: Mapping[str, PyTree]) -> None:
 def readable(collections: PyTree) -> PyTree:
     """Returns the collections for use by a model inside ``shard_map``: a boxed leaf reads as the local shard.
 
-    Boxes of Flax are replaced: reading one constrains its sharding, which is an error inside ``shard_map``. The
-    library's boxes stay: they hold parameters of a second model, which are gathered when they are read.
+    Boxes of Flax are replaced: reading such a box constrains the sharding, an error inside ``shard_map``. The library's
+    boxes stay: they hold parameters of a second model, gathered on reading.
     """
 
     def shard(leaf: Any) -> Any:
@@ -182,7 +182,7 @@ def _differing_by_type(leaf: Sharded) -> Axes:
 
 
 def _equal_by_type(new: PyTree, of_types: list[Axes]) -> PyTree:
-    """Casts equal values to types that are equal over devices, by a maximum over devices where types are tracked."""
+    """Casts equal values to replicated types, by a maximum over devices where types are tracked."""
     values, treedef = jax.tree.flatten(new)
     # JAX has no cast from varying to equal, so a maximum over equal values serves as the cast.
     tracked = [tuple(sorted(filter(collectives.is_tracked, axes))) for axes in of_types]

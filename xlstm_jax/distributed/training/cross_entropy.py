@@ -354,7 +354,7 @@ class LMHead(nn.Module, ReadsShards):
     by_pieces: bool = False
 
     def __call__(self, hidden: Array) -> Array:
-        """Returns logits [..., V] in ``dtype`` for hidden [..., d], to sample from; with ``vocab_axis`` local entries."""
+        """Returns logits [..., V] in ``dtype`` for hidden [..., d], for sampling; with ``vocab_axis`` local entries."""
         hidden, kernel = self._operands(hidden)
         if self.vocab_axis:
             return column_products(hidden, [kernel], self.vocab_axis, sequence_dim=self.sequence_dim)[0]

@@ -1,11 +1,11 @@
-"""Warnings about programs that run but are probably wrong.
+"""Warnings about programs with a probable mistake that raises no error.
 
   create_train_state   checks the optimizer's parts on the shapes of the parameters, and the share of split parameters
   a step's trace       checks the same with the options of the step; its axes; its averages
   a step's call        checks padded rows and their weights
 
-Certain mistakes raise. Programs that may be intended warn, once per process. A mesh of a single device cannot split
-anything, so it gets no warning about splits.
+Certain mistakes raise. Possible mistakes warn, once per process. A mesh of a single device cannot split anything, so
+warnings about splits are skipped.
 """
 
 import math
@@ -245,7 +245,7 @@ class ModelFacts(NamedTuple):
 def warn_of_replicated(params: PyTree, mesh: AnyMesh, look: Callable[[], ModelFacts]) -> None:
     """Warns if no parameter is split over devices of the mesh, or if at least 5 % of their bytes are not.
 
-    ``look()`` returns the facts of the model. It may trace the model, so it is called only for a warning.
+    ``look()`` returns the facts of the model. The call may trace the model, and happens only for a warning.
     """
     leaves = dict(trees.sharded_leaves(params))
     nbytes = {path: leaf.stored_bytes for path, leaf in leaves.items()}

@@ -1,6 +1,6 @@
-"""Analysis of a step for padded rows: finds values that depend on the rows but not on their weights.
+"""Analysis of a step for padded rows: finds values computed from the rows without their weights.
 
-``shard_batch(..., pad=...)`` appends copies of rows, and returns weights that are 0 for the copies. Whether a step uses
+``shard_batch(..., pad=...)`` appends copies of rows, and returns weights, 0 for the copies. Whether a step uses
 the weights is read off its equations, once per shape of a padded batch:
 
   loss function    the loss and its weight, each auxiliary number, each updated collection
@@ -8,8 +8,8 @@ the weights is read off its equations, once per shape of a padded batch:
 
 A sum over the rows of every device without weights, on which the loss depends, counts as a batch statistic.
 
-A loss that depends on gathered rows compares rows with those of other devices (contrastive losses, a top-k of the
-batch), and counts as a comparison unless reduced weights enter as well: a mask of the gathered rows.
+A loss that depends on gathered rows compares rows across devices (contrastive losses, a top-k of the batch). It counts
+as a comparison unless reduced weights enter as well: a mask of the gathered rows.
 
 A loss without a returned weight must reduce the weights over devices: devices hold different numbers of real rows, and
 the mean of their means is not the mean.

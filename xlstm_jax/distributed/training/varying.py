@@ -4,12 +4,12 @@ The types of ``check_vma=True`` are more cautious: every value computed from a g
 without ``check_vma`` there are no types. This analysis only reads equations: nothing is computed or communicated.
 
   most equations           results differ along the axes along which an input differs
-  psum, all_gather         results are equal along their axes, for any inputs
-  axis_index, and further  results differ along the axes that the equation names
+  psum, all_gather         results are equal along the axes of the equation, for any inputs
+  axis_index, and further  results differ along the axes of the equation
     equations with an axis
   loops, branches          the analysis enters them, and repeats a loop's body until no further result differs. If the
                            predicate of a branch or of a loop differs, every result differs
-  shard_map                an input differs along the axes of its spec; a result is one array over the axes of its spec
+  shard_map                inputs differ along the axes of their specs; the axes of output specs form one array
 
 Results of unknown equations count as differing: callers may then reject too much, never too little. A model may also
 reduce by hand, by a ring of ``ppermute``, by sums over groups, or in a kernel with communication. No equation proves
@@ -94,7 +94,7 @@ def followed(
 
 
 def _read(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[Axes]) -> tuple[list[Axes], Axes]:
-    """Returns ``differing_axes``, and the axes along which devices may take different branches with a collective."""
+    """Returns ``differing_axes``, and the axes of collectives in branches that devices may take differently."""
     closed = jax.make_jaxpr(fn)(*args)
     everywhere = Axes().union(*of_args)
     manual = collectives.manual_axes()
@@ -253,7 +253,7 @@ def _joined(*of_values: list[Axes]) -> list[Axes]:
 
 
 def all_named_axes(eqns: Iterable[Any]) -> Axes:
-    """Returns the mesh axes named by equations and by equations nested in them, ignoring casts of types."""
+    """Returns the mesh axes named by equations and by their nested equations, ignoring casts of types."""
     return Axes().union(*[named_axes(eqn) for eqn in all_equations(eqns) if eqn.primitive.name not in _CASTS])
 
 

@@ -58,7 +58,7 @@ class NewModel(NamedTuple):
 
 
 class NewVariables(NamedTuple):
-    """The abstract, boxed variables of a model by collection, and the mesh on which they will be placed."""
+    """The abstract, boxed variables of a model by collection, and the mesh for them."""
 
     variables: Mapping[str, PyTree]
     mesh: Mesh | AbstractMesh
@@ -105,9 +105,9 @@ class StepTrace:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A step after tracing its loss and gradients: the jaxpr, and stacks of layers that are gathered at once.
+    """A step after tracing its loss and gradients: the jaxpr, and stacks of layers gathered at once.
 
-    ``trace_again()`` traces loss and gradients once more, for checks that must observe modules.
+    ``trace_again()`` traces loss and gradients once more, for checks that observe modules.
     """
 
     step: StepTrace
@@ -146,7 +146,7 @@ class LossOfDevice(NamedTuple):
 
 
 class Differentiated(NamedTuple):
-    """A call ``loss(*args)`` that was differentiated, and the paths of leaves that it gathers inside a branch."""
+    """A differentiated call ``loss(*args)``, and the paths of the leaves gathered inside a branch."""
 
     gathered_in_branches: Sequence[str]
     loss: Callable[..., Loss]
@@ -172,7 +172,7 @@ class JittedStep(NamedTuple):
     Attributes:
       needed: the arguments without a default.
       donated: the arguments whose buffers a call donates.
-      counting: function that returns the values that count padded rows; see ``counting_padding``.
+      counting: function that returns the names of values with padded rows in them; see ``counting_padding``.
       seen: cache of inputs that later calls need not check again.
     """
 

@@ -88,7 +88,7 @@ def check_step(
     batch_spec: PyTree | None = None,
     others: Others = None,
 ) -> StepCheck:
-    """Runs one step on the mesh, and compares its gradients with those of one device.
+    """Runs a step on the mesh, and compares its gradients with a computation on a single device.
 
     Use it once, with a small model and batch, for a step of your own or after a change. The state is neither changed
     nor donated. During the check one device holds the full model and batch; every device must belong to this process.
@@ -406,7 +406,7 @@ class Comparison:
     # ------------------------------------------------------------------------------------------ draws from other keys
 
     def why_other_draws(self, key: PyTree) -> str:
-        """Returns why the step may have drawn from other keys than its ``rng``; "" if it has not."""
+        """Returns the reason why the step may have drawn from other keys than its ``rng``, or ""."""
         if self.one.traced(key).foreign:
             return "loss_fn draws from another key than the one that it is given"
         batch, _, *rest = self.given
@@ -419,7 +419,7 @@ class Comparison:
         return "it cannot be traced, so that its draws are unknown"
 
     def by_many_keys(self, why: str) -> StepCheck:
-        """Compares means over many keys. Advances the step counter with them, as a step may fold it into its key."""
+        """Compares means over many keys. Also advances the step counter, which a step may fold into its key."""
         kept: dict[str, Any] = {}
 
         def sample(i: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:

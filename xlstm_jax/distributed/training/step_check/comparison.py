@@ -4,8 +4,8 @@ A leaf is correct if the norm of the difference is at most the sum of
 
   64 eps(float32)       of the leaf's norm: sums in another order. (eps(float64) if every leaf is float64.)
   4 eps(float32)        of the average norm of a leaf of its size: for gradients that are 0 up to rounding
-  8 x a shake           the change of the reference when parameters and inputs are multiplied by 1 + u eps, u in (-1,
-                        1), eps of the narrowest dtype of its computation; measured only if the bounds above are too small
+  8 x a shake           the change of the reference when parameters and inputs are multiplied by 1 + u eps, with u in
+                        (-1, 1) and eps of the narrowest dtype of the computation; measured only if needed
   the wire              the rounding by the dtype of a reduce-scatter, or by the format of sums over replicas
 
 A larger difference is not rounding. The ratio of the leaf then suggests the cause: a number of devices, or another

@@ -1,4 +1,4 @@
-"""Keys with constant draws: with them a loss with dropout is a function of its batch alone.
+"""Keys with constant draws, which make a loss with dropout a function of its batch alone.
 
 The loss of a batch can be compared with the losses of its slices only if both draw the same numbers, and an ordinary
 key draws different numbers for 64 rows than for eight times 8. With ``constant_key`` each draw is the same fraction u
@@ -10,8 +10,8 @@ of its range, for any shape, device and number of splits before it. With the fir
   rejection loops   end: after 64 splits draws vary from one split to the next
 
 If the loss is not finite with this u, or has no gradient, the next u is tried. Dropout, noise and augmentation remain
-in the loss, with their factors. Draws from other keys cannot be made constant: a key that the loss function closes
-over, or that the step stores in its state. ``Traced`` finds them.
+in the loss, with their factors. Draws from other keys cannot be made constant: a key in a closure of the loss
+function, or in the state of the step. ``Traced`` finds them.
 """
 
 from functools import cache
@@ -34,7 +34,7 @@ _DRAWING = {"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", 
 
 
 def constant_key(u: float = CHOICES[0]) -> jax.Array:
-    """Returns a typed key; draws from the key, and from keys derived from it, are the fraction ``u`` of their range."""
+    """Returns a typed key; draws from this and derived keys are the fraction ``u`` of their range."""
     return jax.random.key(np.uint32(u * 2**32), impl=_constant())
 
 
@@ -70,7 +70,7 @@ def _constant() -> Any:
 
 
 def _seed(word: Any) -> jax.Array:
-    """Returns a key: [the number of splits before it, the 32 bits that it draws]."""
+    """Returns a key: [the number of previous splits, the 32 bits of each draw]."""
     return jnp.stack([jnp.uint32(0), jnp.asarray(word, jnp.uint32)])
 
 
@@ -96,8 +96,8 @@ def _bits(key: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
 class Traced(NamedTuple):
     """Facts read off the equations of a function.
 
-    ``draws``: whether it draws random numbers; ``foreign``: whether it draws from keys that are not constant. ``axes``:
-    the mesh axes along which it communicates or reads a device index. ``eps``: eps of its narrowest floating dtype,
+    ``draws``: whether the function draws random numbers; ``foreign``: whether it draws from keys other than constant
+    keys. ``axes``: the mesh axes of its collectives and device indices. ``eps``: eps of its narrowest floating dtype,
     except float8.
     """
 

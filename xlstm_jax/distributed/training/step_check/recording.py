@@ -1,4 +1,4 @@
-"""Wrapper of an optimizer that records its calls.
+"""Recording wrapper of an optimizer.
 
   Recorded(inner, record)   replaces the optimizer's state and reads like ``inner``, so that a step may access parts of
                             the state (``opt_state.hyperparams``, ``opt_state[0].mu``)
@@ -110,7 +110,7 @@ def recorded_state(state: Any, mesh: Mesh) -> Any:
 
 
 def _first_record(state: Any, mesh: Mesh) -> Record:
-    """Returns an empty record, with the shardings that a step gives to a record."""
+    """Returns an empty record, with the shardings of a record after a step."""
 
     def nothing(params: PyTree) -> Record:
         grads, given, updates = (jax.tree.map(jnp.zeros_like, params) for _ in range(3))
