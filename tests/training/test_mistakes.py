@@ -347,7 +347,7 @@ def test_a_forward_derivative_gathers_first(check_vma):
         params = gather(params)
         return jax.jvp(lambda p: mean_loss(p, apply_fn, batch), (params,), (params,))[1]
 
-    with pytest.raises(TypeError, match=r"differentiates forward through the gather.*whole = gather_params\(params"):
+    with pytest.raises(TypeError, match=r"differentiates forward through the gather.*weights = gather_params\(params"):
         traced(lambda *args: slope(*args, gather=lambda params: params), check_vma=check_vma)
     state = create()
     params = copied(state.params)

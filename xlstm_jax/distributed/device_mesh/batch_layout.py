@@ -251,8 +251,8 @@ def batch_layout(
         if of_rows != rows[first]:
             raise ValueError(
                 f"batch_spec splits dim 0, the examples, over {rows[first]} at '{first}' and over {of_rows} at "
-                f"'{path}': a device would have other examples of one leaf than of another. Split dim 0 of all leaves "
-                "over the same axes; a leaf with an entry for each token has examples before tokens, [b, t]."
+                f"'{path}': the leaves of a device would have different examples. Split dim 0 of all leaves over the "
+                "same axes; a leaf with an entry for each token has examples before tokens, [b, t]."
             )
     columns = dict.fromkeys(entry for entries in specs.values() for entry in entries[1:] if entry)
     _check_sequence(list(columns), f"batch_spec={batch_spec}", tokens)

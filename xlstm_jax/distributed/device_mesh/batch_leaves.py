@@ -100,9 +100,9 @@ def with_copies(batch: PyTree, rows: int, padded: int) -> PyTree:
         return jax.tree.map(lambda leaf: np.asarray(leaf)[taken] if np.ndim(leaf) else leaf, batch)
     if structure not in _a_row_of:
         raise ValueError(
-            f"process {jax.process_index()} hands in 0 rows, and rows that pad are copies of real rows, of which it "
-            "has handed in none with such leaves before. Deal the rows out in turn, rows[jax.process_index() :: "
-            "jax.process_count()], or hand in any row, with a leaf of weights beside it that is 0 for this row."
+            f"process {jax.process_index()} hands in 0 rows, and rows that pad are copies of real rows: it has had "
+            "none with such leaves before. Deal the rows out in turn, rows[jax.process_index() :: "
+            "jax.process_count()], or pass any row, with a leaf of weights that is 0 for this row."
         )
 
     def repeated(path: str, leaf: Any) -> Any:

@@ -79,8 +79,8 @@ def _of_tokens(batch: PyTree, fn: Callable[[Any, int], Any], dim: int) -> PyTree
         if x.shape[dim] != (length := found[0][1].shape[dim]):
             raise ValueError(
                 f"batch['{path}'] of shape {x.shape} has {x.shape[dim]} entries along dim {dim}, and "
-                f"batch['{found[0][0]}'] {length} tokens. Lay out what has an entry for each token, and leave other "
-                "arrays out: batch | to_zigzag({'tokens': batch['tokens'], ...}, devices)."
+                f"batch['{found[0][0]}'] {length} tokens. Pass the arrays with an entry for each token alone: batch | "
+                "to_zigzag({'tokens': batch['tokens'], ...}, devices)."
             )
     if not found:
         raise ValueError(f"no leaf of the batch has a dim {dim}, of tokens; pass dim=, the dim of the sequence.")

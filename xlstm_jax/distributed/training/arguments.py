@@ -245,9 +245,9 @@ def check_mesh_of(arguments: dict[str, PyTree], mesh: Mesh | AbstractMesh) -> No
         its = jax.typeof(leaf.value).sharding.mesh
         if not its.empty and [(axis, size) for axis, size in its.shape.items() if size > 1] != ours:
             raise ValueError(
-                f"'{path}' lies on a mesh {dict(its.shape)}, and the step was made for a mesh {dict(mesh.shape)}. Pass "
-                "one mesh to create_train_state (or to the state that a checkpoint is restored into), shard_batch and "
-                "the maker of the step. To go on on another mesh: save, and restore into abstract_train_state on it."
+                f"'{path}' lies on a mesh {dict(its.shape)}, and the step was made for a mesh {dict(mesh.shape)}. Use "
+                "one mesh for the state, shard_batch and the step; to move a state to another mesh, save it, and "
+                "restore into abstract_train_state on that mesh."
             )
 
 
@@ -302,8 +302,8 @@ def check_batch(batch: PyTree, count: int, divisor: str, padding: str = WEIGHTED
             name = path.partition("/")[0]
             raise ValueError(
                 f"{named_leaf('batch', path)} is a parameter in a box, split as {leaf.names}, and a batch "
-                "is split by its rows. Hand parameters of a second model (a teacher, a reference) in beside it: "
-                f"step(..., others={{'{name}': its params}}), for loss_fn(params, apply_fn, batch, rng, *, {name})."
+                "is split by its rows. Pass parameters of a second model (a teacher, a reference) by name: "
+                f"step(..., others={{'{name}': params}}), for loss_fn(params, apply_fn, batch, rng, *, {name})."
             )
         if reason := why_no_array(leaf):
             raise TypeError(f"{named_leaf('batch', path)} is {reason}")

@@ -45,9 +45,9 @@ def check_kept(collections: Mapping[str, PyTree]) -> None:
         for path, leaf in trees.flatten_with_path(collection, lambda node: isinstance(node, tuple))[0]:
             if type(leaf) is tuple:
                 raise ValueError(
-                    f"'{name}/{path}' is a tuple, which is what self.sow leaves: values of one call, to which each "
-                    f"step would append. {cure} In the loss function apply with mutable=[..., {name!r}], and return "
-                    "the other collections alone. (Of a tuple of your own make a dict.)"
+                    f"'{name}/{path}' is a tuple, which is what self.sow leaves, and each step would append to it. "
+                    f"{cure} In the loss function apply with mutable=[..., {name!r}], and return the other collections "
+                    "alone. (Replace a tuple that was not sown by a dict.)"
                 )
 
 
@@ -120,12 +120,10 @@ def check_equal_collections(
     if refused := {path: of for path, of in left.items() if of}:
         along = tuple(axis for axis in spread if any(axis in of for of in refused.values()))
         raise ValueError(
-            f"the collections {listed(refused)} would differ from device to device along {along}: each device makes "
-            "them of its own examples, or a branch or loop (lax.cond, while_loop) that goes by these updates them, and "
-            "the state holds what all devices share. Statistics of the whole batch: nn.BatchNorm(..., axis_name="
-            f"{axes}). To normalise by each device's own and keep the mean of all: return pmean(updated, {axes}) of "
-            f"jax.lax. A branch: choose it by what is the same on all devices, pmax(flag, {axes}). What is of one call "
-            "alone, as a sown loss: create_train_state(..., mutable=['params', 'batch_stats'])."
+            f"the collections {listed(refused)} would differ from device to device along {along}, and a state holds "
+            f"equal values on all devices. Compute statistics of all rows, nn.BatchNorm(..., axis_name={axes}), or "
+            f"return pmean(updated, {axes}) of jax.lax; choose a branch or end a loop by pmax(flag, {axes}). For sown "
+            "values see docs/collections.md."
         )
 
 

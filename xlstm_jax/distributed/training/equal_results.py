@@ -47,9 +47,9 @@ def check_equal_results(
         along = tuple(axis for axis in spread if any(axis in of for of in refused.values()))
         raise ValueError(
             f"{listed(refused)} would differ from device to device along {along}, and the step returns one value for "
-            "all devices: a sum over the axis is missing in the model, or a branch or loop (lax.cond, switch, "
-            "while_loop) goes by what differs along it. Reduce the value where the model makes it, by psum or pmean of "
-            f"jax.lax over {along}; choose a branch by what is the same on all devices, pmax(flag, {along})."
+            f"all devices. Reduce the value in the model, by psum or pmean of jax.lax over {along}; if a branch or "
+            "loop (lax.cond, switch, while_loop) depends on the device, make its predicate equal on all devices, by "
+            f"pmax(flag, {along})."
         )
 
 

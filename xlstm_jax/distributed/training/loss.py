@@ -175,8 +175,8 @@ def _as_mean(path: str, leaf: Any) -> jax.Array:
     if jnp.issubdtype(dtype, jnp.integer):
         raise TypeError(
             f"{name} is an integer ({dtype}{list(np.shape(leaf))}), and numbers beside the loss are averaged over "
-            f"minibatches and devices, which no count survives. For the sum: `{cell} Count`, and Count.of(x); for the "
-            "largest or smallest: Maximum.of(x), Minimum.of(x); for the mean: jnp.float32(x)."
+            f"minibatches and devices. For the sum: `{cell} Count`, and Count.of(x); for the largest or smallest: "
+            "Maximum.of(x), Minimum.of(x); for the mean: jnp.float32(x)."
         )
     # Bools become 0 and 1, whose mean is a fraction.
     return jnp.asarray(leaf, common_dtype(dtype, jnp.float32))

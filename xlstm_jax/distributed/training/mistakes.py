@@ -68,7 +68,7 @@ WEIGHED = "Return the sum of losses times batch['weight'], and the sum of the we
 COUNTING = {  # kind of value that counts padded rows: its description for the warning, and the cure
     "loss": ("the loss is computed without the weights of rows", WEIGHED),
     "mean of local means": (
-        "the loss is the mean of the means of devices, which hold different numbers of rows of weight 1",
+        "the loss is the mean of the devices' means, and devices hold different numbers of rows of weight 1",
         WEIGHED,
     ),
     "weight of the loss": (
@@ -88,11 +88,11 @@ COUNTING = {  # kind of value that counts padded rows: its description for the w
         "Weigh the rows in it; or train on batches that the devices divide, without the last rows of an epoch.",
     ),
     "comparison": (
-        "the loss compares rows with those of all devices, copies among them, and no weights of these",
+        "the loss compares rows of all devices, copies among them, without their weights",
         "Gather the weights too, and leave out rows of weight 0; or train on batches that the devices divide.",
     ),
     "collection": (
-        "the collections{} are computed without the weights of rows, as is what they normalise",
+        "the collections{} are computed without the weights of rows, and so are the values that they normalise",
         "Train on batches that the devices divide, without the last rows of an epoch; see docs/processes.md.",
     ),
 }
@@ -149,9 +149,9 @@ def check_optimizer_of_step(tx: optax.GradientTransformation) -> None:
     found = check_callable(tx, "the step")
     if inside.LOOKAHEAD in {part.name for part in found} and inside.sees_pairs(tx):
         raise ValueError(
-            "the step: state.tx is optax.lookahead, which needs pairs of fast and slow parameters, and state.params is "
-            "a tree of one of them. Make the state with create_train_state(model, optax.lookahead(...), ...), which "
-            "keeps the slow ones in opt_state; by hand, with tx=with_slow_params(optax.lookahead(...))."
+            "the step: state.tx is optax.lookahead, which needs pairs of fast and slow parameters, and state.params "
+            "is a single tree. Make the state with create_train_state(model, optax.lookahead(...), ...), which keeps "
+            "the slow parameters in opt_state; or by hand, with tx=with_slow_params(optax.lookahead(...))."
         )
 
 
@@ -163,10 +163,9 @@ def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
         path, dtype = narrow[0]
         least = float(jnp.finfo(dtype).eps) / 2
         _warn(
-            f"'{path}', and {len(narrow)} of {len(live)} parameters in all, are trained in {dtype}: what an update "
-            f"adds to a weight is rounded away where it is less than {least:.2g} of it. (Adam at a rate of 1e-4 moves "
-            "a weight of 0.1 by 0.001 of it.) Keep them in float32, and compute and gather in 16 bits: "
-            "nn.Dense(..., dtype=jnp.bfloat16) without param_dtype, and gather_dtype='bfloat16' of the wrapper.",
+            f"'{path}', and {len(narrow)} of {len(live)} parameters in all, are trained in {dtype}: updates smaller "
+            f"than {least:.2g} of a weight are rounded away. Keep parameters in float32, and compute and gather in 16 "
+            "bits: nn.Dense(..., dtype=jnp.bfloat16) without param_dtype, and gather_dtype='bfloat16' of the wrapper.",
             ("narrow", dtype),
         )
     shapes = jax.eval_shape(trainable, params)
@@ -184,8 +183,8 @@ def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
         if biases and flat and not any(taken[path] for path in flat):
             _warn(
                 f"the mask of weight decay takes {listed(biases)}, of {ndim[biases[0]]} dims, and no parameter of one "
-                f"dim, as {listed(flat, 1)}: biases and scales of layers that are stacked (nn.scan, nn.vmap) have a "
-                "dim more. Choose by name, as mask=lambda params: jax.tree_util.tree_map_with_path(lambda path, p: "
+                f"dim, as {listed(flat, 1)}: biases and scales of stacked layers (nn.scan, nn.vmap) have one dim more. "
+                "Choose by name, as mask=lambda params: jax.tree_util.tree_map_with_path(lambda path, p: "
                 "'kernel' in jax.tree_util.keystr(path), params)."
             )
 
@@ -197,9 +196,8 @@ def warn_of_options(tx: optax.GradientTransformation, weighted: bool, learning_r
         if weighted and part.name == "MultiSteps" and (count := _at(part.held["_every_k_schedule"], 0)) > 1:
             _warn(
                 f"weighted=True with optax.MultiSteps(..., {count:.0f}): it averages gradients of {count:.0f} steps "
-                "with one weight each, so rows of a step of few weigh more than those of one of many. Take "
-                f"make_train_step(..., num_minibatches={count:.0f}, weighted=True) on batches of {count:.0f} times the "
-                "rows: the mean is then by weight."
+                "equally, although the steps have different weights. Use make_train_step(..., num_minibatches="
+                f"{count:.0f}, weighted=True) on batches of {count:.0f} times the rows, which averages by weight."
             )
     given = [*learning_rate.values()] if isinstance(learning_rate, Mapping) else [learning_rate]
     own = inside.schedules(found)
@@ -330,9 +328,9 @@ def warn_of_whole_trees(others: PyTree, mesh: AnyMesh) -> None:
     for path, leaf in trees.leaves_with_path(others):
         if mesh.size > 1 and not is_box(leaf) and np.size(leaf) >= DEFAULT_MIN_WEIGHT_SIZE:
             _warn(
-                f"others['{path}'], {format_bytes(leaf_of(leaf).stored_bytes)}, is whole on each of the {mesh.size} "
-                "devices. Make it by init_sharded or create_train_state of a wrapped model, or restore it into such "
-                "parameters. If it is meant, pass whole_ok=True."
+                f"others['{path}'], {format_bytes(leaf_of(leaf).stored_bytes)}, is replicated on each of the "
+                f"{mesh.size} devices. Make it by init_sharded or create_train_state of a wrapped model, or restore it "
+                "into parameters of a wrapped model. If it is meant, pass whole_ok=True."
             )
             return
 
@@ -352,9 +350,9 @@ def warn_of_gathered_stacks(stacks: Stacks, mesh: AnyMesh) -> None:
     _warned.update(new.items())
     named = joined([f"{name!r} scans over layers of {cls}" for name, cls in new.items()])
     _warn(
-        f"{named} within a module that shard_module_params wraps: it gathers the weights of all layers at once. Wrap "
-        f"what is scanned, nn.scan(shard_module_params({next(iter(new.values()))}, ...), ...): it gathers a layer at a "
-        "time. If it is meant, pass whole_ok=True.",
+        f"{named} within a module that shard_module_params wraps: it gathers the weights of all layers at once. To "
+        f"gather a layer at a time, wrap the scanned module, nn.scan(shard_module_params({next(iter(new.values()))}, "
+        "...), ...). If it is meant, pass whole_ok=True.",
         stacklevel=CALLERS_LINE,
     )
 
@@ -373,9 +371,9 @@ def warn_of_idle_axes(mesh: AnyMesh, batch_axes: tuple[str, ...], state: PyTree,
         names, times = sorted(idle), math.prod(mesh.shape[axis] for axis in idle)
         _warn(
             f"along {listed(names)} of the mesh {format_mesh(mesh.shape)} all devices compute the same: the batch is "
-            f"split over {batch_axes}, and no parameter and no collective has {listed(names)}. The step is right, and "
-            f"{times} times the work. Name the axis in batch_axes, of shard_batch and create_train_state too, or split "
-            "parameters over it.",
+            f"split over {batch_axes}, and no parameter and no collective uses {listed(names)}. The result is right, "
+            f"at {times} times the work. Name the axis in batch_axes (of shard_batch and create_train_state, too), or "
+            "split parameters over it.",
             ("idle", mesh, idle),
         )
 
@@ -431,8 +429,8 @@ def warn_of_padding(batch: PyTree, counting: Mapping[str, list[str]]) -> None:
     if absent:
         _warn(
             f"shard_batch(..., pad=True) has made {in_all} rows of {rows}, {copies}, and the weight that it returned "
-            f"beside them is in no leaf of the batch, {listed([path for path, _ in leaves])}: copies count like other "
-            "rows. Pass batch | {'weight': weight}, and use it: weighted=True with (sum, weight) in training, "
+            f"is in no leaf of the batch, {listed([path for path, _ in leaves])}: copies count like real rows. Pass "
+            "batch | {'weight': weight}, and use the weight: weighted=True with (sum, weight) in training, "
             "metric.update(..., weight=) in an evaluation.",
             "padding",
             CALLERS_LINE,

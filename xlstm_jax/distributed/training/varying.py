@@ -280,10 +280,9 @@ def check_branches(
     if over := tuple(axis for axis in collectives.manual_axes() if axis in parted):
         raise ValueError(
             f"'{paths[0]}' is gathered in a branch (lax.cond, nn.cond, switch or while_loop) that devices along {over} "
-            "may take differently: its predicate follows from the rows, the key or the index of each. All devices "
-            "must take part in a gather, or weights are mixed up and gradients wrong. Make the predicate the same on "
-            f"all, by pmax(flag, {over}) of jax.lax; or compute both branches and choose by jnp.where; or wrap the "
-            "module that has the branch in it, which gathers before."
+            "may take differently, and a gather needs all devices. Make the predicate equal on all devices, by "
+            f"pmax(flag, {over}) of jax.lax; or compute both branches and choose by jnp.where; or wrap the module "
+            "around the branch, which then gathers before the branch."
         )
 
 

@@ -83,9 +83,9 @@ def check_placed(call: JittedCall) -> None:
     for path, leaf, axes in call.step.layout.misplaced(batch, shardings):
         raise ValueError(
             f"{named_leaf('batch', path)} of shape {np.shape(leaf)} is placed as {leaf.sharding.spec}, which "
-            f"splits another dim than that of examples over {axes}; the step reads it split over {call.step.layout}, "
-            "so that each device would compute with other values than it holds. Place it by shard_batch, or pass "
-            "NumPy arrays. To split a sequence, pass batch_spec=P(('dp', 'fsdp'), 'cp'), say, to both."
+            f"splits another dim than that of examples over {axes}; the step reads it split over {call.step.layout}. "
+            "Place it by shard_batch, or pass NumPy arrays; to split a sequence, pass batch_spec=P(('dp', 'fsdp'), "
+            "'cp'), say, to both."
         )
     call.step.seen.add(shardings)
 
@@ -139,8 +139,8 @@ def _check_others(others: PyTree, donated: PyTree) -> None:
         if not is_box(leaf) and isinstance(its, NamedSharding) and not its.is_fully_replicated:
             raise ValueError(
                 f"{where} of shape {np.shape(leaf)} has no box and is split as {its.spec}: every device would gather "
-                "all of it before the step. Hand in params as create_train_state and init_sharded make them, not "
-                "unboxed; box_like(tree, params) puts boxes back. Of a state pass state.params alone."
+                "all of it before the step. Pass params in boxes, as from create_train_state and init_sharded; "
+                "box_like(tree, params) puts boxes back. Of a state pass state.params alone."
             )
 
 
@@ -172,16 +172,15 @@ def _errors_in(arguments: dict[str, Any], mesh: Mesh | AbstractMesh | None) -> I
 def _deleted(name: str, where: str) -> ValueError:
     if name in DONATED:
         return ValueError(
-            f"{where} was handed to a step before: that takes over the memory of its {name}, and returns "
-            f"the next. Go on with the {name} that it returned. To use one twice, pass a copy of it: "
-            f"jax.tree.map(jnp.copy, {name})."
+            f"{where} was handed to a step before, which donates its {name}. Go on with the {name} that it returned; "
+            f"to use a {name} twice, pass a copy: jax.tree.map(jnp.copy, {name})."
         )
     if name == "others":
         return ValueError(
-            f"{where} was deleted: a step has taken over the state that it belonged to. Hand in what the newest state "
-            "of that model holds, or a copy that was made before: jax.tree.map(jnp.copy, state.params)."
+            f"{where} was deleted: a step has taken over the state that it belonged to. Pass the params of the newest "
+            "state of that model, or a copy made before the step: jax.tree.map(jnp.copy, state.params)."
         )
-    return ValueError(f"{where} was deleted: it was donated to a function (donate_argnums). Hand in one that is alive.")
+    return ValueError(f"{where} was deleted: it was donated to a function (donate_argnums). Pass another array.")
 
 
 def _ids_of(value: jax.Array) -> list[int]:

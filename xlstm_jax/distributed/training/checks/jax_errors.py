@@ -29,17 +29,16 @@ def _with_cure(error: Exception) -> Exception | None:
     if (isinstance(error, NotImplementedError) and FORWARD_RULE in text) or FORWARD in text:
         return TypeError(
             "jax.jvp, jax.linearize or jax.jacfwd differentiates forward through the gather of a parameter, which has "
-            "a backward rule only. Gather first, and differentiate what was gathered: whole = gather_params(params, "
-            "axes), and jax.jvp(lambda whole: f(whole), (whole,), (tangents,)). Derivatives with respect to inputs "
-            "need none of it."
+            "a backward rule only. Gather first, weights = gather_params(params, axes), and differentiate with respect "
+            "to the gathered weights, jax.jvp(f, (weights,), (tangents,)); derivatives with respect to inputs need no "
+            "change."
         )
     if CARRY in text and VARYING in text:
         return TypeError(
             "a scan or a loop of this model begins with a carry that is equal on all devices by its type (zeros, as an "
-            f"LSTM's), and becomes one that varies: {text.partition(CARRY)[2].partition(', so')[0].strip(' :*,')}. "
-            "Pass check_vma=False (to make_train_step, or to your shard_map): the gradients are the same. Or cast the "
-            "carry where the model makes it: pcast(carry, axes, to='varying') of jax.lax, with all axes of the batch. "
-            "(nn.RNN within a wrapped model does so by itself.)"
+            f"LSTM's), and returns a varying one: {text.partition(CARRY)[2].partition(', so')[0].strip(' :*,')}. Pass "
+            "check_vma=False (to make_train_step, or to your shard_map): the gradients are the same. Or cast the first "
+            "carry: pcast(carry, axes, to='varying') of jax.lax, with all axes of the batch."
         )
     if BRANCHES in text and TYPES in text:
         return TypeError(
@@ -64,10 +63,9 @@ def _with_cure(error: Exception) -> Exception | None:
     primitive = MIXED_AXES.sub(r"\1", text).partition(NO_TYPE)[0].removeprefix("Primitive ")
     if not jax.config.jax_auto_pcast:
         return ValueError(
-            f"the primitive {primitive!r} mixes types, and jax_auto_pcast is False: under check_vma=True JAX casts "
-            "no value that is equal on all devices where it meets one that varies, which nearly every model needs. "
-            "Leave it on, jax.config.update('jax_auto_pcast', True); or pass check_vma=False (to make_train_step, or "
-            "to your shard_map), where there are no types."
+            f"the primitive {primitive!r} mixes types, and jax_auto_pcast is False: under check_vma=True nearly every "
+            "model needs this cast of equal values to varying ones. Leave it on, jax.config.update('jax_auto_pcast', "
+            "True); or pass check_vma=False (to make_train_step, or to your shard_map), where there are no types."
         )
     cure = (
         "Pass check_vma=False (to make_train_step, or to your shard_map): unless the model reduces over a further "
@@ -106,9 +104,9 @@ def _of_mixed_axes(collective: str, operand: str, axes: str) -> ValueError:
         return _of_vmapped_axis(f"{collective} over ({axes})", listed(off_mesh))
     return ValueError(
         f"{collective} reduces over ({axes}), and its operand, {operand}, is equal along some of these axes by its "
-        "type: under check_vma=True one call reduces over axes of one kind. Name the axes along which it differs, as "
-        "axis_name= of a BatchNorm those of the batch; or pass check_vma=False (to make_train_step, or to your "
-        "shard_map), where a mean over equal values changes nothing."
+        "type, which check_vma=True does not allow. Name only the axes along which the operand differs (as "
+        "axis_name= of a BatchNorm those of the batch); or pass check_vma=False (to make_train_step, or to your "
+        "shard_map)."
     )
 
 

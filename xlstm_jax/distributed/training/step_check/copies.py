@@ -39,7 +39,7 @@ def counted(one: OneDevice, batch: PyTree, rng: PyTree) -> Iterator[str]:
     if np.isfinite([loss, of_other]).all() and abs(of_other - loss) > MATTERS * abs(loss):
         yield (
             f"the loss counts rows that only pad: it is {loss:.6g}, and {of_other:.6g} where the copies that "
-            "shard_batch has appended are of other rows. Weigh each row by the weight that it returned; statistics of "
-            "the batch, and losses that compare rows (contrastive, a top-k), take rows that the devices divide, or "
-            "mask the copies."
+            "shard_batch has appended are of other rows. Multiply the loss of each row by the weight from shard_batch; "
+            "for statistics of the batch, and losses that compare rows (contrastive, a top-k), mask the copies, or "
+            "pass a number of rows that the devices divide."
         )

@@ -97,24 +97,23 @@ _CURES = {
     "weights": "The step minimises another mean. Where examples have weights (masks), return (sum, weight) with "
     "weighted=True: return (losses * mask).sum(), mask.sum().",
     "function": "It is a function of a mean (a root, a logarithm, a ratio), and the mean of its values is another "
-    "number. Reduce the mean over the devices first, by jax.lax: mean = pmean(mean, {0}); return what you make of it "
-    'as this device\'s: pcast(loss, {0}, to="varying").',
+    "number. Reduce the mean over the devices first, by jax.lax: mean = pmean(mean, {0}); return the loss computed "
+    'from it as the local value: pcast(loss, {0}, to="varying").',
     "part": "A part of it is a sum over rows. Return means over the rows that loss_fn is given, of all parts.",
-    "negatives": "It compares rows with each other (negatives, pairs), and a device sees its own. Gather the others"
-    " by jax.lax: keys = all_gather(keys, {0}, tiled=True); the label of own row i is lax.axis_index({0}) * rows + i.",
+    "negatives": "It compares rows with each other (negatives, pairs), and a device has its local rows. Gather all rows"
+    " by jax.lax: keys = all_gather(keys, {0}, tiled=True); the label of row i here is lax.axis_index({0}) * rows + i.",
     "statistic": "It uses a statistic of the batch (a mean, a variance, a covariance, a rank), that a device takes "
-    "of its own rows. Reduce it over all by jax.lax: mean = pmean(x.mean(0), {0}); variance = pmean(((x - mean) ** 2)"
-    ".mean(0), {0}); nn.BatchNorm(axis_name={0}). Of ranks: values = all_gather(values, {0}, tiled=True).",
-    "reduced": "It communicates over devices, and does not come to what it is on one. A standard deviation is the root "
-    "of pmean(square, {0}), not the mean of roots; labels of gathered rows begin at lax.axis_index({0}) * rows.",
+    "of its local rows. Reduce it over all devices by jax.lax: mean = pmean(x.mean(0), {0}); variance = pmean(((x - "
+    "mean) ** 2).mean(0), {0}); nn.BatchNorm(axis_name={0}). For ranks: values = all_gather(values, {0}, tiled=True).",
+    "reduced": "It communicates over devices, and is another number than on one device. A standard deviation is the "
+    "root of pmean(square, {0}), not the mean of roots; labels of gathered rows begin at lax.axis_index({0}) * rows.",
 }
 
 
 _OF_TOKENS = (
-    "An example is split over {0}, and a device has a part of its tokens. What looks at other tokens must exchange "
-    "them over {0} (context_attention, recurrence_over_axis), or take its place in the sequence from there "
-    "(context_positions). A mean over tokens with weights is (sum, weight), with "
-    "weighted=True."
+    "An example is split over {0}, and a device has a part of its tokens. A layer that reads other tokens must "
+    "exchange them over {0} (context_attention, recurrence_over_axis), and positions must be global "
+    "(context_positions). A mean over tokens with weights is (sum, weight), with weighted=True."
 )
 
 

@@ -171,17 +171,17 @@ def _cause(leaf: LeafCheck, sizes: dict[str, int], of_loss: Multiple, model_axes
 # Causes for a correct loss with wrong gradients, where the model communicates along an axis.
 _MODEL_CAUSES = {
     "copies differ": "not the same on all devices along {axes}, along which the model is split: each device has the "
-    "gradient of its part of the layers, and the sum of these is missing. Let the input of split layers pass "
-    "enter_split, as ColumnDense does, and wrap what has parameters between them by on_split_input.",
+    "gradient of its part of the layers, and the sum over devices is missing. Pass the input of split layers through "
+    "enter_split, as ColumnDense does, and wrap modules with parameters in between by on_split_input.",
     "no multiple": "no multiple of the right ones: a part of them is counted on each device along {axes}, along which "
-    "the model is split, or on one device alone. A psum by hand does the former (check_vma=False), an input of split "
-    "layers that is not summed the latter: use leave_split and enter_split, or RowDense and ColumnDense.",
+    "the model is split, or on one device alone. The first comes from a psum by hand (check_vma=False), the second "
+    "from an input of split layers that is not summed: use leave_split and enter_split, or RowDense and ColumnDense.",
     "summed": "{times} the right ones: counted once on each device along {axes}, along which the model is split. The "
     "gradient of a psum (or all_gather) by hand is summed over the devices once more (check_vma=False): use "
     "leave_split (join_tokens), or RowDense.",
     "divided": "{times} the right ones: each device along {axes}, along which the model is split, has its part, and "
-    "the sum of these is missing, or is a mean. Let the input of split layers pass enter_split, as ColumnDense does, "
-    "and sum by leave_split instead of pmean.",
+    "the sum of the parts is missing, or is a mean. Pass the input of split layers through enter_split, as ColumnDense "
+    "does, and sum by leave_split instead of pmean.",
 }
 _LEAF_CAUSES = {
     "copies differ": "not the same on all devices that should hold the same: averaged over too few axes, or not at "
@@ -189,7 +189,7 @@ _LEAF_CAUSES = {
     "no multiple": "no multiple of the right ones: the step saw another batch or another mean, or averaged leaves that "
     "are split over devices with each other (by pmean). Use value_and_grad, or sync_gradients.",
     "as the loss": "{times} the right ones: as the loss is.",
-    "summed": "{times} the right ones: summed over {axes}. JAX sums the gradient of what is whole on all devices "
+    "summed": "{times} the right ones: summed over {axes}. JAX sums the gradients of replicated parameters "
     "(check_vma=True). Call sync_gradients once over all axes of the batch, or use value_and_grad.",
     "divided": "{times} the right ones: divided once more over {axes}. Call sync_gradients once, not on what "
     "value_and_grad or another sync_gradients returned; and return the loss of this device, without pmean.",
@@ -204,15 +204,15 @@ def of_none(paths: Sequence[str], all_leaves: int) -> Iterator[str]:
     """Yields a finding about trainable leaves whose gradient is 0 for any parameters."""
     if paths and len(paths) == all_leaves:
         yield (
-            "all gradients are 0, whatever the parameters are: the loss does not depend on its argument params. Does "
-            "it close over other parameters (state.params, say), or over a model with its own? Compute it by "
-            "apply_fn({'params': params}, ...). Or a stop_gradient, an argmax, or weights that are all 0 cut it off."
+            "all gradients are 0, whatever the parameters are: the loss does not depend on its argument params. "
+            "Compute it by apply_fn({'params': params}, ...), not from parameters in a closure (state.params, say); or "
+            "remove the stop_gradient, argmax, or weights of 0 in between."
         )
     elif paths:
         yield (
             f"{_counted(paths)} ({listed(paths)}) get no gradient, whatever the parameters are: not used by this loss, "
-            "behind a stop_gradient (or an argmax, or a rounding), or read from other parameters than params. If it is "
-            "meant, freeze them: create_train_state(..., trainable=lambda path: ...)."
+            "behind a stop_gradient (or an argmax, or a rounding), or read from other parameters than params. If this "
+            "is meant, freeze them: create_train_state(..., trainable=lambda path: ...)."
         )
 
 
@@ -247,9 +247,8 @@ def of_model(times: Multiple, model_axes: Sequence[str]) -> str:
     axes = format_axes(tuple(model_axes))
     return (
         f"the loss is {times.times} that of one device for the same rows: the model, which communicates along {axes}, "
-        f"computes something else where it is split. A sum over {axes} is missing (leave_split behind row-split "
-        "layers), or a mean; each device adds a bias before that sum; or what looks at all features sees a part of "
-        "them."
+        f"computes something else where it is split. A sum or mean over {axes} is missing (leave_split after row-split "
+        "layers); or each device adds a bias before the sum; or a layer that needs all features reads the local ones."
     )
 
 

@@ -241,7 +241,7 @@ class _Update:
             if differ:
                 yield (
                     f"the {what} ({listed(differ)}) are not the same on all devices that should hold the same after "
-                    "the update, and gradients are: what is done to them depends on the device. Call tx.update outside "
+                    "the update, although the gradients are: the update depends on the device. Call tx.update outside "
                     "of shard_map, and draw noise from a key that all devices share."
                 )
 
@@ -327,9 +327,9 @@ def of_updates(got: Arrays, right: Arrays, again: Callable[[], Arrays], eps: flo
     if wrong:
         yield (
             f"updates of {_leaves([leaf.path for leaf in wrong])} are not those that the optimizer makes of the same "
-            f"gradients on one device, but {_times(wrong)}. One that looks across a leaf (clipping, a norm, Adafactor, "
-            "Muon) is wrong on shards: call it outside of shard_map, where arrays are global, as apply_gradients does; "
-            "or take clip_by_global_norm and muon of this library."
+            f"gradients on one device, but {_times(wrong)}. An optimizer that needs entire leaves (clipping, a norm, "
+            "Adafactor, Muon) is wrong on shards: call tx.update outside of shard_map, as apply_gradients does; or use "
+            "clip_by_global_norm and muon of this library."
         )
 
 
