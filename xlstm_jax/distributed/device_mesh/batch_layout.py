@@ -195,8 +195,8 @@ class BatchLayout:
         if not len(spec):
             raise ValueError(
                 f"{name} of shape {shape} has the spec {spec}, which splits nothing, and dim 0 of a batch holds "
-                f"examples, split over {self.row_axes}. Give it that spec. What all devices get whole is a scalar, or "
-                "goes with the state, in its collections."
+                f"examples, split over {self.row_axes}. Split its dim 0 likewise; pass a value that all devices need "
+                "as a scalar, or in the collections of the state."
             )
         if len(spec) > len(shape):
             raise ValueError(

@@ -33,7 +33,7 @@ def why_no_array(leaf: Any) -> str | None:
             return None
         return f"{kind_of(leaf)}, not of numbers. Leave it out, or encode it as numbers."
     if hasattr(leaf, "__jax_array__"):
-        return f"a {type(leaf).__name__}, which has an array and is none. Pass jnp.asarray of it."
+        return f"a {type(leaf).__name__}, which wraps an array and is not one. Pass jnp.asarray of it."
     if dataclasses.is_dataclass(leaf):
         return (
             f"{kind_of(leaf)}, a dataclass in which JAX sees no arrays. Register it with "

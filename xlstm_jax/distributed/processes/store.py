@@ -81,8 +81,8 @@ def exchange_in(store: KeyValueStore, text: str, what: str, timeout_s: float) ->
         missing = answer.get("missing") or store.missing()
         raise TimeoutError(
             f"{named(missing)} did not come to {what} within {timeout_s:g} s, for which {named([store.me])} waits. See "
-            f"the log of process {missing[0]}: it may have died, hang, be slow, or run other code. Then start the job "
-            "again; where it is only slow, wait longer."
+            f"the log of process {missing[0]}: it may have died, hang, be slow, or run other code. Restart the job, or "
+            "wait longer if the process is only slow."
         )
     whats, texts = zip(*answer["posted"], strict=True)
     if len(set(whats)) > 1:

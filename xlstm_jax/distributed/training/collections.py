@@ -140,13 +140,13 @@ def _like_before(before: Mapping[str, PyTree], updated: Any, names: Sequence[str
     if unknown := sorted(updated.keys() - before.keys()):
         raise ValueError(
             f"loss_fn returned the collection {unknown[0]!r}, which the state does not have; it has {sorted(before)}. "
-            "Return these alone, of what apply_fn has made: {name: updated[name] for name in collections}."
+            "Return these alone: {name: updated[name] for name in collections}."
         )
     old = {path: leaf for path, leaf in trees.leaves_with_path(before) if path.partition("/")[0] in updated}
     new = dict(trees.leaves_with_path(updated))
     if unlike := sorted(old.keys() ^ new.keys()):
         what = "did not return" if unlike[0] in old else "returned, and was not given,"
-        raise ValueError(f"loss_fn {what} '{unlike[0]}'. It returns a collection whole, or leaves it out as it was.")
+        raise ValueError(f"loss_fn {what} '{unlike[0]}'. It returns all of a collection, or leaves it out unchanged.")
 
     def like(path: str, leaf: Any) -> Any:
         return _strong(path, leaf, new[path]) if path in new else leaf
@@ -161,7 +161,7 @@ def _strong(path: str, before: Any, updated: Any) -> Any:
     if was != became:
         raise ValueError(
             f"loss_fn made '{path}' {became[1]}{list(became[0])}, which was {was[1]}{list(was[0])}. A collection keeps "
-            "its shapes and dtypes. What has a row for each example is no state of a training."
+            "its shapes and dtypes; leave a value with a row for each example out of the state."
         )
     return rebox(before, jnp.asarray(new, value_dtype(old)))
 

@@ -55,8 +55,8 @@ def compare_batches(batch: PyTree, mesh: Mesh | AbstractMesh) -> None:
     for same in by_text([where for where, _, _ in of_process.values()], processes).values():
         if len({of_process[process][1] for process in same}) > 1:
             raise ValueError(
-                f"{named(same)} hold the same rows of the {BATCH}, as copies, and hand in different values. Hand "
-                "in the same rows where devices share a shard of the batch; shard_batch says which do."
+                f"{named(same)} hold the same rows of the {BATCH}, as copies, and hand in different values. Pass "
+                "equal rows in processes whose devices share a shard of the batch; see shard_batch."
             )
     # Rows of a data set differ, so equal values are a mistake there. Rows without variation (zeros of a test) are
     # skipped.

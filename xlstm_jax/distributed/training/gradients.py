@@ -129,8 +129,8 @@ def local_result(
     frozen = [path for path, leaf in leaves if not leaf.trainable]
     if frozen and not live:
         raise ValueError(
-            f"all {len(frozen)} parameters are frozen, '{frozen[0]}' among them: there is nothing to train. Is "
-            "trainable=, the predicate of a leaf's path, true of those that are to be trained? Paths are as this one."
+            f"all {len(frozen)} parameters are frozen, '{frozen[0]}' among them: there is nothing to train. Let "
+            "trainable=, a predicate of such a path, return True for the leaves to train."
         )
     model_axes = frozenset().union(*[leaf.model_axes for _, leaf in leaves if leaf.is_differentiable])
     running = RunningLoss(axes, model_axes=model_axes, overwrites=devices is not None)

@@ -36,8 +36,8 @@ def naming_nans(arguments: Mapping[str, PyTree]) -> Iterator[None]:
         option, where = found[0]
         others = [place for _, place in found[1:NAMED]]
         raise ValueError(
-            f"{option}: {where} before the step computes anything, and JAX could name no operation. Mend what made "
-            f"this argument{f' (or {joined(others)})' if others else ''}; JAX then finds what the step itself makes."
+            f"{option}: {where} before the step computes anything, and JAX could name no operation. Fix the source of "
+            f"this argument{f' (or {joined(others)})' if others else ''}; JAX then finds values that the step makes."
         ) from None  # the RecursionError has hundreds of causes
 
 

@@ -122,7 +122,7 @@ def make_train_step(
     check_loss_fn(loss_fn)
     check_learning_rate(learning_rate)
     if has_aux and metric is not None:
-        raise ValueError("has_aux and metric both say what loss_fn returns beside the loss; a metric averages, too.")
+        raise ValueError("has_aux and metric both say what loss_fn returns beside the loss; pass the metric alone.")
     # A metric is updated after each minibatch, so no observation outlives its minibatch.
     fold = None if metric is None else lambda local, observed: metric.update(local, **observed)
     options = StepOptions(

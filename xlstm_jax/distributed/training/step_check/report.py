@@ -206,7 +206,7 @@ def of_none(paths: Sequence[str], all_leaves: int) -> Iterator[str]:
         yield (
             "all gradients are 0, whatever the parameters are: the loss does not depend on its argument params. "
             "Compute it by apply_fn({'params': params}, ...), not from parameters in a closure (state.params, say); or "
-            "remove the stop_gradient, argmax, or weights of 0 in between."
+            "remove the stop_gradient, the argmax, or the weights that are all 0 in between."
         )
     elif paths:
         yield (
@@ -224,21 +224,21 @@ def not_finite(found: Found) -> str:
 
 
 NOTHING_SHOWS = (
-    "the step has an optimizer of its own, and no gradient shows in what it makes of them: updates of 0, and no "
+    "the step has an optimizer of its own, and no gradient changes its results: its updates are 0, and it has no "
     "moments. Call state.tx, by state.apply_gradients, or check it where the learning rate is not 0."
 )
 
 NOT_FINITE_SLICES = (
-    "the loss is not finite on slices of the batch, and is of the whole batch. A mean by weight divides by 0 where no "
-    "row of a device has any: with weighted=True, return (losses * mask).sum(), mask.sum()."
+    "the loss is not finite on slices of the batch, and is of the whole batch. A weighted mean divides by 0 on a "
+    "device whose rows have no weight: with weighted=True, return (losses * mask).sum(), mask.sum()."
 )
 
 
 def of_unknown(paths: Sequence[str], why: str, count: int) -> str:
     """Returns the reason why means over keys are too uncertain, and the changes that make a verdict possible."""
     return (
-        f"{why}, and means over {count} keys are too uncertain for {listed(paths)}. What would tell: a loss and a step "
-        "without random numbers (dropout off), a step that draws from its argument rng alone, or a larger batch."
+        f"{why}, and means over {count} keys are too uncertain for {listed(paths)}. For a verdict, pass a loss and a "
+        "step without random numbers (dropout off), a step that draws from its argument rng alone, or a larger batch."
     )
 
 

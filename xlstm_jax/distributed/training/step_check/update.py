@@ -127,8 +127,8 @@ class _Update:
         other = [path for path in self.given if not self.is_sum(path, self.given[path], self.old[path], nothing[path])]
         if other:
             yield (
-                f"{_leaves(other)} have changed before the optimizer gets them. Pass it the parameters of the state: "
-                "what should happen to them beside gradients belongs into the optimizer, as a transform of its chain "
+                f"{_leaves(other)} have changed before the optimizer gets them. Pass it the parameters of the state; "
+                "further changes of parameters belong into the optimizer, as a transform of its chain "
                 "(optax.add_decayed_weights)."
             )
         before = dict(trees.leaves_with_path(self.before.opt_state.inner))
@@ -215,8 +215,8 @@ class _Update:
         size = sum(_size(self.updates[path]) ** 2 for path in paths) ** 0.5
         off = sum(_size(rest) ** 2 for rest in left) ** 0.5 / (size or 1)
         return (
-            f"they are off by {off:.2g}{' x the norm of its updates' if size else ''}. What should happen to "
-            "parameters beside gradients belongs into the optimizer, as a transform of its chain "
+            f"they are off by {off:.2g}{' x the norm of its updates' if size else ''}. Further changes of "
+            "parameters belong into the optimizer, as a transform of its chain "
             "(optax.add_decayed_weights, optax.add_noise, optax.keep_params_nonnegative)."
         )
 
