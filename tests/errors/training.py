@@ -778,7 +778,7 @@ ROWS = [
         ValueError,
         "… is a parameter in a box",
         "batch['teacher/kernel'] is a parameter in a box",
-        "step(..., others={'teacher': its params})",
+        "step(..., others={'teacher': params})",
     ),
     calls(
         "step-batch-placed-otherwise",
@@ -1267,7 +1267,7 @@ ROWS = [
         UserWarning,
         "'…', and … of … parameters in all",
         "'bias', and 2 of 2 parameters in all, are trained in bfloat16",
-        "less than 0.0039 of it",
+        "smaller than 0.0039 of a weight",
     ),
     models(
         "warned-no-decay",

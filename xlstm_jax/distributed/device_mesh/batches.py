@@ -36,9 +36,8 @@ def shard_batch(
 
     The rows of a process go to its local devices, in order, without communication. Processes whose devices hold the
     same shards (as with a tensor-parallel axis that crosses hosts) must pass the same rows, and every process the same
-    scalars. Several processes compare the first batch on a mesh, and each batch whose shapes or dtypes differ from the
-    previous
-    batch: processes wait for each other, for milliseconds if none is late. Later batches cost no communication.
+    scalars. Several processes compare the first batch on a mesh, and each batch with new shapes or dtypes; processes
+    wait for each other, for milliseconds if none is late. Further batches cost no communication.
 
     Args:
       batch: arrays [rows, ...], the same number of rows in every leaf and every process, and scalars.

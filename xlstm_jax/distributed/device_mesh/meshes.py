@@ -47,9 +47,8 @@ class DeviceMeshManager:
             size may be -1: the number that the other sizes leave. If the sizes need fewer devices than there are, the
             first devices are used.
           devices: the devices in mesh order. Default: every device, ordered by the topology of the machine: with
-            several slices (or processes, where slow links connect these) the first axes cross them. If the sizes need
-            fewer
-            devices: the order of ``jax.devices()``.
+            several slices (or processes, where slow links connect these) the first axes cross them. With
+            fewer devices: in the order of ``jax.devices()``.
         Raises:
           ValueError: there are too few devices, or the sizes beside a -1 do not divide their number; names both
             numbers, and the nearest shapes that fit. Or the first devices leave a process of the job without a device;

@@ -84,8 +84,8 @@ def make_train_step(
         examples, and is split over the same axes in every leaf. Losses, weights and gradients are reduced over every
         axis of the spec; see docs/context_parallel.md.
       layout: how the tokens of a split sequence are distributed over devices while the step computes: "contiguous", or
-        "zigzag", which balances the work of devices under a causal mask. Batches always come in natural order: the step
-        permutes the split dims itself, and passes the layout to ``context_attention``, ``context_positions`` and
+        "zigzag", which balances the work of devices under a causal mask. Batches are in natural order all the same: the
+        step permutes the split dims itself, and passes the layout to ``context_attention``, ``context_positions`` and
         similar functions. None: "zigzag" for a batch of ``to_zigzag``, else "contiguous".
       check_vma: passed to ``shard_map``.
       has_aux: adds the dict to the metrics. Its floats are averaged like the loss; use ``metrics.cells`` for another
