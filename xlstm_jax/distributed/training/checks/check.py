@@ -1,6 +1,6 @@
 """Row type of the table of checks, and the argument types of checks at each moment.
 
-A check raises for an error, warns where the program may be intended, and changes no number.
+A check raises for a certain mistake, warns of a possible mistake, and changes no number.
 """
 
 from collections.abc import Callable, Mapping, Sequence

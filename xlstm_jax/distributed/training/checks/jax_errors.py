@@ -64,7 +64,7 @@ def _with_cure(error: Exception) -> Exception | None:
     if not jax.config.jax_auto_pcast:
         return ValueError(
             f"the primitive {primitive!r} mixes types, and jax_auto_pcast is False: under check_vma=True nearly every "
-            "model needs this cast of equal values to varying ones. Leave it on, jax.config.update('jax_auto_pcast', "
+            "model needs JAX's casts of equal values to varying. Leave it on, jax.config.update('jax_auto_pcast', "
             "True); or pass check_vma=False (to make_train_step, or to your shard_map), where there are no types."
         )
     cure = (
