@@ -50,8 +50,10 @@ def compare_batches(batch: PyTree, mesh: Mesh | AbstractMesh) -> None:
     entries = entries_of({path: leaf for path, leaf in leaves.items() if path not in rows})
     entries |= {path: f"{leaf.dtype}{list(leaf.shape)}, {leaf.sharding}" for path, leaf in rows.items()}
     compare(entries, BATCH, me, processes, PEER_TIMEOUT_S)
-    told = exchange_in(KeyValueStore("batch", me, processes), _rows_here(rows), f"compare the {BATCH}", PEER_TIMEOUT_S)
-    of_process = dict(zip(processes, map(json.loads, told), strict=True))
+    replies = exchange_in(
+        KeyValueStore("batch", me, processes), _rows_here(rows), f"compare the {BATCH}", PEER_TIMEOUT_S
+    )
+    of_process = dict(zip(processes, map(json.loads, replies), strict=True))
     for same in by_text([where for where, _, _ in of_process.values()], processes).values():
         if len({of_process[process][1] for process in same}) > 1:
             raise ValueError(
