@@ -13,6 +13,11 @@ to measure anew. ``--record`` goes together with files, ``-k`` and ``--part K/N`
     mutants.txt    the case that sees each mutation of the catalogue; it is among the chosen
     matrix.txt     for each function of the library some cases that enter it; tests/mutants/drawn.py reads it
 
+After some new tests, and after functions have moved, their recordings are added, in minutes:
+
+    python -m pytest -m "not slow" --record runs/new tests/plan/test_plan.py -k new_name
+    python -m tests.cover runs/new --add
+
 A new mutation needs no measurement: until it has one, all the tests that it names are quick. After a test has got
 another name, change the name in the three files, too: ``sed -i s/old_name/new_name/ tests/cover/*.txt``.
 """

@@ -4,6 +4,7 @@ Without a folder of recordings the choice stays, and only the cases that see mut
 """
 
 import argparse
+import ast
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -13,9 +14,11 @@ from tests import quick
 from tests.cover import data
 from tests.cover.choose import as_bits, cover
 from tests.cover.record import Recorded, recorded
+from tests.measures import PACKAGE
 from tests.mutants.catalogue import all_mutants
 
 CASES_OF_A_FUNCTION = 24
+Entering = Mapping[tuple[str, str], Sequence[str]]  # by file and function the cases that enter the function
 
 
 def main(args: argparse.Namespace) -> int:
@@ -35,6 +38,11 @@ def main(args: argparse.Namespace) -> int:
     if not found:
         print(f"no test was recorded in {', '.join(map(str, args.recordings))}")
         return 1
+    if args.add:
+        before, entered = data.matrix()
+        data.write_matrix(before | {entry.case: entry.seconds for entry in found}, with_added(entered, entering(found)))
+        print(f"written: {data.MATRIX}, with {len(found)} more cases; the choice is as it was")
+        return 0
     chosen = _choose(found, seen, args.functions)
     data.write_seen(seen)
     data.write_chosen(chosen)
@@ -130,9 +138,45 @@ def entering(found: Sequence[Recorded]) -> dict[tuple[str, str], list[str]]:
     return kept
 
 
+def with_added(before: Entering, new: Entering) -> dict[tuple[str, str], list[str]]:
+    """Returns the cases that enter each function: new ones first, then those from before that are still there.
+
+    A function that has moved to another file of the library keeps its cases, if one file alone has the function.
+    """
+    functions = {str(path.relative_to(PACKAGE)): functions_in(path) for path in sorted(PACKAGE.rglob("*.py"))}
+    kept: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for (path, name), cases in [*new.items(), *before.items()]:
+        if name not in functions.get(path, ()):
+            others = [other for other, names in functions.items() if name in names]
+            path = others[0] if len(others) == 1 else ""
+        if path:
+            some = kept[path, name]
+            some += [case for case in cases if case not in some and data.is_there(case)]
+    return {function: cases[:CASES_OF_A_FUNCTION] for function, cases in kept.items() if cases}
+
+
+def functions_in(path: Path) -> set[str]:
+    """Returns the functions and methods of a file by their qualified names, without ``<locals>``."""
+    found: set[str] = set()
+
+    def look(node: ast.AST, within: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            is_named = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            name = f"{within}{child.name}" if is_named else within
+            if is_named:
+                found.add(name)
+            look(child, f"{name}." if is_named else within)
+
+    look(ast.parse(path.read_text()), "")
+    return found
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.cover", description=__doc__)
     parser.add_argument("recordings", nargs="*", type=Path, metavar="FOLDER", help="of pytest --record")
+    parser.add_argument(
+        "--add", action="store_true", help="add these recordings to the matrix: of tests that are new; choose nothing"
+    )
     parser.add_argument("--mutants", type=Path, metavar="FILE", help="of python -m tests.mutants --record")
     parser.add_argument(
         "--functions",

@@ -138,7 +138,6 @@ def test_an_extension_of_ones_own_is_one_class_and_one_line(monkeypatch):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_units_gather_without_any_extension(monkeypatch, check_vma):
     monkeypatch.setattr("xlstm_jax.distributed.data_parallel.extension.EXTENSIONS", [])
-    monkeypatch.setattr("xlstm_jax.distributed.data_parallel.modules.linen_module.EXTENSIONS", [])
     state, step, _ = gradients(fsdp(), check_vma)
     params = unbox(jax.tree.map(np.asarray, state.params))
     want = train_on_one_device(Deep(), KEPT, params, mean_loss, BATCH)[1]

@@ -58,6 +58,18 @@ FEATURES = [
         r"\bOverwrittenScales\b|overwritten_scales",
     ),
     Feature(
+        "collections",
+        (
+            "training/collections.py",
+            "training/carries/collection_carry.py",
+            "training/carries/kept_collections.py",
+            "training/carries/overwritten_scales.py",
+            "training/checks/collections.py",
+        ),
+        r"\bKeptCollections\b|\bCollectionCarry\b|training\.collections\b",
+        own=("tests/training/test_collections.py", "tests/training/test_carries.py"),
+    ),
+    Feature(
         "carries of recurrent layers",
         ("data_parallel/extensions/recurrent_carries.py",),
         r"\bRecurrentCarries\b|recurrent_carries",
@@ -92,6 +104,11 @@ FEATURES = [
         r"\bLinkBalance\b|link_balance",
         # Over several axes a step without the feature is another program.
         own=("tests/training/test_lowered_text.py::test_a_training_step_lowers_to_the_kept_text[scan]",),
+    ),
+    Feature(
+        "logical names",
+        ("data_parallel/extensions/logical_names.py",),
+        r"\bLogicalNames\b|\bLogicallyPartitioned\b|logical_names",
     ),
     Feature(
         "prefetch",
@@ -154,16 +171,22 @@ FEATURES = [
         r"\bcontext_parallel_attention\b|parallel\.context\b",
     ),
     Feature("remat policy", ("data_parallel/remat.py",), r"\bremat_policy\b|data_parallel\.remat\b"),
+    Feature(
+        "checks of arguments and mistakes",
+        ("training/checks", "training/mistakes.py", "training/equal_results.py", "training/first_batch.py"),
+        r"\bwarn_of_\w+|training\.(checks|mistakes|equal_results|first_batch)\b",
+        own=(
+            "tests/training/test_training.py::test_an_axis_that_is_left_out_is_refused_where_the_type_shows_it",
+            "tests/training/test_collections.py::test_statistics_of_each_device_are_refused_by_leaf_axes_and_cure",
+        ),
+    ),
     Feature("check_step", ("training/step_check",), r"\bcheck_step\b|\bstep_check\b"),
 ]
 
 # Why a feature cannot be deleted, or not yet.
 NOT_YET: dict[str, str] = {}
 
-# Threaded through shared code, and without a row so far.
-WITHOUT_ROW = (
-    "logical names",
-    "frozen parameters",
-    "collections",
-    "checks of arguments and mistakes",
-)
+# Features without a row, and why none can be deleted.
+WITHOUT_ROW = {
+    "frozen parameters": "`trainable` is a field of a leaf: the gather, its gradient and the optimizer read it",
+}

@@ -361,7 +361,7 @@ ROWS = [
         shown(Pair(), (2, 8)),
         ValueError,
         "columns_of: … has …=…, and … has",
-        "'a' has dtype=None, and 'b' has <class 'jax.numpy.bfloat16'>. Layers of one input",
+        "'a' has dtype=None, and 'b' has <class 'jax.numpy.bfloat16'>. Layers of the same input",
     ),
     tensor(
         "split-dim-taken",
@@ -384,7 +384,7 @@ ROWS = [
         ValueError,
         "… is split by rows, and its input of shape",
         "all 8 features",
-        "2: ",
+        "not the 2 of each of the 4 devices",
         "'column'",
     ),
     tensor(
@@ -443,7 +443,7 @@ ROWS = [
         two_roles(Experts(nn.Dense(8), 4, 1, axis="tp")),
         ValueError,
         "Experts: a device has parameters of",
-        "axis_name of the wrapper name the experts' axis, too",
+        "leave the experts' axis out of the axis_name of the wrapper",
     ),
     tensor(
         "split-instance",
@@ -521,7 +521,7 @@ ROWS = [
                 {"up": "column", "mid|down": "row"},
                 "split_modules: '…' is split by rows, and its input",
                 "'down' is split by rows",
-                "another one by rows since",
+                "a row-split layer runs in between",
             ),
             (
                 "columns-alone",

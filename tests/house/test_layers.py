@@ -108,8 +108,8 @@ def test_collectives_prints_and_boxed_walks_stand_in_one_place(path):
 
 def test_linen_is_known_where_modules_are_lifted_and_nowhere_else():
     """So that other modules can stand beside them: the rest asks for a box, or for a model's ``init`` and ``apply``."""
-    in_modules = {"holders", "linen_module", "logical_names", "scan_layers", "shard_modules"}
-    beside = {"fp8_products", "pieces", "recurrent_carries", "rows"}  # at units of Linen
+    in_modules = {"holders", "linen_module", "scan_layers", "shard_modules", "unconstrained_boxes"}
+    beside = {"fp8_products", "logical_names", "pieces", "recurrent_carries", "rows"}  # at units of Linen
     split = {"attention", "dense", "embedding", "experts", "split_input", "splitting"}
     assert who_imports("flax.linen") == in_modules | beside | split | {
         "cross_entropy",

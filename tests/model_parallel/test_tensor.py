@@ -485,13 +485,17 @@ def own_loss(params, apply_fn, x, rng):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapped, check_vma", [(True, True), (True, False), (False, True), (False, False)])
-def test_check_step_finds_a_norm_on_split_tokens_that_is_not_wrapped(wrapped, check_vma):
+def test_a_norm_on_split_tokens_that_is_not_wrapped_is_right_by_types_and_refused_without(wrapped, check_vma):
     mesh = DeviceMeshManager.create_device_mesh({"fsdp": 4, "tp": 2})
     x = jax.random.normal(jax.random.key(1), (8, 8, 4)) * (1 + jnp.arange(8))[:, None]
     model = fsdp(Normed, min_weight_size=16)(on_split_input(nn.LayerNorm, "tp") if wrapped else nn.LayerNorm)
     state = create_train_state(model, optax.sgd(1.0), mesh, jax.random.key(0), x, batch_axes="fsdp")
-    found = check_step(make_train_step(own_loss, mesh, "fsdp", check_vma=check_vma), state, x, jax.random.key(0))
-    assert found.verdict == ("wrong" if not wrapped and not check_vma else "right"), found
+    step = make_train_step(own_loss, mesh, "fsdp", check_vma=check_vma)
+    if wrapped or check_vma:
+        assert check_step(step, state, x, jax.random.key(0)).verdict == "right"
+        return
+    with pytest.raises(ValueError, match=r"'grads/norm/bias', 'grads/norm/scale' would differ .* along \('tp',\)"):
+        step(state, x, jax.random.key(0))
 
 
 class Foreign(nn.Module):
@@ -613,7 +617,7 @@ UNPAIRED = {
     ),
     "rows after rows": (
         {"up": "column", "mid|down": "row"},
-        r"'down' is split by rows, .* another one by rows since",
+        r"'down' is split by rows, .* a row-split layer runs in between",
     ),
     "columns alone": ({"up": "column"}, r"'mid' is not split, .* 'up' returned, .* 8 of 16 .* Split 'mid' by 'row'"),
     "columns after columns": (

@@ -14,10 +14,9 @@ import pytest
 from tests.support import AXES, data, fsdp, mean_loss, mesh_of, weighted_loss
 from xlstm_jax.distributed import create_train_state, make_eval_step, make_train_step
 from xlstm_jax.distributed.metrics import Count, WeightedMean
-from xlstm_jax.distributed.training.checks import CHECKS
-from xlstm_jax.distributed.training.checks.check import Moment
+from xlstm_jax.distributed.training.moments import CHECKS, Moment
 
-TABLE = "xlstm_jax.distributed.training.checks.CHECKS"
+TABLE = "xlstm_jax.distributed.training.moments.CHECKS"
 BATCH, MESH = data(), mesh_of(2, 4)
 
 

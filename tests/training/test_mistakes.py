@@ -126,7 +126,7 @@ NARROW = fsdp(nn.Dense)(4, param_dtype=jnp.bfloat16)
 TOLD = {
     "bfloat16 master weights": (
         lambda: abstract(model=NARROW),
-        r"'bias', and 2 of 2 parameters in all, are trained in bfloat16: .* smaller than 0.0039 of a weight.*in float32, and",
+        r"'bias', and 2 of 2 parameters in all, are trained in bfloat16: .* than 0.0039 of a weight.*in float32, and",
     ),
     "a mask that is never true": (
         lambda: abstract(optax.adamw(0.1, mask=lambda p: jax.tree.map(lambda x: isinstance(x, nn.Partitioned), p))),

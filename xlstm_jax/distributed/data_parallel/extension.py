@@ -39,9 +39,15 @@ class Extension:
 
     An instance is made where a unit is entered, and may keep state until the unit is left. A hook that a subclass
     does not write does nothing.
+
+    Attributes:
+      modules: classes of modules. The hooks that receive a module run for these classes alone; () means every class.
+      collections: names of collections that pass the unit and stay replicated. If there are any, an instance is made
+        for a unit that has one of these collections, and for no other unit.
     """
 
-    collections: ClassVar[tuple[str, ...]] = ()  # which stay replicated
+    modules: ClassVar[tuple[type[Any], ...]] = ()
+    collections: ClassVar[tuple[str, ...]] = ()
 
     def wires(self, policy: ShardPolicy, variables: PyTree, module: ModulePath) -> Mapping[str, Wire]:
         """Returns the wires of leaves that do not travel as their boxes say, by path in ``variables``."""
@@ -112,6 +118,16 @@ def with_hook(name: str) -> list[type[Extension]]:
     return [cls for cls in EXTENSIONS if getattr(cls, name) is not getattr(Extension, name)]
 
 
+def with_hook_for(name: str, module: Any) -> list[type[Extension]]:
+    """Returns the registered extensions that write the hook of this name, and take modules of this class."""
+    return [cls for cls in with_hook(name) if not cls.modules or isinstance(module, cls.modules)]
+
+
+def extensions_of(variables: Mapping[str, PyTree]) -> list[Extension]:
+    """Returns an instance of each registered extension for a unit that has these collections of variables."""
+    return [cls() for cls in EXTENSIONS if not cls.collections or not variables.keys().isdisjoint(cls.collections)]
+
+
 def passing_collections() -> list[str]:
     """Returns the collections that pass units beside "params"."""
     return list(dict.fromkeys(name for cls in EXTENSIONS for name in cls.collections))
@@ -129,6 +145,8 @@ def axis_orders(
     sizes: Sequence[float], given: Sequence[AxisOrder], axis_sizes: Mapping[str, int], slow: Collection[str]
 ) -> Sequence[AxisOrder]:
     """Returns for each leaf that is split the order of its axes: the given one without an extension."""
+    if all(len(order) < 2 for order in given):
+        return given
     for cls in with_hook("axis_orders"):
         given = cls().axis_orders(sizes, given, axis_sizes, slow)
     return given
@@ -136,6 +154,8 @@ def axis_orders(
 
 def arranged(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
     """Returns the boxed parameters of a whole model, with the axes of each in the order of the extensions."""
+    if sum(size > 1 for size in axis_sizes.values()) < 2:
+        return params
     for cls in with_hook("arranged"):
         params = cls().arranged(params, axis_sizes)
     return params
@@ -158,12 +178,12 @@ def noting_parts() -> Iterator[dict[str, PartialGather]]:
 
 def computes(module: Any, method: str) -> bool:
     """Returns whether an extension may compute the result of a unit's method from shards."""
-    return any(cls().computes(module, method) for cls in with_hook("computes"))
+    return any(cls().computes(module, method) for cls in with_hook_for("computes", module))
 
 
 def computed_from_shards(module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
     """Returns the result of a unit's method, computed from shards by an extension; None where the unit is to gather."""
-    for cls in with_hook("computes"):
+    for cls in with_hook_for("computes", module):
         extension = cls()
         if extension.computes(module, method):
             found = extension.from_shards(module, method, policy, args, kwargs)
@@ -174,8 +194,17 @@ def computed_from_shards(module: Any, method: str, policy: ShardPolicy, args: An
 
 def called(module: Any, method: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns the keyword arguments for a method of a module that no unit has entered yet."""
-    for cls in with_hook("called"):
-        kwargs = cls().called(module, method, args, kwargs)
+    return kwargs_from(extensions_of(module.variables), module, method, args, kwargs)
+
+
+def kwargs_from(
+    extensions: Sequence[Extension], module: Any, method: str, args: Any, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the keyword arguments for a method of a module, as the hooks ``called`` of these extensions make them."""
+    seeing = with_hook_for("called", module)
+    for extension in extensions:
+        if type(extension) in seeing:
+            kwargs = extension.called(module, method, args, kwargs)
     return kwargs
 
 
@@ -183,6 +212,6 @@ def called(module: Any, method: str, args: Any, kwargs: dict[str, Any]) -> dict[
 def initialising(module: Any, method: str) -> Iterator[None]:
     """Enters the contexts of all extensions around a method of a unit that may initialise the unit."""
     with ExitStack() as stack:
-        for cls in with_hook("initialising"):
+        for cls in with_hook_for("initialising", module):
             stack.enter_context(cls().initialising(module, method))
         yield

@@ -30,7 +30,7 @@ from flax.core import meta
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from xlstm_jax.distributed.data_parallel.logical_names import is_logical, layer_name, mesh_names
+from xlstm_jax.distributed.data_parallel.dim_names import reader
 from xlstm_jax.distributed.data_parallel.quick_box import QuickBox
 from xlstm_jax.distributed.data_parallel.store import AS_IT_IS, Kept, Store
 from xlstm_jax.distributed.data_parallel.wire import collectives
@@ -215,7 +215,7 @@ class Sharded(QuickBox):
         super().__setstate__(state)
 
     def _get_partition_name(self, params: dict[Any, Any]) -> AxisEntry:  # type: ignore[override]  # Flax: no None
-        return layer_name(params.get(meta.PARTITION_NAME))
+        return reader().layer_name(params.get(meta.PARTITION_NAME))
 
 
 # -------------------------------------------------------------------------------------------------- leaves of others
@@ -283,7 +283,7 @@ def leaf_of(leaf: Any) -> Sharded:
     if isinstance(leaf, SplitVariable):
         return leaf.as_sharded
     ndim = np.ndim(leaf.value)
-    names = (mesh_names(leaf) + (None,) * ndim)[:ndim]
+    names = (reader().mesh_names(leaf) + (None,) * ndim)[:ndim]
     # A box of Flax does not say which axes are the model's own: within a loss, the parameters of the loss say it.
     known = leaf.model_axes if isinstance(leaf, Sharded) else running_loss().model_axes
     own = tuple(axis for entry in names for axis in entry_axes(entry) if axis in known) if known else ()
@@ -306,7 +306,7 @@ def split_by_model(leaf: Any, gathered: Collection[str] = ()) -> Any:
     An ``nn.Partitioned`` does not say whether its shards are to be gathered, or are the model's own (experts).
     """
     box = leaf_of(leaf)
-    if is_logical(leaf):  # of a model that knows whole parameters alone
+    if reader().has_rules_for(leaf):  # of a model that knows whole parameters alone
         return box if box.axes else box.value
     if not box.axes or isinstance(leaf, SplitVariable):
         return leaf

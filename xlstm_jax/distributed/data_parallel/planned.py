@@ -12,8 +12,8 @@ import jax
 from flax import struct
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from xlstm_jax.distributed.data_parallel.dim_names import reader
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, leaf_of, true_value
-from xlstm_jax.distributed.data_parallel.logical_names import is_logical
 from xlstm_jax.distributed.data_parallel.policy import ShardChoice
 from xlstm_jax.distributed.data_parallel.store import AS_IT_IS
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
@@ -76,7 +76,7 @@ class Planned(Sharded, repr=False):
         before = leaf if isinstance(leaf, Planned) else None
         was, box = leaf_of(leaf), leaf_of(boxed)
         is_boxed = decision.choice.dim is not None or not box.trainable
-        own = boxed if is_logical(leaf) else leaf
+        own = boxed if reader().has_rules_for(leaf) else leaf
         stands_for = before.stands_for if before else type(own) if is_box(own) else None
         return cls(
             box.value,

@@ -10,16 +10,18 @@ from jax.core import Tracer
 from jax.tree_util import DictKey, keystr
 
 from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel.dim_names import reader
 from xlstm_jax.distributed.data_parallel.leaf import (
     Sharded,
     is_box,
+    is_ours,
     leaf_of,
     rebox,
     split_by_model,
     stored_value,
     true_value,
 )
-from xlstm_jax.distributed.data_parallel.logical_names import as_flax_has_it, is_logical, with_names_of_collections
+from xlstm_jax.distributed.data_parallel.unconstrained_boxes import as_flax_has_it
 
 OneLeaf = Callable[[Any], bool]  # which nodes count as one leaf although JAX could take them apart
 
@@ -106,18 +108,32 @@ def unbox(tree: PyTree) -> PyTree:
 
 
 def with_mesh_names(variables: PyTree) -> PyTree:
-    """The variables of ``model.init`` under ``rules_of_mesh``, with logical names as axes of the mesh that is set.
+    """Returns the variables of ``model.init``, with logical names as axes of the mesh that is set.
 
-    Parameters are boxed with these axes; other collections are whole, and lose their logical boxes.
+    ``init`` runs under ``boxes_without_constraints``. Parameters are boxed with these axes; other collections are
+    replicated, and lose their logical boxes.
     """
 
     def named(leaf: Any, is_param: bool) -> Any:
-        if not is_logical(leaf):
+        if not reader().has_rules_for(leaf):
             return as_flax_has_it(leaf)
         return split_by_model(leaf) if is_param else leaf.unbox()
 
-    found = with_names_of_collections(variables)
+    found = reader().names_from_collections(variables)
     return {name: map_leaves(partial(named, is_param=name == "params"), tree) for name, tree in found.items()}
+
+
+def readable(tree: PyTree) -> PyTree:
+    """Returns the tree as a model reads it inside ``shard_map``: a leaf in a box of Flax is the shard of this device.
+
+    A box of Flax is replaced: when such a box is read it constrains its sharding, which is an error inside
+    ``shard_map``. The library's own boxes stay: they hold parameters of a second model, gathered where they are read.
+    """
+
+    def shard(leaf: Any) -> Any:
+        return leaf if is_ours(leaf) or not is_box(leaf) else leaf_of(leaf).replace(read_as_stored=True)
+
+    return map_leaves(shard, tree)
 
 
 def check_alive(tree: PyTree, reader: str) -> None:

@@ -1,22 +1,22 @@
-"""Layers that are split over a mesh axis of their own, beside the sharding of their parameters.
+"""Layers split over a model axis (tensor, sequence, context or expert parallel), in addition to parameter sharding.
 
 dense            products split by columns or rows (tensor parallel), tokens between them split (sequence parallel)
-attention        attention, its heads split
-embedding        an embedding, its vocabulary split
-splitting        dense layers of a model split from outside
-split_input      norms and dropout on tokens, or heads, of which each device has its share
-activations      how activations enter split layers, leave them, and are split between them
-context          attention over a sequence that is split: keys are gathered, exchanged for heads, or sent round
-sequence_layout  in which order the tokens of such a sequence lie on devices, said once for all that look at others
-recurrence       the state that a recurrence brings to each device of such a sequence
-experts          a mixture of experts, each device having some: tokens travel to them and back
-router           which experts each token goes to, and the losses that keep the choices even
+attention        attention with split heads
+embedding        an embedding with a split vocabulary
+splitting        splits dense layers of a model without an edit of the model
+split_input      norms and dropout on split tokens or heads
+activations      how activations enter and leave split layers, and how tokens are split between such layers
+context          attention over a split sequence: keys are gathered, exchanged for heads, or sent around a ring
+sequence_layout  the order of a split sequence's tokens on the devices, stored in a single place
+recurrence       the state of a recurrence before the first token of each device of a split sequence
+experts          a mixture of experts, split over devices: tokens are sent to the experts and back
+router           the choice of experts for each token, and the losses that balance the choices
 
 Life of a column-split kernel W[d, f] on the axes "fsdp" and "tp" (f_tp: dim f is split over "tp"):
-  init      W[d, f]            -- on one device or many --   the same values, in a box that names "tp"
-  between   W[d_fsdp, f_tp]    a device keeps its share of both splits, as ``shard_module_params`` says
+  init      W[d, f]            -- on any number of devices --   the same values, in a box that names "tp"
+  between   W[d_fsdp, f_tp]    a device stores its shard of both splits, see ``shard_module_params``
   forward   W[d, f_tp]         gathered over "fsdp" alone; the product with x[b, t, d] is y[b, t, f_tp]
-  backward  dW[d_fsdp, f_tp]   the mean over "fsdp"; along "tp" each device has the gradient of its own columns
+  backward  dW[d_fsdp, f_tp]   the mean over "fsdp"; along "tp" each device has the gradient of its columns
 """
 
 from xlstm_jax.distributed.model_parallel.activations import (

@@ -1,23 +1,23 @@
-"""Activations of layers that are split over a mesh axis: how they enter and leave, and how their tokens are split.
+"""Activations of layers that are split over a mesh axis: how activations enter and leave, and how tokens are split.
 
 With n devices along the axis "tp", and x[b, t, d] an activation:
 
   function         forward                               backward
-  enter_split      x as it is                            gradients of all devices, summed            (all-reduce)
-  leave_split      terms of all devices, summed          the gradient as it is
-  gather_tokens    x[b, t / n, d] -> x[b, t, d]          summed, each device keeps its tokens        (reduce-scatter)
-  scatter_tokens   summed, each device keeps its tokens  dx[b, t / n, d] -> dx[b, t, d]              (all-gather)
+  enter_split      x unchanged                           sum of the devices' gradients               (all-reduce)
+  leave_split      sum of the devices' terms             gradient unchanged
+  gather_tokens    x[b, t / n, d] -> x[b, t, d]          sum, each device keeps its tokens           (reduce-scatter)
+  scatter_tokens   sum, each device keeps its tokens     dx[b, t / n, d] -> dx[b, t, d]              (all-gather)
   split_tokens     each device keeps its tokens          dx[b, t / n, d] -> dx[b, t, d]              (all-gather)
   join_tokens      x[b, t / n, d] -> x[b, t, d]          each device keeps its tokens
 
-The first two stand around a split layer whose input and output are whole, and equal on all devices (tensor parallel);
-the second two around a layer whose input and output are split along their tokens (sequence parallel). The last two lie
-between activations that are split along their tokens and activations that are equal.
+The first pair encloses a split layer whose input and output are replicated (tensor parallel). The second pair encloses
+a split layer whose input and output are split along the tokens (sequence parallel). The third pair converts between
+replicated activations and activations split along the tokens.
 
-Each is right in both ``check_vma`` modes. With types JAX transposes its own collectives to the right-hand column.
-Without types it takes the transpose of a sum for another sum, so the rules are written out here.
+Each function is right in both ``check_vma`` modes. With ``check_vma=True`` JAX transposes its collectives to the
+right-hand column. With ``check_vma=False`` JAX transposes a sum to another sum, so the rules are written out here.
 
-Outside ``shard_map`` values are global and nothing is done, nor over an axis of one device.
+Outside ``shard_map`` values are global and the functions return their input, as over an axis of a single device.
 """
 
 import jax
@@ -29,10 +29,10 @@ from xlstm_jax.distributed.data_parallel.wire.transposes import all_parts, equal
 
 
 def devices_here(axis_name: str, caller: str) -> int:
-    """The number of devices among which a layer is split here: 1 outside ``shard_map``, where values are global.
+    """Returns the number of devices that a layer is split over; 1 outside ``shard_map``, where values are global.
 
     Raises:
-      ValueError: the axis is not among those that are bound; or it is one of the axes that the batch is split over.
+      ValueError: further axes are bound, but not this axis; or the batch is split over the axis.
     """
     if not collectives.is_bound(axis_name):
         if collectives.manual_axes():
@@ -48,28 +48,30 @@ def devices_here(axis_name: str, caller: str) -> int:
 
 
 def parts_of_params(axis_name: str, caller: str) -> int:
-    """The number of parts in which parameters are stored: as ``devices_here``, or as the mesh says that is set.
+    """Returns the number of parts in which parameters are stored.
+
+    As ``devices_here``; in ``init``, where no axis is bound, the size of the axis in the current mesh.
 
     Raises:
       ValueError: the mesh has no such axis.
     """
-    # In `init` no axis is bound: parameters are made whole, under the mesh that says how they will be stored.
+    # In `init` no axis is bound: parameters are made unsharded, under the mesh on which they will be stored.
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or collectives.manual_axes() or collectives.is_bound(axis_name):
         return devices_here(axis_name, caller)
     if axis_name not in mesh.shape:
         raise ValueError(
-            f"{caller}: {axis_name!r} is not an axis of the mesh, which has {tuple(mesh.shape)}. Give axis_name= one "
-            f"of these, or the mesh the axis {axis_name!r}, of size 1 where nothing is to be split."
+            f"{caller}: {axis_name!r} is not an axis of the mesh, which has {tuple(mesh.shape)}. Pass one of these "
+            f"as axis_name=, or add the axis {axis_name!r} to the mesh, with size 1 for no split."
         )
     return mesh.shape[axis_name]
 
 
-# -------------------------------------------------------------------------------------- whole, and equal on all devices
+# -------------------------------------------------------------------------------------------- replicated on all devices
 
 
 def enter_split(x: Array, axis_name: str, *, caller: str = "enter_split") -> Array:
-    """``x``, whole and equal on all devices, for a layer that is split: its gradient is summed over the devices.
+    """Returns a replicated ``x`` for a split layer; in backward the gradients of all devices are summed.
 
     >>> def loss(x, w):  # each of 4 devices multiplies by weights of its own
     ...     return leave_split(enter_split(x, "fsdp") * w, "fsdp").sum()
@@ -78,7 +80,7 @@ def enter_split(x: Array, axis_name: str, *, caller: str = "enter_split") -> Arr
     [10.0]
 
     Raises:
-      ValueError: the axis is not bound, or is one of the batch; or the type of ``x`` says that devices differ in it.
+      ValueError: the axis is not bound, or splits the batch; or ``x`` varies over the axis by its type.
     """
     if (n := devices_here(axis_name, caller)) == 1:
         return x
@@ -90,24 +92,24 @@ def enter_split(x: Array, axis_name: str, *, caller: str = "enter_split") -> Arr
 
 
 def check_equal(x: Array, axis_name: str, n: int, caller: str) -> None:
-    """Raises where the type of ``x`` says that it differs along the axis."""
+    """Raises if ``x`` varies over the axis by its type."""
     if axis_name in collectives.varying_axes(x):
         raise ValueError(
-            f"{caller}: an input of shape {x.shape} differs along {axis_name!r} by its type, and must be whole and "
-            f"equal on its {n} devices. Where each device has its share of the tokens, pass sequence_dim=; where it "
-            "has its share of the features, as a column-split layer returns them, the next layer is a RowDense."
+            f"{caller}: an input of shape {x.shape} differs along {axis_name!r} by its type, and must be "
+            f"replicated on its {n} devices. For an input split along the tokens pass sequence_dim=; after a "
+            "column-split layer, whose output is split along the features, take a RowDense."
         )
 
 
 def leave_split(x: Array, axis_name: str, *, caller: str = "leave_split") -> Array:
-    """The sum of ``x`` over all devices, equal on all of them: what a row-split product ends with.
+    """Returns the sum of ``x`` over the devices, replicated: the last step of a row-split product.
 
     >>> add = lambda x: leave_split(x, "fsdp")
     >>> jax.shard_map(add, mesh=mesh, in_specs=jax.P("fsdp"), out_specs=jax.P())(jnp.arange(4.0)).tolist()
     [6.0]
 
     Raises:
-      ValueError: the axis is not bound; or the type of ``x`` says that it is equal on all devices already.
+      ValueError: the axis is not bound; or ``x`` is replicated over the axis by its type.
     """
     if (n := devices_here(axis_name, caller)) == 1:
         return x
@@ -118,12 +120,12 @@ def leave_split(x: Array, axis_name: str, *, caller: str = "leave_split") -> Arr
 
 
 def check_differs(x: Array, axis_name: str, n: int, caller: str) -> None:
-    """Raises where the type of ``x`` says that it is equal along the axis, so that it would count n times."""
+    """Raises if ``x`` is replicated over the axis by its type, because a sum would then count ``x`` n times."""
     if collectives.types_tell(axis_name, x) and axis_name not in collectives.varying_axes(x):
         raise ValueError(
             f"{caller}: an input of shape {x.shape} is equal along {axis_name!r} by its type, and would count {n} "
-            "times in the sum over its devices. A row-split layer takes what a column-split one has returned: each "
-            "device's share of the features."
+            "times in the sum over its devices. Pass the output of a column-split layer, in which each device has "
+            "different features."
         )
 
 
@@ -131,16 +133,16 @@ def check_differs(x: Array, axis_name: str, n: int, caller: str) -> None:
 
 
 def gather_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "gather_tokens") -> Array:
-    """All tokens from each device's share, [b, t / n, d] -> [b, t, d], for a layer that is split.
+    """Gathers the tokens of all devices for a split layer: [b, t / n, d] -> [b, t, d].
 
-    Its gradient is summed over the devices, and each keeps the gradient of its own tokens.
+    In backward the gradients are summed over the devices, and each device keeps the gradient of its tokens.
 
     >>> gather = lambda x: gather_tokens(x, 0, "fsdp")  # 4 tokens, 1 on each of 4 devices, which then have 4 each
     >>> jax.shard_map(gather, mesh=mesh, in_specs=jax.P("fsdp"), out_specs=jax.P("fsdp"))(jnp.ones((4, 1))).shape
     (16, 1)
 
     Raises:
-      ValueError: the axis is not bound; or the type of ``x`` says that all devices have the same tokens.
+      ValueError: the axis is not bound; or ``x`` is replicated over the axis by its type.
     """
     if devices_here(axis_name, caller) == 1:
         return x
@@ -149,14 +151,14 @@ def gather_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "gather_t
 
 
 def scatter_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "scatter_tokens") -> Array:
-    """The sum of ``x`` over all devices, of which each keeps its share of the tokens: [b, t, d] -> [b, t / n, d].
+    """Sums ``x`` over the devices and returns the sum for this device's tokens: [b, t, d] -> [b, t / n, d].
 
     >>> add = lambda x: scatter_tokens(x, 0, "fsdp")  # each of 4 devices has a term for each of 4 tokens
     >>> jax.shard_map(add, mesh=mesh, in_specs=jax.P(None, "fsdp"), out_specs=jax.P("fsdp"))(jnp.ones((4, 4))).tolist()
     [[4.0], [4.0], [4.0], [4.0]]
 
     Raises:
-      ValueError: the axis is not bound, or does not divide ``dim``; or the type of ``x`` says that it is equal.
+      ValueError: the axis is not bound, or does not divide ``dim``; or ``x`` is replicated over the axis by its type.
     """
     if (n := devices_here(axis_name, caller)) == 1:
         return x
@@ -166,14 +168,14 @@ def scatter_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "scatter
 
 
 def split_tokens(x: Array, dim: int, axis_name: str) -> Array:
-    """This device's share of the tokens of ``x``, which is whole and equal: [b, t, d] -> [b, t / n, d].
+    """Returns this device's tokens of a replicated ``x``: [b, t, d] -> [b, t / n, d].
 
     >>> double = lambda x: join_tokens(2 * split_tokens(x, 0, "fsdp"), 0, "fsdp")
     >>> jax.shard_map(double, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())(jnp.arange(4.0)[:, None]).ravel().tolist()
     [0.0, 2.0, 4.0, 6.0]
 
     Raises:
-      ValueError: the axis is not bound, or does not divide ``dim``; or the type of ``x`` says that it differs.
+      ValueError: the axis is not bound, or does not divide ``dim``; or ``x`` varies over the axis by its type.
     """
     if (n := devices_here(axis_name, "split_tokens")) == 1:
         return x
@@ -183,14 +185,14 @@ def split_tokens(x: Array, dim: int, axis_name: str) -> Array:
 
 
 def join_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "join_tokens") -> Array:
-    """All tokens from each device's share, [b, t / n, d] -> [b, t, d], whole and equal: for what is not split.
+    """Gathers the tokens of all devices for a layer that is not split: [b, t / n, d] -> [b, t, d], replicated.
 
     >>> join = lambda x: join_tokens(x, 0, "fsdp")
     >>> jax.shard_map(join, mesh=mesh, in_specs=jax.P("fsdp"), out_specs=jax.P())(jnp.arange(4.0)[:, None]).shape
     (4, 1)
 
     Raises:
-      ValueError: the axis is not bound; or the type of ``x`` says that all devices have the same tokens.
+      ValueError: the axis is not bound; or ``x`` is replicated over the axis by its type.
     """
     if devices_here(axis_name, caller) == 1:
         return x
@@ -199,13 +201,13 @@ def join_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "join_token
 
 
 def check_own_tokens(x: Array, dim: int, axis_name: str, caller: str, *, features: int = 1) -> None:
-    """Raises where ``dim`` is no dim of tokens, or the type of ``x`` says that all devices have the same tokens."""
+    """Raises if ``dim`` is not a dim of tokens, or if ``x`` is replicated over the axis by its type."""
     _check_dim(x, dim, caller, features)
     if collectives.types_tell(axis_name, x) and axis_name not in collectives.varying_axes(x):
         raise ValueError(
             f"{caller}: an input of shape {x.shape} is equal along {axis_name!r} by its type, so each device has all "
-            f"tokens, and would get them {collectives.axis_size((axis_name,))} times. Take split_tokens(x, {dim}, "
-            f"{axis_name!r}) before, or leave out sequence_dim=."
+            f"tokens, and the gather would repeat them {collectives.axis_size((axis_name,))} times. Apply "
+            f"split_tokens(x, {dim}, {axis_name!r}) before, or leave out sequence_dim=."
         )
 
 
@@ -218,7 +220,7 @@ def _check_dim(x: Array, dim: int, caller: str, features: int) -> None:
 
 
 def check_tokens(x: Array, dim: int, axis_name: str, caller: str, *, features: int = 1) -> None:
-    """Raises where ``dim`` is no dim of tokens, or the devices along the axis do not divide them."""
+    """Raises if ``dim`` is not a dim of tokens, or if the devices along the axis do not divide the tokens."""
     _check_dim(x, dim, caller, features)
     n, tokens = collectives.axis_size((axis_name,)), x.shape[dim]
     if tokens % n:

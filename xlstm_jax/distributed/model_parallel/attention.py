@@ -1,10 +1,10 @@
-"""Attention with its heads split over a mesh axis: each device attends with its own, to all tokens.
+"""Attention with heads split over a mesh axis: each device computes some heads, over all tokens.
 
     x[b, t, d]  -->  q[b, t, h / n, e], k and v[b, t, g / n, e]  -->  y[b, t, h / n, e]  -->  z[b, t, d], summed
 
-Queries, keys and values are columns, and the product after the heads is rows (see ``dense``): one gather, one sum. Of
-grouped queries (g < h) a device has the key heads that its queries read. Where there are fewer than devices (g < n),
-n / g devices compute the same key head; these kernels are small, and stay whole along the axis.
+Queries, keys and values are column-split, and the product after the heads is row-split (see ``dense``): one gather, one
+sum. With grouped queries (g < h) a device has the key heads of its query heads. With fewer key heads than devices (g <
+n), n / g devices compute the same key head; the key and value kernels are small, and stay replicated along the axis.
 """
 
 from collections.abc import Callable
@@ -18,28 +18,29 @@ from xlstm_jax.distributed.model_parallel.dense import ColumnDense, RowDense, Sp
 
 
 def causal_attention(query: Array, key: Array, value: Array) -> Array:
-    """``jax.nn.dot_product_attention``, each token looking back: [b, t, h, e], [b, t, g, e] twice -> [b, t, h, e]."""
+    """Calls causal ``jax.nn.dot_product_attention``: [b, t, h, e], [b, t, g, e] twice -> [b, t, h, e]."""
     return jax.nn.dot_product_attention(query, key, value, is_causal=True)
 
 
 class SplitAttention(Split):
-    """Self-attention with its heads split over ``axis_name``; on one device as in ``nn.MultiHeadDotProductAttention``.
+    """Self-attention with heads split over ``axis_name``; on one device equal to ``nn.MultiHeadDotProductAttention``.
 
-    Parameters have the names, shapes and initial values of that layer: ``query``, ``key``, ``value`` of [d, heads, e],
-    and ``out`` of [h, e, d].
+    Parameters have the names, shapes and initial values of ``nn.MultiHeadDotProductAttention``: ``query``, ``key``,
+    ``value`` of [d, heads, e], and ``out`` of [h, e, d].
 
     >>> layer = SplitAttention(num_heads=8, num_kv_heads=2, head_dim=4)
     >>> params = layer.init(jax.random.key(0), jnp.ones((2, 5, 16)))["params"]
     >>> params["query"]["kernel"].shape, params["key"]["kernel"].shape, params["out"]["kernel"].shape
     ((16, 8, 4), (16, 2, 4), (8, 4, 16))
 
-    The fields below come beside those of ``ColumnDense`` and ``RowDense``, which have the same meaning.
+    Further fields as in ``ColumnDense`` and ``RowDense``.
 
     Attributes:
       num_heads, head_dim: h and e.
-      num_kv_heads: g, of grouped queries; None: h. It divides h, and the devices divide it, or it the devices.
-      attention_fn: ``(query, key, value, *args) -> y`` of the device's own heads and all tokens: rotary embeddings,
-        masks and kernels are its affair.
+      num_kv_heads: g, for grouped queries; None: h. g divides h, and the number of devices divides g or is a multiple
+        of g.
+      attention_fn: ``(query, key, value, *args) -> y`` for this device's heads and all tokens. Rotary embeddings, masks
+        and kernels belong here.
     """
 
     num_heads: int
@@ -50,14 +51,14 @@ class SplitAttention(Split):
 
     @nn.compact
     def __call__(self, x: Array, *args: Any) -> Array:
-        """[b, t, d] -> [b, t, d]; with ``sequence_dim`` both are this device's tokens. ``args`` go to attention_fn."""
+        """Returns [b, t, d] for [b, t, d], of this device's tokens with ``sequence_dim``; passes ``args`` on."""
         heads, kv_heads = self.num_heads, self.num_kv_heads or self.num_heads
         if heads % kv_heads:
             raise ValueError(
                 f"{self._called}: num_kv_heads={kv_heads} key heads do not divide num_heads={heads} query "
-                "heads, so no group of queries shares a key head."
+                "heads. Choose a divisor of the query heads."
             )
-        # Key heads may be fewer than devices, which then compute the same; query heads never are.
+        # Key heads may be fewer than devices, and are then copied; query heads are never copied.
         counts = {"query": heads, "key": kv_heads, "value": kv_heads}
         layers = [
             ColumnDense((count, self.head_dim), **self._how(), copied=name != "query", name=name)

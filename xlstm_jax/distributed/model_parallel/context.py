@@ -1,18 +1,18 @@
-"""Attention over a sequence that is split over devices, inside ``shard_map``; exact.
+"""Exact attention over a sequence that is split over devices, inside ``shard_map``.
 
-Each of n devices along the axis "cp" has t of n * t tokens, and computes the attention of its own queries. Three ways
-to the keys K[b, t, g, d] (g heads) and values:
+Each of n devices along the axis "cp" has t of n * t tokens, and computes the attention of its queries. Three ways to
+get the keys K[b, t, g, d] (g heads) and values:
 
   gather    K[b, t, g, d] -- all-gather -->  K[b, n t, g, d]     all keys on each device; any kernel that takes a mask
   ulysses   K[b, t, g, d] -- all-to-all -->  K[b, n t, g / n, d] all tokens of some heads; any kernel, n divides heads
   ring      K[b, t, g, d] -- n - 1 permutes, each beside the products with the keys before it; softmax merged in float32
 
-Gather and ulysses are differentiated by JAX: an all-gather becomes a reduce-scatter, an all-to-all goes back. The ring
-has its own backward rule. It keeps what a device has anyway (query, key, value, result, one number for each query) and
-sends keys round a second time, with their gradients.
+JAX differentiates gather and ulysses: the transpose of an all-gather is a reduce-scatter, of an all-to-all an
+all-to-all. The ring has a backward rule of its own. The rule keeps query, key, value, result, and a single number for
+each query, and sends keys around the ring a second time, with their gradients.
 
-Under a causal mask the first device of a contiguous layout has next to nothing to do, and the last all. In the zigzag
-layout (``sequence_layout``) all have the same.
+Under a causal mask in the contiguous layout, the first device has almost no work and the last device the most. In the
+zigzag layout (``sequence_layout``) all devices have equal work.
 """
 
 import math
@@ -46,12 +46,12 @@ Array = jax.Array
 Kernel = Callable[..., Array]
 
 BLOCK_SIZE = 512
-HIDDEN = -1e30  # a logit that the mask hides; finite, so that a difference of two is no NaN
+HIDDEN = -1e30  # a logit hidden by the mask; finite, so that a difference of two is not NaN
 
 
 @dataclass(frozen=True)
 class _How:
-    """The options of one call: ``axes`` are () where no mesh axis is bound."""
+    """Options of a call; ``axes`` is () if no mesh axis is bound."""
 
     axes: tuple[str, ...]
     layout: str
@@ -66,22 +66,22 @@ class _How:
 
     @property
     def is_unbalanced(self) -> bool:
-        """Whether the last device of a ring has more to compute than the others, which wait for it."""
+        """True if the last device of a ring has more work than the devices before, which wait for the last."""
         return self.causal and self.layout == CONTIGUOUS and self.window is None and self.devices > 1
 
     def positions(self, length: int) -> np.ndarray:
-        """[n, t]: the positions of the tokens that each device has."""
+        """Returns the positions of the tokens of each device, [n, t]."""
         total = self.devices * length
         order = zigzag_order(total, self.devices) if self.layout == ZIGZAG else np.arange(total)
         return order.reshape(-1, length)
 
 
-# ------------------------------------------------------------------------------------------- which tokens a device has
+# -------------------------------------------------------------------------------------- positions of a device's tokens
 
 
 @promoting
 def context_positions(length: int, axis: AxisNames = "cp", layout: str | None = None) -> Array:
-    """The positions in the whole sequence of the tokens that this device has, for rotary or learned embeddings.
+    """Returns the positions of this device's tokens in the full sequence, for rotary or learned embeddings.
 
     >>> def positions(tokens):  # [b, t]; the mesh has 4 devices along "fsdp"
     ...     with in_layout(tokens, "zigzag", "fsdp"):  # in a ready step: make_train_step(..., layout="zigzag")
@@ -90,15 +90,15 @@ def context_positions(length: int, axis: AxisNames = "cp", layout: str | None = 
     >>> over_devices(jnp.zeros((1, 16))).reshape(4, 4)[0].tolist()
     [0, 1, 14, 15]
 
-    Where no mesh axis is bound, as in ``init``, the sequence is whole: 0 to ``length`` - 1.
+    If no mesh axis is bound, as in ``init``, the device has the full sequence: 0 to ``length`` - 1.
 
     Args:
-      length: tokens on this device.
+      length: number of tokens on this device.
       axis, layout: as for ``context_attention``.
     Returns:
       int32 [length].
     Raises:
-      ValueError: as ``context_attention``, of axis and layout.
+      ValueError: for the axis and the layout, as ``context_attention``.
     """
     axes = collectives.bound_or_none(as_axis_names(axis), caller="context_positions")
     layout = layout_over(axes, layout, "context_positions")
@@ -108,7 +108,7 @@ def context_positions(length: int, axis: AxisNames = "cp", layout: str | None = 
 
 
 def _own_positions(how: _How, length: int, back: int = 0) -> Array:
-    """Positions of this device's tokens, or of those of the device ``back`` places before it in the ring."""
+    """Returns the positions of this device's tokens, or of the device ``back`` places before in the ring."""
     device, places = (collectives.axis_index(how.axes) - back) % how.devices, jnp.arange(length, dtype=jnp.int32)
     return device * length + places if how.layout == CONTIGUOUS else zigzag_positions(device, how.devices, places)
 
@@ -132,10 +132,10 @@ def context_attention(
     kernel: Kernel | None = None,
     block_size: int = BLOCK_SIZE,
 ) -> Array:
-    """Attention of a sequence that is split over the devices of an axis; values and gradients are those of one device.
+    """Computes attention over a sequence split over devices; values and gradients are the same as on one device.
 
-    Call it inside ``shard_map``, in either ``check_vma`` mode. Where no mesh axis is bound, as in ``init``, the
-    sequence is whole and in its natural order, and the same call is the plain attention.
+    Call the function inside ``shard_map``, in either ``check_vma`` mode. If no mesh axis is bound, as in ``init``, the
+    arguments are the full sequence in natural order, and the function is plain attention.
 
     >>> def attend(x):  # [b, t, heads, d], this device's tokens
     ...     return context_attention(x, x, x, "fsdp", impl="ring")
@@ -146,36 +146,37 @@ def context_attention(
     True
 
     Args:
-      query: [b, t, h, d], the t tokens that this device has of n * t.
-      key, value: [b, t, g, d] with g dividing h (grouped queries). In the ring the value's d may be another one.
+      query: [b, t, h, d], this device's t tokens of n * t.
+      key, value: [b, t, g, d], g divides h (grouped queries). In the ring, d of the value may differ from d of the key.
       axis: the mesh axis of the sequence, or a tuple of axes, outermost first.
-      causal: a token sees itself and those before it.
-      impl: "gather": keys and values of all devices come to each, which holds them and, without a kernel of your own,
-        all logits of its queries. "ulysses": tokens are exchanged for heads, the fewest bytes; n must divide h, and key
-        heads are copied where it does not divide g. "ring": keys go round, so that nothing longer than t is in memory.
-      layout: None: the layout that the step has, as ``make_train_step(..., layout="zigzag")`` or ``in_layout`` says it.
-        In zigzag the ring does half of the work; gather computes what the mask hides too, and gains nothing. A layout
-        that is named here must be that of the step.
-      window: how far a token sees, (to the left, to the right), or one number for both.
-      segment_ids: integers [b, t] of this device's tokens; a token sees those of its own segment only.
-      scale: of the logits; None: 1 / sqrt(d).
-      kernel: ``kernel(query, key, value, mask=, is_causal=, local_window_size=, scale=)``, for gather and ulysses.
-        None: ``jax.nn.dot_product_attention``, which also is the protocol: ``mask`` is bool [b or 1, 1, queries, keys],
-        or None. Ulysses hands on ``is_causal`` and ``local_window_size``, with a mask of segments only; gather has all
-        in the mask.
-      block_size: queries and keys that the ring multiplies at a time, the nearest size that divides t.
+      causal: each token attends to itself and to earlier tokens.
+      impl: "gather": each device gathers the keys and values of all devices, and without a custom kernel also computes
+        all logits of its queries at once. "ulysses": an all-to-all exchanges tokens for heads, with the fewest bytes; n
+        must divide h, and key heads are copied if n does not divide g. "ring": keys are sent around a ring, so that no
+        array in memory is longer than t.
+      layout: None: the layout of the step, set by ``make_train_step(..., layout="zigzag")`` or ``in_layout``. Otherwise
+        the layout must equal the step's. In zigzag the ring does half of the work; gather also computes masked logits,
+        and gains nothing.
+      window: number of visible tokens (to the left, to the right), or an int for both sides.
+      segment_ids: integers [b, t] of this device's tokens; a token attends to tokens of the same segment only.
+      scale: factor of the logits; None: 1 / sqrt(d).
+      kernel: ``kernel(query, key, value, mask=, is_causal=, local_window_size=, scale=)``, for gather and ulysses, with
+        the protocol of ``jax.nn.dot_product_attention`` (the default): ``mask`` is bool [b or 1, 1, queries, keys], or
+        None. Ulysses passes ``is_causal`` and ``local_window_size``, and a mask for segments only; gather passes
+        everything in the mask.
+      block_size: number of queries and keys in a block of the ring; rounded to the nearest size that divides t.
     Returns:
       [b, t, h, d of the value], in the dtype of the query.
     Raises:
-      ValueError: the axis is not bound and others are; shapes, heads or tokens do not fit; an option is none; the step
-        has another layout than ``layout``, or splits rows over the axis, and no sequence.
+      ValueError: further axes are bound, but not this axis; shapes, heads or tokens do not fit; an option is invalid;
+        the layout of the step differs from ``layout``; or the step splits rows, not a sequence, over the axis.
     """
     axes = collectives.bound_or_none(as_axis_names(axis), caller="context_attention")
     seen = (int(window), int(window)) if isinstance(window, int | np.integer) else window
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     how = _How(axes, layout_over(axes, layout, "context_attention"), causal, seen, scale, block_size)
     _check(query, key, value, segment_ids, how, impl, kernel)
-    # Cast here, outside of the ring's own rule: its cotangents then vary as its inputs do.
+    # Cast here, outside of the ring's custom rule: the cotangents then vary over the same axes as the inputs.
     over = frozenset(collectives.spread_axes(axes)).union(*map(collectives.varying_axes, (query, key, value)))
     query, key, value, segment_ids = collectives.to_varying((query, key, value, segment_ids), sorted(over))
     if impl == "ring":
@@ -190,16 +191,16 @@ def _by_gather(query: Array, key: Array, value: Array, segments: Array | None, h
     key, value = (collectives.all_gather(x, 1, how.axes) for x in (key, value))
     all_segments = None if segments is None else collectives.all_gather(segments, 1, how.axes)
     places = _own_positions(how, length), jnp.asarray(how.positions(length).ravel(), jnp.int32)
-    # All conditions are in the mask: a kernel's own options take keys to lie in the order of the queries.
+    # The mask holds all conditions: the options of a kernel assume that keys and queries have the same order.
     mask = _visible(how, *places, segments, all_segments)
     return kernel(query, key, value, mask=mask, is_causal=False, local_window_size=None, scale=how.scale)
 
 
 def _by_ulysses(query: Array, key: Array, value: Array, segments: Array | None, how: _How, kernel: Kernel) -> Array:
     n, length, groups = how.devices, query.shape[1], query.shape[2] // key.shape[2]
-    # The fewest copies of each key head with which every device gets as many, and those of its query heads.
+    # The fewest copies of each key head for which all devices get the same number, along with the matching query heads.
     copies = next(c for c in range(1, groups + 1) if groups % c == 0 and key.shape[2] * c % n == 0)
-    # In the natural order, which the kernel's causal mask and window take for granted.
+    # Natural order, which the causal mask and the window of the kernel assume.
     order = how.positions(length).ravel()
     natural = np.argsort(order)
 
@@ -208,7 +209,7 @@ def _by_ulysses(query: Array, key: Array, value: Array, segments: Array | None, 
         parts = jnp.moveaxis(collectives.all_to_all(pieces, how.axes), 0, 1)
         return _in_order(parts.reshape(x.shape[0], n * length, -1, x.shape[3]), natural)
 
-    def own_tokens(x: Array) -> Array:  # the inverse
+    def own_tokens(x: Array) -> Array:  # the inverse of whole_sequence
         parts = _in_order(x, order).reshape(x.shape[0], n, length, *x.shape[2:])
         pieces = collectives.all_to_all(jnp.moveaxis(parts, 1, 0), how.axes)
         return jnp.moveaxis(pieces, 0, 2).reshape(x.shape[0], length, -1, x.shape[3])
@@ -223,14 +224,14 @@ def _by_ulysses(query: Array, key: Array, value: Array, segments: Array | None, 
 
 
 def _in_order(values: Array, order: np.ndarray) -> Array:
-    """Along dim 1; nothing is copied where the order is the one that they have."""
+    """Reorders the values along dim 1; copies nothing for an order that is sorted already."""
     return values if (np.diff(order) == 1).all() else values[:, order]
 
 
 def _visible(
     how: _How, of_queries: Array, of_keys: Array, query_segments: Array | None, key_segments: Array | None
 ) -> Array | None:
-    """[b or 1, 1, queries, keys]: which keys a query sees; None where it sees all."""
+    """Returns the mask of keys that queries attend to, [b or 1, 1, queries, keys]; None if nothing is masked."""
     ahead = of_keys[None, None, None, :] - of_queries[None, None, :, None]
     conditions = [ahead <= 0] if how.causal else []
     if how.window:
@@ -242,8 +243,8 @@ def _visible(
 
 
 def _any_visible(how: _How, of_queries: Array, of_keys: Array) -> Array:
-    """Whether a query of a block may see a key of another by its position."""
-    # From the ends of the blocks alone: a hidden block costs four comparisons, and no product.
+    """Returns whether any query of a block may attend to a key of another block, by position."""
+    # Uses the ends of the blocks alone: a masked block costs four comparisons, and no product.
     nearest, farthest = of_keys.min() - of_queries.max(), of_keys.max() - of_queries.min()
     left, right = how.window or (math.inf, math.inf)
     right = min(right, 0) if how.causal else right
@@ -252,7 +253,7 @@ def _any_visible(how: _How, of_queries: Array, of_keys: Array) -> Array:
 
 # ----------------------------------------------------------------------------------------------------------- the ring
 
-# In blocks: queries [nq, b, g, r, c, d], where r query heads share a key head; keys and values [nk, b, g, c, d];
+# Shapes in blocks: queries [nq, b, g, r, c, d], where r query heads share a key head; keys and values [nk, b, g, c, d];
 # positions [nq, c], segment ids [nq, b, c]. ``of_queries`` is (positions, segment ids) of the queries, in blocks.
 
 
@@ -265,11 +266,11 @@ def _ring(query: Array, key: Array, value: Array, segments: Array | None, how: _
 def _ring_fwd(query: Array, key: Array, value: Array, segments: Array | None, how: _How) -> tuple[Array, PyTree]:
     blocks, of_queries, arrived = _in_blocks(query, key, value, segments, how)
     wide = common_dtype(query.dtype, jnp.float32)
-    # All three begin as zeros of the queries, and so vary over devices as they do: a scan keeps its carry's type.
+    # All three start as zeros derived from the queries, to vary over the same devices: a scan keeps its carry's type.
     zeros = jnp.zeros_like(blocks[..., 0], wide)
     state = zeros + HIDDEN, zeros, jnp.zeros((*zeros.shape, value.shape[-1]), wide) + zeros[..., None]
     for step in range(steps := _steps(how, query.shape[1])):
-        # Sent before the products, and not used by them: the compiler may do both at a time.
+        # Sent before the products, which do not use the keys that arrive: the compiler may overlap both.
         coming = collectives.shift(arrived, how.axes) if step < steps - 1 else arrived
         state = _merge(how, state, blocks, of_queries, arrived, _positions_in_blocks(how, query, step))
         arrived = coming
@@ -285,47 +286,51 @@ def _ring_bwd(how: _How, kept: PyTree, d_out: Array) -> tuple[Array, Array, Arra
     blocks, of_queries, arrived = _in_blocks(query, key, value, segments, how)
     wide = normalizer.dtype
     through = _query_blocks(d_out, key.shape[2], how)
-    # The sum over all keys of p (dO V^T), which the softmax's gradient subtracts, is O dO: known before the first key.
+    # The sum over all keys of p (dO V^T), which the softmax gradient subtracts, equals O dO: known before the first
+    # key.
     correction = (_query_blocks(out, key.shape[2], how).astype(wide) * through.astype(wide)).sum(-1)
     of_result = through, normalizer, correction
     d_query, *d_arrived = (jnp.zeros_like(x, wide) for x in (blocks, *arrived[:2]))
     for step in range(steps := _steps(how, query.shape[1])):
         coming = collectives.shift(arrived, how.axes) if step < steps - 1 else arrived
         places = _positions_in_blocks(how, query, step)
-        # The gradients of the keys at hand arrive while the new terms are computed.
+        # The gradients of the current keys arrive while the new terms are computed.
         before = collectives.shift(d_arrived, how.axes) if step else d_arrived
         d_query, terms = _merge_gradients(how, d_query, blocks, of_queries, of_result, arrived, places)
         d_arrived = jax.tree.map(jnp.add, before, list(terms))
         arrived = coming
-    # They have travelled ``steps`` - 1 places with their keys, and go home in one permute.
+    # The gradients are ``steps`` - 1 places away from the device of their keys; a single permute returns them.
     d_key, d_value = collectives.shift(d_arrived, how.axes, 1 - steps)
     shapes = zip((d_query, d_key[:, :, :, None], d_value[:, :, :, None]), (query, key, value), strict=True)
     return *(_from_blocks(x).astype(like.dtype) for x, like in shapes), None  # type: ignore[return-value]
 
 
-# A rule of its own, since JAX would keep the logits of all blocks of all steps for the backward pass.
+# A custom rule, since JAX would keep the logits of all blocks of all steps for the backward pass.
 _ring = jax.custom_vjp(_ring, nondiff_argnums=(4,))
 _ring.defvjp(_ring_fwd, _ring_bwd)
 
 
 def _steps(how: _How, length: int) -> int:
-    """How many devices' keys a device needs: all, or those that a window reaches back to."""
-    # In the zigzag layout the tokens before a device's second chunk lie on devices behind it as well.
+    """Returns the number of devices whose keys a device needs: all devices, or fewer with a window."""
+    # In zigzag, tokens before a device's second chunk are also on devices after this device.
     if how.causal and how.window and how.layout == CONTIGUOUS:
         return min(how.devices, 1 + math.ceil(how.window[0] / length))
     return how.devices
 
 
 def _block_length(how: _How, length: int) -> int:
-    """The divisor nearest to the block size; of half the tokens in the zigzag layout, whose halves lie apart."""
+    """Returns the divisor of the number of tokens that is nearest to the block size.
+
+    In zigzag the divisor is of half the tokens, as the halves of a device are not adjacent.
+    """
     length = length // 2 if how.layout == ZIGZAG else length
-    # A divisor, so that no block needs padding and a mask for it.
+    # A divisor, so that no block needs padding and a mask for the padding.
     divisors = [size for size in range(1, length + 1) if length % size == 0]
     return min(divisors, key=lambda size: abs(math.log(size / how.block_size)))
 
 
 def _in_blocks(query: Array, key: Array, value: Array, segments: Array | None, how: _How) -> tuple[Array, Any, Any]:
-    """(queries, (their positions, segment ids), (keys, values, segment ids)), in blocks."""
+    """Returns (queries, (their positions, segment ids), (keys, values, segment ids)), in blocks."""
     length = query.shape[1]
     if segments is not None:
         segments = jnp.moveaxis(segments.reshape(len(segments), -1, _block_length(how, length)), 1, 0)
@@ -335,29 +340,29 @@ def _in_blocks(query: Array, key: Array, value: Array, segments: Array | None, h
 
 
 def _positions_in_blocks(how: _How, query: Array, step: int) -> Array:
-    """Positions of the keys of a step, tied to the queries by a barrier."""
-    # Masks depend on positions alone. Where layers are a loop, JAX would compute those of all blocks ahead, as they
-    # need no activation, and keep them: as large as all logits.
+    """Returns the positions of a step's keys, tied to the queries by a barrier."""
+    # Masks depend on positions alone. In a loop over layers, JAX would compute the masks of all blocks ahead of the
+    # loop, as masks need no activation, and keep them: as much memory as all logits.
     length = query.shape[1]
     positions, _ = lax.optimization_barrier((_own_positions(how, length, step), query[:1, :1, :1, :1]))
     return positions.reshape(-1, _block_length(how, length))
 
 
 def _query_blocks(x: Array, groups: int, how: _How) -> Array:
-    """[b, t, h, d] -> [n, b, g, r, c, d]."""
+    """Splits heads and tokens into blocks: [b, t, h, d] -> [n, b, g, r, c, d]."""
     batch, length, heads, size = x.shape
     blocks = x.reshape(batch, -1, _block_length(how, length), groups, heads // groups, size)
     return jnp.transpose(blocks, (1, 0, 3, 4, 2, 5))
 
 
 def _from_blocks(x: Array) -> Array:
-    """The inverse of ``_query_blocks``."""
+    """Inverts ``_query_blocks``."""
     count, batch, groups, shared, length, size = x.shape
     return jnp.transpose(x, (1, 0, 4, 2, 3, 5)).reshape(batch, count * length, groups * shared, size)
 
 
 def _merge(how: _How, state: PyTree, queries: Array, of_queries: Any, arrived: Any, places: Array) -> PyTree:
-    """The state (largest logit, sum of exponentials, weighted sum of values) of all queries, with these keys added."""
+    """Adds these keys to the state (largest logit, sum of exponentials, weighted sum of values) of the queries."""
     keys, values, key_segments = arrived
 
     def of_one_block(_: None, block: Any) -> tuple[None, PyTree]:
@@ -376,10 +381,10 @@ def _merge(how: _How, state: PyTree, queries: Array, of_queries: Any, arrived: A
 def _attend(how: _How, query: Array, key: Array, value: Array, places: Any, state: PyTree) -> PyTree:
     largest, total, out = state
     logits, mask = _logits(how, query, key, places)
-    # Old and new terms are brought to the larger of the two exponents, so that none overflows.
+    # Scale old and new terms to the larger of the two exponents, so that neither overflows.
     new = jnp.maximum(largest, logits.max(-1))
     weights = jnp.exp(logits - new[..., None])
-    if mask is not None:  # where a query has seen nothing but hidden keys so far, these exponentials are 1
+    if mask is not None:  # while a query has met masked keys only, these exponentials are 1
         weights = jnp.where(mask, weights, 0)
     shrink = jnp.exp(largest - new)
     more = _product("bgrqk,bgkd->bgrqd", weights.astype(value.dtype), value)
@@ -387,7 +392,7 @@ def _attend(how: _How, query: Array, key: Array, value: Array, places: Any, stat
 
 
 def _logits(how: _How, query: Array, key: Array, places: Any) -> tuple[Array, Array | None]:
-    """[b, g, r, queries, keys], and the mask."""
+    """Returns the logits [b, g, r, queries, keys], and the mask."""
     mask = _visible(how, *places)
     mask = None if mask is None else mask[:, None]
     logits = _product("bgrqd,bgkd->bgrqk", query, key) * how.scale
@@ -397,7 +402,7 @@ def _logits(how: _How, query: Array, key: Array, places: Any) -> tuple[Array, Ar
 def _merge_gradients(
     how: _How, d_query: Array, queries: Array, of_queries: Any, of_result: Any, arrived: Any, places: Array
 ) -> tuple[Array, tuple[Array, Array]]:
-    """The gradient of all queries with the terms of these keys added, and the gradients of the keys and values."""
+    """Adds the terms of these keys to the gradient of the queries; returns the gradients of keys and values, too."""
     keys, values, key_segments = arrived
 
     def of_one_block(d_keys: PyTree, block: Any) -> tuple[PyTree, Array]:
@@ -420,9 +425,12 @@ def _merge_gradients(
 def _terms(
     how: _How, query: Array, key: Array, value: Array, places: Any, result: Any, d_query: Array, d_keys: Any
 ) -> tuple[Array, tuple[Array, Array]]:
-    """With p the softmax and D the ``correction``: dV = p^T dO, dS = p (dO V^T - D), dQ = dS K, dK = dS^T Q."""
+    """Adds a block's terms to the gradients of its query, key and value.
+
+    With p the softmax and D the ``correction``: dV = p^T dO, dS = p (dO V^T - D), dQ = dS K, dK = dS^T Q.
+    """
     (d_out, normalizer, correction), (d_key, d_value) = result, d_keys
-    # The softmax again, from the one number that was kept for each query; hidden logits give 0.
+    # Recompute the softmax from the single number kept for each query; masked logits give 0.
     logits, _ = _logits(how, query, key, places)
     softmax = jnp.exp(logits - normalizer[..., None])
     d_value += _product("bgrqk,bgrqd->bgkd", softmax.astype(value.dtype), d_out.astype(value.dtype))
@@ -433,12 +441,12 @@ def _terms(
 
 
 def _product(dims: str, a: Array, b: Array) -> Array:
-    """In float32, or in what is wider."""
+    """Returns the einsum in float32, or in a wider dtype of the operands."""
     wide = common_dtype(a.dtype, b.dtype, jnp.float32)
     return jnp.einsum(dims, a, b, preferred_element_type=wide)
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
+# -------------------------------------------------------------------------------------------------- checks of arguments
 
 
 def _check(
@@ -451,11 +459,13 @@ def _check(
         check_even(query.shape[1] * how.devices, how.devices, "context_attention")
     if impl == "ring" and kernel is not None:
         raise ValueError(
-            "kernel= with impl='ring': the ring merges softmaxes block by block, which a kernel that returns results "
-            "alone cannot. Leave kernel= out, or take impl='ulysses' (or 'gather'), which calls it on whole softmaxes."
+            "kernel= with impl='ring': the ring merges softmaxes block by block, which needs more than a kernel's "
+            "results. Leave kernel= out, or pass impl='ulysses' (or 'gather'), which calls the kernel on full rows."
         )
     if how.window is not None and min(how.window) < 0:
-        raise ValueError(f"window={how.window}: how many tokens a token sees to its left and right, 0 or more each.")
+        raise ValueError(
+            f"window={how.window}: how many tokens a token sees to its left and right must be 0 or more each."
+        )
     if how.block_size < 1:
         raise ValueError(f"context_attention: block_size={how.block_size} must be a positive number of tokens.")
     if impl == "ulysses" and (heads := query.shape[2]) % how.devices:
@@ -483,8 +493,8 @@ def _check_shapes(query: Array, key: Array, value: Array, segments: Array | None
         )
     if query.shape[2] % key.shape[2]:
         raise ValueError(
-            f"{query.shape[2]} query heads do not divide into groups for {key.shape[2]} key heads: a key head must "
-            "serve as many query heads as any other."
+            f"{query.shape[2]} query heads do not divide into groups for {key.shape[2]} key heads. The number "
+            "of key heads must divide the number of query heads."
         )
     if segments is not None and segments.shape != query.shape[:2]:
         raise ValueError(

@@ -1,17 +1,18 @@
 """Dense layers whose kernels are split over a mesh axis, by columns or by rows (Megatron-LM, arXiv:1909.08053).
 
-With n devices along "tp", and x[..., d] whole:
-  column   x[..., d]    @ W[d, f / n]  ->  y[..., f / n]   each device has its own features, of all tokens
-  row      y[..., f / n] @ W[f / n, d] ->  z[..., d]       each device has a term of the sum, which is taken over "tp"
-A row-split layer takes what column-split ones return, so that two products have one sum.
+With n devices along "tp", and a replicated x[..., d]:
+  column   x[..., d]    @ W[d, f / n]  ->  y[..., f / n]   each device computes some features of all tokens
+  row      y[..., f / n] @ W[f / n, d] ->  z[..., d]       each device computes a term of the sum over "tp"
+The input of a row-split layer is the output of column-split layers, so two products need a single sum.
 
-With ``sequence_dim`` activations around the two are split along their tokens (arXiv:2205.05198): tokens are gathered
-before the columns, and the sum after the rows is scattered over tokens. The bytes are the same, and what lies between
-such pairs (norms, dropout, residuals, and what is kept of them for the backward pass) is an n-th. The gathered tokens
-that the columns multiply are kept whole, as without ``sequence_dim``; an ``nn.remat`` around gathers them again.
+With ``sequence_dim`` the activations around the pair are split along the tokens (arXiv:2205.05198): tokens are gathered
+before the columns, and the sum after the rows is scattered over tokens. The bytes sent are the same. Activations
+between such pairs (norms, dropout, residual connections, and values kept for backward) shrink to 1 / n. The gathered
+tokens that the columns multiply are kept for backward, as without ``sequence_dim``; ``nn.remat`` gathers the tokens
+again instead.
 
-With ``ring`` the gather, or the scatter, is n - 1 steps of a ring beside n pieces of the product (collective matmul):
-while one piece is multiplied, the next one travels. Its transpose, which JAX makes, is a ring again.
+With ``ring`` the gather, or the scatter, is n - 1 ring steps interleaved with n pieces of the product (collective
+matmul): while a piece is multiplied, the next piece is sent. The transpose, which JAX derives, is a ring again.
 """
 
 import itertools
@@ -62,10 +63,10 @@ def split_param(
     dim: int,
     axis_name: str = DEFAULT_AXIS,
 ) -> Array:
-    """``module.param(name, init, shape, dtype)`` split along ``dim``: this device's part of it, inside ``shard_map``.
+    """Returns this device's part of ``module.param(name, init, shape, dtype)``, split along ``dim``; in ``shard_map``.
 
-    The values are those of the whole parameter, which has the global ``shape``; the box names the axis, beside the axes
-    that ``init`` names for other dims. For layers of your own, within a compact method.
+    The values are the same as for the unsharded parameter of the global ``shape``. The box names the axis, and the axes
+    that ``init`` names for further dims. Call the function in a compact method of a custom layer.
 
     >>> class Scale(nn.Module):
     ...     @nn.compact
@@ -75,8 +76,8 @@ def split_param(
     (8,)
 
     Raises:
-      ValueError: the axis is not there, or does not divide the dim, ``init`` names that dim or that axis otherwise, or
-        the parameter comes whole; names the parameter.
+      ValueError: the axis is unknown or does not divide the dim, ``init`` names a different axis for the dim or uses
+        this axis for another dim, or the parameter arrives unsharded. The error names the parameter.
     """
     path, dim = "/".join((*module.path, name)), dim % len(shape)
     count, here = parts_of_params(axis_name, path), devices_here(axis_name, path)
@@ -87,7 +88,7 @@ def split_param(
             f"{-(-shape[dim] // count) * count}, or fewer devices along {axis_name!r}: {_divisors(shape[dim], count)}."
         )
 
-    # Linen would compare shapes, and name neither the axis nor the wrapper.
+    # Raise before Linen compares shapes: its error would name neither the axis nor the wrapper.
     if here > 1 and module.has_variable("params", name):
         _check_own_part(path, trees.stored_values(module.get_variable("params", name)), shape, dim, axis_name)
 
@@ -96,7 +97,7 @@ def split_param(
         box = leaf_of(leaf)
         value = collectives.own_shard(box.value, dim, (axis_name,)) if here > 1 else box.value
         if axis_name not in jax.sharding.get_abstract_mesh().shape:
-            return rebox(leaf, value)  # on one device, where a name of an axis that is not there would be refused
+            return rebox(leaf, value)  # on one device, where a box may not name an unknown axis
         names = (*box.names[:dim], axis_name, *box.names[dim + 1 :])
         if box.names[dim] not in (None, axis_name) or (axis_name in box.axes and box.names[dim] is None):
             raise ValueError(
@@ -115,7 +116,7 @@ def _check_own_part(path: str, found: Array, shape: tuple[int, ...], dim: int, a
         raise ValueError(
             f"'{path}' of shape {shape} is whole on each of the {collectives.axis_size((axis_name,))} devices along "
             f"{axis_name!r}, over which its layer splits dim {dim}. Leave {axis_name!r} out of the axis_name of its "
-            "wrapper, which would gather it there; into shard_map it comes by in_specs=partition_specs(params, mesh)."
+            "wrapper, and pass it into shard_map with in_specs=partition_specs(params, mesh)."
         )
 
 
@@ -132,10 +133,10 @@ def column_products(
     product: Product = jnp.matmul,
     caller: str = "column_products",
 ) -> list[Array]:
-    """``product(x, kernel)`` for each device's part of several kernels; ``x`` enters, or is gathered, once for all.
+    """Returns ``product(x, kernel)`` for this device's part of each kernel; ``x`` enters, or is gathered, only once.
 
-    ``x`` [..., d] is equal on all devices, or with ``sequence_dim`` each device's share of the tokens along that dim,
-    which are gathered; with ``ring`` in the steps of a ring, beside the products.
+    ``x`` [..., d] is replicated. With ``sequence_dim``, ``x`` has this device's tokens along that dim, and the tokens
+    are gathered; with ``ring`` in ring steps interleaved with the products.
     """
     if sequence_dim is None:
         entered = enter_split(x, axis_name, caller=caller)
@@ -148,15 +149,15 @@ def column_products(
 
 
 def _gathered_in_a_ring(x: Array, kernels: Sequence[Array], axis_name: str, dim: int, product: Product) -> list[Array]:
-    """Each device multiplies the tokens that it has, and hands them on; after n products it has seen all."""
+    """Multiplies the tokens of each device in turn, and sends tokens around the ring; n products cover the sequence."""
     n, me = collectives.axis_size((axis_name,)), collectives.axis_index((axis_name,))
     share, pieces = collectives.to_varying(x, (axis_name,)), []
     for step in range(n):
-        # Sent before the products, which do not read what arrives: the compiler may do both at a time.
+        # Sent before the products, which do not depend on the tokens that arrive: the compiler may overlap both.
         arriving = collectives.shift(share, (axis_name,)) if step < n - 1 else share
         pieces.append([product(share, kernel) for kernel in kernels])
         share = arriving
-    # The last piece is that of the next device, and the first one this device's own: rolled, each lies in its place.
+    # The first piece belongs to this device, the last to the next device: the roll brings each piece to its position.
     shift = (me + 1) * x.shape[dim]
     return [jnp.roll(jnp.concatenate(of_one[::-1], axis=dim), shift, axis=dim) for of_one in zip(*pieces, strict=True)]
 
@@ -171,10 +172,10 @@ def row_product(
     product: Product = jnp.matmul,
     caller: str = "row_product",
 ) -> Array:
-    """The sum over devices of ``product(x, kernel)`` with each device's features and rows.
+    """Returns the sum over devices of ``product(x, kernel)``, each device with its features and rows.
 
-    ``x`` [..., f / n] has all tokens. With ``sequence_dim`` the sum is split along that dim of tokens, with ``ring`` in
-    the steps of a ring, beside the products; without, it is whole, and equal everywhere.
+    ``x`` [..., f / n] has all tokens. Without ``sequence_dim`` the sum is replicated. With ``sequence_dim`` the sum is
+    split along that dim of tokens; with ``ring`` in ring steps interleaved with the products.
     """
     n = devices_here(axis_name, caller)
     if sequence_dim is None:
@@ -187,12 +188,12 @@ def row_product(
 
 
 def _scattered_in_a_ring(x: Array, kernel: Array, axis_name: str, dim: int, product: Product) -> Array:
-    """The sum of a share of the tokens goes round, each device adding its term, and ends where it is kept."""
+    """Sends the partial sums of tokens around the ring; each device adds a term, and the last device keeps the sum."""
     n, me = collectives.axis_size((axis_name,)), collectives.axis_index((axis_name,))
     size, total = x.shape[dim] // n, None
     for step in range(n):
-        # The term does not read the sum that arrives, so the compiler may do both at a time.
-        kept_by = (me + n - 1 - step) % n  # of the sum that this device now holds
+        # The term does not depend on the sum that arrives, so the compiler may overlap both.
+        kept_by = (me + n - 1 - step) % n  # the device that keeps this partial sum
         term = product(lax.dynamic_slice_in_dim(x, kept_by * size, size, dim), kernel)
         total = term if total is None else collectives.shift(total, (axis_name,)) + term
     assert total is not None
@@ -203,7 +204,7 @@ def _scattered_in_a_ring(x: Array, kernel: Array, axis_name: str, dim: int, prod
 
 
 def _last_dims(axis: int | Sequence[int], x: Array, caller: str) -> int:
-    """How many of the last dims of ``x`` a layer sums over, as its field ``axis`` says."""
+    """Returns how many of the last dims of ``x`` a layer sums over, given the layer's field ``axis``."""
     given = (axis,) if isinstance(axis, int) else tuple(axis)
     dims = tuple(dim % x.ndim for dim in given)
     if dims != tuple(range(x.ndim - len(dims), x.ndim)):
@@ -214,14 +215,13 @@ def _last_dims(axis: int | Sequence[int], x: Array, caller: str) -> int:
     return len(dims)
 
 
-FUSED = {2: " (keys and values)", 3: " (queries, keys and values)"}  # what one layer may compute by its first dim
+FUSED = {2: " (keys and values)", 3: " (queries, keys and values)"}  # layers fused in the first feature dim
 
 
 def check_features_divide(features: tuple[int, ...], count: int, axis_name: str, caller: str) -> None:
-    """Raises where the devices do not divide the first of several feature dims, and that dim may count layers.
+    """Raises if the devices do not divide the first of several feature dims, and that dim may count fused layers.
 
-    Features (3, heads, dim) are those of queries, keys and values. Any other dim that is no multiple is refused by
-    ``split_param``.
+    Features (3, heads, dim) stand for queries, keys and values. For any further dim ``split_param`` raises.
     """
     first, *others = features
     looks_fused = bool(others) and (first in FUSED or (len(others) > 1 and others[0] % count == 0))
@@ -230,7 +230,7 @@ def check_features_divide(features: tuple[int, ...], count: int, axis_name: str,
 
 
 def several_in_one(features: tuple[int, ...], count: int, axis_name: str, caller: str) -> ValueError:
-    """Returns the error for features such as (3, heads, dim), of which not the heads would be split."""
+    """Returns the error for features such as (3, heads, dim): the split would divide the 3 instead of the heads."""
     first, second, *rest = features
     divided, heads = ", which do not divide it", f"; if it counts heads, take {_divisors(first, count)} devices"
     if first % count == 0:
@@ -239,22 +239,21 @@ def several_in_one(features: tuple[int, ...], count: int, axis_name: str, caller
     multiple = "" if second % count == 0 else f", with a multiple of {count} in place of {second}"
     return ValueError(
         f"{caller} has the features {features}, and a column-split layer splits the first dim, of {first}, over the "
-        f"{count} devices along {axis_name!r}{divided}. If that dim is {first} layers in one{FUSED.get(first, '')}, "
-        f"make {first} layers of features {of_each}, each split by columns, or put the dim that is to be split "
-        f"first: {(second, first, *rest)}{multiple}{heads}."
+        f"{count} devices along {axis_name!r}{divided}. If that dim is {first} fused layers{FUSED.get(first, '')}, "
+        f"make {first} layers of features {of_each}, or put the dim to split first: "
+        f"{(second, first, *rest)}{multiple}{heads}."
     )
 
 
 def _divisors(size: int, most: int) -> str:
-    """Returns the numbers up to ``most`` that divide a size, in words."""
+    """Returns the divisors of ``size`` up to ``most``, as text."""
     return joined([str(n) for n in range(1, min(size, most) + 1) if size % n == 0], "or")
 
 
 def share_of_input(layer: nn.Module, x: Array, count: int, devices: int) -> str:
-    """Returns "all" or "share" where the input has all features, or a device's share, and the kernel has the other.
+    """Returns "all" if only the kernel is split along its input features, "share" if only ``x`` is split, else "".
 
-    Compared are the last ``count`` dims of the input with the first dims of the kernel as this device has it; "" where
-    they agree, or differ in another way.
+    Compares the last ``count`` dims of the input with the first dims of the kernel on this device.
     """
     if devices == 1 or not layer.has_variable("params", "kernel"):
         return ""
@@ -268,13 +267,13 @@ def share_of_input(layer: nn.Module, x: Array, count: int, devices: int) -> str:
 
 
 def _contracted(x: Array, kernel: Array, count: int, precision: Any) -> Array:
-    """[..., *inputs], [*inputs, *features] -> [..., *features], summed over ``count`` dims."""
+    """Contracts ``count`` dims: [..., *inputs], [*inputs, *features] -> [..., *features]."""
     dims = tuple(range(x.ndim - count, x.ndim)), tuple(range(count))
     return lax.dot_general(x, kernel, (dims, ((), ())), precision=precision)
 
 
 def _flat_init(init: Callable[..., Any], count: int) -> Callable[..., Array]:
-    # As `nn.DenseGeneral` has it: values are drawn for a matrix (of a bias, a vector), whose fan-in scales them.
+    # As in `nn.DenseGeneral`: values are drawn for a matrix (or a vector, for a bias), whose fan-in scales the values.
     def reshaped(rng: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         flat = (math.prod(shape[:count]), math.prod(shape[count:]))
         leaf = init(rng, flat if count else flat[1:], dtype)
@@ -284,7 +283,7 @@ def _flat_init(init: Callable[..., Any], count: int) -> Callable[..., Array]:
 
 
 def _whole_along(axis_name: str, init: Callable[..., Any]) -> Callable[..., Any]:
-    """The initialiser of a parameter that is whole along the axis, also where its names would split it there."""
+    """Returns an initialiser of a parameter replicated along the axis, even if ``init`` splits over the axis."""
 
     def without(rng: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         leaf = init(rng, shape, dtype)
@@ -298,7 +297,7 @@ def _whole_along(axis_name: str, init: Callable[..., Any]) -> Callable[..., Any]
 
 
 class Split(nn.Module, kw_only=True):
-    """The fields of all layers that are split over an axis; by keyword."""
+    """Fields of all layers that are split over an axis; keyword-only."""
 
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
@@ -308,7 +307,7 @@ class Split(nn.Module, kw_only=True):
     ring: bool = False
 
     def _how(self) -> dict[str, Any]:
-        """These fields, for the layers within."""
+        """Returns the fields for layers within this layer."""
         names = ("use_bias", "dtype", "param_dtype", "kernel_init", "axis_name", "sequence_dim", "ring")
         return {name: getattr(self, name) for name in names}
 
@@ -318,7 +317,7 @@ class Split(nn.Module, kw_only=True):
 
 
 class _SplitDense(Split):
-    """The fields of column- and row-split layers: as those of ``nn.DenseGeneral``, and how the layer is split."""
+    """Fields of column- and row-split layers: the fields of ``nn.DenseGeneral``, and options of the split."""
 
     features: int | Sequence[int]
     axis: int | Sequence[int] = -1
@@ -333,16 +332,16 @@ class _SplitDense(Split):
     def _check_ring(self) -> None:
         if self.ring and self.sequence_dim is None:
             raise ValueError(
-                f"{self._called}: ring=True hides the gather or the scatter of tokens, and without sequence_dim= there "
-                "is none. Pass the dim along which tokens are split, as 1 of [b, t, d], or ring=False."
+                f"{self._called}: ring=True hides the gather or the scatter of tokens, and has no effect "
+                "without sequence_dim=. Pass the dim of split tokens, such as 1 for [b, t, d], or ring=False."
             )
 
 
 class ColumnDense(_SplitDense):
-    """``nn.Dense``, or ``nn.DenseGeneral``, of which each device along ``axis_name`` computes its own features.
+    """``nn.Dense`` or ``nn.DenseGeneral`` with the features split over ``axis_name``.
 
-    Parameters, ``kernel`` and ``bias``, have the global shapes and the initial values that they have in
-    ``nn.DenseGeneral``, and so of one feature dim in ``nn.Dense``. The first feature dim is split.
+    The parameters ``kernel`` and ``bias`` have the global shapes and initial values of ``nn.DenseGeneral``, and with a
+    single feature dim of ``nn.Dense``. The first feature dim is split.
 
     >>> layer = ColumnDense(32, axis_name="fsdp")
     >>> params = init_sharded(layer, mesh, jax.random.key(0), jnp.ones((8, 16)), batch_axes="dp")["params"]
@@ -354,36 +353,35 @@ class ColumnDense(_SplitDense):
     >>> jax.jit(apply)(params, jnp.ones((8, 16))).shape
     (8, 32)
 
-    All attributes but these are as in ``nn.DenseGeneral``.
+    Attributes not listed here are as in ``nn.DenseGeneral``.
 
     Attributes:
-      axis: the dims of the input that are summed over; the last ones, in their order.
+      axis: the dims of the input to sum over: the last dims, in order.
       axis_name: the mesh axis.
-      sequence_dim: the dim of tokens along which the input is split over the axis, as 1 of [b, t, d]; None: the input
-        is whole, and equal on all devices.
-      ring: with ``sequence_dim``, gather tokens in the steps of a ring, beside the product.
-      copied: of fewer features than devices, in the first feature dim, several devices compute the same: key heads of
-        grouped-query attention. The parameters then stay whole along the axis.
+      sequence_dim: the dim of tokens along which the input is split over the axis, such as 1 of [b, t, d]; None: the
+        input is replicated.
+      ring: with ``sequence_dim``, gather tokens in ring steps interleaved with the product.
+      copied: if the first feature dim is smaller than the number of devices, several devices compute the same features
+        (key heads of grouped-query attention). The parameters then stay replicated along the axis.
     """
 
     copied: bool = False
 
     def __call__(self, x: Array) -> Array:
-        """[b, t, d] -> [b, t, f / n]; all tokens, also where the input is split along them."""
+        """Returns this device's features of all tokens, even for a split input: [b, t, d] -> [b, t, f / n]."""
         return columns_of([self], x)[0]
 
     @nn.compact
     def operands(self, x: Array) -> tuple[Array, Array, Array | None]:
-        """(x, kernel, bias) in the dtype of the product; kernel and bias are this device's columns."""
+        """Returns (x, kernel, bias) in the dtype of the product; kernel and bias are this device's columns."""
         count = _last_dims(self.axis, x, self._called)
         shape = (*x.shape[x.ndim - count :], *self._outputs)
         here = devices_here(self.axis_name, self._called)
         if share_of_input(self, x, count, here) == "share":  # before Linen compares shapes
             raise ValueError(
                 f"{self._called} is split by columns, and its input of shape {x.shape} has {x.shape[-count]} of the "
-                f"{x.shape[-count] * here} features that its kernel multiplies: a column-split layer before it has "
-                f"split them over the {here} devices along {self.axis_name!r}. Split {self._called} by rows, as a "
-                "RowDense, or 'row' in split_modules."
+                f"{x.shape[-count] * here} features of its kernel: a column-split layer before has split them over "
+                f"the {here} devices along {self.axis_name!r}. Make {self._called} a RowDense ('row' in split_modules)."
             )
         kernel = self._columns("kernel", _flat_init(self.kernel_init, count), shape)
         bias = self._columns("bias", _flat_init(self.bias_init, 0), self._outputs) if self.use_bias else None
@@ -399,7 +397,8 @@ class ColumnDense(_SplitDense):
         whole: Array = self.param(name, _whole_along(axis, init), shape, self.param_dtype)
         if devices_here(axis, self._called) == 1:
             return whole
-        # Devices read different heads of it, so gradients are summed: those of copies, and zeros of the other heads.
+        # Devices read different heads of the parameter, so gradients are summed: over the copies of a head, with zeros
+        # from the remaining heads.
         with jax.named_scope("sync_gradients"):
             whole = enter_split(whole, axis, caller=self._called)
         return lax.dynamic_slice_in_dim(whole, collectives.axis_index((axis,)) // copies, 1, dim)
@@ -419,7 +418,7 @@ _OF_ONE_INPUT = ("axis", "axis_name", "sequence_dim", "ring", "precision", "dtyp
 
 
 def columns_of(layers: Sequence[ColumnDense], x: Array) -> list[Array]:
-    """What several column-split layers return of one input, which enters, or is gathered, once for all of them.
+    """Returns the outputs of several column-split layers for the same input, which enters, or is gathered, once.
 
     >>> class Gated(nn.Module):
     ...     @nn.compact
@@ -436,8 +435,8 @@ def columns_of(layers: Sequence[ColumnDense], x: Array) -> list[Array]:
     for layer, name in itertools.product(layers[1:], _OF_ONE_INPUT):
         if (found := getattr(layer, name)) != (want := getattr(first, name)):
             raise ValueError(
-                f"columns_of: {first._called} has {name}={want!r}, and {layer._called} has {found!r}. Layers of one "
-                "input enter it once: give them the same, or call each by itself."
+                f"columns_of: {first._called} has {name}={want!r}, and {layer._called} has {found!r}. Layers of the "
+                "same input must agree: pass equal options, or call each layer separately."
             )
     first._check_ring()
     given = [layer.operands(x) for layer in layers]
@@ -456,36 +455,35 @@ def columns_of(layers: Sequence[ColumnDense], x: Array) -> list[Array]:
 
 
 class RowDense(_SplitDense):
-    """``nn.Dense``, or ``nn.DenseGeneral``, that sums over features of which each device has its share.
+    """``nn.Dense`` or ``nn.DenseGeneral`` that sums over features split over ``axis_name``.
 
-    The input is what a ``ColumnDense`` has returned. Parameters have the global shapes and initial values that they
-    have in ``nn.DenseGeneral``; the kernel is split along its first dim, the bias is whole.
+    The input is the output of a ``ColumnDense``. Parameters have the global shapes and initial values of
+    ``nn.DenseGeneral``; the kernel is split along its first dim, the bias is replicated.
 
     >>> mlp = nn.Sequential([ColumnDense(64, axis_name="fsdp"), nn.gelu, RowDense(16, axis_name="fsdp")])
     >>> params = init_sharded(mlp, mesh, jax.random.key(0), jnp.ones((8, 16)), batch_axes="dp")["params"]
     >>> params["layers_2"]["kernel"].names, params["layers_2"]["kernel"].value.shape, params["layers_2"]["bias"].shape
     (('fsdp', None), (64, 16), (16,))
 
-    All attributes but these are as in ``ColumnDense``.
+    Attributes not listed here are as in ``ColumnDense``.
 
     Attributes:
-      sequence_dim: the dim of tokens along which the result is split over the axis; None: it is whole, and equal.
-      ring: with ``sequence_dim``, scatter tokens in the steps of a ring, beside the product.
+      sequence_dim: the dim of tokens along which the result is split over the axis; None: the result is replicated.
+      ring: with ``sequence_dim``, scatter tokens in ring steps interleaved with the product.
     """
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        """[b, t, f / n] -> [b, t, d], or [b, t / n, d] with ``sequence_dim``."""
+        """Returns the sum over the devices: [b, t, f / n] -> [b, t, d], or [b, t / n, d] with ``sequence_dim``."""
         self._check_ring()
         here, count = devices_here(self.axis_name, self._called), _last_dims(self.axis, x, self._called)
         inputs = x.shape[x.ndim - count :]
         if share_of_input(self, x, count, here) == "all":  # before Linen compares shapes
             raise ValueError(
                 f"{self._called} is split by rows, and its input of shape {x.shape} has all {inputs[0]} features, "
-                f"where this device's part of the kernel multiplies {inputs[0] // here}: no column-split layer before "
-                f"it has split them over the {here} devices along {self.axis_name!r}. Split the layer before it by "
-                "columns; or, if this is the first of the two, this one by columns (a ColumnDense, or 'column' in "
-                "split_modules) and the next by rows."
+                f"not the {inputs[0] // here} of each of the {here} devices along {self.axis_name!r}. Make the layer "
+                "before a ColumnDense ('column' in split_modules), or, if this is the first of the two, this layer a "
+                "ColumnDense and the next a RowDense."
             )
         if here > 1:
             check_differs(x, self.axis_name, here, self._called)
@@ -508,7 +506,8 @@ class RowDense(_SplitDense):
         )
         if bias is None:
             return y
-        # Each device adds it to tokens of its own, so its gradient is summed; where all have all tokens, it is equal.
+        # With split tokens each device adds the bias to different tokens, so the gradients are summed; with all tokens
+        # on each device the gradients are equal.
         if self.sequence_dim is None:
             return y + bias
         with jax.named_scope("sync_gradients"):
@@ -516,15 +515,15 @@ class RowDense(_SplitDense):
 
 
 class SwiGLU(Split):
-    """``down(silu(gate(x)) * up(x))`` with its hidden features split over an axis; one gather, and one sum.
+    """``down(silu(gate(x)) * up(x))`` with hidden features split over an axis: a single gather and a single sum.
 
     >>> SwiGLU(32).init_with_output(jax.random.key(0), jnp.ones((2, 5, 8)))[0].shape
     (2, 5, 8)
 
-    The fields below come beside those of ``ColumnDense`` and ``RowDense``, which have the same meaning.
+    Further fields as in ``ColumnDense`` and ``RowDense``.
 
     Attributes:
-      hidden: the number of hidden features.
+      hidden: number of hidden features.
       activation: of the gate.
     """
 
@@ -534,7 +533,7 @@ class SwiGLU(Split):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        """[b, t, d] -> [b, t, d]; with ``sequence_dim`` both are this device's tokens."""
+        """Returns [b, t, d] for [b, t, d]; with ``sequence_dim`` both have this device's tokens."""
         layers = [ColumnDense(self.hidden, **self._how(), name=name) for name in ("gate", "up")]
         gate, up = columns_of(layers, x)
         return RowDense(x.shape[-1], **self._how(), name="down")(self.activation(gate) * up)

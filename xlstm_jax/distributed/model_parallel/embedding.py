@@ -1,8 +1,8 @@
-"""An embedding whose table is split over a mesh axis by entries of the vocabulary.
+"""Embedding whose table is split over a mesh axis along the vocabulary.
 
-With n devices along "tp" each keeps V / n rows of the table [V, d]. A token's row lies on one of them; the others add
-zeros. The losses of a tied head, or of ``LMHead(vocab_axis=...)``, need no logits of more than a device's own entries:
-``chunked_cross_entropy(hidden, embed.table(), labels, vocab_dim=0, vocab_axis="tp")``.
+With n devices along "tp" each stores V / n rows of the table [V, d]. A token's row is on a single device; the remaining
+devices add zeros. The losses of a tied head, or of ``LMHead(vocab_axis=...)``, compute only the logits of a device's
+entries: ``chunked_cross_entropy(hidden, embed.table(), labels, vocab_dim=0, vocab_axis="tp")``.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from xlstm_jax.distributed.model_parallel.dense import DEFAULT_AXIS, column_prod
 
 
 class SplitEmbed(nn.Module):
-    """``nn.Embed`` with its rows split over ``axis_name``: the same parameter, initial values and result, bit for bit.
+    """``nn.Embed`` with rows split over ``axis_name``: the same parameter, initial values and result, bit for bit.
 
     >>> layer, tokens = SplitEmbed(100, 8, axis_name="fsdp"), jnp.ones((8, 5), int)
     >>> params = init_sharded(layer, mesh, jax.random.key(0), tokens, batch_axes="dp")["params"]
@@ -31,8 +31,8 @@ class SplitEmbed(nn.Module):
     Attributes:
       num_embeddings, features, dtype, param_dtype, embedding_init: as in ``nn.Embed``.
       axis_name: the mesh axis.
-      sequence_dim: the dim of tokens along which the result is split over the axis, and along which ``attend`` has its
-        query split; None: these are whole, and equal on all devices. The tokens themselves are always whole.
+      sequence_dim: the dim of tokens along which the result, and the query of ``attend``, are split over the axis;
+        None: both are replicated. The tokens are always replicated.
     """
 
     num_embeddings: int
@@ -44,18 +44,19 @@ class SplitEmbed(nn.Module):
     sequence_dim: int | None = None
 
     def __call__(self, tokens: Array) -> Array:
-        """Integers [b, t] -> [b, t, d], or [b, t / n, d] with ``sequence_dim``; NaN for a token that is none."""
+        """Looks up integers [b, t] -> [b, t, d], or [b, t / n, d] with ``sequence_dim``; NaN for an invalid token."""
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise TypeError(f"'{'/'.join(self.path)}': tokens are {tokens.dtype.name}, and must be integers.")
         (table,) = promote_dtype(self.table(), dtype=self.dtype, inexact=False)
         size, caller = table.shape[0], f"'{'/'.join(self.path)}'"
         if devices_here(self.axis_name, caller) == 1:
             return jnp.take(table, tokens, axis=0)
-        # Tokens may be narrower than what is added and compared: of uint8, 256 entries are 0.
+        # Widen narrow tokens before adding and comparing: in uint8 a size of 256 would overflow to 0.
         tokens = tokens.astype(common_dtype(tokens.dtype, jnp.int32))
         tokens = jnp.where(tokens < 0, tokens + self.num_embeddings, tokens)  # as jnp.take counts from the end
         known = (tokens >= 0) & (tokens < self.num_embeddings)
-        # Each token's row lies on one device; the others add zeros, so the sum is that row to the last bit.
+        # Each token's row is on a single device; the remaining devices add zeros, so the sum equals the row to the last
+        # bit.
         own = tokens - collectives.axis_index((self.axis_name,)) * size
         is_here = (own >= 0) & (own < size)
         rows = jnp.take(table, jnp.where(is_here, own, 0), axis=0)
@@ -65,15 +66,15 @@ class SplitEmbed(nn.Module):
         return scatter_tokens(rows, self.sequence_dim, self.axis_name, caller=caller)
 
     def attend(self, query: Array) -> Array:
-        """Logits for hidden [..., d]: those of this device's entries, [..., V / n]."""
-        # Every device has the logits of its own entries: the loss adds over devices, and no logits travel.
+        """Returns the logits of this device's entries for hidden [..., d]: [..., V / n]."""
+        # Logits stay on their device: the loss sums over devices, and no logits are sent.
         query, table = promote_dtype(query, self.table(), dtype=self.dtype)
         caller = f"'{'/'.join(self.path)}'"
         return column_products(query, [table.T], self.axis_name, sequence_dim=self.sequence_dim, caller=caller)[0]
 
     @nn.compact
     def table(self) -> Array:
-        """This device's rows of the parameter, [V / n, d]."""
+        """Returns this device's rows of the parameter, [V / n, d]."""
         shape = (self.num_embeddings, self.features)
         init = self.embedding_init
         return split_param(self, "embedding", init, shape, self.param_dtype, dim=0, axis_name=self.axis_name)

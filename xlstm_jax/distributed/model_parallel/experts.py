@@ -1,19 +1,20 @@
-"""A mixture of experts, the experts split over devices: tokens travel to the experts that they are routed to, and back.
+"""Mixture of experts, with the experts split over devices: tokens are sent to their experts, and the results back.
 
-Life of the n tokens X[n, d] of one device, each routed to k of E experts, of which each of p devices along "ep" has E /
-p:
+Life of the n tokens X[n, d] of a device. Each token is routed to k of E experts; each of p devices along "ep" has E / p
+experts:
   route      X[n, d] -- router -->  logits[n, E] -- top k -->  experts[n, k], weights[n, k]
   dispatch   X[n, d] -- sorted by expert, all-to-all -->  the rows of all p devices for this device's experts
   compute    each expert on its rows, grouped
   combine    -- all-to-all, unsorted -->  Y[n, k, d] -- weighted sum -->  Y[n, d]
 
-Without a capacity no token is dropped: a device receives p n min(k, E / p) rows, the most that can be sent to it, of
-which it computes those that are there, and the result is that of one device. With a capacity an expert takes C rows of
-each group of rows, and the result is that of one device that cuts its rows into the same groups.
+Without a capacity no token is dropped: a device has room for p n min(k, E / p) rows, the most that can be sent to a
+device, and computes only the rows that arrive. The result is the same as on one device. With a capacity an expert
+accepts C rows of each group of rows, and the result is the same as on one device that cuts its rows into the same
+groups.
 
-The axis of experts may be one of those that split the batch: each device has its own tokens, and the gradient of an
-expert, a sum over the tokens of all, is divided as any other (``sync_gradients``). Or it is an axis of its own, along
-which tokens are the same: each device then takes its part of them, and gathers the results.
+The axis of experts may be an axis of the batch: each device has different tokens, and the gradient of an expert, a sum
+over the tokens of all devices, is divided like any gradient (``sync_gradients``). Or the tokens are replicated along
+the axis: each device then takes a part of the tokens, and the results are gathered.
 """
 
 import math
@@ -50,34 +51,34 @@ Expert = Callable[[PyTree, Array], Array]  # (the parameters of one expert, rows
 BLOCK_SIZE = 128  # rows that an expert computes at a time
 
 
-# -------------------------------------------------------------------------------------------- experts on their own rows
+# ------------------------------------------------------------------------------------------------ experts on their rows
 
 
 def apply_by_group(expert: Expert, params: PyTree, rows: Array, sizes: Array, block_size: int = BLOCK_SIZE) -> Array:
-    """Each expert on its own rows, which lie one group after the other.
+    """Applies each expert to its rows, which are sorted by expert.
 
-    An expert takes ``block_size`` rows at a time, in a loop that ends with its rows: rows behind all groups cost
-    nothing. Its last block may reach into the next groups: up to ``block_size`` - 1 rows of each expert are computed in
-    vain. The backward pass computes each expert again, as within ``nn.remat``. One device; no collective.
+    An expert takes ``block_size`` rows at a time, in a loop over its rows: rows after all groups cost nothing. The last
+    block of an expert may extend into the next groups, so up to ``block_size`` - 1 rows of each expert are computed in
+    vain. The backward pass recomputes each expert, like ``nn.remat``. Runs on a single device, without collectives.
 
     >>> double_or_triple, rows = jnp.array([2.0, 3.0]), jnp.ones((4, 1))
     >>> apply_by_group(lambda factor, rows: factor * rows, double_or_triple, rows, jnp.array([1, 2])).ravel().tolist()
     [2.0, 3.0, 3.0, 0.0]
 
     Args:
-      expert: ``expert(params of one, rows [m, d])`` -> [m, e], each row by itself.
+      expert: ``expert(params of an expert, rows [m, d])`` -> [m, e], each row independently.
       params: stacked, with a leading dim of experts.
       rows: [r, d], sorted by expert.
-      sizes: integers [experts], the rows of each; their sum is at most r.
+      sizes: integers [experts], the number of rows of each expert; their sum is at most r.
       block_size: at least 1.
     Returns:
-      [r, e]; rows behind all groups are 0.
+      [r, e]; rows after all groups are 0.
     """
     if block_size < 1:
         raise ValueError(f"apply_by_group: block_size={block_size} must be a positive number of rows.")
-    # Cast here, outside of the rule: its cotangents then vary over devices as its inputs do, and none is summed over
-    # devices within a loop that does not end everywhere at once. Not over the axes along which parameters alone vary:
-    # along these the expert itself is split (tensor parallel), and takes rows that are equal by their type.
+    # Cast here, outside of the custom rule: the cotangents then vary over the same axes as the inputs, and no sum over
+    # devices runs within a loop whose length differs by device. Do not cast to axes over which only parameters vary:
+    # along those axes the expert itself is split (tensor parallel), and takes rows that are replicated by their type.
     axes = collectives.varying_axes(rows) | collectives.varying_axes(sizes)
     params, rows, sizes = collectives.to_varying((params, rows, sizes.astype(jnp.int32)), sorted(axes))
     return _by_group(params, rows, sizes, expert, min(block_size, max(len(rows), 1)))
@@ -93,7 +94,7 @@ def _by_group_fwd(params: PyTree, rows: Array, sizes: Array, expert: Expert, blo
     def of_one_group(out: Array, group: Any) -> tuple[Array, None]:
         of_one, start, size = group
 
-        # The last block of a group reaches into the next groups, which overwrite what is theirs.
+        # The last block of a group extends into the next groups, which then overwrite their rows.
         def of_one_block(i: Array, out: Array) -> Array:
             at = start + i * block
             computed = expert(of_one, lax.dynamic_slice_in_dim(padded, at, block))
@@ -102,7 +103,8 @@ def _by_group_fwd(params: PyTree, rows: Array, sizes: Array, expert: Expert, blo
         return lax.fori_loop(0, -(-size // block), of_one_block, out), None
 
     like = jax.eval_shape(expert, jax.tree.map(lambda x: x[0], params), padded[:block])
-    # Results vary as rows do, and over further axes where a split expert leaves them so (features of each device).
+    # Results vary over the axes of the rows, and over further axes if a split expert returns different features on each
+    # device.
     out = collectives.zeros_of_type(like.update(shape=(len(padded), *like.shape[1:])), like.dtype)
     out = collectives.to_varying(out, collectives.varying_axes(rows))
     out, _ = lax.scan(of_one_group, out, (params, starts_of(sizes), sizes))
@@ -121,14 +123,14 @@ def _by_group_bwd(expert: Expert, block: int, kept: PyTree, d_out: Array) -> tup
             at = start + i * block
             own = at + jnp.arange(block) < start + size
             coming = _where_rows(own, lax.dynamic_slice_in_dim(d_out, at, block), 0)
-            # A derivative at rows that are not the expert's may be infinite (a norm, of zeros), and 0 times it is NaN.
+            # The derivative at rows of another expert may be infinite (a norm of zeros), and 0 times infinity is NaN.
             taken = lax.dynamic_slice_in_dim(padded, at, block)
             _, backward = jax.vjp(expert, of_one, _where_rows(own, taken, taken[:1]))
             of_params, of_rows = backward(coming)
             d_params = jax.tree.map(lambda total, x: total + x.astype(total.dtype), d_params, of_params)
             return lax.dynamic_update_slice_in_dim(d_rows, of_rows, at, 0), d_params
 
-        # In float32: a narrow sum over many blocks would stop growing.
+        # In float32: a sum over many blocks in a narrow dtype would stop growing.
         zeros = jax.tree.map(lambda x: jnp.zeros_like(x, common_dtype(x.dtype, jnp.float32)), of_one)
         d_rows, d_params = lax.fori_loop(0, -(-size // block), of_one_block, (d_rows, zeros))
         return d_rows, jax.tree.map(lambda total, x: total.astype(x.dtype), d_params, of_one)
@@ -137,18 +139,18 @@ def _by_group_bwd(expert: Expert, block: int, kept: PyTree, d_out: Array) -> tup
     return d_params, _up_to(sizes, d_rows[: len(rows)]), None
 
 
-# A rule of its own: JAX does not differentiate loops whose number of turns is known at run time only.
+# A custom rule: JAX does not differentiate loops whose number of iterations is known only at run time.
 _by_group = jax.custom_vjp(_by_group, nondiff_argnums=(3, 4))
 _by_group.defvjp(_by_group_fwd, _by_group_bwd)
 
 
 def _with_block(rows: Array, block: int) -> Array:
-    # A block of zeros behind: JAX would move a block that ends beyond the rows, and take other rows.
+    # Pad with a block of zeros: JAX shifts a slice that ends beyond the array, and would return different rows.
     return jnp.concatenate([rows, jnp.zeros_like(rows[:1], shape=(block, *rows.shape[1:]))])
 
 
 def _up_to(sizes: Array, rows: Array) -> Array:
-    # Rows behind all groups as zeros: no expert has computed them.
+    # Set rows after all groups to zeros: no expert has computed these rows.
     return _where_rows(jnp.arange(len(rows)) < sizes.sum(), rows, 0)
 
 
@@ -156,7 +158,7 @@ def _where_rows(condition: Array, rows: Array, other: Array | float) -> Array:
     return jnp.where(condition.reshape(-1, *(1,) * (rows.ndim - 1)), rows, other)
 
 
-# ------------------------------------------------------------------------------------------------------- there and back
+# ------------------------------------------------------------------------------------------------- dispatch and combine
 
 
 def mix_experts(
@@ -168,8 +170,7 @@ def mix_experts(
     *,
     block_size: int = BLOCK_SIZE,
 ) -> Array:
-    """The weighted results of each token's experts, none dropped; inside ``shard_map``, each device with its own
-    tokens.
+    """Returns the weighted results of each token's experts, with no token dropped; in ``shard_map`` per device.
 
     >>> factors = jnp.array([[10.0], [20.0]])  # two experts; the tokens go to one each
     >>> routing = Routing(jnp.array([[1], [0]]), jnp.ones((2, 1)), jnp.zeros((2, 2)))
@@ -178,11 +179,11 @@ def mix_experts(
 
     Args:
       expert, block_size: as for ``apply_by_group``.
-      params: stacked, of the experts of this device: E / p of them over p devices.
+      params: stacked, of this device's experts: E / p experts over p devices.
       rows: [n, d].
       routing: of ``rows``, over all E experts: the k choices of a token are distinct, from 0 to E - 1. The result of a
-        token with other choices is NaN.
-      axes: those that experts are split over, outermost first; () where each device has them all.
+        token with invalid choices is NaN.
+      axes: the axes that experts are split over, outermost first; () if each device has all experts.
     Returns:
       [n, e], in the dtype of the experts' results.
     Raises:
@@ -191,12 +192,12 @@ def mix_experts(
     axes = as_axis_names(axes) if axes else ()
     experts, k = routing.logits.shape[1], routing.experts.shape[1]
     _check_experts_divide(experts, axes, "mix_experts")
-    # Other choices are sorted behind all experts, where they take no rows of other tokens.
+    # Invalid choices are sorted after all experts, and so take no place of valid rows.
     chosen = jnp.where(_fits(routing)[:, None], routing.experts, experts).ravel()
     order = jnp.argsort(chosen, stable=True)
     sizes = jnp.zeros(experts, jnp.int32).at[chosen].add(1)
     own_experts = partial(apply_by_group, expert, params, block_size=block_size)
-    sent = rows[order // k]  # choice c is one of token c // k
+    sent = rows[order // k]  # choice c belongs to token c // k
     if collectives.spread_axes(axes):
         most = len(rows) * min(k, experts // collectives.axis_size(axes))
         results = _exchanged(own_experts, sent, sizes, axes, most)
@@ -215,7 +216,7 @@ def _check_experts_divide(experts: int, axes: tuple[str, ...], caller: str) -> N
 
 @promoting
 def _fits(routing: Routing) -> Array:
-    """[n]: whether the choices of a token are distinct, and experts."""
+    """Returns whether the choices of each token are distinct and valid experts, [n]."""
     chosen, others = routing.experts, ~jnp.eye(routing.experts.shape[1], dtype=bool)
     twice = ((chosen[:, :, None] == chosen[:, None, :]) & others).any((1, 2))
     return ~twice & ((chosen >= 0) & (chosen < routing.logits.shape[1])).all(1)
@@ -223,8 +224,8 @@ def _fits(routing: Routing) -> Array:
 
 @promoting
 def _combined(results: Array, routing: Routing) -> Array:
-    """[n, k, e] -> [n, e]."""
-    # NaN, not 0: a router that chooses wrongly must not pass for one that drops tokens.
+    """Returns the weighted sum over each token's experts: [n, k, e] -> [n, e]."""
+    # NaN, not 0: a router with invalid choices must not look like a router that drops tokens.
     sums = jnp.einsum("nke,nk->ne", results, routing.weights.astype(results.dtype))
     return _where_rows(_fits(routing), sums, jnp.nan)
 
@@ -232,18 +233,18 @@ def _combined(results: Array, routing: Routing) -> Array:
 def _exchanged(
     own_experts: Callable[[Array, Array], Array], rows: Array, sizes: Array, axes: tuple[str, ...], most: int
 ) -> Array:
-    """``own_experts(rows, sizes)`` of rows sorted by expert, each computed by the device that has its expert.
+    """Computes ``own_experts(rows, sizes)`` on rows sorted by expert, each row on the device of its expert.
 
-    A device has places for ``most`` rows of each other one, as no more can come: a token goes to an expert once. Three
-    exchanges: of the rows, of how many of them are whose, and of the results.
+    A device has room for ``most`` rows of each device, the maximum, as a token goes to an expert at most once. Three
+    exchanges: the rows, the counts of rows by device and expert, and the results.
     """
-    # The receiver must know whose row is whose expert's before rows of one expert can lie together.
+    # The receiver needs the expert of each row to sort the rows by expert.
     sent = sizes.reshape(collectives.axis_size(axes), -1)  # [p, E / p]
     arrived_sizes = collectives.all_to_all(sent, axes)
     counts = sent.sum(1)
     exchanged = counts, arrived_sizes.sum(1), Exchange(axes, most, len(rows))
     arrived = send_rows(rows, *exchanged)
-    # [p, most]: the expert of each row that has come, behind all of them where there is no row.
+    # [p, most]: the expert of each row that arrives; empty places get an index after all experts.
     place = jnp.arange(most)[None, :, None]
     expert = (place >= jnp.cumsum(arrived_sizes, axis=1)[:, None, :]).sum(-1)
     order = jnp.argsort(expert.ravel(), stable=True)
@@ -262,12 +263,12 @@ def mix_experts_with_capacity(
     row_groups: int = 1,
     row_weights: Array | None = None,
 ) -> tuple[Array, Array]:
-    """As ``mix_experts``, where an expert takes C = ceil(capacity_factor k n / E) rows of each group of n, and no more.
+    """Computes ``mix_experts`` with a limit of C = ceil(capacity_factor k n / E) rows per expert and group of n rows.
 
-    Rows are cut into ``row_groups``. In each group an expert takes the first C rows that chose it: all first choices
-    before all second ones, each in the order of rows. Others are dropped: that choice adds nothing to its token. A
-    device along an axis of the batch is a group at least, so N devices with one group each compute what one device does
-    with ``row_groups=N``.
+    Rows are cut into ``row_groups``. In each group an expert accepts the first C rows that chose the expert: all first
+    choices before all second choices, each in row order. Further choices are dropped, and add nothing to their tokens.
+    Each device along an axis of the batch has at least a group, so N devices with a group each compute the same as a
+    single device with ``row_groups=N``.
 
     >>> routing = Routing(jnp.zeros((4, 1), jnp.int32), jnp.ones((4, 1)), jnp.zeros((4, 2)))  # all to the first of 2
     >>> one = lambda factor, rows: factor * rows
@@ -280,11 +281,11 @@ def mix_experts_with_capacity(
     Args:
       expert, params, rows, routing, axes: as for ``mix_experts``.
       capacity_factor, row_groups: see above.
-      row_weights: [n]; rows of weight 0 (padding) take no place of others, and their result is 0.
+      row_weights: [n]; rows of weight 0 (padding) take no places, and have the result 0.
     Returns:
-      [n, e], and the share of this device's choices that were dropped, padding aside.
+      [n, e], and the fraction of this device's choices that were dropped, without padding.
     Raises:
-      ValueError: as of ``mix_experts``; or the groups do not divide the rows, or the capacity is no row.
+      ValueError: as ``mix_experts``; or the groups do not divide the rows, or the capacity is below 1.
     """
     axes = as_axis_names(axes) if axes else ()
     experts, k = routing.logits.shape[1], routing.experts.shape[1]
@@ -301,7 +302,7 @@ def mix_experts_with_capacity(
         )
     counts = jnp.ones(len(rows), bool) if row_weights is None else row_weights != 0
     grouped = rows.reshape(row_groups, -1, rows.shape[1])
-    # Padding, and choices that do not fit, are sorted behind all experts.
+    # Padding and invalid choices are sorted after all experts.
     chosen = jnp.where((counts & _fits(routing))[:, None], routing.experts, experts).reshape(row_groups, -1, k)
     sources, places = jax.vmap(partial(_slots, experts=experts, capacity=capacity))(chosen)
     sent = jax.vmap(lambda rows, sources: rows[sources])(grouped, sources)
@@ -319,21 +320,21 @@ def mix_experts_with_capacity(
 
 @promoting
 def _slots(chosen: Array, *, experts: int, capacity: int) -> tuple[Array, Array]:
-    """Of one group: the row in each slot [E, C], and the place of each choice [n, k]; choices of E take none."""
+    """Returns for a group the row in each slot [E, C], and the place of each choice [n, k]; a choice E has no slot."""
     n, k = chosen.shape
     by_rank = chosen.T.ravel()  # first choices first
     order = jnp.argsort(by_rank, stable=True)
     sizes = jnp.zeros(experts, jnp.int32).at[by_rank].add(1)
     starts, slot = starts_of(sizes), jnp.arange(capacity)
-    # A slot without a row has the first row that counts, and is not read. Zeros would not do: the derivative of an
-    # expert there may be infinite (a norm), and 0 times it is NaN.
+    # An empty slot gets the first row that counts; its result is not read. Zeros would fail: the derivative of an
+    # expert there may be infinite (a norm), and 0 times infinity is NaN.
     sources = order[jnp.where(slot < sizes[:, None], starts[:, None] + slot, 0)] % n
     places = jnp.argsort(order) - starts[by_rank]
     return sources, places.reshape(k, n).T
 
 
 def _exchanged_slots(experts: Expert, params: PyTree, slots: Array, axes: tuple[str, ...]) -> Array:
-    """[E, C, d] -> [E, C, e], each expert's slots computed by the device that has it."""
+    """Computes each expert's slots on the device of the expert: [E, C, d] -> [E, C, e]."""
     devices = collectives.axis_size(axes)
     count, capacity, size = slots.shape
     arrived = collectives.all_to_all(slots.reshape(devices, -1, capacity, size), axes)
@@ -346,7 +347,7 @@ def _exchanged_slots(experts: Expert, params: PyTree, slots: Array, axes: tuple[
 
 
 class Experts(nn.Module):
-    """A mixture of ``num_experts`` copies of a Linen module, each token going to ``top_k`` of them.
+    """Mixture of ``num_experts`` copies of a Linen module; each token goes to ``top_k`` of the copies.
 
     >>> class MLP(nn.Module):
     ...     @nn.compact
@@ -358,27 +359,28 @@ class Experts(nn.Module):
     >>> jax.tree.map(jnp.shape, params)["experts"]["Dense_0"], params["router"]["kernel"].shape
     ({'bias': (4, 32), 'kernel': (4, 8, 32)}, (8, 4))
 
-    Inside ``shard_map`` each device has ``num_experts`` / p experts over the p devices of ``axis``, and tokens travel;
-    in either ``check_vma`` mode. Outside, as in ``init``, it has them all: parameters, names and results are those of
-    one device. Wrap the module itself (``shard_module_params(Experts, "fsdp")``) to split each expert over further
-    axes.
+    Inside ``shard_map``, in either ``check_vma`` mode, each device has ``num_experts`` / p experts over the p
+    devices of ``axis``, and tokens are sent. Outside, as in ``init``, a device has all experts. Parameters, names
+    and results are the same as on one device. Wrap the module (``shard_module_params(Experts, "fsdp")``) to split
+    each expert over further axes.
 
-    The losses of the router are sown into the collection "losses" as "load_balance" and "router_z", the share of
+    The router's losses are sown into the collection "losses" as "load_balance" and "router_z", and the fraction of
     dropped choices into "intermediates" as "dropped"; ``init`` sows nothing. See ``load_balancing_loss``.
 
     Attributes:
-      module: the expert, which maps rows [m, d] to [m, e], each by itself: parameters only, no dropout, no BatchNorm.
-      num_experts, top_k: E experts, of which a token goes to 1 to E.
-      axis: the mesh axis, or axes, that experts are split over; None: each device has all of them.
-      shared: a module that all tokens pass; its result is added.
+      module: the expert, which maps rows [m, d] to [m, e], each row independently: parameters only, no dropout, no
+        BatchNorm.
+      num_experts, top_k: number of experts E, and of experts for each token, 1 to E.
+      axis: the mesh axis, or axes, that experts are split over; None: each device has all experts.
+      shared: a module applied to all tokens; its result is added.
       capacity_factor: None: no token is dropped. A number: see ``mix_experts_with_capacity``.
-      row_groups: the groups of this device's rows for the capacity: of all rows, where one device is to compute what N
-        do.
+      row_groups: number of groups of this device's rows for the capacity. On a single device pass N to reproduce N
+        devices.
       normalize: divide the weights of each token's experts by their sum.
-      batch_axes: all axes along which tokens differ. None: what types say (``check_vma=True``), else the axes of the
-        batch of ``value_and_grad`` and the ready steps. Under ``check_vma=False`` it must be said where ``axis`` is not
-        among those, and in a step of your own.
-      block_size: rows that an expert computes at a time, without a capacity.
+      batch_axes: all axes along which tokens differ. None: the axes in the tokens' type (``check_vma=True``), else the
+        batch axes of ``value_and_grad`` and the ready steps. Under ``check_vma=False`` required in a custom step,
+        and if ``axis`` is not a batch axis.
+      block_size: number of rows that an expert computes at a time, without a capacity.
     """
 
     module: nn.Module
@@ -394,8 +396,10 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, row_weights: Array | None = None) -> Array:
-        """[..., d] -> [..., e]; ``row_weights`` [...] are 0 for tokens that neither count in the router's losses nor
-        take places of a capacity."""
+        """Returns the mixture of x: [..., d] -> [..., e].
+
+        Tokens with ``row_weights`` [...] of 0 neither count in the router's losses nor take places of a capacity.
+        """
         rows = x.reshape(-1, x.shape[-1])
         axes = () if self.axis is None else collectives.bound_or_none(as_axis_names(self.axis), caller="Experts")
         shared_axes = self._shared_axes(rows, axes)
@@ -406,7 +410,7 @@ class Experts(nn.Module):
         self._sow_losses(routing, weights)
         params = self._params(axes, rows)
         own = rows, routing.weights, routing.logits
-        if shared_axes:  # their rule has no forward-mode derivative
+        if shared_axes:  # own_part has no forward-mode derivative, so call it only if needed
             own = jax.tree.map(lambda x: own_part(x, 0, shared_axes), own)
         chosen, weights = jax.tree.map(lambda x: collectives.own_shard(x, 0, shared_axes), (routing.experts, weights))
         out = self._of_own_tokens(params, own[0], Routing(chosen, *own[1:]), weights, axes, shared_axes)
@@ -435,7 +439,7 @@ class Experts(nn.Module):
         mixed = partial(mix_experts_with_capacity, expert, params, rows, routing, axes, row_weights=weights)
         out, dropped = mixed(capacity_factor=self.capacity_factor, row_groups=self.row_groups)
         if not self.is_initializing():
-            # Of tokens that are the same the whole share is told, and not that of this device's part.
+            # Report the dropped fraction over all devices that share these tokens.
             counted = jnp.float32(len(rows)) if weights is None else jnp.sum(weights != 0, dtype=jnp.float32)
             sums = collectives.to_varying([dropped * counted, counted], shared_axes)
             dropped, counted = collectives.psum(sums, [shared_axes, shared_axes])
@@ -443,7 +447,7 @@ class Experts(nn.Module):
         return out
 
     def _sow_losses(self, routing: Routing, weights: Array | None) -> None:
-        # What `init` sows would become a part of the state.
+        # Values sown in `init` would become part of the state.
         if self.is_initializing():
             return
         bound = collectives.spread_axes(collectives.manual_axes())
@@ -452,7 +456,7 @@ class Experts(nn.Module):
         self.sow("losses", "router_z", router_z_loss(routing, weights))
 
     def _token_axes(self, rows: Array, among: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of ``among`` along which tokens differ."""
+        """Returns the axes in ``among`` along which tokens differ."""
         varying = collectives.varying_axes(rows)
         tracked = [axis for axis in among if collectives.types_tell(axis, rows)]
         if self.batch_axes is None:
@@ -470,7 +474,7 @@ class Experts(nn.Module):
         return differ
 
     def _shared_axes(self, rows: Array, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of ``axes`` along which tokens are the same: their devices share the tokens among them."""
+        """Returns the axes in ``axes`` along which tokens are replicated: each device computes a part of the tokens."""
         spread = collectives.spread_axes(axes)
         for axis in spread:
             if not collectives.is_tracked(axis):
@@ -479,23 +483,23 @@ class Experts(nn.Module):
         return tuple(axis for axis in spread if axis not in differ)
 
     def _check_said(self, axis: str) -> None:
-        """Raises where nothing says whether tokens differ along the axis, which has no types, or two things differ."""
+        """Raises if tokens may or may not differ along an untracked axis, or if ``batch_axes`` and step disagree."""
         of_step = running_loss().batch_axes
-        if running_loss().is_reference:  # whose tokens count as different along all axes: no more than more work
+        if running_loss().is_reference:  # the reference treats tokens as different along all axes, which only adds work
             return
         if self.batch_axes is None and axis not in of_step:
             known = f"the step's batch is split over {of_step}" if of_step else "no step says what splits the batch"
             raise ValueError(
                 f"Experts(axis={self.axis!r}): under check_vma=False types do not tell whether tokens differ along "
-                f"{axis!r}, and {known}. Where they are the same, pass batch_axes= with the axes of the batch, without "
-                f"{axis!r}; where they differ, name {axis!r} in it, and average gradients over it."
+                f"{axis!r}, and {known}. Pass batch_axes= with all axes along which tokens differ; if {axis!r} is one "
+                "of them, average gradients over it."
             )
         differ = self.batch_axes is None or axis in as_axis_names(self.batch_axes)
         if of_step and differ != (axis in of_step):
             raise ValueError(
                 f"Experts(batch_axes={self.batch_axes!r}): the step's batch is split over {of_step}, and the gradients "
-                f"of the router would be wrong along {axis!r}. Name the axes of the step's batch. Tokens that sequence "
-                "parallelism has split are joined before (join_tokens), or need check_vma=True."
+                f"of the router would be wrong along {axis!r}. Pass the axes of the step's batch. For tokens split by "
+                "sequence parallelism call join_tokens before, or use check_vma=True."
             )
 
     def _check_divides(self, rows: Array, axes: tuple[str, ...], shared_axes: tuple[str, ...]) -> None:
@@ -503,12 +507,11 @@ class Experts(nn.Module):
         if len(rows) % (devices := collectives.axis_size(shared_axes)):
             raise ValueError(
                 f"Experts: the {len(rows)} tokens of a device do not divide over the {devices} devices along "
-                f"{shared_axes}, along which they are the same, so that each takes its part. Pad the batch, or split "
-                "it over that axis."
+                f"{shared_axes}, which share these tokens. Pad the batch, or split it over that axis."
             )
 
     def _params(self, axes: tuple[str, ...], rows: Array) -> PyTree:
-        """Stacked, of this device's experts; gathered by their boxes where no wrapper has gathered them."""
+        """Returns the stacked parameters of this device's experts; boxes gather parameters that no wrapper gathered."""
         if not self.has_variable("params", "experts"):
             return self.param("experts", self._init_experts, axes, rows)
         params = nn.meta.unbox(self.get_variable("params", "experts"))
@@ -516,15 +519,15 @@ class Experts(nn.Module):
         if found := {len(leaf) for leaf in jax.tree.leaves(params)} - {needed}:
             raise ValueError(
                 f"Experts: a device has parameters of {max(found)} experts, where {needed} are needed, "
-                f"{self.num_experts} over {axes or 'one device'}. Were they made with another num_experts, or does the "
-                "axis_name of the wrapper name the experts' axis, too? "
-                "Into shard_map they come by in_specs=partition_specs(params, mesh)."
+                f"{self.num_experts} over {axes or 'one device'}. Use the num_experts of init, leave the experts' axis "
+                "out of the axis_name of the wrapper, and pass parameters into shard_map with "
+                "in_specs=partition_specs(params, mesh)."
             )
         return params
 
     def _init_experts(self, rng: Array, axes: tuple[str, ...], rows: Array) -> PyTree:
-        """Each expert by a key of its own; boxed with the axis in front."""
-        # All keys on each device, which keeps its own: the same values on any number of devices.
+        """Initialises each expert with a separate key; boxes the parameters with the experts' axis in front."""
+        # Each device makes all keys and keeps its shard: the same values on any number of devices.
         keys = collectives.own_shard(jax.random.split(rng, self.num_experts), 0, axes)
         module, row = self.module.clone(parent=None, name=None), jnp.zeros_like(rows[:1])
         with apart_from_model():
@@ -535,7 +538,8 @@ class Experts(nn.Module):
             if not over and not is_box(leaf):
                 return leaf
             found = leaf_of(split_by_model(with_layer_names(leaf)))
-            # Wrapped modules within the expert gather nothing: they see what is read here.
+            # unit_depth=0: wrapped modules within the expert gather nothing, as the parameters are gathered when read
+            # here.
             names = axes_entry(over), *found.names[1:]
             return found.replace(names=names, model_axes=over + found.model_axes, unit_depth=0)
 

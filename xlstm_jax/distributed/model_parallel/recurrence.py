@@ -1,13 +1,13 @@
-"""The state that a recurrence brings to each device of a sequence that is split over devices, inside ``shard_map``.
+"""The state of a recurrence before the first token of each device of a split sequence, inside ``shard_map``.
 
-A linear recurrence h[s] = a[s] h[s - 1] + u[s] over the tokens of one device takes the state before them to the state
-after them, h -> A h + U, where A is the product of the a[s], and U the state that it makes of a zero state. Two such
-steps, one after the other, are one: (A2, U2) after (A1, U1) is (A2 A1, A2 U1 + U2). So the states at the borders of n
-devices need no n steps one after the other, but log2(n) exchanges in which every device takes part:
+A linear recurrence h[s] = a[s] h[s - 1] + u[s] over the tokens of a device maps the state before the tokens to the
+state after the tokens, h -> A h + U. A is the product of the a[s], and U the final state for a zero initial state. Two
+such steps in sequence are again a step: (A2, U2) after (A1, U1) is (A2 A1, A2 U1 + U2). So the states at the borders of
+n devices need only log2(n) exchanges among all devices, not n sequential steps:
 
-  every device   its own (A, U) of its t tokens, from a zero state
-  scan           (A, U) of all devices before it, by doubling: of 1, then 2, then 4, ... devices
-  every device   the state before its first token; then its own tokens as on one device
+  every device   (A, U) of its t tokens, from a zero state
+  scan           (A, U) of the devices before it, by doubling: of 1, then 2, then 4, ... devices
+  every device   the state before its first token; then its tokens as on one device
 """
 
 from collections.abc import Callable
@@ -31,10 +31,10 @@ def recurrence_over_axis(
     initial: jax.Array | None = None,
     reverse: bool = False,
 ) -> jax.Array:
-    """The state of a linear recurrence before the first token of each device; exact, and so are gradients.
+    """Returns the state of a linear recurrence before the first token of each device; values and gradients are exact.
 
-    Call it inside ``shard_map``, in either ``check_vma`` mode, with the sequence in its natural order (no zigzag).
-    Where no mesh axis is bound, as in ``init``, the sequence is whole, and ``initial`` is returned.
+    Call the function inside ``shard_map``, in either ``check_vma`` mode, with the sequence in natural order (not
+    zigzag). If no mesh axis is bound, as in ``init``, the device has the full sequence, and ``initial`` is returned.
 
     >>> def states(a, u):  # h[s] = a[s] h[s - 1] + u[s] over a sequence that is split
     ...     step = lambda before, after: (before[0] * after[0], after[0] * before[1] + after[1])
@@ -46,15 +46,16 @@ def recurrence_over_axis(
 
     Args:
       decay: the product of the decays of this device's tokens; broadcasts against ``state``.
-      state: what this device's tokens make of a zero state.
+      state: the state after this device's tokens, for a zero state before.
       axis: the mesh axis of the sequence, or a tuple of axes, outermost first.
-      initial: the state before the first token of all, of the shape of ``state`` and equal on all devices; None: zeros.
-      reverse: the recurrence runs from the last token to the first; the state is that which comes from behind.
+      initial: the state before the first token of the sequence, of the shape of ``state``, replicated; None: zeros.
+      reverse: run the recurrence from the last token to the first; the result is the state after the device's last
+        token.
     Returns:
-      Of the shape and dtype of ``state``.
+      A state of the shape and dtype of ``state``.
     Raises:
-      ValueError: the axis is not bound and others are; decay or initial do not fit the state; the step has laid out its
-        tokens in zigzag, or splits rows over the axis, and no sequence.
+      ValueError: further axes are bound, but not this axis; ``decay`` or ``initial`` do not fit ``state``; or the step
+        has a zigzag layout, or splits rows, not a sequence, over the axis.
     """
     initial = jnp.zeros_like(state) if initial is None else jnp.asarray(initial, state.dtype)
     sizes = zip(decay.shape[::-1], state.shape[::-1], strict=False)
@@ -65,9 +66,9 @@ def recurrence_over_axis(
             f"state of {state.shape}. The decay must broadcast to it (with dims of 1 behind a decay for each head), "
             "and initial have its shape."
         )
-    # A step that decays by 1 and adds the state: combined with the first device's, it begins there.
+    # A step with decay 1 that adds the initial state; the scan starts with it.
     first = jnp.ones_like(decay), initial
-    # A wider decay makes the states between devices wider.
+    # A decay of wider dtype widens the states between devices.
     step = decay, state
     return _scanned(_linear, step, axis, first, reverse, caller="recurrence_over_axis")[1].astype(state.dtype)
 
@@ -79,7 +80,7 @@ def _linear(before: PyTree, after: PyTree) -> PyTree:
 def scan_over_axis(
     combine: Combine, step: PyTree, axis: AxisNames = "cp", *, first: PyTree, reverse: bool = False
 ) -> PyTree:
-    """What the steps of all devices before this one come to, for recurrences with more than a decay and a state.
+    """Combines the steps of all devices before this device, for recurrences with more than a decay and a state.
 
     >>> def largest_before(x):  # running maxima, which are the stabilizers of xLSTM's exponential gates
     ...     return scan_over_axis(jnp.maximum, x.max(), "fsdp", first=jnp.float32(-1))[None]
@@ -89,32 +90,33 @@ def scan_over_axis(
     [-1.0, 3.0, 5.0, 5.0]
 
     Args:
-      combine: ``combine(before, after)``: the step that two steps come to, one after the other; associative.
-      step: a tree, what the tokens of this device come to.
+      combine: ``combine(before, after)`` returns the step equal to ``before`` followed by ``after``; associative.
+      step: a tree, the combined step of this device's tokens.
       axis, reverse: as for ``recurrence_over_axis``.
-      first: the step before the first device: of the structure, shapes and dtypes of ``step``, equal on all devices.
+      first: the step before the first device, with the structure, shapes and dtypes of ``step``; replicated.
     Returns:
-      Like ``first``: combine(first, combine of all steps before this device's). A scan of log2(n) exchanges.
+      A tree like ``first``: ``first`` combined with the steps of all devices before this device, by log2(n) exchanges.
     Raises:
-      ValueError: as ``recurrence_over_axis``, of the axis and the layout.
+      ValueError: for the axis and the layout, as ``recurrence_over_axis``.
     """
     return _scanned(combine, step, axis, first, reverse, caller="scan_over_axis")
 
 
 def _scanned(combine: Combine, step: PyTree, axis: AxisNames, first: PyTree, reverse: bool, caller: str) -> PyTree:
-    """``scan_over_axis``; errors name ``caller``."""
+    """Implements ``scan_over_axis``; errors name ``caller``."""
     axes = collectives.bound_or_none(as_axis_names(axis), caller=caller)
     layout_over(axes, CONTIGUOUS, caller)
     n, index = collectives.axis_size(axes), collectives.axis_index(axes)
     if n == 1:
         return first
     first, step = collectives.to_varying((first, step), axes)
-    # Backward is forward with devices counted from the end.
+    # A reverse scan is a forward scan with devices counted from the end.
     rank, direction = (n - 1 - index, -1) if reverse else (index, 1)
 
     def after_those_of(distance: int, step: PyTree) -> PyTree:
         arrived = collectives.shift(step, axes, direction * distance, ring=False)
-        # Where nothing has arrived, zeros may have no gradient (logarithms): the device's own step stands for them.
+        # Devices that receive nothing have zeros, whose gradient may not exist (logarithms): use the device's step
+        # instead.
         before = _where(rank >= distance, arrived, step)
         return _where(rank >= distance, combine(before, step), step)
 

@@ -1,8 +1,8 @@
-"""The router of a mixture of experts: which experts each token goes to, and the losses that keep the choices even.
+"""Router of a mixture of experts: the choice of experts for each token, and the losses that balance the choices.
 
   X[n, d] -- router -->  logits[n, E] -- softmax, top k -->  experts[n, k], weights[n, k]
 
-Each device routes its own tokens. ``load_balancing_loss`` alone communicates: shares are those of the whole batch.
+Each device routes its tokens. Only ``load_balancing_loss`` communicates: its shares are over the global batch.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ Array = jax.Array
 
 
 class Routing(NamedTuple):
-    """Where tokens go: ``experts`` int32 [n, k] and ``weights`` [n, k], by the ``logits`` [n, E].
+    """Chosen experts of each token: ``experts`` int32 [n, k] and ``weights`` [n, k], from the ``logits`` [n, E].
 
     >>> Routing(experts=jnp.array([[1]]), weights=jnp.ones((1, 1)), logits=jnp.zeros((1, 2))).experts.shape
     (1, 1)
@@ -33,15 +33,15 @@ class Routing(NamedTuple):
 
 @promoting
 def route_tokens(logits: Array, top_k: int, *, normalize: bool = False) -> Routing:
-    """The ``top_k`` likeliest experts of each token, weighted by their probabilities.
+    """Chooses the ``top_k`` most probable experts of each token, weighted by their probabilities.
 
     >>> route_tokens(jnp.log(jnp.array([[0.5, 0.1, 0.4]])), top_k=2).experts
     Array([[0, 2]], dtype=int32)
 
     Args:
       logits: [n, E]; softmax and weights are float32.
-      top_k: 1 to E. Of experts that are equally likely the first is taken.
-      normalize: divide the weights of a token by their sum (Mixtral), which is 1 for all k = E.
+      top_k: 1 to E. Among experts of equal probability the first is chosen.
+      normalize: divide the weights of a token by their sum (Mixtral).
     Raises:
       ValueError: ``top_k`` is not between 1 and E.
     """
@@ -51,7 +51,7 @@ def route_tokens(logits: Array, top_k: int, *, normalize: bool = False) -> Routi
         )
     logits = logits.astype(common_dtype(logits.dtype, jnp.float32))
     weights, experts = lax.top_k(jax.nn.softmax(logits), top_k)
-    # Of the softmax over all experts, so that the router has a gradient also where one expert is taken.
+    # Weights from the softmax over all experts, so that the router has a gradient even with top_k=1.
     return Routing(experts, weights / weights.sum(-1, keepdims=True) if normalize else weights, logits)
 
 
@@ -59,10 +59,11 @@ def route_tokens(logits: Array, top_k: int, *, normalize: bool = False) -> Routi
 def load_balancing_loss(
     routing: Routing, batch_axes: AxisNames | tuple[()] = (), row_weights: Array | None = None
 ) -> Array:
-    """E times the sum over experts of (share of the choices) x (mean probability): 1 where all get the same, E at most.
+    """Returns E times the sum over experts of (share of the choices) x (mean probability): 1 if balanced, at most E.
 
-    Shares are those of the whole batch. The mean over the devices of what this returns is the loss of the whole batch,
-    and the mean of its gradients the gradient: add it to the loss of the device as any mean over its tokens.
+    Shares are over the global batch. The mean of the returned values over devices is the loss of the global batch, and
+    the mean of the gradients is its gradient: add the value to the device's loss like any mean over the device's
+    tokens.
 
     >>> routing = route_tokens(jnp.zeros((4, 8)), top_k=1)  # all to the first of 8 experts, all equally likely
     >>> float(load_balancing_loss(routing))
@@ -71,14 +72,15 @@ def load_balancing_loss(
     Args:
       routing: of this device's tokens.
       batch_axes: all axes along which tokens differ; () outside of ``shard_map``.
-      row_weights: [n], 0 for padding; means are weighted. In a loss of (sum, weight) add it times the device's weight.
+      row_weights: [n], 0 for padding; means are weighted. In a loss of (sum, weight) add the value times the device's
+        weight.
     """
     n, experts = routing.logits.shape
     weights = jnp.ones(n, routing.logits.dtype) if row_weights is None else row_weights.astype(routing.logits.dtype)
     chosen = jnp.zeros(experts, weights.dtype).at[routing.experts].add(weights[:, None])
     axes = as_axis_names(batch_axes) if batch_axes else ()
-    # Sums over devices of both, and no mean of the devices' shares: they may hold different weights. Types must not
-    # tell that a total is equal on all devices, as it would then count once.
+    # Sum counts and totals over devices, instead of averaging the devices' shares: devices may hold different weights.
+    # Cast to varying first: psum counts a value that is replicated by its type only once.
     sums = collectives.to_varying([chosen, weights.sum() * routing.experts.shape[1]], axes)
     chosen, total = collectives.psum(sums, [axes, axes])
     # The count of choices has no gradient; the loss acts through the probabilities.
@@ -88,7 +90,7 @@ def load_balancing_loss(
 
 @promoting
 def router_z_loss(routing: Routing, row_weights: Array | None = None) -> Array:
-    """The mean over this device's tokens of logsumexp(logits)^2, which keeps logits small; [].
+    """Returns the mean over this device's tokens of logsumexp(logits)^2, which keeps logits small; [].
 
     >>> routing = route_tokens(jnp.full((4, 8), 3.0) - jnp.log(8), top_k=1)
     >>> round(float(router_z_loss(routing)), 4)

@@ -1,11 +1,12 @@
-"""How the tokens of a sequence lie over the devices that split it: said once, and read by whatever looks at others.
+"""The order of a split sequence's tokens on the devices: set once, and read by each layer that mixes tokens.
 
-  contiguous   0 1 2 3 4 5 6 7    two devices: under a causal mask the second has most pairs that see each other
-  zigzag       0 1 6 7 2 3 4 5    device i of n has chunks i and 2n - 1 - i of 2n, an early one and a late one
+  contiguous   0 1 2 3 4 5 6 7    two devices: under a causal mask the second has most of the unmasked pairs
+  zigzag       0 1 6 7 2 3 4 5    device i of n has chunks i and 2n - 1 - i of 2n, an early and a late chunk
 
-A batch is in its natural order. Where a step has another layout, devices exchange chunks at its begin (``in_layout``),
-and the layout stands in a context while the step is traced: ``context_attention``, ``context_positions`` and the
-recurrences read it there. What was laid out before is a ``LaidOut`` leaf, and no array: its layout stays with it.
+A batch comes in natural order. If a step has another layout, devices exchange chunks at the start of the step
+(``in_layout``), and a context stores the layout while the step is traced: ``context_attention``, ``context_positions``
+and the recurrences read the context. Data reordered before the step are ``LaidOut`` leaves, not arrays, and store their
+layout.
 """
 
 import contextlib
@@ -33,9 +34,9 @@ LAYOUTS = CONTIGUOUS, ZIGZAG = "contiguous", "zigzag"
 
 
 def zigzag_positions(device: Any, devices: int, places: Any) -> Any:
-    """Positions in the whole sequence of the tokens at ``places``, 0 to t - 1, of a device; or [n, 1] devices, [n, t].
+    """Returns positions in the full sequence of a device's tokens ``places``, 0 to t - 1; [n, t] for devices [n, 1].
 
-    Chunks have t / 2 tokens. The device's first one has its own number, and its second one counts from the end.
+    Chunks have t / 2 tokens. The first chunk of device i is chunk i; the second counts from the end.
     """
     half = len(places) // 2
     is_second = places >= half
@@ -43,7 +44,7 @@ def zigzag_positions(device: Any, devices: int, places: Any) -> Any:
 
 
 def zigzag_order(length: int, devices: int) -> np.ndarray:
-    """[length]: the position of each token in the zigzag layout; device i has chunks i and 2n - 1 - i of 2n."""
+    """Returns the position of each token in the zigzag layout, [length]; device i has chunks i and 2n - 1 - i of 2n."""
     if devices == 1:
         return np.arange(length)
     check_even(length, devices)
@@ -51,13 +52,13 @@ def zigzag_order(length: int, devices: int) -> np.ndarray:
 
 
 def check_layout(layout: str | None) -> None:
-    """Raises a ``ValueError`` where ``layout`` is none of ``LAYOUTS``; None is allowed."""
+    """Raises a ``ValueError`` if ``layout`` is not in ``LAYOUTS``; None is allowed."""
     if layout is not None and layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}: the tokens of a sequence lie 'contiguous' or 'zigzag'; see in_layout.")
 
 
 def check_even(length: int, devices: int, named: str = "to_zigzag") -> None:
-    """Raises a ``ValueError`` where a sequence has no two chunks of one size for each device."""
+    """Raises a ``ValueError`` if a sequence does not divide into two chunks of equal size for each device."""
     if length % (2 * devices):
         raise ValueError(
             f"{named}: {length} tokens do not divide into the {2 * devices} chunks of the zigzag layout on {devices} "
@@ -65,25 +66,25 @@ def check_even(length: int, devices: int, named: str = "to_zigzag") -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------- what was laid out before
+# --------------------------------------------------------------------------------------------------- data in a layout
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["layout", "devices", "dim"])
 @dataclass(frozen=True, eq=False)
 class LaidOut:
-    """An array whose tokens were laid out before the step, and how; to JAX a tree with the array as its one leaf.
+    """Array whose tokens were put into a layout before the step, with the layout. In JAX a pytree with a single leaf.
 
-    ``to_zigzag`` makes them. A ready step takes them without an exchange, beside arrays in natural order. In a
-    ``shard_map`` of your own ``in_layout`` returns their arrays. Data that you have laid out by hand go in as one, too:
+    ``to_zigzag`` makes ``LaidOut`` leaves. A ready step accepts them beside arrays in natural order, without an
+    exchange. In a custom ``shard_map``, ``in_layout`` returns the arrays. Data reordered by hand must also be wrapped:
 
     >>> LaidOut(np.array([[0, 1, 6, 7, 2, 3, 4, 5]]), "zigzag", devices=2).shape
     (1, 8)
 
     Attributes:
-      value: the array, of all tokens or of those of a device.
+      value: the array, global or of a device.
       layout: "zigzag".
-      devices: along the axis of the sequence.
-      dim: that of the sequence.
+      devices: number of devices along the axis of the sequence.
+      dim: the dim of the sequence.
     """
 
     value: Any
@@ -105,22 +106,22 @@ class LaidOut:
 
     def _no_array(self, *_: Any, **__: Any) -> Any:
         raise ValueError(
-            f"an array of shape {self.shape} in {self.layout} order is used as an array in natural order. Hand it to a "
-            "ready step as it is; in a shard_map of your own, with in_layout(batch, 'zigzag', 'cp') as batch; in "
-            "natural order it is from_zigzag(...), and .value as it lies."
+            f"an array of shape {self.shape} in {self.layout} order is used as an array in natural order. Pass it to a "
+            "ready step unchanged, or enter in_layout(batch, 'zigzag', 'cp') in a custom shard_map. from_zigzag(...) "
+            "restores natural order; .value is the array in this order."
         )
 
-    # Whatever takes an array asks for one of these, and would compute with tokens in another order than it believes.
+    # Functions of arrays call one of these methods, and would compute with tokens in the wrong order.
     __jax_array__ = __array__ = __getitem__ = __iter__ = _no_array
 
 
 def is_laid_out(node: Any) -> bool:
-    """Whether a node of a tree is a ``LaidOut``."""
+    """Returns whether a node of a tree is a ``LaidOut``."""
     return isinstance(node, LaidOut)
 
 
 def in_natural_order(batch: PyTree) -> PyTree:
-    """A global batch with the arrays of its ``LaidOut`` leaves in natural order; other leaves as they are."""
+    """Returns a global batch with the arrays of ``LaidOut`` leaves in natural order, and unchanged further leaves."""
 
     def natural(leaf: Any) -> Any:
         if not isinstance(leaf, LaidOut):
@@ -131,21 +132,21 @@ def in_natural_order(batch: PyTree) -> PyTree:
 
 
 def reordered(array: Any, order: np.ndarray, dim: int) -> Any:
-    """The array with its entries along a dim in another order."""
+    """Returns the array with the entries along a dim in the given order."""
     return array[(slice(None),) * (dim % np.ndim(array)) + (order,)]
 
 
-# ------------------------------------------------------------------------------------------ what is said, and who reads
+# ----------------------------------------------------------------------------------------------- the layout of the step
 
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """How the step that is being traced has split its batch, by axes of more than one device.
+    """Split of the batch in the step that is being traced, by axes of more than one device.
 
     Attributes:
-      layout: of the tokens, one of ``LAYOUTS``.
-      axes: those that split other dims than that of rows, outermost first.
-      row_axes: those that split rows.
+      layout: of the tokens, an element of ``LAYOUTS``.
+      axes: the axes that split any dim but the rows, outermost first.
+      row_axes: the axes that split rows.
     """
 
     layout: str
@@ -153,33 +154,33 @@ class SequenceLayout:
     row_axes: tuple[str, ...] = ()
 
 
-# JAX traces a function anew under another value: what it has kept of an inner `jit` or `scan` has the layout of then.
+# JAX retraces a function if this value changes: the cached trace of an inner `jit` or `scan` has the old layout.
 _said = jax.make_user_context(default_value=None)
 
 
 def said(sequence: SequenceLayout) -> contextlib.AbstractContextManager[Any]:
-    """A context in which ``sequence`` is the layout that ``layout_over`` reads."""
+    """Returns a context in which ``layout_over`` reads ``sequence``."""
     return _said(sequence)
 
 
 def layout_over(axes: tuple[str, ...], given: str | None, caller: str) -> str:
-    """The layout of the tokens that the devices along ``axes``, which are bound, have.
+    """Returns the layout of the tokens on the devices along ``axes``, which are bound.
 
     Args:
-      axes: those that ``caller`` exchanges tokens over.
-      given: the layout that the user's call names, or that ``caller`` needs; None: the one that the step has.
+      axes: the axes over which ``caller`` exchanges tokens.
+      given: the layout in the user's call, or the layout that ``caller`` needs; None: the layout of the step.
       caller: the public function, for the errors.
     Raises:
-      ValueError: the step has another layout than ``given``, or splits rows over the axes and not a sequence; or there
-        is no step to say that tokens are laid out.
+      ValueError: the layout of the step differs from ``given``; the zigzag layout of the step is over different axes;
+        the step splits rows, not a sequence, over the axes; or ``given`` is "zigzag" outside of step and ``in_layout``.
     """
     check_layout(given)
     axes = collectives.spread_axes(axes)
-    # On one device the sequence is in its natural order.
+    # On a single device the sequence is in natural order.
     if not axes:
         return CONTIGUOUS
     here: SequenceLayout | None = _said.value
-    # The step itself is traced, too, and raises: what `check_step` compares with need only be right.
+    # No errors in the reference of `check_step`, which need only be right: the trace of the step itself raises.
     if running_loss().is_reference:
         return here.layout if here is not None and here.axes == axes else CONTIGUOUS
     over = format_axes(axes)
@@ -194,8 +195,8 @@ def layout_over(axes: tuple[str, ...], given: str | None, caller: str) -> str:
     if of_rows := [axis for axis in axes if axis in here.row_axes]:
         rest = tuple(axis for axis in here.row_axes if axis not in axes)
         raise ValueError(
-            f"{caller} over {over}: the step splits rows of its batch over {format_axes(here.row_axes)}, so that along "
-            f"{of_rows[0]!r} devices have other examples, and no parts of one sequence. Split the sequence there, by "
+            f"{caller} over {over}: the step splits rows of its batch over {format_axes(here.row_axes)}, so devices "
+            f"along {of_rows[0]!r} have different examples, not parts of a sequence. Split the sequence there, by "
             f"batch_spec=P({format_axes(rest) if rest else None}, {over}) in place of batch_axes, for tokens [b, t]."
         )
     layout = here.layout if set(axes) & set(here.axes) else CONTIGUOUS
@@ -218,21 +219,21 @@ def _named(given: str, caller: str) -> str:
 
 def _cure(given: str, caller: str) -> str:
     if not caller.startswith("context"):
-        return "Make the step with layout='contiguous', and pass batches that are not laid out."
+        return "Make the step with layout='contiguous', and pass batches in natural order."
     return (
-        "Leave layout= out here: the step says it once, make_train_step(..., layout="
-        f"{given!r}), which lays out a batch in natural order."
+        "Leave layout= out here, and set the layout of the step: make_train_step(..., layout="
+        f"{given!r}), which reorders a batch in natural order."
     )
 
 
-# --------------------------------------------------------------------------------------------------- laid out in a step
+# ----------------------------------------------------------------------------------------------- a layout within a step
 
 
 @contextlib.contextmanager
 def in_layout(batch: PyTree, layout: str = ZIGZAG, axis: AxisNames = "cp", *, dim: int = 1) -> Iterator[PyTree]:
-    """Lays out this device's tokens in a ``shard_map`` of your own, and says so to the layers that are called within.
+    """Reorders this device's tokens in a custom ``shard_map``, and sets the layout for layers called in the context.
 
-    Ready steps do it by themselves: ``make_train_step(..., layout="zigzag")``.
+    Ready steps need no call: ``make_train_step(..., layout="zigzag")``.
 
     >>> def positions(tokens):  # [b, t], contiguous
     ...     with in_layout(tokens, "zigzag", "fsdp") as tokens:
@@ -243,16 +244,16 @@ def in_layout(batch: PyTree, layout: str = ZIGZAG, axis: AxisNames = "cp", *, di
     ([0, 1, 14, 15], True)
 
     Args:
-      batch: a tree of what has an entry for each token of this device; what has no such dim stays as it is. Arrays are
-        contiguous, in natural order. ``LaidOut`` leaves must be laid out so, and come back as their arrays.
+      batch: a tree of arrays with an entry for each token of this device; leaves without dim ``dim`` stay unchanged.
+        Arrays are contiguous, in natural order. ``LaidOut`` leaves must have this layout, and are returned as arrays.
       layout: "zigzag" or "contiguous".
       axis: the mesh axis of the sequence, or a tuple of axes, outermost first.
-      dim: of the sequence.
+      dim: the dim of the sequence.
     Yields:
-      The batch in this layout: two exchanges of half a device's tokens for each dtype.
+      The batch in this layout, after two exchanges of half a device's tokens for each dtype.
     Raises:
-      ValueError: there is no such layout; a ``LaidOut`` leaf has another one; tokens do not divide into two chunks on
-        each device, or leaves have different numbers of them.
+      ValueError: an unknown layout; a ``LaidOut`` leaf with another layout; tokens that do not divide into two chunks
+        on each device; or leaves with different numbers of tokens.
     """
     check_layout(layout)
     axes = collectives.bound_or_none(as_axis_names(axis), caller="in_layout")
@@ -271,8 +272,7 @@ def in_layout(batch: PyTree, layout: str = ZIGZAG, axis: AxisNames = "cp", *, di
         if length != (of_first := next(iter(lengths.values()))):
             raise ValueError(
                 f"in_layout: {named_leaf('batch', path)} has {length} entries along dim {dim}, and "
-                f"'{next(iter(lengths))}' {of_first} tokens. Hand in what has an entry for each token, and leave other "
-                "arrays out."
+                f"'{next(iter(lengths))}' {of_first} tokens. Pass only arrays with an entry for each token."
             )
         if layout == ZIGZAG and devices > 1:
             check_even(length * devices, devices, f"in_layout: {named_leaf('batch', path)}")
@@ -285,33 +285,32 @@ def in_layout(batch: PyTree, layout: str = ZIGZAG, axis: AxisNames = "cp", *, di
 
 
 def check_laid_out(name: str, leaf: LaidOut, layout: str, devices: int, axes: str) -> None:
-    """Raises a ``ValueError`` where a leaf was laid out in another way than its sequence is, or for other devices."""
+    """Raises a ``ValueError`` if the layout of a leaf, or its number of devices, differs from the sequence's."""
     if leaf.devices == devices == 1:
         return
     if devices == 1:
         raise ValueError(
             f"{name} of shape {leaf.shape} is laid out in {leaf.layout} for {leaf.devices} devices, and its dim "
-            f"{leaf.dim} is not split ({axes}). Split the sequence, as by batch_spec=P('fsdp', 'cp'), or hand it in in "
+            f"{leaf.dim} is not split ({axes}). Split the sequence, as by batch_spec=P('fsdp', 'cp'), or pass "
             f"natural order: from_zigzag(batch, {leaf.devices})."
         )
     if leaf.devices != devices:
         raise ValueError(
             f"{name} of shape {leaf.shape} is laid out in {leaf.layout} for {leaf.devices} devices, and {devices} "
-            f"split its dim {leaf.dim} ({axes}). Hand it in in natural order, or lay it out by to_zigzag(batch, "
-            f"{devices})."
+            f"split its dim {leaf.dim} ({axes}). Pass it in natural order, or use to_zigzag(batch, {devices})."
         )
     if leaf.layout != layout:
         raise ValueError(
-            f"{name} of shape {leaf.shape} is laid out in {leaf.layout}, and the layout here is layout={layout!r}. Say "
-            f"layout={leaf.layout!r}, or hand it in in natural order: from_zigzag(batch, {leaf.devices})."
+            f"{name} of shape {leaf.shape} is laid out in {leaf.layout}, and the layout here is layout={layout!r}. "
+            f"Pass layout={leaf.layout!r}, or natural order: from_zigzag(batch, {leaf.devices})."
         )
 
 
 def exchanged(values: Sequence[Any], dims: Sequence[int | None], axes: tuple[str, ...]) -> list[Any]:
-    """This device's contiguous tokens along ``dims`` against those that it has in zigzag; None: what stays as it is.
+    """Exchanges this device's contiguous tokens along ``dims`` for its zigzag tokens; a value with dim None stays.
 
-    A device has chunks 2 i and 2 i + 1. It sends each to the device that shall have it, with one exchange for the even
-    chunks and one for the odd chunks of all values of a dtype.
+    A device has chunks 2 i and 2 i + 1. Each chunk is sent to its device in the zigzag layout, with an exchange for the
+    even chunks and an exchange for the odd chunks of all values of a dtype.
     """
     chosen = [at for at, dim in enumerate(dims) if dim is not None]
     n = collectives.axis_size(axes)
@@ -325,7 +324,7 @@ def exchanged(values: Sequence[Any], dims: Sequence[int | None], axes: tuple[str
         chunks = [2 * device + which for device in range(n)]
         targets = [(device, min(chunk, 2 * n - 1 - chunk)) for device, chunk in enumerate(chunks)]
         arrived.append(collectives.permute([x[which] for x in halves], axes, targets))
-    # Chunk d of device d is even on even devices; its other chunk, 2 n - 1 - d, is then odd.
+    # Chunk d of device d is even on even devices; the second chunk, 2 n - 1 - d, is then odd.
     is_even = collectives.axis_index(axes) % 2 == 0
     out = list(values)
     for at, dim, even, odd in zip(chosen, chosen_dims, *arrived, strict=True):

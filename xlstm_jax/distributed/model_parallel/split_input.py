@@ -1,8 +1,8 @@
-"""Modules with whole parameters, of whose input each device along an axis has its share: tokens, or heads.
+"""Modules with replicated parameters and an input that is split over an axis, along tokens or heads.
 
-A norm between layers with ``sequence_dim``, or one of queries within split heads. Each device's gradient is a term,
-from its own tokens or heads, of the gradient of the parameter, which is the sum. Dropout must drop other values on each
-device.
+Examples: a norm between layers with ``sequence_dim``, or a norm of queries within split heads. The gradient of a
+parameter is the sum of the devices' terms, each from the device's tokens or heads. Dropout must drop different values
+on each device.
 """
 
 from collections.abc import Callable
@@ -26,23 +26,23 @@ _MARK = "_on_split_input"
 
 
 def on_split_input(target: Target, axis_name: str) -> Target:
-    """A module class for inputs of which each device along the axis has its share; the parameters are whole.
+    """Returns a module class for an input that is split over the axis; the parameters are replicated.
 
-    The gradients of its parameters are summed over the axis, and the keys that it draws itself (``nn.Dropout``) differ
-    by device. The class keeps its name, and outside ``shard_map`` it is the plain one.
+    The gradients of the parameters are summed over the axis. Random keys that the module draws (``nn.Dropout``) differ
+    by device. The class keeps its name, and outside ``shard_map`` acts as the plain class.
 
-    Under ``check_vma=True`` JAX sums such gradients by itself. Under ``check_vma=False`` a norm on split tokens that is
-    not wrapped has wrong gradients, which ``check_step`` finds.
+    Under ``check_vma=True`` JAX sums such gradients. Under ``check_vma=False`` a norm on split tokens that is not
+    wrapped has wrong gradients; ``check_step`` detects this.
 
     >>> norm = on_split_input(nn.LayerNorm, "tp")()
     >>> norm.init_with_output(jax.random.key(0), jnp.ones((2, 8)))[0].shape
     (2, 8)
 
     Args:
-      target: a Linen module class, or a ``functools.partial`` of one.
+      target: a Linen module class, or a ``functools.partial`` of a class.
       axis_name: the mesh axis.
     Raises:
-      TypeError: the target is no class of Linen modules.
+      TypeError: the target is not a class of Linen modules.
     """
     if isinstance(target, partial):
         again: Any = partial(on_split_input(target.func, axis_name), *target.args, **target.keywords)
@@ -56,7 +56,7 @@ def on_split_input(target: Target, axis_name: str) -> Target:
             return key
         return jax.random.fold_in(key, collectives.axis_index((axis_name,)))
 
-    # Methods run on a module of the class that is lifted, so that class draws the keys.
+    # Methods run on a module of the lifted class, so the lifted class must draw the keys.
     drawing: Any = type(target.__name__, (target,), {"__module__": target.__module__})
     drawing.__init__, drawing.make_rng = target.__init__, make_rng
     setattr(drawing, _MARK, axis_name)
@@ -69,16 +69,16 @@ def on_split_input(target: Target, axis_name: str) -> Target:
 
 
 def is_on_split_input(cls: type[nn.Module]) -> bool:
-    """Whether ``on_split_input`` has made a class, or the class that it lifts."""
+    """Returns whether the class was made by ``on_split_input``, or is the class lifted there."""
     return hasattr(cls, _MARK)
 
 
 def _entered(axis_name: str, params: PyTree) -> PyTree:
-    # Nothing happens to the values; the gradients of all devices' tokens or heads are summed on their way back.
+    # The values stay unchanged; backward sums the gradients of all devices' tokens or heads.
     def enter(leaf: Sharded) -> Any:
         if not leaf.is_differentiable:
             return leaf.value
-        with jax.named_scope("sync_gradients"):  # what is sent is a gradient, and no activation
+        with jax.named_scope("sync_gradients"):  # a gradient is sent, not an activation
             return enter_split(leaf.value, axis_name, caller="on_split_input")
 
     return map_values(enter, params)

@@ -1,8 +1,8 @@
-"""``split_modules``: dense layers of a model are split from outside, without an edit of its source.
+"""``split_modules``: splits dense layers of a model from outside, without an edit of the model's source.
 
-The new model has a class that differs in one thing: its public methods run under an interceptor, which Linen calls
-where a module is entered. A chosen ``nn.Dense`` or ``nn.DenseGeneral`` becomes a subclass that multiplies as a
-``ColumnDense`` or ``RowDense`` does, and a module between the two becomes what ``on_split_input`` makes of it.
+The public methods of the new model class run under an interceptor, which Linen calls on entry to each module. A chosen
+``nn.Dense`` or ``nn.DenseGeneral`` becomes a subclass with the product of ``ColumnDense`` or ``RowDense``. A module
+between the two is converted by ``on_split_input``.
 """
 
 import functools
@@ -35,17 +35,17 @@ Model = TypeVar("Model", bound=nn.Module | type[nn.Module])
 
 
 class _SplitLogits(ColumnDense):
-    """A head whose result is whole."""
+    """Head with split columns and replicated logits."""
 
     def __call__(self, x: Array) -> Array:
         return _joined(super().__call__(x), self.axis_name)
 
 
 class _SplitTable(SplitEmbed):
-    """A tied head's logits are whole."""
+    """Embedding with a split vocabulary; a tied head returns replicated logits."""
 
     def setup(self) -> None:
-        """Not that of ``nn.Embed``, which makes the whole table."""
+        """Overrides the ``setup`` of ``nn.Embed``, which makes the unsharded table."""
 
     def attend(self, query: Array) -> Array:
         return _joined(super().attend(query), self.axis_name)
@@ -55,8 +55,8 @@ def _joined(logits: Array, axis_name: str) -> Array:
     return join_tokens(logits, logits.ndim - 1, axis_name, caller="split_modules")
 
 
-BETWEEN = ("inside", "whole")  # of any modules
-# What a layer of Flax becomes, by its kind.
+BETWEEN = ("inside", "whole")  # kinds for any module
+# The split class for each class of Flax, by kind.
 KINDS: dict[str, dict[type[nn.Module], type[nn.Module]]] = {
     "column": {nn.Dense: ColumnDense, nn.DenseGeneral: ColumnDense},
     "row": {nn.Dense: RowDense, nn.DenseGeneral: RowDense},
@@ -66,35 +66,37 @@ PLAIN = (nn.Dense, nn.DenseGeneral, nn.Embed)
 
 
 def split_modules(model: Model, split: Mapping[str, str], axis_name: str = DEFAULT_AXIS) -> Model:
-    """Splits dense layers of a model over a mesh axis, by columns or by rows, as its author might have.
+    """Splits dense layers of a model over a mesh axis, by columns or by rows.
 
     >>> mlp = nn.Sequential([nn.Dense(64), nn.gelu, nn.Dense(16)])
     >>> mlp = split_modules(mlp, {"layers_0": "column", "layers_2": "row"})
     >>> jax.tree.map(jnp.shape, mlp.init(jax.random.key(0), jnp.ones((8, 16)))["params"]["layers_0"])
     {'bias': (64,), 'kernel': (16, 64)}
 
-    Between a column-split layer and the row-split one after it lies an activation of which each device has its share of
-    the last dim, or of the heads: what the model computes there may not depend on how many there are. Flax's attention
-    is such a model: ``{"query|key|value": "column", "out": "row"}``. A module there that has parameters, or drops
-    values, is "inside", as norms of queries and keys: ``"query_ln|key_ln": "inside"``. Its gradients are then summed
-    over the axis, and each device drops other values. Parameters that a module reads there itself, as an
-    ``self.param("scale", ...)``, are out of reach: they have wrong gradients under ``check_vma=False``.
+    Between a column-split layer and the next row-split layer, each device has a share of the last dim or of the
+    heads of an activation. The model's code in between must work for any number of features or heads. Flax's
+    attention does: ``{"query|key|value": "column", "out": "row"}``. A module in between that has parameters or drops
+    values is "inside", such as norms of queries and keys: ``"query_ln|key_ln": "inside"``. The gradients of an
+    "inside" module are summed over the axis, and each device drops different values. Parameters that a module in
+    between reads directly (``self.param("scale", ...)``) cannot be handled, and have wrong gradients under
+    ``check_vma=False``.
 
-    ``shard_modules`` goes inside: around this it would take layers for what they were.
+    Apply ``shard_modules`` first, as ``split_modules(shard_modules(...), ...)``: in the reverse order ``shard_modules``
+    would treat split layers as plain layers.
 
     Args:
-      model: a Linen module, or its class.
-      split: for a pattern (``re``) of the last names of a layer's path, as "attention/(query|key|value)", "column" or
-        "row"; "vocabulary", of an ``nn.Embed``, or of the ``nn.Dense`` that is the head, whose logits are joined, as
-        the model expects them whole (those of ``LMHead`` never are); "inside", of another module between the two; or
-        "whole", of a module that runs between the two, and whose input and output are whole. Of several patterns that
-        match the first counts.
+      model: a Linen module, or a class of Linen modules.
+      split: maps a pattern (``re``) for the last names of a layer's path, such as "attention/(query|key|value)", to a
+        kind. The first pattern that matches counts. Kinds: "column" or "row"; "vocabulary" for an ``nn.Embed``, or for
+        the ``nn.Dense`` of the head, whose logits are gathered because the model expects replicated logits (the logits
+        of ``LMHead`` stay split); "inside" for another module between the two; "whole" for a module between the two
+        with replicated input and output.
       axis_name: the mesh axis.
     Raises:
-      ValueError: another word than these; in ``init``, a pattern that matches no dense layer (no module), which lists
-        them, or a layer whose product is not Flax's own; under ``check_vma=False``, a module with parameters that runs
-        between a column-split and a row-split layer, and is neither "inside" nor "whole".
-      TypeError: the model is no Linen module.
+      ValueError: an unknown kind; in ``init``, a pattern that matches no dense layer (or no module), with a list of
+        layers, or a layer with a product other than Flax's; under ``check_vma=False``, a module with parameters that
+        runs between a column-split and a row-split layer, and is neither "inside" nor "whole".
+      TypeError: the model is not a Linen module.
     """
     splitting = _Splitting({re.compile(f"(^|/)({pattern})$"): kind for pattern, kind in split.items()}, axis_name)
     if wrong := [kind for kind in split.values() if kind not in (*KINDS, *BETWEEN)]:
@@ -115,17 +117,17 @@ def split_modules(model: Model, split: Mapping[str, str], axis_name: str = DEFAU
 
 @dataclass(frozen=True)
 class _Splitting:
-    """The arguments of one ``split_modules``; and the paths of modules, and patterns that matched, in ``init``."""
+    """Arguments of a ``split_modules`` call, and the paths of modules and matched patterns in ``init``."""
 
     kinds: Mapping[re.Pattern[str], str]
     axis_name: str
     dense: set[str] = field(default_factory=set)
     others: set[str] = field(default_factory=set)
     matched: set[re.Pattern[str]] = field(default_factory=set)
-    ran: dict[str, str] = field(default_factory=dict)  # the kind of each split layer, in the order of their runs
+    ran: dict[str, str] = field(default_factory=dict)  # kinds of the split layers by path, in call order
 
     def kind_of(self, path: str, is_dense: bool) -> str | None:
-        """What a module is to become: any kind of a dense layer, one of ``BETWEEN`` of another module."""
+        """Returns the kind for a module's path: of a dense layer any kind, else a kind of ``BETWEEN``; or None."""
         (self.dense if is_dense else self.others).add(path)
         kinds = {pattern: kind for pattern, kind in self.kinds.items() if is_dense or kind in BETWEEN}
         pattern = next((pattern for pattern in kinds if pattern.search(path)), None)
@@ -135,7 +137,7 @@ class _Splitting:
         return kinds[pattern]
 
     def check_matched(self, model: nn.Module) -> None:
-        """Raises where a pattern has matched nothing."""
+        """Raises if a pattern has matched no module."""
         for pattern, kind in self.kinds.items():
             if pattern not in self.matched:
                 found = self.dense | self.others if kind in BETWEEN else self.dense
@@ -148,14 +150,14 @@ class _Splitting:
 
 
 class _Run:
-    """One call of a method of the model; ``root`` is the number of names in the path of the model."""
+    """Single call of a model's method; ``root`` is the number of names in the model's path."""
 
     def __init__(self, splitting: _Splitting, root: int) -> None:
         self.splitting, self.root = splitting, root
-        self._column: str | None = None  # a column-split layer that has run, and no row-split one since
+        self._column: str | None = None  # the last column-split layer without a row-split layer after it
 
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        """For ``nn.intercept_methods``."""
+        """Intercepts a module's method, for ``nn.intercept_methods``."""
         module: Any = context.module
         cls: Any = type(module)
         name, path = context.method_name, "/".join(module.path[self.root :]) if module.scope else ""
@@ -169,7 +171,7 @@ class _Run:
             return method(*args, **kwargs)
         kind = None if is_on_split_input(cls) else self.splitting.kind_of(path, cls in PLAIN)
         if is_on_split_input(cls) or kind == "whole":
-            # Until it returns, modules run of which it is known how their parameters get their gradients.
+            # No check until the method returns: the gradients of these modules' parameters are handled.
             before, self._column = self._column, None
             try:
                 return method(*args, **kwargs)
@@ -180,9 +182,9 @@ class _Run:
                 self._check_not_left_out(path, module, args)
                 self._check_between(path, module)
             return method(*args, **kwargs)
-        if name == "setup":  # of an nn.Embed that is to be split, which would make the whole table
+        if name == "setup":  # an nn.Embed to be split: its setup would make the unsharded table
             return None
-        # In place: the parent has named and registered this very object already.
+        # Change the class in place: the parent has already named and registered this object.
         if kind == "inside":
             object.__setattr__(module, "__class__", _inside_class(cls, self.splitting.axis_name))
         else:
@@ -194,7 +196,7 @@ class _Run:
         return getattr(module, name)(*args, **kwargs)
 
     def _check_pair(self, path: str, module: Any, x: Array) -> None:
-        """Raises where a row-split layer has no column-split one before it, or a column-split one has, by its input."""
+        """Raises if a row-split layer gets unsplit features, or a column-split layer gets split features."""
         axis, ran = self.splitting.axis_name, self.splitting.ran
         n, count = devices_here(axis, f"'{path}'"), 1 if isinstance(module.axis, int) else len(module.axis)
         share = share_of_input(module, x, count, n)
@@ -210,8 +212,8 @@ class _Run:
                 cure = f"Split the layer before '{path}' by 'column', or leave '{path}' out of split=."
             raise ValueError(
                 f"split_modules: '{path}' is split by rows, and its input of shape {x.shape} has all "
-                f"{x.shape[-count]} features, where each of the {n} devices along {axis!r} should have "
-                f"{x.shape[-count] // n}: no layer is split by columns before it, or another one by rows since. {cure}"
+                f"{x.shape[-count]} features, not the {x.shape[-count] // n} of each of the {n} devices "
+                f"along {axis!r}: no column-split layer runs before it, or a row-split layer runs in between. {cure}"
             )
         if isinstance(module, ColumnDense) and share == "share" and self._column is not None:
             cure = f"Split '{path}' by 'row'."
@@ -224,7 +226,7 @@ class _Run:
             )
 
     def _check_not_left_out(self, path: str, module: Any, args: Any) -> None:
-        """Raises where a dense layer that is not split runs on a device's share of the features."""
+        """Raises if a dense layer that is not split runs on a device's share of the features."""
         axis, is_dense = self.splitting.axis_name, isinstance(module, nn.Dense | nn.DenseGeneral)
         if self._column is None or not is_dense or not args:
             return
@@ -233,24 +235,24 @@ class _Run:
         if share_of_input(module, args[0], count, n) == "share":
             shape = args[0].shape
             raise ValueError(
-                f"split_modules: '{path}' is not split, and runs on what '{self._column}' returned, which is split by "
-                f"columns: its input of shape {shape} has {shape[-count]} of {shape[-count] * n} features on each of "
-                f"the {n} devices along {axis!r}. Split '{path}' by 'row', which sums over these devices."
+                f"split_modules: '{path}' is not split, and runs on what '{self._column}' returned, split by columns: "
+                f"its input of shape {shape} has {shape[-count]} of {shape[-count] * n} features on each of the {n} "
+                f"devices along {axis!r}. Split '{path}' by 'row', which sums over these devices."
             )
 
     def _check_between(self, path: str, module: nn.Module) -> None:
         axis = self.splitting.axis_name
         is_split = self._column is not None and devices_here(axis, f"'{path}'") > 1
-        # Its own parameters alone: those of a module within are looked at when that one runs.
+        # Direct parameters alone: parameters of submodules are checked when the submodule runs.
         own = {name: x for name, x in module.variables.get("params", {}).items() if not isinstance(x, Mapping)}
         has_params = bool(trees.differentiable(own))
-        # With types JAX sums the gradients itself.
+        # With check_vma=True JAX sums the gradients.
         if is_split and not collectives.is_tracked(axis) and has_params:
             raise ValueError(
                 f"split_modules: '{path}' ({type(module).__name__}) has whole parameters, and runs after "
-                f"'{self._column}' is split by columns, before a layer is split by rows. Where its input is each "
-                f"device's share, add it to split= as 'inside': under check_vma=False nothing else sums its gradients "
-                f"over {axis!r}. Where its input and output are whole, add it as 'whole'."
+                f"'{self._column}' is split by columns, before a layer is split by rows. Add it to split= as "
+                f"'inside' if its input is split over {axis!r} (check_vma=False needs this to sum its gradients), or "
+                "as 'whole' if its input and output are replicated."
             )
 
 
@@ -271,7 +273,7 @@ def _check_plain(path: str, module: Any, kind: str) -> None:
 
 
 def _check_heads(path: str, module: Any, kind: str, axis_name: str) -> None:
-    """Raises where each device would have one of the layers that are fused in the first of three feature dims."""
+    """Raises if the split would divide the fused layers in the first of three feature dims, instead of the heads."""
     features = getattr(module, "features", 0)
     if kind != "column" or isinstance(features, int) or len(features) != 3:
         return
@@ -283,10 +285,10 @@ def _check_heads(path: str, module: Any, kind: str, axis_name: str) -> None:
 _inside_class = functools.cache(on_split_input)
 
 
-# Cached, since JAX traces anew for each new class.
+# Cached, since JAX traces again for each new class.
 @functools.cache
 def _split_class(plain: Any, kind: str) -> type[nn.Module]:
-    """A subclass of the plain layer, as which ``shard_modules`` may choose it, with the name that it had."""
+    """Returns a subclass of the plain layer with the same name, so that ``shard_modules`` may choose the layer."""
     return type(plain.__name__, (KINDS[kind][plain], plain), {"__module__": plain.__module__})
 
 
@@ -294,19 +296,19 @@ def _subclass(cls: type[nn.Module], splitting: _Splitting) -> Any:
     new: Any = type(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
     for name in methods_to_lift(cls):
         setattr(new, name, _intercepted(getattr(cls, name), splitting))
-    new.__init__ = vars(cls)["__init__"]  # which a decorator may have replaced
+    new.__init__ = vars(cls)["__init__"]  # a decorator may have replaced the method
     return new
 
 
 def _intercepted(plain: Callable[..., Any], splitting: _Splitting) -> Callable[..., Any]:
     @functools.wraps(plain)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Unbound, or within another method of this model: there is nothing to intercept, or it is already.
+        # Unbound, or within another method of this model: nothing to intercept, or already intercepted.
         if self.scope is None or any(run.splitting is splitting for run in watching(_Run)):
             return plain(self, *args, **kwargs)
         with nn.intercept_methods(_Run(splitting, len(self.path)).intercept):
             result = plain(self, *args, **kwargs)
-        # A model around this may call another method next, with the other layers.
+        # A parent model may next call another method, with the remaining layers.
         if self.is_initializing() and (not self.path or plain.__name__ == "__call__"):
             splitting.check_matched(self)
         return result

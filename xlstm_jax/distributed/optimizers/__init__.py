@@ -1,25 +1,24 @@
 """Optimizers for sharded parameters.
 
-``training.make_train_step`` runs the optimizer on global arrays, where every optax transform computes what it computes
-on one device. Inside ``shard_map`` an optimizer sees shards. For an elementwise one (AdamW, Lion) that makes no
-difference. One that looks across a leaf or the tree (a norm, a factored moment, a matrix sign) computes something else
-on every device, without an error, and leaves that should stay equal on all devices drift apart.
+``training.make_train_step`` runs the optimizer on global arrays, where every optax transform gives the result of a
+single device. Inside ``shard_map`` an optimizer works on shards. Elementwise transforms (AdamW, Lion) give the same
+result there. A transform that combines elements of a leaf or of the tree (a norm, a factored moment, a matrix sign)
+gives a different result on each device, without an error, and replicated leaves drift apart.
 
-  global_norm           the norm of the whole tree from its shards, one collective for each set of axes
+  global_norm           the norm of the full tree from its shards, with a collective for each set of axes
   clip_by_global_norm   optax's clipping with that norm
-  elementwise_only      a guard around any transform: tries it on a small tree, whole and in shards, and refuses it
-                        where the two differ
-  muon                  Muon, with AdamW for the rest: each device updates whole matrices of its own; anywhere
-  on_whole_matrices     any rule of optax that needs whole matrices, run on them as ``muon`` runs its own
-  matrix_dimensions     which leaves these two update as matrices, and along which dims
-  with_ema              keeps an average of the weights (EMA) in the optimizer's state; anywhere
-  with_slow_params      keeps the slow weights of optax.lookahead in the optimizer's state; slow_params reads them
-  Offload               which parts of a training state lie in host memory
-  skip_nonfinite        passes over steps whose loss or gradient is not finite, on all devices alike; anywhere
+  elementwise_only      a guard for any transform: compares runs on a small tree, unsharded and in shards
+  muon                  Muon, with AdamW for non-matrices: each device updates some unsharded matrices; anywhere
+  on_whole_matrices     any optax rule for unsharded matrices, run in the same way
+  matrix_dimensions     the leaves that ``muon`` and ``on_whole_matrices`` update as matrices, and the dims
+  with_ema              keeps an average of the weights (EMA) in the optimizer state; anywhere
+  with_slow_params      keeps the slow weights of optax.lookahead in the optimizer state; slow_params reads them
+  Offload               the parts of a training state to keep in host memory
+  skip_nonfinite        skips steps with a non-finite loss or gradient, on all devices alike; anywhere
 
 ``sharded_optimizer`` makes a ``ShardedOptimizer`` from any transform: init, update and shardings of a state on a mesh.
-Features of its update stand in files beside it, and a line of ``WRAPPERS`` here registers each. Remove a line and its
-file, and updates do without the feature.
+Optional features of its update are in separate files, each registered by a line of ``WRAPPERS`` here. Remove the line
+and the file to remove the feature.
 """
 
 from xlstm_jax.distributed.optimizers.elementwise import elementwise_only

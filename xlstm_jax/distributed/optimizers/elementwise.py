@@ -1,4 +1,4 @@
-"""The guard of optimizers inside ``shard_map``: tries a transform on a small tree, whole and in shards."""
+"""Guard of optimizers inside ``shard_map``: runs a transform on a small tree, unsharded and in shards, and compares."""
 
 import math
 from collections.abc import Iterator
@@ -21,22 +21,22 @@ from xlstm_jax.distributed.optimizers.state import owner_of_state
 
 _PROBE_AXIS = "elementwise_only_probe"
 _PROBE_SHARDS = 2
-# Scales of the gradients of each step: (of the first shard, of the second shard and of whole leaves). First common and
-# small gradients, so that moments and learned step sizes move; then a large and a small shard, so that any threshold on
-# a norm lies between them; then a NaN in one shard alone.
+# Scales of the gradients of each step: (of the first shard, of the second shard and of unsharded leaves). First
+# ordinary and small gradients, so that moments and learned step sizes move; then a large and a small shard, so that any
+# threshold on a norm is between them; then a NaN in one shard alone.
 _PROBE_SCALES = ((1.0, 1.0), (1e-2, 1e-2), (1.0, 1.0), (1.0, 1.0), (1e4, 1e-4), (1.0, 1.0), (math.nan, 1.0), (1.0, 1.0))
-# Both runs do the same arithmetic on every element, up to the order of sums that collectives make.
+# Both runs do the same arithmetic on every element, up to the order of sums in collectives.
 _PROBE_TOLERANCE_EPS = 64
 
 
 def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Guards an optax transform inside ``shard_map``: a transform that would be silently wrong on shards is refused.
+    """Guards an optax transform inside ``shard_map``: raises if the transform would be silently wrong on shards.
 
-    For use inside ``shard_map`` on boxed trees. The transform is not looked up in a list but tried: on a tree with the
-    paths, boxes and ranks of the parameters but a few values per leaf, once whole and once cut in two, over eight steps
-    with small, large, uneven and non-finite gradients. The updates must agree, and at the real shapes each moment must
-    have the shape of its parameter: a moment of another shape is factored, and needs the whole leaf. This runs once for
-    each kind of tree, in ``init`` and ``update``, at trace time.
+    For boxed trees. The check uses no list of names; it runs the transform on a tree with the paths, boxes and ranks of
+    the parameters but a few values per leaf, once unsharded and once cut in two, over eight steps with small, large,
+    uneven and non-finite gradients. The updates must agree. At the real shapes, each moment must have the shape of its
+    parameter: a moment of a different shape is factored, and needs the unsharded leaf. The check runs once for each
+    kind of tree, in ``init`` and ``update``, at trace time.
 
     >>> params = {"w": nn.Partitioned(jnp.ones((8, 2)), names=("fsdp", None))}
     >>> state = elementwise_only(optax.adam(1e-3)).init(params)
@@ -45,13 +45,14 @@ def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransfor
     ValueError: elementwise_only: 'scale_by_trust_ratio' is wrong on shards: on a small tree, cut in 2, its update ...
 
     Args:
-      tx: any optax transform. Those that run collectives themselves, as the library's ``clip_by_global_norm``, pass.
+      tx: any optax transform. Transforms that call collectives, as the library's ``clip_by_global_norm``, pass the
+        check.
     Returns:
-      The same transform, which sees no frozen leaves and has no state for them; its extra arguments pass through.
+      The same transform, without frozen leaves in its input and state. Extra arguments are passed on.
     Raises:
-      ValueError: (in ``init`` or ``update``) the transform is wrong on shards or cannot be tried; names part and leaf.
-        (In ``update``, under ``check_vma=True``) a gradient was not averaged over all axes; names leaf and axis.
-      TypeError: ``tx`` is no transform.
+      ValueError: (in ``init`` or ``update``) the transform is wrong on shards or fails in the check; names part and
+        leaf. (In ``update``, under ``check_vma=True``) a gradient was not averaged over all axes; names leaf and axis.
+      TypeError: ``tx`` is not a transform.
     """
     check_transform(tx, "elementwise_only")
     tx = with_plain_params(tx)
@@ -62,7 +63,7 @@ def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransfor
         key = str([(path, leaf.names, jax.typeof(leaf.value)) for path, leaf in trees.sharded_leaves(tree)])
         if key not in verdicts:
             whole = trees.map_values(lambda leaf: jax.ShapeDtypeStruct(stored_shape(leaf), leaf.value.dtype), tree)
-            # In a thread of its own, where no trace of jit or shard_map is under way and values can be compared.
+            # In a new thread, where no trace of jit or shard_map is active and values can be compared.
             with ThreadPoolExecutor(1) as pool:
                 verdicts[key] = pool.submit(_verdict, tx, whole).result()
         if verdicts[key]:
@@ -79,7 +80,7 @@ def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransfor
         check_averaged(updates, params, "elementwise_only")
         check(updates)
         updates, state = inner.update(updates, state, params, **extra_args)
-        # The inner transform has not seen frozen leaves; `optax.apply_updates` wants an update for each parameter.
+        # The inner transform gets no frozen leaves, but `optax.apply_updates` needs an update for each parameter.
         if all(leaf.trainable for _, leaf in trees.sharded_leaves(grads)):
             return updates, state
         by_path = dict(trees.sharded_leaves(updates))
@@ -93,7 +94,7 @@ def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransfor
 
 
 def _verdict(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
-    """Why the transform must not run on shards of this tree of global shapes, as an error message; None if it may."""
+    """Returns the error message if the transform is wrong on shards of this tree of global shapes; else None."""
     reason = _why_wrong(tx, tree) if any(leaf.axes for _, leaf in trees.sharded_leaves(tree)) else None
     if reason is None:
         return None
@@ -106,20 +107,19 @@ def _verdict(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
 
 
 def _why_wrong(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
-    # A leaf that is split along several dims is cut along each in turn: a transform may look across one alone.
+    # A leaf split along several dims is cut along each in turn: a transform may combine elements along a single dim.
     cuts = max(sum(map(bool, leaf.names)) for _, leaf in trees.sharded_leaves(tree))
     try:
         differences = (found for cut in range(cuts) for found in _differences(tx, *_small_tree(tree, cut)))
         return next(differences, None) or _factored_state(tx, tree)
-    except Exception as error:  # whatever a transform raises on being tried, it has not been shown to be right
+    except Exception as error:  # any exception: the transform has not been shown to be right
         return f"it could not be tried on a small tree ({type(error).__name__}: {str(error).splitlines()[0]})"
 
 
 def _small_tree(tree: PyTree, cut: int) -> tuple[PyTree, list[int | None]]:
-    """A tree of the same paths, ranks and dtypes, with 4 values along the dim that is cut and 3 along other dims.
+    """Returns a tree of the same paths, ranks and dtypes, with 4 values along the cut dim and 3 along further dims.
 
-    Returns the tree, boxed, and for each leaf the dim that is cut: the ``cut``-th of its split dims, or the last of
-    them, or None.
+    The tree is boxed. Also returns the cut dim of each leaf: the ``cut``-th split dim, or the last split dim, or None.
     """
     rng = np.random.default_rng(0)
     live, (_, put_back) = trees.differentiable(tree), trees.split_differentiable(tree)
@@ -127,7 +127,7 @@ def _small_tree(tree: PyTree, cut: int) -> tuple[PyTree, list[int | None]]:
     dims = [split[min(cut, len(split) - 1)] if split else None for split in split_dims]
 
     def small(leaf: Sharded, dim: int | None) -> PyTree:
-        # Two values in each shard, so that a transform has something to look across.
+        # Two values in each shard, so that a transform has elements to combine.
         shape = tuple(2 * _PROBE_SHARDS if d == dim else 3 for d in range(len(leaf.names)))
         value = jnp.asarray(rng.normal(size=shape), leaf.value.dtype)
         names = tuple(_PROBE_AXIS if d == dim else None for d in range(len(shape)))
@@ -137,19 +137,19 @@ def _small_tree(tree: PyTree, cut: int) -> tuple[PyTree, list[int | None]]:
 
 
 def _differences(tx: optax.GradientTransformation, params: PyTree, dims: list[int | None]) -> Iterator[str]:
-    """A message for each update that differs between the run on shards and the whole run, step by step."""
-    # The whole run is a vmap, too, over equal copies: the `b2**t` of a scalar and of a vector may round apart, and some
-    # transforms magnify that.
+    """Yields a message for each update that differs between the sharded and the unsharded run, step by step."""
+    # The unsharded run is a vmap, too, over equal copies: the `b2**t` of a scalar and of a vector may round
+    # differently, and some transforms magnify that.
     inner = as_inner(tx)
 
     def updated(grad: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-        # What optax's own transforms may ask for: line searches, `reduce_on_plateau`.
+        # Extra arguments of optax's transforms: line searches, `reduce_on_plateau`.
         extra_args = {"value": jnp.float32(1), "grad": grad, "value_fn": partial(optax.tree.norm, squared=True)}
         updates, state = inner.update(grad, state, params, **extra_args)
         return updates, state, optax.apply_updates(params, updates)
 
     def run(cut: list[int | None], axis_name: str | None) -> Iterator[PyTree]:
-        # vmap stands for devices: a transform's collectives run over its named axis, and no mesh is needed.
+        # vmap simulates devices: collectives of the transform run over the named axis, without a mesh.
         init_shards, step_shards = (jax.jit(jax.vmap(fn, axis_name=axis_name)) for fn in (inner.init, updated))
         shards = _stacked(params, cut)
         state = init_shards(shards)
@@ -170,7 +170,7 @@ def _differences(tx: optax.GradientTransformation, params: PyTree, dims: list[in
 
 
 def _stacked(tree: PyTree, dims: list[int | None]) -> PyTree:
-    """The tree with a leading dim of shards, cut along ``dims``; a leaf whose dim is None is repeated."""
+    """Returns the tree with a leading dim of shards, cut along ``dims``; a leaf with dim None is repeated."""
     values, treedef = jax.tree.flatten(tree)
     n = _PROBE_SHARDS
     shards = [[x] * n if dim is None else jnp.split(x, n, dim) for x, dim in zip(values, dims, strict=True)]
@@ -178,17 +178,17 @@ def _stacked(tree: PyTree, dims: list[int | None]) -> PyTree:
 
 
 def _first_difference(whole: np.ndarray, sharded: np.ndarray) -> tuple[float, float] | None:
-    """The first pair of entries that differ by more than rounding."""
+    """Returns the first pair of entries that differ by more than rounding."""
     eps = float(jnp.finfo(whole.dtype).eps)
     whole, sharded = whole.astype(np.complex128), sharded.astype(np.complex128)
-    # Relative to the largest entry: an entry near 0 is the difference of larger ones, and rounds as they do.
+    # Relative to the largest entry: an entry near 0 is a difference of larger numbers, with their rounding errors.
     largest = np.max(np.abs(whole), where=np.isfinite(whole), initial=0)
     wrong = ~np.isclose(whole, sharded, rtol=0, atol=_PROBE_TOLERANCE_EPS * eps * largest, equal_nan=True)
     return (whole[wrong][0].real, sharded[wrong][0].real) if wrong.any() else None
 
 
 def _probe_gradients(params: PyTree, dims: list[int | None]) -> Iterator[PyTree]:
-    """The gradients of each step: positive, with noise that turns some around, times the scales above."""
+    """Yields the gradients of each step: positive, with noise that flips some signs, times ``_PROBE_SCALES``."""
     rng = np.random.default_rng(1)
     values, treedef = jax.tree.flatten(params)
     for first, rest in _PROBE_SCALES:
@@ -203,8 +203,8 @@ def _probe_gradients(params: PyTree, dims: list[int | None]) -> Iterator[PyTree]
 
 
 def _factored_state(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
-    """A message for the first moment whose shape differs from its parameter's at the real shapes, or None."""
-    # At the real shapes: optax factors moments only of dims from 128 on, which the small tree does not reach.
+    """Returns a message for the first moment with a shape unlike its parameter's at the real shapes, or None."""
+    # At the real shapes: optax factors moments only for dims of 128 or more, larger than in the small tree.
     params = trees.unbox(tree)
     small = dict(trees.leaves_with_path(jax.eval_shape(tx.init, trees.unbox(_small_tree(tree, 0)[0]))))
     by_path = dict(trees.leaves_with_path(params))
@@ -212,7 +212,7 @@ def _factored_state(tx: optax.GradientTransformation, tree: PyTree) -> str | Non
     for path, leaf in trees.leaves_with_path(jax.eval_shape(tx.init, params)):
         owner = owner_of_state(path, by_path)
         allowed = shapes if owner is None else {owner.shape}
-        # Of one shape whatever the parameters are: coefficients, say.
+        # Constant shapes, such as coefficients, do not depend on the parameters.
         constant = path in small and leaf.shape == small[path].shape
         if leaf.size > 1 and leaf.shape not in allowed and not constant:
             return f"its state '{path}' has the shape {leaf.shape}, and not that of its parameter, which it needs whole"

@@ -1,10 +1,10 @@
-"""An average of the weights (an EMA, exponential moving average), kept by the optimizer in its state.
+"""Exponential moving average (EMA) of the weights, kept in the optimizer's state.
 
-  updates = tx.update(...)                                  the optimizer's own, as they are
-  average += (1 - decay) * (params + updates - average)     element by element, at least in float32
+  updates = tx.update(...)                                  the optimizer's updates, unchanged
+  average += (1 - decay) * (params + updates - average)     elementwise, at least in float32
 
-The average is part of the optimizer's state: it is split and padded like the parameters, and saved in checkpoints. A
-step that ``skip_nonfinite`` skips does not change it, and it takes no communication. (``optax.ema`` averages updates.)
+The average is part of the optimizer's state: split and padded like the parameters, and saved in checkpoints. A step
+skipped by ``skip_nonfinite`` does not change the average. No communication. (``optax.ema`` averages updates.)
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from xlstm_jax.wording import kind_of
 
 
 class WithEmaState(NamedTuple):
-    """The inner optimizer's state; the average, a leaf for each parameter; the number of updates, int32."""
+    """State of the inner optimizer; the average, a leaf for each parameter; the number of updates, int32."""
 
     inner_state: PyTree
     ema: PyTree
@@ -32,10 +32,10 @@ class WithEmaState(NamedTuple):
 
 
 def with_ema(tx: optax.GradientTransformation, decay: optax.ScalarOrSchedule) -> optax.GradientTransformationExtraArgs:
-    """Lets an optimizer keep an average of the weights: after each update ``decay * average + (1 - decay) * weights``.
+    """Adds an average of the weights to an optimizer: after each update ``decay * average + (1 - decay) * weights``.
 
-    The average begins as the parameters are, and changes no update. For global arrays (``make_train_step``) and for use
-    inside ``shard_map``; ``ema_params`` reads it.
+    The average starts at the parameters, and changes no update. Works on global arrays (``make_train_step``) and inside
+    ``shard_map``; ``ema_params`` reads the average.
 
     >>> tx, params = with_ema(optax.sgd(1.0), 0.9), jnp.ones(2)
     >>> updates, state = tx.update(jnp.ones(2), tx.init(params), params)
@@ -43,17 +43,18 @@ def with_ema(tx: optax.GradientTransformation, decay: optax.ScalarOrSchedule) ->
     (Array([0., 0.], dtype=float32), Array([0.9, 0.9], dtype=float32))
 
     Args:
-      tx: any optax optimizer, the whole chain: the average does not see a transform outside of ``with_ema``. Only
-        ``skip_nonfinite`` and ``optax.MultiSteps`` belong around it, so that it counts the updates that are made.
-      decay: from 0 to less than 1, or a function of the number of updates before this one: a warm-up of the decay, as
-        ``lambda count: jnp.minimum(0.999, (1 + count) / (10 + count))``, or ``lambda count: count / (count + 1)``, the
-        mean of all weights so far.
+      tx: any optax optimizer, the full chain: the average excludes transforms outside of ``with_ema``. Put only
+        ``skip_nonfinite`` and ``optax.MultiSteps`` around ``with_ema``, so that the average counts the updates that are
+        applied.
+      decay: from 0 to less than 1, or a function of the number of earlier updates: for a warm-up of the decay ``lambda
+        count: jnp.minimum(0.999, (1 + count) / (10 + count))``; for the mean of all weights so far ``lambda count:
+        count / (count + 1)``.
     Returns:
       The optimizer. The average of float16 and bfloat16 parameters is float32: in bfloat16 an average with a decay of
-      0.999 would not move, since a thousandth of the distance is less than half a unit in the last place.
+        0.999 would not move, since a thousandth of the distance is less than half a unit in the last place.
     Raises:
-      ValueError: ``decay`` is a number out of its range; or ``update`` was called without parameters.
-      TypeError: ``tx`` is no transform, ``decay`` no number and no function.
+      ValueError: ``decay`` is a number out of range; or ``update`` was called without parameters.
+      TypeError: ``tx`` is not a transform, or ``decay`` neither a number nor a function.
     """
     check_transform(tx, "with_ema")
     _check_decay(decay)
@@ -72,12 +73,12 @@ def with_ema(tx: optax.GradientTransformation, decay: optax.ScalarOrSchedule) ->
 
         def moved(average: Any, new: Any) -> jax.Array:
             wide = new.astype(average.dtype)
-            # Rounded as the weights are stored. XLA removes a cast to bfloat16 and back, but keeps this.
+            # Round as the stored weights. XLA removes a cast to bfloat16 and back, but keeps reduce_precision.
             if new.dtype != average.dtype:
                 wide = jax.lax.reduce_precision(wide, jnp.finfo(new.dtype).nexp, jnp.finfo(new.dtype).nmant)
             # A schedule's value may have another dtype than a float64 average.
             share = weight if isinstance(weight, int | float) else jnp.asarray(weight, jnp.finfo(average.dtype).dtype)
-            # As a step towards the weights: weights that stay leave the average as it is, to the bit.
+            # Written as a step towards the weights: constant weights leave the average unchanged, to the bit.
             return (average + share * (wide - average)).astype(average.dtype)
 
         average = jax.tree.map(moved, state.ema, optax.apply_updates(params, updates))
@@ -87,7 +88,7 @@ def with_ema(tx: optax.GradientTransformation, decay: optax.ScalarOrSchedule) ->
 
 
 def ema_params(opt_state: PyTree, params: PyTree) -> PyTree:
-    """The average that ``with_ema`` keeps, as parameters: to evaluate, to export and to generate with.
+    """Returns the average of ``with_ema`` as parameters, for evaluation, export and generation.
 
     >>> model, x = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(16), jnp.ones((8, 32))
     >>> tx, axes = with_ema(optax.adam(1e-3), 0.999), ("dp", "fsdp")
@@ -97,13 +98,13 @@ def ema_params(opt_state: PyTree, params: PyTree) -> PyTree:
     ('fsdp', None)
 
     Args:
-      opt_state: the state of an optimizer that has ``with_ema`` in it.
-      params: the parameters of that state, in boxes where they are split.
+      opt_state: the state of an optimizer with ``with_ema`` inside.
+      params: the parameters of the same training state, boxed if split.
     Returns:
-      The average in the boxes, dtypes and places of ``params``, in buffers of its own, so that the training may go on
-      with its state. Leaves that the optimizer does not train are those of ``params``.
+      The average in the boxes, dtypes and places of ``params``, in new buffers, so that training may go on with its
+      state. Frozen leaves come from ``params``.
     Raises:
-      ValueError: there is no average in ``opt_state``, or several; or its leaf has another shape than the parameter.
+      ValueError: ``opt_state`` has no average, or several; or a shape differs from the parameter's.
     """
     averages = [state.ema for state in states_of(opt_state, WithEmaState)]
     if len(averages) != 1:

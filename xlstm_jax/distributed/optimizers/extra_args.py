@@ -1,14 +1,14 @@
-"""What the update of an optimizer takes beside gradients, state and parameters, and which optimizers a step can call.
+"""Extra arguments of an optimizer's update, and a check that a training step can provide the arguments.
 
 A training step has four extra arguments (``make_train_step`` makes them, on global arrays):
 
   value        the loss                                                             polyak_sgd, momo, reduce_on_plateau
-  grad         the gradients, as they are before any transform                      line searches
-  value_fn     the loss of this batch at other parameters                           line searches, lbfgs
-  grad_fn      the gradients of this batch at other parameters, (params, index)     sam(opaque_mode=True)
+  grad         the gradients before any transform                                   line searches
+  value_fn     the loss of this batch for other parameters                          line searches, lbfgs
+  grad_fn      the gradients of this batch for other parameters, (params, index)    sam(opaque_mode=True)
 
-Optax asks every transform with extra arguments to take and ignore those that it does not need (``**extra_args``). Some
-of its own do not, as ``optax.contrib.sam``, and many of users' do not.
+Optax requires every transform with extra arguments to accept and ignore unneeded arguments (``**extra_args``). Some
+transforms of optax, such as ``optax.contrib.sam``, and many custom transforms do not.
 """
 
 import inspect
@@ -28,9 +28,9 @@ OF_A_STEP = (VALUE, GRAD, VALUE_FN, GRAD_FN)
 VAR_POSITIONAL, VAR_KEYWORD = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 USUAL = 3  # gradients, state and parameters
 
-# Python's words
+# the wording of Python's errors
 UNEXPECTED = re.compile(r"got an unexpected keyword argument '(\w+)'")
-# Of optax's line searches, which hand to `value_fn` what they do not know themselves.
+# The wording of optax's line searches, which pass unknown arguments on to `value_fn`.
 UNCONSUMED = re.compile(r"These arguments were not consumed by `value_fn`: \['(\w+)'")
 MISSING = re.compile(r"([\w.<>]+)\(\) missing \d+ required (?:keyword-only|positional) arguments?: (.*)")
 
@@ -39,7 +39,7 @@ PER_EXAMPLE = (
     "optax.clip_by_global_norm and optax.add_noise, which is no differential privacy; or call it in a step of your own "
     "on jax.vmap(jax.grad(loss), (None, 0)) of one device"
 )
-# Transforms of optax that need what no step has, and why. docs/optimizers.md lists them.
+# Transforms of optax that need arguments unknown to a step, with the reason. docs/optimizers.md lists them.
 REFUSED = {
     "differentially_private_aggregate": PER_EXAMPLE,
     "dpsgd": PER_EXAMPLE,
@@ -53,9 +53,9 @@ REFUSED = {
 
 
 def taking_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Makes a transform that passes on those extra arguments that ``tx`` takes, and no others.
+    """Makes a transform that passes on only the extra arguments that ``tx`` accepts.
 
-    In place of ``optax.with_extra_args_support``, which passes either all or none.
+    Replaces ``optax.with_extra_args_support``, which passes either all extra arguments or none.
 
     >>> own = lambda updates, state, params=None, *, scale=2.0: (jax.tree.map(lambda u: scale * u, updates), state)
     >>> tx = optax.chain(optax.GradientTransformationExtraArgs(optax.init_empty_state, own), optax.sgd(0.1))
@@ -70,8 +70,8 @@ def taking_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransfo
             try:
                 return tx.update(updates, state, params, **given)
             except TypeError as error:
-                # Transforms within `tx` (links of a chain, what MultiSteps wraps) have signatures of their own, of
-                # which that of `tx` says nothing: they are asked by calling them.
+                # Transforms within `tx` (links of a chain, the transform in MultiSteps) have signatures that `tx` does
+                # not show: call them, and drop the arguments that they reject.
                 refused = UNEXPECTED.search(str(error)) or UNCONSUMED.search(str(error))
                 if refused is None or refused[1] not in given:
                     raise _with_names(error, extra_args, given) from error
@@ -86,7 +86,7 @@ def taking_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransfo
 
 
 def _may_take(tx: optax.GradientTransformation, name: str) -> bool:
-    """Whether the signature of ``tx.update`` has room for a keyword argument of that name."""
+    """Returns whether ``tx.update`` accepts a keyword argument of this name, by its signature."""
     parameters = _parameters(tx.update)
     return parameters is None or any(
         parameter.kind is VAR_KEYWORD or (parameter.name == name and parameter.kind is not parameter.POSITIONAL_ONLY)
@@ -97,12 +97,12 @@ def _may_take(tx: optax.GradientTransformation, name: str) -> bool:
 def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
     try:
         return list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):  # a built-in function, say: it has no signature to read
+    except (TypeError, ValueError):  # no signature, such as for a built-in function
         return None
 
 
 def _with_names(error: TypeError, extra_args: dict[str, Any], given: dict[str, Any]) -> TypeError:
-    """Returns what to raise for a ``TypeError`` of an update: the error, or one that says which argument is missing."""
+    """Returns the error to raise for a ``TypeError`` of an update: if an argument is missing, with its name."""
     missing = MISSING.search(str(error))
     if missing is None or not extra_args:
         return error
@@ -110,7 +110,7 @@ def _with_names(error: TypeError, extra_args: dict[str, Any], given: dict[str, A
     names = [name for name in all_names if name not in given]
     who, needed = missing[1].partition(".")[0], joined([f"{name}=" for name in names or all_names])
     if not names:
-        # Optax hands extra arguments on to a GradientTransformationExtraArgs alone.
+        # Optax passes extra arguments to a GradientTransformationExtraArgs only.
         return TypeError(
             f"{who}, a part of the optimizer, needs {needed}, and optax hands it no extra arguments. Make it by "
             "optax.GradientTransformationExtraArgs(init, update) in place of optax.GradientTransformation, and let "
@@ -133,11 +133,11 @@ def _needs_more(who: str, needed: str) -> str:
 
 
 def check_callable(tx: optax.GradientTransformation, caller: str) -> list[inside.Part]:
-    """Checks that a training step has what an optimizer needs, before anything is traced; returns its parts.
+    """Checks, before tracing, that a training step can call the optimizer; returns the optimizer's parts.
 
     Raises:
       ValueError: a transform, at any depth, needs an argument that a step does not have; names both. Or
-        ``optax.lookahead`` stands in a transform that does not see its pairs of parameters.
+        ``optax.lookahead`` is inside a transform that does not pass its pairs of parameters on.
     """
     found = inside.parts(tx)
     for part in found:
@@ -155,7 +155,7 @@ def check_callable(tx: optax.GradientTransformation, caller: str) -> list[inside
 
 
 def _required(update: Callable[..., Any] | None) -> list[str]:
-    """Returns the arguments without a default that ``update`` takes beside the usual three, and no step has."""
+    """Returns the arguments of ``update`` without default that are neither the usual three nor arguments of a step."""
     further = (_parameters(update) or [])[USUAL:] if update else []
     named = [parameter for parameter in further if parameter.kind not in (VAR_POSITIONAL, VAR_KEYWORD)]
     return [p.name for p in named if p.default is p.empty and p.name not in OF_A_STEP]

@@ -1,9 +1,9 @@
-"""What an optax transform is made of: the names of its parts, and what they hold, read off its functions.
+"""Introspection of optax transforms: the names of the parts, and the values in their closures.
 
   optax.adamw(schedule, mask=mask)  ->  chain(scale_by_adam, masked(add_decayed_weights), scale_by_schedule)
 
-Optax keeps no such list, so this reads the closures of its functions. Errors, warnings and records show what it finds;
-no computed value depends on it.
+Optax has no list of parts, so this module reads the closures of optax's functions. The results appear in errors,
+warnings and records; no computed value depends on them.
 """
 
 import itertools
@@ -20,21 +20,21 @@ from xlstm_jax.wording import kind_of
 
 
 def check_transform(tx: Any, caller: str) -> None:
-    """Raises a ``TypeError`` where ``tx`` is no optax transform: a pair of functions ``init`` and ``update``."""
+    """Raises a ``TypeError`` if ``tx`` is not an optax transform: a pair of functions ``init`` and ``update``."""
     if isinstance(tx, type) or not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         called = f"Call it: {tx.__name__}(...) returns one" if hasattr(tx, "__name__") else "As optax.adamw(1e-3)"
         raise TypeError(f"{caller}: tx is {kind_of(tx)}, and no optimizer with init and update. {called}.")
 
 
 LOOKAHEAD, WITH_SLOW_PARAMS = "lookahead", "with_slow_params"
-# What hands its parameters on as they are, so that a lookahead within it gets its pairs.
+# Transforms that pass their parameters on unchanged, so that a lookahead inside gets its pairs.
 HANDS_ON_PAIRS = frozenset({"chain", "named_chain", "inject_hyperparams", "inject_stateful_hyperparams"})
 
 
 class Part(NamedTuple):
-    """A transform within another: the name of the function that made it, and the values in its closure by name.
+    """Part of a transform: the name of the function that made the part, and the values in its closure by name.
 
-    ``update`` is None of a factory that ``inject_hyperparams`` calls anew in each update; ``made_by`` is the module.
+    ``update`` is None for a factory that ``inject_hyperparams`` calls in each update; ``made_by`` is the module.
     """
 
     name: str
@@ -44,8 +44,8 @@ class Part(NamedTuple):
 
 
 def links(tx: optax.GradientTransformation) -> list[optax.GradientTransformation]:
-    """The transforms of an ``optax.chain``, nested chains flattened; any other transform alone."""
-    # Of optax's transforms only `chain` closes over variables of these names.
+    """Returns the transforms of an ``optax.chain``, with nested chains flattened; any other transform alone."""
+    # In optax only `chain` closes over variables of these names.
     inits, updates = closure(tx.init).get("init_fns"), closure(tx.update).get("update_fns")
     if not (inits and updates):
         return [tx]
@@ -53,12 +53,12 @@ def links(tx: optax.GradientTransformation) -> list[optax.GradientTransformation
 
 
 def name_of(tx: optax.GradientTransformation, flags: bool = False) -> str:
-    """The function that made the transform, and the transforms in it: ``masked(scale_by_trust_ratio)``.
+    """Returns the name of the function that made the transform, and inner transforms: ``masked(scale_by_trust_ratio)``.
 
-    With ``flags`` also the options of a part that are True, as of NAdam: ``scale_by_adam(nesterov)``.
+    With ``flags`` also the options of a part that are True, such as for NAdam: ``scale_by_adam(nesterov)``.
     """
     held = _held(tx)
-    if _is_transform(held.get("tx")):  # what with_extra_args_support has wrapped
+    if _is_transform(held.get("tx")):  # a transform wrapped by with_extra_args_support
         return name_of(held["tx"], flags)
     inside = [name_of(part, flags) for part in _inside(tx, held)]
     factory = _factory_name(held)
@@ -69,7 +69,7 @@ def name_of(tx: optax.GradientTransformation, flags: bool = False) -> str:
 
 
 def parts(tx: optax.GradientTransformation) -> list[Part]:
-    """Returns all transforms within a transform, from outside to inside, itself the first."""
+    """Returns the transform and all transforms within it, outermost first."""
     held = _held(tx)
     if _is_transform(held.get("tx")):
         return parts(held["tx"])
@@ -82,7 +82,7 @@ def parts(tx: optax.GradientTransformation) -> list[Part]:
 
 
 def sees_pairs(tx: optax.GradientTransformation) -> bool:
-    """Returns whether a transform is ``optax.lookahead``, or hands its parameters on to one: they are to be pairs."""
+    """Returns whether a transform is ``optax.lookahead`` or passes its parameters on to one, and so needs pairs."""
     held = _held(tx)
     if _is_transform(held.get("tx")):
         return sees_pairs(held["tx"])
@@ -93,7 +93,7 @@ def sees_pairs(tx: optax.GradientTransformation) -> bool:
 
 
 def around_lookahead(tx: optax.GradientTransformation) -> str | None:
-    """Returns the name of a transform that has ``optax.lookahead`` in it and does not hand pairs on to it, or None."""
+    """Returns the name of a transform that contains ``optax.lookahead`` but does not pass pairs on, or None."""
     held = _held(tx)
     if _is_transform(held.get("tx")):
         return around_lookahead(held["tx"])
@@ -106,7 +106,7 @@ def around_lookahead(tx: optax.GradientTransformation) -> str | None:
 
 
 def after_average(tx: optax.GradientTransformation) -> str | None:
-    """The name of the transform after a ``with_ema`` in a chain, at any depth, or None."""
+    """Returns the name of the transform after a ``with_ema`` in a chain, at any depth, or None."""
     for link, following in itertools.pairwise(links(tx)):
         if any(part.name == "with_ema" for part in parts(link)) and name_of(following) != "identity":
             return name_of(following)
@@ -114,7 +114,7 @@ def after_average(tx: optax.GradientTransformation) -> str | None:
 
 
 def schedules(of_parts: Iterable[Part]) -> list[Callable[[Any], Any]]:
-    """The factors of updates as functions of the count: schedules, then constants; [] without a schedule."""
+    """Returns the factors of updates as functions of the count: schedules, then constants; [] without a schedule."""
     found: list[Callable[[Any], Any]] = []
     factors: list[Any] = []
     for part in of_parts:
@@ -129,7 +129,7 @@ def schedules(of_parts: Iterable[Part]) -> list[Callable[[Any], Any]]:
 
 
 def decay_mask(part: Part, params: PyTree) -> dict[str, bool] | None:
-    """By path, whether weight decay takes a parameter (bare shapes); None if ``part`` has no mask to ask."""
+    """Returns by path whether weight decay applies to a parameter (bare shapes); None if ``part`` has no mask."""
     mask = part.held.get("mask")
     if part.name == "inject_hyperparams":
         mask = part.held.get("other_hps", {}).get("mask")
@@ -140,19 +140,19 @@ def decay_mask(part: Part, params: PyTree) -> dict[str, bool] | None:
     try:
         tree = mask(params) if callable(mask) else mask
         taken = jax.tree.map(lambda takes, below: jax.tree.map(lambda _: bool(takes), below), tree, params)
-    # A user's function may raise anything on bare shapes. Optax will call it with values, and show its error then.
+    # The user's function may raise anything on bare shapes. Optax calls it later with values, and shows its error then.
     except Exception:
         return None
     return dict(trees.leaves_with_path(taken))
 
 
 def _own_name(tx: optax.GradientTransformation) -> str:
-    # Optax returns closures: "scale_by_adam.<locals>.update_fn" begins with the name of their maker.
+    # Optax returns closures: "scale_by_adam.<locals>.update_fn" begins with the factory's name.
     return getattr(tx.update, "__qualname__", type(tx.update).__name__).split(".")[0]
 
 
 def _factory(held: Mapping[str, Any]) -> Any:
-    """Returns what ``inject_hyperparams`` calls; of a ``functools.partial``, as ``optax.nadamw`` is, its function."""
+    """Returns the factory that ``inject_hyperparams`` calls; for a ``functools.partial`` its function."""
     made = held.get("inner_factory")
     return getattr(made, "func", made)
 
@@ -162,7 +162,7 @@ def _factory_name(held: Mapping[str, Any]) -> str | None:
 
 
 def _within(tx: optax.GradientTransformation, held: Mapping[str, Any]) -> list[optax.GradientTransformation]:
-    """Returns all transforms that a transform holds, under whatever name: ``inner``, ``adv_optimizer``."""
+    """Returns all transforms that a transform contains, under any name: ``inner``, ``adv_optimizer``."""
     found = [link for link in links(tx) if link is not tx]
     for value in held.values():
         found += _transforms_of(value)
@@ -190,5 +190,5 @@ def _is_transform(value: Any) -> bool:
 
 
 def _held(tx: optax.GradientTransformation) -> dict[str, Any]:
-    owner = getattr(tx.update, "__self__", None)  # of a method: MultiSteps
+    owner = getattr(tx.update, "__self__", None)  # the update is a method: MultiSteps
     return dict(vars(owner)) if hasattr(owner, "__dict__") else closure(tx.update)

@@ -1,7 +1,7 @@
-"""The learning rate of an update, for the metrics of its step.
+"""Learning rate of an update, for the metrics of its step.
 
-A schedule is called with the optimizer's own count of updates, in which a skipped step does not count. A rate that is
-no schedule, as a program sets it in the state of ``optax.inject_hyperparams``, is read there, by the program.
+A schedule is called with the optimizer's count of updates, which excludes skipped steps. A rate that is not a schedule,
+set by the program in the state of ``optax.inject_hyperparams``, is read from that state by the program.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,14 +16,14 @@ from xlstm_jax.common_types import Metrics, PyTree
 from xlstm_jax.wording import kind_of
 
 LEARNING_RATE = "learning_rate"
-# What counts the updates of a schedule: in a chain, and within `optax.inject_hyperparams`.
+# The states that count the updates of a schedule: in a chain, and within `optax.inject_hyperparams`.
 COUNTED_BY = ("ScaleByScheduleState", "WrappedScheduleState")
 Schedule = Callable[[Any], Any]
 LearningRate = Schedule | Mapping[str, Schedule]
 
 
 def check_learning_rate(source: LearningRate | None) -> None:
-    """Raises a ``TypeError`` where ``source`` is neither None nor a ``LearningRate``."""
+    """Raises a ``TypeError`` if ``source`` is neither None nor a ``LearningRate``."""
     schedules = list(source.values()) if isinstance(source, Mapping) else [source]
     if source is not None and not (schedules and all(map(callable, schedules))):
         raise TypeError(
@@ -34,26 +34,26 @@ def check_learning_rate(source: LearningRate | None) -> None:
 
 
 def learning_rates(source: LearningRate | None, before: PyTree, step: jax.Array | int) -> Metrics:
-    """The learning rate of the update of an optimizer's state, by its name among metrics.
+    """Returns the learning rate of an update, as metrics.
 
     >>> tx = optax.sgd(optax.linear_schedule(1.0, 0.0, transition_steps=10))
     >>> learning_rates(optax.linear_schedule(1.0, 0.0, transition_steps=10), tx.init(jnp.ones(2)), 0)
     {'learning_rate': Array(1., dtype=float32)}
 
     Args:
-      source: as ``make_train_step`` takes it; None for no metric.
-      before: the state before the update. A schedule is called with the count of the first schedule in it (in a dict,
-        of the first below the group's name), or with ``step`` if the optimizer has no schedule.
+      source: as for ``make_train_step``; None for no metric.
+      before: the state before the update. A schedule is called with the count of the first schedule in ``before`` (for
+        a dict, of the first below the group's name), or with ``step`` if the optimizer has no schedule.
     Returns:
       ``learning_rate``, or ``learning_rate/<group>`` for each of several; float32 scalars.
     """
     if source is None:
         return {}
-    # A parameter may be called "count", too, and is a dict's entry in the moments.
+    # Match by type: a parameter may be called "count", too, as a dict entry in the moments.
     found: Any = optax.tree.get_all_with_path(
         before, "count", filtering=lambda path, _: getattr(path[-1], "tuple_name", None) in COUNTED_BY
     )
-    # The keys of the dicts on the way to each (a group, say).
+    # The keys of the dicts above each count (a group, for example).
     counts = [([str(part.key) for part in path if isinstance(part, DictKey)], count) for path, count in found]
 
     def at_count(schedule: Schedule, group: str | None) -> jax.Array:

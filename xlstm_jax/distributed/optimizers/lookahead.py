@@ -1,11 +1,11 @@
 """``optax.lookahead`` with its slow weights in the optimizer's state.
 
-  params          the fast weights: gradients are taken of them
+  params          the fast weights, for which gradients are computed
   state.slow      the slow weights, a leaf for each parameter
   tx.update       gets both as ``optax.LookaheadParams(fast, slow)``, and returns updates of both
 
-Optax wants the pair in place of the parameters, with gradients of one of the two. Here parameters keep their tree, and
-so do all that take them: models, evaluations, checkpoints. The slow weights are split and padded like the parameters.
+Optax needs the pair in place of the parameters, with gradients of the fast weights. Here parameters keep their tree,
+for models, evaluations and checkpoints. The slow weights are split and padded like the parameters.
 """
 
 from typing import Any, NamedTuple
@@ -22,17 +22,17 @@ from xlstm_jax.distributed.optimizers.state import as_parameters, states_of
 
 
 class WithSlowParamsState(NamedTuple):
-    """The state of the optimizer with ``optax.lookahead`` in it, and the slow weights, a leaf for each parameter."""
+    """State of an optimizer with ``optax.lookahead`` inside, and the slow weights, a leaf for each parameter."""
 
     inner_state: PyTree
     slow: PyTree
 
 
 def with_slow_params(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Keeps the slow weights of ``optax.lookahead`` in the optimizer's state, so that parameters are no pairs.
+    """Keeps the slow weights of ``optax.lookahead`` in the optimizer's state, so that parameters are plain, not pairs.
 
-    ``create_train_state`` does so by itself where ``tx`` is ``optax.lookahead``, or a chain with it. It is needed where
-    another transform is around it: ``optax.MultiSteps(with_slow_params(optax.lookahead(...)), 4)``.
+    ``create_train_state`` applies this wrapper if ``tx`` is ``optax.lookahead``, or a chain with ``optax.lookahead``.
+    Within another transform apply the wrapper by hand: ``optax.MultiSteps(with_slow_params(optax.lookahead(...)), 4)``.
 
     >>> tx, params = with_slow_params(optax.lookahead(optax.sgd(1.0), sync_period=1, slow_step_size=0.5)), jnp.ones(2)
     >>> updates, state = tx.update(jnp.ones(2), tx.init(params), params)
@@ -40,12 +40,12 @@ def with_slow_params(tx: optax.GradientTransformation) -> optax.GradientTransfor
     (Array([0.5, 0.5], dtype=float32), Array([0.5, 0.5], dtype=float32))
 
     Args:
-      tx: ``optax.lookahead(...)``, or an ``optax.chain`` with it, whose other transforms see pairs of parameters, too.
+      tx: ``optax.lookahead(...)``, or an ``optax.chain`` with ``optax.lookahead``, whose transforms all get pairs.
     Returns:
-      The optimizer: of parameters and their updates, for global arrays and for use inside ``shard_map``.
+      The optimizer of plain parameters, for global arrays and for use inside ``shard_map``.
     Raises:
-      TypeError: ``tx`` is no transform.
-      ValueError: there is no ``optax.lookahead`` in ``tx``; or ``update`` was called without parameters.
+      TypeError: ``tx`` is not a transform.
+      ValueError: ``tx`` has no ``optax.lookahead``; or ``update`` was called without parameters.
     """
     check_transform(tx, "with_slow_params")
     if not sees_pairs(tx):
@@ -74,17 +74,17 @@ def with_slow_params(tx: optax.GradientTransformation) -> optax.GradientTransfor
 
 
 def with_plain_params(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns a transform of parameters that are no pairs: ``tx``, or ``with_slow_params(tx)`` where it needs that."""
+    """Returns a transform of plain parameters: ``tx``, or ``with_slow_params(tx)`` for a ``tx`` that needs pairs."""
     return with_slow_params(tx) if sees_pairs(tx) else tx
 
 
 def as_inner(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Returns what a transform of this library calls in place of ``tx``: it takes any extra arguments, and no pairs."""
+    """Returns a wrapper of ``tx`` for calls by the library's transforms: any extra arguments, plain parameters."""
     return taking_extra_args(with_plain_params(tx))
 
 
 def slow_params(opt_state: PyTree, params: PyTree) -> PyTree:
-    """The slow weights of ``optax.lookahead``, as parameters: to evaluate, to export and to generate with.
+    """Returns the slow weights of ``optax.lookahead`` as parameters, for evaluation, export and generation.
 
     >>> model, x = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(16), jnp.ones((8, 32))
     >>> tx, axes = optax.lookahead(optax.adam(1e-3), sync_period=6, slow_step_size=0.5), ("dp", "fsdp")
@@ -93,13 +93,12 @@ def slow_params(opt_state: PyTree, params: PyTree) -> PyTree:
     ('fsdp', None)
 
     Args:
-      opt_state: the state of an optimizer that has ``optax.lookahead`` in it.
-      params: the parameters of that state, in boxes where they are split.
+      opt_state: the state of an optimizer with ``optax.lookahead`` inside.
+      params: the parameters of the same training state, boxed if split.
     Returns:
-      The slow weights in the boxes and places of ``params``, in buffers of their own. Leaves that the optimizer does
-      not train are those of ``params``.
+      The slow weights in the boxes and places of ``params``, in new buffers. Frozen leaves come from ``params``.
     Raises:
-      ValueError: there are no slow weights in ``opt_state``, or several; or one has another shape than its parameter.
+      ValueError: ``opt_state`` has no slow weights, or has them several times; or a shape differs from the parameter's.
     """
     found = [state.slow for state in states_of(opt_state, WithSlowParamsState)]
     if len(found) != 1:

@@ -1,13 +1,13 @@
-"""A step whose loss or gradient is not finite is skipped, by one decision for all devices.
+"""Skips steps with a non-finite loss or gradient, by the same decision on all devices.
 
   ok = isfinite(loss) and all(isfinite(gradients))   an "and" over all shards: the same bit on every device
   ok       the optimizer's update and new state
-  not ok   parameters, the optimizer's state and the model's collections stay, bit for bit; two counters go up
+  not ok   parameters, the optimizer's state and the model's collections stay, bit for bit; two counters increase
 
-The host (``resilience.LoopGuard``) reads the counters one step late, and ends the run after too many such steps. No bad
-update is ever applied. (``optax.apply_if_finite`` applies them after its limit, does not look at the loss, leaves the
-step's collections as the bad batch made them, brings all moments of the host in at once, and decides on every device by
-itself inside ``shard_map``: ``tests/optimizers/test_beside_optax.py``.)
+The host (``resilience.LoopGuard``) reads the counters a step late, and ends the run after too many skipped steps. A bad
+update is never applied. (``optax.apply_if_finite`` applies bad updates after its limit, ignores the loss, keeps the
+collections of the bad batch, copies all moments in from the host at once, and inside ``shard_map`` decides separately
+on each device: ``tests/optimizers/test_beside_optax.py``.)
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ from xlstm_jax.program_names import SKIPPED_IN_A_ROW, SKIPPED_STEPS
 
 
 class SkipNonfiniteState(NamedTuple):
-    """The inner optimizer's state; how many steps were skipped in all, and how many since the last good one: int32."""
+    """State of the inner optimizer; int32 counts of skipped steps in all, and since the last good step."""
 
     inner_state: PyTree
     skipped_steps: jax.Array
@@ -40,10 +40,10 @@ class SkipNonfiniteState(NamedTuple):
 
 
 def skip_nonfinite(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Makes an optimizer skip each step whose loss or gradient is not finite.
+    """Makes an optimizer skip each step with a non-finite loss or gradient.
 
-    Such a step leaves parameters and the optimizer's state as they are, bit for bit, on all devices alike. For global
-    arrays (``make_train_step`` runs the optimizer on these, and hands it the loss) and for use inside ``shard_map``.
+    A skipped step leaves parameters and the optimizer's state unchanged, bit for bit, on all devices alike. Works on
+    global arrays (``make_train_step`` runs the optimizer there, and passes the loss) and inside ``shard_map``.
 
     >>> tx, params = skip_nonfinite(optax.sgd(1.0)), jnp.ones(2)
     >>> updates, state = tx.update(jnp.array([jnp.nan, 1.0]), tx.init(params))
@@ -51,14 +51,14 @@ def skip_nonfinite(tx: optax.GradientTransformation) -> optax.GradientTransforma
     Array([1., 1.], dtype=float32)
 
     Args:
-      tx: any optax optimizer, the whole chain: transforms outside of ``skip_nonfinite`` see the bad gradients.
+      tx: any optax optimizer, the full chain: transforms outside of ``skip_nonfinite`` get the bad gradients.
     Returns:
-      The optimizer. Its ``update`` takes the loss as the extra argument ``value``, as in optax; without it only
-      gradients are checked. ``skip_counts`` reads its counters.
+      The optimizer. Its ``update`` takes the loss as the extra argument ``value``, as in optax; without ``value`` only
+      gradients are checked. ``skip_counts`` reads the counters.
     Raises:
-      TypeError: ``tx`` is no transform.
-      ValueError: (in ``update``, under ``check_vma=True``) a gradient was not averaged over all axes; or the inner
-        state has another tree after an update.
+      TypeError: ``tx`` is not a transform.
+      ValueError: (in ``update``, under ``check_vma=True``) a gradient was not averaged over all axes; or an update
+        changes the tree of the inner state.
     """
     check_transform(tx, "skip_nonfinite")
     inner = as_inner(tx)
@@ -68,14 +68,14 @@ def skip_nonfinite(tx: optax.GradientTransformation) -> optax.GradientTransforma
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree) -> tuple[PyTree, PyTree]:
         check_averaged(updates, params, "skip_nonfinite")
-        # Before the inner update, which may clip a gradient of inf to a finite one.
+        # Checked before the inner update, which may clip an infinite gradient to a finite one.
         ok = _all_finite(updates, extra_args.get("value"))
         new_updates, new_inner = inner.update(updates, state.inner_state, params, **extra_args)
         before: Any = jax.tree.structure(state.inner_state)
         if jax.tree.structure(new_inner) != before:
             raise ValueError(
-                "skip_nonfinite: the optimizer's state has another tree after an update than before it, as that of "
-                "optax.monitor, so a step that is skipped cannot return to it. Put that transform beside: "
+                "skip_nonfinite: the optimizer's state has another tree after an update than before it, such as with "
+                "optax.monitor, so a skipped step cannot restore it. Put that transform outside: "
                 "optax.chain(optax.monitor(...), skip_nonfinite(tx))."
             )
         new_state = SkipNonfiniteState(
@@ -83,30 +83,32 @@ def skip_nonfinite(tx: optax.GradientTransformation) -> optax.GradientTransforma
             jnp.where(ok, state.skipped_steps, optax.safe_increment(state.skipped_steps)),
             jnp.where(ok, 0, optax.safe_increment(state.skipped_in_a_row)),
         )
-        # x + -0.0 is x, also for x = -0.0, which + 0.0 would make 0.0. (Hardware may round subnormal numbers to 0.)
+        # x + -0.0 is x, even for x = -0.0; x + 0.0 would turn -0.0 into 0.0. (Hardware may round subnormal numbers to
+        # 0.)
         return jax.tree.map(lambda new: jnp.where(ok, new, -jnp.zeros_like(new)), new_updates), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def skip_counts(opt_state: PyTree) -> Metrics:
-    """The counters of ``skip_nonfinite`` in an optimizer's state, as metrics.
+    """Returns the counters of ``skip_nonfinite`` in an optimizer's state, as metrics.
 
     >>> skip_counts(skip_nonfinite(optax.sgd(1.0)).init(jnp.ones(2)))["skipped_steps"]
     Array(0, dtype=int32)
 
     Args:
-      opt_state: the state of an optimizer that has ``skip_nonfinite`` around it, or anywhere in it.
+      opt_state: the state of an optimizer, with ``skip_nonfinite`` at any depth.
     Returns:
-      ``{"skipped_steps", "skipped_in_a_row"}``, int32 scalars; an empty dict where no ``skip_nonfinite`` is there.
+      ``{"skipped_steps", "skipped_in_a_row"}``, int32 scalars; {} without ``skip_nonfinite``.
     Raises:
-      ValueError: there are several: each decides for its own part of the parameters, and a step is half applied.
+      ValueError: the optimizer has several: each would decide for a part of the parameters, and half of a step be
+        applied.
     """
     found = states_of(opt_state, SkipNonfiniteState)
     if len(found) > 1:
         raise ValueError(
-            f"skip_nonfinite stands in this optimizer {len(found)} times, and each of them would decide for its "
-            "own gradients. Put one around the whole: skip_nonfinite(optax.chain(...)), or optax.partition(...)."
+            f"skip_nonfinite stands in this optimizer {len(found)} times, and each would decide for a part "
+            "of the gradients. Put one around the optimizer: skip_nonfinite(optax.chain(...)), or optax.partition(...)."
         )
     return {name: getattr(state, name) for state in found for name in (SKIPPED_STEPS, SKIPPED_IN_A_ROW)}
 
@@ -114,7 +116,7 @@ def skip_counts(opt_state: PyTree) -> Metrics:
 def with_skipped_collections(
     optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | AbstractMesh
 ) -> ShardedOptimizer:
-    """Returns the optimizer; a step that ``skip_nonfinite`` skips keeps its collections, and is counted in metrics."""
+    """Returns the optimizer; steps skipped by ``skip_nonfinite`` keep their collections, and metrics count them."""
     del params, mesh
 
     def update(
@@ -136,10 +138,10 @@ def with_skipped_collections(
 
 
 def _nan_where_spoiled(loss: jax.Array, before: Mapping[str, PyTree], after: Mapping[str, PyTree]) -> jax.Array:
-    """Returns the loss that ``skip_nonfinite`` looks at: NaN where the step would make a finite statistic infinite.
+    """Returns the loss for ``skip_nonfinite``: NaN if the step would make a finite statistic non-finite.
 
-    Sums of squares overflow before the loss does: the variance is then infinite, activations divided by it are 0, and
-    the loss is finite.
+    Sums of squares overflow before the loss: the variance is then infinite, activations divided by the variance are 0,
+    and the loss is finite.
     """
     # Integers and keys are always finite.
     pairs = zip(trees.differentiable(before), trees.differentiable(after), strict=True)
@@ -148,10 +150,10 @@ def _nan_where_spoiled(loss: jax.Array, before: Mapping[str, PyTree], after: Map
 
 
 def _all_finite(gradients: PyTree, loss: jax.Array | None) -> jax.Array:
-    """One bool for all devices: by XLA's own reductions on global arrays, by a collective inside ``shard_map``."""
+    """Returns a bool, equal on all devices: by a collective inside ``shard_map``, by XLA on global arrays."""
     looked_at = trees.differentiable(trees.stored_values((gradients, loss)))
     bad = jnp.any(jnp.stack([jnp.zeros((), bool), *(jnp.any(~jnp.isfinite(leaf.value)) for leaf in looked_at)]))
-    # An "or" over devices. Devices that decided by their own shards would drift apart.
+    # An "or" over devices. With decisions from local shards devices would drift apart.
     if axes := collectives.manual_axes():
         (count,) = collectives.all_reduce(["max"], [bad.astype(jnp.int32)], axes)
         return count == 0

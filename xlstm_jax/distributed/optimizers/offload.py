@@ -1,10 +1,10 @@
-"""Host offload: the optimizer's state lies in the memory of the host, and comes to the device for its update.
+"""Host offload: the optimizer's state is in host memory, and is copied to the device for its update.
 
-  create_train_state(..., offload=Offload())      moments in "pinned_host", split over devices as without it
-  make_train_step                                 reads off the types of the state what lies there; see ``streaming``
+  create_train_state(..., offload=Offload())      moments in "pinned_host", split over devices as without offload
+  make_train_step                                 finds leaves on the host by the types of the state; see ``streaming``
 
-Leaves of the state lie on the host if they are at least as large as the sharded parameter that they belong to. Counts,
-factored moments and the moments of replicated parameters are small and stay on the device.
+A leaf of the state is on the host if the leaf is at least as large as its sharded parameter. Counts, factored moments
+and the moments of replicated parameters are small and stay on the device.
 """
 
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ from xlstm_jax.program_names import HOST_MEMORY
 
 @dataclass(frozen=True)
 class Offload(Placement):
-    """Which parts of a training state lie in the memory of the host.
+    """Parts of a training state to keep in host memory.
 
     Attributes:
       optimizer_state: the part of the optimizer's state that is split like the parameters.
       params: must be False. JAX would put the gradients of parameters on the host, too, where nothing can be computed
-        with them; and parameters that all come in as the step begins need as much memory as without offload.
+        with them; and copying all parameters in at the start of a step needs as much memory as without offload.
 
     >>> model, x = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(16), jnp.ones((8, 32))
     >>> where = {"batch_axes": ("dp", "fsdp"), "offload": Offload()}
@@ -41,10 +41,9 @@ class Offload(Placement):
     def __post_init__(self) -> None:
         if self.params:
             raise ValueError(
-                "Offload(params=True): parameters stay on the device. All are read in forward and backward, and "
-                "brought in as the step begins they would fill as much memory. Leave params=False. More devices along "
-                "the axes that split the parameters save memory, as do remat_policy(..., offload=[BLOCK_INPUT]) for "
-                "activations, and freeze_params for parameters that need no training and may be stored in 16 bits."
+                "Offload(params=True): parameters stay on the device, as every step reads all of them. Leave "
+                "params=False, and save memory by more devices along the axes that split the parameters, by "
+                "remat_policy(..., offload=[BLOCK_INPUT]) for activations, or by freeze_params."
             )
 
     def wrap(self, optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | AbstractMesh) -> ShardedOptimizer:
@@ -60,10 +59,10 @@ NO_OFFLOAD = Offload(optimizer_state=False)
 
 
 def on_host(shardings: PyTree, opt_state: PyTree, params: PyTree) -> PyTree:
-    """The ``shardings`` of an optimizer's state, with offloaded leaves in the memory of the host.
+    """Returns the ``shardings`` of an optimizer's state, with offloaded leaves in host memory.
 
     Args:
-      shardings: as ``optimizer_state_shardings`` gives them.
+      shardings: from ``optimizer_state_shardings``.
       opt_state: arrays or ``ShapeDtypeStruct``.
       params: boxed parameters, arrays or abstract.
     """
@@ -71,7 +70,7 @@ def on_host(shardings: PyTree, opt_state: PyTree, params: PyTree) -> PyTree:
 
     def placed(path: str, leaf: PyTree, sharding: NamedSharding) -> NamedSharding:
         owner = owner_of_state(path, by_path)
-        # Where a transform lays out its state by itself, no path names a parameter to compare the leaf with.
+        # A transform with a custom layout of its state has no path of a parameter to compare the leaf with.
         is_large = is_state_box(leaf) or (
             owner is not None and owner.axes and np.size(trees.stored_values(leaf)) >= np.size(owner.value)
         )

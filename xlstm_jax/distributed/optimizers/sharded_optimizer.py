@@ -1,14 +1,14 @@
-"""``ShardedOptimizer``: an optax transform that has met parameters in boxes, and their mesh.
+"""``ShardedOptimizer``: an optax transform bound to boxed parameters and their mesh.
 
-  tx.init, tx.update                      of arrays without boxes, as on one device
-  sharded_optimizer(tx, params, mesh)     of the parts of a training state, on global arrays:
-    init(params)                            the first state of the optimizer, as it is stored
+  tx.init, tx.update                      on arrays without boxes, as on one device
+  sharded_optimizer(tx, params, mesh)     on the parts of a training state, on global arrays:
+    init(params)                            the initial state of the optimizer, as stored
     update(grads, before, collections)      the parts after an update, in their boxes and places
-    shardings(opt_state)                    where each leaf of a state lies
+    shardings(opt_state)                    the sharding of each leaf of a state
 
-A wrapper takes a ``ShardedOptimizer`` and returns another: a feature that an optax transform cannot be, as it stores
-moments otherwise, or changes more than parameters. Each stands in a file of its own; ``WRAPPERS`` registers those that
-are around every optimizer, and ``sharded_optimizer`` takes further ones.
+A wrapper takes a ``ShardedOptimizer`` and returns another. Wrappers add features that an optax transform cannot have,
+such as other storage for moments, or changes of more than parameters. Each wrapper is in a separate file; ``WRAPPERS``
+registers the wrappers of every optimizer, and ``sharded_optimizer`` takes further wrappers.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,13 +31,13 @@ from xlstm_jax.distributed.optimizers.state import (
 
 
 class Trained(NamedTuple):
-    """The parts of a training state that an update replaces.
+    """Parts of a training state that an update replaces.
 
     Attributes:
-      step: how many updates there were.
+      step: number of updates.
       params: in their boxes.
-      opt_state: as it is stored, see ``optimizers.state``.
-      collections: what the model keeps beside its parameters; empty where an update is not to change them.
+      opt_state: as stored, see ``optimizers.state``.
+      collections: the model's collections beside the parameters; {} if the update must not change the collections.
     """
 
     step: jax.Array | int
@@ -47,7 +47,7 @@ class Trained(NamedTuple):
 
 
 class Update(Protocol):
-    """The type of ``ShardedOptimizer.update``."""
+    """Type of ``ShardedOptimizer.update``."""
 
     def __call__(
         self, grads: PyTree, before: Trained, collections: Mapping[str, PyTree], **extra_args: PyTree
@@ -55,14 +55,14 @@ class Update(Protocol):
 
 
 class ShardedOptimizer(NamedTuple):
-    """An optimizer of parameters in boxes on a mesh; all functions are traced, and arrays are global.
+    """Optimizer of boxed parameters on a mesh; all functions are traced, and arrays are global.
 
     Attributes:
-      init: of the parameters; returns the first state, as it is stored.
-      update: of gradients without boxes and padding (``optimizers.state.trainable``), the parts before the update, the
-        collections that the step has computed, and the extra arguments of optax (``optimizers.extra_args``). Returns
-        the parts after it, and metrics of the step.
-      shardings: of a state as it is stored, arrays or abstract; returns a ``NamedSharding`` for each leaf.
+      init: takes the parameters; returns the initial state, as stored.
+      update: takes gradients without boxes and padding (``optimizers.state.trainable``), the parts before the update,
+        the collections that the step computed, and the extra arguments of optax (``optimizers.extra_args``). Returns
+        the parts after the update, and metrics of the step.
+      shardings: takes a state as stored, arrays or abstract; returns a ``NamedSharding`` for each leaf.
     """
 
     init: Callable[[PyTree], PyTree]
@@ -70,15 +70,15 @@ class ShardedOptimizer(NamedTuple):
     shardings: Callable[[PyTree], PyTree]
 
 
-# Takes an optimizer, the parameters that it was made for, and the mesh.
+# Takes an optimizer, its parameters, and the mesh.
 Wrapper = Callable[[ShardedOptimizer, PyTree, Mesh | AbstractMesh], ShardedOptimizer]
 
 
 class Placement:
-    """Where an optimizer's state lies: all of it on the devices. A subclass says otherwise, as ``Offload``."""
+    """Memory of an optimizer's state: the devices. Subclasses, such as ``Offload``, choose otherwise."""
 
     def wrap(self, optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | AbstractMesh) -> ShardedOptimizer:
-        """Returns the optimizer with shardings that place the state so; a ``Wrapper``."""
+        """Returns the optimizer with shardings in this memory; a ``Wrapper``."""
         del params, mesh
         return optimizer
 
@@ -91,13 +91,13 @@ WRAPPERS: list[Wrapper] = []  # filled by ``optimizers``, in the order of its li
 def sharded_optimizer(
     tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | AbstractMesh, *wrappers: Wrapper
 ) -> ShardedOptimizer:
-    """Makes the optimizer of parameters in boxes from a transform of optax.
+    """Makes the optimizer of boxed parameters from an optax transform.
 
     Args:
       tx: the transform.
-      params: boxed parameters, arrays or abstract: only their boxes, shapes and dtypes are read.
-      mesh: the mesh that they lie on.
-      *wrappers: put around those that ``WRAPPERS`` registers.
+      params: boxed parameters, arrays or abstract: only boxes, shapes and dtypes are read.
+      mesh: the mesh of the parameters.
+      *wrappers: applied after the registered ``WRAPPERS``.
     """
     optimizer = _plain(tx, params, mesh)
     for wrap in (*WRAPPERS, *wrappers):
@@ -122,7 +122,8 @@ def _plain(tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | Abstra
         after = Trained(
             step=before.step + 1,
             params=jax.lax.with_sharding_constraint(new_params, placement.shardings(new_params, mesh)),
-            # Of the new state, whose tree may be another than that of the first: optax.monitor begins without measures.
+            # Shardings of the new state, whose tree may differ from the initial state's: optax.monitor starts without
+            # measures.
             opt_state=jax.lax.with_sharding_constraint(opt_state, shardings(opt_state)),
             collections=collections,
         )

@@ -1,10 +1,10 @@
-"""What an optimizer sees of parameters, and how its state is stored.
+"""Parameters as passed to an optimizer, and the storage of the optimizer's state.
 
   trainable, given_state -> tx.update -> stored_state, with_trainable       in a step, on global arrays
 
-An optimizer sees arrays without boxes and without padding, so that a norm is the norm of the parameters, and a factored
-moment sees its whole matrix. Its state of a parameter is padded and split over devices like the parameter. A transform
-that lays out a leaf of its state by itself puts a ``StateBox`` around the leaf.
+An optimizer gets arrays without boxes and without padding, so that a norm is the norm of the parameters, and a factored
+moment covers its unsharded matrix. The state of a parameter is padded and split over devices like the parameter. A
+transform with a custom layout for a leaf of its state puts a ``StateBox`` around the leaf.
 """
 
 import math
@@ -27,34 +27,34 @@ State = TypeVar("State", bound=tuple[Any, ...])
 
 
 class StateBox(Sharded, repr=False):
-    """The box of a leaf that a transform lays out by itself: split as its names say, and given back as it is stored."""
+    """Box of a leaf with a layout set by its transform: split as the names say, passed to the transform as stored."""
 
 
 def is_state_box(leaf: PyTree) -> bool:
-    """Returns whether a transform lays out this leaf of its state by itself."""
+    """Returns whether the layout of this state leaf is set by its transform."""
     return isinstance(leaf, StateBox)
 
 
 def owner_of_state(path: str, params: dict[str, Any]) -> Any | None:
-    """The parameter that a leaf of an optimizer's state belongs to: the path of the leaf ends with its path.
+    """Returns the parameter that a leaf of an optimizer's state belongs to: its path is the end of the leaf's path.
 
-    ``0/mu/dense/kernel`` belongs to ``dense/kernel``; a step counter belongs to none.
+    ``0/mu/dense/kernel`` belongs to ``dense/kernel``; for a step counter the result is None.
     """
     parts = path.split("/")
-    # From the longest on: `mu/a/kernel` is of `a/kernel`, also where another `kernel` is at the top.
-    # "." is the path of a tree that is a single leaf.
+    # Longest first: `mu/a/kernel` belongs to `a/kernel`, even with another `kernel` at the top. "." is the path of a
+    # tree that is a single leaf.
     endings = ("/".join(parts[i:]) for i in range(len(parts)))
     return next((params[ending] for ending in endings if ending in params), params.get("."))
 
 
 def owners(opt_state: PyTree, params: PyTree) -> list[str]:
-    """For each leaf of an optimizer's state the path of the parameter that it belongs to, or its own."""
+    """Returns for each leaf of an optimizer's state the path of the leaf's parameter, or else the leaf's path."""
     paths = {path: path for path, _ in trees.leaves_with_path(params)}
     return [owner_of_state(path, paths) or path for path, _ in trees.leaves_with_path(opt_state)]
 
 
 def states_of(opt_state: PyTree, state_type: type[State]) -> list[State]:
-    """The states of a type, such as ``SkipNonfiniteState``, wherever they lie in ``opt_state``, or in each other."""
+    """Returns the states of a type, as ``SkipNonfiniteState``, at any depth of ``opt_state``; also nested states."""
 
     def is_it(node: Any) -> bool:
         return isinstance(node, state_type)
@@ -64,7 +64,7 @@ def states_of(opt_state: PyTree, state_type: type[State]) -> list[State]:
 
 
 def as_parameters(kept: PyTree, params: PyTree, caller: str) -> PyTree:
-    """Returns weights that an optimizer keeps, in the boxes, dtypes and places of ``params`` and in new buffers."""
+    """Returns weights from an optimizer's state, in the boxes, dtypes and places of ``params`` and in new buffers."""
     by_path = dict(trees.sharded_leaves(kept))
 
     def as_parameter(path: str, leaf: Sharded) -> PyTree:
@@ -72,9 +72,9 @@ def as_parameters(kept: PyTree, params: PyTree, caller: str) -> PyTree:
         if np.shape(mean) != np.shape(value):
             raise ValueError(
                 f"{caller}: what the optimizer keeps of '{path}' has the shape {np.shape(mean)}, and the parameter "
-                f"{np.shape(value)}. Pass the opt_state and the params of one state, in their boxes."
+                f"{np.shape(value)}. Pass the opt_state and the params of the same training state, in their boxes."
             )
-        # It may lie in host memory (`Offload`) while its parameter does not. Tracers have no place.
+        # The state may be in host memory (`Offload`) while its parameter is not. Tracers have no place.
         is_placed = isinstance(value, jax.Array) and not isinstance(value, Tracer)
         there = jax.device_put(mean, value.sharding) if is_placed else mean
         return jnp.array(there, value_dtype(value))
@@ -83,19 +83,19 @@ def as_parameters(kept: PyTree, params: PyTree, caller: str) -> PyTree:
 
 
 def trainable(tree: PyTree) -> PyTree:
-    """The tree as an optimizer sees it: bare values without padding, and None for what takes no gradient."""
+    """Returns the tree as an optimizer gets it: bare values without padding, and None for leaves without a gradient."""
     return trees.map_sharded(lambda leaf: true_value(leaf) if leaf.is_differentiable else None, tree)
 
 
 def with_trainable(tree: PyTree, values: PyTree) -> PyTree:
-    """The inverse of ``trainable``: ``values`` in the boxes of ``tree``, whose other leaves stay."""
+    """Inverts ``trainable``: puts ``values`` in the boxes of ``tree``; the remaining leaves stay."""
     live, put_back = trees.split_differentiable(tree)
     values = jax.tree.leaves(values)
     return put_back([rebox(p, stored_value(p, value)) for p, value in zip(live, values, strict=True)])
 
 
 def stored_state(opt_state: PyTree, params: PyTree) -> PyTree:
-    """Returns an optimizer's state as it is stored: leaves of a parameter's true shape in the parameter's box."""
+    """Returns an optimizer's state as stored: leaves of a parameter's true shape in the parameter's box."""
     by_path = dict(trees.sharded_leaves(params))
     if all(leaf.stores_value for leaf in by_path.values()):
         return opt_state
@@ -110,15 +110,15 @@ def stored_state(opt_state: PyTree, params: PyTree) -> PyTree:
 
 
 def given_state(opt_state: PyTree) -> PyTree:
-    """A stored state as ``tx.update`` gets it: without boxes and padding, but for each ``StateBox``."""
+    """Returns a stored state as ``tx.update`` gets it: without boxes and padding, except for each ``StateBox``."""
     return trees.map_leaves(lambda leaf: leaf if is_state_box(leaf) else true_value(leaf), opt_state)
 
 
 def optimizer_state_shardings(opt_state: PyTree, params: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
-    """The shardings of an optimizer's state: each leaf is split like the parameter that it belongs to.
+    """Returns the shardings of an optimizer's state: each leaf is split like its parameter.
 
-    A leaf of another shape than its parameter's (a factored moment, a history) is split over the same axes along the
-    largest dim that they divide. A leaf that belongs to no parameter stays whole. Shardings change no value.
+    A leaf with a shape unlike its parameter's (a factored moment, a history) is split over the same axes along the
+    largest dim that the axes divide. A leaf without a parameter is replicated. Shardings change no value.
 
     >>> params = {"w": nn.Partitioned(jnp.ones((8, 2)), names=("fsdp", None))}
     >>> opt_state = optax.sgd(0.1, momentum=0.9).init(unbox(params))
@@ -149,7 +149,7 @@ def _state_spec(leaf: PyTree, owner: Sharded | None, mesh: Mesh | AbstractMesh) 
     if shape == np.shape(owner.value):
         return _split_further(placement.spread_spec(owner.names, mesh), shape, owner, mesh)
     sizes = {axis: mesh.shape[axis] for axis in owner.axes if mesh.shape[axis] > 1}
-    # However small: the threshold spares parameters a gather in each use, which state does not have.
+    # No minimum size: the threshold avoids gathers of small parameters, and state is never gathered.
     dim = choose_shard_dim(shape, (None,) * len(shape), sizes, min_weight_size=0).dim
     return PartitionSpec(*[None] * dim, axes_entry(tuple(sizes))) if sizes and dim is not None else PartitionSpec()
 
@@ -157,13 +157,13 @@ def _state_spec(leaf: PyTree, owner: Sharded | None, mesh: Mesh | AbstractMesh) 
 def _split_further(
     spec: PartitionSpec, shape: tuple[int, ...], owner: Sharded, mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
-    """``spec``, with the largest fitting dim split over the owner's copies too, if these split optimizer state."""
+    """Returns ``spec`` with the largest fitting dim split over the owner's copies, too, if copies split state."""
     copies = owner.communication.replicas
     if not (copies and copies.splits_optimizer_state):
         return spec
     axes = tuple(axis for axis in copies.axes if mesh.shape[axis] > 1)
     entries = [entry_axes(entry) for entry in spec] + [()] * (len(shape) - len(spec))
-    # Sizes on one device: the copies divide further what the parameter's axes have left.
+    # Local sizes: the copies divide the dims after the parameter's axes.
     own = [size // math.prod(mesh.shape[a] for a in entry) for size, entry in zip(shape, entries, strict=True)]
     fitting = [dim for dim, size in enumerate(own) if size % math.prod(mesh.shape[a] for a in axes) == 0]
     if not axes or not fitting:

@@ -1,18 +1,18 @@
-"""An optimizer's update whose moments come from the host and go back, leaf by leaf.
+"""Optimizer update that streams moments from the host to the device and back, leaf by leaf.
 
-Given moments on the host, XLA would bring in all of them before the first update, and a step would take as much of the
-device's memory as without offload. So the update is traced once, as it is, and its equations are put in an order:
+Given moments on the host, XLA would copy all moments to the device before the first update, and a step would take as
+much device memory as without offload. So the update is traced once, and its equations are reordered:
 
-  0          what depends on no moment of the host: norms, counts, schedules
-  1 ... K    a moment, or several small ones, and the equations that waited for the last of their moments
+  0          equations without moments on the host: norms, counts, schedules
+  1 ... K    a moment, or several small moments, and the equations whose last input is among these moments
 
-``optimization_barrier`` makes what is computed from a group wait until the new moments of the group before are on the
-host. The equations themselves are not changed, and each is evaluated once, by JAX: every value is that of the step
-without offload, whatever the transform is. Where a transform couples moments of several parameters (Muon's rounds, a
-norm of the updates), the coupled equations run when the last of these moments has come.
+An ``optimization_barrier`` delays the computation of a group until the new moments of the group before are on the host.
+The equations are not changed, and JAX evaluates each once: for any transform, every value equals the value without
+offload. If a transform couples moments of several parameters (Muon's rounds, a norm of the updates), the coupled
+equations run after the transfer of the last of these moments.
 
-The device holds the moments of the largest parameter and their new values. Small parameters come first, and free their
-gradients before the largest comes.
+The device holds the moments of the largest parameter and their new values. Small parameters come first, which frees
+their gradients before the largest parameter comes.
 """
 
 import math
@@ -30,14 +30,14 @@ from xlstm_jax.distributed.optimizers.sharded_optimizer import ShardedOptimizer,
 from xlstm_jax.distributed.optimizers.state import owners
 from xlstm_jax.private_names import core
 
-JIT = ("jit", "pjit")  # the name of a call of a jitted function, now and before
-GROUP_BYTES = 2**24  # of a device's memory: a transfer takes 1 ms, and schedules keep several on their way
+JIT = ("jit", "pjit")  # the primitive of a jitted call, in new and old JAX
+GROUP_BYTES = 2**24  # per device: a transfer takes 1 ms, and schedules overlap several
 
 _Values = dict[core.Var, Any]
 
 
 def with_streaming(optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | AbstractMesh) -> ShardedOptimizer:
-    """Returns the optimizer, whose update takes a state of which some leaves lie on the host."""
+    """Returns the optimizer with an update that accepts a state with some leaves on the host."""
     del mesh
 
     def update(
@@ -48,7 +48,7 @@ def with_streaming(optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | Abs
             after, metrics = optimizer.update(grads, there, collections, **extra_args)
             return after.opt_state, (after._replace(opt_state=None), metrics)
 
-        # Without leaves on the host this is `on_device` itself.
+        # Without leaves on the host this is a call of `on_device`.
         opt_state, (after, metrics) = streamed(
             on_device, before.opt_state, optimizer.shardings, partial(owners, before.opt_state, params)
         )
@@ -63,16 +63,15 @@ def streamed(
     shardings: Callable[[PyTree], PyTree],
     owners: Callable[[], Sequence[str]],
 ) -> tuple[PyTree, PyTree]:
-    """Returns ``update(opt_state)``; leaves that lie on the host come to the device and go back in groups.
+    """Returns ``update(opt_state)``; leaves on the host are copied to the device and back in groups.
 
     Args:
-      update: takes a state on the device and returns the next state, of the same structure, and anything else.
-      opt_state: a state of which some leaves lie on the host; a state without such leaves is updated as it is.
-      shardings: returns those of all leaves of a state.
-      owners: returns for each leaf the name of the parameter that the leaf belongs to; leaves of one owner come one
-        after the other.
+      update: takes a state on the device and returns the next state, of the same structure, and any further result.
+      opt_state: a state with some leaves on the host; a state without such leaves is updated directly.
+      shardings: returns the shardings of all leaves of a state.
+      owners: returns for each leaf the name of its parameter; leaves of a parameter are adjacent.
     Returns:
-      What ``update`` returns; leaves that were on the host are on the host again.
+      The result of ``update``; leaves that were on the host are on the host again.
     """
     treedef: Any
     leaves, treedef = jax.tree.flatten(opt_state)
@@ -82,7 +81,7 @@ def streamed(
     moments = [_Moment(i, *facts) for i, facts in enumerate(described) if is_on_host(facts[0])]
     groups, structure = _grouped(moments), list[Any]()
 
-    # Leaves that are on the device are constants of the jaxpr.
+    # Leaves on the device are constants of the jaxpr.
     def on_device(*fetched: jax.Array) -> list[jax.Array]:
         there = dict(zip((moment.place for moment in moments), fetched, strict=True))
         updated = update(treedef.unflatten([there.get(i, leaf) for i, leaf in enumerate(leaves)]))
@@ -91,8 +90,8 @@ def streamed(
         return flat
 
     abstract = [jax.ShapeDtypeStruct(moment.value.shape, moment.value.dtype) for moment in moments]
-    # The second tracing opens calls of jitted functions. Adam's correction of biases is one call for all parameters:
-    # what is computed from its results, as an average of the weights, would wait for all moments.
+    # The second trace inlines calls of jitted functions. Adam's bias correction is a single call for all parameters:
+    # everything computed from its results, such as an average of the weights, would wait for all moments.
     closed = jax.make_jaxpr(partial(_opened, jax.make_jaxpr(on_device)(*abstract)))(*abstract)
     jaxpr: Any = closed.jaxpr
     variables = dict(zip((moment.place for moment in moments), jaxpr.invars, strict=True))
@@ -107,27 +106,28 @@ def streamed(
         eqns[k].append(eqn)
     new_in = {i: _arrival_of(jaxpr.outvars[i], arrival) for i in variables}
 
-    # Group after group comes, is computed, and goes back.
+    # Each group in turn is copied in, computed and copied back.
     values: _Values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     stored: dict[int, jax.Array] = {}  # new moments on the host, by place
-    before: list[int] = []  # those that went back last
+    before: list[int] = []  # the moments copied back last
     for k, group in enumerate([[], *groups]):
         there = [jax.device_put(moment.value, jax.memory.Space.Device) for moment in group]
-        if before:  # Without the barrier XLA would bring in all moments at once.
+        if before:  # Without the barrier XLA would copy in all moments at once.
             there, back = jax.lax.optimization_barrier((there, [stored[i] for i in before]))
             stored |= zip(before, back, strict=True)
         values |= zip((variables[moment.place] for moment in group), there, strict=True)
         values |= _evaluated(closed, eqns[k], values)
         new = {i: _read(values, jaxpr.outvars[i]) for i in variables if new_in[i] == k}
         stored |= {i: jax.device_put(value, jax.memory.Space.Host) for i, value in new.items()}
-        # Of a group whose new values need a later group nothing goes back: what comes next waits for a group before it.
+        # A group whose new values need a later group copies nothing back: the next group then waits for an earlier
+        # group.
         before = list(new) or before
     out = [stored[i] if i in stored else _read(values, x) for i, x in enumerate(jaxpr.outvars)]
     return jax.tree.unflatten(structure[0], out)
 
 
 class _Moment(NamedTuple):
-    """A leaf on the host: its place in the state, the array, its sharding, and the parameter that it belongs to."""
+    """Leaf on the host: its place in the state, the array, its sharding, and the parameter that the leaf belongs to."""
 
     place: int
     value: Any
@@ -136,12 +136,12 @@ class _Moment(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of one device's shard."""
+        """Bytes of a device's shard."""
         return math.prod(self.sharding.shard_shape(self.value.shape)) * self.value.dtype.itemsize
 
 
 def _grouped(moments: Sequence[_Moment]) -> list[list[_Moment]]:
-    """Returns moments one by one, small ones together up to ``GROUP_BYTES``; those of the smallest owner first."""
+    """Returns groups of a moment each, or of small moments up to ``GROUP_BYTES``; the smallest owner first."""
     by_owner: dict[str, list[_Moment]] = defaultdict(list)
     for moment in moments:
         by_owner[moment.owner].append(moment)
@@ -168,7 +168,7 @@ def _read(values: _Values, x: core.Var | core.Literal) -> Any:
 
 
 def _opened(closed: Any, *arguments: jax.Array) -> list[Any]:
-    """Returns the results of a jaxpr; a trace has the equations of jitted functions in place of their calls."""
+    """Returns the results of a jaxpr; traced, jitted calls become the equations of the jitted functions."""
     names = (*closed.jaxpr.constvars, *closed.jaxpr.invars)
     values: _Values = dict(zip(names, (*closed.consts, *arguments), strict=True))
     for eqn in closed.jaxpr.eqns:
@@ -181,7 +181,7 @@ def _opened(closed: Any, *arguments: jax.Array) -> list[Any]:
 
 
 def _evaluated(closed: Any, eqns: Sequence[core.JaxprEqn], values: _Values) -> _Values:
-    """Returns the results of some equations of a jaxpr, which JAX evaluates; ``values`` has what they need."""
+    """Returns the results of some equations of a jaxpr, evaluated by JAX; ``values`` has the inputs."""
     made = [x for eqn in eqns for x in eqn.outvars if not isinstance(x, core.DropVar)]
     needed = {x: values[x] for eqn in eqns for x in eqn.invars if not isinstance(x, core.Literal) and x in values}
     part = closed.jaxpr.replace(constvars=[], invars=list(needed), outvars=made, eqns=list(eqns))

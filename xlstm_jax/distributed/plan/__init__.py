@@ -1,14 +1,14 @@
-"""The sharding plan: what is split, why not where it is not, and what each device keeps, from shapes alone.
+"""The sharding plan: how each leaf is split, why a leaf is not split, and the bytes per device, from shapes alone.
 
     plan = plan_sharding(model, {"dp": 16, "fsdp": 256}, tokens, tx=optax.adamw(1e-3))
-    plan.table()                                  everything, for people
-    plan.explain("blocks/mlp/up/kernel")          one leaf in one sentence
-    plan.check(max_bytes_per_device=16 * 2**30)   a refusal, for scripts
+    plan.table()                                  the full plan, for people
+    plan.explain("blocks/mlp/up/kernel")          the plan of a single leaf, as a sentence
+    plan.check(max_bytes_per_device=16 * 2**30)   raises if a limit is exceeded, for scripts
     plan.to_json(), plan.diff(other)              for the review of a change
 
-``model.init`` is traced on a mesh without devices. Nothing is computed and nothing allocated: a model of 70 billion
-parameters on 4096 devices takes seconds. Wrapped modules decide in this ``init`` as they do in training, by
-``choose_shard_dim``. The optimizer's state comes from ``tx.init``; ``optimizer_state_shardings`` says how it is split.
+``model.init`` is traced on an abstract mesh: nothing is computed or allocated, so a model of 70 billion parameters on
+4096 devices takes seconds. Wrapped modules call ``choose_shard_dim`` in this trace as they do in training. The
+optimizer state comes from ``tx.init``, and the sharding of the state from ``optimizer_state_shardings``.
 """
 
 from xlstm_jax.distributed.plan.expert_plan import ExpertSection
@@ -19,7 +19,7 @@ from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.plan.section import SECTIONS
 from xlstm_jax.distributed.plan.sharding_plan import Difference, ShardingPlan
 
-# What plans say beside their rows: a line and a file for each section.
+# The sections of a plan beside the rows: a line and a file for each.
 SECTIONS[:] = [
     MatrixSection,
     ExpertSection,

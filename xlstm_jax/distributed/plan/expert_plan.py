@@ -1,4 +1,4 @@
-"""Mixtures of experts in a plan: which device owns which expert, and how large an expert is."""
+"""Plan section of mixtures of experts: the device of each expert, and the size of an expert."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,16 +19,16 @@ from xlstm_jax.wording import format_axes, format_bytes, path_pattern, rich_tabl
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """One module of ``Experts``, and the stack of layers that ``nn.scan`` makes of it.
+    """Plan of an ``Experts`` module, and of the layers that ``nn.scan`` stacks of the module.
 
     Attributes:
       path: of the module.
-      num_experts, top_k, capacity_factor: as ``Experts`` has them.
-      axes: those that experts are split over; () where each device has all of them.
-      devices: along these axes.
-      layers: of a scan; each has experts of its own.
-      expert_bytes: parameters of one expert in one layer, as they are stored.
-      expert_size: how many values they are.
+      num_experts, top_k, capacity_factor: as in ``Experts``.
+      axes: the axes that experts are split over; () if each device has all experts.
+      devices: number of devices along ``axes``.
+      layers: of a scan; each layer has separate experts.
+      expert_bytes: bytes of the parameters of an expert in a layer, as stored.
+      expert_size: number of elements of these parameters.
 
     >>> mixture = ExpertPlan("moe", 8, 2, None, ("ep",), devices=4, layers=1, expert_bytes=2**20, expert_size=2**18)
     >>> mixture.experts_of(3), mixture.owner(7)  # the position of a device along "ep"
@@ -47,21 +47,24 @@ class ExpertPlan:
 
     @property
     def per_device(self) -> int:
-        """How many experts of a layer each device has."""
+        """Number of experts of a layer on each device."""
         return self.num_experts // self.devices
 
     def experts_of(self, device: int) -> range:
-        """The experts of the device at this position along ``axes``, the first axis outermost."""
+        """Returns the experts of the device at this position along ``axes``, the first axis outermost."""
         return range(device * self.per_device, (device + 1) * self.per_device)
 
     def owner(self, expert: int) -> int:
-        """The position along ``axes`` of the device that has an expert."""
+        """Returns the position along ``axes`` of the device that stores an expert."""
         return expert // self.per_device
 
     @property
     def padding(self) -> float:
-        """What a dispatch in parts of one size sends, over the rows that tokens choose: parts of the worst case, or of
-        the capacity. Where rows travel alone, on TPUs but v5e, see ``Dispatch.padding``."""
+        """Rows sent by a dispatch in parts of equal size, divided by the rows that tokens choose.
+
+        The size of a part is the capacity, or else the worst case. For a dispatch that sends only the chosen rows (on
+        TPUs, except v5e) see ``Dispatch.padding``.
+        """
         if self.capacity_factor is not None:
             return self.capacity_factor
         return self.devices * min(self.top_k, self.per_device) / self.top_k
@@ -83,12 +86,13 @@ class ExpertPlan:
 def expert_plan(
     path: str, module: Any, of_layer: int, axis_sizes: Mapping[str, int], rows: Sequence[LeafPlan]
 ) -> ExpertPlan:
-    """Of an ``Experts`` module at a path, by the rows of its parameters; ``of_layer`` values are those of one layer."""
+    """Returns the plan of the ``Experts`` module at ``path``; ``of_layer`` is the size of a layer's experts."""
     axes = () if module.axis is None else as_axis_names(module.axis)
     devices = math.prod(axis_sizes[axis] for axis in axes)
     own = [row for row in rows if row.collection == PARAMETERS and row.path.startswith(_experts_of(path))]
     size, stored = sum(math.prod(row.shape) for row in own), sum(row.parameters.total for row in own)
-    # A scan keeps the experts of all its layers in one leaf, and runs the module once: sizes tell how many layers.
+    # A scan stacks the experts of all its layers in a leaf and traces the module once, so the number of layers follows
+    # from sizes.
     layers = max(size // max(of_layer, 1), 1)
     count = layers * module.num_experts
     options = (module.num_experts, module.top_k, module.capacity_factor)
@@ -96,13 +100,13 @@ def expert_plan(
 
 
 def _experts_of(path: str) -> str:
-    """Returns what the paths of the experts' parameters begin with, for the module at ``path``."""
+    """Returns the path prefix of the experts' parameters, for the module at ``path``."""
     return f"{path}/experts/".lstrip("/")
 
 
 def experts_table(plans: Sequence[ExpertPlan]) -> RenderableType:
-    """A line for each mixture; those that differ in their number alone are one."""
-    # Layers of a Python loop are alike, and differ in the number within their path.
+    """Returns a table with a line for each mixture; mixtures whose paths differ only in a number share a line."""
+    # Layers of a Python loop are alike, and differ in the number in their path.
     named: dict[str, list[str]] = {}
     for plan in plans:
         named.setdefault(str(plan), []).append(plan.path)
@@ -111,13 +115,13 @@ def experts_table(plans: Sequence[ExpertPlan]) -> RenderableType:
 
 
 class ExpertSection(Section[ExpertPlan]):
-    """The mixtures of experts of a model. What a mixture is its parameters do not say: each is noted when it runs."""
+    """Plan section of the mixtures of experts, recorded as they run: parameters lack the options of a mixture."""
 
     name = "experts"
     role = "experts"
 
     def __init__(self) -> None:
-        # By path: the module, and the size of the parameters of one layer's experts.
+        # By path: the module, and the size of the parameters of a layer's experts.
         self.found: dict[str, tuple[Experts, int]] = {}
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Errors of ``model.init`` on the inputs that a plan was given: what they are, and inputs on which it does not fail.
+"""Errors of ``model.init`` on the inputs of a plan: explanations, and inputs on which ``model.init`` succeeds.
 
 The usual cause is a batch of tokens [b, t + 1], from which the loss cuts inputs and next tokens: a model with learned
 positions for t tokens cannot be called on the batch itself.
@@ -24,7 +24,7 @@ MISSING = re.compile(r"missing \d+ required .*arguments?: (.*)$")
 
 
 class InitError(ValueError):
-    """``model.init`` failed on the inputs of a plan."""
+    """Error of ``model.init`` on the inputs of a plan."""
 
 
 def init_error(model: Model, inputs: Sequence[PyTree], kwargs: Mapping[str, Any], error: Exception) -> InitError:
@@ -46,10 +46,11 @@ def known_cure(
     call: str,
     by_keyword: str,
 ) -> str:
-    """Returns what to pass instead: one token less, if ``model.init`` takes that, or what the error says is missing.
+    """Returns advice on the inputs: one token less, or the arguments reported as missing by ``error``.
 
-    "" where it is neither: the model itself may have the mistake.
-    ``call`` has a place, ``{}``, for the inputs; ``by_keyword`` is how a keyword argument is given there.
+    Advises one token less if ``model.init`` accepts the shorter input. Returns "" without advice: the mistake may be in
+    the model. ``call`` has a placeholder, ``{}``, for the inputs; ``by_keyword`` shows how the call passes a keyword
+    argument.
     """
     if missing := MISSING.search(one_line(error)):
         names = missing.group(1)
@@ -67,7 +68,7 @@ def known_cure(
 
 
 def any_cure(call: str, by_keyword: str) -> str:
-    """Returns what to look at where inputs fail for a reason that is not known here; see ``known_cure``."""
+    """Returns general advice on inputs that fail for an unknown reason; arguments as of ``known_cure``."""
     return (
         "Pass what the loss function calls the model on, by shapes alone if you like: "
         f"{call.format('jax.ShapeDtypeStruct(shape, dtype)')}; an argument that is no array by keyword, {by_keyword}."
@@ -75,7 +76,7 @@ def any_cure(call: str, by_keyword: str) -> str:
 
 
 def why_not(model: Model, inputs: Sequence[PyTree], kwargs: Mapping[str, Any]) -> Exception | None:
-    """Returns what ``model.init`` raises for these inputs, traced for its shapes; None where it does not fail."""
+    """Returns the exception that tracing ``model.init`` on these inputs raises; None if tracing succeeds."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     try:
         with absent_device():
@@ -86,15 +87,15 @@ def why_not(model: Model, inputs: Sequence[PyTree], kwargs: Mapping[str, Any]) -
 
 
 def is_the_librarys(error: Exception) -> bool:
-    """Whether code of this library raised it, and neither the user's, nor that of JAX or Flax."""
+    """Returns whether code of this library raised the error, not code of the user, JAX or Flax."""
     frames = traceback.extract_tb(error.__traceback__)
-    # A call without one of its arguments fails in the line of the call, which may be a wrapper's.
+    # A call without a required argument fails in the line of the call, which may be a wrapper's line.
     called_wrongly = isinstance(error, TypeError) and MISSING.search(one_line(error))
     return bool(frames) and frames[-1].filename.startswith(LIBRARY) and not called_wrongly
 
 
 def one_token_less(inputs: Sequence[PyTree]) -> tuple[jax.ShapeDtypeStruct, ...] | None:
-    """Returns one array of tokens [b, t + 1] as [b, t]; None of other inputs."""
+    """Returns a single array of tokens [b, t + 1] as [b, t]; None for different inputs."""
     leaves = leaves_with_path(tuple(inputs))
     if len(inputs) != 1 or len(leaves) != 1:
         return None
@@ -105,7 +106,7 @@ def one_token_less(inputs: Sequence[PyTree]) -> tuple[jax.ShapeDtypeStruct, ...]
 
 
 def described_inputs(inputs: Sequence[PyTree]) -> str:
-    """Returns dtypes and shapes, as ``int32[8, 128]``, of all arrays among the inputs."""
+    """Returns dtypes and shapes of all arrays in the inputs as text, such as ``int32[8, 128]``."""
     leaves = [leaf for _, leaf in leaves_with_path(tuple(inputs))]
     shown = [f"{x.dtype}{list(np.shape(x))}" if hasattr(x, "dtype") else repr(x) for x in leaves]
     return joined(shown) if shown else "of which there are none"

@@ -1,4 +1,4 @@
-"""What a sharding plan says of one leaf: where it lies, why, and what that costs."""
+"""The row of a leaf in a sharding plan: the sharding of the leaf, the reason, bytes per device and gathers."""
 
 import json
 import math
@@ -10,9 +10,9 @@ from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_itemsize
 from xlstm_jax.wording import format_axes, format_bytes, joined
 
-PARAMETERS, OPTIMIZER = "params", "optimizer"  # collections of rows; the others are the model's own, as "batch_stats"
-COUNTED = ("parameters", "gradients", "optimizer", "other")  # of what a row counts the bytes
-LINES = (  # of the JSON, each with the fields in it: what it is, where it lies, why, what it takes, and what travels
+PARAMETERS, OPTIMIZER = "params", "optimizer"  # collections of rows; further ones are the model's, as batch_stats
+COUNTED = ("parameters", "gradients", "optimizer", "other")  # the fields of a row that count bytes
+LINES = (  # the fields on each line of the JSON: the leaf, its sharding, the reason, its bytes, its gathers
     ("collection", "dtype", "shape", "trainable"),
     ("names", "parts"),
     ("reason",),
@@ -25,7 +25,7 @@ LINES = (  # of the JSON, each with the fields in it: what it is, where it lies,
 
 
 class ByteCount(NamedTuple):
-    """Bytes: ``total`` of the global array, and ``per_device`` of what each device keeps of it.
+    """Bytes: ``total`` of the global array, and ``per_device`` of the part on each device.
 
     >>> ByteCount(1024, 256) + ByteCount(64, 64)
     ByteCount(total=1088, per_device=320)
@@ -44,30 +44,32 @@ NO_BYTES = ByteCount()
 
 @dataclass(frozen=True)
 class LeafPlan:
-    """One leaf of a plan: a parameter with its gradient and its optimizer state, or what is kept beside parameters.
+    """Row of a plan: a parameter with its gradient and optimizer state, or any further leaf.
 
     Attributes:
-      path: of a parameter, below its collection: ``blocks/mlp/up/kernel``. What is no parameter has its collection
-        before it: ``(batch_stats) norm/mean``, ``(optimizer) 0/count``.
-      collection: "params", the name of another collection of the model, or "optimizer".
+      path: for a parameter, the path below its collection: ``blocks/mlp/up/kernel``. The path of any further leaf
+        begins with the collection: ``(batch_stats) norm/mean``, ``(optimizer) 0/count``.
+      collection: "params", the name of a further collection of the model, or "optimizer".
       shape, dtype: of the global array.
       names: an entry for each dim: None, a mesh axis, or a tuple of axes, outermost first.
-      parts: into how many different shards it is split; 1: every device has all of it.
-      reason: why it is split along this dim, or why it is not.
-      use_shape: the shape that its wrapped module sees; the leaf's, but for the dims that ``nn.scan`` has added.
-      uses: how often a forward pass gathers it: calls of its module, times layers; 0 where nothing is gathered.
-      gathered_bytes: what one such gather leaves on each device, in ``gather_dtype``; 0 where nothing is gathered.
-        Packed blocks ("int8", say) count as they are sent; unpacked, the leaf takes what its own dtype takes.
-      row_bytes: of the table of an embedding that nothing but lookups reads, what a row takes while it travels: a
-        lookup sends rows instead of the table where these are fewer bytes. 0 where the leaf is gathered in any case.
-      piece_bytes: of a kernel that its head reads by pieces (``LMHead(by_pieces=True)``), what a piece takes on each
-        device: a loss gathers pieces instead of the kernel, in forward and again in backward. Else 0.
-      gather_dtype, grad_scatter_dtype: of communication; None where nothing is gathered.
-      gathered_with: the path of the module with whose parameters it is gathered, "" for the model itself; None where
-        nothing is gathered.
-      parameters, gradients, optimizer, other: bytes; ``other`` are those of further collections.
-      host: bytes of the optimizer's state that offload keeps in the memory of the host; they are not in ``optimizer``.
-      trainable: False for a frozen parameter, which has no gradient and no optimizer state.
+      parts: number of different shards; 1: the leaf is replicated on every device.
+      reason: the reason for the split dim, or for leaving the leaf unsharded.
+      use_shape: the shape in the wrapped module: ``shape`` without the dims that ``nn.scan`` added.
+      uses: gathers of the leaf in a forward pass: calls of its module, times layers; 0 if the leaf is not gathered.
+      gathered_bytes: bytes of the result of a gather on each device, in ``gather_dtype``; 0 if the leaf is not
+        gathered. Packed blocks (such as "int8") count as they are sent; the unpacked leaf takes the bytes of its
+        stored dtype.
+      row_bytes: bytes of a row in communication, for an embedding table that only lookups read: a lookup sends rows
+        instead of the table if the rows have fewer bytes. 0 if the table is always gathered.
+      piece_bytes: bytes of a piece on each device, for a kernel that its head reads in pieces
+        (``LMHead(by_pieces=True)``): a loss gathers pieces instead of the kernel, in forward and again in backward.
+        Else 0.
+      gather_dtype, grad_scatter_dtype: dtypes of communication; None if the leaf is not gathered.
+      gathered_with: path of the module whose parameters are gathered together with the leaf, "" for the model itself;
+        None if the leaf is not gathered.
+      parameters, gradients, optimizer, other: bytes in device memory; ``other`` counts further collections.
+      host: bytes of the optimizer state in host memory (offload); not part of ``optimizer``.
+      trainable: False for a frozen parameter, without gradient and optimizer state.
 
     >>> row = plan_sharding(nn.Dense(256), {"fsdp": 8}, jnp.ones((8, 1024))).row("kernel")
     >>> row.shape, row.names, row.parts, row.parameters
@@ -99,17 +101,17 @@ class LeafPlan:
     host: ByteCount = NO_BYTES
 
     def to_json(self) -> str:
-        """The leaf with its path, in a few lines of a plan's JSON."""
+        """Returns the row as a few lines of a plan's JSON, with the path as the key."""
         fields = vars(self) | {"reason": self.reason.to_json()}
         if not self.piece_bytes:
-            del fields["piece_bytes"]  # which version 0.3.0 does not know
+            del fields["piece_bytes"]  # version 0.3.0 cannot read this field
         lines = ({name: fields[name] for name in line if name in fields} for line in LINES)
         body = ",\n".join("      " + json.dumps(line)[1:-1] for line in lines)
         return f"    {json.dumps(self.path)}: {{\n{body}\n    }}"
 
     @classmethod
     def from_json(cls, path: str, leaf: dict[str, Any]) -> "LeafPlan":
-        """The leaf at a path, of what ``json`` has read there."""
+        """Returns the row of the leaf at ``path`` from the parsed JSON."""
         counts = {kind: ByteCount(*leaf[kind]) for kind in (*COUNTED, "host")}
         shapes = {name: tuple(leaf[name]) for name in ("shape", "use_shape")}
         names = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in leaf["names"])
@@ -118,43 +120,43 @@ class LeafPlan:
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The dims that are split; usually one."""
+        """Split dims; usually a single dim."""
         return tuple(dim for dim, entry in enumerate(self.names) if entry_axes(entry))
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All mesh axes that it is split over, in the order of its dims."""
+        """Mesh axes over which the leaf is split, in the order of the dims."""
         return tuple(axis for entry in self.names for axis in entry_axes(entry))
 
     @property
     def layers(self) -> int:
-        """How many layers share the array, each with weights of its own: what ``nn.scan`` has stacked; else 1."""
+        """Number of layers stacked in the leaf by ``nn.scan``; 1 without a scan."""
         return math.prod(self.shape) // max(math.prod(self.use_shape), 1)
 
     @property
     def gather_itemsize(self) -> float:
-        """Bytes of a value while it is gathered, with its part of a block's scale; 0 where nothing is."""
+        """Bytes of an element in a gather, with its part of a block's scale; 0 if the leaf is not gathered."""
         return sent_itemsize(self.gather_dtype) if self.gather_dtype else 0
 
     @property
     def gathered_size(self) -> float:
-        """How many values one gather leaves on each device; 0 where nothing is gathered."""
+        """Number of elements in the result of a gather on each device; 0 if the leaf is not gathered."""
         return self.gathered_bytes / self.gather_itemsize if self.uses else 0.0
 
     @property
     def all_bytes(self) -> ByteCount:
-        """Everything that devices keep for this leaf between two steps, and its gradient; not what lies on the host."""
+        """Bytes of the leaf, the gradient and the optimizer state in device memory, without host memory."""
         return sum((getattr(self, kind) for kind in COUNTED), NO_BYTES)
 
     @property
     def description(self) -> str:
         """``'head/kernel' float32[4096, 50257] (785 MiB)``"""
-        # One of these kinds is the leaf itself, by its collection.
+        # Exactly one kind counts the leaf itself, depending on the collection.
         size = self.parameters.total or self.other.total or self.optimizer.total or self.host.total
         return f"'{self.path}' {self.dtype}{list(self.shape)} ({format_bytes(size)})"
 
     def sentence(self, devices: int) -> str:
-        """All of this in one sentence."""
+        """Returns a sentence with the sharding of the leaf, the reason, the bytes per device and the gathers."""
         return f"{self.description} {self._where(devices)}{self._kept()}{self._gathers()}."
 
     def _where(self, devices: int) -> str:
@@ -172,7 +174,7 @@ class LeafPlan:
             "of optimizer state": self.optimizer.per_device,
         }
         kept = [f"{format_bytes(count)} {what}" for what, count in counts.items() if count]
-        # Why there is neither gradient nor optimizer state is said where their bytes are missed.
+        # A frozen leaf has no bytes of gradient and optimizer state: give the reason in their place.
         frozen = "" if self.trainable else "; it is frozen, without gradient and optimizer state"
         on_host = f", its host {format_bytes(self.host.per_device)} of optimizer state" if self.host.total else ""
         return f"; a device keeps {joined(kept)}{on_host}{frozen}" if kept else ""

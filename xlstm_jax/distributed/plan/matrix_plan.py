@@ -1,4 +1,4 @@
-"""Optimizers that need whole matrices, in a plan: the matrices, their owners, and why other leaves are no matrices."""
+"""Plan section of optimizers that update unsharded matrices: matrices, owners, and reasons of non-matrices."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,15 +16,15 @@ from xlstm_jax.wording import listed, path_pattern, rich_table
 
 @dataclass(frozen=True)
 class MatrixPlan:
-    """Matrices of one form, or leaves that are none for one reason.
+    """Matrices of equal form, or leaves that are not matrices for the same reason.
 
     Attributes:
-      rule: of the optimizer, as "muon".
+      rule: name of the optimizer, such as "muon".
       leaves: paths.
-      count: how many matrices; 0 where the leaves are none.
-      rows, columns: of each, rows being the shorter side; 0 where the leaves are none.
-      owners: devices that share the work, each with ``per_owner`` places; the other devices do the same work again.
-      reason: why the leaves are no matrices, "" where they are.
+      count: number of matrices; 0 for leaves that are not matrices.
+      rows, columns: of each matrix, ``rows`` being the shorter side; 0 for leaves that are not matrices.
+      owners: devices that share the work, each with ``per_owner`` places; the remaining devices repeat the same work.
+      reason: why the leaves are not matrices; "" for matrices.
 
     >>> print(MatrixPlan("muon", ("blocks/up/kernel",), 24, 2048, 8192, owners=16, per_owner=2, reason=""))
     24 matrices of 2048 x 8192, muon: 2 places on each of 16 owners, 25% of them idle; the busiest has 1.33 x the mean
@@ -41,13 +41,13 @@ class MatrixPlan:
 
     @property
     def idle_fraction(self) -> float:
-        """Of the owners' places those that hold no matrix, and cost as much as the others: 0 to 1."""
+        """Fraction of empty places among the owners' places: 0 to 1. An empty place costs as much as a full place."""
         return 1 - self.count / (self.owners * self.per_owner) if self.count else 0.0
 
     @property
     def workless_fraction(self) -> float:
-        """Of the owners those that have no matrix of this form, though maybe one of another: 0 to 1."""
-        # Owners fill their places in order, so that those without a matrix are the last ones.
+        """Fraction of the owners without a matrix of this form, but maybe with a matrix of another form: 0 to 1."""
+        # Owners fill their places in order, so the owners without a matrix are the last.
         return 1 - -(-self.count // self.per_owner) / self.owners if self.count else 0.0
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class MatrixPlan:
             return f"{what}: every device does the same work"
         places = f"{self.per_owner} place{'s' * (self.per_owner > 1)}"
         spread = f", {self.workless_fraction:.0%} of them idle" if self.workless_fraction else ""
-        # All wait for the owner whose places are all taken.
+        # All owners wait for an owner whose places are full.
         spread += f"; the busiest has {1 / (1 - self.idle_fraction):.3g} x the mean" if self.idle_fraction else ""
         return f"{what}: {places} on each of {self.owners} owners{spread}"
 
@@ -69,12 +69,13 @@ class MatrixPlan:
 
 
 def matrix_plans(reports: Iterable[MatrixReport]) -> tuple[MatrixPlan, ...]:
-    """For each optimizer its matrices by form, those with the most work first, then the leaves that are no matrices."""
+    """Returns for each optimizer the matrices by form, most work first, then the leaves that are not matrices."""
     plans = []
     for report in reports:
         for group in report.groups:
             leaves = tuple(leaf.path for leaf in group.leaves)
-            # Where layers are split over devices, a group has the matrices of one part of the mesh; a plan counts all.
+            # If layers are split over devices, a group has the matrices of one part of the mesh; a plan counts all
+            # parts.
             parts = sum(report.choices[path].count for path in leaves) // group.count
             size = (group.form.rows, group.form.columns)
             plans.append(
@@ -89,13 +90,13 @@ def matrix_plans(reports: Iterable[MatrixReport]) -> tuple[MatrixPlan, ...]:
 
 
 def matrices_table(plans: Sequence[MatrixPlan]) -> RenderableType:
-    """A line for each form of matrices, and for each reason of leaves that are none."""
+    """Returns a table with a line for each form of matrices, and for each reason why leaves are not matrices."""
     rows = [[listed(dict.fromkeys(map(path_pattern, plan.leaves))).replace("'", ""), str(plan)] for plan in plans]
     return rich_table("Matrices that are updated whole", ["leaves", "what they are, and who owns them"], rows, left=2)
 
 
 class MatrixSection(Section[MatrixPlan]):
-    """What optimizers that need whole matrices report while they are initialised."""
+    """Plan section with the reports of optimizers that update unsharded matrices, recorded in ``tx.init``."""
 
     name = "matrices"
 

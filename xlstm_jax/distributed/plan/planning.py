@@ -1,4 +1,4 @@
-"""Makes a sharding plan: traces ``model.init`` without values, and reads a row off the box around each leaf."""
+"""``plan_sharding``: traces ``model.init`` without values, and makes a row from the box around each leaf."""
 
 import math
 from collections import Counter, defaultdict
@@ -17,7 +17,6 @@ from xlstm_jax.common_types import AxisNames, Model, PyTree
 from xlstm_jax.distributed.data_parallel.extension import PartialGather, arranged, avoids_gather, noting_parts
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
-from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
 from xlstm_jax.distributed.data_parallel.placement import check_divides, partition_specs
 from xlstm_jax.distributed.data_parallel.planned import Decision, Planned, planning_mesh
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, ShardPolicy, next_multiple
@@ -31,6 +30,7 @@ from xlstm_jax.distributed.data_parallel.reasons import (
 )
 from xlstm_jax.distributed.data_parallel.shard import plan_params, with_unit
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, sharded_leaves, with_mesh_names
+from xlstm_jax.distributed.data_parallel.unconstrained_boxes import boxes_without_constraints
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_bytes
@@ -58,7 +58,7 @@ def plan_sharding(
     offload: Placement = ON_DEVICES,
     **kwargs: Any,
 ) -> ShardingPlan:
-    """What ``create_train_state`` would lay on a mesh of this shape, without the mesh and without a value.
+    """Plans the state of ``create_train_state`` on a mesh of this shape, without a mesh and without values.
 
     >>> plan = plan_sharding(nn.Dense(256), {"dp": 2, "fsdp": 4}, jnp.ones((8, 1024)), axis_name="fsdp")
     >>> for row in plan.rows:
@@ -66,47 +66,48 @@ def plan_sharding(
     bias (None,) 256 values are fewer than min_weight_size=262144
     kernel ('fsdp', None) dim 0 of size 1024 is the largest that 4 divides
 
-    A model whose modules are wrapped by ``shard_module_params`` is planned as it is: the wrappers decide. A model in
-    which nothing is wrapped is planned as if ``shard_module_params(model, axis_name, min_weight_size)`` were around it.
+    In a model with modules wrapped by ``shard_module_params`` the wrappers decide. A model without wrappers is
+    planned as ``shard_module_params(model, axis_name, min_weight_size)``.
 
     Args:
       model: a Linen module.
-      axis_sizes: the axes of the mesh, outermost first, with their sizes: ``{"dp": 4, "fsdp": 64}``; ``mesh.shape``.
-      *inputs: example inputs with global shapes, arrays or ``ShapeDtypeStruct``, of what the loss calls the model on:
-        ``tokens[:, :-1]``, say, and not the batch of which it cuts them.
-      axis_name: for a model without wrappers, the axes to split over; None: all of them.
-      min_weight_size: for a model without wrappers, see ``shard_module_params``; None: its default.
+      axis_sizes: the axes of the mesh, outermost first, with their sizes: ``{"dp": 4, "fsdp": 64}``, or ``mesh.shape``.
+      *inputs: example inputs of the model with global shapes, arrays or ``ShapeDtypeStruct``: the arrays in the loss's
+        call of the model, such as ``tokens[:, :-1]``, not the batch.
+      axis_name: for a model without wrappers, the axes to split over; None: every axis.
+      min_weight_size: for a model without wrappers, see ``shard_module_params``; None: the default there.
       tx: an optax optimizer, whose state the plan then counts.
-      rng: a key, or a dict of keys, as ``model.init`` takes it, arrays or abstract; None: any key.
+      rng: a key, or a dict of keys, as for ``model.init``, arrays or abstract; None: any key.
       trainable, frozen_dtype, offload: as for ``create_train_state``.
-      **kwargs: passed to ``model.init`` as they are, as ``train=False``.
+      **kwargs: further arguments of ``model.init``, such as ``train=False``.
     Returns:
       The plan.
     Raises:
-      ValueError: a wrapper, a box or ``axis_name`` names an axis that there is not; axes do not divide the dim of a box
-        that the model has made itself; the model has wrappers and ``axis_name`` or ``min_weight_size`` is given; or
-        ``model.init`` fails on the inputs (``InitError``).
+      ValueError: a wrapper, a box or ``axis_name`` names an unknown axis; the axes do not divide the dim of a box made
+        by the model; ``axis_name`` or ``min_weight_size`` is given for a model with wrappers; or ``model.init`` fails
+        on the inputs (``InitError``).
     """
     sizes = _checked_sizes(axis_sizes)
     mesh = planning_mesh(sizes)
     sections = [section() for section in SECTIONS]
-    # How a head reads its kernel cannot be read off its parameters, nor can much of what sections say.
+    # Calls of modules are recorded, since parameters show neither how a head reads its kernel nor most entries of the
+    # sections.
     with noting(sections), noting_parts() as parts:
         freeze = partial(with_frozen, trainable=trainable, frozen_dtype=frozen_dtype)
         variables = _planned_init(model, mesh, rng, inputs, kwargs, freeze)
         variables, assumed = _decided(model, variables, axis_name, min_weight_size, sizes)
-        partition_specs(variables, mesh)  # refuses names that are no axes
-        # In the order in which training gathers several axes.
+        partition_specs(variables, mesh)  # raises for names that are not mesh axes
+        # The order in which training gathers over several axes.
         params = arranged(variables.pop(PARAMETERS, {}), sizes)
         of_params, beside = _optimizer_rows(tx, params, mesh, offload)
     rows = []
     for path, leaf in sharded_leaves(params):
         kept = _bytes_of(path, leaf, sizes)
-        # A gradient is as large as its parameter, and split like it.
+        # A gradient has the bytes and the sharding of its parameter.
         fields = {"parameters": kept, "gradients": kept if leaf.is_differentiable else NO_BYTES, **of_params[path]}
         fields |= _gathering(path, leaf, sizes, parts.get(path)) | {"trainable": leaf.trainable}
         rows.append(_row(path, PARAMETERS, leaf, _reason(leaf), sizes, **fields))
-    # Other collections (batch_stats) are whole, unless the model has boxed them.
+    # Further collections (batch_stats) are replicated, unless the model boxes them.
     for collection, path, leaf in [(name, *found) for name in variables for found in sharded_leaves(variables[name])]:
         path = f"({collection}) {path}"
         reason = BoxedByModel(leaf.names) if leaf.axes else NoParameter()
@@ -120,15 +121,15 @@ def plan_sharding(
 def _roles(
     params: PyTree, within: Mapping[str, Mapping[str, tuple[str, ...]]], sizes: dict[str, int]
 ) -> dict[str, tuple[str, ...]]:
-    """Returns what parameters use each axis for, see ``ShardingPlan``; ``within`` has ``axes_within`` by role."""
+    """Returns the roles of each axis, see ``ShardingPlan``; ``within`` holds the ``axes_within`` of each role."""
     leaves = sharded_leaves(params)
     gathered = {axis for _, leaf in leaves for axis in _gathered_axes(leaf)}
     of_sections = {begin: axes for by_path in within.values() for begin, axes in by_path.items()}
     of_layers: set[str] = set()
-    for path, leaf in leaves:  # an axis may split layers, and experts beside them
+    for path, leaf in leaves:  # an axis may split both layers and experts
         own = set(leaf.axes) - set(_gathered_axes(leaf))
         of_layers |= own.difference(*(axes for begin, axes in of_sections.items() if path.startswith(begin)))
-    # One axis may have several roles: the same devices split weights of one layer, and experts of the next.
+    # An axis may have several roles: the same devices split weights of one layer and experts of the next.
     by_role = {"fsdp": gathered, "tensor": of_layers}
     by_role |= {role: {axis for axes in by_path.values() for axis in axes} for role, by_path in within.items()}
     return {axis: tuple(role for role, axes in by_role.items() if axis in axes) for axis in sizes}
@@ -142,21 +143,23 @@ def _planned_init(
     kwargs: dict[str, Any],
     freeze: Callable[[PyTree], PyTree],
 ) -> PyTree:
-    """The variables of ``model.init`` without values, in boxes that carry the decisions of their wrappers."""
+    """Returns the variables of ``model.init`` without values, in boxes with the decisions of their wrappers."""
     check_no_explicit_mesh()
 
     def init(rng: PyTree, inputs: PyTree) -> PyTree:
-        with jax.sharding.use_abstract_mesh(mesh), rules_of_mesh():
+        with jax.sharding.use_abstract_mesh(mesh), boxes_without_constraints():
             return freeze(with_mesh_names(model.init(rng, *inputs, **kwargs)))
 
-    # Nothing is computed: a key without a value will do.
+    # Nothing is computed, so an abstract key is enough.
     key = jax.eval_shape(lambda: jax.random.key(0)) if rng is None else rng
     try:
-        # Attention of cuDNN asks the GPU at hand what it can do. A plan wants shapes, which are the same on any.
+        # cuDNN attention queries the local GPU for its features. A plan needs shapes alone, which are the same on any
+        # GPU.
         with absent_device():
             return dict(jax.eval_shape(init, key, inputs))
     except Exception as error:
-        # Wrappers, names and frozen leaves have errors of their own: those of the inputs show without all of them.
+        # Wrappers, axis names and frozen leaves raise errors with a cure. An error of the inputs is raised by the
+        # plain model, too, without mesh and boxes.
         if (plain := why_not(model, inputs, kwargs)) is None or type(plain) is not type(error):
             raise
         if is_the_librarys(plain):
@@ -177,18 +180,21 @@ def _checked_sizes(axis_sizes: Mapping[str, int]) -> dict[str, int]:
 def _decided(
     model: Model, variables: PyTree, axis_name: AxisNames | None, min_weight_size: int | None, sizes: dict[str, int]
 ) -> tuple[PyTree, str]:
-    """The variables with decisions in their boxes; and the wrapper that is assumed where a model has none, in words."""
+    """Returns the variables with decisions in their boxes, and the wrapper assumed for a model without wrappers.
+
+    For a model with wrappers the second result is "".
+    """
     if any(isinstance(leaf, Planned) for _, leaf in leaves_with_path(variables)):
         options = {"axis_name": axis_name, "min_weight_size": min_weight_size}
         if name := next((name for name, value in options.items() if value is not None), None):
             raise ValueError(
-                f"{name}={options[name]!r} is for models without wrappers, and modules of this one are wrapped by "
-                f"shard_module_params, which decides. Leave {name} out, or change it where the modules are wrapped."
+                f"{name}={options[name]!r} is for models without wrappers, and this model has modules wrapped by "
+                f"shard_module_params. Leave {name} out, or set it in the call of shard_module_params."
             )
         return variables, ""
     axes = tuple(sizes) if axis_name is None else as_axis_names(axis_name)
     if missing := [axis for axis in axes if axis not in sizes]:
-        raise ValueError(f"{axis_name=}: there is no axis {missing[0]!r} in axis_sizes={sizes}. Pass one of it.")
+        raise ValueError(f"{axis_name=}: there is no axis {missing[0]!r} in axis_sizes={sizes}. Pass one of these.")
     policy = ShardPolicy(axes, DEFAULT_MIN_WEIGHT_SIZE if min_weight_size is None else min_weight_size)
     over, params = {axis: sizes[axis] for axis in axes}, {PARAMETERS: variables.get(PARAMETERS, {})}
     assumed = f"shard_module_params({type(model).__name__}, {format_axes(axes)}, {policy.min_weight_size})"
@@ -196,7 +202,7 @@ def _decided(
 
 
 def _gathered_axes(leaf: Sharded) -> set[str]:
-    """The axes over which a wrapper gathers the leaf; those of the model's own are left."""
+    """Returns the axes over which a wrapper gathers the leaf, without the model's axes (such as tensor parallel)."""
     if not isinstance(leaf, Planned):
         return set(leaf.gathered_axes)
     return {axis for decision in leaf.decisions if decision.choice.dim is not None for axis in decision.axes}
@@ -218,7 +224,7 @@ def _row(path: str, collection: str, leaf: Sharded, reason: Reason, sizes: dict[
 
 
 def _count(axes: Iterable[str], sizes: dict[str, int]) -> int:
-    """The number of devices along the axes."""
+    """Returns the number of devices along the axes."""
     return math.prod(sizes[axis] for axis in axes)
 
 
@@ -226,18 +232,21 @@ def _bytes_of(path: str, leaf: Sharded, sizes: dict[str, int]) -> ByteCount:
     value = leaf.value
     check_divides(path, leaf, sizes)
     itemsize = value_dtype(value).itemsize
-    # Per device what is stored counts; in all, what the model has.
+    # ``per_device`` counts the stored array, with padding; ``total`` counts the model's array.
     stored = math.prod(value.shape) * itemsize  # with the padding of a dim that the axes do not divide
     return ByteCount(math.prod(leaf.true_shape) * itemsize, stored // _count(leaf.axes, sizes))
 
 
 def _reason(leaf: Sharded) -> Reason:
-    """Why the leaf was split, or else the last refusal; with wrappers over different axes, the reason of each."""
+    """Returns the reason for the split, or else for the last refusal.
+
+    For wrappers over different axes: the reason for each tuple of axes.
+    """
     if not isinstance(leaf, Planned):
         return BoxedByModel(leaf.names) if leaf.axes else Unwrapped()
     deciding: dict[tuple[str, ...], Decision] = {}
     for decision in leaf.decisions:
-        # Of wrappers within each other over the same axes the first that splits decides; the others find it split.
+        # Among nested wrappers over the same axes, the first to split the leaf decides; the rest find the leaf split.
         settled = deciding.get(decision.axes)
         if settled is None or settled.choice.dim is None:
             deciding[decision.axes] = decision
@@ -247,7 +256,7 @@ def _reason(leaf: Sharded) -> Reason:
 
 
 def _gathering(path: str, leaf: Sharded, sizes: dict[str, int], part: PartialGather | None) -> dict[str, Any]:
-    """The fields of a row that say what its wrapped module gathers; ``part`` as ``noting_parts`` has it."""
+    """Returns the fields of a row about gathers of the leaf; ``part`` is its entry of ``noting_parts``."""
     shape = tuple(leaf.value.shape)
     decisions = leaf.decisions if isinstance(leaf, Planned) else ()
     splits = [(decision, dim) for decision in decisions if (dim := decision.choice.dim) is not None]
@@ -256,13 +265,13 @@ def _gathering(path: str, leaf: Sharded, sizes: dict[str, int], part: PartialGat
         return {"use_shape": decisions[-1].shape if decisions else shape}
     last, dim = splits[-1]
     seen = {axis for entry in last.names for axis in entry_axes(entry)}
-    # nn.scan and nn.vmap add dims in front, and each use gathers one entry along them (one layer).
+    # nn.scan and nn.vmap add leading dims, and each use gathers a single entry along these dims (a layer).
     added = _count(set(leaf.axes) - seen, sizes)
     stored = list(last.shape)
-    # All that is stored travels.
+    # A gather sends the stored array, padding included.
     stored[dim] = next_multiple(stored[dim], _count(last.axes, sizes))
     layers = math.prod(shape) // math.prod(stored) // added
-    # What no wrapper gathers (tensor parallel) stays split.
+    # Dims that no wrapper gathers (tensor parallel) stay split.
     shard = [size // _count(entry_axes(entry), sizes) for size, entry in zip(stored, last.names, strict=True)]
     dtype = last.gather_dtype if leaf.trainable else _gathered_as(leaf)
     sent = _count(seen & gathered, sizes) * sent_bytes(shard, dim, dtype)
@@ -279,9 +288,9 @@ def _gathering(path: str, leaf: Sharded, sizes: dict[str, int], part: PartialGat
 
 
 def _entries(box: Sharded, part: PartialGather, last: Decision, sizes: dict[str, int]) -> int:
-    """How many entries of its dim each piece of a matrix has; 0 where it is gathered whole."""
+    """Returns the number of entries along the dim in a piece of a kernel; 0 if the kernel is gathered unsharded."""
     along = part.along
-    # Another module's gather, or that of several wrappers, brings the whole kernel.
+    # A gather by an outer module, or by several wrappers, returns the unsharded kernel.
     if box.unit_depth != 1 or not set(box.axes) <= set(last.axes) or not part.may_be_sent(box):
         return 0
     parts = _count(entry_axes(box.names[along]), sizes)
@@ -289,14 +298,14 @@ def _entries(box: Sharded, part: PartialGather, last: Decision, sizes: dict[str,
 
 
 def _gathered_as(leaf: Sharded) -> str:
-    """The dtype, or the format of blocks, in which a leaf is gathered as it is now."""
+    """Returns the dtype, or the block format, in which the leaf is gathered as it is stored."""
     return leaf.communication.format_of(leaf.value) or str(np.dtype(leaf.communication.dtypes(leaf.value)[0]))
 
 
 def _optimizer_rows(
     tx: optax.GradientTransformation | None, params: PyTree, mesh: AbstractMesh, offload: Placement
 ) -> tuple[Mapping[str, Mapping[str, ByteCount]], list[LeafPlan]]:
-    """Bytes of the optimizer's state by parameter and by where they lie, and rows for what belongs to no parameter."""
+    """Returns the bytes of optimizer state by parameter and memory, and rows for state without a parameter."""
     of_params: dict[str, dict[str, ByteCount]] = defaultdict(lambda: defaultdict(ByteCount))
     beside: list[LeafPlan] = []
     if tx is None:
@@ -306,7 +315,7 @@ def _optimizer_rows(
     shardings = dict(leaves_with_path(optimizer.shardings(opt_state)))
     paths = {path: path for path, _ in leaves_with_path(params)}
     for path, leaf in sharded_leaves(opt_state):
-        # By the shardings that training would give it: copies, offload and all.
+        # The shardings of training, with copies and offload applied.
         value, sharding = leaf.value, shardings[path]
         stored = math.prod(sharding.shard_shape(value.shape)) * value.dtype.itemsize
         kept = ByteCount(math.prod(leaf.true_shape) * value.dtype.itemsize, stored)

@@ -1,15 +1,15 @@
-"""The protocol by which a feature adds a section to a sharding plan, in a file of its own.
+"""The protocol by which a feature adds a section to a sharding plan, in a separate file.
 
-A plan has a row for each leaf. A section holds what a feature knows beside the rows: which device owns which expert,
-which device updates which matrix. Hooks of ``Section`` in the order in which they run:
+A plan has a row for each leaf. A section holds what the rows do not: the device that stores each expert, the device
+that updates each matrix. Hooks of ``Section``, in the order of their calls:
 
-  trace     noting       a context around ``model.init`` and ``tx.init``, in which the feature notes what runs
-  rows      entries      the entries of the section, of what was noted and of the rows
-            axes_within  the axes that the feature splits parameters over, for the roles of axes
+  trace     noting       a context around ``model.init`` and ``tx.init``, in which the feature keeps its records
+  rows      entries      the entries of the section, made from the records and the rows
+            axes_within  the axes over which parameters are split, for ``ShardingPlan.roles``
   text      table        the entries for people
-            from_json    an entry of the JSON; the fields of an entry, a dataclass, are what is written
+            from_json    an entry from JSON, which stores the fields of the entry, a dataclass
 
-``plan/__init__`` registers each section with one line. Without any, a plan has rows alone.
+``plan/__init__`` registers each section with one line. Without sections a plan has rows alone.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,31 +24,31 @@ Entry = TypeVar("Entry")  # a frozen dataclass
 
 
 class Section(Generic[Entry]):
-    """One section while one plan is made: an instance may keep what it notes."""
+    """Section of a plan under construction: an instance may store its records of the trace."""
 
     name: ClassVar[str]  # the field of ``ShardingPlan``, and the key of its JSON
-    role: ClassVar[str] = ""  # of the axes that ``axes_within`` returns
+    role: ClassVar[str] = ""  # the role of the axes that ``axes_within`` returns
 
     def noting(self) -> AbstractContextManager[None]:
         """Returns a context around the initialisation of the model and of the optimizer."""
         return nullcontext()
 
     def entries(self, axis_sizes: Mapping[str, int], rows: Sequence[LeafPlan]) -> tuple[Entry, ...]:
-        """Returns the entries of a plan with these rows of parameters and other collections."""
+        """Returns the entries of a plan; ``rows`` are the rows of parameters and of further collections."""
         raise NotImplementedError
 
     def axes_within(self, entries: Sequence[Entry]) -> Mapping[str, tuple[str, ...]]:
-        """Returns the axes that split parameters for this feature, by what the paths of the parameters begin with."""
+        """Returns the axes that split parameters for this feature, by path prefix of the parameters."""
         return {}
 
     @staticmethod
     def table(entries: Sequence[Entry], /) -> RenderableType:
-        """Returns the entries, of which there is one at least, for ``rich``."""
+        """Returns the entries (at least one) as a table for ``rich``."""
         raise NotImplementedError
 
     @staticmethod
     def from_json(fields: Mapping[str, Any], /) -> Entry:
-        """Returns the entry whose fields JSON has kept."""
+        """Returns the entry with these fields, read from JSON."""
         raise NotImplementedError
 
 
@@ -57,7 +57,7 @@ SECTIONS: list[type[Section[Any]]] = []  # filled by ``plan/__init__``, in the o
 
 @contextmanager
 def noting(sections: Sequence[Section[Any]]) -> Iterator[None]:
-    """Enters the contexts in which all sections note what runs."""
+    """Enters the ``noting`` contexts of all sections."""
     with ExitStack() as stack:
         for section in sections:
             stack.enter_context(section.noting())

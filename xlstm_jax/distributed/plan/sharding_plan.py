@@ -1,4 +1,4 @@
-"""The sharding plan itself: rows, one for each leaf; what follows from them; and its forms as text."""
+"""``ShardingPlan``: a row for each leaf, totals over the rows, limits, differences, and output as text and JSON."""
 
 import difflib
 import json
@@ -20,9 +20,10 @@ WORST_SHOWN = 3
 
 
 class Difference(NamedTuple):
-    """One leaf in which two plans differ, or the mesh, or the wrapper that is assumed; ``str`` of it is to be printed.
+    """Difference between two plans in a leaf, in the mesh, or in the assumed wrapper; ``str`` formats the difference.
 
-    ``before`` and ``after`` say by name what differs; None where the leaf is not in that plan.
+    ``before`` and ``after`` map the names of the changed fields to values. ``before`` is None for an added leaf,
+    ``after`` for a removed leaf.
 
     >>> print(Difference("head/kernel", {"parts": 64}, {"parts": 32}))
     head/kernel:
@@ -50,17 +51,18 @@ def _readable(value: Any) -> str:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """What ``plan_sharding`` found: a row for each leaf, and what follows from all of them.
+    """Result of ``plan_sharding``: a row for each leaf, and totals over the rows.
 
     Attributes:
       axis_sizes: the mesh: axes, outermost first, with their sizes.
-      assumed: the wrapper that the plan assumes around a model which has none; "" where the model has its own.
-      rows: the parameters in the order of their tree, then other collections, then what the optimizer keeps beside.
-      matrices: what an optimizer that needs whole matrices takes for such, and who owns them; see ``muon``.
-      experts: the mixtures of experts, and who owns which.
-      roles: for each axis what the parameters use it for: "fsdp" (they are gathered over it), "tensor" (layers are
-        split over it), "experts", or several of these; () where all devices along it have the same parameters, as of an
-        axis of the batch ("dp") or of a sequence.
+      assumed: the wrapper assumed for a model without wrappers; "" for a model with wrappers.
+      rows: the parameters in tree order, then the leaves of further collections, then optimizer state that belongs to
+        no parameter.
+      matrices: the matrices that an optimizer such as ``muon`` updates unsharded, and the devices that update them.
+      experts: the mixtures of experts, and the device that stores each expert.
+      roles: how the parameters use each axis: "fsdp" (parameters are gathered over the axis), "tensor" (layers are
+        split over the axis), "experts", or several roles; () if all devices along the axis have equal parameters, as
+        along a batch axis ("dp") or a sequence axis.
 
     >>> plan = plan_sharding(nn.Dense(256), mesh.shape, jnp.ones((8, 1024)))
     >>> plan
@@ -72,14 +74,14 @@ class ShardingPlan:
     axis_sizes: Mapping[str, int]
     assumed: str
     rows: tuple[LeafPlan, ...]
-    # Of the sections of these names.
+    # Fields of the sections: each has the name of a section.
     matrices: tuple[Any, ...] = ()
     experts: tuple[Any, ...] = ()
     roles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def devices(self) -> int:
-        """The number of devices."""
+        """Number of devices."""
         return math.prod(self.axis_sizes.values())
 
     @property
@@ -89,47 +91,50 @@ class ShardingPlan:
 
     @property
     def gradients(self) -> ByteCount:
-        """Bytes of the gradients of all parameters that take one."""
+        """Bytes of the gradients of all parameters that have a gradient."""
         return sum((row.gradients for row in self.rows), ByteCount())
 
     @property
     def optimizer(self) -> ByteCount:
-        """Bytes of the optimizer's state on devices; none where the plan was made without an optimizer."""
+        """Bytes of the optimizer state in device memory; 0 for a plan made without an optimizer."""
         return sum((row.optimizer for row in self.rows), ByteCount())
 
     @property
     def host(self) -> ByteCount:
-        """Bytes of the optimizer's state in the memory of the host; none without offload."""
+        """Bytes of the optimizer state in host memory; 0 without offload."""
         return sum((row.host for row in self.rows), ByteCount())
 
     @property
     def other(self) -> ByteCount:
-        """Bytes of the model's other collections."""
+        """Bytes of the model's further collections, such as ``batch_stats``."""
         return sum((row.other for row in self.rows), ByteCount())
 
     @property
     def bytes_per_device(self) -> int:
-        """Parameters, gradients, optimizer state and other collections on each device, not its host; no activations."""
+        """Bytes of parameters, gradients, optimizer state and further collections in device memory.
+
+        Host memory and activations are not included.
+        """
         return sum(row.all_bytes.per_device for row in self.rows)
 
     @property
     def replicated_fraction(self) -> float:
-        """What of the parameters' bytes every device keeps whole: 0 to 1; on one device nothing is."""
+        """Fraction of the parameters' bytes replicated on every device: 0 to 1; 0 on a single device."""
         whole = sum(row.parameters.total for row in self.replicated)
-        # A model may have no parameters, and these no bytes.
+        # A model may have no parameters, or parameters of 0 bytes.
         return whole / self.parameters.total if whole else 0.0
 
     @property
     def replicated(self) -> tuple[LeafPlan, ...]:
-        """The parameters that every device keeps whole, the largest first."""
+        """Rows of the parameters stored unsharded on every device, largest first; () on a single device."""
         whole = [row for row in self.rows if row.collection == PARAMETERS and row.parts == 1 and self.devices > 1]
         return tuple(sorted(whole, key=lambda row: -row.parameters.total))
 
     def row(self, path: str) -> LeafPlan:
-        """The row of one leaf.
+        """Returns the row of a leaf.
 
         Raises:
-          ValueError: there is none of this path; lists the nearest.
+          ValueError: the plan has no leaf at ``path``; the error lists the nearest paths.
         """
         by_path = {row.path: row for row in self.rows}
         if path not in by_path:
@@ -138,7 +143,7 @@ class ShardingPlan:
         return by_path[path]
 
     def explain(self, path: str) -> str:
-        """One leaf in one sentence: where it lies, why, and what that costs; raises as ``row``."""
+        """Returns a sentence about a leaf: its sharding, the reason and the cost. Raises as ``row`` does."""
         return self.row(path).sentence(self.devices)
 
     def __repr__(self) -> str:
@@ -156,26 +161,27 @@ class ShardingPlan:
         return plain_text(self.table())
 
     def table(self) -> RenderableType:
-        """For ``rich``: leaves by module, the largest first; then what stays whole, and why.
+        """Returns the plan for ``rich``: leaves by module, largest first, then replicated leaves with reasons.
 
-        Modules that differ in a number alone (``block_0``, ``block_1``, ...) are one module, where their leaves agree.
+        Modules whose paths differ in a number alone (``block_0``, ``block_1``, ...) share a line for each leaf that is
+        alike.
         """
         return plan_table(self)
 
     def check(
         self, *, max_replicated_fraction: float = MAX_REPLICATED_FRACTION, max_bytes_per_device: int | None = None
     ) -> None:
-        """Refuses a plan that leaves too much whole, or puts too much on a device.
+        """Raises if too large a part of the parameters is replicated, or if a device stores too many bytes.
 
         Args:
-          max_replicated_fraction: of the parameters' bytes, what may stay whole on every device; 0 to 1.
-          max_bytes_per_device: for parameters, gradients, optimizer state and other collections. Leave room for
-            activations, which no plan knows. None: any number.
+          max_replicated_fraction: the largest fraction of the parameters' bytes that may be replicated; 0 to 1.
+          max_bytes_per_device: limit for parameters, gradients, optimizer state and further collections. Leave room
+            for activations, which a plan does not count. None: no limit.
         Raises:
-          ValueError: names the worst leaves, with both numbers and the cure; or a limit is no such number, NaN
-            included, which everything would pass.
+          ValueError: a limit is exceeded (the error names the worst leaves, both numbers and the cure), or a limit is
+            out of range or NaN.
         """
-        # By what a limit must be, not by what it must not: NaN compares as false either way.
+        # Test that the limit is in range, not that it is out of range: comparisons with NaN are always false.
         if not 0 <= max_replicated_fraction <= 1:
             raise ValueError(
                 f"max_replicated_fraction={max_replicated_fraction} is no fraction from 0 to 1; pass 0.02 for 2%."
@@ -199,18 +205,18 @@ class ShardingPlan:
             raise ValueError(
                 f"each of {self.devices} devices keeps {format_bytes(self.bytes_per_device)} ({self.bytes_per_device} "
                 f"bytes); max_bytes_per_device={max_bytes_per_device} allows {format_bytes(max_bytes_per_device)}. "
-                f"The largest per device: {_worst(largest)}. Split over more devices, wrap what stays whole, or take "
-                "an optimizer that keeps less."
+                f"The largest per device: {_worst(largest)}. Split over more devices, wrap the modules of replicated "
+                "leaves, or use an optimizer with less state."
             )
 
     def diff(self, other: "ShardingPlan") -> list[Difference]:
-        """What changes from this plan to ``other``: leaves added, removed or changed. Empty where nothing does."""
+        """Returns the changes from this plan to ``other``: leaves added, removed or changed. [] for equal plans."""
         before, after, changes = _compared(self), _compared(other), []
-        # Paths of the first plan first, so that a removed leaf stands where it was.
+        # Paths of this plan first: a removed leaf keeps its place in the list.
         for path in before | after:
             old, new = before.get(path), after.get(path)
             if old and new:
-                # Of a leaf that both plans have, only what differs.
+                # For a leaf in both plans, keep only the changed fields.
                 changed = [what for what in old if old[what] != new[what]]
                 old, new = ({what: row[what] for what in changed} for row in (old, new))
             if old != new:
@@ -218,22 +224,23 @@ class ShardingPlan:
         return changes
 
     def to_json(self) -> str:
-        """The plan as text whose lines are made to be read in a diff: a few for each leaf, in the order of the rows."""
+        """Returns the plan as JSON for review in a diff: a few lines for each leaf, in the order of the rows."""
         head = {"format": FORMAT_VERSION, "axis_sizes": dict(self.axis_sizes), "assumed": self.assumed}
         head |= {"totals": _totals(self)}
         head |= {section.name: [vars(entry) for entry in getattr(self, section.name)] for section in SECTIONS}
         head |= {"roles": dict(self.roles)}
-        # By hand: json.dumps with an indent would give each number a line of its own.
+        # Built line by line: json.dumps with an indent would put each number on a separate line.
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
         leaves = ",\n".join(row.to_json() for row in self.rows)
         return "\n".join(["{", *lines, '  "leaves": {', leaves, "  }", "}"]) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "ShardingPlan":
-        """The plan of which ``to_json`` wrote ``text``.
+        """Returns the plan written by ``to_json`` as ``text``.
 
         Raises:
-          ValueError: the text is no plan or of another format, or its totals are not those of its leaves.
+          ValueError: the text is not a plan, has another format version, or has totals that differ from the sums over
+            its leaves.
         """
         return read_json(text, "a plan", cls._of_json)
 
@@ -254,7 +261,7 @@ class ShardingPlan:
             roles={axis: tuple(roles) for axis, roles in data.get("roles", {}).items()},
             **entries,
         )
-        # A plan in a repository is reviewed by its totals: they must be those of the leaves.
+        # Reviewers of a stored plan read its totals, so the totals must be the sums over the leaves.
         if data["totals"] != (totals := _totals(plan)):
             raise ValueError(
                 f"the plan's totals are {data['totals']}, but its leaves add up to {totals}: it was edited."
@@ -271,7 +278,7 @@ def _worst(rows: Sequence[LeafPlan]) -> str:
 def _compared(plan: ShardingPlan) -> dict[str, dict[str, Any]]:
     sizes = [*plan.axis_sizes.items()]
     rows = {row.path: {**vars(row), "reason": str(row.reason)} for row in plan.rows}
-    # A mesh with other sizes changes all rows; it is told first, in a row of its own.
+    # A mesh of different sizes changes all rows, so the mesh comes first, as a row.
     return {"(mesh)": {"axis_sizes": sizes}, "(wrapper)": {"assumed": plan.assumed or None}, **rows}
 
 

@@ -1,4 +1,4 @@
-"""A sharding plan as tables for people: leaves by module, the largest first; then what stays whole, and why."""
+"""A sharding plan as tables for people: leaves by module, largest first; then replicated leaves, with the reasons."""
 
 import dataclasses
 import re
@@ -16,12 +16,15 @@ from xlstm_jax.distributed.plan.section import SECTIONS
 from xlstm_jax.wording import TIMES, Bar, format_bytes, format_fraction, path_pattern, rich_table
 
 COLUMNS = ("leaf", "shape", "split", "in all", "per device", "its gradient", "optimizer state", "gathered")
-HOST = "on its host"  # a further column, where there is offload
+HOST = "on its host"  # a further column, with offload
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a table: a row, and how many leaves it stands for; ``path`` has ``*`` where their numbers differ."""
+    """Line of a table: a row, and the number of leaves that share the line.
+
+    ``path`` has ``*`` in place of the numbers that differ between the leaves.
+    """
 
     module: str
     path: str
@@ -42,7 +45,7 @@ class Line:
 
 
 def plan_table(plan: Any) -> Any:
-    """The renderable of ``ShardingPlan.table``."""
+    """Returns the renderable of ``ShardingPlan.table``."""
     lines = _lines(plan.rows)
     other = f", other collections {format_bytes(plan.other.per_device)}" if plan.other.total else ""
     host = format_bytes(plan.host.per_device)
@@ -60,13 +63,13 @@ def plan_table(plan: Any) -> Any:
         rows = [[line.name, format_bytes(line.all_bytes.per_device), str(line.row.reason)] for line in whole]
         title = "What stays whole, and why; bytes with gradient and optimizer state"
         shown.append(rich_table(title, ["leaf", "per device", "reason"], rows, right=1))
-    # The last section stands first: of the model before of its optimizer.
+    # Sections in reverse order: the model's before the optimizer's.
     shown += [kind.table(entries) for kind in reversed(SECTIONS) if (entries := getattr(plan, kind.name))]
     return Group(*shown)
 
 
 def plan_bars(plan: Any) -> list[Bar]:
-    """A bar for each line of the table, the largest first; a leaf that stays whole on several devices warns."""
+    """Returns a bar for each line of the table, largest first; a leaf replicated on several devices is a warning."""
     whole = {line: line.row.parts == 1 and plan.devices > 1 for line in _lines(plan.rows)}
     ordered = sorted(whole, key=lambda line: -line.all_bytes.per_device)
     sizes = [(line, line.all_bytes.per_device) for line in ordered]
@@ -74,11 +77,11 @@ def plan_bars(plan: Any) -> list[Bar]:
 
 
 def _lines(rows: Iterable[LeafPlan]) -> list[Line]:
-    """Rows that differ in the first number of their path alone are one line."""
+    """Returns the lines of a table: rows share a line if their paths differ only in the first number."""
     alike: dict[Any, list[LeafPlan]] = {}
     for row in rows:
         module = None if row.gathered_with is None else path_pattern(f"{row.gathered_with}/")
-        # Two rows are alike if all but their paths is equal.
+        # Two rows are alike if all fields except the paths are equal.
         same = dataclasses.replace(row, path="", gathered_with=module)
         alike.setdefault((path_pattern(row.path), same), []).append(row)
     named = [(pattern if len(group) > 1 else group[0].path, group) for (pattern, _), group in alike.items()]
@@ -87,10 +90,13 @@ def _lines(rows: Iterable[LeafPlan]) -> list[Line]:
 
 
 def _module_depth(paths: list[str]) -> int:
-    """How many parts of a path name its module: one more than all paths share, so that there are several modules."""
+    """Returns the number of leading parts of a path that name its module.
+
+    One more than the parts that all paths share, so that the table has several modules.
+    """
     parents = [path.split("/")[:-1] for path in paths]
     shared = 0
-    # A model within a wrapper, or a single top module, would otherwise be the only module of the table.
+    # Otherwise a model within a wrapper, or a single top module, would be the only module of the table.
     while parents and all(len(p) > shared + 1 for p in parents) and len({p[shared] for p in parents}) == 1:
         shared += 1
     return shared + 1
@@ -101,7 +107,7 @@ def _module_and_leaf(path: str, row: LeafPlan, depth: int) -> tuple[str, str]:
         collection, leaf = path.split(" ", 1)
         return collection, leaf
     parts = path.split("/")
-    # The last part is always the name of the leaf.
+    # The last part of the path is always the name of the leaf.
     cut = min(depth, len(parts) - 1)
     return "/".join(parts[:cut]), "/".join(parts[cut:])
 
@@ -128,7 +134,10 @@ def _leaves_table(plan: Any, lines: list[Line]) -> Any:
 
 
 def _sums(lines: list[Line], offloads: bool) -> list[str]:
-    """Bytes of all lines: those of the values, then what a device keeps, by kind; other collections are values too."""
+    """Returns the summed bytes of the lines: of the values in all and per device, then of each kind per device.
+
+    Values are parameters and further collections.
+    """
     values = [line.bytes_of("parameters") + line.bytes_of("other") for line in lines]
     kinds = ["gradients", "optimizer", *["host"] * offloads]
     kept = [sum(line.bytes_of(kind).per_device for line in lines) for kind in kinds]
@@ -145,7 +154,7 @@ def _cells(line: Line, offloads: bool) -> list[Any]:
         gathered += ", or rows"
     if row.piece_bytes:
         gathered += f", or {format_bytes(row.piece_bytes)} at a time"
-    # Gathered when the model is entered, it is in memory until the model is left.
+    # Leaves gathered by the model itself stay in memory until the model returns.
     if row.gathered_with == "" and line.module:
         gathered += " (top)"
     shape, (total, per_device, gradient, *state) = TIMES.join(map(str, row.shape)) or "scalar", _sums([line], offloads)
@@ -158,5 +167,5 @@ def _times(count: int) -> str:
 
 
 def _short(dtype: str) -> str:
-    """``float32`` -> ``f32``, ``bfloat16`` -> ``bf16``, ``uint8`` -> ``u8``: as compiled programs write them."""
+    """Returns a dtype in the spelling of compiled programs: ``float32`` -> ``f32``, ``bfloat16`` -> ``bf16``."""
     return re.sub("float|uint|int|complex", lambda name: name[0][0], dtype, count=1)

@@ -17,6 +17,7 @@ scalars or rows that this needs.
 """
 
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
+from xlstm_jax.distributed.training import checks  # noqa: F401  # registers its rows
 from xlstm_jax.distributed.training.accumulation import accumulate_gradients
 from xlstm_jax.distributed.training.cross_entropy import LMHead, TokenLosses, chunked_cross_entropy
 from xlstm_jax.distributed.training.evaluation import make_eval_step

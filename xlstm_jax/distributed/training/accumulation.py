@@ -28,14 +28,13 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import dtype_name
 from xlstm_jax.distributed.data_parallel.wire.dtypes import wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.gather_array import mean_over_copies
-from xlstm_jax.distributed.training import checks
 from xlstm_jax.distributed.training.arguments import check_batch
 from xlstm_jax.distributed.training.carries import carries_of
 from xlstm_jax.distributed.training.carries.carry import BatchResult, Inputs
-from xlstm_jax.distributed.training.checks.check import Averaged, Differentiated
 from xlstm_jax.distributed.training.gradients import averaged, local_result, varying_leaves
 from xlstm_jax.distributed.training.loss import Auxiliary, LossFunction, MinibatchLossFn
 from xlstm_jax.distributed.training.minibatches import MinibatchResult, mean_over, rows_at, split_rows
+from xlstm_jax.distributed.training.moments import Averaged, Differentiated, run_checks
 
 
 class ReduceEach:
@@ -234,7 +233,7 @@ def accumulated(
         # Local loss and gradients, and the states for the next minibatch.
         local = differentiate(loss, weights, axes, *rest)
         args = (weights, *rest)
-        checks.run_checks("gradient", Differentiated(local.gathered_in_branches, loss, args, axes))
+        run_checks("gradient", Differentiated(local.gathered_in_branches, loss, args, axes))
         each = zip(carries, states, strict=True)
         states = tuple(carry.next(state, loss, args, local) for carry, state in each)
 
@@ -243,7 +242,7 @@ def accumulated(
         floats = lambda weights: Auxiliary.of(loss(weights, *rest).aux).means  # noqa: E731
         averaged_over = collectives.axis_size(axes) * count
         equations = lambda: jax.make_jaxpr(floats)(weights)  # noqa: E731
-        checks.run_checks("aux", Averaged(aux.mean_paths, averaged_over, loss.weighted, equations))
+        run_checks("aux", Averaged(aux.mean_paths, averaged_over, loss.weighted, equations))
 
         # A scan sums these values and needs a fixed carry type: cast them to vary over all axes.
         mean, aux = collectives.to_varying((local.loss, aux), collectives.spread_axes(axes))

@@ -10,9 +10,8 @@ import numpy as np
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout
-from xlstm_jax.distributed.training import checks
 from xlstm_jax.distributed.training.arguments import ARGUMENTS
-from xlstm_jax.distributed.training.checks.check import JittedCall, JittedStep
+from xlstm_jax.distributed.training.moments import JittedCall, JittedStep, run_checks
 from xlstm_jax.distributed.training.nan_inputs import naming_nans
 
 
@@ -48,12 +47,12 @@ class CheckedStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self._call(args, kwargs)
-        checks.run_checks("call", call)
+        run_checks("call", call)
         # Exclude metrics and moments: a maximum starts at minus infinity.
         params = getattr(call.named.get("state"), "params", None)
         with naming_nans({"batch": call.named.get("batch"), "state.params": params}):
             returned = self._explained(call, self.jitted)
-        checks.run_checks("returned", call)
+        run_checks("returned", call)
         return returned
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
@@ -74,14 +73,14 @@ class CheckedStep:
         """Returns a call with its arguments by name; checks the names first, before any check reads the values."""
         named = dict(zip(self._step.arguments, args, strict=False)) | kwargs
         call = JittedCall(self._step, args, kwargs, named)
-        checks.run_checks("names", call)
+        run_checks("names", call)
         return call
 
     def _explained(self, call: JittedCall, jitted: Callable[..., Any]) -> Any:
         """Returns the result of ``jitted`` for a call; where JAX raises, the error names the argument at fault."""
-        checks.run_checks("placed", call)
+        run_checks("placed", call)
         try:
             return jitted(*call.args, **call.kwargs)
         except (TypeError, ValueError, RuntimeError) as error:
-            checks.run_checks("refused", call._replace(error=error))
+            run_checks("refused", call._replace(error=error))
             raise

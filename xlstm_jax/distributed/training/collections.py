@@ -19,7 +19,7 @@ import numpy as np
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, is_ours, leaf_of, rebox
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, rebox
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.training.loss import Loss
@@ -52,19 +52,6 @@ def check_kept(collections: Mapping[str, PyTree]) -> None:
 
 
 # --------------------------------------------------------------------------------------------- of a loss function
-
-
-def readable(collections: PyTree) -> PyTree:
-    """Returns the collections for use by a model inside ``shard_map``: a boxed leaf reads as the local shard.
-
-    Boxes of Flax are replaced: reading such a box constrains the sharding, an error inside ``shard_map``. The library's
-    boxes stay: they hold parameters of a second model, gathered on reading.
-    """
-
-    def shard(leaf: Any) -> Any:
-        return leaf if is_ours(leaf) or not is_box(leaf) else leaf_of(leaf).replace(read_as_stored=True)
-
-    return trees.map_leaves(shard, collections)
 
 
 def updated_collections(

@@ -14,33 +14,26 @@ from jax.sharding import AbstractMesh, Mesh
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.metrics.pure_metric import Local
-from xlstm_jax.distributed.training.collections import check_equal_collections
-from xlstm_jax.distributed.training.varying import Axes, read_equations
-from xlstm_jax.private_names import core
+from xlstm_jax.distributed.training.varying import Axes, Equations
 from xlstm_jax.wording import listed
 
 
 def check_equal_results(
     results: PyTree,
-    jaxpr: core.Jaxpr,
+    equations: Equations,
     mesh: Mesh | AbstractMesh,
-    axes: tuple[str, ...],
-    collections: PyTree,
 ) -> None:
     """Checks the results of a ``shard_map`` by its equations.
 
     Args:
-      results, jaxpr: the results, and the equations of the call that returned them.
-      mesh: the mesh of the step.
-      axes: the axes of the batch.
-      collections: the collections of the state; their boxes name the axes along which an updated leaf may differ.
+      results: the results of the call.
+      equations: the axes along which these results differ, read off the equations of the call.
+      mesh: the mesh of the ``shard_map``.
     Raises:
       ValueError: a result differs between devices along an axis that its spec does not name; names the result, the axes
         and the cure.
     """
     spread = [axis for axis, size in mesh.shape.items() if size > 1]
-    equations = read_equations(jaxpr)
-    check_equal_collections(equations.of_marked, collections, spread, axes)
     differing = _by_name(results, equations.of_results)
     refused = {name: of.intersection(spread) for name, of in differing.items() if of.intersection(spread)}
     if refused:

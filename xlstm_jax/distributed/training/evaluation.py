@@ -17,12 +17,12 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from xlstm_jax.accelerators import resolved_on
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import placement
-from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
+from xlstm_jax.distributed.data_parallel.trees import readable
+from xlstm_jax.distributed.data_parallel.unconstrained_boxes import boxes_without_constraints
 from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_layout
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
-from xlstm_jax.distributed.training import checks
 from xlstm_jax.distributed.training.arguments import (
     EVAL_FN,
     Others,
@@ -31,10 +31,9 @@ from xlstm_jax.distributed.training.arguments import (
     frozen_trees,
 )
 from xlstm_jax.distributed.training.checked_step import CheckedStep
-from xlstm_jax.distributed.training.checks.check import EvaluationTrace, Results
-from xlstm_jax.distributed.training.collections import readable
 from xlstm_jax.distributed.training.gradients import explained, traced_call
 from xlstm_jax.distributed.training.loss import ApplyFn
+from xlstm_jax.distributed.training.moments import EvaluationTrace, Results, run_checks
 from xlstm_jax.distributed.training.padded_rows import OBSERVED, counting_padding, with_names
 from xlstm_jax.wording import kind_of
 
@@ -139,7 +138,7 @@ class _Evaluation:
     def step(self, state: Any, batch: PyTree, local: Local, *, others: Others = None) -> Local:
         others = {} if others is None else others
         trace = EvaluationTrace(self.eval_fn, self.layout, state, batch, local, others)
-        checks.run_checks("trace of an evaluation", trace)
+        run_checks("trace of an evaluation", trace)
         variables = {"params": state.params, "collections": collections_of(state), "others": others}
         # Each device has a local metric state, so the state is split over every axis of the batch.
         mesh, of_local = self.layout.mesh, PartitionSpec(self.layout.axes)
@@ -148,7 +147,7 @@ class _Evaluation:
         on_device = partial(self._on_device, state.apply_fn, layout)
         on_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=of_local, check_vma=self.check_vma)
         returned, jaxpr = traced_call(on_mesh, (variables, batch, local))
-        checks.run_checks("results", Results(returned, jaxpr, mesh, self.layout.axes, {}))
+        run_checks("results", Results(returned, jaxpr, mesh, self.layout.axes, {}))
         return returned
 
     def _on_device(
@@ -163,7 +162,7 @@ class _Evaluation:
         # eval_fn of a state without collections takes one argument fewer.
         collections = (readable(variables["collections"]),) if variables["collections"] else ()
         # With check_vma=False, layers look up the axes of the batch here, as in training.
-        with explained(), inside_loss(RunningLoss(evaluated_axes=self.layout.axes)), rules_of_mesh():
+        with explained(), inside_loss(RunningLoss(evaluated_axes=self.layout.axes)), boxes_without_constraints():
             observed = self.eval_fn(
                 variables["params"], apply_fn, batch, *collections, **frozen_trees(variables["others"])
             )

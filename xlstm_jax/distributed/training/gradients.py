@@ -25,14 +25,13 @@ from xlstm_jax.common_types import AxisNames, PyTree, Scalar
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.gather import sync_gradients
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, rebox, split_by_model
-from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
+from xlstm_jax.distributed.data_parallel.unconstrained_boxes import boxes_without_constraints
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype, wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
-from xlstm_jax.distributed.training import checks
-from xlstm_jax.distributed.training.checks.check import Differentiated, LossOfDevice
 from xlstm_jax.distributed.training.loss import LocalLossFn, Loss, LossFunction, P
+from xlstm_jax.distributed.training.moments import Differentiated, LossOfDevice, run_checks
 from xlstm_jax.private_names import core
 
 
@@ -91,7 +90,7 @@ def value_and_grad(
                 args, kwargs = put_back(arrays)
                 return loss(params, *args, **kwargs)
 
-            checks.run_checks("gradient", Differentiated(local.gathered_in_branches, again, (own, arrays, None), axes))
+            run_checks("gradient", Differentiated(local.gathered_in_branches, again, (own, arrays, None), axes))
         (mean,) = collectives.pmean([local.loss], [axes])
         grads = averaged(local.grads, params, axes)
         return ((mean, local.aux), grads) if has_aux else (mean, grads)
@@ -136,10 +135,10 @@ def local_result(
     running = RunningLoss(axes, model_axes=model_axes, overwrites=devices is not None)
 
     def scaled_loss(live: list[Any]) -> tuple[Any, Any]:
-        with inside_loss(running), rules_of_mesh():
+        with inside_loss(running), boxes_without_constraints():
             found = loss_fn(put_back(live), *rest)
         mean, scale, weight = _scaled(found, axes)
-        checks.run_checks("loss", LossOfDevice(mean, axes, "the loss"))
+        run_checks("loss", LossOfDevice(mean, axes, "the loss"))
         return mean / devices if devices and devices > 1 else mean, (found.aux, scale, weight, found.collections)
 
     # Cast parameters to varying, so that JAX does not sum their gradients over devices: see the module docstring.
@@ -155,7 +154,7 @@ def explained() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, NotImplementedError, AssertionError) as error:
-        checks.run_checks("failure", error)
+        run_checks("failure", error)
         raise
 
 
@@ -201,7 +200,7 @@ def _scaled(loss: Loss, axes: tuple[str, ...]) -> tuple[Any, Scalar, Scalar]:
     if weight is None:
         return total, 1, 1
     if isinstance(weight, Tracer):
-        checks.run_checks("loss", LossOfDevice(weight, axes, "the weight"))
+        run_checks("loss", LossOfDevice(weight, axes, "the weight"))
     # Stop the gradient also of a weight computed from parameters (a soft mask): W is a divisor shared by the devices.
     local = jax.lax.stop_gradient(jnp.asarray(weight, wide_dtype(jnp.result_type(total))))
     (weight,) = collectives.psum([collectives.to_varying(local, collectives.spread_axes(axes))], [axes])

@@ -23,8 +23,8 @@ from xlstm_jax.distributed.data_parallel import placement, trees
 from xlstm_jax.distributed.data_parallel.extension import arranged
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, split_by_model, true_value
-from xlstm_jax.distributed.data_parallel.logical_names import rules_of_mesh
 from xlstm_jax.distributed.data_parallel.modules import noting_stacks
+from xlstm_jax.distributed.data_parallel.unconstrained_boxes import boxes_without_constraints
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.device_mesh.batch_layout import num_shards
@@ -33,9 +33,8 @@ from xlstm_jax.distributed.optimizers.extra_args import GRAD, GRAD_FN, VALUE, VA
 from xlstm_jax.distributed.optimizers.lookahead import with_plain_params
 from xlstm_jax.distributed.optimizers.sharded_optimizer import ON_DEVICES, Placement, Trained, sharded_optimizer
 from xlstm_jax.distributed.optimizers.state import given_state, trainable
-from xlstm_jax.distributed.training import checks
 from xlstm_jax.distributed.training.arguments import collections_of, why_not_its_state
-from xlstm_jax.distributed.training.checks.check import CreatedState, NewModel, NewVariables
+from xlstm_jax.distributed.training.moments import CreatedState, NewModel, NewVariables, run_checks
 from xlstm_jax.wording import TIMES, Bar, format_bytes, notebook_html, rich_table
 
 PARTS = ("params", "opt_state", "collections")
@@ -159,7 +158,7 @@ def init_sharded(
     """
     freezing: dict[str, Any] = {"trainable": trainable, "frozen_dtype": frozen_dtype}
     init = jitted_init(model, mesh, rng, *inputs, batch_axes=batch_axes, **freezing, **kwargs)
-    checks.run_checks("values", NewModel(model, mesh, rng))
+    run_checks("values", NewModel(model, mesh, rng))
     # jit cannot split NumPy arrays over devices of several processes.
     return init(rng, jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, inputs))
 
@@ -180,13 +179,13 @@ def jitted_init(
     >>> jitted_init(nn.Dense(16), mesh, rng, x, batch_axes="dp").lower(rng, (x,)).out_info["params"]["kernel"].shape
     (32, 16)
     """
-    checks.run_checks("model", NewModel(model, mesh, rng))
+    run_checks("model", NewModel(model, mesh, rng))
     mesh = auto_mesh(mesh)
     axes = mesh_axes(mesh, batch_axes, "batch_axes")
 
     def init(rng: PyTree, inputs: tuple[PyTree, ...]) -> PyTree:
         # Wrapped modules read the axis sizes from this mesh, and box global values accordingly.
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), rules_of_mesh():
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), boxes_without_constraints():
             variables = trees.with_mesh_names(model.init(rng, *inputs, **kwargs))
             if "params" in variables:
                 variables = {**variables, "params": trees.map_leaves(split_by_model, variables["params"])}
@@ -202,7 +201,7 @@ def jitted_init(
     given = (NamedSharding(mesh, PartitionSpec()), jax.tree.map(input_sharding, inputs))
     made = jax.eval_shape(init, rng, inputs)
     out = placement.shardings(made, mesh)
-    checks.run_checks("shapes", NewVariables(made, mesh))
+    run_checks("shapes", NewVariables(made, mesh))
     return jax.jit(init, in_shardings=given, out_shardings=out)
 
 
@@ -242,7 +241,7 @@ def create_train_state(
       ValueError: a collection depends on single examples (a cache) or contains sown values; names the collection and
         how to leave it out. Or a transform within ``tx`` needs something that no step provides; names both.
     """
-    checks.run_checks("optimizer", tx)
+    run_checks("optimizer", tx)
     tx = with_plain_params(tx)
     mesh = auto_mesh(mesh)
     # A wrapper that gathers several layers at once is noticed only while the model is initialised.
@@ -250,7 +249,7 @@ def create_train_state(
         freezing: dict[str, Any] = {"trainable": trainable, "frozen_dtype": frozen_dtype}
         variables = dict(init_sharded(model, mesh, rng, *inputs, batch_axes=batch_axes, **freezing, **kwargs))
     params = variables.pop("params", {})
-    checks.run_checks("state", CreatedState(model, tx, mesh, rng, inputs, kwargs, params, variables, stacks, whole_ok))
+    run_checks("state", CreatedState(model, tx, mesh, rng, inputs, kwargs, params, variables, stacks, whole_ok))
     # Place the step counter on the mesh now: a step returns it there, and another sharding would compile step 2 again.
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, PartitionSpec()))
     opt_state = sharded_opt_state(tx, params, mesh, offload)

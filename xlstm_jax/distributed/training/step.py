@@ -19,14 +19,13 @@ from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
 from xlstm_jax.distributed.optimizers.learning_rate import LearningRate, check_learning_rate, learning_rates
 from xlstm_jax.distributed.optimizers.norms import global_norm
 from xlstm_jax.distributed.optimizers.state import trainable, with_trainable
-from xlstm_jax.distributed.training import checks
 from xlstm_jax.distributed.training.accumulation import DEFAULT_ACCUMULATION, Accumulation, accumulated
 from xlstm_jax.distributed.training.arguments import Others, check_loss_fn, collections_of, frozen_trees
 from xlstm_jax.distributed.training.carries.carry import BatchResult
 from xlstm_jax.distributed.training.checked_step import CheckedStep
-from xlstm_jax.distributed.training.checks.check import Results, StepTrace, TracedStep
 from xlstm_jax.distributed.training.gradients import fold_rng_over_axis, traced_call
 from xlstm_jax.distributed.training.loss import LossFn, LossFunction, LossOutput
+from xlstm_jax.distributed.training.moments import Results, StepTrace, TracedStep, run_checks
 from xlstm_jax.distributed.training.padded_rows import MarkedLoss, counting_padding
 from xlstm_jax.distributed.training.state import State, updated_state
 
@@ -163,7 +162,7 @@ class StepOptions:
         others = {} if others is None else others
         count, options = self.accumulation.num_minibatches, (self.metric, self.learning_rate, self.whole_ok)
         trace = StepTrace(self.loss, self.layout, count, *options, state, batch, rng, local, others)
-        checks.run_checks("trace", trace)
+        run_checks("trace", trace)
         # A single key serves the entire run: fold in the step here, the device index in on_device.
         rest = (batch, jax.random.fold_in(rng, state.step), local, collections_of(state), others)
         on_mesh = self._on_mesh(state, batch, others)
@@ -173,10 +172,8 @@ class StepOptions:
         def trace_again() -> None:
             jax.eval_shape(self._on_mesh(state, batch, others), state.params, *rest)
 
-        checks.run_checks(
-            "results", Results(result, jaxpr, self.layout.mesh, self.accumulation.axes, collections_of(state))
-        )
-        checks.run_checks("traced", TracedStep(trace, jaxpr, stacks, trace_again))
+        run_checks("results", Results(result, jaxpr, self.layout.mesh, self.accumulation.axes, collections_of(state)))
+        run_checks("traced", TracedStep(trace, jaxpr, stacks, trace_again))
         # From here on arrays are global: norms and optimizer moments are computed from unsharded leaves.
         metrics = {"loss": result.loss, "grad_norm": global_norm(result.grads)}
         again = partial(_again, state.params, lambda params: on_mesh(params, *rest))

@@ -4,7 +4,10 @@ Remove a line and its file, and units do without the feature.
 """
 
 from xlstm_jax.distributed.data_parallel.extension import EXTENSIONS
-from xlstm_jax.distributed.data_parallel.extensions import padding  # noqa: F401  # a store and a mode of ``uneven``
+from xlstm_jax.distributed.data_parallel.extensions import (  # noqa: F401  # these register themselves
+    logical_names,  # a reader of names of dims
+    padding,  # a store, and a mode of ``uneven``
+)
 from xlstm_jax.distributed.data_parallel.extensions.fp8_products import Fp8Products
 from xlstm_jax.distributed.data_parallel.extensions.nnx_rows import NnxRowLookups
 from xlstm_jax.distributed.data_parallel.extensions.pieces import PieceReaders

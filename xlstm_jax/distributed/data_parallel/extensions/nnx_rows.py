@@ -16,9 +16,11 @@ from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 class NnxRowLookups(Extension):
     """The lookup of a unit that is an ``nnx.Embed``."""
 
+    modules = (nnx.Embed,)
+
     def computes(self, module: Any, method: str) -> bool:
         # The class of a unit is a subclass of the user's.
-        return isinstance(module, nnx.Embed) and is_flax_lookup(type(module).__mro__[1], method)
+        return is_flax_lookup(type(module).__mro__[1], method)
 
     def from_shards(self, module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
         # With another promotion than Flax's the module may make something else of its rows.

@@ -67,8 +67,10 @@ class ReadsShards:
 class PieceReaders(Extension):
     """The methods of a unit whose module is a ``ReadsShards``."""
 
+    modules = (ReadsShards,)
+
     def computes(self, module: Any, method: str) -> bool:
-        return isinstance(module, ReadsShards)
+        return True
 
     def from_shards(self, module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
         if not reads_shards(module, method):

@@ -18,19 +18,17 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 class RecurrentCarries(Extension):
     """The first carry of each ``nn.RNN`` of a unit."""
 
+    modules = (nn.RNN,)
+
     def called(self, module: Any, method: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return with_varying_carry(module, method, args, kwargs)
-
-
-def with_varying_carry(module: nn.Module, method: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keyword arguments of a method, with an ``initial_carry`` that varies if the method is an RNN's."""
-    if not isinstance(module, nn.RNN) or method != "__call__" or kwargs.get("initial_carry") is not None:
-        return kwargs
-    axes = carry_axes((args, kwargs, module.variables))
-    # Without types a scan compares shapes and dtypes, and any carry will do.
-    if not any(map(collectives.is_tracked, axes)):
-        return kwargs
-    return kwargs | {"initial_carry": collectives.to_varying(_initial_carry(module, *args, **kwargs), axes)}
+        """Returns the keyword arguments of an RNN's method, with an ``initial_carry`` that varies."""
+        if method != "__call__" or kwargs.get("initial_carry") is not None:
+            return kwargs
+        axes = carry_axes((args, kwargs, module.variables))
+        # Without types a scan compares shapes and dtypes, and any carry will do.
+        if not any(map(collectives.is_tracked, axes)):
+            return kwargs
+        return kwargs | {"initial_carry": collectives.to_varying(_initial_carry(module, *args, **kwargs), axes)}
 
 
 def _initial_carry(

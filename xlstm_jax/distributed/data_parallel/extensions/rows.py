@@ -64,8 +64,10 @@ def look_up_rows(box: Sharded, indices: Any, path: str = "") -> jax.Array | None
 class RowLookups(Extension):
     """The lookup of a unit that is an ``nn.Embed``."""
 
+    modules = (nn.Embed,)
+
     def computes(self, module: Any, method: str) -> bool:
-        return isinstance(module, nn.Embed) and method == "__call__"
+        return method == "__call__"
 
     def from_shards(self, module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
         if kwargs or len(args) != 1 or not is_lookup(module, method):
@@ -77,9 +79,9 @@ class RowLookups(Extension):
     @contextmanager
     def initialising(self, module: Any, method: str) -> Iterator[None]:
         """Notes, while the method initialises its module, whether one lookup alone reads the table."""
-        before = _table(module) if isinstance(module, nn.Embed) and module.is_initializing() else None
+        before = _table(module) if module.is_initializing() else None
         yield
-        if isinstance(module, nn.Embed) and module.is_initializing() and (after := _table(module)) is not None:
+        if module.is_initializing() and (after := _table(module)) is not None:
             # A second lookup has the table that was gathered for the first: together they may ask for more than the
             # table.
             looked_up = is_lookup(module, method) and before is None

@@ -20,13 +20,13 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.extension import (
-    EXTENSIONS,
     Extension,
     computed_from_shards,
     computes,
+    extensions_of,
     initialising,
+    kwargs_from,
     passing_collections,
-    with_hook,
 )
 from xlstm_jax.distributed.data_parallel.modules import unit
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, ModuleSystem, gather_here, running, shard_here
@@ -282,19 +282,11 @@ class RunningUnit:
     """A unit while one of its methods runs, or while it is initialised. Errors name its leaves below its path."""
 
     path: tuple[str, ...]
-    extensions: list[Extension] = dataclasses.field(
-        default_factory=lambda: [cls() for cls in EXTENSIONS], compare=False
-    )
-
-    @functools.cached_property
-    def _seeing_calls(self) -> list[Extension]:
-        return [extension for extension in self.extensions if type(extension) in with_hook("called")]
+    extensions: list[Extension] = dataclasses.field(compare=False)
 
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """For ``nn.intercept_methods``: extensions see each method of the unit, and of modules within."""
-        for extension in self._seeing_calls:
-            kwargs = extension.called(context.module, context.method_name, args, kwargs)
-        return method(*args, **kwargs)
+        return method(*args, **kwargs_from(self.extensions, context.module, context.method_name, args, kwargs))
 
 
 @contextmanager
@@ -303,7 +295,7 @@ def inside_unit(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
     for stacks in watching(Stacks):
         stacks.units_entered += 1
     try:
-        with nn.intercept_methods(RunningUnit(module.path).intercept):
+        with nn.intercept_methods(RunningUnit(module.path, extensions_of(module.variables)).intercept):
             yield
     except ScopeParamShapeError as error:
         params = module.variables.get("params", {}) if running(axes) == "manual" else {}

@@ -23,9 +23,9 @@ from flax.core import meta
 from flax.nnx.bridge import variables as bridge
 
 from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.dim_names import reader
 from xlstm_jax.distributed.data_parallel.extension import computed_from_shards
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, SplitVariable, leaf_of, read_value
-from xlstm_jax.distributed.data_parallel.logical_names import names_in_metadata
 from xlstm_jax.distributed.data_parallel.modules.unit import (
     Method,
     ModuleSystem,
@@ -223,7 +223,7 @@ def _leaf(variable: Any) -> Any:
         box = bridge.to_linen_var(variable)
         return box if leaf_of(box).axes else value
     names = next((metadata[key] for key in NAMES_IN_METADATA if metadata.get(key)), ())
-    own, are_logical = names_in_metadata(tuple(names), metadata.get("sharding_rules"))
+    own, are_logical = reader().names_in_metadata(tuple(names), metadata.get("sharding_rules"))
     if not any(own):
         return value
     # Axes of the mesh are the model's own (tensor parallel); logical names are of a model that knows whole parameters.

@@ -1,13 +1,13 @@
-"""Which leaves are matrices of a linear map: one pure function of paths and shapes.
+"""The leaves that are matrices of a linear map: a pure function of paths and shapes.
 
   kernel     2048 x 8192            a matrix
-  kernel     24 x 2048 x 8192       24 of them, where the module's norms or biases have a dim of 24 in front too
-  kernel     2048 x 16 x 128        one of 2048 x (16 x 128), where its bias is 16 x 128, the shape of the outputs
-  embedding                         a table that is looked up, and so no linear map
-  outputs as many as its rows       the output layer, where its module stands beside the embedding's
+  kernel     24 x 2048 x 8192       24 matrices, if the module's norms or biases have a leading dim of 24, too
+  kernel     2048 x 16 x 128        a matrix of 2048 x (16 x 128), if its bias is 16 x 128, the shape of the outputs
+  embedding                         a lookup table, not a linear map
+  outputs as many as its rows       the output layer, if its module is beside the embedding's
   fewer than two dims               vectors
 
-What this does not settle is refused: a kernel of three dims and more with neither bias nor norms beside it.
+Any undecided leaf is an error: a kernel of three or more dims with neither bias nor norms beside it.
 """
 
 import fnmatch
@@ -25,7 +25,7 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.placement import stored_shape
 from xlstm_jax.wording import kind_of, listed
 
-# Flax's names of vectors, which have more dims where layers are stacked, and a part of its names of tables.
+# Flax's names of vectors, which have more dims in stacked layers, and a part of Flax's names of tables.
 _VECTORS = ("bias", "scale")
 _TABLE = "embed"
 _KERNEL = "kernel"
@@ -36,12 +36,13 @@ Overrides = Mapping[str, MuonDimensionNumbers | None]
 
 @dataclass(frozen=True)
 class MatrixChoice:
-    """Whether a leaf is updated as matrices, along which dims, and why.
+    """Decision whether a leaf is updated as matrices, along which dims, and why.
 
     Attributes:
       path, shape: of the leaf; its global shape without padding.
-      dims: the dims of a matrix's inputs and outputs; the leaf's other dims count matrices. None: it is no matrix.
-      reason: why, in words.
+      dims: the dims of a matrix's inputs and outputs; the remaining dims count matrices. None: the leaf is not a
+        matrix.
+      reason: for the decision, as text.
     """
 
     path: str
@@ -51,36 +52,36 @@ class MatrixChoice:
 
     @property
     def axes(self) -> tuple[Shape, Shape]:
-        """The dims of the inputs, and the dims of the outputs; only for a matrix."""
+        """Dims of the inputs, and dims of the outputs; only for a matrix."""
         assert self.dims is not None
         return normalized(self.dims, len(self.shape))
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """How many inputs and outputs each matrix has."""
+        """Numbers of inputs and outputs of each matrix."""
         inputs, outputs = (math.prod(self.shape[dim] for dim in dims) for dims in self.axes)
         return inputs, outputs
 
     @property
     def count(self) -> int:
-        """The number of matrices in the leaf; 0 if it is no matrix."""
+        """Number of matrices in the leaf; 0 if the leaf is not a matrix."""
         return math.prod(self.shape) // math.prod(self.matrix) if self.dims else 0
 
 
 def normalized(dims: MuonDimensionNumbers, ndim: int) -> tuple[Shape, Shape]:
-    """Dims of the inputs and of the outputs as tuples of numbers that are not negative.
+    """Returns dims of the inputs and of the outputs as tuples of non-negative numbers.
 
     >>> normalized(optax.contrib.MuonDimensionNumbers(-3, (-2, -1)), 3)
     ((0,), (1, 2))
     """
     each = ((dim,) if isinstance(dim, int) else tuple(dim) for dim in dims)
-    # Dims out of range stay as they are, for `check_dims` to name.
+    # Dims out of range stay unchanged, for the error of `check_dims`.
     inputs, outputs = (tuple(dim % ndim if -ndim <= dim < ndim else dim for dim in side) for side in each)
     return inputs, outputs
 
 
 def matrix_dimensions(overrides: Overrides | None = None) -> Callable[[PyTree], PyTree]:
-    """A function that says of each leaf whether it is a matrix, and along which dims; the default of ``muon``.
+    """Returns a function that finds for each leaf the dims of its matrices, or None; the default of ``muon``.
 
     >>> layers = {"norm": {"scale": jnp.ones((3, 8))}, "up": {"kernel": jnp.ones((3, 8, 32))}}  # by nn.scan
     >>> found = matrix_dimensions({"w": None})({"layers": layers, "w": jnp.ones((8, 8))})
@@ -88,14 +89,14 @@ def matrix_dimensions(overrides: Overrides | None = None) -> Callable[[PyTree], 
     (MuonDimensionNumbers(reduction_axis=(1,), output_axis=(2,)), None, None)
 
     Args:
-      overrides: by path, or by a pattern of paths as ``*/query/kernel``, the dims of a leaf's matrix, or None for a
-        leaf that is no matrix. The first pattern that fits a leaf decides.
+      overrides: by path, or by a pattern of paths such as ``*/query/kernel``, the dims of a leaf's matrix, or None for
+        a leaf that is not a matrix. The first pattern that matches a leaf decides.
     Returns:
-      A function of the parameters, boxed or not, whole or shards, that returns a tree with an
-      ``optax.contrib.MuonDimensionNumbers`` or None for each leaf. Dims that it does not name count matrices.
+      A function of the parameters (boxed or not, unsharded or shards) that returns a tree with an
+      ``optax.contrib.MuonDimensionNumbers`` or None for each leaf. Dims not listed there count matrices.
     Raises:
-      ValueError: (the function) a pattern fits no leaf; dims are none of the leaf's; or nothing tells which dims of a
-        kernel are its inputs. Names the leaf, its shape and the cure.
+      ValueError: (the function) a pattern matches no leaf; dims are out of range for the leaf; or the input dims of a
+        kernel are unknown. Names the leaf, its shape and the cure.
     """
 
     def dimensions(params: PyTree) -> PyTree:
@@ -106,7 +107,7 @@ def matrix_dimensions(overrides: Overrides | None = None) -> Callable[[PyTree], 
 
 
 def whole_shapes(tree: PyTree) -> dict[str, Shape]:
-    """Global shapes by path, without padding; also of shards inside ``shard_map``."""
+    """Returns global shapes by path, without padding; also for shards inside ``shard_map``."""
 
     def shape(leaf: Sharded) -> Shape:
         stored = stored_shape(leaf)
@@ -116,7 +117,7 @@ def whole_shapes(tree: PyTree) -> dict[str, Shape]:
 
 
 def choose_matrices(shapes: Mapping[str, Shape], overrides: Overrides | None = None) -> dict[str, MatrixChoice]:
-    """The choice for each leaf, by path; see ``matrix_dimensions``."""
+    """Returns the choice for each leaf, by path; see ``matrix_dimensions``."""
     overrides = _checked(overrides or {}, shapes)
 
     def choice(path: str, shape: Shape) -> MatrixChoice:
@@ -139,7 +140,7 @@ def _by_rule(path: str, shape: Shape, shapes: Mapping[str, Shape]) -> tuple[Muon
     own = shape[stacked:]
     if sum(size > 1 for size in own) < 2:
         return None, "a vector"
-    # Flax puts the dims of the outputs last, and gives the bias their shape.
+    # Flax puts the dims of the outputs last, and the bias has their shape.
     bias = shapes.get(_beside(path, "bias"), ())[stacked:]
     outputs = len(bias) if bias and bias == own[-len(bias) :] else 1
     if len(own) > 2 and name != _KERNEL:
@@ -158,9 +159,9 @@ def _by_rule(path: str, shape: Shape, shapes: Mapping[str, Shape]) -> tuple[Muon
 
 
 def _stacked_dims(path: str, shapes: Mapping[str, Shape]) -> int:
-    """How many leading dims of a leaf count layers: those that all leaves of a module around it have in common.
+    """Returns how many leading dims of a leaf count layers: leading dims that all leaves of an enclosing module share.
 
-    The proof is a vector of that module with these dims: a norm's scale or a bias that has two dims.
+    The evidence is a vector of the module with these dims: a norm's scale or a bias that has two dims.
     """
     parts, most = path.split("/"), 0
     for depth in range(len(parts)):
@@ -173,7 +174,7 @@ def _stacked_dims(path: str, shapes: Mapping[str, Shape]) -> int:
 
 
 def _proves(path: str, shape: Shape, shapes: Mapping[str, Shape]) -> bool:
-    """Whether a leaf is a vector for each layer; a bias of 16 x 128 beside a kernel of 2048 x 16 x 128 is not."""
+    """Returns whether a leaf is a vector per layer; a bias of 16 x 128 beside a kernel of 2048 x 16 x 128 is not."""
     if _name(path) not in _VECTORS or len(shape) < 2:
         return False
     kernel = shapes.get(_beside(path, _KERNEL))
@@ -185,7 +186,7 @@ def _name(path: str) -> str:
 
 
 def _around(path: str) -> list[str]:
-    """The names above the module of a leaf."""
+    """Returns the names above the module of a leaf."""
     return path.split("/")[:-2]
 
 
@@ -219,7 +220,7 @@ def _checked(overrides: Overrides, shapes: Mapping[str, Shape]) -> Overrides:
 
 
 def check_dims(path: str, shape: Shape, dims: Any) -> None:
-    """Raises where ``dims`` are no dims of a matrix in a leaf: a ``TypeError``, or a ``ValueError`` with the leaf."""
+    """Raises a ``TypeError`` or ``ValueError`` if ``dims`` are not dims of a matrix in the leaf; names the leaf."""
     if dims is None:
         return
     if not isinstance(dims, MuonDimensionNumbers):
@@ -234,11 +235,11 @@ def check_dims(path: str, shape: Shape, dims: Any) -> None:
 
 
 def choices_of(given: Any, params: PyTree) -> dict[str, MatrixChoice]:
-    """The choices by path from an argument of ``muon``: a tree or a prefix of a tree, a function, a value, or None."""
+    """Returns the choices by path from ``muon``'s argument: a tree or a prefix, a function, a value, or None."""
     shapes = whole_shapes(params)
     if given is None:
         return choose_matrices(shapes)
-    # None is no leaf to JAX, and here it says that a leaf is no matrix.
+    # JAX does not treat None as a leaf; here None marks a leaf that is not a matrix.
     prefix, treedef = trees.flatten_with_path(given(params) if callable(given) else given, _is_dims)
     below: Sequence[Any] = treedef.flatten_up_to(params)
     each = [trees.map_leaves(lambda leaf, dims=dims: dims, sub) for (_, dims), sub in zip(prefix, below, strict=True)]

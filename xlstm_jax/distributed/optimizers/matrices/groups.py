@@ -1,12 +1,12 @@
-"""Which matrices travel together, and which devices own them: decided from shapes and axes alone.
+"""Groups of matrices that are sent together, and their owners: derived from shapes and axes alone.
 
-Matrices of one form, turned so that the shorter side comes first, are a group. A group is stacked, sent by one
-all-to-all, updated as one batch, and sent back. With M matrices and D owners each owner has ceil(M / D) places; a place
-without a matrix holds zeros.
+Matrices of equal form, transposed to have the shorter side first, form a group. A group is stacked, sent by a single
+all-to-all, updated as a batch, and sent back. With M matrices and D owners each owner has ceil(M / D) places; an empty
+place holds zeros.
 
-The owners are the devices along the axes that split the matrices. Along the other axes devices have copies of the same
-shards, and may be owners, too: a group takes in as few of these axes as make the work of each device smallest. Along
-the remaining axes devices repeat the same work.
+The owners are the devices along the axes that split the matrices. Along further axes devices have copies of the same
+shards, and may be owners, too: a group adds the fewest of these axes that minimise the work of each device. Along the
+remaining axes devices repeat the same work.
 """
 
 import math
@@ -24,13 +24,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class MatrixForm:
-    """What the matrices of a group have in common. Dims are in the order: shorter side, longer side.
+    """Common properties of the matrices of a group. Dims are in the order: shorter side, longer side.
 
     Attributes:
       short, long: sizes of the dims of each side, without padding.
       stored: sizes of the dims of both sides, with padding.
-      splits: (dim, axes) for each dim that is split.
-      stack_axes: axes that split the matrices of a stack; along them devices have different matrices.
+      splits: (dim, axes) for each split dim.
+      stack_axes: axes that split the matrices of a stack; along these axes devices have different matrices.
       dtype: of the values.
     """
 
@@ -61,10 +61,10 @@ class MatrixForm:
 
 @dataclass(frozen=True)
 class MatrixLeaf:
-    """A leaf of a group.
+    """Leaf of a group.
 
     ``order`` lists the leaf's dims: the dims that count matrices, then the shorter side, then the longer side.
-    ``stack`` has the sizes on this device of the dims that count matrices.
+    ``stack`` has the local sizes of the dims that count matrices.
     """
 
     path: str
@@ -78,16 +78,16 @@ class MatrixLeaf:
 
 @dataclass(frozen=True)
 class MatrixGroup:
-    """Matrices that travel together, and the devices that own them.
+    """Matrices that are sent together, and their owner devices.
 
     Attributes:
       form: of each matrix.
-      leaves: whose matrices they are, in order.
+      leaves: the leaves with the matrices, in order.
       copies: axes along which devices have equal shards, and share the work.
       copies_dim: the dim that ``copies`` split further; None without copies.
-      axes: along which the owners stand, in the order of the mesh, the first being the outermost.
-      owners: devices that share the work; ``per_owner`` is the number of places of each.
-      first: the place of its first matrix.
+      axes: the axes of the owners, in mesh order, outermost first.
+      owners: number of devices that share the work; ``per_owner`` is the number of places of each.
+      first: the place of the first matrix.
     """
 
     form: MatrixForm
@@ -104,7 +104,7 @@ class MatrixGroup:
 
     @property
     def count(self) -> int:
-        """The number of matrices. Each of these devices has a shard of each matrix."""
+        """Number of matrices. Each device along ``axes`` has a shard of each matrix."""
         return sum(leaf.count for leaf in self.leaves)
 
     @property
@@ -113,7 +113,7 @@ class MatrixGroup:
 
     @property
     def splits(self) -> tuple[tuple[int, Axes], ...]:
-        """(dim, axes) of what travels, the shared copies included, the innermost."""
+        """Splits (dim, axes) of the matrices as sent, with the shared copies innermost."""
         if self.copies_dim is None:
             return self.form.splits
         own = dict(self.form.splits)
@@ -128,15 +128,14 @@ def matrix_leaf(
     dtype: str,
     any_order: bool,
 ) -> tuple[MatrixForm, MatrixLeaf]:
-    """The form of a leaf's matrices, and their place in the leaf; its shards have shape ``local``.
+    """Returns the form of a leaf's matrices, and the dims of the matrices in the leaf; its shards have shape ``local``.
 
-    With ``any_order`` slices are put together in the order of the mesh instead of their own, so that leaves that are
-    split over the same axes in different orders have one form. The rule must not depend on the order of rows and
-    columns.
+    With ``any_order`` slices are merged in mesh order instead of the leaf's axis order, so that leaves split over the
+    same axes in different orders have the same form. The rule must not depend on the order of rows and columns.
     """
     ndim = len(local)
     inputs, outputs = choice.axes
-    # Muon of a transpose is the transpose, and the Gram matrix of the shorter side is the smaller.
+    # Muon of a transpose is the transpose, and the Gram matrix of the shorter side is smaller.
     if math.prod(choice.shape[dim] for dim in inputs) > math.prod(choice.shape[dim] for dim in outputs):
         inputs, outputs = outputs, inputs
     stack = tuple(dim for dim in range(ndim) if dim not in (*inputs, *outputs))
@@ -144,7 +143,7 @@ def matrix_leaf(
     stored = [size * math.prod(sizes[axis] for axis in axes) for size, axes in zip(local, spread, strict=True)]
     sides = (*inputs, *outputs)
     if any_order:
-        # The padding of a dim must come last when slices are put together, so a padded dim keeps its own order.
+        # The padding of a dim must be last after the merge, so a padded dim keeps its axis order.
         padded = [dim for dim in sides if stored[dim] != choice.shape[dim]]
         spread = [axes if dim in padded else _in_order(axes, sizes) for dim, axes in enumerate(spread)]
     form = MatrixForm(
@@ -163,20 +162,20 @@ def _in_order(axes: Axes, sizes: Mapping[str, int]) -> Axes:
 
 
 def grouped(leaves: Iterable[tuple[MatrixForm, MatrixLeaf]], sizes: Mapping[str, int]) -> list[MatrixGroup]:
-    """The groups, the most work first, so that devices work on large groups while small ones travel."""
+    """Returns the groups, most work first, so that devices compute large groups while small groups are sent."""
     by_form: dict[MatrixForm, list[MatrixLeaf]] = defaultdict(list)
     for form, leaf in leaves:
         by_form[form].append(leaf)
     groups = [_owned(MatrixGroup(form, tuple(found), (), None, (), 1), sizes) for form, found in by_form.items()]
-    # rows^2 * columns is proportional to the FLOP of a product of Newton-Schulz.
+    # rows^2 * columns is proportional to the FLOP of a matrix product in Newton-Schulz.
     return sorted(groups, key=lambda group: -group.per_owner * group.form.rows**2 * group.form.columns)
 
 
 def in_rounds(groups: Sequence[MatrixGroup]) -> list[list[MatrixGroup]]:
-    """The groups in rounds: in a round, groups of fewer matrices than owners have different owners.
+    """Returns the groups in rounds: in a round, groups with fewer matrices than owners have different owners.
 
-    Devices that one group leaves idle work on another, so a round takes as long as its largest matrix. Only for rules
-    without state: the owner of a matrix depends on the other groups.
+    Devices left idle by a group work on another group, so a round takes as long as its largest matrix. Only for rules
+    without state: the owner of a matrix depends on the remaining groups.
     """
     rounds: list[list[MatrixGroup]] = []
     for group in groups:
@@ -198,17 +197,17 @@ def _owned(group: MatrixGroup, sizes: Mapping[str, int]) -> MatrixGroup:
     form = group.form
     owners = math.prod(sizes[axis] for axis in form.split_axes)
     alone = replace(group, axes=_in_order(form.split_axes, sizes), owners=owners)
-    # So little work is done sooner by every copy than it is sent.
+    # For this little work, computing on every copy is faster than sending.
     if group.count * form.rows * form.columns < DEFAULT_MIN_WEIGHT_SIZE:
         return alone
     others = [axis for axis, size in sizes.items() if size > 1 and axis not in (*form.split_axes, *form.stack_axes)]
     shared = [_with_copies(alone, tuple(others[:n]), sizes) for n in range(1, len(others) + 1)]
-    # More owners than it takes for the least work would only send more.
+    # More owners than needed for the least work would only add traffic.
     return min([alone, *filter(None, shared)], key=lambda found: (found.per_owner, found.owners))
 
 
 def _with_copies(group: MatrixGroup, copies: Axes, sizes: Mapping[str, int]) -> MatrixGroup | None:
-    """The group with owners along ``copies``, too; None if their devices divide no dim of the shards."""
+    """Returns the group with owners also along ``copies``; None if their devices divide no dim of the shards."""
     count, local = math.prod(sizes[axis] for axis in copies), list(group.form.stored)
     for dim, axes in group.form.splits:
         local[dim] //= math.prod(sizes[axis] for axis in axes)

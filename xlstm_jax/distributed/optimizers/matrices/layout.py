@@ -1,8 +1,8 @@
-"""How the leaves of an optimizer's trees are split over devices.
+"""Layout of the leaves of an optimizer's trees on devices.
 
-Inside ``shard_map`` the boxes of the leaves say so. Outside, an optimizer sees global arrays without boxes, whose types
-do not tell: ``with_layout``, a wrapper of every ``ShardedOptimizer``, sets the layout for the time of ``tx.update`` and
-``tx.init``. Without a layout an optimizer runs on whole arrays, as on one device.
+Inside ``shard_map`` the boxes of the leaves have the layout. Outside, an optimizer gets global arrays without boxes,
+whose types have no layout: ``with_layout``, a wrapper of every ``ShardedOptimizer``, sets the layout during
+``tx.update`` and ``tx.init``. Without a layout an optimizer runs on unsharded arrays, as on one device.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,9 +35,9 @@ OfGroups = Callable[[Sequence[MatrixGroup], Values, Mapping[str, PyTree]], tuple
 
 
 class ParameterLayout:
-    """The mesh, and by path the boxed parameters and the specs of an optimizer's state of each.
+    """Mesh, boxed parameters by path, and the specs of each parameter's optimizer state.
 
-    Both are read when an optimizer for matrices first asks: other optimizers pay nothing.
+    Parameters and specs are computed on the first access by an optimizer for matrices: other optimizers pay nothing.
     """
 
     def __init__(self, mesh: Mesh | AbstractMesh, tree: PyTree, shardings: Callable[[PyTree], PyTree]):
@@ -49,26 +49,26 @@ class ParameterLayout:
 
     @cached_property
     def specs(self) -> Mapping[str, PartitionSpec]:
-        # Gradients, updates and moments have the shapes of the parameters, and are split as a state of that shape is.
+        # Gradients, updates and moments have the shapes of the parameters, and the sharding of a state of this shape.
         return {path: sharding.spec for path, sharding in trees.leaves_with_path(self._shardings(self._tree))}
 
 
 @dataclass(frozen=True)
 class MatrixReport:
-    """Which leaves an optimizer updates as whole matrices: its name, the groups with their owners, a choice by leaf."""
+    """Report of an optimizer for unsharded matrices: its name, the groups with their owners, a choice by leaf."""
 
     rule: str
     groups: tuple[MatrixGroup, ...]
     choices: Mapping[str, MatrixChoice]
 
 
-# A context variable, since optax's own transforms (`chain`, say) stand between the step, which knows the layout, and
-# `muon`, and hand on no layout.
+# A context variable, since optax's transforms (such as `chain`) between the step, which has the layout, and `muon` do
+# not pass a layout on.
 _LAYOUT: ContextVar[ParameterLayout | None] = ContextVar("layout of the parameters that are optimized", default=None)
 
 
 def with_layout(optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | AbstractMesh) -> ShardedOptimizer:
-    """Returns the optimizer; transforms for matrices within it know how the parameters are split."""
+    """Returns the optimizer; its transforms for matrices can read the layout of the parameters."""
 
     layout = ParameterLayout(mesh, params, optimizer.shardings)
 
@@ -92,14 +92,14 @@ _REPORTS: ContextVar[list[MatrixReport] | None] = ContextVar("reports of optimiz
 
 @contextmanager
 def noting_matrices() -> Iterator[list[MatrixReport]]:
-    """Fills with the reports of optimizers for matrices that are initialised inside the context."""
+    """Yields a list that collects the reports of optimizers for matrices initialised inside the context."""
     reports: list[MatrixReport] = []
     with set_context(_REPORTS, reports):
         yield reports
 
 
 def report_matrices(rule: str, params: PyTree, choices: Mapping[str, MatrixChoice], any_order: bool) -> None:
-    """Adds the report of an optimizer that is initialised, where ``noting_matrices`` waits for reports."""
+    """Adds the report of an optimizer in its ``init`` to the list of ``noting_matrices``, if active."""
     reports = _REPORTS.get()
     if reports is not None:
         groups = place_of(params).groups(choices, any_order)
@@ -111,7 +111,7 @@ def report_matrices(rule: str, params: PyTree, choices: Mapping[str, MatrixChoic
 
 @dataclass(frozen=True)
 class FirstPlaces(Store):
-    """Keeps ``count`` matrices in the first places of dim 0, and zeros in the others: each owner has as many places."""
+    """Stores ``count`` matrices in the first places of dim 0, then zeros, for equal numbers of places per owner."""
 
     count: int
 
@@ -126,19 +126,19 @@ class FirstPlaces(Store):
 
 
 class Owned(StateBox, repr=False):
-    """The box of the state that owners keep: [matrices, ...], split over the owners, padded to an equal number each."""
+    """Box of state stored by owners: [matrices, ...], split over the owners, padded to equal numbers per owner."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        sizes = state.get("true_sizes", ())  # of a box that was pickled before boxes had a store
+        sizes = state.get("true_sizes", ())  # a box pickled before boxes had a store
         store = {"store": FirstPlaces(sizes[0])} if sizes else {}
         super().__setstate__({name: field for name, field in state.items() if name != "true_sizes"} | store)
 
 
 @dataclass(frozen=True)
 class Place:
-    """How the leaves of a tree are split, by path: values, the shapes of their shards, their names; and the mesh.
+    """Layout of the leaves of a tree by path: values, shapes of the shards, names; and the mesh.
 
-    ``mesh`` is None where the values are shards already: inside ``shard_map``, or on one device.
+    ``mesh`` is None if the values are shards already: inside ``shard_map``, or on one device.
     """
 
     values: Values
@@ -148,7 +148,7 @@ class Place:
     mesh: Mesh | AbstractMesh | None
 
     def groups(self, choices: Mapping[str, MatrixChoice], any_order: bool) -> list[MatrixGroup]:
-        """The groups of all matrices among the leaves."""
+        """Returns the groups of all matrices in the leaves."""
         found = []
         for path, value in self.values.items():
             if choices[path].dims:
@@ -158,10 +158,10 @@ class Place:
 
 
 def place_of(tree: PyTree) -> Place:
-    """How the leaves of a tree are split: inside ``shard_map`` by their boxes, outside by the layout that is set."""
+    """Returns the layout of a tree's leaves: inside ``shard_map`` from boxes, outside from the current layout."""
     leaves = trees.sharded_leaves(tree)
     values = {path: _in_order(leaf.value, leaf.store) for path, leaf in leaves}
-    # Inside `shard_map` arrays are shards already, also where a step around it has set a layout.
+    # Inside `shard_map` arrays are shards already, even if a step around the call has set a layout.
     layout = None if collectives.manual_axes() else _LAYOUT.get()
     if layout and layout.mesh.size > 1 and values.keys() <= layout.params.keys():
         return _on_mesh(layout, values)
@@ -172,13 +172,13 @@ def place_of(tree: PyTree) -> Place:
 
 
 def _in_order(stored: jax.Array, store: Store) -> jax.Array:
-    """Returns a stored array with its dims in the order of the value's, of which choices of matrices speak."""
+    """Returns a stored array with its dims in the order of the value, as in choices of matrices."""
     order = store.order(stored.ndim)
     return stored if order == tuple(range(stored.ndim)) else jnp.transpose(stored, order)
 
 
 def _in_stored_order(value: jax.Array, store: Store) -> jax.Array:
-    """The inverse of ``_in_order``."""
+    """Inverts ``_in_order``."""
     order = store.order(value.ndim)
     return value if order == tuple(range(value.ndim)) else jnp.transpose(value, tuple(map(int, np.argsort(order))))
 
@@ -207,7 +207,7 @@ def map_groups(
 ) -> tuple[PyTree, dict[str, PyTree]]:
     """Calls ``fn(groups of matrices, shards by path, state by group)`` on each device; returns the new tree and state.
 
-    Inside ``shard_map`` the leaves are shards already. Outside, with a layout, this enters a ``shard_map`` of its own.
+    Inside ``shard_map`` the leaves are shards already. Outside, with a layout, the function enters a ``shard_map``.
     """
     place, state = place_of(tree), state or {}
     groups = place.groups(choices, any_order)
@@ -224,14 +224,14 @@ def map_groups(
     new, new_state = on_device(place.values, state)
 
     def put_back(path: str, leaf: Sharded) -> jax.Array:
-        # Without the padding that was added.
+        # Remove the padding that was added.
         return _in_stored_order(new[path], leaf.store)[tuple(map(slice, leaf.value.shape))]
 
     return trees.map_values_with_path(put_back, tree), new_state
 
 
 def named_groups(groups: Sequence[MatrixGroup]) -> dict[str, MatrixGroup]:
-    """The groups by name; groups of one size get numbers."""
+    """Returns the groups by name; groups of equal size get numbers."""
     found: dict[str, MatrixGroup] = {}
     for group in groups:
         number = sum(other.name == group.name for other in found.values())

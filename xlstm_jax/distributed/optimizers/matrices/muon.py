@@ -1,9 +1,9 @@
-"""Muon, for leaves that are split: momentum and all else element by element on the shards, Newton-Schulz by owners.
+"""Muon for split leaves: Newton-Schulz on the owner devices, everything else (momentum) elementwise on the shards.
 
-Newton-Schulz finds the nearest orthogonal matrix by matrix products alone. With X = U S V^T an odd polynomial p acts on
-the singular values: p(X) = U p(S) V^T. Each step is of degree five, a X + (b A + c A^2) X with A = X X^T, whose
-coefficients drive all singular values towards 1, the small ones fast. At the start the singular values must be at most
-about 1: ``preconditioning`` scales them.
+Newton-Schulz computes the nearest orthogonal matrix by matrix products alone. With X = U S V^T an odd polynomial p acts
+on the singular values: p(X) = U p(S) V^T. Each step has degree five, a X + (b A + c A^2) X with A = X X^T; the
+coefficients drive all singular values towards 1, small values fast. The initial singular values must be at most about
+1: ``preconditioning`` scales them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,8 +35,8 @@ DEFAULT_NS_COEFFS = (3.4445, -4.7750, 2.0315)
 DEFAULT_NS_STEPS = 5
 DEFAULT_BETA = 0.95
 DEFAULT_EPS = 1e-8
-# As in optax. "standard": github.com/KellerJordan/modded-nanogpt; "dion": three for each step, of Ahn et al., "Dion:
-# Distributed Orthonormalized Updates", 2025.
+# As in optax. "standard": github.com/KellerJordan/modded-nanogpt; "dion": three coefficients for each step, of Ahn et
+# al., "Dion: Distributed Orthonormalized Updates", 2025.
 NS_COEFFS = {
     "standard": DEFAULT_NS_COEFFS,
     "dion": (
@@ -73,12 +73,12 @@ def muon(
     consistent_rms: ArrayLike | None = None,
     exchange_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """``optax.contrib.muon`` at the cost of its arithmetic: each device orthogonalises whole matrices of its own.
+    """Runs ``optax.contrib.muon`` without redundant work: each device orthogonalises its share of unsharded matrices.
 
-    Matrices of one shape are a group: every device gets its share of them by one all-to-all, runs Newton-Schulz on
-    them as one batch, and sends the updates back by another. The other leaves are trained by AdamW. Arguments, defaults
-    and state are as in optax, and so is every update, to rounding. Use it in ``make_train_step``, inside
-    ``shard_map`` on boxed trees, or on one device.
+    Matrices of equal shape form a group: an all-to-all brings every device its share, the device runs Newton-Schulz on
+    the share as a batch, and a second all-to-all sends the updates back. Further leaves are trained by AdamW.
+    Arguments, defaults and state are as in optax, and every update is equal to optax's up to rounding. Use the
+    optimizer in ``make_train_step``, inside ``shard_map`` on boxed trees, or on one device.
 
     >>> params = {"up": {"kernel": jnp.ones((8, 16)), "bias": jnp.ones(16)}}
     >>> tx = muon(1e-2)
@@ -87,17 +87,16 @@ def muon(
     MaskedNode()
 
     Args:
-      learning_rate: this and every argument that is not named below: as in ``optax.contrib.muon``; ``ns_steps`` is a
-        Python number.
-      muon_weight_dimension_numbers: as there, a tree of ``optax.contrib.MuonDimensionNumbers`` and None, a prefix of
-        one, or a function of the parameters; None: ``matrix_dimensions()``, which knows stacked layers, embeddings and
-        output layers. (Optax's default takes all leaves of two dims, and no others.)
-      exchange_dtype: in which momentum and updates travel; None: as they are, float32 for float32 parameters. bfloat16
-        halves the bytes, and rounds the arguments and results of Newton-Schulz.
+      learning_rate: and all arguments not listed below: as in ``optax.contrib.muon``; ``ns_steps`` is a Python number.
+      muon_weight_dimension_numbers: as in optax, a tree of ``optax.contrib.MuonDimensionNumbers`` and None, a prefix of
+        such a tree, or a function of the parameters; None: ``matrix_dimensions()``, which handles stacked layers,
+        embeddings and output layers. (Optax's default takes exactly the leaves of two dims.)
+      exchange_dtype: dtype of momentum and updates in the exchange; None: unchanged, float32 for float32 parameters.
+        bfloat16 halves the bytes, and rounds the arguments and results of Newton-Schulz.
     Raises:
-      ValueError: an unknown preset, preconditioning or dtype; coefficients of another shape than (3,) or (n, 3); or (in
-        ``init`` and ``update``) what ``matrix_dimensions`` raises.
-      TypeError: ``exchange_dtype`` is no dtype, ``ns_steps`` no number.
+      ValueError: an unknown preset, preconditioning or dtype; coefficients of a shape other than (3,) or (n, 3); or (in
+        ``init`` and ``update``) as ``matrix_dimensions``.
+      TypeError: ``exchange_dtype`` is not a dtype, or ``ns_steps`` not a number.
     """
     if preconditioning not in PRECONDITIONINGS:
         raise ValueError(f"muon: preconditioning={preconditioning!r}; there are {', '.join(PRECONDITIONINGS)}.")
@@ -139,7 +138,7 @@ def muon(
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree) -> tuple[PyTree, PyTree]:
         choices = choices_of(muon_weight_dimension_numbers, updates)
-        # AdamW and the bias correction of optax raise a float to an int.
+        # AdamW and optax's bias correction raise a float to an int.
         with jax.numpy_dtype_promotion("standard"):
             return of(choices, updates).update(updates, state, params, **extra_args)
 
@@ -157,7 +156,7 @@ def _scale_by_muon(
     adaptive: bool,
     exchange_dtype: str | None,
 ) -> optax.GradientTransformation:
-    """What Muon makes of gradients, before learning rate and weight decay; as ``optax.contrib.scale_by_muon``."""
+    """Returns Muon's transform before learning rate and weight decay; as ``optax.contrib.scale_by_muon``."""
 
     def init(params: PyTree) -> MuonState:
         mu = optax.tree.zeros_like(params, dtype=mu_dtype)
@@ -168,7 +167,7 @@ def _scale_by_muon(
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)
         count = jnp.asarray(optax.safe_increment(state.count))
         coeffs = jnp.asarray(state.ns_coeffs)
-        # Bias correction as in Adam. Nesterov's momentum is one step ahead, so it is corrected for the next count.
+        # Bias correction as in Adam. Nesterov momentum is a step ahead, so it is corrected for the next count.
         momentum = optax.tree.bias_correction(mu, beta, optax.safe_increment(count) if nesterov else count)
         if nesterov:
             now = optax.tree.bias_correction(updates, beta, count)
@@ -191,20 +190,21 @@ def _scale_by_muon(
 
 
 def _scaled_by_dual_norm(update: Sharded, momentum: jax.Array) -> jax.Array:
-    """The update times its inner product with the momentum, over all of the leaf."""
+    """Returns the update times its inner product with the momentum, over the full leaf."""
     axes = [axis for axis in update.axes if collectives.is_bound(axis)]
     (product,) = collectives.psum([jnp.sum(momentum.conj() * update.value)], [axes])
     return product * update.value
 
 
 def _scale_by_shape(choices: Choices, consistent_rms: ArrayLike | None) -> optax.GradientTransformation:
-    """As in optax: makes steps alike for matrices of any width, or (``consistent_rms``) as large as AdamW's.
+    """Returns optax's scaling by shape: equal steps for any width, or (``consistent_rms``) steps as large as AdamW's.
 
-    The first is of github.com/KellerJordan/Muon, the second of Liu et al., "Muon is Scalable for LLM Training", 2025.
+    The first is from github.com/KellerJordan/Muon, the second from Liu et al., "Muon is Scalable for LLM Training",
+    2025.
     """
 
     def scale(choice: MatrixChoice) -> jax.Array:
-        # NumPy's numbers, unlike Python's, have a dtype, to which narrow updates are widened, as in optax.
+        # NumPy scalars, unlike Python numbers, have a dtype, which widens narrow updates, as in optax.
         inputs, outputs = np.array(choice.matrix)
         if consistent_rms is None:
             return jnp.sqrt(jnp.maximum(1, outputs / inputs))
@@ -242,33 +242,34 @@ def _checked_coeffs(ns_coeffs: Any, ns_steps: Any) -> Any:
 
 
 def orthogonalized(x: jax.Array, coeffs: jax.Array, steps: int, preconditioning: str, eps: ArrayLike) -> jax.Array:
-    """Newton-Schulz of x[n, rows, columns], rows <= columns; ``coeffs`` has shape (3,), or (steps, 3)."""
+    """Applies Newton-Schulz to x[n, rows, columns], rows <= columns; ``coeffs`` has shape (3,), or (steps, 3)."""
     coeffs = coeffs.astype(x.dtype)
     each = jnp.tile(coeffs, (steps, 1)) if coeffs.ndim == 1 else coeffs
-    # Newton-Schulz diverges for singular values far above 1, and each of these norms is at least the largest.
+    # Newton-Schulz diverges for singular values far above 1, and each of these norms is at least the largest singular
+    # value.
     if order := _NORMS.get(preconditioning):
         x = x / (jnp.linalg.norm(x, ord=order, axis=(-2, -1), keepdims=True) + eps)
     else:  # by the Gram matrix, which the first step needs anyway
         gram = x @ _adjoint(x)
-        if preconditioning == AOL:  # "almost orthogonal layers": the sums of its rows bound its eigenvalues
+        if preconditioning == AOL:  # "almost orthogonal layers": row sums bound the eigenvalues of the Gram matrix
             scale = jax.lax.rsqrt(jnp.clip(jnp.abs(gram).sum(-1), min=eps))
             x, gram = x * scale[..., :, None], gram * scale[..., :, None] * scale[..., None, :]
-        else:  # its own norm is the square of the Schatten-4 norm
+        else:  # the norm of the Gram matrix is the square of the Schatten-4 norm of x
             scale = jax.lax.rsqrt(jnp.clip(jnp.linalg.norm(gram, axis=(-2, -1), keepdims=True), min=eps))
             x, gram = x * scale, gram * scale**2
         x, each = _stepped(x, gram, each[0]), each[1:]
-    # A loop, whose body is compiled once: written out, the steps take XLA several times as long.
+    # A loop, whose body is compiled once: unrolled steps take XLA several times as long to compile.
     return jax.lax.scan(lambda x, abc: (_stepped(x, x @ _adjoint(x), abc), None), x, each)[0]
 
 
 def _stepped(x: jax.Array, gram: jax.Array, abc: jax.Array) -> jax.Array:
     a, b, c = abc
-    # a X + (b A + c A^2) X with A = X X^T: polynomials of the small matrix come first, one product with X last.
+    # a X + (b A + c A^2) X with A = X X^T: polynomials of the small matrix first, a single product with X last.
     return a * x + (b * gram + c * gram @ gram) @ x
 
 
 def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
-    """FLOP of the matrix products of one matrix, rows <= columns: two with all of it and one of the Gram matrix a step.
+    """Returns the FLOP of a matrix's products, rows <= columns: each step has two with x and one of the Gram matrix.
 
     >>> newton_schulz_flops(2048, 8192, 5)
     773094113280

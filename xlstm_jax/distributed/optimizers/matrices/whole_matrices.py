@@ -1,4 +1,4 @@
-"""Any rule of optax that needs whole matrices: it runs on their owners, which keep its state."""
+"""Any optax rule for unsharded matrices: the rule runs on the owner devices, which store its state."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ from xlstm_jax.distributed.optimizers.matrices.owners import from_owners, to_own
 
 
 class OnWholeMatricesState(NamedTuple):
-    """The inner rule's state by group of matrices; each leaf has a leading dim of matrices."""
+    """State of the inner rule by group of matrices; each leaf has a leading dim of matrices."""
 
     of_owners: dict[str, PyTree]
 
@@ -40,11 +40,11 @@ def on_whole_matrices(
     tx: optax.GradientTransformation,
     dimension_numbers: Any = None,
 ) -> optax.GradientTransformation:
-    """Runs an optax rule for one matrix on every matrix of a tree, each whole on the device that owns it.
+    """Runs an optax rule for a single matrix on every matrix of a tree, each unsharded on its owner device.
 
-    For rules that look across a matrix and keep arrays of other shapes: Shampoo, SOAP, projections. The rule gets every
-    matrix as an array of two dims with no more rows than columns (else its transpose). Each matrix has a state of its
-    own, which its owner keeps. Leaves that are no matrices pass through as they are.
+    For rules that combine elements of a matrix and keep arrays of other shapes: Shampoo, SOAP, projections. The rule
+    gets every matrix as an array of two dims with no more rows than columns (else its transpose). Each matrix has a
+    separate state, stored by its owner. Leaves that are not matrices pass through unchanged.
 
     >>> tx = optax.chain(on_whole_matrices(optax.contrib.normalize()), optax.scale(-1.0))
     >>> params = {"kernel": jnp.full((2, 3, 4), 2.0), "norm": {"scale": jnp.ones((2, 3))}}  # two layers
@@ -53,14 +53,15 @@ def on_whole_matrices(
     (Array(-0.28867513, dtype=float32), Array(-1., dtype=float32))
 
     Args:
-      tx: a rule of one matrix. It is initialised on zeros, and gets no parameters: put weight decay behind this.
-      dimension_numbers: which leaves are matrices; as for ``muon``.
+      tx: a rule for a single matrix. The rule is initialised on zeros, and gets no parameters: apply weight decay later
+        in the chain.
+      dimension_numbers: the leaves that are matrices; as for ``muon``.
     Returns:
       The transform, for ``make_train_step``, inside ``shard_map`` on boxed trees, or on one device.
     Raises:
-      ValueError: (in ``init`` and ``update``) what ``matrix_dimensions`` raises; or stacked layers are split over
-        devices, and the devices that share a part of the layers do not divide its number of matrices.
-      TypeError: ``tx`` is no transform.
+      ValueError: (in ``init`` and ``update``) as ``matrix_dimensions``; or stacked layers are split over devices, and
+        the devices that share a part of the layers do not divide the number of matrices in the part.
+      TypeError: ``tx`` is not a transform.
     """
     check_transform(tx, "on_whole_matrices")
 
@@ -94,11 +95,11 @@ def on_whole_matrices(
 
 
 def _state_of(tx: optax.GradientTransformation, group: MatrixGroup, place: Place) -> PyTree:
-    """The first state of a group's matrices: inside ``shard_map`` of this device's matrices, else of all."""
+    """Returns the initial optimizer state of a group (only of this device's matrices inside ``shard_map``)."""
     axes = (*group.form.stack_axes, *group.axes)
     stacks = math.prod(place.sizes[axis] for axis in group.form.stack_axes)
     left_over = group.per_owner * group.owners - group.count
-    # Empty places would lie between the matrices of two parts, and a box can only say how many lie at the end.
+    # Empty places would be between the matrices of two parts, and a box can only have empty places at the end.
     if left_over and stacks > 1:
         raise ValueError(
             f"on_whole_matrices: {group.leaves[0].path!r} has {group.count} matrices on each of {stacks} parts of the "
@@ -114,6 +115,6 @@ def _state_of(tx: optax.GradientTransformation, group: MatrixGroup, place: Place
         return Owned(leaf, (axes_entry(axes), *[None] * (leaf.ndim - 1)), store=store) if axes else leaf
 
     if place.mesh is None and axes:
-        # Zeros are equal on all devices. Later states are not, and a state keeps its type.
+        # Zeros are replicated. Later states are not, and the type of a state must not change.
         state = collectives.to_varying(state, axes)
     return jax.tree.map(boxed, state)

@@ -18,6 +18,8 @@ CARRIES: list[type[Carry]] = [
 def carries_of(inputs: Inputs) -> list[Carry]:
     """Returns the carries of a batch, each created from its part of ``inputs``."""
     carries: list[Carry] = []
+    if not inputs.collections and inputs.fold_aux is None:
+        return carries
     left = dict(inputs.collections)
     for kind in CARRIES:
         if (carry := kind.of(inputs._replace(collections=left))) is not None:

@@ -7,7 +7,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import rebox
 from xlstm_jax.distributed.training.carries.carry import BatchResult, Carry
-from xlstm_jax.distributed.training.collections import readable, updated_collections
+from xlstm_jax.distributed.training.collections import updated_collections
 from xlstm_jax.distributed.training.gradients import LocalResult
 from xlstm_jax.distributed.training.loss import LossFunction
 
@@ -24,7 +24,7 @@ class CollectionCarry(Carry):
         return self.collections.keys()
 
     def start(self) -> PyTree:
-        return readable(self.collections)
+        return trees.readable(self.collections)
 
     def read(self, state: PyTree) -> Mapping[str, PyTree]:
         return state

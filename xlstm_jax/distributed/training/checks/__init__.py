@@ -1,11 +1,10 @@
 """Table of checks on states, steps, losses and gradients of a training, by the moment at which each runs.
 
-Algorithms only call ``run_checks(moment, context)``; the checks are registered here. Without any row the compiled
-programs are the same.
+Each row has a moment and a function; ``moments.run_checks`` calls the functions of a moment. Without any row the
+compiled programs are the same, and this folder can be deleted.
 """
 
 from functools import partial
-from typing import Any
 
 import optax
 
@@ -27,24 +26,10 @@ from xlstm_jax.distributed.training.arguments import (
     collections_of,
 )
 from xlstm_jax.distributed.training.checks import calls
-from xlstm_jax.distributed.training.checks.check import (
-    Averaged,
-    CreatedState,
-    Differentiated,
-    EvaluationTrace,
-    LossOfDevice,
-    Moment,
-    NewModel,
-    NewVariables,
-    Results,
-    StepTrace,
-    TracedStep,
-    TrainingCheck,
-)
+from xlstm_jax.distributed.training.checks.collections import COLLECTIONS_OF_STATE, EQUAL_COLLECTIONS
 from xlstm_jax.distributed.training.checks.jax_errors import raise_with_cure
 from xlstm_jax.distributed.training.checks.loss_axes import check_axes
 from xlstm_jax.distributed.training.checks.replicated_parameters import REPLICATED_PARAMETERS
-from xlstm_jax.distributed.training.collections import check_kept
 from xlstm_jax.distributed.training.equal_results import check_equal_results
 from xlstm_jax.distributed.training.first_batch import compare_keys
 from xlstm_jax.distributed.training.mistakes import (
@@ -58,6 +43,20 @@ from xlstm_jax.distributed.training.mistakes import (
     warn_of_options,
     warn_of_replicated,
     warn_of_whole_trees,
+)
+from xlstm_jax.distributed.training.moments import (
+    CHECKS,
+    Averaged,
+    CreatedState,
+    Differentiated,
+    EvaluationTrace,
+    LossOfDevice,
+    NewModel,
+    NewVariables,
+    Results,
+    StepTrace,
+    TracedStep,
+    TrainingCheck,
 )
 from xlstm_jax.distributed.training.varying import check_branches
 
@@ -83,10 +82,6 @@ def _dims_of_shards(of: NewVariables) -> None:
 
 def _equal_keys(of: NewModel) -> None:
     compare_keys(of.rng, of.mesh)
-
-
-def _kept_collections(of: CreatedState) -> None:
-    check_kept(of.collections)
 
 
 def _optimizer_of_parameters(of: CreatedState) -> None:
@@ -148,7 +143,7 @@ def _averages(of: Averaged) -> None:
 
 
 def _equal_results(of: Results) -> None:
-    check_equal_results(of.results, of.jaxpr, of.mesh, of.axes, of.collections)
+    check_equal_results(of.results, of.equations, of.mesh)
 
 
 def _options(of: TracedStep) -> None:
@@ -178,14 +173,14 @@ def _whole_trees(of: TracedStep) -> None:
 
 
 MISTAKES, ERRORS = "mistakes.md", "troubleshooting.md"
-CHECKS: list[TrainingCheck] = [
+CHECKS[:] = [
     TrainingCheck("optimizer", _optimizer_of_state, "optimizers.md"),
     TrainingCheck("model", _model, ERRORS),
     TrainingCheck("model", _mesh_around, ERRORS),
     TrainingCheck("model", _keys, ERRORS),
     TrainingCheck("shapes", _dims_of_shards, ERRORS),
     TrainingCheck("values", _equal_keys, "processes.md"),
-    TrainingCheck("state", _kept_collections, "collections.md"),
+    COLLECTIONS_OF_STATE,
     TrainingCheck("state", _optimizer_of_parameters, "optimizers.md"),
     REPLICATED_PARAMETERS,
     TrainingCheck("state", _gathered_stacks_of_state, MISTAKES),
@@ -202,6 +197,7 @@ CHECKS: list[TrainingCheck] = [
     TrainingCheck("loss", _axes_of_loss, ERRORS),
     TrainingCheck("gradient", _branches, ERRORS),
     TrainingCheck("aux", _averages, MISTAKES),
+    EQUAL_COLLECTIONS,
     TrainingCheck("results", _equal_results, ERRORS),
     TrainingCheck("traced", _options, MISTAKES),
     TrainingCheck("traced", _idle_axes, MISTAKES),
@@ -217,10 +213,3 @@ CHECKS: list[TrainingCheck] = [
     TrainingCheck("returned", calls.warn_of_padded_call, MISTAKES),
     TrainingCheck("failure", raise_with_cure, ERRORS),
 ]
-
-
-def run_checks(moment: Moment, context: Any) -> None:
-    """Runs the checks of a moment in the order of the table."""
-    for check in CHECKS:
-        if check.moment == moment:
-            check.looks(context)

@@ -21,9 +21,9 @@ from xlstm_jax.distributed.data_parallel.trees import named_leaf
 from xlstm_jax.distributed.device_mesh.batch_leaves import why_no_array
 from xlstm_jax.distributed.device_mesh.batches import any_padded, padded_rows_of
 from xlstm_jax.distributed.training.arguments import DONATED, GIVEN
-from xlstm_jax.distributed.training.checks.check import JittedCall
 from xlstm_jax.distributed.training.first_batch import compare_batches
 from xlstm_jax.distributed.training.mistakes import warn_of_padding
+from xlstm_jax.distributed.training.moments import JittedCall
 from xlstm_jax.wording import kind_of
 
 

@@ -4,8 +4,8 @@ from xlstm_jax.distributed.data_parallel.modules.holders import noting_holders
 from xlstm_jax.distributed.data_parallel.reasons import Unwrapped
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS
 from xlstm_jax.distributed.plan.planning import plan_sharding
-from xlstm_jax.distributed.training.checks.check import CreatedState, TrainingCheck
 from xlstm_jax.distributed.training.mistakes import ModelFacts, warn_of_replicated
+from xlstm_jax.distributed.training.moments import CreatedState, TrainingCheck
 
 
 def warn_of_replicated_state(of: CreatedState) -> None:

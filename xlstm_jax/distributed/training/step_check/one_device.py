@@ -31,6 +31,7 @@ from xlstm_jax.distributed.data_parallel import placement, trees
 from xlstm_jax.distributed.data_parallel.extension import named_wires
 from xlstm_jax.distributed.data_parallel.gather import gather_params
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, split_by_model, true_value
+from xlstm_jax.distributed.data_parallel.trees import readable
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key, wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
@@ -39,7 +40,6 @@ from xlstm_jax.distributed.model_parallel.sequence_layout import in_natural_orde
 from xlstm_jax.distributed.training.arguments import collections_of
 from xlstm_jax.distributed.training.carries import carries_of
 from xlstm_jax.distributed.training.carries.carry import Inputs
-from xlstm_jax.distributed.training.collections import readable
 from xlstm_jax.distributed.training.loss import LossFunction
 from xlstm_jax.distributed.training.minibatches import MinibatchResult, mean_over, rows_at, split_rows
 from xlstm_jax.distributed.training.step_check.draws import Traced, folded, traced

@@ -1,10 +1,14 @@
-"""Row type of the table of checks, and the argument types of checks at each moment.
+"""Moments of a training at which checks run, the argument types of the checks, and the table of checks.
+
+  run_checks(moment, context)   called by the algorithms: the step, the state, gradients, evaluation
+  CHECKS                        the rows (moment, function, page of docs/), registered by ``training.checks``
 
 A check raises for a certain mistake, warns of a possible mistake, and changes no number.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -17,6 +21,7 @@ from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout
 from xlstm_jax.distributed.metrics.pure_metric import PureMetric
 from xlstm_jax.distributed.optimizers.learning_rate import LearningRate
 from xlstm_jax.distributed.training.loss import Loss, LossFunction
+from xlstm_jax.distributed.training.varying import Equations, read_equations
 from xlstm_jax.private_names import core
 
 Moment = Literal[
@@ -127,7 +132,8 @@ class EvaluationTrace(NamedTuple):
     others: Mapping[str, PyTree]
 
 
-class Results(NamedTuple):
+@dataclass(frozen=True)
+class Results:
     """The results of a ``shard_map``, its jaxpr, the mesh, the axes of the batch and the collections of the state."""
 
     results: PyTree
@@ -135,6 +141,11 @@ class Results(NamedTuple):
     mesh: Mesh | AbstractMesh
     axes: tuple[str, ...]
     collections: Mapping[str, PyTree]
+
+    @cached_property
+    def equations(self) -> Equations:
+        """Returns the axes along which results and marked values differ, read off the jaxpr."""
+        return read_equations(self.jaxpr)
 
 
 class LossOfDevice(NamedTuple):
@@ -192,3 +203,13 @@ class JittedCall(NamedTuple):
     kwargs: dict[str, Any]
     named: dict[str, Any]
     error: Exception | None = None
+
+
+CHECKS: list[TrainingCheck] = []  # filled by ``checks``
+
+
+def run_checks(moment: Moment, context: Any) -> None:
+    """Runs the checks of a moment in the order of the table."""
+    for check in CHECKS:
+        if check.moment == moment:
+            check.looks(context)

@@ -1,0 +1,80 @@
+"""Boxes of a model's initialisers, read without a sharding constraint.
+
+Where a mesh is set, Flax constrains the value of a box whenever the box is read. Some layers read a box before its
+value has the shape that its names are for: ``nn.DenseGeneral`` initialises a flat matrix, in a box of the names of the
+kernel, and reshapes it. JAX refuses that constraint (and inside ``shard_map`` any along a manual axis). So while a
+model runs, its initialisers make boxes that are read without a constraint, and ``as_flax_has_it`` takes them back.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from flax import linen as nn
+from flax.core import meta
+
+from xlstm_jax.distributed.data_parallel.dim_names import reader
+
+
+@contextmanager
+def boxes_without_constraints() -> Iterator[None]:
+    """Enters a context in which the initialisers of Linen modules make boxes that are read without a constraint."""
+    with reader().rules_of_mesh(), nn.intercept_methods(_boxing_without_constraints):
+        yield
+
+
+class _Named(meta.Partitioned[Any]):
+    """A box of mesh axes as ``nn.with_partitioning`` makes it, but read without a constraint."""
+
+    def unbox(self, apply_constraint: bool = True) -> Any:
+        del apply_constraint
+        return self.value
+
+
+# The class without constraints of each class of boxes. A feature with boxes of its own adds a line.
+WITHOUT_CONSTRAINTS: dict[type[Any], type[Any]] = {nn.Partitioned: _Named}
+
+
+def as_flax_has_it(leaf: Any) -> Any:
+    """Returns a leaf that is in a box without constraints in the box of Flax; any other leaf as it is."""
+    return _in_box_of(leaf, {ours: flax for flax, ours in WITHOUT_CONSTRAINTS.items()})
+
+
+def _in_box_of(leaf: Any, classes: dict[type[Any], type[Any]]) -> Any:
+    cls = classes.get(type(leaf))
+    if cls is None:
+        return leaf
+    return cls(**{field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)})
+
+
+# A dataclass, since Linen compares modules, and so their initialisers, where it looks into the cache of ``nn.jit``.
+@dataclasses.dataclass(frozen=True)
+class _Initialiser:
+    """An initialiser of a model, whose boxes are read without a constraint."""
+
+    plain: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _in_box_of(self.plain(*args, **kwargs), WITHOUT_CONSTRAINTS)
+
+
+def _boxing_without_constraints(
+    method: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
+) -> Any:
+    """Runs a method of a module whose initialisers are of ``_Initialiser`` meanwhile; for ``nn.intercept_methods``."""
+    module = context.module
+    fields = {field.name: getattr(module, field.name, None) for field in dataclasses.fields(module)}
+    # ``kernel_init``, ``embedding_init``: Flax has them as fields, and passes them to the modules within as fields.
+    plain = {
+        name: value
+        for name, value in fields.items()
+        if "init" in name and callable(value) and not isinstance(value, nn.Module | type | _Initialiser)
+    }
+    for name, value in plain.items():
+        object.__setattr__(module, name, _Initialiser(value))
+    try:
+        return method(*args, **kwargs)
+    finally:
+        for name, value in plain.items():
+            object.__setattr__(module, name, value)
