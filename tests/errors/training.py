@@ -778,7 +778,7 @@ ROWS = [
         ValueError,
         "… is a parameter in a box",
         "batch['teacher/kernel'] is a parameter in a box",
-        "step(..., others={'teacher': its params})",
+        "step(..., others={'teacher': params})",
     ),
     calls(
         "step-batch-placed-otherwise",
@@ -963,7 +963,7 @@ ROWS = [
         lambda: traced(lambda p, apply_fn, b, rng: jax.jvp(lambda p: mean_loss(p, apply_fn, b), (p,), (p,))[1]),
         TypeError,
         "jax.jvp, jax.linearize or jax.jacfwd",
-        "whole = gather_params(params",
+        "weights = gather_params(params",
     ),
     losses(
         "carry-without-type",
@@ -1037,7 +1037,7 @@ ROWS = [
         "along ('dp', 'fsdp')",
         "nn.BatchNorm(..., axis_name=('dp', 'fsdp'))",
         "pmean(updated, ",
-        "mutable=",
+        "docs/collections.md",
     ),
     collections(
         "statistics-of-devices-without-types",
@@ -1267,7 +1267,7 @@ ROWS = [
         UserWarning,
         "'…', and … of … parameters in all",
         "'bias', and 2 of 2 parameters in all, are trained in bfloat16",
-        "less than 0.0039 of it",
+        "smaller than 0.0039 of a weight",
     ),
     models(
         "warned-no-decay",
@@ -1320,8 +1320,8 @@ ROWS = [
             dense(), BATCH, KEY, others={"teacher": {"kernel": jnp.zeros((512, 512))}}
         ),
         UserWarning,
-        "others['…'], …, is whole on each",
-        "others['teacher/kernel'], 1 MiB, is whole on each of the 8 devices",
+        "others['…'], …, is replicated on each",
+        "others['teacher/kernel'], 1 MiB, is replicated on each of the 8 devices",
     ),
     Section("Layers in loops and scans")(
         "warned-gathered-stack",

@@ -537,7 +537,7 @@ def test_rows_that_pad_are_real_rows_in_turn():
     none = {name: leaf[:0] for name, leaf in rows.items()}
     batch, weight = shard_batch(none | {"n": 7}, mesh_of(2, 4), ("dp", "fsdp"), pad=8)
     assert batch["tokens"].tolist() == [[0, 1]] * 8 and not weight.any()
-    with pytest.raises(ValueError, match=r"process 0 hands in 0 rows, .* handed in none .*rows\[jax.process_index\(\)"):
+    with pytest.raises(ValueError, match=r"process 0 hands in 0 rows, .* had none .*rows\[jax.process_index\(\)"):
         shard_batch(none | {"other": np.zeros((0, 5))}, mesh_of(2, 4), ("dp", "fsdp"), pad=8)
 
 

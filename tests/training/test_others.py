@@ -267,7 +267,7 @@ def test_what_is_handed_in_wrongly_is_refused(make, error, says):
 def test_a_large_tree_that_is_whole_on_each_device_is_told():
     mistakes._warned.clear()
     large = {"kernel": jnp.zeros((512, 512))}
-    with pytest.warns(UserWarning, match=r"others\['teacher/kernel'\], 1 MiB, is whole on each of the 8 devices"):
+    with pytest.warns(UserWarning, match=r"others\['teacher/kernel'\], 1 MiB, is replicated on each of the 8 devices"):
         make_train_step(lambda *args, teacher: through(*args, teacher=args[0]), mesh_of(2, 4), AXES).lower(
             state_of(mesh_of(2, 4)), BATCH, KEY, others={"teacher": large}
         )

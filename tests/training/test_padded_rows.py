@@ -163,7 +163,7 @@ TOLD = {
     "an own mask": (lambda: trained(of_seen, with_weight=False), "is in no leaf of the batch, 'seen', 'x': copies"),
     "an own mask beside the weights": (lambda: trained(of_seen), "the loss is computed without the weights of rows"),
     "no use": (lambda: trained(unweighted, weighted=False), r"the loss is computed without the weights.*weighted=True"),
-    "a mean of means": (lambda: trained(of_device, weighted=False), "the loss is the mean of the means of devices"),
+    "a mean of means": (lambda: trained(of_device, weighted=False), "the loss is the mean of the devices' means"),
     "all rows": (
         lambda: trained(lambda *args: (weighted(*args)[0], len(args[2]["x"]))),
         r"the weight of the loss is computed without.*jnp.sum\(batch\['weight'\]\)",
@@ -182,7 +182,7 @@ TOLD = {
     ),
     "a comparison with all rows": (
         lambda: trained(compared),
-        "the loss compares rows with those of all devices, .*Gather the weights too",
+        "the loss compares rows of all devices, .*Gather the weights too",
     ),
     "a metric": (
         lambda: evaluated(BOTH, lambda e, w: {"a": (e, w), "b": e, "c": e}),

@@ -1,15 +1,15 @@
-"""The device mesh: named axes over the devices at hand, and batches laid out over them.
+"""Device meshes: named axes over the available devices, and batches placed on them.
 
-The last axis lies over the devices that are closest to each other, the first axes cross the slow links:
+The last axis connects the devices that are closest to each other; the first axes cross the slow links:
 
   two hosts of four    create_device_mesh({"dp": 2, "fsdp": 4})    dp crosses the hosts, fsdp stays within
                        create_device_mesh({"fsdp": 8})             fsdp crosses, between its halves
 
-Meshes made here have axes of type ``Auto``. (``jax.make_mesh`` makes explicit ones by default, with which arrays carry
-their sharding in their type; ``shard_map`` then refuses a batch that was not placed beforehand.)
+Meshes made here have axes of type ``Auto``. (``jax.make_mesh`` makes explicit axes by default: then arrays carry their
+sharding in their type, and ``shard_map`` rejects a batch that was not placed beforehand.)
 
-In a run of several processes each process makes the same mesh, and ``shard_batch`` puts the rows that each of them has
-read together into one global array.
+In a run of several processes each process makes the same mesh, and ``shard_batch`` combines the rows of each process
+into a global array.
 """
 
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch, shard_batch

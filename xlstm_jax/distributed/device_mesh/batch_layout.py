@@ -1,15 +1,15 @@
-"""Which part of a batch each device has: examples over axes of a mesh, or any dim of any leaf over any axes.
+"""Layout of a batch over a mesh: examples over mesh axes, or any dim of any leaf over any axes.
 
-  batch_axes=("dp", "fsdp")                  tokens[b, t] -> [b / n, t]        all leaves by their examples
+  batch_axes=("dp", "fsdp")                  tokens[b, t] -> [b / n, t]        every leaf by its examples
   batch_spec=P(("dp", "fsdp"), "cp")         tokens[b, t] -> [b / n, t / c]    and each example over "cp"
   batch_spec={"tokens": P("dp", "cp"), "label": P("dp")}                       leaf by leaf; a prefix of the batch
 
-Dim 0 of every leaf holds examples, and is split over the same axes in all leaves, ``row_axes``. Scalars are whole on
-all devices. Losses, weights and gradients are reduced over ``axes``, those of all dims. Whoever takes a batch asks a
-``BatchLayout``: the ready steps, ``shard_batch``, ``abstract_batch`` and ``check_step``.
+Dim 0 of every leaf holds examples, and is split over the same axes in every leaf, ``row_axes``. Scalars are replicated.
+Losses, weights and gradients are reduced over ``axes``, the axes of any dim. The ready-made steps, ``shard_batch``,
+``abstract_batch`` and ``check_step`` use a ``BatchLayout``.
 
-A batch is in natural order, and its tokens are contiguous on devices. A step of another layout (zigzag) brings the
-tokens of each device there, by the dims that its specs split, before it computes (``entered``).
+Batches come in natural order, with contiguous tokens on each device. A step with another layout (zigzag) first permutes
+the tokens (``entered``), along the dims split by its specs.
 """
 
 import contextlib
@@ -48,14 +48,14 @@ from xlstm_jax.wording import kind_of, listed
 
 @dataclass(frozen=True, eq=False)
 class BatchLayout:
-    """How a batch lies on a mesh; see the top of this file.
+    """Layout of a batch on a mesh; see the module docstring.
 
     Attributes:
       mesh: the mesh.
-      axes: all axes that split a leaf, in the order in which specs name them.
-      row_axes: those that split dim 0.
+      axes: the axes that split any dim of a leaf, in the order of the specs.
+      row_axes: the axes that split dim 0.
       spec: a ``PartitionSpec``, or a tree of them that is a prefix of the batch.
-      tokens: in which layout a step computes, "contiguous" or "zigzag"; None: as its batch says, see ``of_batch``.
+      tokens: the token layout of a step, "contiguous" or "zigzag"; None to take it from the batch, see ``of_batch``.
     """
 
     mesh: Mesh | AbstractMesh
@@ -68,7 +68,7 @@ class BatchLayout:
         return str(self.axes if self.axes == self.row_axes else self.spec)
 
     def specs(self, batch: PyTree) -> PyTree:
-        """A ``PartitionSpec`` in place of each leaf. Dim 0 is not checked: on a host it may be a process's part.
+        """Returns a ``PartitionSpec`` per leaf. Does not check the size of dim 0: on a host it may be a process's part.
 
         Raises:
           ValueError: the specs are no prefix of the batch, a leaf has fewer dims than its spec, or the axes of a dim do
@@ -80,19 +80,19 @@ class BatchLayout:
         return jax.tree.unflatten(treedef, [self._of(path, shape, spec) for (path, shape), spec in found])
 
     def in_specs(self, batch: PyTree) -> PyTree:
-        """``specs`` for ``shard_map``: without axes of one device, which split nothing."""
+        """Returns ``specs`` for ``shard_map``, without axes of size 1, which split nothing."""
         return jax.tree.map(partial(spread_spec, mesh=self.mesh), self.specs(batch))
 
     def part(self, batch: PyTree, device: Any) -> PyTree:
-        """What the device with this number along ``axes`` has of a global batch; the number may be traced."""
+        """Returns the part of a global batch for the device with this index along ``axes``; the index may be traced."""
         places: dict[str, Any] = {}
-        # The last axis runs fastest over the devices.
+        # The last axis varies fastest over the devices.
         for axis in reversed(self.axes):
             places[axis], device = device % self.mesh.shape[axis], device // self.mesh.shape[axis]
 
         def own(leaf: Any, spec: PartitionSpec) -> Any:
             for dim, entry in enumerate(spec):
-                # The numbers along the axes of a dim are digits, that of the outermost axis the first.
+                # The indices along the axes of a dim are digits of the position, outermost axis first.
                 place = 0
                 for axis in entry_axes(entry):
                     place = place * self.mesh.shape[axis] + places[axis]
@@ -103,11 +103,11 @@ class BatchLayout:
         return jax.tree.map(own, batch, self.specs(batch))
 
     def of_batch(self, batch: PyTree) -> "BatchLayout":
-        """The layout with ``tokens`` decided: as given, else zigzag where leaves are ``LaidOut``, else contiguous.
+        """Returns the layout with ``tokens`` set: as given, else zigzag for ``LaidOut`` leaves, else contiguous.
 
         Raises:
-          ValueError: a leaf was laid out in another way, or for other devices than those that split it; or a sequence
-            has no two chunks of one size for each device.
+          ValueError: a leaf has another token layout, or was laid out for another number of devices than split it; or a
+            sequence does not divide into two chunks of equal size per device.
         """
         leaves = flatten_with_path(batch, one_leaf=is_laid_out)[0]
         is_zigzag = any(isinstance(leaf, LaidOut) and leaf.devices > 1 for _, leaf in leaves)
@@ -127,14 +127,14 @@ class BatchLayout:
 
     @property
     def sequence(self) -> SequenceLayout:
-        """What layers that exchange tokens must know, by axes of more than one device."""
+        """Returns the sequence layout for layers that exchange tokens; it omits axes of size 1."""
         columns = [axis for axis in self.axes if axis not in self.row_axes]
         axes, rows = (tuple(axis for axis in of if self.mesh.shape[axis] > 1) for of in (columns, self.row_axes))
         return SequenceLayout(self.tokens or CONTIGUOUS, axes, rows)
 
     @contextlib.contextmanager
     def entered(self, batch: PyTree) -> Iterator[PyTree]:
-        """Inside ``shard_map``: this device's part of a batch, laid out as ``tokens`` says, which layers then read."""
+        """Yields, inside ``shard_map``, the local batch in the layout ``tokens``, which layers inside can query."""
         leaves, treedef = flatten_with_path(batch, one_leaf=is_laid_out)
         values = [leaf.value if isinstance(leaf, LaidOut) else leaf for _, leaf in leaves]
         if self.tokens == ZIGZAG:
@@ -147,7 +147,7 @@ class BatchLayout:
             yield jax.tree.unflatten(treedef, values)
 
     def laid_out(self, batch: PyTree) -> PyTree:
-        """A global batch in natural order, with its tokens in the order in which devices have them in the step."""
+        """Returns a global batch with tokens reordered from natural order to the order of the devices in the step."""
         if self.tokens != ZIGZAG:
             return batch
         devices = num_shards(self.mesh, self.sequence.axes)
@@ -159,7 +159,7 @@ class BatchLayout:
         return jax.tree.unflatten(treedef, ordered)
 
     def _token_dims(self, batch: PyTree) -> list[int | None]:
-        """The dim of each leaf that is split over the axes of the sequence; None of leaves without."""
+        """Returns for each leaf the dim that is split over the axes of the sequence, or None."""
         found = []
         for spec in self._by_leaf(batch):
             dims = [dim for dim, axes in _columns(spec, self.mesh).items() if axes == self.sequence.axes]
@@ -167,8 +167,8 @@ class BatchLayout:
         return found
 
     def misplaced(self, batch: PyTree, shardings: Sequence[Any]) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
-        """The leaves with a dim beside that of examples split in another way than the spec says, and by which axes."""
-        # Most batches lie on no mesh, or are split by rows alone: then the specs are not needed.
+        """Yields leaves that are split along another dim than 0 and otherwise than in the spec, with the axes used."""
+        # Most batches are on no mesh, or split by rows alone: then the specs are not needed.
         leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
         splits = [_columns(its.spec, its.mesh) if isinstance(its, NamedSharding) else {} for its in shardings]
         specs = self._by_leaf(batch) if any(splits) else [PartitionSpec()] * len(leaves)
@@ -177,8 +177,8 @@ class BatchLayout:
                 yield path_string(path), leaf, tuple(axis for axes in split.values() for axis in axes)
 
     def _by_leaf(self, batch: PyTree) -> list[PartitionSpec]:
-        """The spec of each leaf of the batch."""
-        # JAX's own errors are of tree structures, and name no leaf.
+        """Returns the spec of each leaf of the batch."""
+        # JAX's errors concern tree structures, and name no leaf.
         try:
             return jax.tree.leaves(jax.tree.broadcast(self.spec, batch))
         except (ValueError, TypeError, KeyError):
@@ -195,15 +195,15 @@ class BatchLayout:
         if not len(spec):
             raise ValueError(
                 f"{name} of shape {shape} has the spec {spec}, which splits nothing, and dim 0 of a batch holds "
-                f"examples, split over {self.row_axes}. Give it that spec. What all devices get whole is a scalar, or "
-                "goes with the state, in its collections."
+                f"examples, split over {self.row_axes}. Split its dim 0 likewise; pass a value that all devices need "
+                "as a scalar, or in the collections of the state."
             )
         if len(spec) > len(shape):
             raise ValueError(
                 f"{name} of shape {shape} has {len(shape)} dims, and its spec {spec} is of {len(spec)}. Give each leaf "
                 "a spec of its own, as batch_spec={'tokens': P('dp', 'cp'), 'label': P('dp')}."
             )
-        # Dim 0 holds rows, whose number `check_batch` compares; on a host it is that of a process.
+        # Skip dim 0: `check_batch` compares the rows, and on a host their number is that of a process.
         for dim in range(1, len(spec)):
             if shape[dim] % (count := num_shards(self.mesh, entry_axes(spec[dim]))):
                 raise ValueError(
@@ -220,13 +220,13 @@ def batch_layout(
     batch_spec: PyTree | None = None,
     tokens: str | None = None,
 ) -> BatchLayout:
-    """The layout of one of two arguments; ``tokens`` is the ``layout`` that a step was given, if any.
+    """Makes the layout from ``batch_axes`` or ``batch_spec``; ``tokens`` is the ``layout`` argument of a step, if any.
 
     Raises:
-      ValueError: both or none is given; specs name an axis that the mesh lacks, an axis twice, or no axis at all; or
-        they split dim 0 of one leaf over other axes than that of another; or tokens are to be in zigzag, and no dim or
-        several are split as a sequence.
-      TypeError: something else than a ``PartitionSpec`` stands in ``batch_spec``, or ``mesh`` is no mesh.
+      ValueError: both or neither is given; specs name an axis that the mesh lacks, an axis twice, or no axis at all; or
+        they split dim 0 of two leaves over different axes; or ``tokens`` is "zigzag", and the number of dims that are
+        split as a sequence is not 1.
+      TypeError: ``batch_spec`` contains something other than a ``PartitionSpec``, or ``mesh`` is not a mesh.
     """
     check_mesh(mesh)
     check_layout(tokens)
@@ -245,14 +245,14 @@ def batch_layout(
     rows = {path: entries[0] for path, entries in specs.items() if entries}
     if not axes:
         raise ValueError(f"batch_spec={batch_spec} splits nothing; name an axis, as P('fsdp') or P('fsdp', 'cp').")
-    # Rows of all leaves are the same examples, and one weight stands for each of them.
+    # Rows of different leaves belong to the same examples, and share one weight per row.
     first = next(iter(rows))
     for path, of_rows in rows.items():
         if of_rows != rows[first]:
             raise ValueError(
                 f"batch_spec splits dim 0, the examples, over {rows[first]} at '{first}' and over {of_rows} at "
-                f"'{path}': a device would have other examples of one leaf than of another. Split dim 0 of all leaves "
-                "over the same axes; a leaf with an entry for each token has examples before tokens, [b, t]."
+                f"'{path}': the leaves of a device would have different examples. Split dim 0 of all leaves over the "
+                "same axes; a leaf with an entry for each token has examples before tokens, [b, t]."
             )
     columns = dict.fromkeys(entry for entries in specs.values() for entry in entries[1:] if entry)
     _check_sequence(list(columns), f"batch_spec={batch_spec}", tokens)
@@ -260,7 +260,7 @@ def batch_layout(
 
 
 def _check_sequence(columns: list[tuple[str, ...]], given: str, tokens: str | None) -> None:
-    """Raises where tokens are to be in zigzag, and other dims than that of rows are not split over one set of axes."""
+    """Raises for zigzag tokens unless the dims other than rows are split over a single set of axes."""
     if tokens == ZIGZAG and len(columns) != 1:
         what = f"other dims over {' and over '.join(map(str, columns))}" if columns else "no sequence"
         raise ValueError(
@@ -270,12 +270,12 @@ def _check_sequence(columns: list[tuple[str, ...]], given: str, tokens: str | No
 
 
 def num_shards(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
-    """The number of devices along the axes, which is that of the parts into which they split a dim."""
+    """Returns the number of devices along the axes, which is the number of parts of a dim."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _named(path: str, spec: Any, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], ...]:
-    """The axes of each dim of a spec, all of them axes of the mesh."""
+    """Returns the axes of each dim of a spec, after checking them against the mesh."""
     name = named_leaf("batch_spec", path)
     if not isinstance(spec, PartitionSpec) or PartitionSpec.UNCONSTRAINED in tuple(spec):
         raise TypeError(
@@ -283,7 +283,7 @@ def _named(path: str, spec: Any, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, 
             "of axes and None is needed: P(('dp', 'fsdp'), 'cp'), with P = jax.sharding.PartitionSpec."
         )
     entries = tuple(map(entry_axes, spec))
-    # `shard_map` refuses both of the following too, and names neither the argument nor the leaf.
+    # `shard_map` rejects both of the following too, but names neither the argument nor the leaf.
     axes = [axis for entry in entries for axis in entry]
     if missing := [axis for axis in axes if axis not in mesh.shape]:
         raise ValueError(
@@ -295,7 +295,7 @@ def _named(path: str, spec: Any, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, 
 
 
 def _columns(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> dict[int, tuple[str, ...]]:
-    """The axes of more than one device that split other dims than the first, by dim."""
+    """Returns the axes of size > 1 that split a dim other than dim 0, by dim."""
     found = {}
     for dim, entry in enumerate(spec):
         names = () if entry is PartitionSpec.UNCONSTRAINED else entry_axes(entry)

@@ -1,7 +1,7 @@
-"""Leaves of a batch: which of them are arrays of numbers, and their rows repeated to more rows.
+"""Leaves of a batch: checks for arrays of numbers, and padding of rows.
 
-Rows that pad are copies of real rows. Rows of zeros would make 0/0 of a norm or a standard deviation, whose gradient is
-NaN under weight 0, too: 0 times NaN is NaN. A process without rows of this batch takes a row that it handed in before.
+Padded rows are copies of real rows. Rows of zeros would make 0/0 in a norm or a standard deviation, whose gradient is
+NaN even with weight 0: 0 times NaN is NaN. A process without rows of this batch copies a row of an earlier batch.
 """
 
 import dataclasses
@@ -17,15 +17,15 @@ from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
 from xlstm_jax.wording import kind_of
 
 ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, bool, int, float, complex)
-NO_NUMBERS = frozenset("OSUMm")  # kinds of NumPy's dtypes that no device has: objects, texts, dates
-WIDEST_BYTES = {"f": 8, "c": 16}  # of a number, by kind; NumPy has wider ones on some machines
+NO_NUMBERS = frozenset("OSUMm")  # kinds of NumPy dtypes that no device supports: objects, texts, dates
+WIDEST_BYTES = {"f": 8, "c": 16}  # bytes of the widest supported number, by kind; some machines have wider NumPy dtypes
 
 
 # --------------------------------------------------------------------------------------------------- arrays of numbers
 
 
 def why_no_array(leaf: Any) -> str | None:
-    """What a leaf is that is no array of numbers, and the cure; None of an array of numbers."""
+    """Returns a description and a cure for a leaf that is not an array of numbers, else None."""
     if isinstance(leaf, np.ma.MaskedArray):
         return "a masked array, whose mask JAX does not take. Pass leaf.filled(0), and the mask as a leaf beside it."
     if isinstance(leaf, ARRAYS):
@@ -33,7 +33,7 @@ def why_no_array(leaf: Any) -> str | None:
             return None
         return f"{kind_of(leaf)}, not of numbers. Leave it out, or encode it as numbers."
     if hasattr(leaf, "__jax_array__"):
-        return f"a {type(leaf).__name__}, which has an array and is none. Pass jnp.asarray of it."
+        return f"a {type(leaf).__name__}, which wraps an array and is not one. Pass jnp.asarray of it."
     if dataclasses.is_dataclass(leaf):
         return (
             f"{kind_of(leaf)}, a dataclass in which JAX sees no arrays. Register it with "
@@ -47,16 +47,16 @@ def why_no_array(leaf: Any) -> str | None:
 
 
 def has_numbers(dtype: Any) -> bool:
-    """Whether a dtype is one of numbers that devices have. None, as of a Python number, and that of a key count."""
+    """Returns whether devices support the dtype. True also for None (a Python number) and for keys."""
     kind = getattr(dtype, "kind", None)
-    # bfloat16 and the like have the kind of records.
+    # bfloat16 and similar dtypes have the kind of records.
     if kind in NO_NUMBERS or issubclass(getattr(dtype, "type", object), np.void):
         return False
     return kind not in WIDEST_BYTES or dtype.itemsize <= WIDEST_BYTES[kind]
 
 
 def check_values(batch: PyTree) -> None:
-    """Raises a ``TypeError`` where a leaf of a batch is no array of numbers with values that this process has."""
+    """Raises a ``TypeError`` unless each leaf of a batch is an array of numbers with values on this process."""
     for path, leaf in leaves_with_path(batch):
         where = named_leaf("batch", path)
         if isinstance(leaf, Tracer):
@@ -77,31 +77,32 @@ def check_values(batch: PyTree) -> None:
             raise ValueError(f"{where} is {leaf}, which {dtype} does not hold. Pass it as a float.")
 
 
-# -------------------------------------------------------------------------------------------------------- rows that pad
+# ---------------------------------------------------------------------------------------------------------- padded rows
 
-# A row of the first batch of each structure that this process has handed in to be padded. At the end of an epoch a
-# process may have no row left, and then pads with this one: other processes have rows, and a step for all of them.
+# By batch structure, a row of the first padded batch with such leaves on this process. At the end of an epoch a process
+# may have no row left, and then pads with this row: other processes still have rows, and every process must join the
+# step.
 _a_row_of: dict[object, PyTree] = {}
 
 
 def with_copies(batch: PyTree, rows: int, padded: int) -> PyTree:
-    """The batch with its rows repeated in turn, from the first row on, until there are ``padded`` rows.
+    """Returns the batch with its rows repeated in turn, from the first row on, up to ``padded`` rows.
 
     Raises:
-      ValueError: the batch has no rows, and this process has padded none with such leaves before.
+      ValueError: the batch has no rows, and this process has padded no batch with such leaves before.
     """
     structure = _structure(batch)
     if rows:
         if structure not in _a_row_of:
             _a_row_of[structure] = jax.tree.map(lambda leaf: np.array(leaf[:1]) if np.ndim(leaf) else None, batch)
-        # On the host: on devices every other number of rows would compile a program.
+        # On the host: on devices, every new number of rows would compile a program.
         taken = np.arange(padded) % rows
         return jax.tree.map(lambda leaf: np.asarray(leaf)[taken] if np.ndim(leaf) else leaf, batch)
     if structure not in _a_row_of:
         raise ValueError(
-            f"process {jax.process_index()} hands in 0 rows, and rows that pad are copies of real rows, of which it "
-            "has handed in none with such leaves before. Deal the rows out in turn, rows[jax.process_index() :: "
-            "jax.process_count()], or hand in any row, with a leaf of weights beside it that is 0 for this row."
+            f"process {jax.process_index()} hands in 0 rows, and rows that pad are copies of real rows: it has had "
+            "none with such leaves before. Deal the rows out in turn, rows[jax.process_index() :: "
+            "jax.process_count()], or pass any row, with a leaf of weights that is 0 for this row."
         )
 
     def repeated(path: str, leaf: Any) -> Any:
@@ -112,6 +113,6 @@ def with_copies(batch: PyTree, rows: int, padded: int) -> PyTree:
 
 
 def _structure(batch: PyTree) -> object:
-    """Of a batch all but its rows and its values: what two batches share whose rows may stand in for each other."""
+    """Returns the structure, row shapes and dtypes of a batch; batches with equal results may exchange rows."""
     leaves, treedef = jax.tree.flatten(batch)
     return treedef, tuple((np.shape(leaf)[1:], str(leaf.dtype)) if np.ndim(leaf) else None for leaf in leaves)

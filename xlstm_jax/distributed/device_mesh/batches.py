@@ -1,4 +1,4 @@
-"""Batches over a mesh: one global array from the rows that each process has read; or its shape alone."""
+"""Batches over a mesh: global arrays made from the rows of each process, or abstract global shapes."""
 
 import weakref
 from collections.abc import Mapping
@@ -32,36 +32,37 @@ def shard_batch(
     pad: bool | int = False,
     timeout_s: float = BATCH_TIMEOUT_S,
 ) -> PyTree:
-    """The global batch from the rows that each process hands in; call it in all processes, in the same order.
+    """Makes the global batch from the rows of each process; call it in every process, in the same order.
 
-    The rows of a process go to its own devices, in their order; nothing travels. Processes whose devices hold the same
-    shards (as with an axis of tensor parallelism that crosses hosts) must hand in the same rows, and all the same
-    scalars. Several processes compare the first batch on a mesh, and each that differs in shape or dtype from the one
-    before it: they wait for each other, some milliseconds if on time. Other batches cost no communication.
+    The rows of a process go to its local devices, in order, without communication. Processes whose devices hold the
+    same shards (as with a tensor-parallel axis that crosses hosts) must pass the same rows, and every process the same
+    scalars. Several processes compare the first batch on a mesh, and each batch with new shapes or dtypes; processes
+    wait for each other, for milliseconds if none is late. Further batches cost no communication.
 
     Args:
       batch: arrays [rows, ...], the same number of rows in every leaf and every process, and scalars.
       mesh: the mesh.
       batch_axes: the axes that the rows are split over, outermost first.
-      batch_spec: in place of ``batch_axes``, a ``PartitionSpec`` of all dims, as ``P(("dp", "fsdp"), "cp")`` of tokens
-        [b, t], or a tree of specs that is a prefix of the batch. Dim 0 is split over the same axes in all leaves. Each
-        process hands in whole rows, and its devices keep their parts of them.
-      pad: True repeats rows, from the first on, until this process's devices divide their number; a number repeats them
-        up to that many rows, so that processes may hand in different numbers of rows, down to none (the end of an
-        epoch: a row of an earlier batch is then repeated). What counts rows by itself counts the copies, too (see
-        docs/processes.md).
-      timeout_s: how long to wait for the other processes where batches are compared.
+      batch_spec: replaces ``batch_axes`` if further dims are split: a ``PartitionSpec``, as ``P(("dp", "fsdp"), "cp")``
+        for tokens [b, t], or a tree of specs that is a prefix of the batch. Dim 0 is split over the same axes in every
+        leaf. Each process passes unsplit rows, and its devices keep their parts.
+      pad: True repeats rows, from the first on, until the number of local devices divides the number of rows. An
+        integer repeats them up to ``pad`` rows, so that processes may pass different numbers of rows, down to 0
+        (at the end of an epoch: then a row of an earlier batch is repeated). A loss that ignores ``weight`` counts the
+        copies, too (see docs/processes.md).
+      timeout_s: how long to wait for the other processes when batches are compared.
     Returns:
-      The batch of global arrays [all rows, ...], split over ``batch_axes`` or as ``batch_spec`` says. With ``pad``,
-      ``(batch, weight)``, where ``weight``, float32 [all rows], is 1 for a row that was handed in and 0 for a copy
-      that was appended.
+      The batch of global arrays [all rows, ...], split over ``batch_axes`` or by ``batch_spec``. With ``pad``,
+      ``(batch, weight)``, where ``weight``, float32 [all rows], is 1 for a row that was passed in and 0 for a padded
+      copy.
     Raises:
-      ValueError: devices do not divide the rows or another dim, or leaves differ in their rows, on this process; a
-        leaf has not the dims of its spec, or the mesh not its axes; this process has no row to repeat, and had none
-        before; or processes differ in shapes, dtypes, scalars, or rows that must be the same, and all of them raise.
-      TimeoutError: this process brings a new shape, others do not.
-      TypeError: a leaf is a global array already, a tensor of another library, or has a dtype that devices do not have;
-        a list of numbers, which JAX takes for scalars; a dataclass that JAX does not know; or ``mesh`` is none.
+      ValueError: devices do not divide the rows or another dim, or leaves differ in their rows, on this process; a leaf
+        has fewer dims than its spec, or the mesh lacks an axis; this process has no row to repeat, and had none before;
+        or processes differ in shapes, dtypes, scalars, or rows that must be equal: then every process raises.
+      TimeoutError: this process passes a new shape, and another process does not.
+      TypeError: a leaf is already a global array, is a tensor of another library, or has a dtype that devices do not
+        support; a list of numbers, which JAX treats as scalars; a dataclass that is not registered as a pytree; or
+        ``mesh`` is not a mesh.
 
     >>> batch = shard_batch({"x": np.ones((16, 3)), "lr": 0.1}, mesh, ("dp", "fsdp"))
     >>> batch["x"].shape, batch["x"].addressable_shards[0].data.shape
@@ -77,7 +78,7 @@ def shard_batch(
     here = len(shards_of.get(jax.process_index(), ()))
     if not here:
         raise ValueError(f"process {jax.process_index()} has no device in the mesh {dict(mesh.shape)}.")
-    # Each process knows the number of all rows without asking: processes hand in as many for each shard.
+    # Processes pass equally many rows per shard, so each process can compute the global number of rows locally.
     rows = _common_rows(batch)
     padded = _padded_rows(rows, here, pad, axes)
     all_rows = padded // here * num_shards(mesh, axes)
@@ -85,11 +86,11 @@ def shard_batch(
     def to_global(leaf: PyTree, spec: PartitionSpec) -> jax.Array:
         if np.ndim(leaf) == 0:
             return jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec()), np.asarray(leaf), ())
-        # In a dim that is as long here as in all, JAX takes each device's part of what this process has.
+        # In a dim whose local size is the global size, JAX cuts each device's part from the local array.
         return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), leaf, (all_rows, *np.shape(leaf)[1:]))
 
     specs = layout.specs(batch)
-    # Before any array is made: processes with other shapes would wait for each other in the next step for ever.
+    # Compare before any array is made: with other shapes, processes would wait for each other forever in the next step.
     if len(shards_of) > 1:
         _agree_on_batch(batch, padded, mesh, layout, timeout_s)
     if pad is not False:
@@ -103,18 +104,18 @@ def shard_batch(
     return sharded, to_global((np.arange(padded) < rows).astype(np.float32), PartitionSpec(axes))
 
 
-# What shard_batch has padded and somebody still holds: the leaf, its rows, and their number with padding. By weak
-# references, since a batch must not outlive its step; a step that ignores the weights can be warned of so.
+# Padded leaves that are still alive: the leaf, its rows, and the rows with padding. References are weak, since a batch
+# must not outlive its step. Used to warn of steps that ignore the weights.
 _padded: list[tuple[weakref.ref[jax.Array], int, int]] = []
 
 
 def padded_rows_of(leaf: PyTree) -> tuple[int, int] | None:
-    """The rows that were handed in here for a leaf, and what ``shard_batch`` padded them to; None of other arrays."""
+    """Returns (rows, padded rows) of this process for a leaf padded by ``shard_batch``, else None."""
     return next(((rows, padded) for ref, rows, padded in _padded if ref() is leaf), None)
 
 
 def any_padded() -> bool:
-    """Whether a leaf that ``shard_batch`` has padded is alive."""
+    """Returns whether a leaf padded by ``shard_batch`` is alive."""
     return any(ref() is not None for ref, *_ in _padded)
 
 
@@ -125,15 +126,15 @@ def abstract_batch(
     *,
     batch_spec: PyTree | None = None,
 ) -> PyTree:
-    """What ``shard_batch`` would return, as ``ShapeDtypeStruct``: a batch to plan, forecast or compile a step with.
+    """Returns the result of ``shard_batch`` as ``ShapeDtypeStruct``, to plan, forecast or compile a step.
 
     Args:
       batch: arrays or ``ShapeDtypeStruct`` with global shapes [b, ...], and scalars.
-      mesh: a mesh, which need not have devices.
+      mesh: a mesh, with or without devices.
       batch_axes, batch_spec: as for ``shard_batch``.
     Raises:
       ValueError: the axes do not divide a leaf's rows or another dim; names the leaf and both numbers.
-      TypeError: as ``shard_batch``, for what is no array.
+      TypeError: as ``shard_batch``, for leaves that are not arrays.
 
     >>> batch = abstract_batch({"x": np.ones((16, 3))}, mesh, ("dp", "fsdp"))
     >>> batch["x"].shape, batch["x"].sharding.shard_shape((16, 3))
@@ -152,7 +153,7 @@ def abstract_batch(
                 f"batch['{path}'] of shape {shape} has {rows[0]} rows, which the {shards} devices over {axes} do not "
                 f"divide. Take {next_multiple(rows[0], shards)} rows."
             )
-        dtype = jax.eval_shape(lambda x: x, leaf).dtype  # as a step gets it: float32 of a Python number
+        dtype = jax.eval_shape(lambda x: x, leaf).dtype  # the dtype inside a step: float32 for a Python float
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     return map_leaves_with_path(abstract, batch, layout.specs(batch))
@@ -160,13 +161,13 @@ def abstract_batch(
 
 @cache
 def _shards_of_processes(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, frozenset[int]]:
-    """Which shards of a batch over ``axes`` the devices of each process hold: as many each, all shared or none."""
+    """Returns the batch shards of each process; raises unless the sets have one size, and are equal or disjoint."""
     shards = num_shards(mesh, axes)
     held: dict[int, frozenset[int]] = {}
     shard_of: Mapping[Device, Any] = NamedSharding(mesh, PartitionSpec(axes)).devices_indices_map((shards,))
     for device, (shard,) in shard_of.items():
         held[device.process_index] = held.get(device.process_index, frozenset()) | {shard.start or 0}
-    # Each shard belongs to one set alone, or a process would need rows that differ from those of another in part.
+    # Each shard may belong to one set only: otherwise the rows of two processes would overlap in part.
     different = set(held.values())
     if len(set(map(len, different))) > 1 or sum(map(len, different)) > shards:
         numbers = {process: sorted(own) for process, own in held.items()}
@@ -178,7 +179,7 @@ def _shards_of_processes(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, frozens
 
 
 def _check_containers(value: Any, path: str = "batch") -> None:
-    """Refuses containers that JAX takes for something else than people mean by them."""
+    """Raises for containers that JAX would not interpret as intended: lists of numbers, unregistered dataclasses."""
     if isinstance(value, Mapping):
         for key, child in value.items():
             _check_containers(child, f"{path}[{key!r}]")
@@ -200,7 +201,7 @@ def _check_containers(value: Any, path: str = "batch") -> None:
 
 
 def _common_rows(batch: PyTree) -> int:
-    """The number of rows, which all leaves but scalars have."""
+    """Returns the number of rows, after checking that every leaf except scalars has it."""
     _check_containers(batch)
     shapes: dict[str, tuple[int, ...]] = {}
     check_values(batch)
@@ -219,13 +220,13 @@ def _common_rows(batch: PyTree) -> int:
 
 
 def _padded_rows(rows: int, here: int, pad: bool | int, axes: tuple[str, ...]) -> int:
-    """How many rows this process's devices get, which hold ``here`` shards of the batch."""
+    """Returns the number of rows, with padding, for this process, whose devices hold ``here`` shards of the batch."""
     where = f"process {jax.process_index()}, whose devices hold {here} shard(s) of the batch over {axes}"
     if pad is not True and pad is not False:
         if pad < max(rows, 1) or pad % here:
             raise ValueError(f"pad={pad} rows for {rows} rows on {where}: at least as many, and a multiple of {here}.")
         return int(pad)
-    # At least a row for each shard: a process may have none left, and its devices take part all the same.
+    # At least one row per shard: a process may have none left, but its devices must take part.
     up = max(next_multiple(rows, here), here)
     if pad is False and up != rows:
         down = f"{rows // here * here} or " if rows > here else ""
@@ -240,13 +241,13 @@ def _dtype(leaf: PyTree) -> Any:
     return leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
 
 
-# By mesh, how many batches this process has handed in, and the layout of the last one. All devices of a mesh belong to
-# one job, whose processes use it in the same order.
+# By mesh: the number of batches that this process has passed, and the layout of the last one. The devices of a mesh
+# belong to one job, whose processes use the mesh in the same order.
 _batches_seen: dict[Mesh, tuple[int, object]] = {}
 
 
 def _agree_on_batch(batch: PyTree, rows: int, mesh: Mesh, layout: BatchLayout, timeout_s: float) -> None:
-    """Compares shapes between processes if they have changed, and values between those that hold the same rows."""
+    """Compares shapes between processes if they have changed, and values between processes that hold the same rows."""
     if not jax.distributed.is_initialized():
         raise RuntimeError("the mesh spans processes that have not joined; call initialize_distributed at the start.")
     leaves, axes, split = leaves_with_path(batch), layout.row_axes, str(layout)
@@ -257,7 +258,7 @@ def _agree_on_batch(batch: PyTree, rows: int, mesh: Mesh, layout: BatchLayout, t
         _batches_seen[mesh] = number, of_this
         return
     _batches_seen[mesh] = number, None  # if the comparison raises, the next batch is compared again
-    # Scalars by value, too: each process puts its own on its devices, as a value that all have.
+    # Compare scalars by value, too: each process puts its value on its devices, where it counts as replicated.
     scalars = {path: text for path, leaf in leaves if np.ndim(leaf) == 0 for text in entries_of(leaf).values()}
     entries = {"rows for each process": str(rows)} | shapes | scalars
     entries |= {"mesh": f"{dict(mesh.shape)}, split over {split}", "number of the batch": str(number)}

@@ -1,4 +1,4 @@
-"""Checks of a mesh argument: that it is a mesh, that it has the named axes, and its copy with axes of type ``Auto``."""
+"""Checks of a mesh argument: its type, its axes, and conversion to axes of type ``Auto``."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -11,39 +11,39 @@ from xlstm_jax.common_types import AxisNames
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.wording import shortened
 
-SHOWN_CHARS = 100  # of what was passed for a mesh, in an error
+SHOWN_CHARS = 100  # length of the wrong argument in an error
 USUAL_AXES = {1: ("fsdp",), 2: ("dp", "fsdp")}
 
 AnyMesh = TypeVar("AnyMesh", bound=Mesh | AbstractMesh)
 
 
 def auto_types(names: Sequence[str]) -> tuple[AxisType, ...]:
-    """``AxisType.Auto`` for each axis."""
+    """Returns ``AxisType.Auto`` for each axis."""
     return (AxisType.Auto,) * len(names)
 
 
 def auto_mesh(mesh: AnyMesh) -> AnyMesh:
-    """The same mesh with all its axes of type ``Auto``.
+    """Returns the mesh with each axis of type ``Auto``.
 
     >>> explicit = jax.make_mesh((2, 4), ("dp", "fsdp"))
     >>> explicit == mesh, auto_mesh(explicit) == mesh  # which is Auto
     (False, True)
 
     Raises:
-      TypeError: it is no mesh; says what it is, and how to make one of it.
+      TypeError: ``mesh`` is not a mesh; names its type, and the call that makes a mesh.
     """
     check_mesh(mesh)
     return mesh.update(axis_types=auto_types(mesh.axis_names))  # pyright: ignore[reportReturnType] (it has no types)
 
 
 def check_mesh(mesh: object, *, devices: bool = False) -> None:
-    """Raises a ``TypeError`` for what is no mesh, or has no devices and should: what it is, and how to make one of it.
+    """Raises a ``TypeError`` unless ``mesh`` is a mesh, and has devices if ``devices``; shows how to make a mesh.
 
     >>> check_mesh(mesh)
     """
     if isinstance(mesh, Mesh) or (isinstance(mesh, AbstractMesh) and not devices):
         return
-    # People pass sizes, devices, shardings, and the function that makes a mesh: the error shows what it was.
+    # Typical mistakes are sizes, devices, shardings, and the function that makes a mesh: the error shows the argument.
     rule = "a mesh is a jax.sharding.Mesh: devices in an array whose dims have names"
     if isinstance(mesh, AbstractMesh):
         kind = "an AbstractMesh, which has no devices"
@@ -54,7 +54,7 @@ def check_mesh(mesh: object, *, devices: bool = False) -> None:
 
 
 def _how_to_make(mesh: object) -> str:
-    """The call that makes the mesh that somebody may have meant."""
+    """Returns the call for the mesh that the caller probably meant."""
     if isinstance(mesh, jax.sharding.NamedSharding):
         return "Pass the mesh of this sharding, as sharding.mesh."
     shape, rest = "{'fsdp': -1}", ""
@@ -68,20 +68,20 @@ def _how_to_make(mesh: object) -> str:
 
 
 def with_usual_names(sizes: Any) -> dict[str, int] | None:
-    """Sizes without names under those that meshes mostly have, as (2, 4) -> {"dp": 2, "fsdp": 4}; None for others."""
+    """Returns sizes under the usual axis names, as (2, 4) -> {"dp": 2, "fsdp": 4}, or None for anything but sizes."""
     values: list[Any] = list(sizes) if isinstance(sizes, list | tuple) else [sizes]
-    # Not by isinstance, to which True is an integer.
+    # Compare types: isinstance(True, int) is True.
     if not values or not all(type(size) is int for size in values):
         return None
     return dict(zip(USUAL_AXES.get(len(values), [f"axis_{i}" for i in range(len(values))]), values, strict=True))
 
 
 def check_no_explicit_mesh() -> None:
-    """Raises a ``ValueError`` under a ``jax.set_mesh`` of explicit axes, whose types no array on an Auto mesh has.
+    """Raises a ``ValueError`` under a ``jax.set_mesh`` with explicit axes, which arrays on an Auto mesh do not match.
 
     >>> check_no_explicit_mesh()  # nothing is set here
     """
-    # Types of arrays carry the mesh that is set here, and JAX refuses to mix them with others far from the cause.
+    # Types of arrays include the mesh set here, and JAX raises for mixed meshes, far from the cause.
     mesh = jax.sharding.get_abstract_mesh()
     explicit = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit]
     if explicit:
@@ -93,14 +93,14 @@ def check_no_explicit_mesh() -> None:
 
 
 def mesh_axes(mesh: Mesh | AbstractMesh, axis_names: AxisNames, argument: str) -> tuple[str, ...]:
-    """``axis_names`` as a tuple, checked to be axes of the mesh; ``argument`` is what an error calls them.
+    """Returns ``axis_names`` as a tuple, checked to be axes of the mesh; errors call them ``argument``.
 
     >>> mesh_axes(mesh, "fsdp", "batch_axes")
     ('fsdp',)
 
     Raises:
-      TypeError: ``mesh`` is no mesh.
-      ValueError: it has no such axis.
+      TypeError: ``mesh`` is not a mesh.
+      ValueError: the mesh lacks an axis.
     """
     check_mesh(mesh)
     axes = as_axis_names(axis_names)

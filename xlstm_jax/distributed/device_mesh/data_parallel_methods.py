@@ -1,11 +1,11 @@
-"""``DataParallel``: plain data parallelism by methods, for training loops that are written so.
+"""``DataParallel``: plain data parallelism by methods, for training loops in this style.
 
   create_data_parallel_sharding   mesh -> the sharding of a batch
-  shard_batch                     a batch in that sharding
-  shard_model_state               parameters and optimizer state: a copy on every device, or split
-  all_reduce_gradients            in the step, where each device has the gradient of its own part of the batch
+  shard_batch                     places a batch in this sharding
+  shard_model_state               parameters and optimizer state: replicated or split
+  all_reduce_gradients            averages the local gradients within the step
 
-Such a loop keeps all parameters on every device. Where they are to be split, take ``shard_module_params`` and
+Such a loop replicates the parameters on every device. To split them, use ``shard_module_params`` and
 ``make_train_step``.
 """
 
@@ -25,16 +25,16 @@ from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, entry_a
 from xlstm_jax.distributed.device_mesh import batches
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_mesh, mesh_axes
 
-DATA_AXIS = "data"  # of DeviceMeshManager.create_data_parallel_mesh
-STEP_AXIS = "batch"  # what a step under pmap calls it, as the reductions of metrics do
+DATA_AXIS = "data"  # axis of DeviceMeshManager.create_data_parallel_mesh
+STEP_AXIS = "batch"  # usual axis name of a step under pmap, also the default in the metrics
 SHARDINGS_OF_A_STATE = ("replicate", "shard")
 REDUCE_TYPES = ("mean", "sum")
 
 
 class DataParallel(nnx.Module):
-    """Data parallelism by methods, for training loops that are written so; a module without state.
+    """Data parallelism by methods, for training loops in this style; a module without state.
 
-    All methods can be called on the class as well. Three have a twin ``*_static``, as in ``DistributedMetrics``.
+    Every method can also be called on the class. Three have a twin ``*_static``, as in ``DistributedMetrics``.
 
     >>> data = DeviceMeshManager.create_data_parallel_mesh()
     >>> dp = DataParallel()
@@ -47,17 +47,17 @@ class DataParallel(nnx.Module):
 
     @staticmethod
     def create_data_parallel_sharding(mesh: Mesh, data_axis: AxisNames = DATA_AXIS) -> NamedSharding:
-        """The sharding of a batch whose rows are split over an axis of the mesh, or over a tuple of them."""
+        """Returns the sharding of a batch with rows split over one mesh axis, or over a tuple of axes."""
         check_mesh(mesh, devices=True)
         return NamedSharding(auto_mesh(mesh), PartitionSpec(mesh_axes(mesh, data_axis, "data_axis")))
 
     @staticmethod
     def shard_batch(batch: PyTree, sharding: NamedSharding) -> PyTree:
-        """The global batch from the rows of this process, as by the function ``shard_batch``, in a sharding of rows.
+        """Makes the global batch from the rows of this process, as the function ``shard_batch``, in a given sharding.
 
         Raises:
-          TypeError: ``sharding`` is no ``NamedSharding``; or as ``shard_batch``.
-          ValueError: it does not split rows, or splits other dims too; or as ``shard_batch``.
+          TypeError: ``sharding`` is not a ``NamedSharding``; or as ``shard_batch``.
+          ValueError: ``sharding`` does not split rows, or also splits other dims; or as ``shard_batch``.
         """
         cure = "Pass that of create_data_parallel_sharding(mesh)."
         if not isinstance(sharding, NamedSharding):
@@ -71,16 +71,17 @@ class DataParallel(nnx.Module):
     def shard_model_state(
         state: PyTree, mesh: Mesh, param_sharding: str = "replicate", *, min_weight_size: int = DEFAULT_MIN_WEIGHT_SIZE
     ) -> PyTree:
-        """The same state on the devices of the mesh.
+        """Places the state on the devices of the mesh.
 
         Args:
-          state: arrays: parameters, an optimizer state, ``nnx.state(model)``. Each process has the same.
+          state: arrays, as parameters, an optimizer state or ``nnx.state(model)``; equal in every process.
           mesh: the mesh.
-          param_sharding: "replicate", a copy on every device; or "shard", each leaf split over the first axis of the
-            mesh, along the dim that ``shard_params`` would choose: for a step under plain ``jit``, where XLA gathers.
-          min_weight_size: with "shard", leaves with fewer values stay whole.
+          param_sharding: "replicate" for a copy on every device; or "shard" to split each leaf over the first axis of
+            the mesh, along the dim that ``shard_params`` would choose: for a step under plain ``jit``, where XLA
+            gathers.
+          min_weight_size: with "shard", leaves with fewer values stay replicated.
         Raises:
-          ValueError: another ``param_sharding``.
+          ValueError: ``param_sharding`` has another value.
         """
         check_mesh(mesh, devices=True)
         _check_choice("param_sharding", param_sharding, SHARDINGS_OF_A_STATE)
@@ -98,36 +99,36 @@ class DataParallel(nnx.Module):
 
     @staticmethod
     def replicate_params(params: PyTree, mesh: Mesh) -> PyTree:
-        """A copy on every device, as ``shard_model_state`` makes them."""
+        """Copies the parameters to every device, as ``shard_model_state`` does."""
         return DataParallel.shard_model_state(params, mesh)
 
     @staticmethod
     def all_reduce_gradients(gradients: PyTree, reduce_type: str = "mean", axis_name: AxisNames = STEP_AXIS) -> PyTree:
-        """The gradients of the loss of the whole batch, in every kind of step.
+        """Returns the gradients of the full-batch loss, in every kind of step.
 
-        Inside ``shard_map`` or ``pmap`` a device has the gradient of the loss of its own rows; they are averaged or
-        summed, rightly in both ``check_vma`` modes (by ``sync_gradients``). Under plain ``jit``, where arrays are
-        global, the gradient is that of the whole batch already, and is returned as it is.
+        Inside ``shard_map`` or ``pmap`` a device has the gradient of the loss of its local rows; gradients are averaged
+        or summed, correctly in both ``check_vma`` modes (by ``sync_gradients``). Under plain ``jit`` arrays are global,
+        so the gradient already belongs to the full batch, and is returned unchanged.
 
         Args:
           gradients: straight from ``jax.grad``.
-          reduce_type: "mean" where the loss is a mean over rows, "sum" where it is a sum.
-          axis_name: the axis, or the tuple of axes, that the step has bound; not looked at where none is bound.
+          reduce_type: "mean" if the loss is a mean over rows, "sum" if it is a sum.
+          axis_name: the axis, or the tuple of axes, bound by the step; ignored if no axis is bound.
         Raises:
-          ValueError: another ``reduce_type``; or the step has bound other axes, which it names.
+          ValueError: ``reduce_type`` has another value; or the step has bound other axes, which the error names.
         """
         _check_choice("reduce_type", reduce_type, REDUCE_TYPES)
         axes = as_axis_names(axis_name)
         if not collectives.manual_axes() and not any(map(collectives.is_bound, axes)):
             return gradients
-        # The mean first, also for a sum: it alone is right in both modes, whether JAX has summed already or not.
+        # Compute the mean first, also for a sum: only the mean is correct whether or not JAX has already summed.
         means = sync_gradients(gradients, axes)
         if reduce_type == "mean":
             return means
         count = collectives.axis_size(axes)
         return trees.map_values(lambda leaf: leaf.value * count if leaf.is_differentiable else leaf.value, means)
 
-    # As methods that are static already, they are their own twins.
+    # These methods are static already, so each is its own twin.
     create_data_parallel_sharding_static = create_data_parallel_sharding
     shard_batch_static = shard_batch
     all_reduce_gradients_static = all_reduce_gradients

@@ -1,4 +1,4 @@
-"""``DeviceMeshManager``: makes device meshes, and says what there is to know about one."""
+"""``DeviceMeshManager``: makes and describes device meshes."""
 
 import itertools
 import math
@@ -18,13 +18,13 @@ from xlstm_jax.distributed.processes.initialize import initialize_distributed
 from xlstm_jax.distributed.processes.same_everywhere import assert_same_everywhere
 
 SHAPES_SHOWN = 3
-SHAPES_TRIED = 100_000  # to find the nearest
+SHAPES_TRIED = 100_000  # limit of the search for the nearest shapes
 
 
 class DeviceMeshManager:
-    """Makes device meshes, and what a run of several processes needs around them. All methods are static.
+    """Constructors of device meshes, and related functions for runs of several processes. All methods are static.
 
-    In a run of several processes each process calls them with the same arguments.
+    In a run of several processes, call each method in every process with the same arguments.
 
     >>> mesh = DeviceMeshManager.create_device_mesh({"dp": -1, "fsdp": 4})
     >>> DeviceMeshManager.get_mesh_info(mesh)["axes"]
@@ -40,30 +40,31 @@ class DeviceMeshManager:
     def create_device_mesh(
         mesh_shape: Mapping[str, int] | Sequence[tuple[str, int]], devices: Sequence[Device] | None = None
     ) -> Mesh:
-        """A mesh with the given axes, of type ``Auto``. Devices along the last axis are closest to each other.
+        """Makes a mesh with the given axes, of type ``Auto``. Devices along the last axis are closest to each other.
 
         Args:
-          mesh_shape: axis names with their sizes, as ``{"dp": 2, "fsdp": 4}`` or ``[("dp", 2), ("fsdp", 4)]``. One size
-            may be -1: what the others leave. Sizes that take fewer devices than there are take the first of them.
-          devices: laid out in this order; by default all devices, in the order that suits the machine's topology: with
-            several slices (or processes, where these are the units that slow links connect) the first axes cross them.
-            Where the sizes take fewer, in the order of ``jax.devices()``.
+          mesh_shape: axis names with their sizes, as ``{"dp": 2, "fsdp": 4}`` or ``[("dp", 2), ("fsdp", 4)]``. A single
+            size may be -1: the number that the other sizes leave. If the sizes need fewer devices than there are, the
+            first devices are used.
+          devices: the devices in mesh order. Default: every device, ordered by the topology of the machine: with
+            several slices (or processes, where slow links connect these) the first axes cross them. With
+            fewer devices: in the order of ``jax.devices()``.
         Raises:
-          ValueError: there are fewer devices than the sizes take, or those of a -1 do not divide them; says both
-            numbers, and the nearest shapes that fit. Or the first devices leave a process of the job without one; or
-            ``mesh_shape`` has no names, or ``devices`` are none, or one of them is there twice.
-          TypeError: ``devices`` holds something else.
+          ValueError: there are too few devices, or the sizes beside a -1 do not divide their number; names both
+            numbers, and the nearest shapes that fit. Or the first devices leave a process of the job without a device;
+            or ``mesh_shape`` has no names, or ``devices`` is empty or repeats a device.
+          TypeError: ``devices`` contains something other than devices.
         """
         pairs = _named_sizes(mesh_shape)
         names = as_axis_names(tuple(name for name, _ in pairs))
         array = _array_of(jax.devices() if devices is None else devices)
         sizes = filled_sizes(dict(pairs), array.size)
         count = math.prod(sizes)
-        # The order by topology is one of all devices; a list of devices is an order that somebody has chosen.
+        # Topology determines the order only if every device is used; a list of devices is the caller's order.
         if devices is None and count == array.size:
             return mesh_by_topology(sizes, names, jax.devices())
         left_out = set(range(jax.process_count())) - {device.process_index for device in array[:count]}
-        # Devices that somebody lists may be those of some processes on purpose.
+        # An explicit list may omit processes on purpose.
         if devices is None and left_out:
             raise ValueError(
                 f"the first {count} of {array.size} devices leave process {min(left_out)} without a device in the "
@@ -73,49 +74,53 @@ class DeviceMeshManager:
 
     @staticmethod
     def create_data_parallel_mesh(num_devices: int | None = None) -> Mesh:
-        """A mesh with the one axis "data" over all devices, or the first ``num_devices``."""
+        """Makes a mesh with the single axis "data" over every device, or over the first ``num_devices``."""
         return _mesh_of_first("data", num_devices)
 
     @staticmethod
     def create_model_parallel_mesh(num_devices: int) -> Mesh:
-        """A mesh with the one axis "model" over the first ``num_devices`` devices."""
+        """Makes a mesh with the single axis "model" over the first ``num_devices`` devices."""
         return _mesh_of_first("model", num_devices)
 
     @staticmethod
     def create_hybrid_mesh(data_parallel_size: int, model_parallel_size: int) -> Mesh:
-        """A mesh with the axes "data" and "model", this on the fast links; sizes as for ``create_device_mesh``."""
+        """Makes a mesh with axes "data" and "model" (on the fast links); sizes as for ``create_device_mesh``."""
         return DeviceMeshManager.create_device_mesh({"data": data_parallel_size, "model": model_parallel_size})
 
     @staticmethod
     def create_hsdp_mesh(replicas: int, shards: int) -> Mesh:
-        """A mesh with the axes "dp" and "fsdp", for hybrid sharding: ``replicas`` copies of the parameters, each split
-        over ``shards`` devices, which the fast links connect. Sizes as for ``create_device_mesh``."""
+        """Makes a mesh with axes "dp" and "fsdp" for hybrid sharding: ``replicas`` copies of the parameters.
+
+        Each copy is split over ``shards`` devices, which the fast links connect. Sizes as for ``create_device_mesh``.
+        """
         return DeviceMeshManager.create_device_mesh({"dp": replicas, "fsdp": shards})
 
     @staticmethod
     def create_fsdp_mesh(devices: Sequence[Device] | None = None) -> Mesh:
-        """A mesh for sharding over all devices, with an axis along each kind of link: pass ``mesh.axis_names`` on.
+        """Makes a mesh for sharding over every device, with an axis along each kind of link.
 
-        Collectives are then staged, each stage between neighbours. (Over one axis of many TPU chips XLA turns a
+        Pass ``mesh.axis_names`` on as the axes of wrappers and batches.
+
+        Collectives are then staged, each stage between neighbours. (Over a single axis of many TPU chips XLA turns a
         reduce-scatter into a full-size all-reduce.)
 
             one device, one host       fsdp                          TPU, one slice     fsdp_x, fsdp_y, fsdp_z
             several hosts, processes   fsdp_host, fsdp_device        several slices     fsdp_slice, fsdp_x, ...
 
-        Axes of size 1 are left out, and one that is left is called "fsdp". The slowest links come first.
+        Axes of size 1 are omitted, and a single remaining axis is called "fsdp". The slowest links come first.
 
         Args:
-          devices: in any order; by default all.
+          devices: in any order; default: every device.
         Raises:
-          ValueError: the devices fill no box of a TPU's torus, or hosts hold different numbers of them; or there are
-            none, or one of them is there twice.
+          ValueError: the devices do not fill a box of a TPU's torus, or hosts hold different numbers of devices; or
+            ``devices`` is empty or repeats a device.
         """
         array, names = fsdp_layout(list(_array_of(jax.devices() if devices is None else devices)))
         return Mesh(array, names, axis_types=auto_types(names))
 
     @staticmethod
     def create_abstract_mesh(mesh_shape: Mapping[str, int]) -> AbstractMesh:
-        """A mesh without devices, as {"dp": 4, "fsdp": 64}, to plan and forecast for machines that are not there."""
+        """Makes a mesh without devices, as {"dp": 4, "fsdp": 64}, to plan and forecast for absent machines."""
         shape = dict(_named_sizes(mesh_shape))
         if not shape or any(not is_size(size) for size in shape.values()):
             raise ValueError(f"mesh_shape={shape}: name axes with positive sizes, as {{'fsdp': 8}}.")
@@ -123,14 +128,14 @@ class DeviceMeshManager:
 
     @staticmethod
     def get_mesh_info(mesh: Mesh) -> dict[str, Any]:
-        """What there is to know about a mesh, for a log or a file.
+        """Returns the properties of a mesh, for a log or a file.
 
         Returns:
-          ``total_devices``; ``axes``, a dict of sizes; ``processes``, how many have devices in it; ``platform``;
-          ``device_kind``; and ``axes_across_processes``, those axes along which collectives leave a process.
+          ``total_devices``; ``axes``, a dict of sizes; ``processes``, the number of processes with devices in the mesh;
+          ``platform``; ``device_kind``; and ``axes_across_processes``, the axes whose collectives cross processes.
         """
         check_mesh(mesh, devices=True)
-        # An axis leaves a process where the process changes along it.
+        # An axis crosses processes if the process index changes along it.
         processes = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
         crossing = [(processes != processes.take([0], axis=dim)).any() for dim in range(processes.ndim)]
         return {
@@ -153,7 +158,7 @@ def _mesh_of_first(name: str, num_devices: int | None) -> Mesh:
 
 
 def _named_sizes(mesh_shape: Any) -> list[tuple[str, int]]:
-    """The axes with their sizes; refuses what has no names."""
+    """Returns the axes with their sizes; raises for sizes without names."""
     pairs = list(mesh_shape.items()) if isinstance(mesh_shape, Mapping) else mesh_shape
     if isinstance(pairs, Sequence) and all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
         return [(name, size) for name, size in pairs]
@@ -162,8 +167,8 @@ def _named_sizes(mesh_shape: Any) -> list[tuple[str, int]]:
 
 
 def _array_of(devices: Any) -> np.ndarray:
-    """The devices as an array of one dim, each of them once."""
-    # By the attributes that are read, not by class: a device of a topology need not be a `jax.Device`.
+    """Returns the devices as an array of one dim, after checking that each appears once."""
+    # Check attributes instead of the class: a device of a topology need not be a `jax.Device`.
     array = np.asarray(devices, object).ravel()
     if wrong := [device for device in array if not (hasattr(device, "id") and hasattr(device, "process_index"))]:
         raise TypeError(f"devices holds {wrong[0]!r}, a {type(wrong[0]).__name__}; pass devices, as jax.devices()[:4].")
@@ -176,15 +181,15 @@ def _array_of(devices: Any) -> np.ndarray:
 
 
 def is_size(size: Any) -> bool:
-    """Whether it is a positive integer, which a bool is not."""
+    """Returns whether ``size`` is a positive integer and not a bool."""
     return isinstance(size, int | np.integer) and not isinstance(size, bool) and int(size) >= 1
 
 
 def filled_sizes(shape: dict[str, int], count: int) -> tuple[int, ...]:
-    """The sizes with -1 replaced, for ``count`` devices or, without a -1, for the first of them.
+    """Returns the sizes for ``count`` devices, with -1 replaced; without a -1 they may use fewer devices.
 
     Raises:
-      ValueError: there are fewer devices, or -1 has no size that takes all; names the nearest shapes that fit.
+      ValueError: there are too few devices, or no size for -1 uses every device; names the nearest shapes that fit.
     """
     wild = [name for name, size in shape.items() if size == -1]
     if len(wild) > 1 or not all(is_size(size) or size == -1 for size in shape.values()):
@@ -200,14 +205,14 @@ def filled_sizes(shape: dict[str, int], count: int) -> tuple[int, ...]:
 
 
 def _nearest(sizes: Collection[int], count: int) -> list[tuple[int, ...]]:
-    """The shapes of ``count`` devices that are closest to ``sizes``, by the factors between them; -1 is any size."""
+    """Returns the shapes of ``count`` devices closest to ``sizes``, measured by factors; -1 matches any size."""
 
     def distance(shape: tuple[int, ...]) -> float:
-        # By factors: 4 is as far from 8 as 16 is.
+        # Distances are factors: 4 is as far from 8 as 16 is.
         return sum(abs(math.log(new / old)) for new, old in zip(shape, sizes, strict=True) if old != -1)
 
-    # All but the last size are tried; the last is what they leave. Not all, where there are many axes and devices: this
-    # is for the text of an error.
+    # Try every size but the last, which follows from the others. The search is limited, since it only serves an error
+    # text.
     divisors = [size for size in range(1, count + 1) if count % size == 0]
     firsts = itertools.islice(itertools.product(divisors, repeat=len(sizes) - 1), SHAPES_TRIED)
     shapes = ((*first, count // math.prod(first)) for first in firsts if count % math.prod(first) == 0)

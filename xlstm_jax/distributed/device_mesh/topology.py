@@ -1,12 +1,12 @@
-"""Meshes whose axes lie along the links between devices.
+"""Meshes whose axes follow the links between devices.
 
     TPU, one slice           a torus of chips      one mesh axis along each axis of the torus
     TPU, several slices      tori, a network       one axis over the slices first
     GPUs on several hosts    switches, a network   one axis over the hosts, then one over the devices of a host
-    CPUs, several processes  likewise, each process as if it were a host
+    CPUs, several processes  likewise, each process counting as a host
 
-``mesh_by_topology`` lays axes of given sizes over devices, ``fsdp_layout`` finds the axes too. The first axes cross the
-slowest links.
+``mesh_by_topology`` orders devices for axes of given sizes; ``fsdp_layout`` also chooses the axes. The first axes cross
+the slowest links.
 """
 
 import math
@@ -26,11 +26,11 @@ FSDP_AXIS = "fsdp"  # the name of a single axis
 TORUS = (SLICE_AXIS, "fsdp_x", "fsdp_y", "fsdp_z", "fsdp_core")
 HOSTS = (HOST_AXIS, "fsdp_device")
 
-Coordinates = tuple[int, ...]  # of a device in the array of devices, before dims of size 1 are left out
+Coordinates = tuple[int, ...]  # of a device in the array of devices, before dims of size 1 are dropped
 
 
 def mesh_by_topology(sizes: tuple[int, ...], names: tuple[str, ...], devices: Sequence[Device]) -> Mesh:
-    """The mesh over devices in the order that suits the links; slices, or processes, must have the same number."""
+    """Makes a mesh with devices in the best order for the links; slices, or processes, must have equal sizes."""
     units, by_process = _units(devices)
     if len(units) == 1:
         return jax.make_mesh(sizes, names, axis_types=auto_types(names), devices=devices)
@@ -39,7 +39,7 @@ def mesh_by_topology(sizes: tuple[int, ...], names: tuple[str, ...], devices: Se
             f"{'processes' if by_process else 'slices'} have different numbers of devices: {dict(units)}. Pass the "
             "devices in the order that you want, as devices=jax.devices()."
         )
-    # Each axis is a product of a part across units and a part within, which JAX lays out apart.
+    # JAX orders the devices across units and within units separately: split each axis size into these two factors.
     outer = crossing_sizes(sizes, len(units))
     inner = tuple(size // part for size, part in zip(sizes, outer, strict=True))
     ordered = mesh_utils.create_hybrid_device_mesh(
@@ -49,7 +49,7 @@ def mesh_by_topology(sizes: tuple[int, ...], names: tuple[str, ...], devices: Se
 
 
 def crossing_sizes(sizes: Sequence[int], units: int) -> tuple[int, ...]:
-    """The factor of each size by which the axis crosses units; the first axes cross as far as they can."""
+    """Returns the factor of each size by which the axis crosses units; the first axes cross as far as they can."""
     outer = []
     for size in sizes:
         outer.append(math.gcd(size, units))
@@ -59,12 +59,12 @@ def crossing_sizes(sizes: Sequence[int], units: int) -> tuple[int, ...]:
 
 
 def _units(devices: Sequence[Device]) -> tuple[Counter[int], bool]:
-    """The units that slow links connect, with the number of devices in each; and whether the units are processes.
+    """Counts the devices of each unit connected by slow links; also returns whether the units are processes.
 
-    JAX numbers the slices of a TPU job and, on other platforms, the hosts (or groups of them behind one fast switch).
-    On one host, or where it knows of none, it is the processes.
+    JAX numbers the slices of a TPU job and, on other platforms, the hosts (or groups of hosts behind a fast switch). On
+    a single host, or if JAX has no such numbers, the units are the processes.
     """
-    # A slice of a TPU is one torus across its hosts, so its processes are no units.
+    # A TPU slice is one torus across its hosts, so its processes are not units.
     slices = Counter(_slice(device) for device in devices)
     if len(slices) > 1 or devices[0].platform == "tpu":
         return slices, False
@@ -72,7 +72,7 @@ def _units(devices: Sequence[Device]) -> tuple[Counter[int], bool]:
 
 
 def _slice(device: Device) -> int:
-    # Not every platform has the number.
+    # Not every platform has this attribute.
     return getattr(device, "slice_index", None) or 0
 
 
@@ -80,15 +80,15 @@ def _slice(device: Device) -> int:
 
 
 def fsdp_layout(devices: Sequence[Device]) -> tuple[np.ndarray, tuple[str, ...]]:
-    """The devices as an array with a dim for each kind of link, slowest first, and an axis name for each dim.
+    """Arranges the devices as an array with a dim per kind of link, slowest first; also returns an axis name per dim.
 
-    Dims of size 1 are left out. If one dim is left its name is "fsdp"; several are called "fsdp_x" and so on. The order
-    of the devices does not matter on a TPU; on other platforms it is kept within a host.
+    Dims of size 1 are dropped. A single remaining dim is named "fsdp"; several are named "fsdp_x" and so on. On a TPU
+    the order of ``devices`` does not matter; on other platforms it is kept within a host.
     """
     on_torus = devices[0].platform == "tpu"
     located = _on_torus(devices) if on_torus else _on_hosts(devices)
     sizes = [1 + max(column) for column in zip(*located, strict=True)]
-    # As many places as devices, each in a place of its own: then no place is empty.
+    # Coordinates are unique, so if there are as many places as devices, no place is empty.
     if math.prod(sizes) != len(located):
         hosts = f"hosts hold different numbers of them, {dict(_units(devices)[0])}. Pass as many of each"
         what = _gap(devices, located, sizes) if on_torus else hosts
@@ -99,24 +99,24 @@ def fsdp_layout(devices: Sequence[Device]) -> tuple[np.ndarray, tuple[str, ...]]
     array = np.empty(sizes, object)
     for coordinates, device in located.items():
         array[coordinates] = device
-    # An axis of one device would split nothing, and every collective over the axes would name it.
+    # Drop axes of size 1: they split nothing, but would appear in every collective.
     names = [name for name, size in zip(TORUS if on_torus else HOSTS, sizes, strict=True) if size > 1]
     return array.reshape([size for size in sizes if size > 1] or [1]), tuple(names if len(names) > 1 else [FSDP_AXIS])
 
 
 def _on_torus(devices: Sequence[Device]) -> dict[Coordinates, Device]:
-    """Devices by slice, coordinates within the used part of the slice, and core of the chip."""
+    """Returns devices by (slice, coordinates within the used part of the slice, core of the chip)."""
     corners = _corners(devices)
     located = {}
     for device in devices:
-        # A job may have got a box in the middle of a larger torus.
+        # The job may have a box in the middle of a larger torus.
         coords = (at - start for at, start in zip(device.coords, corners[_slice(device)], strict=True))
         located[(sorted(corners).index(_slice(device)), *coords, device.core_on_chip)] = device
     return located
 
 
 def _corners(devices: Sequence[Device]) -> dict[int, Coordinates]:
-    """The smallest coordinates of the devices of each slice."""
+    """Returns the smallest device coordinates of each slice."""
     coords = defaultdict(list)
     for device in devices:
         coords[_slice(device)].append(device.coords)
@@ -136,9 +136,9 @@ def _gap(devices: Sequence[Device], located: Mapping[Coordinates, Device], sizes
 
 
 def _on_hosts(devices: Sequence[Device]) -> dict[Coordinates, Device]:
-    """Devices by host and number within the host."""
+    """Returns devices by (host, number within the host)."""
     by_process = _units(devices)[1]
-    # Hosts that JAX numbers as slices may have several processes each.
+    # A host numbered by JAX as a slice may have several processes.
     hosts = defaultdict(list)
     for device in devices:
         hosts[device.process_index if by_process else _slice(device)].append(device)

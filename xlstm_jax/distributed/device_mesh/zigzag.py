@@ -1,4 +1,4 @@
-"""A batch in zigzag order before a step, so that the step need not exchange chunks; and back."""
+"""Conversion of a batch to zigzag order before a step, which saves the exchange within the step; and its inverse."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,25 +18,25 @@ from xlstm_jax.distributed.model_parallel.sequence_layout import (
 
 
 def to_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
-    """Lays out the tokens of a global batch so that under a causal mask all devices have the same to compute.
+    """Reorders the tokens of a global batch so that devices have equal work under a causal mask.
 
-    A step of ``make_train_step(..., layout="zigzag")`` does it by itself, of a batch in natural order. Laid out on the
-    host before ``shard_batch`` the batch saves the step that exchange.
+    A step of ``make_train_step(..., layout="zigzag")`` reorders a batch in natural order itself, by an exchange between
+    devices. Reordering on the host, before ``shard_batch``, saves this exchange.
 
     >>> to_zigzag(np.arange(8)[None], devices=2).value  # the first device gets chunks 0 and 3 of 4, the second 1 and 2
     array([[0, 1, 6, 7, 2, 3, 4, 5]])
 
-    Arrays become ``LaidOut`` leaves, which a ready step takes, and ``shard_batch`` splits as arrays. Those of a batch
-    that are in natural order all the same (positions that are added afterwards) the step lays out. Shift labels before.
-    Leaves without the dim (scalars, a number for each row) stay as they are.
+    Arrays become ``LaidOut`` leaves, which ready-made steps accept and ``shard_batch`` splits like arrays. The step
+    reorders leaves of the batch that are still in natural order (positions added afterwards, say). Shift labels before.
+    Leaves without the dim (scalars, a number per row) stay unchanged.
 
     Args:
-      batch: a tree of NumPy's or JAX's arrays, before they are split over the mesh.
-      devices: along the axis of the sequence.
-      dim: of the sequence, in every array that has it.
+      batch: a tree of NumPy or JAX arrays, before they are split over the mesh.
+      devices: the number of devices along the sequence axis.
+      dim: the sequence dim, in every array that has this dim.
     Raises:
-      ValueError: twice the devices do not divide the sequence, leaves differ in its length, or a leaf is laid out
-        already; names the leaf.
+      ValueError: twice the devices do not divide the sequence, leaves differ in its length, or a leaf is already laid
+        out; names the leaf.
     """
     for path, leaf in trees.flatten_with_path(batch, one_leaf=is_laid_out)[0]:
         if isinstance(leaf, LaidOut):
@@ -52,7 +52,7 @@ def to_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
 
 
 def from_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
-    """The inverse of ``to_zigzag``: of its ``LaidOut`` leaves, or of arrays in zigzag order, as of a result.
+    """Inverts ``to_zigzag``, for its ``LaidOut`` leaves or for arrays in zigzag order, such as results.
 
     >>> from_zigzag(np.array([[0, 1, 6, 7, 2, 3, 4, 5]]), devices=2)
     array([[0, 1, 2, 3, 4, 5, 6, 7]])
@@ -72,15 +72,15 @@ def from_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
 
 
 def _of_tokens(batch: PyTree, fn: Callable[[Any, int], Any], dim: int) -> PyTree:
-    """The batch with ``fn(array, length)`` in place of each array of tokens."""
-    # What has no such dim has no tokens: it stays as it is.
+    """Applies ``fn(array, length)`` to each array of tokens."""
+    # Leaves without the dim have no tokens, and stay unchanged.
     found = [(path, x) for path, x in trees.leaves_with_path(batch) if -np.ndim(x) <= dim < np.ndim(x)]
     for path, x in found:
         if x.shape[dim] != (length := found[0][1].shape[dim]):
             raise ValueError(
                 f"batch['{path}'] of shape {x.shape} has {x.shape[dim]} entries along dim {dim}, and "
-                f"batch['{found[0][0]}'] {length} tokens. Lay out what has an entry for each token, and leave other "
-                "arrays out: batch | to_zigzag({'tokens': batch['tokens'], ...}, devices)."
+                f"batch['{found[0][0]}'] {length} tokens. Pass the arrays with an entry for each token alone: batch | "
+                "to_zigzag({'tokens': batch['tokens'], ...}, devices)."
             )
     if not found:
         raise ValueError(f"no leaf of the batch has a dim {dim}, of tokens; pass dim=, the dim of the sequence.")

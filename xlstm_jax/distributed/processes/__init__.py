@@ -1,4 +1,4 @@
-"""Several processes: how they join, compare what they start with, fail together; and devices simulated on the CPU."""
+"""Runs of several processes: joining, comparison of start values, collective errors; and simulated CPU devices."""
 
 from xlstm_jax.distributed.processes.devices import available_devices, simulate_cpu_devices
 from xlstm_jax.distributed.processes.initialize import initialize_distributed

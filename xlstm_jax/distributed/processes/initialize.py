@@ -1,10 +1,10 @@
-"""How a program joins the other processes of its job.
+"""Joining the processes of a job.
 
   initialize_distributed()                    under SLURM, Open MPI, Kubernetes, on TPU pods: joins; alone: does nothing
   initialize_distributed(address, n, id)      anywhere else
 
-All waits are bounded: a job whose processes do not find each other, or lose one, should end soon, so that the scheduler
-starts it again. A process that gives up ends the others, with its reason (``leaving.py``).
+Every wait is bounded: a job with a missing or lost process should end soon, so that the scheduler restarts the job. A
+process that gives up sends the reason to the rest of the job, and ends it (``leaving.py``).
 """
 
 import contextlib
@@ -23,15 +23,15 @@ from xlstm_jax.private_names import ClusterEnv, job
 from xlstm_jax.wording import named_values
 
 INITIALIZATION_TIMEOUT_S = 60
-HEARTBEAT_TIMEOUT_S = 600  # the default limit of a step: a process that pauses for a shorter time is not dead
+HEARTBEAT_TIMEOUT_S = 600  # the default limit of a step: a process that pauses for less is not dead
 SHUTDOWN_TIMEOUT_S = 30
 RETRY_S = 0.2  # between attempts to reach the coordinator
 
 
 class Membership(NamedTuple):
-    """Which process of a job this is, of how many, and where process 0 listens.
+    """Identity of this process in a job: its number, the number of processes, and the address of process 0.
 
-    ``bind`` is the address that process 0 listens on; None: on all interfaces.
+    ``bind`` is the listening address of process 0; None for every interface.
     """
 
     coordinator_address: str
@@ -51,31 +51,33 @@ def initialize_distributed(
     heartbeat_timeout_s: int = HEARTBEAT_TIMEOUT_S,
     shutdown_timeout_s: int = SHUTDOWN_TIMEOUT_S,
 ) -> None:
-    """Joins the processes of one job, so that JAX sees the devices of all. Call it before the first use of a device.
+    """Joins the processes of a job, so that JAX sees the devices of every process. Call it before using a device.
 
-    Without arguments JAX looks for the cluster that started the program: SLURM, Open MPI, Kubernetes, TPU pods. If it
-    finds no cluster, or a single process, nothing happens, so the same program runs alone. A second call with the same
-    arguments does nothing.
+    Without arguments JAX detects the cluster manager of the program: SLURM, Open MPI, Kubernetes, TPU pods. If there
+    is no cluster, or only a single process, nothing happens, so the same program also runs alone. A second call with
+    the same arguments does nothing.
 
     Args:
-      coordinator_address: "host:port" of process 0, as the other processes reach it. Process 0 listens on this address
-        only; set JAX_COORDINATOR_BIND_ADDRESS if its own address is another. It also listens only on an address that
-        JAX found, unless this is a name that stands for no address of its host but loopback: then it listens on all.
-      num_processes, process_id: how many processes there are, and the number of this process, from 0.
-      local_device_ids: the accelerators of this host that this process uses. By default all of them, or, under SLURM
-        and Open MPI, the one with the number of the process on its host: start one process for each, or pass the list.
-      initialization_timeout_s: how long to wait for the others. A process that finds no coordinator raises. JAX's
-        runtime ends a process that found the coordinator but waits for a third process (SIGABRT, "RegisterTask ...
-        Deadline Exceeded").
-      heartbeat_timeout_s: after this long without a sign of life from a process (its host is gone, or it was stopped)
-        JAX's runtime ends all others (SIGABRT). A pause that a ``LoopGuard`` allows must be shorter: pass at least its
-        ``step_timeout_s``. The others notice at once if a process is killed in a collective or leaves by an error;
-        if it goes otherwise they wait for it so long, unless another limit comes first.
-      shutdown_timeout_s: how long a process that exits waits for the others to exit.
+      coordinator_address: "host:port" of process 0, as seen from the rest of the job. Process 0 listens on this address
+        only; set JAX_COORDINATOR_BIND_ADDRESS if its local address differs. An address detected by JAX is treated
+        likewise, unless its name resolves on the host to no local address except loopback: then process 0 listens on
+        every interface.
+      num_processes, process_id: the number of processes, and the index of this process, from 0.
+      local_device_ids: the accelerators of this host for this process. Default: every accelerator, or, under
+        SLURM and Open MPI, the accelerator with the local index of the process: start one process per accelerator, or
+        pass the list.
+      initialization_timeout_s: how long to wait for the job to be complete. A process without a coordinator raises. If
+        the coordinator is found but a third process is missing, JAX's runtime aborts the process (SIGABRT,
+        "RegisterTask ... Deadline Exceeded").
+      heartbeat_timeout_s: when a process has sent no heartbeat for this long (its host is gone, or it was stopped),
+        JAX's runtime aborts the rest of the job (SIGABRT). Pauses within a ``LoopGuard`` must be shorter: pass at least
+        its ``step_timeout_s``. The job notices at once if a process is killed in a collective or leaves by an error;
+        otherwise it waits this long, unless another limit comes first.
+      shutdown_timeout_s: how long an exiting process waits for the rest of the job to exit.
     Raises:
-      ValueError: one or two of the first three arguments are given, or they do not fit each other.
+      ValueError: the first three arguments are given only in part, or contradict each other.
       TimeoutError: nothing listens at the coordinator's address.
-      RuntimeError: already joined as something else, or JAX has already started its devices.
+      RuntimeError: this process has joined with other arguments, or JAX has already started its devices.
 
     >>> initialize_distributed()  # a single process joins nothing
     >>> jax.process_count()
@@ -86,7 +88,7 @@ def initialize_distributed(
     if member is None or _has_joined(member) or member.num_processes == 1:
         return
     deadline = time.monotonic() + initialization_timeout_s
-    # JAX's own wait for the coordinator ends in an abort of the process; this wait ends in an error with a cure.
+    # JAX's wait for the coordinator ends in an abort of the process; this wait ends in an error with a cure.
     if member.process_id != 0:
         _wait_for_coordinator(member, deadline, initialization_timeout_s)
     jax.distributed.initialize(
@@ -94,20 +96,20 @@ def initialize_distributed(
         member.num_processes,
         member.process_id,
         local_device_ids=member.local_device_ids,
-        cluster_detection_method="deactivate",  # done above; it would override what is given here
+        cluster_detection_method="deactivate",  # done above; detection would override these arguments
         coordinator_bind_address=member.bind,
         initialization_timeout=max(1, math.ceil(deadline - time.monotonic())),
         heartbeat_timeout_seconds=heartbeat_timeout_s,
         shutdown_timeout_seconds=shutdown_timeout_s,
     )
-    # Right after joining: from here on an error in one process would leave the others waiting in a collective.
+    # Immediately after joining: from here on an error in one process would leave the others waiting in a collective.
     leave_with_others()
 
 
 def _given_membership(
     address: str | None, num_processes: int | None, process_id: int | None, local_device_ids: Sequence[int] | None
 ) -> Membership | None:
-    """The membership that the arguments describe; None where there are none."""
+    """Returns the membership described by the arguments, or None without arguments."""
     given = {"coordinator_address": address, "num_processes": num_processes, "process_id": process_id}
     if all(value is None for value in given.values()):
         return None
@@ -131,12 +133,12 @@ def _given_membership(
 
 
 def _detected_membership(local_device_ids: Sequence[int] | None, timeout_s: int) -> Membership | None:
-    """The membership that JAX itself detects. (``jax.distributed.initialize()`` cannot be asked without joining.)"""
+    """Returns the membership detected by JAX. (``jax.distributed.initialize()`` cannot detect without joining.)"""
     variable = os.environ.get("JAX_COORDINATOR_ADDRESS")
     found = ClusterEnv.auto_detect_unset_distributed_params(variable, None, None, local_device_ids, None, timeout_s)
     address, num_processes, process_id, device_ids = found
     if address is not None and num_processes is not None and process_id is not None:
-        # JAX by itself listens on all interfaces, where anybody who reaches the port can join the job.
+        # By default JAX listens on every interface, where anybody who reaches the port can join the job.
         bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or (_own_address(address) if process_id == 0 else None)
         return Membership(address, num_processes, process_id, device_ids, bind)
     if variable is not None:
@@ -148,10 +150,10 @@ def _detected_membership(local_device_ids: Sequence[int] | None, timeout_s: int)
 
 
 def _own_address(address: str) -> str | None:
-    """The address of this host that the name in "name:port" means; None if it means no address that others reach.
+    """Returns the address of this host for the name in "name:port", or None if the name gives no reachable address.
 
-    The others look the name up themselves, and may find another address. So two kinds of answers are no use: an address
-    of another host (behind a translation of addresses), and loopback for this host's own name (Debian's /etc/hosts).
+    Each process resolves the name by itself, and may get another address. Two kinds of results are useless: an
+    address of another host (behind address translation), and loopback for this host's name (Debian's /etc/hosts).
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
@@ -162,7 +164,7 @@ def _own_address(address: str) -> str | None:
     for own, family in found.items():
         if own != host and ipaddress.ip_address(own.partition("%")[0]).is_loopback and host != "localhost":
             continue
-        # A host can bind only to its own addresses. Any free port (0) will do: only the address is in question.
+        # A host can bind only to its local addresses. Any free port (0) will do: only the address is tested.
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind((own, 0))
             return f"[{own}]:{port}" if ":" in own else f"{own}:{port}"
@@ -170,10 +172,10 @@ def _own_address(address: str) -> str | None:
 
 
 def _has_joined(member: Membership) -> bool:
-    """Whether this process has joined already; raises ``RuntimeError`` if it has joined as another member."""
+    """Returns whether this process has already joined; raises ``RuntimeError`` if it has joined as another member."""
     if not jax.distributed.is_initialized():
         return False
-    # Not by jax.process_index(), which would start the devices.
+    # Avoid jax.process_index(), which would start the devices.
     now = job.coordinator_address, job.num_processes, job.process_id
     if now != member[:3]:
         raise RuntimeError(
@@ -184,7 +186,7 @@ def _has_joined(member: Membership) -> bool:
 
 
 def _wait_for_coordinator(member: Membership, deadline: float, timeout_s: float) -> None:
-    """Returns as soon as something listens at the coordinator's address."""
+    """Blocks until something listens at the coordinator's address."""
     host, _, port = member.coordinator_address.rpartition(":")
     while True:
         left = deadline - time.monotonic()

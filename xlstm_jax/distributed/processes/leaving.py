@@ -1,13 +1,13 @@
-"""How a process leaves its job early: at once, with an exit code of ours, and so that the others leave too.
+"""Early exit of a process from its job: immediately, with a defined exit code, taking the rest of the job along.
 
-  the leaving process  posts its reason to the store, for each other process; process 0 then stays for a moment, since
-                       JAX aborts all others (SIGABRT) as soon as its coordination service is gone
-  each other process   a daemon thread waits for the reason, gives the main thread a moment to fail by itself, prints
-                       the reason, and ends the process: its main thread may be stuck, or wait in a collective, where
-                       no Python code runs
+  the leaving process  posts its reason to the store, for each other process; process 0 then waits briefly, since JAX
+                       aborts the job (SIGABRT) as soon as the coordination service is gone
+  each other process   a daemon thread waits for the reason, gives the main thread time to fail by itself, prints the
+                       reason, and ends the process: the main thread may be stuck, or wait in a collective, where no
+                       Python code runs
 
-``initialize_distributed`` starts the thread, and so does a ``LoopGuard``. An exception that nobody catches is seen at
-the end of the program, before JAX waits in a barrier for processes that will not come.
+``initialize_distributed`` and ``LoopGuard`` start the thread. An uncaught exception is handled at the end of the
+program, before JAX waits in a barrier for processes that will not come.
 """
 
 import contextlib
@@ -29,19 +29,19 @@ EXIT_FAILED = 13
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 FLUSH_TIMEOUT_S = 0.5
 POST_TIMEOUT_S = 2.0
-OWN_ERROR_S = 0.75  # how long a process may still print an error of its own after another has left
-COORDINATOR_GRACE_S = 1.5  # how long process 0 stays after the reason was posted: longer than OWN_ERROR_S
-WAIT_MS = 3600 * 1000  # for the reason; then the thread waits again
+OWN_ERROR_S = 0.75  # time for a process to print an error of its main thread after another process has left
+COORDINATOR_GRACE_S = 1.5  # time that process 0 waits after the reason was posted: longer than OWN_ERROR_S
+WAIT_MS = 3600 * 1000  # limit of a single wait for the reason; the thread then waits again
 MAX_REASON = 500
-_KEY = "xlstm_jax/leaving"  # below it a text for each process; an empty text ends the thread that waits for it
+_KEY = "xlstm_jax/leaving"  # prefix of a text for each process; an empty text ends the thread that waits for it
 
 
 def leave(code: int, reason: str = "") -> None:
-    """Ends the process at once: no ``atexit``, no barrier. With a ``reason`` all other processes of the job end too.
+    """Ends the process at once: no ``atexit``, no barrier. With a ``reason`` the rest of the job ends too.
 
-    Output is flushed as far as that does not block.
+    Output is flushed as far as this does not block.
     """
-    # `sys.exit` would run JAX's `atexit`, which waits in a barrier for processes that wait for this one.
+    # `sys.exit` would run JAX's `atexit`, which waits in a barrier for processes that in turn wait for this process.
     if reason and _has_peers():
         why = shortened(one_line(reason).rstrip("."), MAX_REASON)
         text = f"process {job.process_id} has left with exit code {code}: {why}"
@@ -53,7 +53,7 @@ def leave(code: int, reason: str = "") -> None:
 
 
 def in_time(work: Callable[[], object], timeout_s: float) -> None:
-    """Does the work in a thread, and leaves the thread behind if it takes longer; errors are dropped."""
+    """Runs the work in a thread, and abandons the thread after ``timeout_s``; ignores errors."""
 
     def quietly() -> None:
         with contextlib.suppress(Exception):
@@ -65,7 +65,7 @@ def in_time(work: Callable[[], object], timeout_s: float) -> None:
 
 
 def leave_with_others() -> None:
-    """From now on this process leaves if another process leaves, or if an exception that nobody catches ends it."""
+    """Makes this process leave whenever another process leaves, or an uncaught exception ends this process."""
     if _has_peers():
         _start_listening()
 
@@ -78,8 +78,8 @@ def _has_peers() -> bool:
 def _start_listening() -> None:
     listener = threading.Thread(target=_listen, args=(job.client, job.process_id), name="peers", daemon=True)
     listener.start()
-    # Called before Python joins the threads that are no daemons, and after functions that are registered later, such as
-    # that of a checkpointer, which waits for its last save.
+    # Python calls this before joining non-daemon threads, and after functions that are registered later, such as a
+    # checkpointer's, which waits for its last save.
     register_atexit(_at_the_end, listener)
 
 
@@ -88,15 +88,15 @@ def _listen(client: Any, me: int) -> None:
         try:
             text = client.blocking_key_value_get(f"{_KEY}/{me}", WAIT_MS)
         except Exception as error:  # the service ends with the job, or an hour has passed
-            # The client has no other way to tell a timeout.
+            # The client reports a timeout only by its text.
             if "DEADLINE_EXCEEDED" not in str(error):
                 return
             continue
         if not text:
             return
-        # Often all processes raise the same error: the main thread then prints its own traceback, and leaves.
+        # Often every process raises the same error: the main thread then prints its traceback, and leaves.
         time.sleep(OWN_ERROR_S)
-        # Not by `sys.stderr`, whose lock the stuck main thread may hold.
+        # Avoid `sys.stderr`, whose lock the stuck main thread may hold.
         with contextlib.suppress(OSError):
             os.write(2, f"\n{text}. Process {me} ends with it.\n".encode())
         _let_others_leave()
@@ -106,7 +106,7 @@ def _listen(client: Any, me: int) -> None:
 
 def _post(client: Any, processes: Sequence[int], text: str) -> None:
     for process in processes:
-        # A key can be set once: of several processes that leave, the first gives the reason.
+        # A key can be set once: if several processes leave, the first provides the reason.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             client.key_value_set(f"{_KEY}/{process}", text)
 
@@ -117,13 +117,13 @@ def _let_others_leave() -> None:
 
 
 def _at_the_end(listener: threading.Thread) -> None:
-    """Leaves if an exception ends the program; else ends the listening thread."""
+    """Leaves if an exception ends the program; otherwise ends the listening thread."""
     if not _has_peers():
         # The program has called jax.distributed.shutdown(), which ends the wait of the thread with an error. Python
-        # must not be torn down before the thread has seen the error: the process would end with SIGABRT.
+        # must not be torn down before the thread has received the error: the process would end with SIGABRT.
         listener.join(POST_TIMEOUT_S)
         return
-    error = getattr(sys, "last_value", None)  # set where Python prints what nobody caught
+    error = getattr(sys, "last_value", None)  # set when Python prints an uncaught exception
     if error is not None:
         code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED
         leave(code, f"{type(error).__name__}: {error}")
@@ -133,6 +133,6 @@ def _at_the_end(listener: threading.Thread) -> None:
 
 
 def _flush() -> None:
-    # In a thread with a limit: a pipe that nobody reads, or a stream whose lock is held, would block for ever.
+    # In a thread with a limit: a pipe without a reader, or a stream whose lock is held, would block forever.
     streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None]
     in_time(lambda: [stream.flush() for stream in streams], FLUSH_TIMEOUT_S)

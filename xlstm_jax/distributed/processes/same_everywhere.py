@@ -1,11 +1,12 @@
-"""Processes compare the values that they start with, and all of them learn which values differ.
+"""Comparison of start values between processes; every process learns which values differ.
 
-  every process     value --> {"optimizer/lr": "0.001", ...} --> sends a digest of these entries to all others
-  digests equal     all go on
-  digests differ    one process of each group with equal digests sends its entries, and all raise: which entry, on
-                    which process, with which value
+  every process     value --> {"optimizer/lr": "0.001", ...} --> sends a digest of the entries to every process
+  digests equal     every process continues
+  digests differ    a process per group of equal digests sends its entries, and every process raises an error with the
+                    different entries, values and processes
 
-Processes meet in the store of ``processes/store.py``: that works before devices are started, and never waits for ever.
+Processes communicate through the key-value store of ``processes/store.py``: the store works before devices are started,
+and never waits forever.
 """
 
 import dataclasses
@@ -36,30 +37,30 @@ COMPARED_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 GROUPS_SHOWN = 8
 LINES_SHOWN = 12
 TEXT_SHOWN = 80  # characters of a value in an error
-VALUES_SHOWN = 6  # of an array
+VALUES_SHOWN = 6  # of an array in an error
 
 
 def assert_same_everywhere(
     value: PyTree, what: str = "configuration", *, timeout_s: float = AGREEMENT_TIMEOUT_S
 ) -> None:
-    """Raises in all processes, within seconds, if they call it with different values.
+    """Raises in every process, within seconds, if processes call it with different values.
 
-    Call it in all processes, after ``initialize_distributed`` and before the model is built: processes with different
-    configurations run different programs, which wait for each other for ever, and with different seeds they train a
-    mixture. In a single process it does nothing.
+    Call it in every process, after ``initialize_distributed`` and before the model is built: processes with different
+    configurations run different programs and wait for each other forever, and processes with different seeds train a
+    mixture. In a single process the function does nothing.
 
     Args:
       value: dataclasses, mappings, sequences, namespaces and pytrees of numbers, strings, bytes, arrays, enums, dtypes
-        and the like. Functions and classes are compared by their names, modules and packages by their source files:
-        pass ``{"config": config, "seed": seed, "code": [my_package, xlstm_jax]}``. Also compared are the versions of
-        Python and of the packages that compute, and the settings of JAX that change a computation: options of
+        and similar leaves. Functions and classes are compared by name, modules and packages by their source files: pass
+        ``{"config": config, "seed": seed, "code": [my_package, xlstm_jax]}``. The comparison also includes the versions
+        of Python and of the numerical packages, and the settings of JAX that change a computation: options of
         ``jax.config``, XLA_FLAGS, LIBTPU_INIT_ARGS (see ``COMPARED_OPTIONS``).
       what: the name of the value in the error.
-      timeout_s: how long to wait for a process that does not come.
+      timeout_s: how long to wait for a late process.
     Raises:
-      ValueError: the values differ: key path, both values, and on which processes.
-      TimeoutError: processes did not call it in time; says which.
-      TypeError: a leaf that cannot be compared between processes; says where.
+      ValueError: the values differ; names key path, both values, and their processes.
+      TimeoutError: processes are missing after ``timeout_s``; names the processes.
+      TypeError: a leaf cannot be compared between processes; names its path.
 
     >>> assert_same_everywhere({"lr": 1e-3, "seed": 0})  # raises in both of two processes with other seeds
     """
@@ -70,14 +71,14 @@ def assert_same_everywhere(
 
 
 def compare(entries: Mapping[str, str], what: str, me: int, processes: Sequence[int], timeout_s: float) -> None:
-    """``assert_same_everywhere`` for entries, among ``processes``; ``me`` is the number of this process."""
-    # Digests first: entries of a large configuration, times thousands of processes, are too much for the store.
+    """Compares entries among ``processes``, as ``assert_same_everywhere``; ``me`` is the index of this process."""
+    # Exchange digests first: the entries of a large configuration, times thousands of processes, exceed the store.
     entries_digest = digest(json.dumps(sorted(entries.items())))
     digests = exchange_in(KeyValueStore("agreement", me, processes), entries_digest, f"compare the {what}", timeout_s)
     groups = sorted(by_text(digests, processes).values(), key=len, reverse=True)
     if len(groups) == 1:
         return
-    # All exchange again, so that all counts of the store stay equal; the first process of each group sends its entries.
+    # Every process exchanges again, so that their counts in the store stay equal; one per group sends its entries.
     shown = json.dumps(dict(entries) if me in [group[0] for group in groups[:GROUPS_SHOWN]] else {})
     texts = exchange_in(KeyValueStore("agreement", me, processes), shown, f"see what differs in the {what}", timeout_s)
     of_process = dict(zip(processes, map(json.loads, texts), strict=True))
@@ -85,7 +86,7 @@ def compare(entries: Mapping[str, str], what: str, me: int, processes: Sequence[
 
 
 def entries_of(value: PyTree) -> dict[str, str]:
-    """Every leaf by its path, as a short text; leaves that differ have different texts."""
+    """Returns a short text for every leaf by path; different leaves have different texts."""
     return dict(_walk(value, ""))
 
 
@@ -101,8 +102,8 @@ def _walk(value: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _children(value: Any) -> dict[Any, Any] | None:
-    """The parts of ``value`` by name; None if ``value`` is a leaf."""
-    # Not by JAX's registry alone: dataclasses and namespaces of a configuration are leaves there.
+    """Returns the children of ``value`` by name, or None for a leaf."""
+    # Not by JAX's pytree registry alone, which treats configuration dataclasses and namespaces as leaves.
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Namespace | SimpleNamespace):
@@ -114,7 +115,7 @@ def _children(value: Any) -> dict[Any, Any] | None:
     if isinstance(value, list | tuple):
         return dict(enumerate(value))
     if isinstance(value, set | frozenset):
-        # Sorted: the order of a set of strings differs between processes, which hash with different seeds.
+        # Sort: processes hash strings with different seeds, so the order of a set of strings differs.
         return dict(enumerate(sorted(value, key=repr)))
     if isinstance(value, functools.partial):
         return {"function": value.func, "args": value.args, **value.keywords}
@@ -125,7 +126,7 @@ def _children(value: Any) -> dict[Any, Any] | None:
 
 
 def _source_files(module: ModuleType) -> dict[str, str]:
-    """The digest of each source file of a module or package, by its path within."""
+    """Returns the digest of each source file of a module or package, by relative path."""
     roots = [Path(root) for root in getattr(module, "__path__", [])]
     files = {str(file.relative_to(root)): file for root in roots for file in sorted(root.rglob("*.py"))}
     if not roots and (file := getattr(module, "__file__", None)):
@@ -141,7 +142,7 @@ def _text(leaf: Any, path: str) -> str:
     if callable(leaf) and hasattr(leaf, "__qualname__"):
         return f"{getattr(leaf, '__module__', '')}.{leaf.__qualname__}"
     text = repr(leaf)
-    # An address differs between processes although the objects are alike.
+    # Memory addresses differ between processes even if the objects are equal.
     if " at 0x" in text:
         raise TypeError(
             f"'{path}' is {_short(text)}: a {type(leaf).__name__} has no text that is the same in two processes with "
@@ -180,42 +181,42 @@ def _difference(what: str, reports: Sequence[tuple[list[int], Mapping[str, str]]
     return f"the {what} differs between processes:\n  " + "\n  ".join(lines[:LINES_SHOWN]) + hidden
 
 
-# ------------------------------------------------------------------------------------------------------ how JAX is set
+# ----------------------------------------------------------------------------------------------------- settings of JAX
 
-# Two processes that set JAX differently compile different programs of the same code, or draw different numbers from the
-# same key, and nothing says so. Settings that processes may have for themselves are not compared: the place (addresses,
+# Processes with different settings of JAX compile different programs from the same code, or draw different numbers from
+# the same key, without any error. Settings that may differ between processes are not compared: location (addresses,
 # platforms, devices and their number), output (logs, dumps, profiles, tracebacks), compilation caches, checks that do
 # not change results (leaks, transfers), and paths, which differ from host to host.
 COMPARED_OPTIONS = frozenset(
-    # the values: dtypes, precision, random bits, formulas
+    # values: dtypes, precision, random bits, formulas
     "jax_enable_x64 jax_explicit_x64_dtypes jax_numpy_dtype_promotion jax_numpy_rank_promotion "
     "jax_default_matmul_precision jax_allow_f16_reductions jax_default_prng_impl jax_enable_custom_prng "
     "jax_legacy_prng_key jax_threefry_partitionable jax_threefry_gpu_kernel_lowering jax_random_seed_offset "
     "jax_high_dynamic_range_gumbel jax_accurate_erf_inv jax_softmax_custom_jvp jax_use_hlo_logistic_lowering "
-    # the program, and so the collectives in which processes meet
+    # programs, and therefore the collectives that connect processes
     "jax_disable_jit jax_debug_nans jax_debug_infs jax_no_execution jax_use_shardy_partitioner "
     "jax_use_direct_linearize jax_remat3 jax_compiler_enable_remat_pass jax_disable_most_optimizations "
     "jax_optimization_level jax_exec_time_optimization_effort jax_memory_fitting_level jax_memory_fitting_effort "
     "jax_error_checking_behavior_nan jax_error_checking_behavior_divide jax_error_checking_behavior_oob "
     "jax_ragged_dot_use_ragged_dot_instruction jax_remove_size_one_mesh_axis_from_type "
-    # how processes meet
+    # communication between processes
     "jax_cpu_collectives_implementation jax_sort_devices_by_process_index jax_share_binary_between_hosts "
     "jax_enable_preemption_service jax_enable_recoverability".split()
 )
 FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 PLAIN_VARIABLES = ("NVIDIA_TF32_OVERRIDE",)  # turns TensorFloat-32 off or on in the libraries that XLA calls
-OWN_FLAGS = re.compile(r"dump|device_count|cache|profile|log|(dir|path|file|to|from)$")  # names of flags not compared
+OWN_FLAGS = re.compile(r"dump|device_count|cache|profile|log|(dir|path|file|to|from)$")  # names of ignored flags
 
 
 def jax_settings() -> dict[str, str]:
-    """The options, flags and variables that decide what is computed, as short texts by their names."""
+    """Returns the options, flags and variables that change a computation, as short texts by name."""
     values = jax.config.values
-    # An attribute has the value that a context manager (jax.enable_x64()) has set in this thread, `values` does not;
+    # The attribute includes the value set by a context manager (jax.enable_x64()) in this thread, `values` does not;
     # some options have no attribute.
     options = {name: str(getattr(jax.config, name, values[name])) for name in COMPARED_OPTIONS & values.keys()}
     flags = {}
     for variable in FLAG_VARIABLES:
-        for flag in os.environ.get(variable, "").split():  # the last one of a name counts
+        for flag in os.environ.get(variable, "").split():  # the last flag of a name counts
             name, _, value = flag.partition("=")
             if not OWN_FLAGS.search(name):
                 flags[f"{variable} {name}"] = value or "true"

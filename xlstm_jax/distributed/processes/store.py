@@ -1,13 +1,13 @@
-"""The key-value store of a job: processes exchange texts through it, and wait until a deadline at most.
+"""Key-value store of a job: processes exchange texts, and wait at most until a deadline.
 
   every process   posts its text
-  process 0       waits for all texts, and posts its answer
+  process 0       waits for the texts, and posts an answer
   every process   reads the answer
 
-It is the store of JAX's coordination service, which ``jax.distributed.initialize`` starts. A collective
-(``multihost_utils.process_allgather``) would wait for ever for a process that does not come, needs the same number of
-devices in every process, and starts the devices. JAX has no public name for the store, nor for the number of this
-process before devices are started: both are ``private_names.job``.
+The store belongs to JAX's coordination service, which ``jax.distributed.initialize`` starts. A collective instead
+(``multihost_utils.process_allgather``) would wait forever for a missing process, need equal device counts in every
+process, and start the devices. JAX has no public name for the store, nor for the process index before devices are
+started: both are in ``private_names.job``.
 """
 
 import hashlib
@@ -20,15 +20,15 @@ import jax
 
 from xlstm_jax.private_names import job
 
-PEER_TIMEOUT_S = 600.0  # the default limit of a step; the slowest process may take so much longer to read its shards
-GRACE_S = 1.0  # for the answer, which process 0 may post only at the deadline
+PEER_TIMEOUT_S = 600.0  # the default limit of a step; the slowest process may need this long to read its shards
+GRACE_S = 1.0  # extra wait for the answer, which process 0 may post only at the deadline
 
 
 class KeyValueStore:
-    """A folder of the store for one exchange among ``processes``; ``me`` is the number of this process.
+    """Folder of the store for one exchange among ``processes``; ``me`` is the index of this process.
 
-    Exchanges of one ``kind`` among the same processes are numbered, since a key can be set only once. Each process
-    keeps its count in the store, not in Python: the count must end with the job, as the store does.
+    Exchanges of one ``kind`` among the same processes are numbered, since a key can be set only once. The count of each
+    process is in the store instead of in Python: the count must end with the job, as the store does.
     """
 
     def __init__(self, kind: str, me: int, processes: Sequence[int]) -> None:
@@ -41,8 +41,8 @@ class KeyValueStore:
         self._client.key_value_set(f"{self._folder}/{self._number}/{name}", text)
 
     def read(self, name: str, deadline: float) -> str | None:
-        """Waits for the text; None after the deadline."""
-        # At least 1 ms, so that a text that is there is read also after the deadline.
+        """Waits for the text and returns it, or None after the deadline."""
+        # Wait at least 1 ms, so that an existing text is read even after the deadline.
         wait_ms = max(1, int(1000 * (deadline - time.monotonic())))
         try:
             return self._client.blocking_key_value_get(f"{self._folder}/{self._number}/{name}", wait_ms)
@@ -52,7 +52,7 @@ class KeyValueStore:
             return None
 
     def missing(self) -> list[int]:
-        """The processes that have not posted a text; if all have, process 0, which has not answered."""
+        """Returns the processes without a posted text; if every text is posted, process 0, whose answer is missing."""
         found = self._client.key_value_dir_get(f"{self._folder}/{self._number}/texts/")
         return sorted(set(self.processes) - {int(key.rsplit("/", 1)[1]) for key, _ in found}) or [self.processes[0]]
 
@@ -61,26 +61,28 @@ class KeyValueStore:
 
 
 def exchange_in(store: KeyValueStore, text: str, what: str, timeout_s: float) -> list[str]:
-    """The texts of all processes of ``store``, in order. All call it, with the same ``what``, as "restore step 3".
+    """Returns the texts of the processes of ``store``, in order. Every process calls it, with the same ``what``.
+
+    ``what`` names the purpose for errors, as "restore step 3".
 
     Raises:
-      TimeoutError: processes did not come in time; says which.
-      ValueError: processes do different things; says which of them does what.
+      TimeoutError: processes are missing at the deadline; names the processes.
+      ValueError: processes call it with different ``what``; names the processes of each.
     """
     deadline = time.monotonic() + timeout_s
     store.post(f"texts/{store.me}", json.dumps([what, text]))
-    # One process judges for all: if each waited for all texts, a text that comes at the deadline would be there for
-    # some and missing for others, and processes would part ways.
+    # Process 0 decides for every process: if each waited by itself, a text that arrives at the deadline could be found
+    # by some and missed by others, which would then disagree.
     if store.me == store.processes[0]:
         _answer(store, deadline)
-    # Process 0 may have waited up to the deadline itself before it answers.
+    # Process 0 may answer only at the deadline.
     answer = json.loads(store.read("answer", deadline + GRACE_S) or "{}")
     if "posted" not in answer:
         missing = answer.get("missing") or store.missing()
         raise TimeoutError(
             f"{named(missing)} did not come to {what} within {timeout_s:g} s, for which {named([store.me])} waits. See "
-            f"the log of process {missing[0]}: it may have died, hang, be slow, or run other code. Then start the job "
-            "again; where it is only slow, wait longer."
+            f"the log of process {missing[0]}: it may have died, hang, be slow, or run other code. Restart the job, or "
+            "wait longer if the process is only slow."
         )
     whats, texts = zip(*answer["posted"], strict=True)
     if len(set(whats)) > 1:
@@ -91,19 +93,19 @@ def exchange_in(store: KeyValueStore, text: str, what: str, timeout_s: float) ->
 
 
 def _answer(store: KeyValueStore, deadline: float) -> None:
-    """Posts the texts of all processes; or, if some did not come, their numbers."""
+    """Posts the texts of every process; or, if texts are missing, the indices of their processes."""
     posted = [store.read(f"texts/{process}", deadline) for process in store.processes]
     missing = [process for process, text in zip(store.processes, posted, strict=True) if text is None]
     if missing:
         store.post("answer", json.dumps({"missing": missing}))
         return
-    # All processes have posted here, so they have read the previous answer. The current one is still to be read.
+    # Every process has posted here, so the previous answer has been read everywhere. The current one has not.
     store.delete_previous()
     store.post("answer", json.dumps({"posted": [json.loads(text) for text in posted if text]}))
 
 
 def by_text(texts: Sequence[str], processes: Sequence[int]) -> dict[str, list[int]]:
-    """The processes grouped by the text that they sent."""
+    """Groups the processes by their texts."""
     groups = defaultdict(list)
     for process, text in zip(processes, texts, strict=True):
         groups[text].append(process)
@@ -111,7 +113,7 @@ def by_text(texts: Sequence[str], processes: Sequence[int]) -> dict[str, list[in
 
 
 def named(processes: Sequence[int]) -> str:
-    """As "process 3", or "processes 0, 1"."""
+    """Formats process indices as "process 3", or "processes 0, 1"."""
     return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, sorted(processes)))}"
 
 

@@ -1,10 +1,11 @@
-"""Processes fail together: when a piece of work fails in one process, all of them raise.
+"""Collective errors: if a piece of work fails in one process, every process raises.
 
-A process that gives up alone leaves the others waiting in the next collective. So after the work every process sends
-the text of its error, empty where it had none, to all others, and waits for their texts up to a time limit.
+If a process failed alone, the rest of the job would wait in the next collective. So after the work every process sends
+the text of its error (empty without an error) to every process, and waits for the texts up to a time limit.
 
-Ctrl-C and the like are no failure of the work. Python raises them between any two instructions, so also within a
-library that catches them and raises its own error: ``interruption`` finds them there, and they go on as they came.
+Ctrl-C and similar interruptions are not failures of the work. Python raises them between any two instructions, even
+within a library, where a handler may turn the interruption into another error. ``interruption`` finds the original
+exception, which then propagates unchanged.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from xlstm_jax.wording import one_line
 
 MAX_CAUSE_CHARS = 500
 _ENDS = {kind.__name__: kind for kind in (KeyboardInterrupt, SystemExit, GeneratorExit)}
-# JAX's caches report an error of a comparison by its text alone, one line of which is as "KeyboardInterrupt: ".
+# JAX's caches report an error of a comparison by its text alone, with a line such as "KeyboardInterrupt: ".
 _ENDS_AS_TEXT = re.compile(rf"^({'|'.join(_ENDS)})(?=:|$)", re.MULTILINE)
 Result = TypeVar("Result")
 
@@ -34,25 +35,25 @@ def fail_together(
     what: str = "what all processes do together",
     timeout_s: float = PEER_TIMEOUT_S,
 ) -> Result:
-    """Calls ``work`` and returns its result. If ``work`` raises in one process, ``failure`` is raised in all of them.
+    """Calls ``work`` and returns its result. If ``work`` raises in one process, ``failure`` is raised in every process.
 
-    All processes must call it. The error says which processes raised, and what. ``failure`` may be several kinds of
-    errors: an error of one of these keeps its kind, any other error becomes the first kind. If processes raise
-    different kinds, all raise the kind that comes last in ``failure``.
+    Every process must call it. The error names the failed processes, with their errors. If ``failure`` is a tuple of
+    error types, an error of a listed type keeps its type, and any further error becomes the first type. If processes
+    raise different types, every process raises the last of these types in ``failure``.
 
     Raises:
-      TimeoutError: a process has not finished ``work`` within ``timeout_s`` of this one; says which, and ``what``.
+      TimeoutError: a process has not finished ``work`` within ``timeout_s`` of this process; names it, and ``what``.
     """
     kinds = failure if isinstance(failure, tuple) else (failure,)
     results: list[Result] = []
     caught, problem = None, None
-    # Every error is caught: a process that left here would not come to the exchange below, and the others would wait.
+    # Catch every error: a process that left here would miss the exchange below, and the others would wait.
     try:
         with interruptions_go_on():
             results.append(work())
     except kinds as error:
         caught, problem = error, [next(i for i, kind in enumerate(kinds) if isinstance(error, kind)), str(error)]
-    except Exception as error:  # file systems and storage libraries raise whatever they like
+    except Exception as error:  # file systems and storage libraries raise errors of many types
         caught, problem = error, [0, cause_of(error)]
     problems = allgather_text(json.dumps(problem), what, timeout_s)
     groups = by_text(problems, range(len(problems)))
@@ -65,7 +66,7 @@ def fail_together(
 
 @contextmanager
 def interruptions_go_on() -> Iterator[None]:
-    """Raises Ctrl-C and the like (see ``interruption``) in place of an error that a library has made of it."""
+    """Re-raises Ctrl-C and similar exceptions (see ``interruption``) in place of the resulting error of a library."""
     handled = sys.exception()
     try:
         yield
@@ -76,12 +77,12 @@ def interruptions_go_on() -> Iterator[None]:
 
 
 def interruption(error: BaseException, handled: BaseException | None) -> BaseException | None:
-    """Returns the ``KeyboardInterrupt``, ``SystemExit`` or the like of which a library has made ``error``, if any.
+    """Returns the ``KeyboardInterrupt``, ``SystemExit`` or similar exception behind an ``error``, or None.
 
     Args:
-      error: its causes, its contexts and the members of a group are searched.
-      handled: the exception that was being handled before the work began (``sys.exception()``). Python makes it a
-        context of every later error, of which it is no cause.
+      error: searched through its causes, contexts, and members of exception groups.
+      handled: the exception that was being handled before the work began (``sys.exception()``). Python makes this
+        exception a context of every later error, without being a cause.
     """
     seen, left = {id(handled)}, [error]
     while left:
@@ -89,7 +90,7 @@ def interruption(error: BaseException, handled: BaseException | None) -> BaseExc
         if id(found) in seen:
             continue
         seen.add(id(found))
-        # A task of asyncio is cancelled because another one has failed.
+        # asyncio cancels a task because another task has failed.
         if not isinstance(found, Exception | BaseExceptionGroup | asyncio.CancelledError):
             return found
         if (text := _ENDS_AS_TEXT.search(str(found))) is not None:
@@ -100,11 +101,11 @@ def interruption(error: BaseException, handled: BaseException | None) -> BaseExc
 
 
 def allgather_text(text: str, what: str, timeout_s: float = PEER_TIMEOUT_S) -> list[str]:
-    """The texts of all processes, in order. All must call it; ``what`` says for what purpose, as "restore step 3".
+    """Returns the text of each process, in order. Call it in every process; ``what`` names the purpose for errors.
 
     Raises:
-      TimeoutError: a process did not call it within ``timeout_s``; says which, and ``what``.
-      ValueError: processes call it for different things.
+      TimeoutError: a process is missing after ``timeout_s``; names the process, and ``what``.
+      ValueError: processes pass different ``what``.
     """
     if not jax.distributed.is_initialized():
         if jax.process_count() > 1:
@@ -115,10 +116,10 @@ def allgather_text(text: str, what: str, timeout_s: float = PEER_TIMEOUT_S) -> l
 
 
 def cause_of(error: BaseException) -> str:
-    """The error at the beginning of a chain of errors, as one line of at most ``MAX_CAUSE_CHARS`` characters."""
+    """Returns the first error of a chain of causes as a line of at most ``MAX_CAUSE_CHARS`` characters."""
     while error.__cause__ is not None:
         error = error.__cause__
-    # TensorStore ends its messages with lines of its C++ sources and long specifications.
+    # TensorStore messages end with C++ source locations and long specifications.
     text = one_line(error).split(" [source locations=")[0].split(" [tensorstore_spec=")[0]
     text = f"{type(error).__name__}: {text or 'without a message'}"
     return text if len(text) <= MAX_CAUSE_CHARS else text[:MAX_CAUSE_CHARS] + "..."

@@ -1,18 +1,19 @@
-"""Training on sharded parameters: the model's start, its gradients, and a ready-made step.
+"""Training with sharded parameters: initialisation, gradients, and a ready-made step.
 
-  init_sharded          values of the plain model's init, each device computing the shards that it keeps
-  value_and_grad        inside shard_map: loss and gradient of the mean over all devices
-  accumulate_gradients  the same over minibatches, one after the other
-  TrainState            Flax's, with the collections that a model keeps beside its parameters
-  create_train_state    init_sharded, and an optimizer state that is split like the parameters
-  abstract_train_state  the same without a value: what a checkpoint is restored into
-  make_train_step       gradients inside shard_map, the optimizer outside of it in the same jit
-  make_eval_step        forward only, into the state of a metric, on the same sharded state
-  check_step            the gradients of a step, yours or ours, against one device on the whole batch
+  init_sharded          initialises the model with the plain model's values; each device computes its shards
+  value_and_grad        inside shard_map: loss and gradient of the mean over devices
+  accumulate_gradients  the same over minibatches, in sequence
+  TrainState            Flax's TrainState with a field for the model's collections
+  create_train_state    init_sharded, plus an optimizer state split like the parameters
+  abstract_train_state  shapes and shardings of the state: the target of a restore
+  make_train_step       gradients inside shard_map, the optimizer outside, in the same jit
+  make_eval_step        forward pass on the same sharded state, accumulated into a metric
+  check_step            compares the gradients of a step, yours or ours, with one device on the full batch
   LMHead                a layer whose losses over a large vocabulary need no logits: chunked_cross_entropy
 
-The optimizer sees global arrays without boxes. A norm is then the norm, a factored moment sees its whole matrix, and
-any optax transform does on shards what it does on one device; XLA adds the few scalars or rows that must travel for it.
+The optimizer receives global arrays without boxes. A norm is therefore the global norm, a factored moment covers its
+full matrix, and any optax transform computes on shards the same as on one device; XLA adds the communication of the few
+scalars or rows that this needs.
 """
 
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings

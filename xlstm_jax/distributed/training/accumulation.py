@@ -1,16 +1,16 @@
-"""The gradient of a batch, minibatch after minibatch, inside ``shard_map``.
+"""Loss and gradient of a batch by minibatches, inside ``shard_map``.
 
-weights        the parameters, or the parameters gathered once: as the strategy says
+weights        the parameters, or the parameters gathered once, depending on the strategy
 minibatch j    the loss, its weight W_j, and its gradient g_j with respect to the weights
 mean           sum_j W_j g_j / sum_j W_j, in float32 or wider
-gradients      the strategy makes them from the mean; those of unsharded leaves are then averaged over devices
+gradients      made from the mean by the strategy; gradients of replicated leaves are then averaged over devices
 
-Three strategies say when gradients are reduced over devices; the result is the same. With m minibatches a step sends, P
-being the bytes of the split parameters (two gathers and one scatter)
+Three strategies choose when gradients are reduced over devices; the results are equal. Bytes sent per step, for m
+minibatches and P bytes of split parameters (two gathers and one reduce-scatter):
 
-  "reduce_each"           m * 3P                 memory: that of one minibatch
-  "reduce_once"           2P                     all weights and their float32 gradients whole on every device
-  "reduce_replicas_once"  m * 3P, and the reduction over the copies of the shards once instead of m times
+  "reduce_each"           m * 3P                 memory: as for one minibatch
+  "reduce_once"           2P                     memory: unsharded weights and float32 gradients on every device
+  "reduce_replicas_once"  m * 3P, and the reduction over replicas of the shards once instead of m times
 """
 
 from collections.abc import Callable, Mapping
@@ -38,22 +38,22 @@ from xlstm_jax.distributed.training.moments import Averaged, Differentiated, run
 
 
 class ReduceEach:
-    """Every minibatch gathers the parameters and scatters their gradients."""
+    """Strategy in which every minibatch gathers the parameters and reduce-scatters their gradients."""
 
     def weights(self, params: PyTree, axes: tuple[str, ...]) -> PyTree:
-        """The weights that every minibatch computes with. Its gradient is taken with respect to them."""
+        """Returns the weights that minibatches compute with and differentiate with respect to."""
         return params
 
     def gradients(self, mean_grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> list[Any]:
-        """The gradients of the parameters, from the gradients of the weights averaged over minibatches.
+        """Converts gradients of the weights, averaged over minibatches, into gradients of the parameters.
 
-        Both lists have an entry for each leaf that takes a gradient.
+        Both lists have an entry per differentiable leaf.
         """
         return _as_gradients_of(trees.split_differentiable(params)[0], mean_grads)
 
 
 class ReduceOnce(ReduceEach):
-    """Parameters are gathered before the first minibatch, and their gradients scattered after the last."""
+    """Strategy that gathers parameters before the first minibatch and reduce-scatters gradients after the last."""
 
     def weights(self, params: PyTree, axes: tuple[str, ...]) -> PyTree:
         def still_frozen(leaf: Sharded, whole: Any) -> Any:
@@ -63,17 +63,17 @@ class ReduceOnce(ReduceEach):
 
     def gradients(self, mean_grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> list[Any]:
         live = varying_leaves(trees.split_differentiable(params)[0], axes)
-        # Gathered in the dtype of summed gradients: the transpose then does not narrow gradients.
+        # Gather in the dtype of summed gradients, so that the transpose does not narrow the gradients.
         dtypes = [wide_dtype(leaf.communication.dtypes(leaf.value)[0]) for leaf in trees.differentiable(params)]
         wide = [with_communication(x, gather_dtype=dtype_name(dtype)) for x, dtype in zip(live, dtypes, strict=True)]
-        # A gather is linear: its transpose, taken at any values, makes the gradient of shards from that of weights.
+        # A gather is linear: its transpose, taken at any values, maps gradients of weights to gradients of shards.
         weights, transpose = jax.vjp(lambda live: _gathered(live, axes), wide)
         (grads,) = transpose(_as_gradients_of(weights, mean_grads))
         return _as_gradients_of(live, grads)
 
 
 class ReduceReplicasOnce(ReduceEach):
-    """Every minibatch gathers and scatters; the mean over copies of the shards is taken after the last."""
+    """Strategy in which every minibatch gathers and reduce-scatters; the mean over replicas follows the last."""
 
     def weights(self, params: PyTree, axes: tuple[str, ...]) -> PyTree:
         if not any(leaf.communication.copied_axes for leaf in trees.differentiable(params)):
@@ -81,7 +81,7 @@ class ReduceReplicasOnce(ReduceEach):
                 "accumulation='reduce_replicas_once': no parameter has copies of its shards. Wrap with "
                 "shard_module_params(..., replicas=Replicas('dp')), or use accumulation='reduce_each'."
             )
-        # Boxes that name no copies: the scatter of a minibatch then ends at the shard of this device.
+        # Without replicas in the boxes, the reduce-scatter of a minibatch ends at the local shard.
         return trees.map_leaves(lambda leaf: with_communication(leaf, replicas=None), params)
 
     def gradients(self, mean_grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> list[Any]:
@@ -100,12 +100,12 @@ STRATEGIES: dict[str, ReduceEach] = {
 
 
 def _as_gradients_of(leaves: list[Any], grads: list[Any]) -> list[Any]:
-    """The gradients in the boxes and dtypes of ``leaves``."""
+    """Returns the gradients in the boxes and dtypes of ``leaves``."""
     return trees.map_values(lambda leaf, grad: grad.astype(leaf.value.dtype), leaves, trees.stored_values(grads))
 
 
 def _gathered(params: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """``gather_params``, but for axes over which the model itself splits a leaf (tensor parallel)."""
+    """Applies ``gather_params``, skipping axes over which the model itself splits a leaf (tensor parallel)."""
 
     def gather(leaf: Any) -> Any:
         over = tuple(axis for axis in axes if axis in leaf_of(leaf).gathered_axes)
@@ -130,7 +130,9 @@ def accumulate_gradients(
     weighted: bool = False,
     collections: Mapping[str, PyTree] | None = None,
 ) -> tuple[Any, ...]:
-    """Loss and gradient of the whole batch, also where the weights of minibatches differ; inside ``shard_map``.
+    """Computes the exact loss and gradient of a batch by minibatches, inside ``shard_map``.
+
+    Minibatches may differ in weight.
 
     >>> loss_fn = lambda w, minibatch, rng: jnp.mean(w * minibatch)
     >>> step = lambda w, x: accumulate_gradients(loss_fn, w, x, None, "fsdp", num_minibatches=2)
@@ -139,31 +141,32 @@ def accumulate_gradients(
     (Array(7., dtype=float32), Array(3.5, dtype=float32))
 
     Args:
-      loss_fn: ``loss_fn(params, minibatch, rng)``, returning what ``value_and_grad`` asks for.
+      loss_fn: ``loss_fn(params, minibatch, rng)`` with the return value described in ``value_and_grad``.
       params, axis_names, weighted: as in ``value_and_grad``.
-      batch: leaves [b, ...], where b is the number of examples on this device; every minibatch gets all scalars.
-      rng: a key, folded with the index of the minibatch where there are several; None is passed on.
+      batch: leaves [b, ...] with b the number of examples on this device; scalars are passed to every minibatch.
+      rng: a key, folded with the minibatch index if num_minibatches > 1; None is passed on.
       num_minibatches: m, which must divide b.
-      accumulation: when gradients are reduced over devices; the result is the same. "reduce_each": in every minibatch.
-        "reduce_once": parameters are gathered before the first minibatch and gradients reduced after the last, which
-        saves (m - 1) / m of the traffic, and each device holds all weights and their float32 gradients.
-        "reduce_replicas_once": in every minibatch, but over copies of the shards (``Replicas``) after the last.
-      has_aux: the auxiliary output is a tree. Its floats and bools are averaged over minibatches and devices like the
-        loss; with ``weighted`` they are sums, divided by the global weight. A cell (``metrics.Count``, ``Total``,
-        ``Maximum``, ``Minimum``) is merged instead, and its value returned: ``{"tokens": Count.of(mask)}``.
-      collections: what the model keeps beside its parameters, as ``{"batch_stats": ...}``: the same on all devices. The
-        loss function is then ``loss_fn(params, minibatch, rng, collections)`` and returns a pair: what is said above,
-        and the updated collections, which the next minibatch gets. A collection that it does not return stays as it
-        was. The gradient of "_overwrite_with_gradient" (scales of Flax's fp8 products) is its next value, the largest
-        of all devices.
+      accumulation: when to reduce gradients over devices; the result is the same. "reduce_each": in every minibatch.
+        "reduce_once": gathers parameters before the first minibatch and reduces gradients after the last, which saves
+        (m - 1) / m of the traffic, but each device holds the unsharded weights and their float32 gradients.
+        "reduce_replicas_once": in every minibatch, but over replicas of the shards (``Replicas``) after the last.
+      has_aux: whether the loss function also returns a tree of numbers. Floats and bools are averaged over minibatches
+        and devices like the loss; with ``weighted`` they are sums, divided by the global weight. A cell
+        (``metrics.Count``, ``Total``, ``Maximum``, ``Minimum``) is merged instead, and its value returned:
+        ``{"tokens": Count.of(mask)}``.
+      collections: non-parameter variables, as ``{"batch_stats": ...}``, equal on every device. The loss function is
+        then ``loss_fn(params, minibatch, rng, collections)`` and returns a pair: the result described above, and the
+        updated collections, which are passed to the next minibatch. A collection missing from the update keeps its
+        value. The gradient of "_overwrite_with_gradient" (scales of Flax's fp8 products) is its next value, the maximum
+        over devices.
     Returns:
-      ``(loss, grads)``, or ``((loss, aux), grads)``: the same on all devices, apart from split leaves. Collections come
+      ``(loss, grads)``, or ``((loss, aux), grads)``: equal on every device, apart from split leaves. Collections come
       third, ``(loss, grads, collections)``.
     Raises:
-      ValueError: m does not divide b, or leaves differ in b (names leaf and both numbers); or ``accumulation`` is
-        unknown, or does not fit the parameters: "reduce_once" needs boxes that say in what dtype to gather,
-        "reduce_replicas_once" needs copies; or a collection would differ between devices, or has changed its shape.
-      TypeError: the auxiliary output has an integer, whose average is hardly meant; names the leaf.
+      ValueError: m does not divide b, or leaves differ in b (names leaf and both numbers); ``accumulation`` is unknown
+        or does not fit the parameters ("reduce_once" needs boxes with a gather dtype, "reduce_replicas_once" needs
+        replicas); or a collection would differ between devices or has changed its shape.
+      TypeError: the auxiliary output has an integer, which cannot be averaged meaningfully; names the leaf.
     """
     axes = collectives.bound_axes(axis_names, caller="accumulate_gradients")
     how = Accumulation(axes, num_minibatches, accumulation)
@@ -176,11 +179,11 @@ def accumulate_gradients(
 
 @dataclass(frozen=True)
 class Accumulation:
-    """How minibatches become one batch; see ``accumulate_gradients``.
+    """Options for combining minibatches into a batch; see ``accumulate_gradients``.
 
-    With ``fold_aux`` the auxiliary output is not averaged: ``state = fold_aux(state, aux)`` after every minibatch, on
-    this device alone (the state of a metric). The state varies over the axes by type, and keeps its types. With
-    ``read_later`` the caller reads the equations of all that is traced: see ``updated_collections``.
+    With ``fold_aux`` the auxiliary output is not averaged: after every minibatch ``state = fold_aux(state, aux)`` runs
+    on this device alone (the state of a metric). The state varies over the axes by type, and its types must not change.
+    With ``read_later`` the caller checks the equations of the traced step itself: see ``updated_collections``.
     """
 
     axes: tuple[str, ...]
@@ -205,14 +208,14 @@ def accumulated(
     metric_state: PyTree,
     collections: Mapping[str, PyTree],
 ) -> BatchResult:
-    """``accumulate_gradients`` for callers that have a ``LossFunction`` and named options."""
+    """Implements ``accumulate_gradients`` for a ``LossFunction`` and an ``Accumulation``."""
     axes, count = how.axes, how.num_minibatches
     strategy = STRATEGIES[how.strategy if count > 1 else DEFAULT_ACCUMULATION]
     own = trees.map_leaves(split_by_model, params)
     weights = strategy.weights(own, axes)
     minibatches = split_rows(batch, count)
 
-    # What minibatches hand on: collections, scales of fp8 products, the state of a metric.
+    # State passed between minibatches: collections, scales of fp8 products, the state of a metric.
     carries = carries_of(Inputs(axes, collections, metric_state, how.fold_aux, how.read_later))
     differentiate = local_result
     for carry in carries:
@@ -220,34 +223,34 @@ def accumulated(
     averages_aux = not any(carry.takes_aux for carry in carries)
 
     def on_minibatch(index: Scalar, states: tuple[PyTree, ...]) -> MinibatchResult:
-        # One minibatch draws what a batch without minibatches draws.
+        # A single minibatch must draw the same numbers as a batch without minibatches.
         key = rng if rng is None or count == 1 else jax.random.fold_in(rng, index)
         rest = [rows_at(minibatches, index), key]
         if loss.has_collections:
             each = zip(carries, states, strict=True)
             rest.append({name: tree for carry, state in each for name, tree in carry.read(state).items()})
 
-        # Loss and gradients of this device, and the states for the next minibatch.
+        # Local loss and gradients, and the states for the next minibatch.
         local = differentiate(loss, weights, axes, *rest)
         args = (weights, *rest)
         run_checks("gradient", Differentiated(local.gathered_in_branches, loss, args, axes))
         each = zip(carries, states, strict=True)
         states = tuple(carry.next(state, loss, args, local) for carry, state in each)
 
-        # Numbers beside the loss: some are averaged like the loss, cells are merged.
+        # Auxiliary numbers: means are averaged like the loss, cells are merged.
         aux = Auxiliary.of(local.aux if averages_aux else None).scaled(local.scale)
         floats = lambda weights: Auxiliary.of(loss(weights, *rest).aux).means  # noqa: E731
         averaged_over = collectives.axis_size(axes) * count
         equations = lambda: jax.make_jaxpr(floats)(weights)  # noqa: E731
         run_checks("aux", Averaged(aux.mean_paths, averaged_over, loss.weighted, equations))
 
-        # A scan sums these values, and the type of its carry may not change: cast all to vary over all axes.
+        # A scan sums these values and needs a fixed carry type: cast them to vary over all axes.
         mean, aux = collectives.to_varying((local.loss, aux), collectives.spread_axes(axes))
         return MinibatchResult((mean, aux.means), local.grads, local.weight, states, aux.replace(means=[]))
 
     mean_result = mean_over(on_minibatch, count, tuple(carry.start() for carry in carries))
 
-    # Over devices: the loss and the numbers beside it, then the gradients.
+    # Reduce over devices: loss and auxiliary numbers first, then the gradients.
     mean, means = mean_result.values
     aux = mean_result.each.merged() if count > 1 else mean_result.each
     mean, aux = aux.replace(means=means).over_devices(mean, axes)

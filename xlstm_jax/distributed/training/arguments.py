@@ -1,6 +1,6 @@
-"""Checks of the arguments of steps and of initialisation; errors name argument, leaf, rule and cure.
+"""Argument checks of steps and of initialisation; errors name argument, leaf, rule and cure.
 
-while JAX traces      shapes, and the mesh of each array: they are in the types, so a call pays nothing for them
+The checks run while JAX traces: shapes and meshes are part of the types, so calls of a compiled step pay nothing.
 """
 
 import dataclasses
@@ -29,15 +29,15 @@ STEP = "a step takes (state, batch, rng)"
 STATE_FIELDS = ("step", "apply_fn", "params", "tx", "opt_state", "replace")
 ARGUMENTS = ("state", "batch", "rng", "local")  # of a training step
 DONATED = ("state", "local")  # whose memory a step takes over
-GIVEN = {  # what to pass to a step, by the names of its arguments
+GIVEN = {  # values to pass to a step, by argument name
     "state": "the state that create_train_state makes, or the last one that the step returned",
     "batch": "arrays [rows, ...], as shard_batch returns them",
     "rng": "a key, jax.random.key(0); it may be the same in all steps",
     "local": "the state of the metric: metric.empty(batch_axes, mesh), or the last one that the step returned",
 }
-Others = Mapping[str, PyTree] | None  # further trees of a step, which a loss function takes by their names
-WEIGHTED = "weighted=True"  # how the rows of a batch for training get weights
-PADDING = "which shard_batch(..., pad=True) returns"  # and those of an evaluation
+Others = Mapping[str, PyTree] | None  # further trees of a step, passed to the loss function by name
+WEIGHTED = "weighted=True"  # cure for padded rows of a training batch
+PADDING = "which shard_batch(..., pad=True) returns"  # cure for padded rows of an evaluation batch
 
 
 # -------------------------------------------------------------------------------------------------- model, loss and key
@@ -45,10 +45,10 @@ PADDING = "which shard_batch(..., pad=True) returns"  # and those of an evaluati
 
 @dataclasses.dataclass(frozen=True)
 class Called:
-    """A function of the user's that a step calls with ``arguments``, then collections if the state has any.
+    """A user's function that a step calls with ``arguments``, and with collections if the state has any.
 
-    ``with_collections`` and ``without`` end the errors where the state has collections and the function takes none,
-    and the reverse.
+    Error texts end with ``with_collections`` if the state has collections and the function takes none, and with
+    ``without`` in the reverse case.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Called:
     without: str
 
     def written(self, *further: str) -> str:
-        """A call of it, as one writes it."""
+        """Returns a call of the function as source text."""
         return f"{self.name}({', '.join([*self.arguments, *further])})"
 
 
@@ -78,10 +78,10 @@ EVAL_FN = Called(
 
 
 def check_loss_fn(loss_fn: Any, taker: str = "make_train_step", called: Called = LOSS_FN) -> None:
-    """Raises a ``TypeError`` where the first argument of ``taker`` is no function that a step can call."""
+    """Raises a ``TypeError`` unless the first argument of ``taker`` is a function that a step can call."""
     count = len(called.arguments)
     if callable(loss_fn) and not hasattr(loss_fn, "apply") and not isinstance(loss_fn, Mesh | AbstractMesh | type):
-        # Some functions (of C, say) have no signature: their call will tell.
+        # Some functions (written in C, say) have no signature: errors then show at the call.
         takes = _signature(loss_fn)
         if takes and not any(_binds(takes, number, _by_name(takes)) for number in (count, count + 1)):
             raise TypeError(
@@ -94,9 +94,9 @@ def check_loss_fn(loss_fn: Any, taker: str = "make_train_step", called: Called =
 
 
 def check_takes(function: Callable[..., Any], called: Called, collections: Mapping[str, PyTree], others: Any) -> None:
-    """Raises a ``TypeError`` where a function does not take what the state and the call have for it.
+    """Raises a ``TypeError`` if a function does not accept the arguments of the step.
 
-    ``collections`` of the state come after the arguments of ``called``; ``others`` are passed by their names.
+    ``collections`` of the state come after the arguments of ``called``; ``others`` are passed by name.
     """
     takes, count, further = _signature(function), len(called.arguments), bool(collections)
     if takes is None or _binds(takes, count + further, others):
@@ -115,14 +115,14 @@ def check_takes(function: Callable[..., Any], called: Called, collections: Mappi
 
 
 def _check_names(takes: inspect.Signature, called: Called, collections: Mapping[str, PyTree], others: Any) -> None:
-    """Raises where the function takes a tree by a name that ``others`` lacks, or the reverse."""
+    """Raises if ``others`` lacks a required keyword argument, or has a name that the function does not take."""
     if missing := [one for one in _by_name(takes) if one not in others]:
         raise TypeError(
             f"{called.name} takes {missing[0]!r} by name, and the step was not given it: "
             f"step(..., others={{{missing[0]!r}: tree}})."
         )
     count, every = len(called.arguments) + bool(collections), [*takes.parameters.values()]
-    # Not those that the step fills by position: a tree of such a name would come twice.
+    # Exclude arguments that the step fills by position: a tree of such a name would be passed twice.
     further = {one.name for i, one in enumerate(every) if one.kind is one.KEYWORD_ONLY or i >= count}
     unknown = [name for name in others if name not in further]
     if unknown and inspect.Parameter.VAR_KEYWORD not in [one.kind for one in every]:
@@ -134,7 +134,7 @@ def _check_names(takes: inspect.Signature, called: Called, collections: Mapping[
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """The signature of a function; None where it has none."""
+    """Returns the signature of a function, or None for functions without a signature."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
@@ -142,14 +142,14 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _by_name(takes: inspect.Signature) -> list[str]:
-    """The arguments that must be passed by name."""
+    """Returns the names of the required keyword-only arguments."""
     return [one.name for one in takes.parameters.values() if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
 
 
 def _binds(takes: inspect.Signature, count: int, names: Iterable[str]) -> bool:
-    """Whether a function can be called with ``count`` arguments and some by name."""
+    """Returns whether a function can be called with ``count`` positional arguments and ``names`` as keywords."""
     try:
-        # Values are of no account: Python compares places and names.
+        # Only positions and names matter to `bind`, so any values do.
         takes.bind(*[None] * count, **dict.fromkeys(names))
     except TypeError:
         return False
@@ -157,7 +157,7 @@ def _binds(takes: inspect.Signature, count: int, names: Iterable[str]) -> bool:
 
 
 def check_model(model: object) -> None:
-    """Raises a ``TypeError`` where ``model`` is no object with ``init`` and ``apply``."""
+    """Raises a ``TypeError`` unless ``model`` is an object with ``init`` and ``apply``."""
     if isinstance(model, type):
         raise TypeError(f"the model is {kind_of(model)}; pass an instance of it, {model.__name__}(...).")
     if not (hasattr(model, "init") and hasattr(model, "apply")):
@@ -173,10 +173,10 @@ def check_model(model: object) -> None:
 
 
 def check_keys(rng: PyTree, taker: str, one: bool = False) -> None:
-    """Raises a ``TypeError`` where ``rng`` is no key and no dict of keys; with ``one``, where it holds several keys."""
+    """Raises a ``TypeError`` unless ``rng`` is a key or a dict of keys; with ``one``, unless it is a single key."""
     for path, leaf in trees.leaves_with_path(rng) or [(".", rng)]:
         dtype, ndim = getattr(leaf, "dtype", None), getattr(leaf, "ndim", 0)
-        key_ndim = 0 if dtype is not None and is_prng_key(leaf) else 1  # one of the old style is uint32[2]
+        key_ndim = 0 if dtype is not None and is_prng_key(leaf) else 1  # an old-style key is uint32[2]
         if (key_ndim and dtype != np.uint32) or ndim < key_ndim or (one and ndim > key_ndim):
             name, seed = named_leaf("rng", path), leaf if isinstance(leaf, int) else "seed"
             raise TypeError(f"{name} is {kind_of(leaf)}, where {taker} takes a key: pass jax.random.key({seed}).")
@@ -186,12 +186,12 @@ def check_keys(rng: PyTree, taker: str, one: bool = False) -> None:
 
 
 def collections_of(state: Any) -> Mapping[str, PyTree]:
-    """The collections of a state beside its parameters; a plain Flax ``TrainState`` has none."""
+    """Returns the collections of a state; {} for a plain Flax ``TrainState``."""
     return getattr(state, "collections", {})
 
 
 def frozen_trees(others: Mapping[str, PyTree]) -> Mapping[str, PyTree]:
-    """Further trees of a step as a loss function gets them inside ``shard_map``: in boxes as before, and frozen."""
+    """Prepares further trees of a step for a loss function inside ``shard_map``: boxes are kept, leaves are frozen."""
 
     def still(leaf: Any) -> Any:
         return frozen(split_by_model(leaf)) if is_box(leaf) else jax.lax.stop_gradient(leaf)
@@ -202,13 +202,13 @@ def frozen_trees(others: Mapping[str, PyTree]) -> Mapping[str, PyTree]:
 def check_call(
     state: Any, rng: PyTree, local: PyTree, mesh: Mesh | AbstractMesh, metric: object | None, others: PyTree
 ) -> None:
-    """Checks, while a step is traced, all its arguments but the batch; ``local`` is the state of ``metric``.
+    """Checks the arguments of a step except the batch, during tracing; ``local`` is the state of ``metric``.
 
     Raises:
-      TypeError: the state is no ``TrainState``, or ``rng`` is not one key.
-      ValueError: a leaf lies on a mesh with other axes than the step's. XLA would end the process, or return the leaf
-        split in another way. (A batch may lie on any mesh of the same devices: it is not donated.) Or there is
-        ``local`` without a metric, or the reverse.
+      TypeError: the state is not a ``TrainState``, or ``rng`` is not a single key.
+      ValueError: a leaf is on a mesh with other axes than the step's mesh; XLA would end the process, or return the
+        leaf with another sharding. (A batch may be on any mesh of the same devices: it is not donated.) Or ``local`` is
+        passed without a metric, or is missing with a metric.
     """
     check_keys(rng, "step(state, batch, rng)", one=True)
     if missing := [name for name in STATE_FIELDS if not hasattr(state, name)]:
@@ -224,7 +224,7 @@ def check_call(
 
 
 def check_evaluated(state: Any, local: PyTree) -> None:
-    """Raises a ``TypeError`` where an evaluation cannot read its state, or ``local`` is no state of a metric."""
+    """Raises a ``TypeError`` unless an evaluation can read the state, and ``local`` is the state of a metric."""
     if missing := [name for name in ("params", "apply_fn") if not hasattr(state, name)]:
         raise TypeError(
             f"an evaluation takes (state, batch, local), and its state is {kind_of(state)}, which has no "
@@ -238,22 +238,22 @@ def check_evaluated(state: Any, local: PyTree) -> None:
 
 
 def check_mesh_of(arguments: dict[str, PyTree], mesh: Mesh | AbstractMesh) -> None:
-    """Raises a ``ValueError`` where an array that is traced lies on a mesh of other axes than the step's ``mesh``."""
-    # Axes of size 1 split nothing, and so do not count; the order of the others does.
+    """Raises a ``ValueError`` if a traced array is on a mesh whose axes differ from the step's ``mesh``."""
+    # Axes of size 1 split nothing, so ignore them; the order of the remaining axes matters.
     ours = [(axis, size) for axis, size in mesh.shape.items() if size > 1]
     for path, leaf in trees.sharded_leaves(arguments):
         its = jax.typeof(leaf.value).sharding.mesh
         if not its.empty and [(axis, size) for axis, size in its.shape.items() if size > 1] != ours:
             raise ValueError(
-                f"'{path}' lies on a mesh {dict(its.shape)}, and the step was made for a mesh {dict(mesh.shape)}. Pass "
-                "one mesh to create_train_state (or to the state that a checkpoint is restored into), shard_batch and "
-                "the maker of the step. To go on on another mesh: save, and restore into abstract_train_state on it."
+                f"'{path}' lies on a mesh {dict(its.shape)}, and the step was made for a mesh {dict(mesh.shape)}. Use "
+                "one mesh for the state, shard_batch and the step; to move a state to another mesh, save it, and "
+                "restore into abstract_train_state on that mesh."
             )
 
 
 def why_not_its_state(tx: optax.GradientTransformation, opt_state: PyTree, params: PyTree) -> str | None:
-    """What to say where ``opt_state`` is not a state of ``tx`` for these parameters, all without boxes; else None."""
-    # By shapes first, as their path is what a user looks for; trees of equal leaves may still differ.
+    """Returns an error text if ``opt_state`` is not a state of ``tx`` for these parameters (no boxes), else None."""
+    # Compare shapes first: users look for the path of a leaf. Trees with equal leaves may still differ in structure.
     made: Any = jax.eval_shape(tx.init, params)
     its, given = ({path: np.shape(leaf) for path, leaf in trees.leaves_with_path(tree)} for tree in (made, opt_state))
     different = sorted(path for path in its.keys() | given.keys() if its.get(path) != given.get(path))
@@ -275,7 +275,7 @@ def why_not_its_state(tx: optax.GradientTransformation, opt_state: PyTree, param
 
 
 def check_global_batch(batch: PyTree, layout: BatchLayout, num_minibatches: int = 1, padding: str = WEIGHTED) -> None:
-    """``check_batch`` of a batch whose rows are split over axes of the mesh, and on each device into minibatches."""
+    """Runs ``check_batch`` for rows that are split over axes of the mesh, and on each device into minibatches."""
     sizes = {axis: layout.mesh.shape[axis] for axis in layout.row_axes}
     devices = math.prod(sizes.values())
     divisor = f"the mesh of {sizes}, {devices} devices"
@@ -287,12 +287,14 @@ def check_global_batch(batch: PyTree, layout: BatchLayout, num_minibatches: int 
 def check_batch(batch: PyTree, count: int, divisor: str, padding: str = WEIGHTED) -> None:
     """Checks the leaves of a batch: rows [b, ...] of the same b examples, or scalars, which are not split.
 
-    ``divisor`` says in words what ``count`` counts, ``padding`` how the caller gives weight 0 to padded rows.
-
+    Args:
+      count: number that must divide the rows.
+      divisor: description of ``count`` for errors.
+      padding: description, for errors, of how the caller passes weight 0 for padded rows.
     Raises:
-      ValueError: leaves have different numbers of rows, or no rows, or ``count`` does not divide the rows; or numbers
-        stand in a list. Names the path and both numbers.
-      TypeError: a leaf is no array of numbers.
+      ValueError: leaves have different numbers of rows, or no rows, or ``count`` does not divide the rows; or a list
+        contains numbers. Names the path and both numbers.
+      TypeError: a leaf is not an array of numbers.
     """
     leaves = trees.leaves_with_path(batch)
     for path, leaf in leaves:
@@ -300,8 +302,8 @@ def check_batch(batch: PyTree, count: int, divisor: str, padding: str = WEIGHTED
             name = path.partition("/")[0]
             raise ValueError(
                 f"{named_leaf('batch', path)} is a parameter in a box, split as {leaf.names}, and a batch "
-                "is split by its rows. Hand parameters of a second model (a teacher, a reference) in beside it: "
-                f"step(..., others={{'{name}': its params}}), for loss_fn(params, apply_fn, batch, rng, *, {name})."
+                "is split by its rows. Pass parameters of a second model (a teacher, a reference) by name: "
+                f"step(..., others={{'{name}': params}}), for loss_fn(params, apply_fn, batch, rng, *, {name})."
             )
         if reason := why_no_array(leaf):
             raise TypeError(f"{named_leaf('batch', path)} is {reason}")
@@ -325,8 +327,8 @@ def check_batch(batch: PyTree, count: int, divisor: str, padding: str = WEIGHTED
 
 
 def _check_no_list_of_numbers(batch: PyTree) -> None:
-    """To JAX a list of 64 numbers is 64 scalars, and every device would get all of them: hardly what was meant."""
-    # By the path of the list: all of its entries must be numbers, since a list of arrays is a tree like another.
+    """Raises if a list in the batch contains only numbers: JAX would treat each as a scalar and replicate it."""
+    # Group leaves by the path of their list: every entry must be a number, since a list of arrays is an ordinary tree.
     found: dict[tuple[Any, ...], list[Any]] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
         if path and isinstance(path[-1], jax.tree_util.SequenceKey):

@@ -1,4 +1,4 @@
-"""``jax.jit`` of a step, with the checks of a call around it."""
+"""Wrapper of a step's ``jax.jit`` function with checks of each call."""
 
 import functools
 import inspect
@@ -16,15 +16,16 @@ from xlstm_jax.distributed.training.nan_inputs import naming_nans
 
 
 class CheckedStep:
-    """The function ``jitted``, with errors that name the argument and leaf which JAX refuses.
+    """The jitted step ``jitted``, with checks and errors that name the argument and leaf at fault.
 
-    It has the methods of a ``jax.jit`` function: ``lower``, ``trace``, ``eval_shape``, ``clear_cache``.
+    Provides the methods of a ``jax.jit`` function: ``lower``, ``trace``, ``eval_shape``, ``clear_cache``.
 
     Args:
-      step, layout, options: the function, the layout of its batch on the mesh that it was made for, and options of
-        ``jax.jit``.
+      step: the function to compile.
+      layout: the layout of its batch, with the mesh of the step.
+      options: options of ``jax.jit``.
       arguments: names of the function's arguments by position.
-      counting: what of a step counts rows that only pad, by kind, of its batch and its arguments; see
+      counting: function of batch and arguments that returns the values, by kind, that count padded rows; see
         ``counting_padding``.
     """
 
@@ -47,7 +48,7 @@ class CheckedStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self._call(args, kwargs)
         run_checks("call", call)
-        # Not of metrics and moments: an infinity is what a maximum begins with.
+        # Exclude metrics and moments: a maximum starts at minus infinity.
         params = getattr(call.named.get("state"), "params", None)
         with naming_nans({"batch": call.named.get("batch"), "state.params": params}):
             returned = self._explained(call, self.jitted)
@@ -64,19 +65,19 @@ class CheckedStep:
         return self._explained(self._call(args, kwargs), self.jitted.eval_shape)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # which copy looks for before there is a function to ask
+        if name.startswith("__"):  # `copy` looks these up before `jitted` is set
             raise AttributeError(name)
         return getattr(self.jitted, name)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> JittedCall:
-        """Returns a call whose arguments have the right names, before anything looks into them."""
+        """Returns a call with its arguments by name; checks the names first, before any check reads the values."""
         named = dict(zip(self._step.arguments, args, strict=False)) | kwargs
         call = JittedCall(self._step, args, kwargs, named)
         run_checks("names", call)
         return call
 
     def _explained(self, call: JittedCall, jitted: Callable[..., Any]) -> Any:
-        """Returns the result of ``jitted`` for the arguments of a call, or raises an error that names one of these."""
+        """Returns the result of ``jitted`` for a call; where JAX raises, the error names the argument at fault."""
         run_checks("placed", call)
         try:
             return jitted(*call.args, **call.kwargs)

@@ -1,12 +1,13 @@
-"""The collections that a model keeps beside its parameters (``batch_stats``): which a state can hold, and their update.
+"""Checks and updates of a model's collections (``batch_stats``): variables beside the parameters.
 
-  init    refused: values of single examples (a cache), and what the model has sown
+  init    raises for values of single examples (a cache), and for sown values
   step    loss_fn(params, apply_fn, batch, rng, collections) -> (loss, updated)
-          the leaves of ``updated`` have the paths, shapes and dtypes of ``collections``, and are equal on all devices
+          leaves of ``updated`` have the paths, shapes and dtypes of ``collections``, and are equal on every device
 
-Equations show whether they are equal (``varying``), before anything is computed. A value that each device computes from
-its own examples is refused. Devices share the state; with ``check_vma=False`` each would silently go on with a value of
-its own, and under ``check_vma=True``, too, where ``lax.cond`` or a loop goes by the examples: types do not show it.
+Equality is read off the equations (``varying``) before anything is computed: a value that each device computes from
+its local examples raises. Devices share the state; otherwise, with ``check_vma=False``, each would silently continue
+with a different value. ``check_vma=True`` does not find every case: types ignore the predicate of a ``lax.cond`` or a
+loop.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,7 @@ OF_EXAMPLES = {"cache": "what decoding keeps", "intermediates": "activations", "
 
 
 def check_kept(collections: Mapping[str, PyTree]) -> None:
-    """Raises a ``ValueError`` where devices cannot share a collection that ``model.init`` made."""
+    """Raises a ``ValueError`` if devices cannot share a collection returned by ``model.init``."""
     for name, collection in collections.items():
         rest = ["params", *(other for other in collections if other != name)]
         cure = f"Leave it out of the state: create_train_state(..., mutable={rest})."
@@ -44,9 +45,9 @@ def check_kept(collections: Mapping[str, PyTree]) -> None:
         for path, leaf in trees.flatten_with_path(collection, lambda node: isinstance(node, tuple))[0]:
             if type(leaf) is tuple:
                 raise ValueError(
-                    f"'{name}/{path}' is a tuple, which is what self.sow leaves: values of one call, to which each "
-                    f"step would append. {cure} In the loss function apply with mutable=[..., {name!r}], and return "
-                    "the other collections alone. (Of a tuple of your own make a dict.)"
+                    f"'{name}/{path}' is a tuple, which is what self.sow leaves, and each step would append to it. "
+                    f"{cure} In the loss function apply with mutable=[..., {name!r}], and return the other collections "
+                    "alone. (Replace a tuple that was not sown by a dict.)"
                 )
 
 
@@ -62,14 +63,14 @@ def updated_collections(
     *,
     read_later: bool,
 ) -> PyTree:
-    """Returns the updated collections with these names, equal on all devices also by their types.
+    """Returns the updated collections of these names, with types that are equal on every device.
 
     Args:
       loss: ``loss(*args).collections`` are ``updated``.
       args: ``(params, minibatch, rng, collections)``; arrays of the minibatch, and the key, differ along ``axes``.
-      updated: the collections that the loss function has returned.
-      read_later: the caller reads the equations of all that is traced, and calls ``check_equal_collections``. Otherwise
-        the loss is traced once more here, and its equations are read.
+      updated: the collections returned by the loss function.
+      read_later: whether the caller reads the equations of the traced step, and calls ``check_equal_collections``.
+        Otherwise the loss is traced once more here, and the check runs here.
     Raises:
       TypeError, ValueError: ``updated`` has other leaves than the collections, or a leaf differs between devices.
     """
@@ -93,32 +94,30 @@ def updated_collections(
 def check_equal_collections(
     differing: Mapping[str, Axes], collections: PyTree, spread: Sequence[str], axes: tuple[str, ...]
 ) -> None:
-    """Raises a ``ValueError`` where a leaf of ``collections`` differs along an axis that its box does not name.
+    """Raises a ``ValueError`` if a leaf of ``collections`` differs along an axis missing from its box.
 
     Args:
-      differing: by path, the axes along which the updated leaf differs, as its equations say.
-      collections: of which the boxes are read.
-      spread: the axes of the mesh with more than one device.
-      axes: those of the batch.
+      differing: by path, the axes along which the updated leaf differs according to its equations.
+      collections: the collections, for their boxes.
+      spread: the mesh axes with more than one device.
+      axes: the axes of the batch.
     """
     of_boxes = {path: Axes(leaf.axes) for path, leaf in trees.sharded_leaves(collections)}
     left = {path: (of - of_boxes[path]).intersection(spread) for path, of in differing.items()}
     if refused := {path: of for path, of in left.items() if of}:
         along = tuple(axis for axis in spread if any(axis in of for of in refused.values()))
         raise ValueError(
-            f"the collections {listed(refused)} would differ from device to device along {along}: each device makes "
-            "them of its own examples, or a branch or loop (lax.cond, while_loop) that goes by these updates them, and "
-            "the state holds what all devices share. Statistics of the whole batch: nn.BatchNorm(..., axis_name="
-            f"{axes}). To normalise by each device's own and keep the mean of all: return pmean(updated, {axes}) of "
-            f"jax.lax. A branch: choose it by what is the same on all devices, pmax(flag, {axes}). What is of one call "
-            "alone, as a sown loss: create_train_state(..., mutable=['params', 'batch_stats'])."
+            f"the collections {listed(refused)} would differ from device to device along {along}, and a state holds "
+            f"equal values on all devices. Compute statistics of all rows, nn.BatchNorm(..., axis_name={axes}), or "
+            f"return pmean(updated, {axes}) of jax.lax; choose a branch or end a loop by pmax(flag, {axes}). For sown "
+            "values see docs/collections.md."
         )
 
 
 def _like_before(before: Mapping[str, PyTree], updated: Any, names: Sequence[str]) -> PyTree:
-    """Returns the updated collections with these names, in the trees and dtypes that they have in ``before``.
+    """Returns the updated collections of these names, with the trees and dtypes of ``before``.
 
-    A collection that was not returned stays as it was.
+    A collection missing from ``updated`` keeps its value.
     """
     if not isinstance(updated, Mapping):
         raise TypeError(
@@ -128,13 +127,13 @@ def _like_before(before: Mapping[str, PyTree], updated: Any, names: Sequence[str
     if unknown := sorted(updated.keys() - before.keys()):
         raise ValueError(
             f"loss_fn returned the collection {unknown[0]!r}, which the state does not have; it has {sorted(before)}. "
-            "Return these alone, of what apply_fn has made: {name: updated[name] for name in collections}."
+            "Return these alone: {name: updated[name] for name in collections}."
         )
     old = {path: leaf for path, leaf in trees.leaves_with_path(before) if path.partition("/")[0] in updated}
     new = dict(trees.leaves_with_path(updated))
     if unlike := sorted(old.keys() ^ new.keys()):
         what = "did not return" if unlike[0] in old else "returned, and was not given,"
-        raise ValueError(f"loss_fn {what} '{unlike[0]}'. It returns a collection whole, or leaves it out as it was.")
+        raise ValueError(f"loss_fn {what} '{unlike[0]}'. It returns all of a collection, or leaves it out unchanged.")
 
     def like(path: str, leaf: Any) -> Any:
         return _strong(path, leaf, new[path]) if path in new else leaf
@@ -143,13 +142,13 @@ def _like_before(before: Mapping[str, PyTree], updated: Any, names: Sequence[str
 
 
 def _strong(path: str, before: Any, updated: Any) -> Any:
-    """The updated value in the box of ``before``, and strongly typed: a weak type would compile the step twice."""
+    """Returns the updated value in the box of ``before``, strongly typed: a weak type would compile the step twice."""
     old, new = trees.stored_values((before, updated))
     was, became = ((np.shape(value), jnp.result_type(value)) for value in (old, new))
     if was != became:
         raise ValueError(
             f"loss_fn made '{path}' {became[1]}{list(became[0])}, which was {was[1]}{list(was[0])}. A collection keeps "
-            "its shapes and dtypes. What has a row for each example is no state of a training."
+            "its shapes and dtypes; leave a value with a row for each example out of the state."
         )
     return rebox(before, jnp.asarray(new, value_dtype(old)))
 
@@ -158,7 +157,7 @@ def _strong(path: str, before: Any, updated: Any) -> Any:
 
 
 def _differing_by_type(leaf: Sharded) -> Axes:
-    """The axes along which devices may hold different values: the type says so, and the box splits along others."""
+    """Returns the axes along which the type lets devices hold different values, without the axes that split the box."""
     varying = collectives.varying_axes(leaf.value)
 
     def may_differ(axis: str) -> bool:
@@ -168,9 +167,9 @@ def _differing_by_type(leaf: Sharded) -> Axes:
 
 
 def _equal_by_type(new: PyTree, of_types: list[Axes]) -> PyTree:
-    """Equal values with types that say so. Where types are tracked, a maximum over devices casts them."""
+    """Casts equal values to replicated types, by a maximum over devices where types are tracked."""
     values, treedef = jax.tree.flatten(new)
-    # The values are equal already; JAX has no cast from varying to equal, so a maximum serves as one.
+    # JAX has no cast from varying to equal, so a maximum over equal values serves as the cast.
     tracked = [tuple(sorted(filter(collectives.is_tracked, axes))) for axes in of_types]
     for axes in sorted(set(tracked) - {()}):
         indices = [index for index, over in enumerate(tracked) if over == axes]

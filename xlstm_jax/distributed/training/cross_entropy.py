@@ -1,21 +1,22 @@
-"""Next-token losses without the logits: chunk after chunk of the vocabulary, in forward and in backward.
+"""Next-token losses computed in vocabulary chunks, without ever holding the full logits.
 
     hidden[..., d], kernel[d, V], labels[...]  -- chunked_cross_entropy -->  TokenLosses of [...]
 
-Logits of t tokens, [t, V], and their gradient are the largest arrays of a step. Here they exist for c entries of V:
-  forward    logits[..., c] -> running maximum, running sum of exponentials, the label's logit, the likeliest entry
+Logits of t tokens, [t, V], and their gradient are the largest arrays of a step. This module computes c entries of V at
+a time:
+  forward    logits[..., c] -> running maximum, running sum of exponentials, label logit, likeliest entry
   backward   logits[..., c] again -> softmax minus label -> d hidden, a float32 sum over chunks; d kernel[:, c], at once
 
-Between the two passes one number per token is kept, the logarithm of the normaliser. The backward pass computes the
-logits again, because the gradient of the kernel is a sum over tokens weighted by cotangents that only it knows: four
-products where there were three. Each chunk of the kernel's gradient is one product over all tokens, summed in float32
-and rounded once; chunks of tokens would read and write a float32 array of the kernel's size each.
+Forward saves only the log-normalizer for backward: a scalar per token. Backward computes the logits again, because the
+kernel gradient is a sum over tokens weighted by cotangents that only backward has: four products instead of three.
+The kernel gradient of a chunk is a single product over the tokens, summed in float32 and rounded once. Chunks of
+tokens instead would read and write a float32 array of the kernel's size for every chunk.
 
-Of a kernel that is split over a mesh axis by entries of V each device reads its own part so. Four numbers per token
-then travel, the normaliser, the label's logit, the largest logit and its entry, and no logits.
+If the kernel is split over a mesh axis along V (vocabulary parallel), each device reads its local part in chunks. The
+devices then communicate four numbers per token (log-normalizer, label logit, largest logit and its entry), no logits.
 
-Of a kernel that is sharded (FSDP), a chunk may be gathered just before it is used, and its gradient scattered right
-after: the kernel is then never whole on a device, nor is its gradient. It is gathered a second time in backward.
+If the kernel is sharded (FSDP), each chunk can be gathered just before use and its gradient reduce-scattered right
+after: no device ever holds the unsharded kernel or its gradient. Backward gathers every chunk a second time.
 """
 
 from collections.abc import Callable
@@ -49,15 +50,15 @@ DEFAULT_CHUNK_SIZE = 4096
 
 
 class TokenLosses(NamedTuple):
-    """What is known of each token without its logits: arrays ``[...]``, all zero where the label is negative.
+    """Loss, log-normalizer and correctness per token: arrays ``[...]``, zero or False where the label is negative.
 
     >>> chunked_cross_entropy(jnp.ones((2, 4)), jnp.zeros((4, 9)), jnp.array([0, 3])).correct  # all equally likely
     Array([ True, False], dtype=bool)
 
     Attributes:
-      loss: nats, in float32 (float64 for inputs of that dtype).
-      log_normalizer: logsumexp of the logits, likewise; ``1e-4 * log_normalizer**2`` is a z-loss. Differentiable.
-      correct: whether the label was the likeliest entry: the first of them, where several are equally likely.
+      loss: cross-entropy in nats, float32 (float64 for float64 inputs).
+      log_normalizer: logsumexp of the logits, same dtype. Differentiable: ``1e-4 * log_normalizer**2`` is a z-loss.
+      correct: whether the label is the likeliest entry; among equally likely entries the first counts.
     """
 
     loss: Array
@@ -76,34 +77,34 @@ def chunked_cross_entropy(
     sequence_dim: int | None = None,
     dtype: DTypeLike | None = None,
 ) -> TokenLosses:
-    """Cross-entropy of ``softmax(hidden @ kernel)`` for each token, holding ``chunk_size`` logits per token at a time.
+    """Computes the cross-entropy of ``softmax(hidden @ kernel)`` per token, ``chunk_size`` logits of a token at a time.
 
-    Equal, to rounding, to ``optax.softmax_cross_entropy_with_integer_labels`` on all logits in float32. Products are in
-    the dtype of the inputs (the wider, where they differ) and are summed in float32; gradients come back in the
-    dtypes of hidden and kernel. Not differentiable twice, nor in forward mode.
+    Equals ``optax.softmax_cross_entropy_with_integer_labels`` on float32 logits, to rounding. Products take the wider
+    of the input dtypes and accumulate in float32; gradients have the dtypes of ``hidden`` and ``kernel``. Neither
+    second derivatives nor forward mode are supported.
 
     >>> hidden, kernel, labels = jnp.ones((2, 4)), jnp.zeros((4, 1000)), jnp.array([3, -100])
     >>> chunked_cross_entropy(hidden, kernel, labels, chunk_size=100).loss  # log(1000), and a token that does not count
     Array([6.9077554, 0.       ], dtype=float32)
 
     Args:
-      hidden: [..., d]. Leading dims are kept apart, so that ``jit`` may split them.
-      kernel: [d, V], whole, as it is in a module that ``shard_module_params`` has wrapped. Or this device's shard in
-        its box, as it is in ``state.params`` inside ``shard_map``: each chunk is then gathered just before its
-        products, and its gradient scattered right after. What cannot go so (formats of blocks, under ``vmap``)
-        is gathered whole.
-      labels: integers [...]. A negative one (-100 by custom) marks a token that does not count: its loss is 0 and it
-        takes no gradient; divide the sum of losses by the number of the others. One of V or more has the loss NaN.
-      vocab_dim: the kernel's dim of the vocabulary; 0 for the table [V, d] of an ``nn.Embed``.
-      chunk_size: entries of V at a time, which need not divide it. A chunk takes some six bytes for each of its logits.
-      vocab_axis: a mesh axis over which the kernel is split along V: ``kernel`` is this device's part. All else is
-        whole, and equal on its devices.
-      sequence_dim: with ``vocab_axis``, the dim of tokens along which ``hidden`` is split over that axis; the labels
-        and the result are whole.
-      dtype: of the products; None: the wider of hidden's and kernel's.
+      hidden: [..., d]. Leading dims are not flattened, so that ``jit`` may split them.
+      kernel: [d, V], unsharded, as inside a module wrapped by ``shard_module_params``. Or the local shard in its box,
+        as in ``state.params`` inside ``shard_map``: each chunk is then gathered just before its products, and its
+        gradient reduce-scattered right after. Where chunks cannot be gathered (block formats, under ``vmap``), the
+        kernel is gathered at once.
+      labels: integers [...]. A negative label (-100 by custom) marks a token to ignore: its loss is 0 and it adds no
+        gradient; divide the sum of losses by the number of labels >= 0. A label >= V gives the loss NaN.
+      vocab_dim: the vocabulary dim of the kernel; 0 for the [V, d] table of an ``nn.Embed``.
+      chunk_size: entries of V per chunk; need not divide V. A chunk takes about six bytes per logit.
+      vocab_axis: mesh axis over which the kernel is split along V: ``kernel`` is the local part. The remaining
+        arguments are replicated over this axis.
+      sequence_dim: with ``vocab_axis``, the token dim along which ``hidden`` is split over that axis; labels and result
+        cover the full sequence.
+      dtype: dtype of the products; None for the wider of the dtypes of ``hidden`` and ``kernel``.
     Raises:
-      ValueError: shapes do not fit each other, the chunk size is not positive, or ``vocab_axis`` is not bound.
-      TypeError: the labels are no integers.
+      ValueError: shapes do not match, the chunk size is not positive, or ``vocab_axis`` is not bound.
+      TypeError: the labels are not integers.
     """
     kernel = kernel if isinstance(kernel, Sharded) and not vocab_axis else jnp.asarray(kernel)
     if kernel.ndim != 2 or vocab_dim not in (0, 1):
@@ -117,7 +118,7 @@ def chunked_cross_entropy(
 
 
 def _as_one_piece(kernel: Array, vocab_dim: int) -> tuple[Array, Pieces]:
-    """A kernel that is whole, and how it is read: nothing of it travels."""
+    """Returns an unsharded kernel with ``Pieces`` that describe it: reading it needs no communication."""
     return kernel, Pieces(vocab_dim, kernel.shape, kernel.shape[vocab_dim])
 
 
@@ -132,20 +133,21 @@ def _token_losses(
     sequence_dim: int | None,
     dtype: DTypeLike | None,
 ) -> TokenLosses:
-    """``chunked_cross_entropy`` of a kernel that is ``stored`` so and read as ``pieces`` says."""
+    """Computes ``chunked_cross_entropy`` for a kernel in storage form; ``pieces`` describes how to read ``stored``."""
     hidden, labels = jnp.asarray(hidden), jnp.asarray(labels)
     dtype = common_dtype(hidden.dtype, pieces.how.dtypes(stored)[0]) if dtype is None else jnp.dtype(dtype)
     parts = devices_here(vocab_axis, "chunked_cross_entropy") if vocab_axis else 1
     hidden = _entered(hidden.astype(dtype), vocab_axis, sequence_dim)
     _check(hidden, pieces, labels, chunk_size)
-    # Of a shard the pieces are cast, as they arrive.
+    # A sharded kernel is cast piece by piece, after each gather.
     stored = stored if pieces.axes else stored.astype(dtype)
-    # Cast to varying here, outside the custom rule: its cotangents then vary like its inputs, and JAX transposes the
-    # cast into the sum over devices. The cast of a shard over its copies is made within, where their mean is taken.
+    # Cast to varying outside the custom rule: its cotangents then vary like its inputs, and JAX transposes the cast
+    # into the sum over devices. A shard is cast over its replica axes inside the rule, where their mean is taken.
     axes = frozenset(pieces.axes).union(pieces.copied_axes, *map(collectives.varying_axes, (hidden, stored, labels)))
     labels, size = labels.astype(common_dtype(labels.dtype, jnp.int32)), pieces.size
     first = collectives.axis_index((vocab_axis,)) * size if vocab_axis and parts > 1 else None
-    # A label of another part is no entry of this one, and its logit is read as 0: the sum over parts has it once.
+    # A label of another device's part matches no local entry, so its logit reads as 0: the sum over devices has it
+    # once.
     own_labels = labels if first is None else labels - first
     hidden, own_labels = collectives.to_varying((hidden, own_labels), sorted(axes))
     stored = collectives.to_varying(stored, sorted(axes.difference(pieces.copied_axes)))
@@ -154,13 +156,13 @@ def _token_losses(
         found = _over_all_parts(found, first, vocab_axis)
     log_normalizer, label_logit, likeliest, _ = found
     counts = labels >= 0
-    # A label beyond the vocabulary is a mistake of the data, and NaN shows it: its logit was read as 0.
+    # A label >= V is a data error (its logit was read as 0): return NaN to make it visible.
     loss = jnp.where(labels < size * parts, log_normalizer - label_logit, jnp.nan)
     return TokenLosses(jnp.where(counts, loss, 0), jnp.where(counts, log_normalizer, 0), counts & (likeliest == labels))
 
 
 def _entered(hidden: Array, vocab_axis: str | None, sequence_dim: int | None) -> Array:
-    """All tokens, for products with this device's entries of V."""
+    """Returns the hidden states of all tokens, ready for products with the local vocabulary entries."""
     caller = "chunked_cross_entropy"
     if vocab_axis is None:
         if sequence_dim is not None:
@@ -174,17 +176,16 @@ def _entered(hidden: Array, vocab_axis: str | None, sequence_dim: int | None) ->
 
 
 def _over_all_parts(found: Arrays, first: Array, axis: str) -> Arrays:
-    """What ``_read_logits`` returns of the whole vocabulary, equal on all devices along the axis.
+    """Combines local ``_read_logits`` results into results for the full vocabulary, equal on the devices of the axis.
 
-    ``first`` is the entry that this device's part begins with. Sums have the gradient of each term.
+    ``first`` is the index of the first local entry. Gradients flow through both sums to each device's term.
     """
     log_normalizer, label_logit, likeliest, largest = found
     most = [lax.stop_gradient(log_normalizer), lax.stop_gradient(largest)]
-    # Relative to the largest, so that no exponential overflows. The reference is a constant: it cancels.
+    # Relative to the largest, so that no exponential overflows. The reference is a constant: its gradient cancels.
     reference, highest = collectives.all_reduce(["max", "max"], most, (axis,))
     total = leave_split(jnp.exp(log_normalizer - reference), axis)
-    # Devices whose largest logit is not the largest of all propose no entry; of equal ones the first wins, as in
-    # argmax.
+    # Only devices that hold the global maximum propose an entry; among equal logits the first entry wins, as in argmax.
     entries = jnp.where(largest == highest, likeliest + first, jnp.iinfo(likeliest.dtype).max)
     (likeliest,) = collectives.all_reduce(["min"], [entries], (axis,))
     return reference + jnp.log(total), leave_split(label_logit, axis), likeliest, highest
@@ -210,9 +211,9 @@ def _check(hidden: Array, pieces: Pieces, labels: Array, chunk_size: int) -> Non
 
 @promoting
 def _read_logits(hidden: Array, kernel: Array, labels: Array, pieces: Pieces, chunk_size: int) -> Arrays:
-    """(logsumexp of the logits, the label's logit or 0 where it has none, the index of the largest, and it), [...].
+    """Returns logsumexp, label logit (0 if not among these entries), index of the largest logit, and that logit; [...].
 
-    ``kernel`` is as stored, ``chunk_size`` the entries of each chunk that a device holds.
+    ``kernel`` is in storage form; ``chunk_size`` counts the local entries per chunk.
     """
     wide, sent = common_dtype(hidden.dtype, jnp.float32), shard_as_sent(kernel, pieces.how)
 
@@ -221,16 +222,17 @@ def _read_logits(hidden: Array, kernel: Array, labels: Array, pieces: Pieces, ch
         logits = _logits(hidden, chunk.astype(hidden.dtype), pieces, start, size)
         highest = logits.max(axis=-1)
         new = jnp.maximum(largest, highest)
-        # The sum so far is relative to the old maximum; it is brought to the new one, so that nothing overflows.
+        # Rescale the running sum from the old maximum to the new one, so that nothing overflows.
         total = total * jnp.exp(largest - new) + jnp.exp(logits - new[..., None]).sum(axis=-1)
         label_logit += jnp.where(_is_label(labels, pieces, start, size), logits, 0).sum(axis=-1)
         entry = pieces.entries(start, size, jnp.argmax(logits, axis=-1))
-        # Of equal logits the first entry wins; that of a later chunk may come before, where several devices have part.
+        # Among equal logits the first entry wins. Where several devices hold parts, a later chunk may hold an earlier
+        # entry.
         is_first = (highest > largest) | ((highest == largest) & (entry < likeliest))
         return new, total, label_logit, jnp.where(is_first, entry, likeliest)
 
     zeros = jnp.zeros_like(labels, wide)
-    # Made of the labels, so that under check_vma the carry varies over the axes of the tokens.
+    # Derived from the labels, so that under check_vma the carry varies over the axes of the tokens.
     carry = (zeros - jnp.inf, zeros, zeros, jnp.zeros_like(labels, jnp.int32))
     largest, total, label_logit, likeliest = _over_chunks(read, carry, sent, pieces, chunk_size)
     return largest + jnp.log(total), label_logit, likeliest, largest
@@ -252,9 +254,9 @@ def _read_logits_bwd(pieces: Pieces, chunk_size: int, kept: Arrays, cotangents: 
 
     def add(carry: PyTree, chunk: Array, start: Any, size: int) -> PyTree:
         (d_hidden, d_kernel), chunk = carry, chunk.astype(hidden.dtype)
-        # Logits are computed again, chunk by chunk: to keep them would take what the loop saves.
+        # Recompute the logits chunk by chunk: saving them would cost the memory that the loop saves.
         softmax = jnp.exp(_logits(hidden, chunk, pieces, start, size) - log_normalizer[..., None])
-        # The derivative of the normaliser by a logit is its softmax; the label's logit is a logit itself.
+        # d log_normalizer / d logits is the softmax; d label_logit / d logits is 1 at the label.
         of_label = jnp.where(_is_label(labels, pieces, start, size), d_label_logit[..., None], 0)
         d_logits = (softmax * d_normalizer[..., None] + of_label).astype(hidden.dtype)
         d_hidden += _product(d_logits, chunk, (d_logits.ndim - 1,), (pieces.along,), wide)
@@ -279,7 +281,7 @@ _differentiable_read.defvjp(_read_logits_fwd, _read_logits_bwd)
 def _over_chunks(
     fn: Callable[[PyTree, Array, Any, int], PyTree], carry: PyTree, sent: Array, pieces: Pieces, chunk_size: int
 ) -> PyTree:
-    """``carry = fn(carry, chunk, start, size)`` over all chunks, the last being what is left: a loop, and calls."""
+    """Runs ``carry = fn(carry, chunk, start, size)`` over the chunks; the last chunk may be smaller."""
     count, left = divmod(pieces.held, chunk_size)
     starts, end = jnp.arange(count, dtype=jnp.int32) * chunk_size, count * chunk_size
 
@@ -287,7 +289,7 @@ def _over_chunks(
         return pieces.gathered(sent, start, size)
 
     def ahead(state: PyTree, start: Any) -> tuple[PyTree, None]:
-        # A loop's operations overlap with others of the same iteration alone: the next chunk travels during this one's.
+        # XLA overlaps communication only within a loop iteration: gather the next chunk while this one computes.
         carry, chunk = state
         return (fn(carry, chunk, start, chunk_size), gathered(start + chunk_size)), None
 
@@ -300,7 +302,7 @@ def _over_chunks(
 
 
 def _logits(hidden: Array, chunk: Array, pieces: Pieces, start: Any, size: int) -> Array:
-    """[..., d], a chunk of the kernel -> [..., c] in float32 or wider; -inf for padding."""
+    """Returns the logits [..., c] of hidden [..., d] with a kernel chunk, float32 or wider; -inf at padding."""
     wide = common_dtype(hidden.dtype, jnp.float32)
     logits = _product(hidden, chunk, (hidden.ndim - 1,), (1 - pieces.along,), wide)
     if pieces.held * pieces.parts == pieces.size:
@@ -309,7 +311,7 @@ def _logits(hidden: Array, chunk: Array, pieces: Pieces, start: Any, size: int) 
 
 
 def _is_label(labels: Array, pieces: Pieces, start: Any, size: int) -> Array:
-    """[...] -> [..., c]: which entry of a chunk is the token's label."""
+    """Returns a mask [..., c] of the chunk entries that equal the label of each token, labels [...]."""
     return labels[..., None] == pieces.entries(start, size)
 
 
@@ -321,10 +323,10 @@ def _product(a: Array, b: Array, dims_a: tuple[int, ...], dims_b: tuple[int, ...
 
 
 class LMHead(nn.Module, ReadsShards):
-    """``nn.Dense(features, use_bias=False)`` that can also compute losses without its logits.
+    """Output layer ``nn.Dense(features, use_bias=False)`` that can also compute losses without materialising logits.
 
-    The parameter, ``kernel[d, features]``, has the name and the initial values that it has in ``nn.Dense``, so that
-    checkpoints of one fit the other. ``shard_module_params(LMHead, "fsdp")`` gathers it for either method.
+    The parameter ``kernel[d, features]`` has the name and the initial values of ``nn.Dense``, so checkpoints are
+    interchangeable. ``shard_module_params(LMHead, "fsdp")`` gathers the kernel for either method.
 
     >>> head, hidden, labels = LMHead(1000), jnp.ones((2, 5, 8)), jnp.zeros((2, 5), int)
     >>> variables = head.init(jax.random.key(0), hidden)
@@ -332,11 +334,12 @@ class LMHead(nn.Module, ReadsShards):
     (2, 5)
 
     Attributes:
-      features: V, the entries of the vocabulary.
-      dtype: of the products, None: that of hidden and kernel; ``param_dtype``, ``kernel_init``: as in ``nn.Dense``.
+      features: V, the vocabulary size.
+      dtype: dtype of the products; None to promote hidden and kernel. ``param_dtype``, ``kernel_init``: as in
+        ``nn.Dense``.
       chunk_size, vocab_axis, sequence_dim: see ``chunked_cross_entropy``. ``vocab_axis`` splits the kernel.
-      by_pieces: whether ``losses`` of a wrapped head gathers a sharded kernel chunk by chunk: it is never whole on a
-        device, nor is its gradient, and it is gathered once more.
+      by_pieces: whether ``losses`` of a wrapped head gathers a sharded kernel chunk by chunk. No device then holds the
+        unsharded kernel or its gradient; the price is a second gather in backward.
     """
 
     read_by: ClassVar[dict[str, tuple[str, ...]]] = {"losses": ("_losses", "_operands")}
@@ -351,30 +354,30 @@ class LMHead(nn.Module, ReadsShards):
     by_pieces: bool = False
 
     def __call__(self, hidden: Array) -> Array:
-        """Logits [..., V] for hidden [..., d], in ``dtype``: to sample from; those of a device's own entries."""
+        """Returns logits [..., V] in ``dtype`` for hidden [..., d], for sampling; with ``vocab_axis`` local entries."""
         hidden, kernel = self._operands(hidden)
         if self.vocab_axis:
             return column_products(hidden, [kernel], self.vocab_axis, sequence_dim=self.sequence_dim)[0]
         return lax.dot_general(hidden, kernel, (((hidden.ndim - 1,), (0,)), ((), ())))
 
     def losses(self, hidden: Array, labels: Array) -> TokenLosses:
-        """The losses of labels [...] given hidden [..., d]: to train on."""
+        """Returns the losses of labels [...] for hidden [..., d], for training."""
         hidden, kernel = self._operands(hidden)
         return self._losses(hidden, *_as_one_piece(kernel, 1), labels)
 
     @nn.nowrap
     def pieces(self) -> dict[str, tuple[int, int]]:
-        """The kernel, by chunks of the vocabulary, or nothing."""
+        """Returns the kernel's vocabulary dim and chunk size if ``by_pieces``, else {}."""
         return {"kernel": (1, self.chunk_size)} if self.by_pieces else {}
 
     @nn.nowrap
     def from_shards(
         self, method: str, shards: dict[str, Sharded], hidden: Any = None, labels: Any = None
     ) -> TokenLosses | None:
-        """``losses`` of a kernel that is read by pieces; None where it is to be gathered. A wrapped head calls it."""
+        """Computes ``losses`` from a sharded kernel by pieces; returns None to gather it. Called by wrapped heads."""
         del method
         kernel = shards.get("kernel") if self.by_pieces and not self.vocab_axis else None
-        # A kernel of another shape is gathered, and refused by Linen.
+        # A kernel of an unexpected shape is gathered: Linen then raises its error.
         if kernel is None or labels is None or kernel.shape != (np.shape(hidden)[-1], self.features):
             return None
         read = pieces_of(kernel, 1, hidden, labels, path="/".join((*self.path, "kernel")))

@@ -1,11 +1,11 @@
-"""Checks that what leaves a step's ``shard_map`` as one value for all devices is equal on all devices.
+"""Check of the replicated results of a step's ``shard_map``: they must be equal on every device.
 
-  types       under ``check_vma=True`` JAX refuses a result that varies by its type along an axis that its spec leaves
-              out. Types do not show branches: a result of ``lax.cond``, ``switch`` or ``while_loop`` is equal by its
-              type where the operands are, whatever chooses the branch or ends the loop (jax#40823).
-  equations   show branches, and show the same without types; ``varying`` reads them.
+  types       under ``check_vma=True`` JAX rejects a result that varies by type along an axis missing from its spec.
+              Types ignore predicates: a result of ``lax.cond``, ``switch`` or ``while_loop`` counts as equal if the
+              operands are equal, even if devices choose different branches or numbers of rounds (jax#40823).
+  equations   include predicates, and need no ``check_vma``; ``varying`` reads them.
 
-The loss, numbers beside it, gradients, collections and the state of a metric all pass here, in training and evaluation.
+The loss, auxiliary numbers, gradients, collections and metric state pass this check, in training and evaluation.
 """
 
 import jax
@@ -30,8 +30,8 @@ def check_equal_results(
       equations: the axes along which these results differ, read off the equations of the call.
       mesh: the mesh of the ``shard_map``.
     Raises:
-      ValueError: a result differs between devices along an axis that its spec does not name; names it, the axes and
-        the cure.
+      ValueError: a result differs between devices along an axis that its spec does not name; names the result, the axes
+        and the cure.
     """
     spread = [axis for axis, size in mesh.shape.items() if size > 1]
     differing = _by_name(results, equations.of_results)
@@ -40,14 +40,14 @@ def check_equal_results(
         along = tuple(axis for axis in spread if any(axis in of for of in refused.values()))
         raise ValueError(
             f"{listed(refused)} would differ from device to device along {along}, and the step returns one value for "
-            "all devices: a sum over the axis is missing in the model, or a branch or loop (lax.cond, switch, "
-            "while_loop) goes by what differs along it. Reduce the value where the model makes it, by psum or pmean of "
-            f"jax.lax over {along}; choose a branch by what is the same on all devices, pmax(flag, {along})."
+            f"all devices. Reduce the value in the model, by psum or pmean of jax.lax over {along}; if a branch or "
+            "loop (lax.cond, switch, while_loop) depends on the device, make its predicate equal on all devices, by "
+            f"pmax(flag, {along})."
         )
 
 
 def _by_name(results: PyTree, of_leaves: list[Axes]) -> dict[str, Axes]:
-    """The axes of each leaf of ``results`` by its path; the state of a metric is one leaf."""
+    """Returns the axes of each leaf of ``results`` by path; the state of a metric counts as a single leaf."""
     found: dict[str, Axes] = {}
     left = iter(of_leaves)
     for path, node in trees.flatten_with_path(results, lambda node: isinstance(node, Local))[0]:

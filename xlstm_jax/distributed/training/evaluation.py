@@ -1,9 +1,9 @@
-"""``make_eval_step``: forward only, on each device's shard of a batch, into the state of a metric.
+"""``make_eval_step``: forward pass on each device's shard of a batch, accumulated into the state of a metric.
 
     state, batch  -- gather, forward -->  observed  -- metric.update -->  local      on each device, no reduction
 
-Parameters stay sharded, and are gathered module by module as in training; nothing is kept for a backward pass. Each
-device keeps the state of the metric over its own rows. At the end ``make_log_step`` reduces it with one collective.
+Parameters stay sharded and are gathered module by module as in training; nothing is saved for a backward pass. Each
+device stores the metric state of its local rows. At the end ``make_log_step`` reduces it with one collective.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,7 +41,10 @@ ARGUMENTS = ("state", "batch", "local")
 
 
 class EvalFn(Protocol):
-    """What is observed of this device's shard of a batch; collections of the state come last, further trees by name."""
+    """Function that returns observations of the local shard of a batch.
+
+    Collections of the state come last; further trees are passed by name.
+    """
 
     def __call__(
         self, params: PyTree, apply_fn: ApplyFn, batch: PyTree, /, *collections: Any, **others: Any
@@ -49,7 +52,7 @@ class EvalFn(Protocol):
 
 
 class EvalStep(jax.stages.Wrapped, Protocol):
-    """What ``make_eval_step`` returns: a ``jax.jit`` function, which has ``lower`` and ``trace``."""
+    """Type of the step that ``make_eval_step`` returns: a ``jax.jit`` function with ``lower`` and ``trace``."""
 
     def __call__(self, state: Any, batch: PyTree, local: Local, /, *, others: Others = None) -> Local: ...
 
@@ -65,7 +68,7 @@ def make_eval_step(
     check_vma: bool = True,
     compiler_options: str | Mapping[str, Any] | None = None,
 ) -> EvalStep:
-    """The step of an evaluation, on the state of a training as it is: forward inside ``shard_map``, in one ``jit``.
+    """Returns an evaluation step for the training state as it is: forward inside ``shard_map``, in one ``jit``.
 
     >>> from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
     >>> def eval_fn(params, apply_fn, batch):
@@ -80,27 +83,27 @@ def make_eval_step(
     >>> float(make_log_step(metric, mesh, axes)(local)[0])
     0.0
 
-    A split parameter is gathered once, where its module runs. Nothing is reduced over devices. To evaluate an average
-    of the parameters, pass ``state.replace(params=average)``. An average of ``ema_params`` has the boxes and shardings
-    of the parameters: nothing is compiled anew.
+    A split parameter is gathered once, where its module runs. Nothing is reduced over devices. To evaluate averaged
+    parameters, pass ``state.replace(params=average)``. An average from ``ema_params`` has the boxes and shardings of
+    the parameters, so the step is not compiled again.
 
     Args:
-      eval_fn: ``eval_fn(params, apply_fn, batch)`` on this device's shard of the batch, returning a dict of the keyword
-        arguments of ``metric.update``: one value for each row, and the weights of the rows, rather than means. Where
-        ``state.collections`` is not empty, ``eval_fn(params, apply_fn, batch, collections)``. Trees that are handed in
-        as ``step(..., others={"teacher": params})`` it takes by name, ``eval_fn(params, apply_fn, batch, *, teacher)``.
-      mesh, batch_axes, batch_spec, layout, check_vma, compiler_options: as of ``make_train_step``.
-      metric: takes in what each device has observed, without communication. Several metrics are a ``Compose``.
+      eval_fn: ``eval_fn(params, apply_fn, batch)`` on this device's shard of the batch, returning a dict of keyword
+        arguments for ``metric.update``: values per row and the weights of the rows, rather than means. If
+        ``state.collections`` is not empty, ``eval_fn(params, apply_fn, batch, collections)``. Trees passed as
+        ``step(..., others={"teacher": params})`` arrive by name: ``eval_fn(params, apply_fn, batch, *, teacher)``.
+      mesh, batch_axes, batch_spec, layout, check_vma, compiler_options: as in ``make_train_step``.
+      metric: updated on each device with the local observations, without communication. Combine several metrics in a
+        ``Compose``.
     Returns:
-      ``step(state, batch, local) -> local``, a ``jax.jit`` function. ``state`` is a ``TrainState``, or anything else
-      with ``params`` and ``apply_fn``; it is not donated. ``batch`` is as of a training step. ``local`` is donated:
-      begin with ``metric.empty(batch_axes, mesh)``, read with ``make_log_step``.
+      ``step(state, batch, local) -> local``, a ``jax.jit`` function. ``state`` is a ``TrainState`` or any object with
+      ``params`` and ``apply_fn``, and is not donated. ``batch`` is as in a training step. ``local`` is donated: create
+      the first with ``metric.empty(batch_axes, mesh)``, and read the last with ``make_log_step``.
     Raises:
       ValueError: (at the call) the devices do not divide a leaf of the batch, or leaves have different numbers of rows;
-        state or ``local`` lie on a mesh of other axes, or a step before has taken them over. Names leaf and both
-        numbers.
-      TypeError: ``eval_fn`` is no function, ``metric`` no ``PureMetric``; or (at the call) the state has no parameters,
-        or ``eval_fn`` returned no dict, or takes other names than ``others`` has.
+        state or ``local`` are on a mesh of other axes, or were donated to an earlier step. Names leaf and both numbers.
+      TypeError: ``eval_fn`` is not a function, ``metric`` not a ``PureMetric``; or (at the call) the state has no
+        parameters, or ``eval_fn`` did not return a dict, or its keyword arguments do not match ``others``.
     """
     mesh = auto_mesh(mesh)
     of_batch = batch_layout(mesh, batch_axes, batch_spec, layout)
@@ -121,9 +124,9 @@ def make_eval_step(
 
 @dataclass(frozen=True, eq=False)
 class _Evaluation:
-    """What ``make_eval_step`` was given; ``step`` is the function that it compiles.
+    """Options of ``make_eval_step``, with ``step``, the function to compile.
 
-    Where it ``is_watched``, what the metric observes has names in the equations of the step.
+    If ``is_watched``, observations have names in the jaxpr of the step.
     """
 
     eval_fn: Callable[..., Any]
@@ -137,7 +140,7 @@ class _Evaluation:
         trace = EvaluationTrace(self.eval_fn, self.layout, state, batch, local, others)
         run_checks("trace of an evaluation", trace)
         variables = {"params": state.params, "collections": collections_of(state), "others": others}
-        # Each device has its own state of the metric, so that state is split over all axes of the batch.
+        # Each device has a local metric state, so the state is split over every axis of the batch.
         mesh, of_local = self.layout.mesh, PartitionSpec(self.layout.axes)
         layout = self.layout.of_batch(batch)
         in_specs = (placement.partition_specs(variables, mesh), layout.in_specs(batch), of_local)
@@ -150,15 +153,15 @@ class _Evaluation:
     def _on_device(
         self, apply_fn: ApplyFn, layout: BatchLayout, variables: dict[str, PyTree], batch: PyTree, local: Local
     ) -> Local:
-        """What runs inside ``shard_map``."""
+        """Runs on each device inside ``shard_map``."""
         with layout.entered(batch) as batch:
             return self._observed(apply_fn, variables, batch, local)
 
     def _observed(self, apply_fn: ApplyFn, variables: dict[str, PyTree], batch: PyTree, local: Local) -> Local:
-        """The state of the metric after this device's part of the batch."""
-        # A function for states without collections takes one argument fewer.
+        """Returns the state of the metric updated with this device's shard of the batch."""
+        # eval_fn of a state without collections takes one argument fewer.
         collections = (readable(variables["collections"]),) if variables["collections"] else ()
-        # Without types a layer asks here which axes split the batch, as it asks in training.
+        # With check_vma=False, layers look up the axes of the batch here, as in training.
         with explained(), inside_loss(RunningLoss(evaluated_axes=self.layout.axes)), boxes_without_constraints():
             observed = self.eval_fn(
                 variables["params"], apply_fn, batch, *collections, **frozen_trees(variables["others"])

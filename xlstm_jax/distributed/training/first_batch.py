@@ -1,12 +1,12 @@
-"""Compares what processes pass: the key of the initial parameters, and the first batch of a step.
+"""Compares inputs between processes: the key of the initial parameters, and the first batch of a step.
 
-No device sees that processes disagree here: each goes on with its own value of what should be equal, or all train on
-the same rows. So processes compare, once, through the store and not on devices:
+No device notices if processes disagree here: each would continue with a different value of a replicated input, or every
+process would train on the same rows. So processes compare once, through the key-value store, without devices:
 
-  key, scalars, process-local arrays   equal, or all processes raise a ``ValueError``
-  shapes, dtypes, shardings            equal, or all raise
-  rows of global arrays                equal where processes hold copies of the same rows, or all raise; where they
-                                       hold different rows and pass equal values, all warn
+  key, scalars, process-local arrays   must be equal, else every process raises a ``ValueError``
+  shapes, dtypes, shardings            must be equal, else every process raises
+  rows of global arrays                must be equal where processes hold copies of the same rows, else every process
+                                       raises; where they hold different rows, equal values make every process warn
 """
 
 import json
@@ -29,36 +29,39 @@ BATCH = "first batch of a step"
 
 
 def compare_keys(rng: PyTree, mesh: Mesh | AbstractMesh) -> None:
-    """Raises a ``ValueError`` in all processes of the mesh if they initialise with different keys."""
+    """Raises a ``ValueError`` in every process of the mesh if processes initialise with different keys."""
     if len(processes := _processes(mesh, rng)) > 1:
         compare(entries_of({"rng": rng}), KEY, jax.process_index(), processes, PEER_TIMEOUT_S)
 
 
 def compare_batches(batch: PyTree, mesh: Mesh | AbstractMesh) -> None:
-    """Compares the batch between the processes of the mesh, as the top of this file says.
+    """Compares the batch between the processes of the mesh, by the rules in the module docstring.
 
     Raises:
-      ValueError: it differs where it must not; in all processes, names leaf, values and processes.
-      TimeoutError: a process did not come; says which.
+      ValueError: the batch differs where it must not; raised in every process, names leaf, values and processes.
+      TimeoutError: a process did not arrive; names it.
     """
     if len(processes := _processes(mesh, batch)) < 2:
         return
     leaves, me = dict(trees.leaves_with_path(batch)), jax.process_index()
     arrays = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, jax.Array)}
-    # Arrays over several processes may hold other rows in each. All else must be the same everywhere.
+    # Arrays over several processes may hold different rows in each. The rest must be equal everywhere.
     rows = {path: x for path, x in arrays.items() if not (x.is_fully_addressable or x.is_fully_replicated)}
     entries = entries_of({path: leaf for path, leaf in leaves.items() if path not in rows})
     entries |= {path: f"{leaf.dtype}{list(leaf.shape)}, {leaf.sharding}" for path, leaf in rows.items()}
     compare(entries, BATCH, me, processes, PEER_TIMEOUT_S)
-    told = exchange_in(KeyValueStore("batch", me, processes), _rows_here(rows), f"compare the {BATCH}", PEER_TIMEOUT_S)
-    of_process = dict(zip(processes, map(json.loads, told), strict=True))
+    replies = exchange_in(
+        KeyValueStore("batch", me, processes), _rows_here(rows), f"compare the {BATCH}", PEER_TIMEOUT_S
+    )
+    of_process = dict(zip(processes, map(json.loads, replies), strict=True))
     for same in by_text([where for where, _, _ in of_process.values()], processes).values():
         if len({of_process[process][1] for process in same}) > 1:
             raise ValueError(
-                f"{named(same)} hold the same rows of the {BATCH}, as copies, and hand in different values. Hand "
-                "in the same rows where devices share a shard of the batch; shard_batch says which do."
+                f"{named(same)} hold the same rows of the {BATCH}, as copies, and hand in different values. Pass "
+                "equal rows in processes whose devices share a shard of the batch; see shard_batch."
             )
-    # Equal values are a mistake where rows differ, as those of a data set do: zeros of a test are equal everywhere.
+    # Rows of a data set differ, so equal values are a mistake there. Rows without variation (zeros of a test) are
+    # skipped.
     contents = {process: what for process, (_, what, vary) in of_process.items() if vary}
     for same in by_text([*contents.values()], [*contents]).values():
         if len({of_process[process][0] for process in same}) > 1:
@@ -70,16 +73,16 @@ def compare_batches(batch: PyTree, mesh: Mesh | AbstractMesh) -> None:
 
 
 def _processes(mesh: Mesh | AbstractMesh, given: PyTree) -> list[int]:
-    """The processes of the mesh, which must pass the same; none in a single process, and none while tracing."""
+    """Returns the processes that must pass equal inputs; [] for a single process and while tracing."""
     processes = [] if isinstance(mesh, AbstractMesh) else sorted({d.process_index for d in mesh.devices.flat})
-    # Devices of a topology that is compiled for have processes that are not there.
+    # Devices of a compile-only topology name processes that do not run.
     if len(processes) < 2 or not jax.distributed.is_initialized():
         return []
     return [] if any(isinstance(leaf, Tracer | jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(given)) else processes
 
 
 def _rows_here(rows: Mapping[str, jax.Array]) -> str:
-    """As JSON: digests of which rows this process holds and of their values, and whether any two rows differ."""
+    """Returns as JSON: a digest of the local row indices, a digest of their values, and whether any two rows differ."""
     where, what, vary = [], [], False
     for path, leaf in rows.items():
         values = jax.random.key_data(leaf) if is_prng_key(leaf) else leaf
@@ -88,7 +91,7 @@ def _rows_here(rows: Mapping[str, jax.Array]) -> str:
             content = np.asarray(shard)
             where.append([path, index])
             what.append(digest(content.tobytes()))
-            # Rows that are all alike (zeros of a test) prove nothing: equal digests are then no mistake.
+            # Identical rows (zeros of a test) prove nothing: equal digests are then not a mistake.
             flat = content.reshape(len(content), -1) if len(content) > 1 else content.reshape(-1, 1)
             vary = vary or bool(np.any(flat != flat[:1]))
     return json.dumps([digest(json.dumps(where)), digest(json.dumps(what)), vary])

@@ -1,14 +1,14 @@
-"""Gradients of the mean over all devices, inside ``shard_map``, right in both ``check_vma`` modes.
+"""Gradients of the mean loss over devices, inside ``shard_map``, correct in both ``check_vma`` modes.
 
-Weighting. A loss is the mean over this device's examples; the gradient is the mean over devices of its gradients. Where
-devices hold different weights (tokens), the loss function returns (sum, weight) instead. With W the weight on all N
-devices, each device differentiates sum * N / W: the mean of these over devices is the global weighted mean, and what is
-scattered has the size of a mean, so that narrow dtypes do not overflow. Minibatches j combine as
+Weighting. A loss is the mean over the local examples; the gradient is the mean over devices of the local gradients. If
+devices hold different weights (tokens), the loss function returns (sum, weight) instead. With W the total weight on N
+devices, each device differentiates sum * N / W: the mean of these over devices is the global weighted mean, and the
+scattered values have the size of a mean, so that narrow dtypes do not overflow. Minibatches j combine as
 sum_j W_j g_j / sum_j W_j.
 
 Types. Under ``check_vma=True`` JAX sums the cotangent of a leaf over every axis that the leaf does not vary over.
-Parameters are therefore cast to varying before they are differentiated: what comes back is each device's own gradient,
-as under ``check_vma=False``, and one mean serves both modes.
+Parameters are therefore cast to varying before differentiation: JAX then returns local gradients, as under
+``check_vma=False``, and a single mean serves both modes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +36,7 @@ from xlstm_jax.private_names import core
 
 
 def fold_rng_over_axis(rng: jax.Array, axis_name: AxisNames) -> jax.Array:
-    """A key that differs from device to device along the axes of a ``shard_map``, for dropout and the like.
+    """Returns a key that differs between devices along the axes of a ``shard_map``, for dropout and similar draws.
 
     >>> draw = lambda key: jax.random.uniform(fold_rng_over_axis(key, "fsdp"), (1,))
     >>> draws = jax.shard_map(draw, mesh=mesh, in_specs=jax.P(), out_specs=jax.P("fsdp"))(jax.random.key(0))
@@ -50,9 +50,10 @@ def fold_rng_over_axis(rng: jax.Array, axis_name: AxisNames) -> jax.Array:
 def value_and_grad(
     loss_fn: LocalLossFn[P], axis_names: AxisNames, has_aux: bool = False, *, weighted: bool = False
 ) -> Callable[Concatenate[PyTree, P], tuple[Any, PyTree]]:
-    """``jax.value_and_grad`` of the loss over all devices; for use inside ``shard_map``, in either ``check_vma`` mode.
+    """Returns ``jax.value_and_grad`` of the mean loss over devices, for use inside ``shard_map``.
 
-    Gradients come back averaged, those of split leaves scattered: do not call ``sync_gradients`` on them.
+    Gradients are already averaged, and reduce-scattered for split leaves: do not call ``sync_gradients`` on them. Works
+    in both ``check_vma`` modes.
 
     >>> step = value_and_grad(lambda w, x: jnp.mean(w * x), "fsdp")
     >>> over_devices = jax.shard_map(step, mesh=mesh, in_specs=(jax.P(), jax.P("fsdp")), out_specs=jax.P())
@@ -60,21 +61,21 @@ def value_and_grad(
     (Array(7., dtype=float32), Array(3.5, dtype=float32))
 
     Args:
-      loss_fn: ``loss_fn(params, *args, **kwargs)`` -> the mean loss over this device's batch, a real scalar. With
-        ``weighted``: ``(sum, weight)``, the weighted sum of losses on this device and the sum of its weights, which may
-        be 0 and is a constant: no gradient flows through it. With ``has_aux`` a pair of that and anything.
-      axis_names: all the axes along which the batch or gathered weights differ: those of the wrappers among them.
-      has_aux: as in ``jax.value_and_grad``; the auxiliary output is returned as this device computed it.
+      loss_fn: ``loss_fn(params, *args, **kwargs)`` -> the mean loss over the local batch, a real scalar. With
+        ``weighted``: ``(sum, weight)``, the weighted sum of the local losses and the sum of their weights, which may be
+        0 and is a constant: no gradient flows through it. With ``has_aux`` a pair of the loss and any tree.
+      axis_names: every axis along which the batch or gathered weights differ, including the axes of the wrappers.
+      has_aux: as in ``jax.value_and_grad``; the auxiliary output is returned as computed on this device.
       weighted: see ``loss_fn``.
     Returns:
-      A function of the arguments of ``loss_fn`` that returns ``(loss, grads)``, or ``((loss, aux), grads)``: the loss,
-      equal on all devices, and gradients boxed like ``params``. Where the weight is 0 everywhere, both are 0.
-      Gradients of leaves that are no floats have dtype float0; gradients of frozen leaves are zeros.
+      A function with the arguments of ``loss_fn`` that returns ``(loss, grads)``, or ``((loss, aux), grads)``: the
+      loss, equal on every device, and gradients boxed like ``params``. If the total weight is 0, both are 0. Gradients
+      of non-float leaves have dtype float0; gradients of frozen leaves are zeros.
     Raises:
-      ValueError: an axis is not bound; or the type of the loss or weight shows that it was reduced over an axis
-        already, or varies over an axis that ``axis_names`` leaves out. (With ``check_vma=False`` there are no types: a
-        loss that was averaged by ``pmean`` is then accepted, and its gradient is the right one.)
-      TypeError: the loss function does not return what ``has_aux`` and ``weighted`` say.
+      ValueError: an axis is not bound; or the type of the loss or weight shows that it was already reduced over an
+        axis, or varies over an axis missing from ``axis_names``. (With ``check_vma=False`` there are no such types: a
+        loss averaged by ``pmean`` is accepted, and its gradient is correct.)
+      TypeError: the loss function does not return the structure that ``has_aux`` and ``weighted`` describe.
     """
     axes, loss = as_axis_names(axis_names), LossFunction(loss_fn, weighted, has_aux)
 
@@ -98,11 +99,11 @@ def value_and_grad(
 
 
 class LocalResult(NamedTuple):
-    """What one device computes of one minibatch: the mean over devices of ``loss`` and ``grads`` is the minibatch's.
+    """Result of a minibatch on one device; the mean of ``loss`` and ``grads`` over devices is the minibatch's.
 
-    ``grads`` is a list with an entry for each leaf that takes a gradient. ``weight`` is W, the weight on all devices,
-    and ``scale`` is N / W, the factor from a sum to ``loss``; both are 1 where the loss is a mean. ``aux`` and
-    ``collections`` are as in ``Loss``. ``gathered_in_branches`` are the paths of leaves that are gathered in a branch.
+    ``grads`` is a list with an entry per differentiable leaf. ``weight`` is W, the total weight over devices, and
+    ``scale`` is N / W, the factor from a sum to ``loss``; both are 1 if the loss is a mean. ``aux`` and ``collections``
+    are as in ``Loss``. ``gathered_in_branches`` contains the paths of leaves gathered inside a branch (``lax.cond``).
     """
 
     loss: jax.Array
@@ -117,18 +118,18 @@ class LocalResult(NamedTuple):
 def local_result(
     loss_fn: Callable[..., Loss], params: PyTree, axes: tuple[str, ...], *rest: PyTree, devices: int | None = None
 ) -> LocalResult:
-    """Differentiates ``loss_fn(params, *rest)`` on this device, and checks over which axes it varies.
+    """Differentiates ``loss_fn(params, *rest)`` on this device, and checks over which axes the loss varies.
 
-    With ``devices`` the loss is divided by that number first: it is then this device's term of the mean over devices.
-    This is for ``params`` that have the state of fp8 products among them.
+    With ``devices`` the loss is first divided by that number, which makes it this device's term of the mean over
+    devices. Used where ``params`` include the scales of fp8 products.
     """
     live, put_back = trees.split_differentiable(params)
     leaves = trees.sharded_leaves(params)
     frozen = [path for path, leaf in leaves if not leaf.trainable]
     if frozen and not live:
         raise ValueError(
-            f"all {len(frozen)} parameters are frozen, '{frozen[0]}' among them: there is nothing to train. Is "
-            "trainable=, the predicate of a leaf's path, true of those that are to be trained? Paths are as this one."
+            f"all {len(frozen)} parameters are frozen, '{frozen[0]}' among them: there is nothing to train. Let "
+            "trainable=, a predicate of such a path, return True for the leaves to train."
         )
     model_axes = frozenset().union(*[leaf.model_axes for _, leaf in leaves if leaf.is_differentiable])
     running = RunningLoss(axes, model_axes=model_axes, overwrites=devices is not None)
@@ -140,7 +141,7 @@ def local_result(
         run_checks("loss", LossOfDevice(mean, axes, "the loss"))
         return mean / devices if devices and devices > 1 else mean, (found.aux, scale, weight, found.collections)
 
-    # Varying parameters, so that JAX does not sum their gradients over devices: see the top of this file.
+    # Cast parameters to varying, so that JAX does not sum their gradients over devices: see the module docstring.
     value_and_grads = jax.value_and_grad(scaled_loss, has_aux=True)
     with explained():
         (mean, (aux, scale, weight, collections)), grads = value_and_grads(varying_leaves(live, axes))
@@ -149,7 +150,7 @@ def local_result(
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Around a user's function: raises JAX's errors about types and forward derivatives anew, with a cure."""
+    """Wraps a user's function: re-raises JAX's errors about types and forward derivatives with a cure."""
     try:
         yield
     except (ValueError, TypeError, NotImplementedError, AssertionError) as error:
@@ -158,11 +159,11 @@ def explained() -> Iterator[None]:
 
 
 def traced_call(on_mesh: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, core.Jaxpr]:
-    """Calls ``on_mesh(*args)``, a ``shard_map``, and returns its results and its equations.
+    """Calls the ``shard_map`` ``on_mesh(*args)`` and returns its results and its jaxpr.
 
     The ``shard_map`` is traced once: its equations become a part of the step.
     """
-    # Inlined, so that the step is the same program as without; the call finds the trace again.
+    # inline=True yields the same program as without this jit; the call reuses the trace.
     once = jax.jit(on_mesh, inline=True)
     with explained():
         jaxpr = once.trace(*args).jaxpr
@@ -170,7 +171,7 @@ def traced_call(on_mesh: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any
 
 
 def varying_leaves(leaves: list[Any], axes: tuple[str, ...]) -> list[Any]:
-    """Casts leaves to varying over the axes, apart from the axes of their copies: the gather casts over those."""
+    """Casts leaves to varying over the axes, except replica axes: the gather casts over those."""
     spread = collectives.spread_axes(axes)
     copied = [leaf.communication.copied_axes for _, leaf in trees.sharded_leaves(leaves)]
     return [
@@ -185,7 +186,7 @@ def averaged(grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> PyTree:
     def no_gradient(leaf: Sharded) -> Any:
         if jnp.issubdtype(value_dtype(leaf.value), jnp.inexact):
             return jnp.zeros_like(leaf.value)
-        # As JAX has it for what is no float: integers, bools, keys.
+        # JAX's convention for non-float leaves: integers, bools, keys.
         return np.zeros(np.shape(leaf.value), jax.dtypes.float0)
 
     live, put_back = trees.split_differentiable(params)
@@ -194,15 +195,15 @@ def averaged(grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> PyTree:
 
 
 def _scaled(loss: Loss, axes: tuple[str, ...]) -> tuple[Any, Scalar, Scalar]:
-    """(sum * N / W, N / W, W), with W the weight on all N devices; of a mean (mean, 1, 1)."""
+    """Returns (sum * N / W, N / W, W) with W the total weight on N devices; (mean, 1, 1) for a mean."""
     total, weight = loss.total, loss.weight
     if weight is None:
         return total, 1, 1
     if isinstance(weight, Tracer):
         run_checks("loss", LossOfDevice(weight, axes, "the weight"))
-    # A constant also where it is computed from parameters (a soft mask): W is a divisor that all devices share.
+    # Stop the gradient also of a weight computed from parameters (a soft mask): W is a divisor shared by the devices.
     local = jax.lax.stop_gradient(jnp.asarray(weight, wide_dtype(jnp.result_type(total))))
     (weight,) = collectives.psum([collectives.to_varying(local, collectives.spread_axes(axes))], [axes])
-    # The mean over N devices of sum * N / W is the sum on all devices over W; the inner where keeps NaN out.
+    # The mean over N devices of sum * N / W is the global sum over W; the inner where keeps NaN out.
     scale = jnp.where(weight != 0, collectives.axis_size(axes) / jnp.where(weight != 0, weight, 1), 0)
     return total * scale.astype(jnp.result_type(total)), scale, weight

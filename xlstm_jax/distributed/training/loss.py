@@ -1,18 +1,18 @@
-"""What a loss function returns, read in one place into one type.
+"""Return values of a loss function, converted into a single type in one place.
 
-  mean                      the mean loss of the rows that the function was given
-  (sum, weight)             ``weighted``: the weighted sum of their losses, and the sum of their weights
-  (one of these, aux)       ``has_aux``: numbers to report, or what a metric observes
-  (all of it, collections)  ``has_collections``: what the model keeps beside its parameters, updated
+  mean                       the mean loss of the rows passed to the function
+  (sum, weight)              ``weighted``: the weighted sum of their losses, and the sum of their weights
+  (either, aux)              ``has_aux``: numbers to report, or observations for a metric
+  (the above, collections)   ``has_collections``: the updated collections of the model
 
-``LossFunction`` knows which of these a function returns, and calls it. The step, its minibatches and ``check_step`` all
-read the result from the fields of a ``Loss``.
+``LossFunction`` holds these options and calls the function. The step, its minibatches and ``check_step`` read the
+result from the fields of a ``Loss``.
 
-The leaves of aux are reduced over minibatches and devices, each as its type says (``Auxiliary``):
+Leaves of aux are reduced over minibatches and devices according to their type (``Auxiliary``):
 
   {"accuracy": jnp.mean(hit)}      a float or a bool is averaged like the loss: with ``weighted``, by weight
   {"tokens": Count.of(mask)}       a cell of ``metrics.cells`` is merged, and its value returned
-  {"tokens": jnp.sum(mask)}        an integer is refused: the mean of counts is not a count
+  {"tokens": jnp.sum(mask)}        an integer raises: the mean of counts is not a count
 """
 
 from collections.abc import Callable
@@ -38,24 +38,24 @@ LossOutput = Scalar | tuple[Any, Any]  # in any of the forms above
 
 
 class LocalLossFn(Protocol[P]):
-    """The loss of this device's batch, ``loss_fn(params, ...)``: what ``value_and_grad`` takes."""
+    """Loss function of ``value_and_grad``: the loss of this device's batch, ``loss_fn(params, ...)``."""
 
     def __call__(self, params: PyTree, /, *args: P.args, **kwargs: P.kwargs) -> LossOutput: ...
 
 
 class MinibatchLossFn(Protocol):
-    """What ``accumulate_gradients`` takes: the loss of a minibatch, whose ``rng`` is None where there is none.
+    """Loss function of ``accumulate_gradients``: the loss of a minibatch.
 
-    Collections come last, where it was given some.
+    ``rng`` is None if the caller passed None; collections, if any, come last.
     """
 
     def __call__(self, params: PyTree, minibatch: PyTree, rng: PyTree, /, *collections: Any, **others: Any) -> Any: ...
 
 
 class LossFn(Protocol):
-    """What ``make_train_step`` takes: the loss of this device's shard of the batch.
+    """Loss function of ``make_train_step``: the loss of this device's shard of the batch.
 
-    Collections of the state come last, where it has some; further trees come by name.
+    Collections of the state, if any, come last; further trees are passed by name.
     """
 
     def __call__(
@@ -66,10 +66,10 @@ class LossFn(Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Loss:
-    """One loss.
+    """Result of a loss function.
 
-    ``total`` is the mean, or the weighted sum where there is a ``weight``. ``aux`` and ``collections`` are as the loss
-    function returned them, and None where it returns none.
+    ``total`` is the mean, or the weighted sum if ``weight`` is given. ``aux`` and ``collections`` are as returned by
+    the loss function, or None.
     """
 
     total: Scalar
@@ -80,7 +80,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class LossFunction:
-    """A loss function, and what it returns beside a number."""
+    """A loss function, with flags for the structure of its return value."""
 
     fn: Callable[..., Any]
     weighted: bool
@@ -88,15 +88,15 @@ class LossFunction:
     has_collections: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Loss:
-        """Calls the function, and reads what it returns.
+        """Calls the function and reads its return value.
 
         Raises:
-          TypeError: it returned something else than the options say.
+          TypeError: the return value does not have the structure of the flags.
         """
         total: Any = self.fn(*args, **kwargs)
         weight: Any = None
         aux, collections = None, None
-        # From the outermost pair inwards.
+        # Unpack pairs from the outermost inwards.
         if self.has_collections:
             what = "(what it returns without collections, updated collections)"
             total, collections = _pair(total, "with collections", what)
@@ -128,7 +128,7 @@ def _pair(returned: Any, option: str, what: str) -> tuple[Any, Any]:
 
 
 class Auxiliary(struct.PyTreeNode):
-    """The leaves of an auxiliary output: ``means`` will be averaged, ``cells`` will be merged."""
+    """Leaves of an auxiliary output: ``means`` will be averaged, ``cells`` will be merged."""
 
     means: list[jax.Array]
     cells: list[Cell]
@@ -138,12 +138,12 @@ class Auxiliary(struct.PyTreeNode):
 
     @classmethod
     def of(cls, aux: PyTree) -> Self:
-        """Sorts the leaves of ``aux``; casts those that will be averaged to float32 or wider.
+        """Sorts the leaves of ``aux`` into means and cells; casts means to float32 or wider.
 
         Raises:
-          TypeError: a leaf is an integer or no number at all; names the leaf.
+          TypeError: a leaf is an integer or not a number; names the leaf.
         """
-        # A cell is a tree to JAX. Here it is one leaf, which is merged as a whole.
+        # A cell is a pytree to JAX. Treat it as a single leaf here, merged by its own method.
         leaves, treedef = trees.flatten_with_path(aux, lambda node: isinstance(node, Cell))
         is_cell = tuple(isinstance(leaf, Cell) for _, leaf in leaves)
         means = {path: _as_mean(path, leaf) for path, leaf in leaves if not isinstance(leaf, Cell)}
@@ -151,16 +151,16 @@ class Auxiliary(struct.PyTreeNode):
         return cls([*means.values()], cells, treedef, is_cell, tuple(means))
 
     def scaled(self, scale: jax.Array | float) -> "Auxiliary":
-        """Multiplies the means by ``scale``, which makes terms of a global mean out of sums on this device."""
+        """Multiplies the means by ``scale``, which turns local sums into terms of a global mean."""
         return self.replace(means=[mean * scale for mean in self.means])
 
     def merged(self) -> "Auxiliary":
-        """Merges the cells of minibatches, which ``scan`` has stacked along a leading dim."""
+        """Merges the cells of minibatches, stacked by ``scan`` along a leading dim."""
         return self.replace(cells=[cell.merged((0,)) for cell in self.cells])
 
     def over_devices(self, loss: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, PyTree]:
-        """Reduces loss and leaves over devices; returns the loss, and the auxiliary output in its own tree."""
-        # The loss travels with the numbers beside it: one collective for all.
+        """Reduces loss and leaves over devices; returns the loss, and the auxiliary output in its original tree."""
+        # Loss and means share one collective.
         loss, *averaged = collectives.pmean([loss, *self.means], [axes] * (1 + len(self.means)))
         means, cells = iter(averaged), iter(all_reduce_cells(self.cells, axes) if self.cells else ())
         leaves = [next(cells).value if is_cell else next(means) for is_cell in self.is_cell]
@@ -175,8 +175,8 @@ def _as_mean(path: str, leaf: Any) -> jax.Array:
     if jnp.issubdtype(dtype, jnp.integer):
         raise TypeError(
             f"{name} is an integer ({dtype}{list(np.shape(leaf))}), and numbers beside the loss are averaged over "
-            f"minibatches and devices, which no count survives. For the sum: `{cell} Count`, and Count.of(x); for the "
-            "largest or smallest: Maximum.of(x), Minimum.of(x); for the mean: jnp.float32(x)."
+            f"minibatches and devices. For the sum: `{cell} Count`, and Count.of(x); for the largest or smallest: "
+            "Maximum.of(x), Minimum.of(x); for the mean: jnp.float32(x)."
         )
     # Bools become 0 and 1, whose mean is a fraction.
     return jnp.asarray(leaf, common_dtype(dtype, jnp.float32))

@@ -1,10 +1,10 @@
-"""Runs a function on one minibatch after another, and returns the mean of the results by weight.
+"""Runs a function on one minibatch after another, and averages the results by weight.
 
   split_rows   leaves [b, ...] -> [m, b / m, ...]
   rows_at      minibatch j of the split batch
   mean_over    for j < m: result_j, carries = on_minibatch(j, carries);   sum_j W_j result_j / sum_j W_j
 
-``accumulated`` runs the minibatches of a device so, and ``check_step`` the slices (device, minibatch) of a batch.
+``accumulated`` uses it for the minibatches of a device, ``check_step`` for the slices (device, minibatch) of a batch.
 """
 
 import math
@@ -22,7 +22,7 @@ from xlstm_jax.distributed.data_parallel.wire.dtypes import wide_dtype
 
 
 def split_rows(batch: PyTree, *parts: int) -> PyTree:
-    """Leaves [b, ...] -> [*parts, b / their product, ...]; scalars stay as they are."""
+    """Reshapes leaves [b, ...] to [*parts, b / product(parts), ...]; scalars stay unchanged."""
     count = math.prod(parts)
     return jax.tree.map(
         lambda x: jnp.reshape(x, (*parts, np.shape(x)[0] // count, *np.shape(x)[1:])) if np.ndim(x) else x, batch
@@ -30,19 +30,19 @@ def split_rows(batch: PyTree, *parts: int) -> PyTree:
 
 
 def rows_at(parts: PyTree, index: Scalar) -> PyTree:
-    """One part of what ``split_rows`` has split."""
+    """Returns the part ``index`` of the output of ``split_rows``."""
     return jax.tree.map(lambda x: x[index] if np.ndim(x) else x, parts)
 
 
 class MinibatchResult(NamedTuple):
-    """The result of one minibatch on one device, or the mean over all minibatches.
+    """Result of a minibatch on one device, or the mean over the minibatches.
 
     Attributes:
-      values: numbers that are averaged over minibatches by ``weight``; the means have the dtypes of the numbers.
-      grads: gradients, averaged in the same way; the means stay in float32 or wider.
+      values: numbers to average over minibatches by ``weight``; the means have the dtypes of the numbers.
+      grads: gradients, averaged likewise; the means stay in float32 or wider.
       weight: the weight of the minibatch.
-      carries: the states that the next minibatch gets.
-      each: arrays that are not averaged. ``mean_over`` stacks those of several minibatches along a leading dim.
+      carries: the states for the next minibatch.
+      each: arrays that are not averaged. ``mean_over`` stacks them over minibatches along a leading dim.
     """
 
     values: PyTree
@@ -55,7 +55,7 @@ class MinibatchResult(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Partial:
-    """The sums over the minibatches that have run: of weight times (values, grads), in float32 or wider.
+    """Running sums over minibatches: of weight times (values, grads), in float32 or wider.
 
     ``carries`` are the states after the last of these minibatches.
     """
@@ -74,8 +74,8 @@ class Partial:
         return Partial(sums, self.weight + result.weight, result.carries)
 
     def mean(self) -> PyTree:
-        """Returns the means of (values, grads); 0 where no minibatch has a weight."""
-        # Without any weight the sums are 0, and so are the means.
+        """Returns the means of (values, grads); 0 if the total weight is 0."""
+        # With total weight 0 the sums are 0: dividing by 1 returns 0 instead of NaN.
         weight = jnp.where(self.weight != 0, self.weight, 1)
         return jax.tree.map(lambda total: total / weight.astype(total.dtype), self.sums)
 
@@ -83,12 +83,12 @@ class Partial:
 def mean_over(on_minibatch: Callable[[Scalar, PyTree], MinibatchResult], count: int, start: PyTree) -> MinibatchResult:
     """Runs ``on_minibatch(index, carries)`` for each index < ``count`` in turn, and averages the results by weight.
 
-    The first minibatch gets the carries ``start``, each other the carries of the result before. A single minibatch runs
-    without a loop, so that the compiler sees a plain step; its result is returned as it is.
+    The first minibatch receives the carries ``start``, each later minibatch those of the previous result. A single
+    minibatch runs without a loop, so that the compiler sees a plain step; its result is returned unchanged.
     """
     if count == 1:
         return on_minibatch(0, start)
-    # The types of the sums must be known before the loop: over which axes they vary, too.
+    # The scan needs the types of the sums, including the axes over which they vary, before it starts.
     like = jax.eval_shape(on_minibatch, jnp.int32(0), start)
     sums, weight = jax.tree.map(
         lambda x: collectives.zeros_of_type(x, wide_dtype(x.dtype)), ((like.values, like.grads), like.weight)

@@ -1,11 +1,11 @@
-"""Mistakes that run: what the parts of an optimizer, the axes of a mesh and the names of a batch show of them.
+"""Warnings about programs with a probable mistake that raises no error.
 
-  create_train_state   the optimizer's parts, on the shapes of the parameters; how much of the parameters is split
-  a step's trace       the same with the options of the step; its axes; what it averages
-  a step's call        rows that were padded, and their weights
+  create_train_state   checks the optimizer's parts on the shapes of the parameters, and the share of split parameters
+  a step's trace       checks the same with the options of the step; its axes; its averages
+  a step's call        checks padded rows and their weights
 
-What is certainly wrong raises. What may be meant warns, once in a process; on a mesh of one device nothing could be
-split, and nothing is said of it.
+Certain mistakes raise. Possible mistakes warn, once per process. A mesh of a single device cannot split anything, so
+warnings about splits are skipped.
 """
 
 import math
@@ -38,21 +38,21 @@ from xlstm_jax.distributed.training.varying import Axes, all_named_axes
 from xlstm_jax.private_names import core
 from xlstm_jax.wording import format_bytes, format_fraction, format_mesh, joined, listed
 
-USERS_LINE = 4  # the caller of create_train_state, for warnings.warn
-CALLERS_LINE = 6  # the caller of what runs the table of checks
-LARGEST = 3  # replicated parameters that are named
-MOST_REPLICATED = 0.05  # of the parameters' bytes, from which on replicated ones are worth a word
-FEW_BYTES = 2**16  # of replicated parameters, of which a device would save next to nothing: toys, and their biases
+USERS_LINE = 4  # stacklevel of create_train_state's caller, for warnings.warn
+CALLERS_LINE = 6  # stacklevel of the caller for warnings of the table of checks
+LARGEST = 3  # number of replicated parameters to name
+MOST_REPLICATED = 0.05  # share of the parameters' bytes from which replicated parameters warn
+FEW_BYTES = 2**16  # replicated bytes below which splitting would save next to nothing: toys, and their biases
 AnyMesh = Mesh | AbstractMesh
-COUNTS = (0, 1, 10, 100, 1000, 10_000, 100_000)  # of updates, at which schedules are compared
-NO_DECAY = frozenset({"bias", "scale"})  # names of parameters that are hardly meant to decay
+COUNTS = (0, 1, 10, 100, 1000, 10_000, 100_000)  # update counts at which schedules are compared
+NO_DECAY = frozenset({"bias", "scale"})  # names of parameters that rarely should decay
 LOOKS_REDUCED = re.compile(
     r"max|min|sum|total|count|num|tokens|ppl|perplex|exp|norm|std|largest|smallest|worst|peak", re.I
 )
 LOOKS_LIKE_WEIGHTS = re.compile(r"weight|mask|valid|pad|length|segment", re.I)
 PASSED_ON = {"convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy", "pvary", "pcast"}
 CELLS = "of xlstm_jax.distributed.metrics.cells"
-REDUCED = {  # what makes a float beside the loss: what that is, and what to return instead
+REDUCED = {  # primitive that makes an auxiliary float: its name for the warning, and the value to return instead
     "reduce_max": ("the largest", f"Return Maximum.of(x) {CELLS}"),
     "reduce_min": ("the smallest", f"Return Minimum.of(x) {CELLS}"),
     "reduce_sum": ("the sum", f"Return Total.of(x), or of integers Count.of(x), {CELLS}"),
@@ -65,10 +65,10 @@ CURES: dict[type[Reason], str] = {
     Indivisible: "Pass uneven='pad' to the wrapper, or choose another mesh.",
 }
 WEIGHED = "Return the sum of losses times batch['weight'], and the sum of the weights, with weighted=True."
-COUNTING = {  # what of a step counts rows that pad, by kind: how to say it, and the cure
+COUNTING = {  # kind of value that counts padded rows: its description for the warning, and the cure
     "loss": ("the loss is computed without the weights of rows", WEIGHED),
     "mean of local means": (
-        "the loss is the mean of the means of devices, which hold different numbers of rows of weight 1",
+        "the loss is the mean of the devices' means, and devices hold different numbers of rows of weight 1",
         WEIGHED,
     ),
     "weight of the loss": (
@@ -88,11 +88,11 @@ COUNTING = {  # what of a step counts rows that pad, by kind: how to say it, and
         "Weigh the rows in it; or train on batches that the devices divide, without the last rows of an epoch.",
     ),
     "comparison": (
-        "the loss compares rows with those of all devices, copies among them, and no weights of these",
+        "the loss compares rows of all devices, copies among them, without their weights",
         "Gather the weights too, and leave out rows of weight 0; or train on batches that the devices divide.",
     ),
     "collection": (
-        "the collections{} are computed without the weights of rows, as is what they normalise",
+        "the collections{} are computed without the weights of rows, and so are the values that they normalise",
         "Train on batches that the devices divide, without the last rows of an epoch; see docs/processes.md.",
     ),
 }
@@ -104,7 +104,7 @@ _warned: set[object] = set()
 
 
 def _warn(text: str, key: object = None, stacklevel: int = USERS_LINE) -> None:
-    """Warns, unless this text, or another with the same ``key``, was a warning before."""
+    """Warns with ``text``, once per process and ``key`` (by default the text)."""
     key = text if key is None else key
     if key not in _warned:
         _warned.add(key)
@@ -115,11 +115,11 @@ def _warn(text: str, key: object = None, stacklevel: int = USERS_LINE) -> None:
 
 
 def check_optimizer(tx: optax.GradientTransformation, caller: str) -> None:
-    """Checks an optimizer before its state is made.
+    """Checks an optimizer before its state is created.
 
     Raises:
-      ValueError: as ``check_callable``; or a mask, or labels, are a tree with boxes, and optimizers see parameters
-        without boxes; or ``with_ema`` stands in a chain before another transform.
+      ValueError: as ``check_callable``; or a mask or labels are a tree with boxes, although optimizers receive
+        parameters without boxes; or ``with_ema`` precedes another transform in a chain.
     """
     found = check_callable(tx, caller)
     for part in found:
@@ -143,29 +143,29 @@ def check_optimizer_of_step(tx: optax.GradientTransformation) -> None:
     """Checks the optimizer of a state that may not come from ``create_train_state``, before a step is traced.
 
     Raises:
-      ValueError: as ``check_callable``; or it is ``optax.lookahead``, which gets no pairs here.
+      ValueError: as ``check_callable``; or the optimizer is a bare ``optax.lookahead``, which needs pairs of
+        parameters.
     """
     found = check_callable(tx, "the step")
     if inside.LOOKAHEAD in {part.name for part in found} and inside.sees_pairs(tx):
         raise ValueError(
-            "the step: state.tx is optax.lookahead, which needs pairs of fast and slow parameters, and state.params is "
-            "a tree of one of them. Make the state with create_train_state(model, optax.lookahead(...), ...), which "
-            "keeps the slow ones in opt_state; by hand, with tx=with_slow_params(optax.lookahead(...))."
+            "the step: state.tx is optax.lookahead, which needs pairs of fast and slow parameters, and state.params "
+            "is a single tree. Make the state with create_train_state(model, optax.lookahead(...), ...), which keeps "
+            "the slow parameters in opt_state; or by hand, with tx=with_slow_params(optax.lookahead(...))."
         )
 
 
 def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
-    """Warns of parameters in 16 bits, which updates hardly change, and of suspect masks of weight decay."""
+    """Warns of 16-bit parameters, which small updates do not change, and of suspect masks of weight decay."""
     live = [(path, leaf) for path, leaf in trees.sharded_leaves(params) if leaf.is_differentiable]
     dtypes = {path: value_dtype(leaf.value) for path, leaf in live}
     if narrow := [(path, dtype) for path, dtype in dtypes.items() if dtype.itemsize <= 2]:
         path, dtype = narrow[0]
         least = float(jnp.finfo(dtype).eps) / 2
         _warn(
-            f"'{path}', and {len(narrow)} of {len(live)} parameters in all, are trained in {dtype}: what an update "
-            f"adds to a weight is rounded away where it is less than {least:.2g} of it. (Adam at a rate of 1e-4 moves "
-            "a weight of 0.1 by 0.001 of it.) Keep them in float32, and compute and gather in 16 bits: "
-            "nn.Dense(..., dtype=jnp.bfloat16) without param_dtype, and gather_dtype='bfloat16' of the wrapper.",
+            f"'{path}', and {len(narrow)} of {len(live)} parameters in all, are trained in {dtype}: updates smaller "
+            f"than {least:.2g} of a weight are rounded away. Keep parameters in float32, and compute and gather in 16 "
+            "bits: nn.Dense(..., dtype=jnp.bfloat16) without param_dtype, and gather_dtype='bfloat16' of the wrapper.",
             ("narrow", dtype),
         )
     shapes = jax.eval_shape(trainable, params)
@@ -177,32 +177,31 @@ def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
                 "An optimizer sees bare arrays, no boxes: choose by shape or by path, as mask=lambda params: "
                 "jax.tree_util.tree_map_with_path(lambda path, p: 'kernel' in jax.tree_util.keystr(path), params)."
             )
-        # If a vector decays too, the mask does not go by the number of dims: then nothing is suspect.
+        # If a vector decays too, the mask does not depend on the number of dims: then nothing is suspect.
         flat = [path for path in taken if ndim[path] <= 1]
         biases = [path for path, decays in taken.items() if decays and path.rpartition("/")[2] in NO_DECAY]
         if biases and flat and not any(taken[path] for path in flat):
             _warn(
                 f"the mask of weight decay takes {listed(biases)}, of {ndim[biases[0]]} dims, and no parameter of one "
-                f"dim, as {listed(flat, 1)}: biases and scales of layers that are stacked (nn.scan, nn.vmap) have a "
-                "dim more. Choose by name, as mask=lambda params: jax.tree_util.tree_map_with_path(lambda path, p: "
+                f"dim, as {listed(flat, 1)}: biases and scales of stacked layers (nn.scan, nn.vmap) have one dim more. "
+                "Choose by name, as mask=lambda params: jax.tree_util.tree_map_with_path(lambda path, p: "
                 "'kernel' in jax.tree_util.keystr(path), params)."
             )
 
 
 def warn_of_options(tx: optax.GradientTransformation, weighted: bool, learning_rate: LearningRate | None) -> None:
-    """Warns of options of a step that do not fit its optimizer."""
+    """Warns of step options that do not fit the optimizer."""
     found = inside.parts(tx)
     for part in found:
         if weighted and part.name == "MultiSteps" and (count := _at(part.held["_every_k_schedule"], 0)) > 1:
             _warn(
                 f"weighted=True with optax.MultiSteps(..., {count:.0f}): it averages gradients of {count:.0f} steps "
-                "with one weight each, so rows of a step of few weigh more than those of one of many. Take "
-                f"make_train_step(..., num_minibatches={count:.0f}, weighted=True) on batches of {count:.0f} times the "
-                "rows: the mean is then by weight."
+                "equally, although the steps have different weights. Use make_train_step(..., num_minibatches="
+                f"{count:.0f}, weighted=True) on batches of {count:.0f} times the rows, which averages by weight."
             )
     given = [*learning_rate.values()] if isinstance(learning_rate, Mapping) else [learning_rate]
     own = inside.schedules(found)
-    # Of a chain of several schedules the user may report one, or their product.
+    # With several schedules in a chain the user may report any of them, or their product.
     product = [lambda count: math.prod(schedule(count) for schedule in own)]
     for schedule in filter(callable, given):
         if own and not any(_difference(schedule, other) is None for other in [*own, *product]):
@@ -215,8 +214,8 @@ def warn_of_options(tx: optax.GradientTransformation, weighted: bool, learning_r
 
 
 def _difference(one: Callable[[Any], Any], other: Callable[[Any], Any]) -> tuple[int, float, float] | None:
-    """The first count at which two schedules differ in more than sign, and both values; None for equal schedules."""
-    # Schedules are functions: they are compared where warmup, decay and their ends would differ.
+    """Returns the first count at which schedules differ in more than sign, with both values; None if they agree."""
+    # Schedules are functions, so compare values where warmup, decay and their ends would differ.
     for count in COUNTS:
         a, b = abs(_at(one, count)), abs(_at(other, count))
         if not math.isclose(a, b, rel_tol=1e-4):
@@ -225,7 +224,8 @@ def _difference(one: Callable[[Any], Any], other: Callable[[Any], Any]) -> tuple
 
 
 def _at(schedule: Callable[[Any], Any], count: int) -> float:
-    # This runs while a step is traced, where a schedule would return a tracer. Those of optax mix ints and floats.
+    # Evaluate eagerly: this runs while a step is traced, where a schedule would return a tracer. The promotion is for
+    # schedules of optax, which mix ints and floats.
     with jax.ensure_compile_time_eval(), jax.numpy_dtype_promotion("standard"):
         return float(schedule(jnp.int32(count)))
 
@@ -234,20 +234,20 @@ def _at(schedule: Callable[[Any], Any], count: int) -> float:
 
 
 class ModelFacts(NamedTuple):
-    """What parameters alone do not say of their model: why leaves are replicated, and classes of modules, by path."""
+    """Facts about a model beyond its parameters: by path, reasons for replicated leaves, and classes of modules."""
 
     reasons: Mapping[str, Reason]
     holders: Mapping[str, str]
 
 
 def warn_of_replicated(params: PyTree, mesh: AnyMesh, look: Callable[[], ModelFacts]) -> None:
-    """Warns where no parameter is split over devices of the mesh, or where 5 % of their bytes or more are not.
+    """Warns if no parameter is split over devices of the mesh, or if at least 5 % of their bytes are not.
 
-    ``look()`` returns the facts of the model. It may trace the model, and is called only where there is a warning.
+    ``look()`` returns the facts of the model. The call may trace the model, and happens only for a warning.
     """
     leaves = dict(trees.sharded_leaves(params))
     nbytes = {path: leaf.stored_bytes for path, leaf in leaves.items()}
-    # A leaf that is split over an axis of size 1 counts as split: fsdp=1 is a choice.
+    # A leaf split over an axis of size 1 counts as split: fsdp=1 is a choice.
     replicated = sorted((path for path, leaf in leaves.items() if not leaf.axes), key=lambda path: -nbytes[path])
     if mesh.size == 1 or not replicated:
         return
@@ -256,7 +256,7 @@ def warn_of_replicated(params: PyTree, mesh: AnyMesh, look: Callable[[], ModelFa
         is_spread = any(mesh.shape.get(axis, 1) > 1 for leaf in leaves.values() for axis in leaf.axes)
         if not is_spread or kept < FEW_BYTES or kept < MOST_REPLICATED * total:
             return
-    # One warning for each mesh and model, since the facts take a trace to find.
+    # One warning per mesh and model; checking the key first avoids the trace for the facts.
     shapes = tuple((path, np.shape(leaf.value), leaf.names) for path, leaf in leaves.items())
     key = ("replicated", tuple(mesh.shape.items()), shapes)
     if key in _warned:
@@ -290,8 +290,8 @@ def warn_of_replicated(params: PyTree, mesh: AnyMesh, look: Callable[[], ModelFa
 
 
 def _cures(replicated: Mapping[str, int], leaves: Mapping[str, Sharded], facts: ModelFacts) -> list[str]:
-    """Returns what to do about replicated leaves, given by path with their bytes; the cure of the most bytes first."""
-    # The classes of modules that gather already: a box says how many names of its path lie below the module.
+    """Returns the cures for replicated leaves, given as path -> bytes; the cure for the most bytes comes first."""
+    # Classes of the wrapped modules: unit_depth of a box counts the path names below its wrapped module.
     units = dict.fromkeys(
         facts.holders.get("/".join(path.split("/")[: -leaf.unit_depth]))
         for path, leaf in leaves.items()
@@ -312,7 +312,7 @@ def _cures(replicated: Mapping[str, int], leaves: Mapping[str, Sharded], facts: 
             cures[CURES[TooSmall]] += nbytes
         else:
             cures[LOST_BOXES] += nbytes
-    # A norm's scale is not named beside an embedding.
+    # Leave out small classes: a norm's scale is not worth naming next to an embedding.
     least = MOST_REPLICATED * sum(replicated.values())
     classes = [*units, *(cls for cls, nbytes in to_wrap.most_common() if nbytes >= least)]
     named = ", ".join(dict.fromkeys(cls for cls in classes if cls))
@@ -324,13 +324,13 @@ def _cures(replicated: Mapping[str, int], leaves: Mapping[str, Sharded], facts: 
 
 
 def warn_of_whole_trees(others: PyTree, mesh: AnyMesh) -> None:
-    """Warns of a leaf of a further tree that a wrapper would have split by default, and that has no box."""
+    """Warns of a leaf in ``others`` without a box that a wrapper would split by default."""
     for path, leaf in trees.leaves_with_path(others):
         if mesh.size > 1 and not is_box(leaf) and np.size(leaf) >= DEFAULT_MIN_WEIGHT_SIZE:
             _warn(
-                f"others['{path}'], {format_bytes(leaf_of(leaf).stored_bytes)}, is whole on each of the {mesh.size} "
-                "devices. Make it by init_sharded or create_train_state of a wrapped model, or restore it into such "
-                "parameters. If it is meant, pass whole_ok=True."
+                f"others['{path}'], {format_bytes(leaf_of(leaf).stored_bytes)}, is replicated on each of the "
+                f"{mesh.size} devices. Make it by init_sharded or create_train_state of a wrapped model, or restore it "
+                "into parameters of a wrapped model. If it is meant, pass whole_ok=True."
             )
             return
 
@@ -343,16 +343,16 @@ def facts_of_step(apply_fn: Callable[..., Any], trace: Callable[[], None]) -> Mo
 
 
 def warn_of_gathered_stacks(stacks: Stacks, mesh: AnyMesh) -> None:
-    """Warns of layers that a wrapped module gathers all at once."""
+    """Warns of scanned layers that a wrapped module gathers at once."""
     new = {name: cls for name, cls in stacks.layers.items() if (name, cls) not in _warned}
     if mesh.size == 1 or not new:
         return
     _warned.update(new.items())
     named = joined([f"{name!r} scans over layers of {cls}" for name, cls in new.items()])
     _warn(
-        f"{named} within a module that shard_module_params wraps: it gathers the weights of all layers at once. Wrap "
-        f"what is scanned, nn.scan(shard_module_params({next(iter(new.values()))}, ...), ...): it gathers a layer at a "
-        "time. If it is meant, pass whole_ok=True.",
+        f"{named} within a module that shard_module_params wraps: it gathers the weights of all layers at once. To "
+        f"gather a layer at a time, wrap the scanned module, nn.scan(shard_module_params({next(iter(new.values()))}, "
+        "...), ...). If it is meant, pass whole_ok=True.",
         stacklevel=CALLERS_LINE,
     )
 
@@ -361,7 +361,7 @@ def warn_of_gathered_stacks(stacks: Stacks, mesh: AnyMesh) -> None:
 
 
 def warn_of_idle_axes(mesh: AnyMesh, batch_axes: tuple[str, ...], state: PyTree, jaxpr: core.Jaxpr) -> None:
-    """Warns of axes along which all devices compute the same: no spec and no equation of ``jaxpr`` names them."""
+    """Warns of axes along which devices repeat the same work: no spec and no equation of ``jaxpr`` names them."""
     leaves = [leaf for _, leaf in trees.sharded_leaves(state)]
     split = {axis for leaf in leaves for axis in (*leaf.axes, *leaf.communication.copied_axes)}
     idle = Axes(axis for axis, size in mesh.shape.items() if size > 1) - split - Axes(batch_axes)
@@ -371,17 +371,18 @@ def warn_of_idle_axes(mesh: AnyMesh, batch_axes: tuple[str, ...], state: PyTree,
         names, times = sorted(idle), math.prod(mesh.shape[axis] for axis in idle)
         _warn(
             f"along {listed(names)} of the mesh {format_mesh(mesh.shape)} all devices compute the same: the batch is "
-            f"split over {batch_axes}, and no parameter and no collective has {listed(names)}. The step is right, and "
-            f"{times} times the work. Name the axis in batch_axes, of shard_batch and create_train_state too, or split "
-            "parameters over it.",
+            f"split over {batch_axes}, and no parameter and no collective uses {listed(names)}. The result is right, "
+            f"at {times} times the work. Name the axis in batch_axes (of shard_batch and create_train_state, too), or "
+            "split parameters over it.",
             ("idle", mesh, idle),
         )
 
 
 def warn_of_averages(aux: tuple[str, ...], count: int, weighted: bool, jaxpr: Callable[[], Any]) -> None:
-    """Warns of floats beside the loss, at the paths ``aux``, that are no means: they will be averaged over ``count``.
+    """Warns of auxiliary floats, at the paths ``aux``, that are not means although they are averaged over ``count``.
 
-    Only names that look like sums or maxima are checked: ``jaxpr()``, whose results the floats are, is costly.
+    Tracing ``jaxpr()``, whose results are these floats, is costly, so only names that look like sums or maxima are
+    checked.
     """
     looks = [path for path in aux if LOOKS_REDUCED.search(path) and ("aux", path) not in _warned]
     if count == 1 or not looks:
@@ -390,7 +391,7 @@ def warn_of_averages(aux: tuple[str, ...], count: int, weighted: bool, jaxpr: Ca
     made = {path: _maker(program, atom) for path, atom in zip(aux, program.outvars, strict=True)}
     for path in looks:
         what, cure = REDUCED.get(made[path], ("", ""))
-        if what and not (weighted and made[path] == "reduce_sum"):  # sums are divided by the global weight there
+        if what and not (weighted and made[path] == "reduce_sum"):  # weighted sums are divided by the global weight
             _warn(
                 f"aux['{path}'] is {what} on each device, and floats beside the loss are averaged, over {count} "
                 f"minibatches of devices here: that is not {what} of the batch. {cure}.",
@@ -399,7 +400,7 @@ def warn_of_averages(aux: tuple[str, ...], count: int, weighted: bool, jaxpr: Ca
 
 
 def _maker(jaxpr: core.Jaxpr, atom: Any) -> str:
-    """The name of the primitive that makes a result of a jaxpr."""
+    """Returns the name of the primitive that makes a result of a jaxpr, or ""."""
     eqn = next((eqn for eqn in jaxpr.eqns if any(atom is made for made in eqn.outvars)), None)
     if eqn is None:
         return ""
@@ -407,7 +408,7 @@ def _maker(jaxpr: core.Jaxpr, atom: Any) -> str:
         return _maker(jaxpr, eqn.invars[0])
     if (inner := eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))) is None or eqn.primitive.name == "scan":
         return eqn.primitive.name
-    # Within a function (jit) the maker is that of its result at the same place. A loop's result has no single maker.
+    # Inside a function (jit), look up the result at the same position. A loop's result has no single maker.
     inner = getattr(inner, "jaxpr", inner)
     return _maker(inner, inner.outvars[[made is atom for made in eqn.outvars].index(True)])
 
@@ -416,9 +417,9 @@ def _maker(jaxpr: core.Jaxpr, atom: Any) -> str:
 
 
 def warn_of_padding(batch: PyTree, counting: Mapping[str, list[str]]) -> None:
-    """Warns of what counts copies of rows, which ``shard_batch`` has appended to the batch.
+    """Warns of values that count copies of rows appended to the batch by ``shard_batch``.
 
-    ``counting`` has the names of what a step computes without the weights of the rows, by kind.
+    ``counting`` has the names of values that a step computes without the weights of the rows, by kind.
     """
     leaves = [(path, leaf) for path, leaf in trees.leaves_with_path(batch) if np.ndim(leaf)]
     padded = {path: of_leaf for path, leaf in leaves if (of_leaf := padded_rows_of(leaf))}
@@ -428,17 +429,17 @@ def warn_of_padding(batch: PyTree, counting: Mapping[str, list[str]]) -> None:
     if absent:
         _warn(
             f"shard_batch(..., pad=True) has made {in_all} rows of {rows}, {copies}, and the weight that it returned "
-            f"beside them is in no leaf of the batch, {listed([path for path, _ in leaves])}: copies count like other "
-            "rows. Pass batch | {'weight': weight}, and use it: weighted=True with (sum, weight) in training, "
+            f"is in no leaf of the batch, {listed([path for path, _ in leaves])}: copies count like real rows. Pass "
+            "batch | {'weight': weight}, and use the weight: weighted=True with (sum, weight) in training, "
             "metric.update(..., weight=) in an evaluation.",
             "padding",
             CALLERS_LINE,
         )
     for kind, names in counting.items():
-        # Without weights in the batch all is computed without them; statistics need another cure.
+        # Without weights in the batch everything counts copies: one warning says so; only statistics need another cure.
         if not absent or kind in ("collection", "statistic", "comparison"):
             what, cure = COUNTING[kind]
-            named = f" {listed(names)}" if any(names) else ""  # a metric without others beside it has no name
+            named = f" {listed(names)}" if any(names) else ""  # a single metric has no name
             _warn(
                 f"shard_batch(..., pad=True) has made {in_all} rows of {rows}, {copies}, and {what.format(named)}. "
                 f"{cure}",

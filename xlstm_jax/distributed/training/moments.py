@@ -1,9 +1,9 @@
-"""The moments of a training at which checks run, the arguments of the checks, and the table of checks.
+"""Moments of a training at which checks run, the argument types of the checks, and the table of checks.
 
-  run_checks(moment, context)   a line in the algorithms: the step, the state, gradients, evaluation
-  CHECKS                        the rows (moment, function, page of docs/), which ``training.checks`` registers
+  run_checks(moment, context)   called by the algorithms: the step, the state, gradients, evaluation
+  CHECKS                        the rows (moment, function, page of docs/), registered by ``training.checks``
 
-A check raises an error where something is wrong, warns where it may be meant, and changes no number.
+A check raises for a certain mistake, warns of a possible mistake, and changes no number.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,29 +25,29 @@ from xlstm_jax.distributed.training.varying import Equations, read_equations
 from xlstm_jax.private_names import core
 
 Moment = Literal[
-    "optimizer",  # a state is about to be created: its optax transform
-    "model",  # a model is about to be traced, to be initialised: NewModel
-    "shapes",  # the shapes of its variables are known: NewVariables
-    "values",  # the values are about to be computed: NewModel
-    "state",  # the parameters of a new state are there: CreatedState
-    "trace",  # JAX begins to trace a step: StepTrace
-    "trace of an evaluation",  # the same of an evaluation: EvaluationTrace
-    "loss",  # a loss function has returned: LossOfDevice
-    "gradient",  # the loss of a minibatch was differentiated: Differentiated
-    "aux",  # numbers beside the loss are about to be averaged: Averaged
-    "results",  # the ``shard_map`` of a step or of an evaluation was traced: Results
-    "traced",  # the same of a step, with all its arguments: TracedStep
-    "names",  # a step is called, or its ``lower`` and the like: JittedCall, as of the four below
-    "call",  # a step is called
-    "placed",  # the arguments are about to be handed to JAX
-    "refused",  # JAX has raised an error
-    "returned",  # the call has returned
-    "failure",  # JAX has refused what a loss function does: the exception
+    "optimizer",  # before a state is created: its optax transform
+    "model",  # before a model is traced for initialisation: NewModel
+    "shapes",  # after its variables were traced: NewVariables
+    "values",  # before the variables are computed: NewModel
+    "state",  # after the parameters of a new state were computed: CreatedState
+    "trace",  # when JAX begins to trace a step: StepTrace
+    "trace of an evaluation",  # when JAX begins to trace an evaluation: EvaluationTrace
+    "loss",  # after a loss function has returned: LossOfDevice
+    "gradient",  # after the loss of a minibatch was differentiated: Differentiated
+    "aux",  # before auxiliary numbers are averaged: Averaged
+    "results",  # after the ``shard_map`` of a step or an evaluation was traced: Results
+    "traced",  # after the ``shard_map`` of a step was traced: TracedStep
+    "names",  # when a step, its ``lower`` or a similar method is called: JittedCall, as in the four below
+    "call",  # when a step is called
+    "placed",  # before the arguments are passed to JAX
+    "refused",  # after JAX has raised an error
+    "returned",  # after the call has returned
+    "failure",  # after JAX has raised an error inside a loss function: the exception
 ]
 
 
 class TrainingCheck(NamedTuple):
-    """One row: ``looks`` is called at the moment, and ``page`` is the page of docs/ that has more."""
+    """Row of the table: ``looks`` is called at ``moment``; ``page`` is the page of docs/ with the details."""
 
     moment: Moment
     looks: Callable[[Any], None]
@@ -55,7 +55,7 @@ class TrainingCheck(NamedTuple):
 
 
 class NewModel(NamedTuple):
-    """A model, and the mesh and the keys that it is initialised with."""
+    """A model, and the mesh and keys for its initialisation."""
 
     model: Model
     mesh: Mesh | AbstractMesh
@@ -63,16 +63,16 @@ class NewModel(NamedTuple):
 
 
 class NewVariables(NamedTuple):
-    """The variables of a model, abstract and boxed, by collection, and the mesh that they will lie on."""
+    """The abstract, boxed variables of a model by collection, and the mesh for them."""
 
     variables: Mapping[str, PyTree]
     mesh: Mesh | AbstractMesh
 
 
 class CreatedState(NamedTuple):
-    """The arguments of ``create_train_state``, its parameters and other collections.
+    """The arguments of ``create_train_state``, with the parameters and collections that it created.
 
-    ``stacks`` are stacks of layers that a unit gathers at once.
+    ``stacks`` are stacks of layers that a wrapped module gathers at once.
     """
 
     model: Model
@@ -89,7 +89,7 @@ class CreatedState(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTrace:
-    """The arguments of a step and of its maker, while JAX traces."""
+    """The arguments of a step and of ``make_train_step``, during tracing."""
 
     loss: LossFunction
     layout: BatchLayout
@@ -110,9 +110,9 @@ class StepTrace:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A step whose loss and gradients were traced: the equations, and stacks of layers that are gathered at once.
+    """A step after tracing its loss and gradients: the jaxpr, and stacks of layers gathered at once.
 
-    ``trace_again()`` traces loss and gradients once more, for checks that must watch modules.
+    ``trace_again()`` traces loss and gradients once more, for checks that observe modules.
     """
 
     step: StepTrace
@@ -122,7 +122,7 @@ class TracedStep:
 
 
 class EvaluationTrace(NamedTuple):
-    """The arguments of an evaluation, while JAX traces."""
+    """The arguments of an evaluation, during tracing."""
 
     eval_fn: Callable[..., Any]
     layout: BatchLayout
@@ -134,7 +134,7 @@ class EvaluationTrace(NamedTuple):
 
 @dataclass(frozen=True)
 class Results:
-    """The results of a ``shard_map``, its equations, the axes of the batch and the collections of the state."""
+    """The results of a ``shard_map``, its jaxpr, the mesh, the axes of the batch and the collections of the state."""
 
     results: PyTree
     jaxpr: core.Jaxpr
@@ -144,12 +144,12 @@ class Results:
 
     @cached_property
     def equations(self) -> Equations:
-        """The axes along which results and marked values differ, read off the equations."""
+        """Returns the axes along which results and marked values differ, read off the jaxpr."""
         return read_equations(self.jaxpr)
 
 
 class LossOfDevice(NamedTuple):
-    """A loss, or a weight, of this device; ``what`` names it."""
+    """A local loss or weight; ``what`` is its name for errors."""
 
     value: jax.Array
     axes: tuple[str, ...]
@@ -157,7 +157,7 @@ class LossOfDevice(NamedTuple):
 
 
 class Differentiated(NamedTuple):
-    """A call ``loss(*args)`` that was differentiated, and the paths of leaves that it gathers in a branch."""
+    """A differentiated call ``loss(*args)``, and the paths of the leaves gathered inside a branch."""
 
     gathered_in_branches: Sequence[str]
     loss: Callable[..., Loss]
@@ -166,9 +166,9 @@ class Differentiated(NamedTuple):
 
 
 class Averaged(NamedTuple):
-    """Floats beside the loss, at ``paths``, which are averaged over ``over`` minibatches of devices.
+    """Auxiliary floats at ``paths``, which are averaged over ``over`` minibatches of devices.
 
-    ``jaxpr()`` has the equations of which these floats are the results.
+    ``jaxpr()`` returns the equations whose results are these floats.
     """
 
     paths: tuple[str, ...]
@@ -178,13 +178,13 @@ class Averaged(NamedTuple):
 
 
 class JittedStep(NamedTuple):
-    """A step that is called: the layout of its batch, and the names of its arguments by place.
+    """A jitted step: the layout of its batch, and the names of its arguments by position.
 
     Attributes:
       needed: the arguments without a default.
-      donated: the arguments whose memory a call takes over.
-      counting: the names of values that count rows which only pad; see ``counting_padding``.
-      seen: what needs no second look in later calls.
+      donated: the arguments whose buffers a call donates.
+      counting: function that returns the names of values with padded rows in them; see ``counting_padding``.
+      seen: cache of inputs that later calls need not check again.
     """
 
     layout: BatchLayout
@@ -196,7 +196,7 @@ class JittedStep(NamedTuple):
 
 
 class JittedCall(NamedTuple):
-    """A call of a step: its arguments, as they came and by name, and the error that JAX has raised."""
+    """A call of a step: its arguments as passed and by name, and the error that JAX has raised, if any."""
 
     step: JittedStep
     args: tuple[Any, ...]

@@ -1,8 +1,9 @@
-"""Names the arguments of a step that hold NaN, where JAX is to raise at the operation that makes the first one.
+"""Errors that name NaN in the arguments of a step, for steps that run under ``jax_debug_nans``.
 
-Under ``jax_debug_nans`` (and ``jax_debug_infs``) JAX runs a program again, operation by operation, when a result is
-NaN. Where the NaN was in an argument no operation has made it, and JAX ends in a ``RecursionError``. A NaN that the
-step replaces (a missing label, a mask of minus infinity) reaches no result, and nothing is said of it.
+Under ``jax_debug_nans`` (and ``jax_debug_infs``) JAX reruns a program operation by operation when a result is NaN, to
+find the operation that made the first NaN. If an argument already contained it, no operation is found, and JAX fails
+with a ``RecursionError``. A NaN replaced within the step (a missing label, a mask of minus infinity) reaches no
+result, and raises no error.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,13 +20,13 @@ from xlstm_jax.distributed.data_parallel.trees import named_leaf, sharded_leaves
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.wording import joined
 
-NAMED = 3  # leaves
+NAMED = 3  # maximum number of leaves named in the error
 
 
 @contextmanager
 def naming_nans(arguments: Mapping[str, PyTree]) -> Iterator[None]:
-    """A context for a call with ``arguments``, in which a ``ValueError`` that names their NaN is in JAX's place."""
-    # Before the call, since it may take over the memory of its arguments.
+    """Replaces JAX's ``RecursionError`` in this context by a ``ValueError`` that names the NaN in ``arguments``."""
+    # Search before the call, since the call may donate the buffers of its arguments.
     found = list(_found(arguments))
     try:
         yield
@@ -35,13 +36,13 @@ def naming_nans(arguments: Mapping[str, PyTree]) -> Iterator[None]:
         option, where = found[0]
         others = [place for _, place in found[1:NAMED]]
         raise ValueError(
-            f"{option}: {where} before the step computes anything, and JAX could name no operation. Mend what made "
-            f"this argument{f' (or {joined(others)})' if others else ''}; JAX then finds what the step itself makes."
+            f"{option}: {where} before the step computes anything, and JAX could name no operation. Fix the source of "
+            f"this argument{f' (or {joined(others)})' if others else ''}; JAX then finds values that the step makes."
         ) from None  # the RecursionError has hundreds of causes
 
 
 def _found(arguments: Mapping[str, PyTree]) -> Iterator[tuple[str, str]]:
-    """The leaves with a NaN or an infinity, if JAX is to look for these: the option that says so, and the place."""
+    """Yields (option, description) per leaf with a NaN or an infinity, if the JAX option for it is set."""
     looked_for = {"jax_debug_nans": ("NaN", np.isnan), "jax_debug_infs": ("infinity", np.isinf)}
     for option, (what, is_one) in looked_for.items():
         if not getattr(jax.config, option):
@@ -55,7 +56,7 @@ def _found(arguments: Mapping[str, PyTree]) -> Iterator[tuple[str, str]]:
 
 
 def _values(value: Any) -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
-    """The parts of an array of floats that this process holds, each with the index of its first entry."""
+    """Yields the local parts of a float array, each with the index of its first entry."""
     if isinstance(value, Tracer | jax.ShapeDtypeStruct) or not hasattr(value, "dtype"):
         return
     if not jnp.issubdtype(value_dtype(value), jnp.inexact):
@@ -68,7 +69,7 @@ def _values(value: Any) -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
 
 
 def _first(found: np.ndarray, start: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The index in the array of the first entry that is true, in a list; an empty one where none is."""
+    """Returns a list with the index in the full array of the first true entry, or an empty list."""
     if not found.any():
         return []
     first = np.unravel_index(int(found.argmax()), found.shape)

@@ -1,20 +1,20 @@
-"""What a step computes that counts rows which only pad: all that follows from them, and not from their weights.
+"""Analysis of a step for padded rows: finds values computed from the rows without their weights.
 
-``shard_batch(..., pad=...)`` appends copies of rows, and returns weights that are 0 for them. Whether a step uses the
-weights is read off its equations, once for each shape of a padded batch:
+``shard_batch(..., pad=...)`` appends copies of rows, and returns weights, 0 for the copies. Whether a step uses
+the weights is read off its equations, once per shape of a padded batch:
 
-  of a loss function    the loss and its weight, each number beside it, each updated collection
-  of an evaluation      what each metric observes
+  loss function    the loss and its weight, each auxiliary number, each updated collection
+  evaluation       the observations of each metric
 
-A sum over the rows of all devices without their weights, on which the loss depends, is a statistic of the batch.
+A sum over the rows of every device without weights, on which the loss depends, counts as a batch statistic.
 
-A loss that depends on gathered rows compares rows with those of other devices (contrastive losses, a top-k of the
-batch), unless reduced weights join them: a mask of the gathered rows.
+A loss that depends on gathered rows compares rows across devices (contrastive losses, a top-k of the batch). It counts
+as a comparison unless reduced weights enter as well: a mask of the gathered rows.
 
-A loss without a weight beside it must have reduced the weights over devices: devices hold different numbers of real
-rows, and the mean of their means is not the mean.
+A loss without a returned weight must reduce the weights over devices: devices hold different numbers of real rows, and
+the mean of their means is not the mean.
 
-A maximum or minimum over all rows is left out: copies do not change it. So are the scales of fp8 products, which follow
+A maximum or minimum over the rows is ignored: copies do not change it. So are the scales of fp8 products, which follow
 from largest magnitudes.
 """
 
@@ -42,19 +42,19 @@ from xlstm_jax.equations import COLLECTIVES, named_axes
 ROWS, WEIGHTS, GLOBAL = Axes({"(rows that pad)"}), Axes({"(their weights)"}), Axes({"(reduced weights)"})
 STATISTICS = Axes({"(sums of rows without weights)"})
 GATHERED = Axes({"(rows of all devices without weights)"})
-MARK = "xlstm_jax: "  # how the names of what is looked at begin
+MARK = "xlstm_jax: "  # prefix of the names of marked values
 LOSS, LOCAL_MEAN, WEIGHT, STATISTIC = "loss", "mean of local means", "weight of the loss", "statistic"
 COMPARISON = "comparison"
 AUX, COLLECTION, OBSERVED = "aux", "collection", "metric"
 EXTREMA = {"reduce_max", "reduce_min", "reduce_or", "reduce_and"}
 
 
-# ------------------------------------------------------------------------------------------------ marks of what is seen
+# ------------------------------------------------------------------------------------------------- marks in equations
 
 
 @dataclass(frozen=True)
 class MarkedLoss(LossFunction):
-    """A loss function whose results have names in its equations."""
+    """A loss function whose results have names in the jaxpr."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Loss:
         found = super().__call__(*args, **kwargs)
@@ -64,18 +64,18 @@ class MarkedLoss(LossFunction):
                 name: tree if name == OVERWRITTEN else with_names(tree, COLLECTION, name) for name, tree in kept.items()
             }
         if found.weight is not None:
-            with_names(jnp.asarray(found.weight), WEIGHT)  # which stays a Python number where it is one
+            with_names(jnp.asarray(found.weight), WEIGHT)  # marks a copy: a Python number stays one
         return Loss(with_names(found.total, LOSS), found.weight, with_names(found.aux, AUX), kept)
 
 
 def with_names(tree: PyTree, kind: str, name: str = "") -> PyTree:
-    """The tree, each of whose arrays has a name in the equations: its kind, and its path behind ``name``."""
+    """Returns the tree with a name in the jaxpr for each array: its kind, and its path after ``name``."""
 
     def with_name(path: str, x: Any) -> Any:
         its = "/".join(part for part in (name, path) if part not in ("", "."))
         return checkpoint_name(x, f"{MARK}{kind}:{its}") if isinstance(x, jax.Array) else x
 
-    # A cell has several arrays, and one name.
+    # A cell consists of several arrays with a single name.
     leaves, treedef = trees.flatten_with_path(tree, lambda node: isinstance(node, Cell))
     return jax.tree.unflatten(treedef, [jax.tree.map(partial(with_name, path), leaf) for path, leaf in leaves])
 
@@ -91,20 +91,20 @@ def counting_padding(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> dict[str, list[str]]:
-    """What counts rows that pad like others, by kind (``LOSS``, ``AUX``, ...), each with the names of such values.
+    """Returns the values that count padded rows like real rows, by kind (``LOSS``, ``AUX``, ...), as lists of names.
 
     Args:
-      step: a step that marks what it computes.
-      metric: what takes in what the step observes, if anything does.
+      step: a step that marks its results.
+      metric: the metric updated with the observations of the step, if any.
       row_axes: the axes over which rows are split.
-      batch: among the arguments.
-      args, kwargs: of the step.
+      batch: the batch among the arguments.
+      args, kwargs: the arguments of the step.
     """
     kinds: dict[int, Axes] = {}
     for leaf in jax.tree.leaves(batch):
         if padded_rows_of(leaf):
             kinds[id(leaf)] = ROWS
-        # Any other array may be made of the weights.
+        # Any array without padding may be computed from the weights.
         elif getattr(leaf, "ndim", 0):
             kinds[id(leaf)] = WEIGHTS
     of_inputs = [kinds.get(id(leaf), Axes()) for leaf in jax.tree.leaves((args, kwargs))]
@@ -117,13 +117,13 @@ def counting_padding(
         labels, kind = Axes().union(*inputs), COLLECTIVES.get(eqn.primitive.name)
         if kind in ("all-reduce", "all-gather") and WEIGHTS <= labels:
             return [labels | GLOBAL] * len(eqn.outvars)
-        # A sum over the rows of all devices, as of BatchNorm. A sum over other axes is one of parts of a row.
+        # A sum over the rows of every device, as in BatchNorm. A sum over other axes adds parts of a row.
         is_sum = kind == "all-reduce" and not eqn.primitive.name.startswith(("pmax", "pmin"))
         over_rows = bool(set(named_axes(eqn)) & set(row_axes)) if kind else False
         if is_sum and ROWS <= labels and over_rows:
             return [labels | STATISTICS] * len(eqn.outvars)
         if kind in ("all-gather", "collective-permute") and ROWS <= labels and over_rows:
-            # Integers are what devices ask each other for: indices of rows of a split table, numbers of tokens.
+            # Integers are requests between devices: row indices of a split table, numbers of tokens.
             return [labels | (GATHERED if _is_float(out) else Axes()) for out in eqn.outvars]
         if eqn.primitive.name in EXTREMA and all(out.aval.ndim == 0 for out in eqn.outvars):
             return [Axes()] * len(eqn.outvars)
@@ -136,21 +136,21 @@ def counting_padding(
         if kind == AUX and metric is not None:
             kind = OBSERVED
         if kind == OBSERVED:
-            # Values and weights are arguments of one metric.
+            # Values and weights are arguments of the same metric.
             path = path.partition("/")[0] if isinstance(metric, Compose) else ""
             if isinstance(metric.metrics.get(path) if isinstance(metric, Compose) else metric, Max | Min):
                 continue
         found[kind][path] = found[kind][path] | labels
     counting = {kind: _without_weights(kind, of_kind) for kind, of_kind in found.items()}
-    # The cure of such a loss returns the weights, too.
+    # The cure of an unweighted loss includes its weight.
     if counting.get(LOSS):
         counting.pop(WEIGHT, None)
-    # Devices hold different numbers of real rows: the weights of one alone make no term of the mean over all.
+    # Devices hold different numbers of real rows: local weights alone do not make a term of the global mean.
     if WEIGHT not in found and _several_parts(batch):
         counting[LOCAL_MEAN] = [
             path for path, labels in found[LOSS].items() if labels & WEIGHTS and not labels & GLOBAL
         ]
-    # Statistics that are kept are named as collections.
+    # Statistics stored in collections are reported as collections.
     if not counting.get(COLLECTION):
         counting[STATISTIC] = [path for path, labels in found[LOSS].items() if labels & STATISTICS]
     counting[COMPARISON] = [
@@ -160,7 +160,7 @@ def counting_padding(
 
 
 def _several_parts(batch: PyTree) -> bool:
-    """Whether this process's devices hold different rows of what was padded."""
+    """Returns whether this process's devices hold different rows of a padded leaf."""
     padded = next(leaf for leaf in jax.tree.leaves(batch) if padded_rows_of(leaf))
     return len({str(shard.index[0]) for shard in padded.addressable_shards}) > 1
 
@@ -170,6 +170,6 @@ def _is_float(var: Any) -> bool:
 
 
 def _without_weights(kind: str, reached: Mapping[str, Axes]) -> list[str]:
-    # The number of rows follows from no value: as a weight it counts all of them.
+    # The number of rows depends on no value: used as a weight, it counts padded rows.
     from_rows = Axes() if kind == WEIGHT else ROWS
     return [path for path, labels in reached.items() if from_rows <= labels and not labels & WEIGHTS]

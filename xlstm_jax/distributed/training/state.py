@@ -1,4 +1,4 @@
-"""The training state on a mesh: initialised, abstract, and updated. Only this file knows Flax's ``TrainState``."""
+"""Training state on a mesh: initialisation, abstract shapes, update. The only file to import Flax's ``TrainState``."""
 
 import math
 import re
@@ -43,13 +43,15 @@ State = TypeVar("State", bound=FlaxTrainState)  # ours, Flax's own, or a subclas
 
 
 class TrainState(FlaxTrainState):
-    """Flax's ``TrainState``, with the collections that the model keeps beside its parameters.
+    """Flax's ``TrainState`` with a field for the model's collections beside "params".
 
-    ``collections`` is all that ``model.init`` returned beside "params", as ``{"batch_stats": ...}``: equal on all
-    devices, apart from leaves in boxes. For most models it is empty, and a plain Flax ``TrainState`` does as well.
+    ``collections`` contains everything that ``model.init`` returned except "params", as ``{"batch_stats": ...}``, equal
+    on every device apart from boxed leaves. Most models have no collections; then a plain Flax ``TrainState`` works as
+    well.
 
-    ``sees_boxes`` says of the optimizer's state that ``create`` made it of parameters in boxes, so that its moments
-    have these boxes. ``create_train_state`` and updates on global arrays make states that follow ``ShardedOptimizer``.
+    ``sees_boxes`` is True if ``create`` initialised the optimizer from boxed parameters, so that its moments have the
+    same boxes. ``create_train_state`` and updates on global arrays make states in the layout of ``ShardedOptimizer``
+    instead.
 
     >>> state = TrainState.create(apply_fn=nn.Dense(4).apply, params={}, tx=optax.sgd(0.1))
     >>> state.collections, state.replace(collections={"batch_stats": {"mean": 0.0}}).collections
@@ -59,9 +61,9 @@ class TrainState(FlaxTrainState):
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**{"repr": False} | options)  # else each dataclass writes its fields in full
+        super().__init_subclass__(**{"repr": False} | options)  # else each dataclass prints its fields in full
 
-    def __repr__(self) -> str:  # in full, a state has thousands of characters
+    def __repr__(self) -> str:  # printing every array would take thousands of characters
         title, rows = _title_and_rows(self)
         parts = [f"{part} {total}, {of_device} per device, leaves: {leaves}" for part, leaves, total, of_device in rows]
         return f"<{title}: {'; '.join(parts) or 'nothing'}>"
@@ -79,27 +81,27 @@ class TrainState(FlaxTrainState):
     def create(
         cls, *, apply_fn: Callable[..., Any], params: PyTree, tx: optax.GradientTransformation, **fields: Any
     ) -> "TrainState":
-        """As Flax's, but the optimizer does not see frozen parameters."""
+        """Creates the state as Flax's ``create`` does, but hides frozen parameters from the optimizer."""
         if not isinstance(params, optax.LookaheadParams):
             tx = with_plain_params(tx)
-        # Flax's `create` calls tx.init on what it gets, so the frozen leaves come back afterwards.
+        # Flax's `create` calls tx.init on its params argument, so pass it no frozen leaves and restore them afterwards.
         state: TrainState = super().create(apply_fn=apply_fn, params=trees.without_frozen(params), tx=tx, **fields)
         in_boxes = any(is_box(leaf) for _, leaf in trees.leaves_with_path(state.opt_state))
         return state.replace(params=params, sees_boxes=in_boxes)
 
     def apply_gradients(self, *, grads: PyTree, **kwargs: Any) -> Self:
-        """As Flax's, for gradients with or without boxes: those that ``value_and_grad`` returns, say.
+        """Updates the parameters as Flax's ``apply_gradients``; gradients may be boxed, as from ``value_and_grad``.
 
-        Outside of ``shard_map`` the optimizer sees global arrays without boxes and padding, as in ``make_train_step``:
-        all of optax is exact there. Inside, and with a state that was made of boxed parameters, it sees what it is
-        given: see ``elementwise_only``.
+        Outside ``shard_map`` the optimizer receives global arrays without boxes and padding, as in ``make_train_step``,
+        so every optax transform is exact. Inside ``shard_map``, and for a state created from boxed parameters, the
+        optimizer receives the gradients as passed: see ``elementwise_only``.
         """
         mesh = _mesh_of(self.params)
         if mesh is None or self.sees_boxes or collectives.manual_axes():
             return super().apply_gradients(grads=grads, **kwargs)
 
         def gradient(leaf: Sharded, grad: Any) -> Any:
-            """Without box and padding, as the optimizer sees it; None for a leaf that takes no gradient."""
+            """Returns the gradient without box and padding for the optimizer; None for a non-differentiable leaf."""
             return true_value(leaf.replace(value=trees.stored_values(grad))) if leaf.is_differentiable else None
 
         bare = trees.map_sharded(gradient, self.params, grads)
@@ -107,7 +109,7 @@ class TrainState(FlaxTrainState):
 
 
 def _mesh_of(params: PyTree) -> Mesh | AbstractMesh | None:
-    """The mesh that boxed parameters lie on, by their values or, where these are traced, by their types."""
+    """Returns the mesh of boxed parameters, from the shardings of their values or of their types (if traced)."""
     values = [trees.stored_values(leaf) for _, leaf in trees.leaves_with_path(params) if is_box(leaf)]
     shardings = [getattr(jax.typeof(x) if isinstance(x, Tracer) else x, "sharding", None) for x in values]
     return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty), None)
@@ -123,12 +125,12 @@ def init_sharded(
     frozen_dtype: DTypeLike | None = None,
     **kwargs: Any,
 ) -> PyTree:
-    """Initialises a model whose modules are wrapped; every device computes only the shards that it keeps.
+    """Initialises a model with wrapped modules; every device computes only the shards that it stores.
 
-    For every mesh the values are those of ``jax.jit(plain_model.init)`` on one device: the same random bits, and floats
-    to within 2 or 3 units in the last place (XLA may compile a function such as ``erf_inv`` otherwise for a shard). An
-    initializer that factors a matrix (``orthogonal``) is the exception: each device computes the whole leaf, and it
-    agrees to rounding.
+    On every mesh the values equal those of ``jax.jit(plain_model.init)`` on one device: the same random bits, and
+    floats to within 2 or 3 units in the last place (XLA may compile functions such as ``erf_inv`` differently for a
+    shard). Initializers that factor a matrix (``orthogonal``) are the exception: each device computes the full leaf,
+    and values agree to rounding.
 
     >>> model = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(16)
     >>> params = init_sharded(model, mesh, jax.random.key(0), jnp.ones((8, 32)), batch_axes=("dp", "fsdp"))["params"]
@@ -136,27 +138,28 @@ def init_sharded(
     (('fsdp', None), (32, 16), (8, 16))
 
     Args:
-      model: a module with ``shard_module_params`` around it or its parts. Parts that are not wrapped stay whole.
+      model: a module with ``shard_module_params`` around it or its parts. Parameters of unwrapped parts stay
+        replicated.
       mesh: the mesh, with the axes that the wrappers name.
-      rng: a key, or a dict of keys, as ``model.init`` takes it.
-      *inputs: example inputs with global shapes, the same in every process; split over ``batch_axes`` where their
-        leading dim divides.
+      rng: a key or a dict of keys, as for ``model.init``.
+      *inputs: example inputs with global shapes, the same in every process; split over ``batch_axes`` where the leading
+        dim divides.
       batch_axes: the axes that the batch is split over.
-      trainable, frozen_dtype: which parameters are frozen, beside those that wrappers have frozen, and the dtype in
-        which these are stored: see ``freeze_params``. Values are those of ``model.init``, cast by the device that
+      trainable, frozen_dtype: predicate of the trainable parameters (wrappers may freeze more), and the dtype in which
+        frozen ones are stored: see ``freeze_params``. Values come from ``model.init``, cast by the device that
         computes them.
-      **kwargs: passed to ``model.init`` as they are, as ``train=False``.
+      **kwargs: passed to ``model.init`` unchanged, as ``train=False``.
     Returns:
       The variables: global arrays on the mesh, boxed where they are split.
     Raises:
       ValueError: a wrapper or a box names an axis that the mesh does not have; or as ``freeze_params``. Or processes
-        have different keys: all raise it.
+        pass different keys: every process raises.
       TypeError: as ``freeze_params``.
     """
     freezing: dict[str, Any] = {"trainable": trainable, "frozen_dtype": frozen_dtype}
     init = jitted_init(model, mesh, rng, *inputs, batch_axes=batch_axes, **freezing, **kwargs)
     run_checks("values", NewModel(model, mesh, rng))
-    # jit does not split NumPy arrays over devices of several processes.
+    # jit cannot split NumPy arrays over devices of several processes.
     return init(rng, jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, inputs))
 
 
@@ -170,7 +173,7 @@ def jitted_init(
     frozen_dtype: DTypeLike | None = None,
     **kwargs: Any,
 ) -> jax.stages.Wrapped:
-    """The ``jax.jit`` function of ``(rng, inputs)`` that ``init_sharded`` calls, to be lowered and looked at.
+    """Returns the ``jax.jit`` function of ``(rng, inputs)`` that ``init_sharded`` calls, for lowering and inspection.
 
     >>> rng, x = jax.random.key(0), jnp.ones((8, 32))
     >>> jitted_init(nn.Dense(16), mesh, rng, x, batch_axes="dp").lower(rng, (x,)).out_info["params"]["kernel"].shape
@@ -181,7 +184,7 @@ def jitted_init(
     axes = mesh_axes(mesh, batch_axes, "batch_axes")
 
     def init(rng: PyTree, inputs: tuple[PyTree, ...]) -> PyTree:
-        # Wrapped modules see the sizes of the axes here, and box global values accordingly.
+        # Wrapped modules read the axis sizes from this mesh, and box global values accordingly.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), boxes_without_constraints():
             variables = trees.with_mesh_names(model.init(rng, *inputs, **kwargs))
             if "params" in variables:
@@ -215,7 +218,7 @@ def create_train_state(
     offload: Placement = ON_DEVICES,
     **kwargs: Any,
 ) -> TrainState:
-    """A Flax ``TrainState`` on the mesh: parameters by ``init_sharded``, the optimizer's moments split like them.
+    """Creates a Flax ``TrainState`` on the mesh: parameters by ``init_sharded``, optimizer moments split alike.
 
     >>> model, x = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(16), jnp.ones((8, 32))
     >>> state = create_train_state(model, optax.adam(1e-3), mesh, jax.random.key(0), x, batch_axes=("dp", "fsdp"))
@@ -224,32 +227,33 @@ def create_train_state(
 
     Args:
       model, mesh, rng, *inputs, batch_axes, trainable, frozen_dtype, **kwargs: see ``init_sharded``.
-      tx: any optax optimizer but those that docs/optimizers.md names as refused. It is initialised on the parameters
-        without boxes, as global arrays. The slow weights of ``optax.lookahead`` lie in its state: see ``slow_params``.
-      whole_ok: do not warn where no parameter is split, or 5 % of their bytes are not, or where a wrapper gathers all
-        layers of a scan at once.
-      offload: what lies in the memory of the host; steps read it off the state, and need no option for it.
+      tx: any optax optimizer except those that docs/optimizers.md lists as refused. Its state is initialised from the
+        parameters as global arrays without boxes. The slow weights of ``optax.lookahead`` are stored in this state: see
+        ``slow_params``.
+      whole_ok: suppresses the warnings about replicated parameters (no parameter is split, or at least 5 % of the bytes
+        are not) and about a wrapper that gathers every layer of a scan at once.
+      offload: which parts are stored in host memory; steps read this off the state, and need no option.
     Returns:
-      ``TrainState(step=0, apply_fn=model.apply, params, tx, opt_state, collections)``: ``params`` boxed where they are
-      split, ``opt_state`` split like the parameters, and boxed only where these are padded; ``collections`` all else
-      that ``model.init`` made, as ``{"batch_stats": ...}``, whole on every device unless the model has boxed it.
+      ``TrainState(step=0, apply_fn=model.apply, params, tx, opt_state, collections)``: ``params`` boxed where split,
+      ``opt_state`` split like the parameters and boxed only where these are padded; ``collections`` holds the remaining
+      output of ``model.init``, as ``{"batch_stats": ...}``, replicated unless the model has boxed it.
     Raises:
-      ValueError: a collection is of single examples (a cache), or holds what the model has sown; names it, and how to
-        leave it out. Or a transform within ``tx`` needs what no step has; names both.
+      ValueError: a collection depends on single examples (a cache) or contains sown values; names the collection and
+        how to leave it out. Or a transform within ``tx`` needs something that no step provides; names both.
     """
     run_checks("optimizer", tx)
     tx = with_plain_params(tx)
     mesh = auto_mesh(mesh)
-    # Layers that a wrapper would gather at once show only while the model is initialised.
+    # A wrapper that gathers several layers at once is noticed only while the model is initialised.
     with noting_stacks() as stacks:
         freezing: dict[str, Any] = {"trainable": trainable, "frozen_dtype": frozen_dtype}
         variables = dict(init_sharded(model, mesh, rng, *inputs, batch_axes=batch_axes, **freezing, **kwargs))
     params = variables.pop("params", {})
     run_checks("state", CreatedState(model, tx, mesh, rng, inputs, kwargs, params, variables, stacks, whole_ok))
-    # On the mesh from the beginning: a step returns it there, and another sharding would compile the second step again.
+    # Place the step counter on the mesh now: a step returns it there, and another sharding would compile step 2 again.
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, PartitionSpec()))
     opt_state = sharded_opt_state(tx, params, mesh, offload)
-    # Strongly typed, as a step returns them: after a weak type the second step would compile again.
+    # Strong types, as a step returns them: after a weak type the second step would compile again.
     kept = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), variables)
     return TrainState(step=step, apply_fn=model.apply, params=params, tx=tx, opt_state=opt_state, collections=kept)
 
@@ -257,15 +261,15 @@ def create_train_state(
 def sharded_opt_state(
     tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | AbstractMesh, offload: Placement = ON_DEVICES
 ) -> PyTree:
-    """Returns the first state of an optimizer, split over the mesh like the parameters that it belongs to."""
+    """Returns the initial optimizer state, split over the mesh like the parameters."""
     optimizer = sharded_optimizer(tx, params, mesh, offload.wrap)
 
     def init(params: PyTree) -> PyTree:
-        # Copies, because a step donates each buffer once, and some optimizers keep the parameters themselves. Strongly
-        # typed, because a step returns strong types: after a weak type the second step would compile again.
+        # Copy, because a step donates each buffer once, and some optimizers store the parameters themselves. Cast to
+        # strong types, as a step returns them: after a weak type the second step would compile again.
         return jax.tree.map(lambda x: jnp.array(x, x.dtype), optimizer.init(params))
 
-    # The shapes of the state are known only once tx.init was traced; where each leaf lies follows from them.
+    # Only a trace of tx.init shows the shapes of the state; the sharding of each leaf follows from the shapes.
     out = optimizer.shardings(jax.eval_shape(init, params))
     return jax.jit(init, out_shardings=out)(params)
 
@@ -280,15 +284,15 @@ def abstract_train_state(
     offload: Placement = ON_DEVICES,
     **kwargs: Any,
 ) -> TrainState:
-    """What ``create_train_state`` would return, without allocating it: the target of a restore.
+    """Returns the result of ``create_train_state`` as shapes, without allocating arrays: the target of a restore.
 
     >>> model, x = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(16), jnp.ones((8, 32))
     >>> state = abstract_train_state(model, optax.adam(1e-3), mesh, jax.random.key(0), x, batch_axes=("dp", "fsdp"))
     >>> type(state.params["kernel"].value), state.params["kernel"].value.sharding.spec
     (<class 'jax.ShapeDtypeStruct'>, P('fsdp',))
 
-    Arguments and errors are those of ``create_train_state``; ``rng`` and inputs may be ``ShapeDtypeStruct``, the mesh
-    without devices. Leaves are ``ShapeDtypeStruct`` with shardings, boxed where parameters are split.
+    Arguments and errors are as for ``create_train_state``; ``rng`` and inputs may be ``ShapeDtypeStruct``, the mesh may
+    have no devices. Leaves are ``ShapeDtypeStruct`` with shardings, boxed where parameters are split.
     """
     mesh = auto_mesh(mesh)
 
@@ -319,7 +323,7 @@ def updated_state(
     mesh: Mesh | AbstractMesh,
     collections: Mapping[str, PyTree],
 ) -> tuple[State, Metrics]:
-    """Returns the state after the optimizer's update on global arrays, in the same boxes and places, and its metrics.
+    """Returns the state after the optimizer's update on global arrays, with unchanged boxes and shardings, and metrics.
 
     ``value_fn`` and ``grad_fn`` compute loss and gradients of the batch at other parameters, for line searches and SAM.
     """
@@ -334,7 +338,7 @@ def updated_state(
 
 
 def _replaced(state: State, after: Trained) -> State:
-    """Returns the state with the parts that an update on global arrays has made, but for collections."""
+    """Returns the state with step, parameters and optimizer state of ``after``; collections are left to the caller."""
     stored: dict[str, Any] = {"sees_boxes": False} if isinstance(state, TrainState) else {}
     return state.replace(step=after.step, params=after.params, opt_state=after.opt_state, **stored)
 
@@ -346,13 +350,13 @@ def _updated(
     collections: Mapping[str, PyTree],
     **extra_args: PyTree,
 ) -> tuple[Trained, Metrics]:
-    """Returns what an update by ``grads``, which have no boxes and no padding, makes of the parts of a state."""
+    """Runs the optimizer on gradients without boxes and padding; returns updated parts of the state, and metrics."""
     optimizer = sharded_optimizer(state.tx, state.params, mesh)
     before = Trained(state.step, state.params, state.opt_state, collections_of(state))
     try:
         return optimizer.update(grads, before, collections, **extra_args)
-    except Exception:  # an optimizer that gets the state of another may raise anything
-        # Of shapes alone: nothing is computed from leaves in the memory of the host.
+    except Exception:  # an optimizer that receives another optimizer's state may raise anything
+        # Compare shapes alone, so that no leaf in host memory is read.
         stored = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), value_dtype(x)), state.opt_state)
         given, tx = jax.eval_shape(given_state, stored), taking_extra_args(state.tx)
         if reason := why_not_its_state(tx, given, trainable(state.params)):
@@ -364,25 +368,25 @@ def _updated(
 
 
 def _title_and_rows(state: Any) -> tuple[str, list[list[str]]]:
-    """The step; and of each part that is not empty the name, the number of its leaves, bytes in all and per device."""
+    """Returns a title with the step, and per non-empty part a row: name, number of leaves, bytes, bytes per device."""
     rows = []
     for name in PARTS:
         if leaves := [leaf.value for _, leaf in trees.sharded_leaves(getattr(state, name))]:
-            counts = zip(*map(_bytes, leaves), strict=True)  # of all leaves: in all, and per device
+            counts = zip(*map(_bytes, leaves), strict=True)  # over leaves: total, and per device
             rows.append([name, str(len(leaves)), *(format_bytes(sum(count)) for count in counts)])
-    # An abstract state, a traced one and one that a step has taken over have no number to show.
+    # The step has no value in an abstract or traced state, or after a step has donated its buffer.
     known = not isinstance(state.step, Tracer) and not (isinstance(state.step, jax.Array) and state.step.is_deleted())
     known = known and hasattr(state.step, "__int__")
     return f"{type(state).__name__} {f'at step {int(state.step)}' if known else 'without values'}", rows
 
 
 def _bars(state: Any) -> list[Bar]:
-    """A bar for each leaf, or for those of several layers that are of one size: the largest first."""
+    """Returns bars per leaf, largest first; leaves of equal size that differ only in the layer number share a bar."""
     alike: dict[tuple[str, int], list[str]] = defaultdict(list)
     for part in PARTS:
         for path, leaf in trees.sharded_leaves(getattr(state, part)):
             _, size = _bytes(leaf.value)
-            pattern = re.sub(r"(?<=_)\d+(?=/)", "*", path, count=1)  # in front there may be the number of a transform
+            pattern = re.sub(r"(?<=_)\d+(?=/)", "*", path, count=1)  # the path may begin with a transform's number
             alike[f"{part} {pattern}", size].append(f"{part} {path}")
     named = [
         (paths[0] if len(paths) == 1 else f"{name} {TIMES}{len(paths)}", size * len(paths))
@@ -392,7 +396,7 @@ def _bars(state: Any) -> list[Bar]:
 
 
 def _bytes(value: PyTree) -> tuple[int, int]:
-    """Returns the bytes of an array, and those that a device has of it, also on a mesh without devices."""
+    """Returns the total bytes of an array and its bytes on a device, also for a mesh without devices."""
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return 0, 0
     sharding = None if isinstance(value, Tracer) else getattr(value, "sharding", None)

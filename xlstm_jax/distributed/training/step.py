@@ -31,7 +31,7 @@ from xlstm_jax.distributed.training.state import State, updated_state
 
 
 class TrainStep(jax.stages.Wrapped, Protocol):
-    """What ``make_train_step`` returns: a ``jax.jit`` function, which has ``lower`` and ``trace``."""
+    """Type of the step that ``make_train_step`` returns: a ``jax.jit`` function with ``lower`` and ``trace``."""
 
     @overload
     def __call__(
@@ -60,7 +60,7 @@ def make_train_step(
     compiler_options: str | Mapping[str, Any] | None = None,
     whole_ok: bool = False,
 ) -> TrainStep:
-    """The training step: forward and backward inside ``shard_map``, the optimizer outside, all in one ``jit``.
+    """Returns the training step: forward and backward inside ``shard_map``, the optimizer outside, in one ``jit``.
 
     >>> loss_fn = lambda params, apply_fn, batch, rng: jnp.mean(apply_fn({"params": params}, batch) ** 2)
     >>> model, x = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(16), jnp.ones((8, 32))
@@ -71,58 +71,58 @@ def make_train_step(
 
     Args:
       loss_fn: ``loss_fn(params, apply_fn, batch, rng)`` on this device's shard of the batch, returning the mean loss,
-        or ``(sum, weight)`` with ``weighted``; with ``has_aux`` a pair of that and a dict of numbers. Where the state
-        has collections (``batch_stats``), ``loss_fn(params, apply_fn, batch, rng, collections)`` returns a pair: all of
-        the above, and the updated collections, equal on all devices; see docs/collections.md.
+        or ``(sum, weight)`` with ``weighted``; with ``has_aux`` a pair of the loss and a dict of numbers. If the state
+        has collections (``batch_stats``), ``loss_fn(params, apply_fn, batch, rng, collections)`` returns a pair: the
+        result above, and the updated collections, equal on every device; see docs/collections.md.
       mesh: the mesh of the state.
-      batch_axes: all axes over which the leading dim of the batch is split, the first axis outermost. The axes of the
-        wrappers must be among them.
+      batch_axes: the axes over which the leading dim of the batch is split, outermost axis first. They must include the
+        axes of the wrappers.
       num_minibatches, weighted, accumulation: see ``accumulate_gradients``.
-      batch_spec: in place of ``batch_axes``, how all dims of the batch are split: a ``PartitionSpec``, as
-        ``P(("dp", "fsdp"), "cp")`` of tokens [b, t], or a tree of specs that is a prefix of the batch. Dim 0 holds the
-        examples, and is split over the same axes in all leaves. Losses, weights and gradients are reduced over all axes
-        of the spec; see docs/context_parallel.md.
-      layout: how the tokens of a split sequence lie over its devices while the step computes: "contiguous", or
-        "zigzag", in which all have the same to do under a causal mask. Batches are in natural order all the same: the
-        step lays out what its specs split, and says the layout to ``context_attention``, ``context_positions`` and the
-        like. None: "zigzag" for a batch of ``to_zigzag``, else "contiguous".
+      batch_spec: replaces ``batch_axes`` if further dims of the batch are split: a ``PartitionSpec``, as
+        ``P(("dp", "fsdp"), "cp")`` for tokens [b, t], or a tree of specs that is a prefix of the batch. Dim 0 holds the
+        examples, and is split over the same axes in every leaf. Losses, weights and gradients are reduced over every
+        axis of the spec; see docs/context_parallel.md.
+      layout: how the tokens of a split sequence are distributed over devices while the step computes: "contiguous", or
+        "zigzag", which balances the work of devices under a causal mask. Batches are in natural order all the same: the
+        step permutes the split dims itself, and passes the layout to ``context_attention``, ``context_positions`` and
+        similar functions. None: "zigzag" for a batch of ``to_zigzag``, else "contiguous".
       check_vma: passed to ``shard_map``.
-      has_aux: the dict joins the metrics. Floats in it are averaged like the loss; ``metrics.cells`` say otherwise, as
-        ``{"tokens": Count.of(mask)}``, and integers are refused: see ``accumulate_gradients``.
+      has_aux: adds the dict to the metrics. Its floats are averaged like the loss; use ``metrics.cells`` for another
+        reduction, as ``{"tokens": Count.of(mask)}``. Integers raise: see ``accumulate_gradients``.
       metric: ``loss_fn`` then returns ``(loss, observed)``, and after every minibatch each device calls
-        ``metric.update(local, **observed)`` on its own state, without communication. The step is then ``step(state,
-        batch, rng, local) -> (state, metrics, local)``; begin with ``metric.empty(axes, mesh)`` for all axes of the
-        batch, read with ``make_log_step``.
-      learning_rate: adds ``learning_rate``, that of this update, to the metrics. Pass the schedule of the optimizer,
-        or for groups of parameters a dict of schedules by their names, which gives ``learning_rate/<name>``.
-      compiler_options: XLA's, for ``jax.jit``; "auto": those of ``compiler_options`` for the mesh's chips and slice.
+        ``metric.update(local, **observed)`` on its local state, without communication. The step is then ``step(state,
+        batch, rng, local) -> (state, metrics, local)``; create the first state with ``metric.empty(axes, mesh)`` for
+        the axes of the batch, and read it with ``make_log_step``.
+      learning_rate: adds the ``learning_rate`` of this update to the metrics. Pass the schedule of the optimizer, or
+        for groups of parameters a dict of schedules by group name, reported as ``learning_rate/<name>``.
+      compiler_options: XLA options for ``jax.jit``; "auto" takes ``compiler_options`` for the mesh's chips and slice.
       whole_ok: as for ``create_train_state``.
     Returns:
       ``step(state, batch, rng) -> (state, metrics)``, a ``jax.jit`` function, so that ``step.lower`` works. ``state``
-      is donated and keeps its shardings; ``batch`` has global leaves [b, ...], and scalars that every device and
-      minibatch gets (all processes pass the same); ``rng`` is folded with the step and the device, so
-      one key serves a whole run and dropout differs everywhere. ``step(..., others={"teacher": params})`` hands further
-      trees to ``loss_fn(params, apply_fn, batch, rng, *, teacher)``, by their names: parameters of a second model,
-      gathered as their boxes say, without gradient and not donated. Metrics are ``loss`` and ``grad_norm``, the norm
-      over all parameters before the optimizer, float32 scalars; and the counters of ``skip_nonfinite``, if any.
+      is donated and keeps its shardings. ``batch`` has global leaves [b, ...]; its scalars are passed to every device
+      and minibatch (and must be equal in every process). ``rng`` is folded with step and device, so a single key serves
+      the entire run and dropout differs everywhere. ``step(..., others={"teacher": params})`` passes further trees to
+      ``loss_fn(params, apply_fn, batch, rng, *, teacher)`` by name: parameters of a second model, gathered as their
+      boxes describe, without gradient and not donated. Metrics are ``loss`` and ``grad_norm``, the norm over every
+      parameter before the optimizer, float32 scalars; and the counters of ``skip_nonfinite``, if used.
     Raises:
-      ValueError: ``has_aux`` and ``metric`` together; both of ``batch_axes`` and ``batch_spec`` are given, or name what
-        is no axis of the mesh; or (at the call) devices times minibatches do not divide a leaf of the batch, devices do
-        not divide another dim of it, a leaf has not the dims of its spec, or leaves have different numbers of examples;
-        the state lies on a mesh of other axes, belongs to another optimizer, or was used already; a leaf of ``others``
-        is a shard without a box, or belongs to the state, which is donated. Names the leaf and both numbers. Or
-        processes differ in what must be the same in their first batch (scalars, shapes, arrays that are no global
-        ones): all raise it, and where they pass equal rows as different parts of the batch, all warn.
-      TypeError: ``loss_fn`` is no function; or (at the call) state, batch or rng is something else, or the names of
-        ``others`` are not those that ``loss_fn`` takes by keyword.
+      ValueError: ``has_aux`` and ``metric`` together; ``batch_axes`` and ``batch_spec`` together, or an axis missing
+        from the mesh. At the call: devices times minibatches do not divide a leaf of the batch, devices do not divide
+        another dim of it, a leaf has fewer dims than its spec, or leaves have different numbers of examples; the state
+        is on a mesh of other axes, belongs to another optimizer, or was donated before; a leaf of ``others`` is a shard
+        without a box, or belongs to the donated state. Names the leaf and both numbers. Or processes disagree in their
+        first batch (scalars, shapes, arrays that are not global): every process raises; if they pass equal rows as
+        different parts of the batch, every process warns.
+      TypeError: ``loss_fn`` is not a function. At the call: state, batch or rng has another type, or the names of
+        ``others`` are not the keyword arguments of ``loss_fn``.
     """
     mesh = auto_mesh(mesh)
     of_batch = batch_layout(mesh, batch_axes, batch_spec, layout)
     check_loss_fn(loss_fn)
     check_learning_rate(learning_rate)
     if has_aux and metric is not None:
-        raise ValueError("has_aux and metric both say what loss_fn returns beside the loss; a metric averages, too.")
-    # A metric takes what the loss observed after each minibatch, so no observation outlives its minibatch.
+        raise ValueError("has_aux and metric both say what loss_fn returns beside the loss; pass the metric alone.")
+    # A metric is updated after each minibatch, so no observation outlives its minibatch.
     fold = None if metric is None else lambda local, observed: metric.update(local, **observed)
     options = StepOptions(
         loss=LossFunction(loss_fn, weighted, has_aux or metric is not None),
@@ -145,7 +145,7 @@ def make_train_step(
 
 @dataclass(frozen=True, eq=False)
 class StepOptions:
-    """What ``make_train_step`` was given. It compiles the method ``step``, which ``check_step`` finds again."""
+    """Options of ``make_train_step``. The step compiles the method ``step``; ``check_step`` finds the options by it."""
 
     loss: LossFunction
     accumulation: Accumulation
@@ -158,12 +158,12 @@ class StepOptions:
     def step(
         self, state: Any, batch: PyTree, rng: jax.Array, local: PyTree = None, *, others: Others = None
     ) -> tuple[Any, ...]:
-        """What ``jit`` traces: ``(state, metrics)``, and with a metric its state."""
+        """Returns ``(state, metrics)``, and the metric's state if there is a metric; traced by ``jit``."""
         others = {} if others is None else others
         count, options = self.accumulation.num_minibatches, (self.metric, self.learning_rate, self.whole_ok)
         trace = StepTrace(self.loss, self.layout, count, *options, state, batch, rng, local, others)
         run_checks("trace", trace)
-        # One key serves the whole run: each step folds its number into it, and each device its index.
+        # A single key serves the entire run: fold in the step here, the device index in on_device.
         rest = (batch, jax.random.fold_in(rng, state.step), local, collections_of(state), others)
         on_mesh = self._on_mesh(state, batch, others)
         with noting_stacks() as stacks:
@@ -174,7 +174,7 @@ class StepOptions:
 
         run_checks("results", Results(result, jaxpr, self.layout.mesh, self.accumulation.axes, collections_of(state)))
         run_checks("traced", TracedStep(trace, jaxpr, stacks, trace_again))
-        # From here on arrays are global: norms and the optimizer's moments are those of whole leaves.
+        # From here on arrays are global: norms and optimizer moments are computed from unsharded leaves.
         metrics = {"loss": result.loss, "grad_norm": global_norm(result.grads)}
         again = partial(_again, state.params, lambda params: on_mesh(params, *rest))
         value_fn, grad_fn = _value_fn(again), _grad_fn(again)
@@ -189,11 +189,11 @@ class StepOptions:
 
     def _on_mesh(self, state: Any, batch: PyTree, others: Mapping[str, PyTree]) -> Callable[..., BatchResult]:
         """Returns the ``shard_map`` of a step, a function of (params, batch, rng, local, collections, others)."""
-        # The axes of the batch; `whole` is the spec of what is the same on all devices.
+        # `axes` are the batch axes; `whole` is the spec of replicated values.
         kept, axes, whole, mesh = collections_of(state), self.accumulation.axes, PartitionSpec(), self.layout.mesh
         layout = self.layout.of_batch(batch)
         specs, of_kept, of_others = [placement.partition_specs(tree, mesh) for tree in (state.params, kept, others)]
-        # Numbers beside the loss are the same on all devices; each device has its own state of a metric.
+        # Auxiliary numbers are replicated; each device has a local state of a metric.
         of_aux = whole if self.metric is None else PartitionSpec(axes)
 
         def on_device(
@@ -204,7 +204,7 @@ class StepOptions:
             def loss_fn(params: PyTree, *rest: PyTree) -> LossOutput:
                 return self.loss.fn(params, state.apply_fn, *rest, **others)
 
-            # What the state has is known only now: the options were made before there was one.
+            # Only now is known whether the state has collections: options are made before there is a state.
             loss = replace(self.loss, fn=loss_fn, has_collections=bool(kept))
             with layout.entered(batch) as batch:
                 return accumulated(loss, params, batch, rng, self.accumulation, local, kept)
@@ -223,25 +223,25 @@ def _checked_aux(aux: Any, metrics: Metrics) -> Metrics:
 
 
 def _again(like: PyTree, of_batch: Callable[[PyTree], BatchResult], params: PyTree) -> tuple[jax.Array, PyTree]:
-    """Returns loss and gradients of the step's batch, with its draws, at other ``params``, as optimizers see them."""
+    """Returns loss and gradients of the step's batch (and its random draws) at other ``params`` in optimizer form."""
     found = of_batch(with_trainable(like, params))
     return found.loss, trainable(found.grads)
 
 
 def _grad_fn(again: Callable[[PyTree], tuple[jax.Array, PyTree]]) -> Callable[..., PyTree]:
-    """Returns the gradients as a function of parameters and the index of the call, for SAM (``opaque_mode=True``)."""
+    """Returns the function (params, call index) -> gradients, for SAM (``opaque_mode=True``)."""
 
     def gradients(params: PyTree, index: jax.Array | int = 0) -> PyTree:
-        del index  # Each adversarial step is on the batch of the step.
+        del index  # Every adversarial step uses the batch of the step.
         return again(params)[1]
 
     return gradients
 
 
 def _value_fn(again: Callable[[PyTree], tuple[jax.Array, PyTree]]) -> Callable[[PyTree], jax.Array]:
-    """The loss as a function of the parameters that the optimizer sees, for line searches (L-BFGS).
+    """Returns the function params -> loss on the optimizer's parameters, for line searches (L-BFGS).
 
-    It needs a gradient rule of its own. If JAX differentiated the ``shard_map``, each device would get 1/N of the
+    The function has a custom gradient rule. If JAX differentiated the ``shard_map``, each device would get 1/N of the
     cotangent, and the means inside would divide by N once more.
     """
 

@@ -1,19 +1,19 @@
-"""Over which mesh axes the results of a function differ from device to device, read off its equations.
+"""Analysis of the mesh axes along which results of a function differ between devices, based on its equations.
 
-The types of ``check_vma=True`` are more cautious: everything computed from a gathered parameter varies by type, and
-without ``check_vma`` there are no types. Here equations are only read: nothing is computed or communicated.
+The types of ``check_vma=True`` are more cautious: every value computed from a gathered parameter varies by type; and
+without ``check_vma`` there are no types. This analysis only reads equations: nothing is computed or communicated.
 
   most equations           results differ along the axes along which an input differs
-  psum, all_gather         results are equal along their axes, whatever their inputs
-  axis_index, and all      results differ along the axes that the equation names
-    others with an axis
-  loops, branches          their equations are read too; those of a loop until no further result differs. What chooses a
-                           branch, or ends a loop, makes all of its results differ
-  shard_map                an input differs along the axes of its spec; a result is one array over the axes of its spec
+  psum, all_gather         results are equal along the axes of the equation, for any inputs
+  axis_index, and further  results differ along the axes of the equation
+    equations with an axis
+  loops, branches          the analysis enters them, and repeats a loop's body until no further result differs. If the
+                           predicate of a branch or of a loop differs, every result differs
+  shard_map                inputs differ along the axes of their specs; the axes of output specs form one array
 
-The result of an unknown equation is taken to differ: the caller may then refuse too much, never too little. A model may
-also reduce by hand, by a ring of ``ppermute``, by sums over groups, or in a kernel that communicates. No equation shows
-that the result is equal, so such results are noted: ``Equations.of_results`` leaves them out.
+Results of unknown equations count as differing: callers may then reject too much, never too little. A model may also
+reduce by hand, by a ring of ``ppermute``, by sums over groups, or in a kernel with communication. No equation proves
+the result equal, so its axes get the mark "by hand", and ``Equations.of_results`` omits marked axes.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -39,20 +39,20 @@ _EQUALS = {name for name, kind in COLLECTIVES.items() if kind in ("all-reduce", 
 _BY_HAND = {
     name for name, kind in COLLECTIVES.items() if kind in ("collective-permute", "all-to-all", "ragged-all-to-all")
 }
-_CASTS = {"pvary", "pcast"}  # of types alone
-_AS_THEY_ARE = {*_CASTS, "optimization_barrier"}  # equations that return their operands, each for itself
+_CASTS = {"pvary", "pcast"}  # casts of the type only
+_AS_THEY_ARE = {*_CASTS, "optimization_barrier"}  # equations that return each operand unchanged
 _OPAQUE = {"pallas_call", "ffi_call", "call_exported", "core_map"}  # programs that no jaxpr shows
-_HAND = " by hand"  # behind an axis over which, on the way to a value, values were sent or summed in such a way
+_HAND = " by hand"  # suffix of an axis over which a value was computed by hand-written communication or partial sums
 _MARK = "equal on all devices: "
-_OTHER_PARAMS = KeyError, AttributeError, ValueError  # where a release of JAX describes an equation in another way
+_OTHER_PARAMS = KeyError, AttributeError, ValueError  # raised if another JAX release describes an equation differently
 _CALLS = {"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 
 
 class Equations(NamedTuple):
-    """The axes along which values of a program differ in fact.
+    """Axes along which values of a program differ between devices.
 
-    ``of_results`` has the axes of each result, apart from axes over which values were sent by hand on their way.
-    ``of_marked`` has the axes of the values that ``marked`` has named.
+    ``of_results`` has a set of axes per result, without axes over which the result was communicated by hand.
+    ``of_marked`` has the axes of the values named by ``marked``.
     """
 
     of_results: list[Axes]
@@ -60,12 +60,12 @@ class Equations(NamedTuple):
 
 
 def marked(name: str, value: jax.Array) -> jax.Array:
-    """The same value, which ``read_equations`` will report by its name. (An equation that computes nothing.)"""
+    """Returns the value unchanged, with a name under which ``read_equations`` reports its axes."""
     return checkpoint_name(value, f"{_MARK}{name}")
 
 
 def read_equations(closed: Any) -> Equations:
-    """Reads a traced program that calls ``shard_map``; its arguments are global arrays, equal on all devices."""
+    """Reads a traced program that calls ``shard_map``; its arguments are global arrays, equal on every device."""
     reader = _Reader()
     jaxpr = closed.jaxpr
     of_results = reader.of_jaxpr(jaxpr, [Axes()] * len(jaxpr.constvars), [Axes()] * len(jaxpr.invars))
@@ -74,10 +74,10 @@ def read_equations(closed: Any) -> Equations:
 
 
 def differing_axes(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[Axes]) -> list[Axes]:
-    """The axes along which each result of ``fn(*args)``, a list of arrays, differs between devices.
+    """Returns for each result of ``fn(*args)``, a list of arrays, the axes along which it differs between devices.
 
-    ``of_args`` has the axes of each leaf of ``args``. An array of an outer trace that ``fn`` closes over differs along
-    the axes of its type; along axes without types it is taken to differ if one of ``of_args`` does.
+    ``of_args`` has the axes of each leaf of ``args``. If ``fn`` closes over an array of an outer trace, the array
+    differs along the axes of its type; along untracked axes it counts as differing if any of ``of_args`` does.
     """
     return _read(fn, args, of_args)[0]
 
@@ -85,15 +85,16 @@ def differing_axes(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: S
 def followed(
     closed: Any, of_inputs: Sequence[Axes], look: Callable[[Any, list[Axes]], list[Axes] | None]
 ) -> list[Axes]:
-    """The labels of what each result of a jaxpr follows from: sets of names, which stand in the place of axes.
+    """Propagates arbitrary labels instead of axes: returns for each result of a jaxpr the labels of its inputs.
 
-    ``look(equation, labels of its inputs)`` sees each equation, and returns the labels of its results, or None.
+    ``look(equation, labels of its inputs)`` is called for each equation, and may return the labels of its results (None
+    for the default rule).
     """
     return _Reader(look).of_jaxpr(closed.jaxpr, [Axes()] * len(closed.consts), list(of_inputs))
 
 
 def _read(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[Axes]) -> tuple[list[Axes], Axes]:
-    """``differing_axes``, and the axes along which devices part before a collective over them."""
+    """Returns ``differing_axes``, and the axes of collectives in branches that devices may take differently."""
     closed = jax.make_jaxpr(fn)(*args)
     everywhere = Axes().union(*of_args)
     manual = collectives.manual_axes()
@@ -108,19 +109,19 @@ def _read(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[A
 
 
 def _named(axes: Axes) -> Axes:
-    """The axes alone, without notes of what was done by hand."""
+    """Drops the axes with a "by hand" suffix."""
     return Axes(axis for axis in axes if not axis.endswith(_HAND))
 
 
 class _Reader:
-    """Reads equations in turn.
+    """Interpreter that propagates axes through equations.
 
-    ``parted`` are the axes along which devices may take different branches, and a branch has a collective over the
+    ``parted`` collects axes along which devices may take different branches, where a branch has a collective over the
     axis. Branches are those of ``cond`` and ``switch``, and further iterations of a ``while_loop``. ``of_marked`` has
-    the axes of marked values, by their names.
+    the axes of marked values by name.
 
-    ``_known`` has what was read of a jaxpr within an equation. Equal layers of a model share the jaxpr of a function,
-    and the loops around a loop read it again in each of their rounds.
+    ``_known`` caches the results of inner jaxprs: equal layers of a model share the jaxpr of a function, and nested
+    loops read the same jaxpr in each round.
     """
 
     def __init__(self, look: Callable[[Any, list[Axes]], list[Axes] | None] | None = None) -> None:
@@ -130,21 +131,21 @@ class _Reader:
         self._known: dict[tuple[int, tuple[Axes, ...]], list[Axes]] = {}
 
     def of_jaxpr(self, jaxpr: core.Jaxpr, consts: list[Axes], inputs: list[Axes]) -> list[Axes]:
-        """The axes along which results differ, of the axes of constants and of inputs."""
+        """Returns the axes along which results differ, from the axes of constants and inputs."""
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
         for eqn in jaxpr.eqns:
-            # What is written to a reference (jax.new_ref) may be any of the inputs; who reads it later gets that.
+            # A reference (jax.new_ref) may receive any of the inputs; later reads return it.
             inputs = [Axes() if isinstance(atom, core.Literal) else env[atom] for atom in eqn.invars]
-            if eqn.effects:  # else it writes to no reference
+            if eqn.effects:  # only equations with effects write to references
                 for ref in _references(eqn):
                     env[ref] = all_named_axes([eqn]).union(*inputs)
             env.update(zip(eqn.outvars, self._of_equation(eqn, inputs), strict=True))
         return [Axes() if isinstance(atom, core.Literal) else env[atom] for atom in jaxpr.outvars]
 
     def _of_inner(self, closed: Any, inputs: list[Axes]) -> list[Axes]:
-        """Of a jaxpr within an equation, whose constants are plain arrays: equal on all devices."""
+        """Reads a jaxpr within an equation; its constants are plain arrays, equal on every device."""
         jaxpr = getattr(closed, "jaxpr", closed)
-        key = id(jaxpr), tuple(inputs)  # the outermost jaxpr keeps all of them alive
+        key = id(jaxpr), tuple(inputs)  # ids stay unique: the outermost jaxpr keeps inner jaxprs alive
         if key not in self._known:
             self._known[key] = self.of_jaxpr(jaxpr, [Axes()] * len(jaxpr.constvars), inputs)
         return self._known[key]
@@ -179,7 +180,7 @@ class _Reader:
     def _of_collective(self, eqn: Any, inputs: list[Axes]) -> list[Axes]:
         over = named_axes(eqn)
         by_hand = Axes(axis + _HAND for axis in over)
-        # Over groups of an axis a sum is equal within each group only.
+        # With axis_index_groups, a sum is equal only within each group.
         if eqn.primitive.name in _EQUALS and eqn.params.get("axis_index_groups") is None:
             return [axes.difference(over, by_hand) for axes in inputs]
         return [by_hand.union(over, *inputs)] * len(eqn.outvars)
@@ -187,12 +188,12 @@ class _Reader:
     def _of_scan(self, params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
         if "num_consts" in params:
             num_consts, num_carry = params["num_consts"], params["num_carry"]
-        else:  # a release of JAX with other parameters
+        else:  # another JAX release, with other parameters
             of_consts, of_carry, _ = params["ft_in"].unpack()
             num_consts, num_carry = len(of_consts), len(of_carry)
         after = num_consts + num_carry
         consts, carry, rest = inputs[:num_consts], inputs[num_consts:after], inputs[after:]
-        # Sets of axes only grow from round to round, so the loop ends.
+        # Sets of axes only grow from round to round, so the loop terminates.
         while True:
             results = self._of_inner(params["jaxpr"], [*consts, *carry, *rest])
             before, carry = carry, _joined(carry, results[: len(carry)])
@@ -202,7 +203,7 @@ class _Reader:
     def _of_while(self, params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
         of_cond, of_body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         carry = inputs[of_body:]
-        # Devices that stop after different rounds carry different values from there on.
+        # Devices that stop after different numbers of rounds end with different carries.
         while True:
             (ends,) = self._of_inner(params["cond_jaxpr"], [*inputs[:of_cond], *carry])
             results = self._of_inner(params["body_jaxpr"], [*inputs[of_cond:of_body], *carry])
@@ -214,14 +215,14 @@ class _Reader:
     def _of_cond(self, params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
         chosen_by, *operands = inputs
         self._part(chosen_by, *params["branches"])
-        # What chooses the branch makes all results differ, whatever these are computed from.
+        # If devices choose different branches, every result differs, whatever the branches compute.
         branches = [self._of_inner(branch, operands) for branch in params["branches"]]
         return _joined(*branches, [chosen_by] * len(branches[0]))
 
     def _of_shard_map(self, params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
         entering = [axes | _axes_of(spec) for axes, spec in zip(inputs, params["in_specs"], strict=True)]
         leaving = self._of_inner(params["jaxpr"], entering)
-        # The shards along the axes of its spec are one array from here on.
+        # Outside, the shards along the axes of the spec form one array.
         return [
             axes.difference(over, (axis + _HAND for axis in over))
             for axes, over in zip(leaving, map(_axes_of, params["out_specs"]), strict=True)
@@ -233,17 +234,17 @@ class _Reader:
             self.of_marked[path] = self.of_marked.get(path, Axes()) | axes
 
     def _part(self, by: Axes, *jaxprs: Any) -> None:
-        """Devices choose between ``jaxprs`` differently along the axes ``by``, where these have a collective."""
+        """Records the axes ``by`` along which devices choose between ``jaxprs``, where these have a collective."""
         self.parted |= by & all_named_axes(eqn for jaxpr in jaxprs for eqn in jaxpr.eqns)
 
 
 def _references(eqn: Any) -> list[Any]:
-    """The mutable arrays among the operands of an equation."""
+    """Returns the mutable arrays among the operands of an equation."""
     return [var for var in eqn.invars if hasattr(var.aval, "inner_aval")]
 
 
 def _axes_of(spec: PartitionSpec) -> Axes:
-    """The axes that a ``PartitionSpec`` names."""
+    """Returns the axes that a ``PartitionSpec`` names."""
     return Axes().union(*map(entry_axes, spec))
 
 
@@ -252,7 +253,7 @@ def _joined(*of_values: list[Axes]) -> list[Axes]:
 
 
 def all_named_axes(eqns: Iterable[Any]) -> Axes:
-    """The mesh axes that equations name, and the equations within them; casts of types aside."""
+    """Returns the mesh axes named by equations and by their nested equations, ignoring casts of types."""
     return Axes().union(*[named_axes(eqn) for eqn in all_equations(eqns) if eqn.primitive.name not in _CASTS])
 
 
@@ -262,14 +263,16 @@ def all_named_axes(eqns: Iterable[Any]) -> Axes:
 def check_branches(
     paths: Sequence[str], loss_fn: Callable[..., Any], args: tuple[Any, ...], axes: tuple[str, ...]
 ) -> None:
-    """Refuses gathers in a branch that devices may take differently: some would wait, or gather other weights.
+    """Raises if a leaf is gathered in a branch that devices may take differently.
+
+    Some devices would wait for the gather, or gather other weights.
 
     Args:
-      paths: the leaves that are gathered in a branch; for most models empty, and then nothing is traced.
+      paths: the leaves gathered in a branch; empty for most models, and then nothing is traced.
       loss_fn, args: the loss function and its arguments, as for ``differing_args``.
       axes: the axes of the batch.
     Raises:
-      ValueError: the predicate of a branch differs along an axis of a gather in that branch.
+      ValueError: the predicate of a branch differs along an axis of a gather in the branch.
     """
     if not paths:
         return
@@ -277,15 +280,14 @@ def check_branches(
     if over := tuple(axis for axis in collectives.manual_axes() if axis in parted):
         raise ValueError(
             f"'{paths[0]}' is gathered in a branch (lax.cond, nn.cond, switch or while_loop) that devices along {over} "
-            "may take differently: its predicate follows from the rows, the key or the index of each. All devices "
-            "must take part in a gather, or weights are mixed up and gradients wrong. Make the predicate the same on "
-            f"all, by pmax(flag, {over}) of jax.lax; or compute both branches and choose by jnp.where; or wrap the "
-            "module that has the branch in it, which gathers before."
+            "may take differently, and a gather needs all devices. Make the predicate equal on all devices, by "
+            f"pmax(flag, {over}) of jax.lax; or compute both branches and choose by jnp.where; or wrap the module "
+            "around the branch, which then gathers before the branch."
         )
 
 
 def differing_args(args: tuple[PyTree, ...], axes: tuple[str, ...]) -> list[Axes]:
-    """The axes along which each leaf of (params, minibatch, rng[, collections]) differs between devices."""
+    """Returns the axes along which each leaf of (params, minibatch, rng[, collections]) differs between devices."""
     params, minibatch, rng, *collections = args
     spread = Axes(collectives.spread_axes(axes))
     of_params, of_collections = (

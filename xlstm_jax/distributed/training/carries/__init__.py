@@ -1,6 +1,6 @@
-"""State that minibatches hand on, each kind in a file of its own: a line here registers each.
+"""Carries: state passed from one minibatch to the next, one file per kind, registered by a line here.
 
-Remove a line and its file, and batches do without that state.
+To remove a kind, delete its file and its line; batches then run without that state.
 """
 
 from xlstm_jax.distributed.training.carries.carry import Carry, Inputs
@@ -10,13 +10,13 @@ from xlstm_jax.distributed.training.carries.overwritten_scales import Overwritte
 
 CARRIES: list[type[Carry]] = [
     OverwrittenScales,
-    KeptCollections,  # behind all others that take collections: it takes the rest
+    KeptCollections,  # last of the collection carries: takes the collections that are left
     MetricState,
 ]
 
 
 def carries_of(inputs: Inputs) -> list[Carry]:
-    """Returns the carries of a batch, each with its part of ``inputs``."""
+    """Returns the carries of a batch, each created from its part of ``inputs``."""
     carries: list[Carry] = []
     if not inputs.collections and inputs.fold_aux is None:
         return carries
@@ -25,7 +25,7 @@ def carries_of(inputs: Inputs) -> list[Carry]:
         if (carry := kind.of(inputs._replace(collections=left))) is not None:
             carries.append(carry)
             left = {name: tree for name, tree in left.items() if name not in carry.takes()}
-    # Otherwise the loss function would run without them, or its observations would be averaged.
+    # Unclaimed collections would not reach the loss function; unclaimed observations would be averaged.
     assert not left, f"no carry takes the collections {sorted(left)}"
     assert inputs.fold_aux is None or any(carry.takes_aux for carry in carries), "no carry takes the metric"
     return carries

@@ -1,11 +1,11 @@
-"""The protocol of a carry: state that a device hands from one minibatch to the next.
+"""Protocol of a carry: state that a device passes from one minibatch to the next.
 
-  start    before the first minibatch   the state, of what the batch begins with (``Inputs``)
-  read     in each minibatch            the collections that the loss function gets of the state
-  next     after each minibatch         the state for the next minibatch
-  finish   after the last minibatch     the state put into the result of the batch
+  start    before the first minibatch   returns the initial state, made from ``Inputs``
+  read     in each minibatch            returns the collections for the loss function
+  next     after each minibatch         returns the state for the next minibatch
+  finish   after the last minibatch     puts the state into the result of the batch
 
-``accumulated`` runs all carries in one loop, and knows none of them. ``carries`` registers each with one line.
+``accumulated`` runs every carry in one loop, without knowledge of their kinds. ``carries`` registers each by a line.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -22,14 +22,14 @@ NO_COLLECTIONS: Mapping[str, PyTree] = MappingProxyType({})
 
 
 class Inputs(NamedTuple):
-    """What a batch begins with beside parameters, rows and key; each carry takes a part.
+    """Inputs of a batch besides parameters, rows and key; each carry takes a part.
 
     Attributes:
       axes: the axes of the batch.
-      collections: those of the state, by name.
+      collections: the collections of the state, by name.
       metric_state: the state of a metric on this device.
-      fold_aux: ``metric_state = fold_aux(metric_state, aux)``, run after each minibatch; None where there is no metric.
-      read_later: as of ``Accumulation``.
+      fold_aux: ``metric_state = fold_aux(metric_state, aux)``, run after each minibatch; None without a metric.
+      read_later: see ``Accumulation``.
     """
 
     axes: tuple[str, ...]
@@ -40,9 +40,9 @@ class Inputs(NamedTuple):
 
 
 class BatchResult(NamedTuple):
-    """The result of a batch: the same on all devices, apart from split leaves and the state of a metric.
+    """Result of a batch, equal on every device apart from split leaves and the state of a metric.
 
-    ``aux`` is averaged and merged over devices, or the state of a metric.
+    ``aux`` is averaged and merged over devices, or is the state of a metric.
     """
 
     loss: jax.Array
@@ -52,12 +52,12 @@ class BatchResult(NamedTuple):
 
 
 class Carry:
-    """One kind of state, of one batch. A method that a subclass does not write does nothing.
+    """Base class of a kind of state, for one batch. Methods do nothing unless a subclass overrides them.
 
     Attributes:
-      takes_aux: whether ``next`` takes the auxiliary output in; otherwise the output is averaged like the loss.
-      of_terms: whether gradients must be those of this device's term of the mean over all devices, 1/N of the
-        gradients of its own mean.
+      takes_aux: whether ``next`` consumes the auxiliary output; otherwise the output is averaged like the loss.
+      of_terms: whether to differentiate this device's term of the global mean, 1/N of the local mean, instead of the
+        local mean.
     """
 
     takes_aux = False
@@ -65,14 +65,14 @@ class Carry:
 
     @classmethod
     def of(cls, inputs: Inputs) -> Self | None:
-        """Returns the carry for its part of ``inputs``, or None where there is no such part.
+        """Returns the carry for its part of ``inputs``, or None if ``inputs`` has no such part.
 
-        ``inputs.collections`` are those that no carry before in the registry has taken.
+        ``inputs.collections`` excludes collections taken by carries earlier in the registry.
         """
         raise NotImplementedError
 
     def takes(self) -> Collection[str]:
-        """Returns the names of the collections that are handed on here."""
+        """Returns the names of the collections that this carry passes on."""
         return ()
 
     def start(self) -> PyTree:
@@ -80,11 +80,11 @@ class Carry:
         raise NotImplementedError
 
     def read(self, state: PyTree) -> Mapping[str, PyTree]:
-        """Returns the collections that the loss function gets of the state."""
+        """Returns the collections for the loss function, from the state."""
         return NO_COLLECTIONS
 
     def differentiating(self, local_result: Callable[..., LocalResult]) -> Callable[..., LocalResult]:
-        """Returns a function in place of ``local_result``, for a carry that needs more of a minibatch's gradient."""
+        """Returns a replacement of ``local_result``, for a carry that needs more from the gradient of a minibatch."""
         return local_result
 
     def next(self, state: PyTree, loss: LossFunction, args: tuple[PyTree, ...], local: LocalResult) -> PyTree:
@@ -95,5 +95,5 @@ class Carry:
         raise NotImplementedError
 
     def finish(self, state: PyTree, result: BatchResult) -> BatchResult:
-        """Returns the result of the batch with the state after the last minibatch in its place."""
+        """Returns the result of the batch with the final state inserted."""
         raise NotImplementedError

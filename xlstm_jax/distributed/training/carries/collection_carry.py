@@ -1,4 +1,4 @@
-"""Collections of a state as a carry: the loss function reads them, and returns the next value of each."""
+"""Carry for collections of the state: the loss function reads each collection and returns its next value."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from xlstm_jax.distributed.training.loss import LossFunction
 
 @dataclass(frozen=True)
 class CollectionCarry(Carry):
-    """Some of the collections of a state; ``axes`` and ``read_later`` are as of ``Inputs``."""
+    """Base class of carries for collections; ``axes`` and ``read_later`` are as in ``Inputs``."""
 
     collections: Mapping[str, PyTree]
     axes: tuple[str, ...]
@@ -33,6 +33,6 @@ class CollectionCarry(Carry):
         return updated_collections(loss, args, [*state], local.collections, self.axes, read_later=self.read_later)
 
     def finish(self, state: PyTree, result: BatchResult) -> BatchResult:
-        # In the boxes of the training's state, which `readable` has replaced for the model.
+        # Restore the boxes of the training state, which `readable` replaced for the model.
         updated = trees.map_leaves(rebox, self.collections, trees.stored_values(state))
         return result._replace(collections={**result.collections, **updated})

@@ -1,4 +1,4 @@
-"""The collections that a model keeps beside its parameters, as the running statistics of ``nn.BatchNorm``."""
+"""Carry for ordinary collections of a model, such as the running statistics of ``nn.BatchNorm``."""
 
 from typing import Self
 
@@ -7,7 +7,7 @@ from xlstm_jax.distributed.training.carries.collection_carry import CollectionCa
 
 
 class KeptCollections(CollectionCarry):
-    """All collections that no other carry takes."""
+    """Carry for the collections that no earlier carry takes."""
 
     @classmethod
     def of(cls, inputs: Inputs) -> Self | None:

@@ -1,6 +1,6 @@
-"""The state of a metric, which takes in what the loss function observes in each minibatch.
+"""Carry for the state of a metric, updated with the observations of the loss function in each minibatch.
 
-Each device has a state of its own, and nothing is communicated. No observation outlives its minibatch.
+Each device has a local state, and nothing is communicated. No observation outlives its minibatch.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from xlstm_jax.distributed.training.loss import LossFunction
 
 @dataclass(frozen=True)
 class MetricState(Carry):
-    """``state = fold(state, aux)`` after each minibatch."""
+    """Carry that runs ``state = fold(state, aux)`` after each minibatch."""
 
     fold: Callable[[PyTree, PyTree], PyTree]
     given: PyTree

@@ -1,8 +1,9 @@
-"""The collection whose gradient is its next value: ``_overwrite_with_gradient``, by Flax's convention.
+"""Carry for ``_overwrite_with_gradient``, the collection whose gradient is its next value (a Flax convention).
 
-It has the scales of fp8 products and their histories of largest magnitudes (``flax.linen.fp8_ops``). The next value is
-the largest of all devices. The histories are of gradients of outputs, too, and these must have the size that they have
-on one device with the whole batch: each of N devices differentiates its term of the global mean, 1/N of its own mean.
+The collection contains the scales of fp8 products and histories of their largest magnitudes (``flax.linen.fp8_ops``).
+The next value is the maximum over devices. Some histories record gradients of outputs, which must be as large as on a
+single device with the full batch: each of N devices therefore differentiates its term of the global mean, 1/N of the
+local mean.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ from xlstm_jax.distributed.training.loss import Loss
 
 
 class OverwrittenScales(CollectionCarry):
-    """The scales of fp8 products."""
+    """Carry for the scales of fp8 products."""
 
     of_terms = True
 
@@ -44,7 +45,7 @@ def _with_scales(
     axes: tuple[str, ...],
     *rest: PyTree,
 ) -> LocalResult:
-    """Returns ``local_result`` of ``loss_fn(weights, *rest)``, with the next scales among its collections.
+    """Computes ``local_result`` of ``loss_fn(weights, *rest)``, with the next scales among its collections.
 
     ``rest[-1]`` are the collections.
     """
@@ -54,9 +55,9 @@ def _with_scales(
     def loss(both: tuple[PyTree, PyTree]) -> Loss:
         return loss_fn(both[0], *others, {**collections, OVERWRITTEN: both[1]})
 
-    # The loss is divided by N first, so that gradients of outputs are as large as on one device.
+    # Divide the loss by N first, so that gradients of outputs are as large as on one device.
     local = local_result(loss, (weights, collections[OVERWRITTEN]), axes, devices=devices)
-    # And back, as all other callers expect the means of one device.
+    # Multiply by N again: callers expect the local mean.
     loss_of_device, grads = jax.tree.map(lambda x: x * devices, (local.loss, local.grads[:count]))
     live, put_back = trees.split_differentiable(collections[OVERWRITTEN])
     found = trees.stored_values(local.grads[count:])

@@ -1,7 +1,7 @@
-"""The table of checks of a training: of the state, of steps, losses and gradients.
+"""Table of checks on states, steps, losses and gradients of a training, by the moment at which each runs.
 
-Each row has a moment and a function; ``moments.run_checks`` runs the functions of a moment. Without any row the same
-programs run, and this folder can be deleted.
+Each row has a moment and a function; ``moments.run_checks`` calls the functions of a moment. Without any row the
+compiled programs are the same, and this folder can be deleted.
 """
 
 from functools import partial

@@ -1,9 +1,9 @@
 """Checks of a call of a step.
 
-before   the names of arguments; what was donated, as some releases of JAX then end the process; the first batch of
-         several processes; how a batch is placed
-failure  which leaf it is that JAX refuses before it traces
-after    whether rows that only pad were counted
+before   argument names; donated buffers (some JAX releases end the process on reuse); the first batch, compared between
+         processes; the placement of the batch
+failure  the leaf that JAX rejected before tracing
+after    whether padded rows were counted
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,7 +28,7 @@ from xlstm_jax.wording import kind_of
 
 
 def check_names(call: JittedCall) -> None:
-    """Raises a ``TypeError`` where the arguments of a call are not those that a step takes."""
+    """Raises a ``TypeError`` unless the arguments of a call match those of the step."""
     step, args, kwargs = call.step, call.args, call.kwargs
     if kwargs or len(args) != len(step.needed):
         written = f"step({', '.join(step.needed)})"
@@ -52,54 +52,54 @@ def check_names(call: JittedCall) -> None:
 
 
 def check_others_of_call(call: JittedCall) -> None:
-    """Raises where a tree of ``others`` has lost its boxes, or is donated by the same call."""
+    """Raises if a tree of ``others`` has lost its boxes, or is donated by the same call."""
     if call.named.get("others"):
         _check_others(call.named["others"], [call.named.get(name) for name in call.step.donated])
 
 
 def check_donated(call: JittedCall) -> None:
-    """Raises a ``ValueError`` where a step before has taken over the memory of an argument."""
+    """Raises a ``ValueError`` if an argument was donated to an earlier step."""
     for name in DONATED:
         if name in call.named and any(map(_is_deleted, _some_leaves(name, call.named[name]))):
             raise _deleted(name, name)
 
 
 def compare_first_batch(call: JittedCall) -> None:
-    """Compares the batch between processes, once for each step: processes wait for each other here."""
+    """Compares the batch between processes, once per step; processes wait for each other here."""
     if "compared" not in call.step.seen and "batch" in call.named:
-        # What is no array is named when the call has failed.
+        # Leaves that are not arrays are named after the call has failed.
         if not any(map(why_no_array, jax.tree.leaves(call.named["batch"]))):
             compare_batches(call.named["batch"], call.step.layout.mesh)
         call.step.seen.add("compared")
 
 
 def check_placed(call: JittedCall) -> None:
-    """Raises a ``ValueError`` where a leaf of the batch is split along another dim than the step reads it."""
+    """Raises a ``ValueError`` if a batch leaf is split along another dim than in the step's layout."""
     batch = call.named.get("batch")
-    # Shardings compare faster than their specs are read: a step pays a few microseconds.
+    # Cache by sharding: comparing shardings is faster than reading specs, so a step pays a few microseconds.
     shardings = tuple(map(_sharding, jax.tree.leaves(batch)))
     if shardings in call.step.seen:
         return
     for path, leaf, axes in call.step.layout.misplaced(batch, shardings):
         raise ValueError(
             f"{named_leaf('batch', path)} of shape {np.shape(leaf)} is placed as {leaf.sharding.spec}, which "
-            f"splits another dim than that of examples over {axes}; the step reads it split over {call.step.layout}, "
-            "so that each device would compute with other values than it holds. Place it by shard_batch, or pass "
-            "NumPy arrays. To split a sequence, pass batch_spec=P(('dp', 'fsdp'), 'cp'), say, to both."
+            f"splits another dim than that of examples over {axes}; the step reads it split over {call.step.layout}. "
+            "Place it by shard_batch, or pass NumPy arrays; to split a sequence, pass batch_spec=P(('dp', 'fsdp'), "
+            "'cp'), say, to both."
         )
     call.step.seen.add(shardings)
 
 
 def raise_for_leaf(call: JittedCall) -> None:
-    """Raises an error that names the leaf which JAX refuses, where there is one."""
-    # Only after a failure: to look at all leaves takes as long as a call.
+    """Raises an error that names the leaf rejected by JAX, if one is found."""
+    # Run only after a failure: checking every leaf takes as long as a call.
     mesh = call.step.layout.mesh if "incompatible devices" in str(call.error) else None
     if cause := next(_errors_in(call.named, mesh), None):
         raise cause from None
 
 
 def warn_of_padded_call(call: JittedCall) -> None:
-    """Warns where a step has counted rows that only pad, once for each kind of batch."""
+    """Warns if a step has counted padded rows, once for each kind of batch."""
     if not any_padded():
         return
     batch = call.named.get("batch")
@@ -115,18 +115,18 @@ def _sharding(leaf: Any) -> Any:
 
 
 def _some_leaves(name: str, argument: Any) -> Iterable[Any]:
-    """One array of each tree that a step donates as a whole: to check all of them takes as long as to call the step."""
+    """Returns sample arrays of an argument: a step donates entire trees, and checking every leaf takes too long."""
     if name != "state":
         return jax.tree.leaves(argument)[:1]
     first = getattr(argument, "params", None)
-    while isinstance(first, dict) and first:  # to flatten the tree would take as long as a call, too
+    while isinstance(first, dict) and first:  # flattening the tree would take as long as a call, too
         first = next(iter(first.values()))
     return getattr(argument, "step", None), leaf_of(first).value if is_box(first) else first
 
 
 def _check_others(others: PyTree, donated: PyTree) -> None:
-    """Raises where a leaf has lost its box, or is donated at once: some releases of JAX then end the process."""
-    # By identity, as a copy of the same values is welcome. All of them are alive here, so that no id is used twice.
+    """Raises if a leaf has lost its box, or is donated by the same call: some JAX releases then end the process."""
+    # Compare identities, since copies of equal values are fine. Every array is alive here, so ids are unique.
     taken = {id(x) for x in jax.tree.leaves(donated) if isinstance(x, jax.Array) and not isinstance(x, Tracer)}
     for path, leaf in trees.leaves_with_path(others):
         value, where = leaf_of(leaf).value if is_box(leaf) else leaf, named_leaf("others", path)
@@ -139,22 +139,22 @@ def _check_others(others: PyTree, donated: PyTree) -> None:
         if not is_box(leaf) and isinstance(its, NamedSharding) and not its.is_fully_replicated:
             raise ValueError(
                 f"{where} of shape {np.shape(leaf)} has no box and is split as {its.spec}: every device would gather "
-                "all of it before the step. Hand in params as create_train_state and init_sharded make them, not "
-                "unboxed; box_like(tree, params) puts boxes back. Of a state pass state.params alone."
+                "all of it before the step. Pass params in boxes, as from create_train_state and init_sharded; "
+                "box_like(tree, params) puts boxes back. Of a state pass state.params alone."
             )
 
 
 def _is_deleted(leaf: Any) -> bool:
-    """Whether an array was donated. (``isinstance(leaf, jax.Array)`` would take a microsecond.)"""
+    """Returns whether an array was donated. (``isinstance(leaf, jax.Array)`` would take a microsecond.)"""
     is_deleted = getattr(leaf, "is_deleted", None)
     return is_deleted is not None and not isinstance(leaf, Tracer) and is_deleted()
 
 
 def _errors_in(arguments: dict[str, Any], mesh: Mesh | AbstractMesh | None) -> Iterator[Exception]:
-    """An error in place of JAX's for each leaf that JAX refuses; with ``mesh``, for each leaf elsewhere too."""
+    """Yields an error for each leaf that JAX rejects; with ``mesh``, also for each leaf on other devices."""
     for name, argument in arguments.items():
         for path, leaf in trees.leaves_with_path(argument):
-            # What is no array has no dims, which ``leaf_of`` would ask for.
+            # `leaf_of` reads dims, which only arrays have.
             value, where = leaf_of(leaf).value if is_box(leaf) else leaf, named_leaf(name, path)
             if reason := why_no_array(value):
                 yield TypeError(f"{where} is {reason}")
@@ -172,20 +172,19 @@ def _errors_in(arguments: dict[str, Any], mesh: Mesh | AbstractMesh | None) -> I
 def _deleted(name: str, where: str) -> ValueError:
     if name in DONATED:
         return ValueError(
-            f"{where} was handed to a step before: that takes over the memory of its {name}, and returns "
-            f"the next. Go on with the {name} that it returned. To use one twice, pass a copy of it: "
-            f"jax.tree.map(jnp.copy, {name})."
+            f"{where} was handed to a step before, which donates its {name}. Go on with the {name} that it returned; "
+            f"to use a {name} twice, pass a copy: jax.tree.map(jnp.copy, {name})."
         )
     if name == "others":
         return ValueError(
-            f"{where} was deleted: a step has taken over the state that it belonged to. Hand in what the newest state "
-            "of that model holds, or a copy that was made before: jax.tree.map(jnp.copy, state.params)."
+            f"{where} was deleted: a step has taken over the state that it belonged to. Pass the params of the newest "
+            "state of that model, or a copy made before the step: jax.tree.map(jnp.copy, state.params)."
         )
-    return ValueError(f"{where} was deleted: it was donated to a function (donate_argnums). Hand in one that is alive.")
+    return ValueError(f"{where} was deleted: it was donated to a function (donate_argnums). Pass another array.")
 
 
 def _ids_of(value: jax.Array) -> list[int]:
-    """The ids of an array's devices, in the order of its mesh."""
+    """Returns the ids of an array's devices, in the order of its mesh."""
     if isinstance(value.sharding, NamedSharding) and isinstance(value.sharding.mesh, Mesh):
         return _ids(value.sharding.mesh.devices.flat)
     return sorted(_ids(value.sharding.device_set))

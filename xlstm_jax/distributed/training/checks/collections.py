@@ -1,4 +1,4 @@
-"""The checks of collections: of a new state, and of the collections that a step returns."""
+"""Checks of collections: of a new state, and of the collections returned by a step."""
 
 from xlstm_jax.distributed.training.collections import check_equal_collections, check_kept
 from xlstm_jax.distributed.training.moments import CreatedState, Results, TrainingCheck

@@ -1,4 +1,4 @@
-"""JAX's errors about types and forward derivatives in a user's function, raised anew with a cure."""
+"""Cures for JAX's errors about types and forward derivatives in a user's function."""
 
 import re
 import traceback
@@ -9,7 +9,7 @@ import jax
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.wording import listed, one_line
 
-# JAX's words
+# Fragments of JAX's error texts.
 NO_TYPE = " requires varying manual axes to match"
 MIXED_AXES = re.compile(r"(\S+) can only accept axis_name .* Got input type: (.*), axes: \((.*)\) and input state")
 KERNEL = "`manual_axis_type` on `jax.ShapeDtypeStruct` must not be `None`"
@@ -19,7 +19,7 @@ CARRY, VARYING = "carry input and carry output must have equal types, but they d
 
 
 def raise_with_cure(error: Exception) -> None:
-    """Raises an error with a cure in place of one of JAX's, where there is a cure."""
+    """Raises an error with a cure in place of JAX's ``error``, if there is a cure."""
     if cure := _with_cure(error):
         raise cure from error
 
@@ -29,17 +29,16 @@ def _with_cure(error: Exception) -> Exception | None:
     if (isinstance(error, NotImplementedError) and FORWARD_RULE in text) or FORWARD in text:
         return TypeError(
             "jax.jvp, jax.linearize or jax.jacfwd differentiates forward through the gather of a parameter, which has "
-            "a backward rule only. Gather first, and differentiate what was gathered: whole = gather_params(params, "
-            "axes), and jax.jvp(lambda whole: f(whole), (whole,), (tangents,)). Derivatives with respect to inputs "
-            "need none of it."
+            "a backward rule only. Gather first, weights = gather_params(params, axes), and differentiate with respect "
+            "to the gathered weights, jax.jvp(f, (weights,), (tangents,)); derivatives with respect to inputs need no "
+            "change."
         )
     if CARRY in text and VARYING in text:
         return TypeError(
             "a scan or a loop of this model begins with a carry that is equal on all devices by its type (zeros, as an "
-            f"LSTM's), and becomes one that varies: {text.partition(CARRY)[2].partition(', so')[0].strip(' :*,')}. "
-            "Pass check_vma=False (to make_train_step, or to your shard_map): the gradients are the same. Or cast the "
-            "carry where the model makes it: pcast(carry, axes, to='varying') of jax.lax, with all axes of the batch. "
-            "(nn.RNN within a wrapped model does so by itself.)"
+            f"LSTM's), and returns a varying one: {text.partition(CARRY)[2].partition(', so')[0].strip(' :*,')}. Pass "
+            "check_vma=False (to make_train_step, or to your shard_map): the gradients are the same. Or cast the first "
+            "carry: pcast(carry, axes, to='varying') of jax.lax, with all axes of the batch."
         )
     if BRANCHES in text and TYPES in text:
         return TypeError(
@@ -64,10 +63,9 @@ def _with_cure(error: Exception) -> Exception | None:
     primitive = MIXED_AXES.sub(r"\1", text).partition(NO_TYPE)[0].removeprefix("Primitive ")
     if not jax.config.jax_auto_pcast:
         return ValueError(
-            f"the primitive {primitive!r} mixes types, and jax_auto_pcast is False: under check_vma=True JAX casts "
-            "no value that is equal on all devices where it meets one that varies, which nearly every model needs. "
-            "Leave it on, jax.config.update('jax_auto_pcast', True); or pass check_vma=False (to make_train_step, or "
-            "to your shard_map), where there are no types."
+            f"the primitive {primitive!r} mixes types, and jax_auto_pcast is False: under check_vma=True nearly every "
+            "model needs JAX's casts of equal values to varying. Leave it on, jax.config.update('jax_auto_pcast', "
+            "True); or pass check_vma=False (to make_train_step, or to your shard_map), where there are no types."
         )
     cure = (
         "Pass check_vma=False (to make_train_step, or to your shard_map): unless the model reduces over a further "
@@ -86,8 +84,8 @@ def _with_cure(error: Exception) -> Exception | None:
 
 
 def _is_of_vmapped_axis(error: Exception) -> bool:
-    """Whether an error is JAX's bare assertion of a collective over an axis of ``jax.vmap`` alone."""
-    # It has no text. It is raised where JAX would cast the operand to varying over axes that no mesh has.
+    """Returns whether an error is JAX's bare assertion about a collective over an axis of ``jax.vmap`` alone."""
+    # The assertion has no text. JAX raises it when casting the operand to varying over an axis outside the mesh.
     return isinstance(error, AssertionError) and traceback.extract_tb(error.__traceback__)[-1].name == "pvary"
 
 
@@ -100,20 +98,20 @@ def _of_vmapped_axis(collective: str, axes: str) -> ValueError:
 
 
 def _of_mixed_axes(collective: str, operand: str, axes: str) -> ValueError:
-    """Of a collective over ``axes`` along some of which its operand, a type, does not vary; all as JAX writes them."""
+    """Returns the error for a collective over axes along which its operand is equal; arguments as JAX prints them."""
     mesh = collectives.manual_axes()
     if off_mesh := [axis for axis in re.findall(r"'([^']*)'", axes) if axis not in mesh]:
         return _of_vmapped_axis(f"{collective} over ({axes})", listed(off_mesh))
     return ValueError(
         f"{collective} reduces over ({axes}), and its operand, {operand}, is equal along some of these axes by its "
-        "type: under check_vma=True one call reduces over axes of one kind. Name the axes along which it differs, as "
-        "axis_name= of a BatchNorm those of the batch; or pass check_vma=False (to make_train_step, or to your "
-        "shard_map), where a mean over equal values changes nothing."
+        "type, which check_vma=True does not allow. Name only the axes along which the operand differs (as "
+        "axis_name= of a BatchNorm those of the batch); or pass check_vma=False (to make_train_step, or to your "
+        "shard_map)."
     )
 
 
 def _module_of(error: Exception) -> str:
-    """The innermost Linen module that was running as ``error`` was raised: its path, or the class of the model."""
+    """Returns the path of the innermost Linen module running when ``error`` was raised, or the class of the model."""
     innermost: Any = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         running = frame.f_locals.get("self")

@@ -1,4 +1,4 @@
-"""The axes over which a loss, or a weight, may vary by its type."""
+"""Check of the axes over which a loss or a weight varies by type."""
 
 import jax
 
@@ -6,20 +6,20 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 
 
 def check_axes(value: jax.Array, axes: tuple[str, ...], what: str) -> None:
-    """Raises where a loss or a weight, by its type, varies over other axes than those to average over."""
+    """Raises if the type of a loss or weight varies over other axes than the axes to average over."""
     varying = collectives.varying_axes(value)
     for axis in collectives.spread_axes(axes):
         if collectives.is_tracked(axis) and axis not in varying:
             raise ValueError(
                 f"{what} that loss_fn returned does not vary over {axis!r} (its type is {jax.typeof(value)}): it was "
-                "reduced over that axis already, or does not depend on parameters and batch at all. Return this "
-                "device's own value; it is averaged over the axes here. (Pass a constant weight as a Python number, "
-                "and one that lax.cond or a loop makes of the rows as pcast(weight, axes, to='varying') of jax.lax.)"
+                "reduced over that axis already, or does not depend on parameters and batch at all. Return the local "
+                "value of this device; it is averaged here. (Return a constant weight as a Python number, and a weight "
+                "from lax.cond or a loop as pcast(weight, axes, to='varying') of jax.lax.)"
             )
-    # JAX would sum the gradients of leaves that do not vary over such an axis, and nobody would divide them.
+    # JAX would sum the gradients of leaves that do not vary over such an axis, and no later mean would divide them.
     for axis in collectives.spread_axes(sorted(varying - set(axes))):
         raise ValueError(
-            f"the loss varies over {axis!r}, which the axes to average over, {axes}, leave out: gradients of whole "
-            f"leaves would be summed over its {collectives.axis_size([axis])} devices. Name all axes along which the "
-            f"batch or gathered weights differ, or reduce over {axis!r} in the model (tensor parallel)."
+            f"the loss varies over {axis!r}, which the axes to average over, {axes}, leave out: gradients of "
+            f"replicated leaves would be summed over its {collectives.axis_size([axis])} devices. Name all axes along "
+            f"which the batch or gathered weights differ, or reduce over {axis!r} in the model (tensor parallel)."
         )

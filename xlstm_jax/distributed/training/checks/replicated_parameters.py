@@ -1,4 +1,4 @@
-"""The check of a new state that warns of replicated parameters. The reasons are those of a plan of the model."""
+"""Check of a new state that warns of replicated parameters; the reasons come from a sharding plan of the model."""
 
 from xlstm_jax.distributed.data_parallel.modules.holders import noting_holders
 from xlstm_jax.distributed.data_parallel.reasons import Unwrapped
@@ -9,13 +9,13 @@ from xlstm_jax.distributed.training.moments import CreatedState, TrainingCheck
 
 
 def warn_of_replicated_state(of: CreatedState) -> None:
-    """Warns where no parameter of a new state is split, or where 5 % of their bytes or more are not."""
+    """Warns if no parameter of a new state is split, or if at least 5 % of their bytes are not."""
     if not of.whole_ok:
         warn_of_replicated(of.params, of.mesh, lambda: facts_of_plan(of))
 
 
 def facts_of_plan(of: CreatedState) -> ModelFacts:
-    """Returns why each parameter is split or replicated, as its wrappers decide, and the classes of modules."""
+    """Returns the reasons why wrappers split or replicate each parameter, and the module classes, by path."""
     with noting_holders(of.model) as holders:
         plan = plan_sharding(of.model, of.mesh.shape, *of.inputs, rng=of.rng, **of.kwargs)
     of_params = [row for row in plan.rows if row.collection == PARAMETERS]

@@ -1,1 +1,1 @@
-"""``check_step``: one step on the mesh beside one device, what differs by more than rounding, and why."""
+"""``check_step``: compares a step on the mesh with one device, and names the causes of differences beyond rounding."""

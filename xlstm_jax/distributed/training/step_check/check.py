@@ -1,17 +1,17 @@
-"""``check_step``: runs one step on the mesh, computes it on one device, and says what the difference means.
+"""``check_step``: runs a step on the mesh and on one device, and explains the differences.
 
   the step         equals, to rounding, each device's rows computed one after another with the same draws
-  its loss         is a mean over rows: the loss of the whole batch is the mean over its slices
-  its parameters   each trainable parameter gets a gradient
+  its loss         is a mean over rows: the loss of the full batch is the mean over its slices
+  its parameters   each trainable parameter has a gradient
 
-A step that averages wrongly still trains, only worse, and no type shows it. But its gradients are then a multiple of
-the right ones: which leaves, and which multiple, name the mistake (``report``).
+A step that averages wrongly still trains, only worse, and no type shows the mistake. But its gradients are then a
+multiple of the correct ones: the affected leaves and the factor identify the mistake (``report``).
 
-a step of make_train_step   its result with the slices, same draws; the slices with the whole batch, constant draws
-a step of the user's own    its result with the whole batch, constant draws; or, where the step draws from other keys,
-                            means over many keys, which may not tell
+make_train_step    compares the step with the slices, same draws; the slices with the full batch, constant draws
+user's step        compares the step with the full batch, constant draws; or, if the step draws from other keys, means
+                   over many keys, which may stay inconclusive
 
-Constant draws are those of ``draws.constant_key``: the same for every device, row and shape.
+Constant draws come from ``draws.constant_key``: equal for every device, row and shape.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ from xlstm_jax.distributed.training.step_check.update import (
 )
 
 LOSS = "(loss)"
-ROUGHLY = 0.3  # with other draws the loss of the slices is not that of the batch, but no factor of 2 from it either
+ROUGHLY = 0.3  # with other draws the loss of the slices differs from the batch loss, but by far less than a factor of 2
 BATCH_AT_ONCE = "the batch at once"
 
 
@@ -88,10 +88,10 @@ def check_step(
     batch_spec: PyTree | None = None,
     others: Others = None,
 ) -> StepCheck:
-    """Runs one step on the mesh, and compares its gradients with those of one device.
+    """Runs a step on the mesh, and compares its gradients with a computation on a single device.
 
-    Use it once, on a small model and batch, for a step of your own or after a change. The state is neither changed nor
-    donated. While it runs, one device holds the whole model and batch; all devices must belong to this process.
+    Use it once, with a small model and batch, for a step of your own or after a change. The state is neither changed
+    nor donated. During the check one device holds the full model and batch; every device must belong to this process.
 
     >>> loss_fn = lambda params, apply_fn, batch, rng: jnp.sum(apply_fn({"params": params}, batch) ** 2)  # not a mean
     >>> model, x = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(16), jnp.ones((8, 32))
@@ -101,24 +101,24 @@ def check_step(
     ('wrong', [('bias', 0.125), ('kernel', 0.125)])
 
     Args:
-      step: ``step(state, batch, rng, *rest) -> (state, metrics, ...)``, of ``make_train_step`` or your own.
-      state: a ``TrainState``, on a mesh.
-      batch: a batch with global leaves, as the step takes it.
-      rng: a key, as the step takes it. For a step of ``make_train_step`` one device draws what all devices draw. A
-        step of your own gets a key whose draws are the same everywhere, however it folds the key; if it draws from
-        other keys, means over many keys are compared.
-      loss_fn: ``loss_fn(params, apply_fn, batch, rng)``, what the step should minimise: the mean over the batch that it
-        gets. None for the loss of ``make_train_step``. It takes and returns collections where the state has some.
-      weighted, has_aux: what ``loss_fn`` returns, as for ``make_train_step``; not used without ``loss_fn``.
-      batch_spec: how a step of your own splits its batch, where not by examples alone; see ``make_train_step``, whose
-        steps say it themselves.
-      others: further trees, which step and loss take by name, as of ``make_train_step``.
+      step: ``step(state, batch, rng, *rest) -> (state, metrics, ...)``, from ``make_train_step`` or your own.
+      state: a ``TrainState`` on a mesh.
+      batch: a batch with global leaves, as for the step.
+      rng: a key, as for the step. For a step of ``make_train_step``, one device repeats the draws of every device. A
+        step of your own receives a key whose draws are equal everywhere, however the step folds it; if the step draws
+        from other keys, means over many keys are compared.
+      loss_fn: ``loss_fn(params, apply_fn, batch, rng)``, the objective of the step: the mean over the batch passed in.
+        None for the loss of ``make_train_step``. Takes and returns collections if the state has any.
+      weighted, has_aux: describe the result of ``loss_fn``, as for ``make_train_step``; unused without ``loss_fn``.
+      batch_spec: how a step of your own splits its batch, if not by examples alone; see ``make_train_step``, whose
+        steps provide the spec themselves.
+      others: further trees, passed to step and loss by name, as in ``make_train_step``.
     Returns:
-      A ``StepCheck``. Only for a step of your own can its verdict be "cannot tell".
+      A ``StepCheck``. The verdict "cannot tell" is possible only for a step of your own.
     Raises:
       ValueError: ``loss_fn`` is missing, or the parameters are not on a mesh, or not all in this process.
     """
-    # A step of make_train_step wraps a method of its options, also where jit or a decorator has wrapped the step.
+    # The step wraps a method of StepOptions; unwrap also finds it if jit or a decorator has wrapped the step again.
     options = getattr(inspect.unwrap(step), "__self__", None)
     options = options if isinstance(options, StepOptions) else None
     if loss_fn is not None:
@@ -156,10 +156,10 @@ def _mesh_of(params: PyTree) -> Mesh:
 
 
 def _likely_layout(params: PyTree, batch: PyTree, mesh: Mesh, batch_spec: PyTree | None) -> BatchLayout:
-    """How a user's own step splits its batch: rows over all axes but tensor-parallel ones, if these divide them."""
+    """Guesses the layout of a user's batch: rows split over the axes that are not tensor-parallel, if these divide."""
     if batch_spec is not None:
         return batch_layout(mesh, None, batch_spec)
-    # Devices along an axis that splits layers see the same rows.
+    # Devices along an axis that splits layers receive the same rows.
     own = {axis for _, leaf in trees.sharded_leaves(params) for axis in leaf.model_axes}
     axes = tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in own)
     rows = [np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
@@ -171,10 +171,10 @@ def _likely_layout(params: PyTree, batch: PyTree, mesh: Mesh, batch_spec: PyTree
 
 
 class _Beside(NamedTuple):
-    """A step beside what one device computes; ``findings`` are of the loss and of the optimizer's calls.
+    """Comparison of a step with one device; ``findings`` concern the loss and the optimizer calls.
 
-    ``of_model``: the loss is another because the model computes something else where it is split, and all gradients
-    follow from that.
+    ``of_model``: the loss differs because the split model computes another function; differences of gradients follow
+    from this.
     """
 
     seen: SeenStep
@@ -189,24 +189,24 @@ class _Beside(NamedTuple):
 
 
 class Comparison:
-    """A step, what it is given, and its loss on one device."""
+    """A step, its arguments, and its loss on one device."""
 
     def __init__(self, step: Callable[..., Any], state: Any, given: tuple[Any, ...], one: OneDevice):
         self.step, self.state, self.given, self.one, self.mesh = step, state, given, one, one.mesh
         self.sizes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
         leaves = dict(trees.sharded_leaves(state.params))
         self.axes = {path: tuple(a for a in leaf.axes if a in self.sizes) for path, leaf in leaves.items()}
-        # Bounds are multiples of eps. Where all leaves are float64, those of float32 would hide mistakes.
+        # Bounds are multiples of eps. If every leaf is float64, bounds of float32 would hide mistakes.
         wide = all(leaves[path].dtype == np.float64 for path in one.paths if hasattr(leaves[path], "dtype"))
         self.eps = float(np.finfo(np.float64 if wide and one.paths else np.float32).eps)
         minibatches = {"num_minibatches": one.num_minibatches} if one.num_minibatches > 1 else {}
-        self.compared_state = False  # that of an optimizer of the step's own
-        self.parts = self.sizes | minibatches  # by all that splits a batch
+        self.compared_state = False  # whether the state of a step's custom optimizer was compared
+        self.parts = self.sizes | minibatches  # number of parts by axis, and by minibatches
 
     def of_ready_step(self) -> StepCheck:
-        """The step beside the slices, with its own draws; the slices beside the batch, with constant draws."""
+        """Checks a step of ``make_train_step``: against the slices with its draws, and the slices against the batch."""
         one, rng = self.one, self.given[1]
-        key = jax.random.fold_in(rng, self.state.step)  # as the step folds it
+        key = jax.random.fold_in(rng, self.state.step)  # the same folding as in the step
         same_key, whole = self.with_same_draws(key)
         if one.asks_for_axes(key):
             return self.of_communicating_loss(same_key, whole)
@@ -219,7 +219,7 @@ class Comparison:
         mean = one.slices(same_key) if draws else right
         step = self.beside(rng, right)
         of_loss, of_slices, findings = self.objective(same_key, mean, whole, step.seen, key)
-        # The step beside the batch: from the step beside the slices, and the slices beside the batch.
+        # Combine step / slices and slices / batch into step / batch.
         total = [
             leaf._replace(
                 ratio=leaf.ratio * of.ratio,
@@ -235,7 +235,7 @@ class Comparison:
         return self.checked(findings, step.seen, how, total, ratio)
 
     def of_communicating_loss(self, key: PyTree, whole: Found) -> StepCheck:
-        """The step beside the batch, both with constant draws: slices of such a loss cannot be computed alone."""
+        """Checks a step whose loss communicates, so that slices depend on each other, against the batch at once."""
         if not whole.is_finite:
             return self.checked([report.not_finite(whole)], self.observed(key, whole))
         step = self.beside(key, whole)
@@ -249,17 +249,17 @@ class Comparison:
         return self.checked(findings, step.seen, BATCH_AT_ONCE, step.leaves, step.loss_ratio)
 
     def of_own_step(self) -> StepCheck:
-        """The step beside the batch, both with constant draws; else by means over many keys."""
+        """Checks a user's step against the batch, both with constant draws; else by means over many keys."""
         one = self.one
         key, whole = self.with_same_draws(self.given[1])
         try:
             seen = self.observed(key, whole)
-        except Exception:  # whatever a step does with its key that a constant key cannot do
+        except Exception:  # a step may use its key in any way, also in ways that a constant key does not support
             return self.by_many_keys("it does not take another kind of key")
         if not whole.is_finite:
             return self.checked([report.not_finite(whole)], seen)
         step = self.beside(key, whole, seen)
-        # A step that draws from a key of its own differs by its draws alone; means over many keys tell.
+        # A step that draws from other keys differs by its draws alone; means over many keys decide.
         if step.differs and (why := self.why_other_draws(key)):
             return self.by_many_keys(why)
         how = f"{BATCH_AT_ONCE}, with draws that are the same everywhere" if one.traced(key).draws else BATCH_AT_ONCE
@@ -276,11 +276,11 @@ class Comparison:
     # ------------------------------------------------------------------------------------------------------ compared
 
     def with_same_draws(self, key: PyTree) -> tuple[Any, Found]:
-        """A constant key, and the loss of the batch with it: the first that gives finite gradients which are not 0."""
+        """Returns the first constant key with finite, nonzero gradients of the batch loss, and this loss."""
         first, *others = CHOICES
         same_key = constant_like(key, first)
         found = self.one.whole(same_key)
-        # With u near 0 or 1 a dropout drops all or nothing, and gradients may vanish: then another u is tried.
+        # With u near 0 or 1 a dropout drops everything or nothing, and gradients may vanish: then try another u.
         for u in others:
             if (found.is_finite and found.has_gradient) or not self.one.traced(key).draws:
                 break
@@ -293,7 +293,7 @@ class Comparison:
         return observe(self.step, self.state, (batch, rng, *rest), self.one.tree(truth.grads), self.mesh)
 
     def beside(self, rng: PyTree, truth: Found, seen: SeenStep | None = None) -> _Beside:
-        """Runs the step with ``rng``, unless it was ``seen``, and compares it with ``truth``."""
+        """Compares the step with ``truth``; runs it with ``rng`` first, unless ``seen`` has its result."""
         seen, leaves = self.compared(seen or self.observed(rng, truth), truth)
         of_model, findings = self.loss_differs(rng, seen, truth)
         if seen.updates != 1:
@@ -305,7 +305,7 @@ class Comparison:
         return _Beside(seen, leaves, findings, ratio, of_model)
 
     def compared(self, seen: SeenStep, truth: Found) -> tuple[SeenStep, list[LeafCheck]]:
-        """The leaves of what was seen beside the right ones; where they are right, those of ``seen.then``."""
+        """Compares the observed leaves with the correct ones; if they agree, compares ``seen.then`` instead."""
 
         def as_seen(found: Found) -> dict[str, np.ndarray]:
             return flat(seen.of_gradients(self.one.tree(found.grads)))
@@ -315,13 +315,13 @@ class Comparison:
             flat(seen.got), as_seen(truth), self.axes, narrow, lambda: as_seen(truth.shaken()), self.eps
         )
         leaves = [_with_copies(leaf, seen.got[leaf.path]) for leaf in leaves]
-        # Gradients before clipping, say, are right: now what was made of them.
+        # Correct first moments, say, do not prove the updates correct: compare these next.
         if seen.then is not None and _are_right(leaves):
             return self.compared(seen.then, truth)
         return seen, leaves
 
     def state_differs(self, seen: SeenStep, truth: Found) -> list[str]:
-        """What to say of the optimizer's state that a step with an optimizer of its own has made."""
+        """Returns findings about the optimizer state of a step with a custom optimizer."""
         self.compared_state, of_gradients = True, seen.state_of_gradients
         assert of_gradients is not None
         return list(
@@ -339,10 +339,10 @@ class Comparison:
         return list(report.of_leaves(leaves, seen.what, self.parts, of_loss, model_axes))
 
     def loss_differs(self, key: PyTree, seen: SeenStep, truth: Found) -> tuple[bool, list[str]]:
-        """Whether the model makes the loss another one where it is split, and what to say of the loss."""
+        """Returns whether the split model computes another loss, and findings about the loss."""
         if seen.loss is None:
             return False, []
-        # A loss that is returned in bfloat16 is off by its rounding.
+        # A loss returned in bfloat16 has the rounding error of bfloat16.
         eps = max(self.eps, seen.loss.eps / 8)
         same, tolerance = same_number(seen.loss.value, truth.loss, lambda: truth.shaken().loss, eps)
         times = Multiple.of(_ratio(seen.loss.value, truth.loss), self.sizes, tolerance)
@@ -354,20 +354,20 @@ class Comparison:
         return False, [report.of_loss(times, self.one.loss.weighted)]
 
     def is_of_model(self, key: PyTree, loss: float, eps: float) -> bool:
-        """Whether the model on the mesh, with unsharded weights and no step around it, has this loss, too."""
+        """Returns whether the model on the mesh, with unsharded weights and without the step, has this loss, too."""
         found = self.one.on_mesh(key, self.one.num_minibatches)
         return same_number(loss, found.loss, lambda: found.shaken().loss, eps)[0]
 
     def objective(
         self, key: PyTree, mean: Found, whole: Found, seen: SeenStep, real_key: PyTree
     ) -> tuple[Multiple, list[LeafCheck], list[str]]:
-        """Whether the loss is a mean over rows: how many times too large it is, its gradients, and what to say."""
+        """Checks that the loss is a mean over rows: returns its ratio, its compared gradients, and findings."""
         narrow, shaken = of_wire(self.state.params, mean), lambda: flat(whole.shaken().grads)
         leaves = compare_leaves(flat(mean.grads), flat(whole.grads), self.axes, narrow, shaken, self.eps)
         eps = max(self.eps, seen.loss.eps / 8 if seen.loss else 0)
         same, tolerance = same_number(mean.loss, whole.loss, lambda: whole.shaken().loss, eps)
-        # On the mesh the gradients of what the model communicates are JAX's own, and where the loss is right they say
-        # nothing of rows.
+        # On the mesh, JAX differentiates the model's communication without the library, so these gradients prove
+        # nothing about rows if the loss is correct.
         of_rows = not self.one.needs_all_devices(key)
         if (same and (_are_right(leaves) or not of_rows)) or self.one.devices * self.one.num_minibatches == 1:
             return Multiple("equal"), leaves, []
@@ -385,7 +385,7 @@ class Comparison:
         return times, leaves, list(why_no_mean(self.one, key, mean, whole, leaves, times, self.parts, tolerance))
 
     def own_objective(self, key: PyTree, seen: SeenStep, whole: Found) -> list[str]:
-        """What to say where a step of the user's own is right, and its loss is no mean over rows."""
+        """Returns findings if a user's step matches the slices, so that only its loss is not a mean over rows."""
         if not self.one.axes:
             return []
         mean = self.one.slices(key)
@@ -394,11 +394,10 @@ class Comparison:
         return self.objective(key, mean, whole, seen, self.given[1])[2]
 
     def without_gradient(self, key: PyTree, truth: Found) -> list[str]:
-        """What to say of leaves on which the loss does not depend, and where all gradients are 0."""
+        """Returns findings about leaves without gradient, or about gradients that are all 0."""
         if not any(leaf.size and not np.any(np.asarray(leaf)) for leaf in truth.grads.values()):
             return []
-        # A gradient of 0 may be that of these parameters and draws alone (ReLU, zeros at the beginning), so others are
-        # tried.
+        # A gradient may be 0 just for these parameters and draws (ReLU, zero initialisation), so try others.
         elsewhere = (self.one.whole(constant_like(key) if i == 1 else key, elsewhere=i) for i in (1, 2))
         if not any(found.has_gradient for found in (truth, *elsewhere)):
             return list(report.of_none(list(truth.grads), len(truth.grads)))
@@ -407,20 +406,20 @@ class Comparison:
     # ------------------------------------------------------------------------------------------ draws from other keys
 
     def why_other_draws(self, key: PyTree) -> str:
-        """Why a step may have drawn from other keys than the one that it was given; "" where it has not."""
+        """Returns the reason why the step may have drawn from other keys than its ``rng``, or ""."""
         if self.one.traced(key).foreign:
             return "loss_fn draws from another key than the one that it is given"
         batch, _, *rest = self.given
-        # ``observe`` ran one of the two; noise that the state's optimizer draws is no noise of gradients.
+        # ``observe`` ran one of the two states. Disable the state's optimizer: its noise does not affect gradients.
         silent = self.state.replace(tx=optax.set_to_zero(), opt_state=optax.EmptyState())
         for state in (recorded_state(silent, self.mesh), self.state):
-            with contextlib.suppress(Exception):  # a step that does more than JAX can trace
+            with contextlib.suppress(Exception):  # some steps do more than JAX can trace
                 foreign = traced(jax.make_jaxpr(self.step)(state, batch, key, *rest)).foreign
                 return "it draws from another key than the one that it is given" if foreign else ""
         return "it cannot be traced, so that its draws are unknown"
 
     def by_many_keys(self, why: str) -> StepCheck:
-        """By means over many keys. The state's counter of steps moves on with them: a step may fold it into a key."""
+        """Compares means over many keys. Also advances the step counter, which a step may fold into its key."""
         kept: dict[str, Any] = {}
 
         def sample(i: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -465,7 +464,7 @@ class Comparison:
         update = self.update_of(seen, is_right=not findings)
         unknown = verdict == CANNOT_TELL
         if update.findings:
-            # An update that is wrong is known to be, whatever gradients are.
+            # A wrong update is known to be wrong, whether or not gradients could be compared.
             findings, verdict = [*([] if unknown else findings), *update.findings], WRONG
         elif update.unknown and not findings:
             findings, verdict = [*update.unknown], CANNOT_TELL
@@ -475,7 +474,7 @@ class Comparison:
         )
 
     def update_of(self, seen: SeenStep, is_right: bool) -> UpdateCheck:
-        """What the step made of its gradients; where all else is right, in a second step, too."""
+        """Checks the update made from the gradients; if everything else is correct, also in a second step."""
         if seen.what != "gradients":
             frozen = list(of_frozen(seen.before, seen.after))
             unknown = () if self.shows_gradients(seen) else (report.NOTHING_SHOWS,)
@@ -490,7 +489,7 @@ class Comparison:
         return found
 
     def knows_collections(self, rng: PyTree) -> bool:
-        """Whether one device returns the collections of the mesh: statistics of all rows, without draws."""
+        """Returns whether one device reproduces the mesh's collections: statistics of the full batch, without draws."""
         kept, one = collections_of(self.state), self.one
         is_whole = one.num_minibatches == 1 and (one.devices == 1 or one.needs_all_devices(rng))
         return bool(kept) and OVERWRITTEN not in kept and is_whole and not one.traced(rng).draws
@@ -501,7 +500,7 @@ class Comparison:
         return list(of_collections(got, by_path(bare(right())), before, lambda: by_path(bare(again())), self.eps))
 
     def shows_gradients(self, seen: SeenStep) -> bool:
-        """Whether other gradients would have changed anything that was compared."""
+        """Returns whether other gradients would have changed any compared value."""
         of_state = seen.state_of_gradients
         if seen.what != "updates" or of_state is None:
             return True

@@ -1,21 +1,23 @@
-"""Gradients of a step compared with the right ones, leaf by leaf, and how much rounding may have changed them.
+"""Comparison of a step's gradients with the correct ones, leaf by leaf, with bounds for rounding.
 
-A leaf is right where the norm of the difference is at most the sum of
+A leaf is correct if the norm of the difference is at most the sum of
 
-  64 eps(float32)       of the leaf's norm: sums in another order. (eps(float64) where all leaves have that dtype.)
-  4 eps(float32)        of the norm that a leaf of its size has on average: for gradients that are 0 but for rounding
-  8 x a shake           the change of the reference when all parameters and inputs are multiplied by 1 + u eps, u in
-                        (-1, 1), eps of the narrowest dtype that it computes in; measured where the above is too little
-  the wire              what the dtype of a reduce-scatter, or the format of sums over copies, may round
+  64 eps(float32)       of the leaf's norm: sums in another order. (eps(float64) if every leaf is float64.)
+  4 eps(float32)        of the average norm of a leaf of its size: for gradients that are 0 up to rounding
+  8 x a shake           the change of the reference when parameters and inputs are multiplied by 1 + u eps, with u in
+                        (-1, 1) and eps of the narrowest dtype of the computation; measured only if needed
+  the wire              the rounding by the dtype of a reduce-scatter, or by the format of sums over replicas
 
-A larger difference is no rounding. The ratio then says what it is: a number of devices, or something else.
+A larger difference is not rounding. The ratio of the leaf then suggests the cause: a number of devices, or another
+value.
 
-Of steps that draw from unknown keys, means over many keys are compared. Both means have a standard error. Least squares
-split the mean of the step into a multiple of the mean of one device, and a rest. The number of keys is doubled until
-``SURE`` standard errors of both are less than half the way from 1 to the next ratio that is a number of devices, 1/2.
+For steps that draw from unknown keys, means over many keys are compared. Both means have a standard error. Least
+squares split the mean of the step into a multiple of the mean of one device, and a rest. The number of keys is doubled
+until ``SURE`` standard errors of both are less than half the way from 1 to the nearest ratio that is a number of
+devices, 1/2.
 
-  right         each ratio is within SURE standard errors of 1, and no rest is beyond them
-  wrong         one is not
+  right         each ratio is within SURE standard errors of 1, and each rest within SURE standard errors of 0
+  wrong         a ratio or a rest is outside
   cannot tell   standard errors are still larger after MOST_KEYS keys
 """
 
@@ -37,19 +39,19 @@ from xlstm_jax.distributed.training.step_check.one_device import Found
 from xlstm_jax.wording import format_axes
 
 ORDER_EPS, NEAR_ZERO_EPS, SHAKEN = 64, 4, 8
-NO_RATIO = 1e-9  # the tolerance of a leaf that is no more than rounding
+NO_RATIO = 1e-9  # tolerance of a leaf whose gradient is only rounding
 FEWEST_KEYS, MOST_KEYS, SURE = 8, 256, 6.0
-NEXT = 0.5  # the ratio nearest to 1 that is a number of devices, or 1 over it
+NEXT = 0.5  # the ratio nearest to 1 that is a number of devices, or its inverse
 
 Sample = Callable[[int], tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]
 
 
 class LeafCheck(NamedTuple):
-    """One leaf of the parameters: the step's gradient is ``ratio`` times the right one, plus a rest.
+    """Comparison of a leaf of the parameters: the step's gradient is ``ratio`` times the correct one, plus a rest.
 
-    ``error`` is the norm of the rest relative to the right gradient; ``tolerance`` is how much rounding explains of
-    ``error`` and of the ratio's distance from 1. ``axes`` split the leaf. ``copies_differ``: devices that should hold
-    the same values do not, and ``differ_along`` are the axes along which they do not.
+    ``error`` is the norm of the rest relative to the correct gradient; ``tolerance`` is the part of ``error``, and of
+    the ratio's distance from 1, that rounding explains. ``axes`` split the leaf. ``copies_differ`` is True if devices
+    that should hold equal values do not; ``differ_along`` are the axes along which they differ.
     """
 
     path: str
@@ -62,7 +64,7 @@ class LeafCheck(NamedTuple):
 
     @property
     def is_only_rounding(self) -> bool:
-        """Whether the right gradient is itself no more than rounding, so that there is no ratio."""
+        """Returns whether the correct gradient is only rounding, so that there is no ratio."""
         return self.tolerance == NO_RATIO
 
     @property
@@ -74,7 +76,7 @@ Gradients = Mapping[str, np.ndarray]
 
 
 def flat(grads: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """All values of each leaf in float64, complex ones as pairs."""
+    """Returns the values of each leaf as a float64 vector; complex values become two reals."""
 
     def values(leaf: Any) -> np.ndarray:
         of_leaf = np.asarray(leaf).ravel()
@@ -92,13 +94,12 @@ def compare_leaves(
     shaken: Callable[[], Gradients],
     eps: float,
 ) -> list[LeafCheck]:
-    """One ``LeafCheck`` for each leaf of ``right``.
+    """Returns a ``LeafCheck`` for each leaf of ``right``.
 
-    ``wire`` is the norm of what the communication of a leaf may round. ``shaken`` computes ``right`` after a shake; it
-    is called only if it matters. ``eps`` is that of float32, or of float64 where all leaves have that dtype.
+    ``wire`` is the norm of the rounding by the communication of a leaf. ``shaken`` computes ``right`` from perturbed
+    inputs, and is called only if needed. ``eps`` is the eps of float32, or of float64 if every leaf is float64.
     """
-    # A leaf whose gradient is nearly 0 is a sum of terms that cancel: what rounding leaves of it goes by the size of
-    # gradients elsewhere.
+    # A gradient near 0 is a sum of terms that cancel: its rounding error depends on the size of other gradients.
     total = math.sqrt(sum(float(leaf @ leaf) for leaf in right.values()))
     typical = total / math.sqrt(sum(leaf.size for leaf in right.values()) or 1)
     norms = {path: float(np.linalg.norm(leaf)) for path, leaf in right.items()}
@@ -107,7 +108,7 @@ def compare_leaves(
         for path, leaf in right.items()
     }
     if any(not np.linalg.norm(got[path] - right[path]) <= known[path] for path in right):
-        # Only where the cheap bound does not explain the difference: this computes the loss once more.
+        # Only if the cheap bound does not explain the difference: this computes the loss once more.
         again = shaken()
         known = {path: known[path] + SHAKEN * float(np.linalg.norm(again[path] - right[path])) for path in right}
     return [_compared(path, axes.get(path, ()), got[path], right[path], norms[path], known[path]) for path in right]
@@ -116,18 +117,18 @@ def compare_leaves(
 def _compared(
     path: str, axes: tuple[str, ...], got: np.ndarray, right: np.ndarray, norm: float, allowed: float
 ) -> LeafCheck:
-    """By least squares; ratio 1 and error 0 where both gradients are no more than rounding."""
+    """Compares by least squares; ratio 1 and error 0 if both gradients are only rounding."""
     size = float(np.linalg.norm(got))
     if norm <= allowed:
         return LeafCheck(path, axes, 1.0 if size <= 2 * allowed else math.inf, 0.0, NO_RATIO)
-    # A factor (summed, divided) shows as a ratio, and whatever is wrong in direction as the rest.
+    # A factor (summed, divided) shows in the ratio, an error of direction in the rest.
     ratio = float(got @ right) / norm**2
     left = float(np.linalg.norm(got - ratio * right)) / norm
     return LeafCheck(path, axes, ratio, left, allowed / norm)
 
 
 def same_number(got: float, right: float, shaken: Callable[[], float], eps: float) -> tuple[bool, float]:
-    """Whether a loss is right to rounding, and how much rounding may have changed it, relatively."""
+    """Returns whether a loss is correct to rounding, and the relative size of rounding."""
     allowed = ORDER_EPS * eps * abs(right)
     if not abs(got - right) <= allowed:
         allowed += SHAKEN * abs(shaken() - right)
@@ -135,10 +136,10 @@ def same_number(got: float, right: float, shaken: Callable[[], float], eps: floa
 
 
 def of_wire(params: PyTree, found: Found) -> dict[str, float]:
-    """For each leaf whose gradient travels in a narrow dtype, the norm of what that dtype may round.
+    """Returns, for each leaf whose gradient is sent in a narrow dtype, the norm of the rounding by the dtype.
 
-    Each term and each sum of N is rounded by at most half a unit in the last place; the terms are as large as those of
-    the devices are on average. What the mean over copies may round, ``Copies`` says.
+    Each term and each sum of N is rounded by at most half a unit in the last place; terms are assumed to be as large as
+    those of the devices are on average. For the mean over replicas, ``Copies`` provides the bound.
     """
     bounds = {}
     for path, box in trees.sharded_leaves(params):
@@ -155,7 +156,7 @@ def of_wire(params: PyTree, found: Found) -> dict[str, float]:
 
 
 class Multiple(NamedTuple):
-    """A ratio, read as the number of devices along ``axes``, or as 1 over that number."""
+    """A ratio, interpreted as the number of devices along ``axes``, or as its inverse."""
 
     kind: str  # "equal", "summed", "divided", "other"
     times: str = "1 x"
@@ -164,12 +165,12 @@ class Multiple(NamedTuple):
 
     @property
     def is_count(self) -> bool:
-        """Whether it is a number of devices, or 1 over it."""
+        """Returns whether the ratio is a number of devices, or its inverse."""
         return self.kind in ("summed", "divided")
 
     @classmethod
     def of(cls, ratio: float, sizes: dict[str, int], tolerance: float) -> "Multiple":
-        """``sizes`` are the sizes of the axes, and of whatever else splits a batch (``num_minibatches``)."""
+        """Interprets ``ratio``; ``sizes`` are the sizes of axes and of other parts of a batch (``num_minibatches``)."""
         if abs(ratio - 1) <= tolerance:
             return cls("equal")
         subsets = (itertools.combinations(sizes, count) for count in range(1, len(sizes) + 1))
@@ -187,9 +188,9 @@ class Multiple(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """The mean of a step is ``value`` times the mean of one device, and a rest whose relative norm is ``rest``.
+    """Result over many keys: the mean of a step is ``value`` times the mean of one device, plus a relative ``rest``.
 
-    ``allowed`` is how much of either noise explains: ``SURE`` standard errors.
+    ``allowed`` is the part of both that noise explains: ``SURE`` standard errors.
     """
 
     value: float
@@ -202,7 +203,7 @@ class Ratio(NamedTuple):
 
 
 def ratios(sample: Sample) -> tuple[dict[str, Ratio], int]:
-    """Draws ``sample(i)``, the values of the step and of one device with key i, until all ratios are known.
+    """Draws ``sample(i)``, the values of the step and of one device with key i, until every ratio is known.
 
     Returns the ratios, and the number of keys.
     """
@@ -223,9 +224,9 @@ def ratios(sample: Sample) -> tuple[dict[str, Ratio], int]:
 
 
 def _ratio(ours: np.ndarray, right: np.ndarray) -> Ratio:
-    """The ratio of values [keys, values]. Each half of the keys is projected onto the mean of the other half, whose
-    noise is independent."""
-    # Projected onto itself, a mean would count its own noise as signal: the ratio would be too small.
+    """Estimates the ratio of arrays [keys, values]; projects each half of the keys onto the mean of the other half."""
+    # The noise of the halves is independent. Projected onto itself, a mean would count its noise as signal, and the
+    # ratio would be too small.
     half, count = len(right) // 2, len(right)
     if not right.any():
         return Ratio(1.0 if not ours.any() else math.inf, 0.0, 0.0)

@@ -1,7 +1,7 @@
-"""Whether a loss counts rows that only pad: it is computed once more, where these hold other rows.
+"""Test whether a loss counts padded rows: computes the loss again with other values in these rows.
 
-Rows of weight 0 may hold anything. Statistics of the batch, and losses that compare its rows, depend on them, although
-the loss of each row has its weight: no equation shows that, and the numbers do.
+Rows of weight 0 may have any values. Batch statistics, and losses that compare rows, depend on them even if the loss of
+each row has its weight. Equations do not show this, so the check compares numbers.
 """
 
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from xlstm_jax.distributed.device_mesh.batches import padded_rows_of
 from xlstm_jax.distributed.training.step_check.draws import CHOICES, constant_like
 from xlstm_jax.distributed.training.step_check.one_device import OneDevice
 
-MATTERS = 1e-4  # of the loss; rounding is far less
+MATTERS = 1e-4  # relative change of the loss; rounding is far smaller
 
 
 def with_other_copies(batch: PyTree) -> PyTree | None:
-    """The batch where each row that ``shard_batch`` has appended is a copy of the next row; None if there are none."""
+    """Replaces each row appended by ``shard_batch`` by a copy of the next row; None without appended rows."""
     counts = [of_leaf for leaf in jax.tree.leaves(batch) if (of_leaf := padded_rows_of(leaf))]
     if not counts or counts[0][0] < 2:
         return None
@@ -30,7 +30,7 @@ def with_other_copies(batch: PyTree) -> PyTree | None:
 
 
 def counted(one: OneDevice, batch: PyTree, rng: PyTree) -> Iterator[str]:
-    """What to say of a loss that changes with the rows that pad its batch."""
+    """Yields a finding if the loss changes with the values of padded rows."""
     other = with_other_copies(batch)
     if other is None:
         return
@@ -39,7 +39,7 @@ def counted(one: OneDevice, batch: PyTree, rng: PyTree) -> Iterator[str]:
     if np.isfinite([loss, of_other]).all() and abs(of_other - loss) > MATTERS * abs(loss):
         yield (
             f"the loss counts rows that only pad: it is {loss:.6g}, and {of_other:.6g} where the copies that "
-            "shard_batch has appended are of other rows. Weigh each row by the weight that it returned; statistics of "
-            "the batch, and losses that compare rows (contrastive, a top-k), take rows that the devices divide, or "
-            "mask the copies."
+            "shard_batch has appended are of other rows. Multiply the loss of each row by the weight from shard_batch; "
+            "for statistics of the batch, and losses that compare rows (contrastive, a top-k), mask the copies, or "
+            "pass a number of rows that the devices divide."
         )

@@ -1,17 +1,17 @@
-"""Keys whose draws are all the same: with them a loss with dropout is a function of its batch alone.
+"""Keys with constant draws, which make a loss with dropout a function of its batch alone.
 
 The loss of a batch can be compared with the losses of its slices only if both draw the same numbers, and an ordinary
-key draws other numbers for 64 rows than for eight times 8. With ``constant_key`` each draw is the same part u of its
-range, whatever the shape, the device and the number of splits before it. With the first u, 1/32,
+key draws different numbers for 64 rows than for eight times 8. With ``constant_key`` each draw is the same fraction u
+of its range, for any shape, device and number of splits before it. With the first u, 1/32,
 
-  bernoulli(keep)   is true for all keep > 1/32: dropout keeps all, and scales
+  bernoulli(keep)   is true for keep > 1/32: dropout keeps every value, and scales
   normal            is -1.86
-  permutation       is the order as it was
-  rejection loops   end: after 64 splits draws move on from one split to the next
+  permutation       is the identity
+  rejection loops   end: after 64 splits draws vary from one split to the next
 
-Where the loss is not finite with this u, or has no gradient, the next u is tried. Dropout, noise and augmentation
-remain in the loss, with their factors. Draws from another key are out of reach: a key that the loss function closes
-over, or that the step keeps in its state. ``Traced`` finds them.
+If the loss is not finite with this u, or has no gradient, the next u is tried. Dropout, noise and augmentation remain
+in the loss, with their factors. Draws from other keys cannot be made constant: a key in a closure of the loss
+function, or in the state of the step. ``Traced`` finds them.
 """
 
 from functools import cache
@@ -28,30 +28,30 @@ from xlstm_jax.private_names import core, define_prng_impl
 
 CHOICES = (1 / 32, 0.4, 31 / 32)
 _WORDS = 2
-_SAME_UNTIL = 64  # splits: models do not nest so deep, and loops that reject a draw soon do
-_GOLDEN = 0x9E3779B9  # multiples of it, modulo 2**32, are spread evenly
+_SAME_UNTIL = 64  # splits with constant draws: models nest less deeply, rejection loops soon split more often
+_GOLDEN = 0x9E3779B9  # its multiples, modulo 2**32, are spread evenly
 _DRAWING = {"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"}
 
 
 def constant_key(u: float = CHOICES[0]) -> jax.Array:
-    """A typed key; each draw from it, and from keys split or folded from it, is the part ``u`` of its range."""
+    """Returns a typed key; draws from this and derived keys are the fraction ``u`` of their range."""
     return jax.random.key(np.uint32(u * 2**32), impl=_constant())
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether a leaf is a typed key, or a key of the old style, uint32[2]."""
+    """Returns whether a leaf is a typed key, or an old-style key, uint32[2]."""
     if not hasattr(leaf, "dtype"):
         return False
     return is_prng_key(leaf) or (leaf.dtype == jnp.uint32 and jnp.shape(leaf) == (_WORDS,))
 
 
 def folded(rng: PyTree, data: Any) -> Any:
-    """``jax.random.fold_in`` of each key in a tree."""
+    """Applies ``jax.random.fold_in`` to each key in a tree."""
     return jax.tree.map(lambda leaf: jax.random.fold_in(leaf, data) if is_key(leaf) else leaf, rng)
 
 
 def constant_like(rng: PyTree, u: float = CHOICES[0]) -> Any:
-    """The same tree with constant keys in place of all keys."""
+    """Returns the tree with each key replaced by a constant key."""
 
     def constant(leaf: Any) -> Any:
         if not is_key(leaf):
@@ -70,12 +70,12 @@ def _constant() -> Any:
 
 
 def _seed(word: Any) -> jax.Array:
-    """A key is [the number of splits before it, the 32 bits that it draws]."""
+    """Returns a key: [the number of previous splits, the 32 bits of each draw]."""
     return jnp.stack([jnp.uint32(0), jnp.asarray(word, jnp.uint32)])
 
 
 def _split(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    # All keys of a split are equal, so that rows and devices draw alike; only the count of splits goes on.
+    # The keys of a split are equal, so that rows and devices draw alike; only the count of splits advances.
     return jnp.broadcast_to(key.at[0].add(jnp.uint32(1)), (*shape, _WORDS))
 
 
@@ -88,17 +88,17 @@ def _bits(key: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
     splits, same = key
     word = jnp.where(splits < _SAME_UNTIL, same, splits * jnp.uint32(_GOLDEN))
     dtype = jnp.dtype(f"uint{bit_width}")
-    # The highest bits are those from which a uniform number is made.
+    # Uniform numbers are made from the highest bits.
     bits = (word >> (32 - bit_width)).astype(dtype) if bit_width <= 32 else word.astype(dtype) << (bit_width - 32)
     return jnp.full(shape, bits, dtype)
 
 
 class Traced(NamedTuple):
-    """What the equations of a function say.
+    """Facts read off the equations of a function.
 
-    ``draws``: whether it draws random numbers, and ``foreign``: whether from keys that are not constant. ``axes``: the
-    mesh axes along which it communicates, or asks for a device's index. ``eps``: that of the narrowest floating dtype
-    that it computes in, apart from float8.
+    ``draws``: whether the function draws random numbers; ``foreign``: whether it draws from keys other than constant
+    keys. ``axes``: the mesh axes of its collectives and device indices. ``eps``: eps of its narrowest floating dtype,
+    except float8.
     """
 
     draws: bool
@@ -108,13 +108,13 @@ class Traced(NamedTuple):
 
 
 def traced(jaxpr: core.Jaxpr) -> Traced:
-    """Reads all equations of a jaxpr, and of the jaxprs within."""
+    """Reads the equations of a jaxpr, including nested jaxprs."""
     draws = foreign = False
     axes: frozenset[str] = frozenset()
     eps = 0.0
     for eqn in all_equations(jaxpr.eqns):
         axes = axes.union(named_axes(eqn))
-        # A key of the constant kind shows in its dtype; any other is one that the loss has made or closes over.
+        # Constant keys show in their dtype; other keys were made by the loss, or the loss closes over them.
         if eqn.primitive.name in _DRAWING:
             draws, foreign = True, foreign or not any(map(_is_constant, eqn.invars))
         for var in eqn.outvars:

@@ -1,14 +1,14 @@
-"""Whether a loss is a mean over rows; and what it is otherwise.
+"""Test whether a loss is a mean over rows, and diagnosis of other losses.
 
-With the loss L of the whole batch, L_1 .. L_n of its slices, their gradients g, and draws that are the same everywhere:
+With the loss L of the full batch, L_1 .. L_n of its slices, gradients g, and draws that are equal everywhere:
 
   L = mean of L_i, g = mean of g_i      a mean over rows
-  L = n x the mean                      a sum over rows; or it was divided by the global batch
+  L = n x the mean                      a sum over rows; or the loss was divided by the global batch
   g = sum of c_i g_i, L = sum of c_i L_i, sum of c_i = 1      a mean of rows with weights
   g = sum of c_i g_i                    a function of a mean: a root, a logarithm
   L of [batch, batch] grows like a sum   in part a sum over rows
-  L of [batch, batch] differs otherwise  rows are compared with each other: negatives
-  anything else                         a statistic of the batch: a variance, a rank, a largest value
+  L of [batch, batch] differs otherwise  a comparison of rows with each other: negatives
+  otherwise                             a statistic of the batch: a variance, a rank, a largest value
 """
 
 import math
@@ -27,7 +27,7 @@ from xlstm_jax.distributed.training.step_check.one_device import Found, OneDevic
 from xlstm_jax.wording import format_axes
 
 MOST_DRAWS = 256
-FITS = 1e-4  # a fit this good is no accident: there are several times as many values of gradients as slices
+FITS = 1e-4  # relative rest of a fit that cannot be chance: gradients have several times as many values as slices
 
 
 def why_no_mean(
@@ -40,15 +40,15 @@ def why_no_mean(
     sizes: dict[str, int],
     tolerance: float,
 ) -> Iterator[str]:
-    """What a loss is whose value on the batch is not the mean of its values on slices, and what to do about it.
+    """Yields the kind of a loss that is not a mean over rows, with a cure.
 
     Args:
       one, rng: the loss, and the key with which ``mean`` and ``whole`` were computed.
-      mean, whole: the loss and gradients of the slices, and of the whole batch.
+      mean, whole: the loss and gradients of the slices, and of the full batch.
       same: the gradients of the slices, compared with those of the batch.
       times: the loss of the slices over the loss of the batch.
       sizes: the number of parts by each axis that splits the batch, and by minibatches.
-      tolerance: how much rounding may change the ratio of the two losses.
+      tolerance: the possible effect of rounding on the ratio of the two losses.
     """
     minibatches = one.num_minibatches
     if times.is_count and all(_is_multiple(leaf, times, sizes) for leaf in same):
@@ -81,7 +81,7 @@ def why_no_mean(
 
 
 def _is_not(mean: Found, whole: Found, leaves: list[LeafCheck]) -> str:
-    """That a loss is no mean over rows, by the figures that show it: losses, or gradients where losses agree."""
+    """Returns the figures that show that a loss is not a mean over rows: losses, or gradients if the losses agree."""
     of_slices, of_batch = f"{mean.loss:.6g}", f"{whole.loss:.6g}"
     if of_slices != of_batch:
         return f"the loss is no mean over rows: {of_slices} as the mean of its slices, {of_batch} of the batch"
@@ -97,36 +97,35 @@ _CURES = {
     "weights": "The step minimises another mean. Where examples have weights (masks), return (sum, weight) with "
     "weighted=True: return (losses * mask).sum(), mask.sum().",
     "function": "It is a function of a mean (a root, a logarithm, a ratio), and the mean of its values is another "
-    "number. Reduce the mean over the devices first, by jax.lax: mean = pmean(mean, {0}); return what you make of it "
-    'as this device\'s: pcast(loss, {0}, to="varying").',
+    "number. Reduce the mean over the devices first, by jax.lax: mean = pmean(mean, {0}); return the loss computed "
+    'from it as the local value: pcast(loss, {0}, to="varying").',
     "part": "A part of it is a sum over rows. Return means over the rows that loss_fn is given, of all parts.",
-    "negatives": "It compares rows with each other (negatives, pairs), and a device sees its own. Gather the others"
-    " by jax.lax: keys = all_gather(keys, {0}, tiled=True); the label of own row i is lax.axis_index({0}) * rows + i.",
+    "negatives": "It compares rows with each other (negatives, pairs), and a device has its local rows. Gather all rows"
+    " by jax.lax: keys = all_gather(keys, {0}, tiled=True); the label of row i here is lax.axis_index({0}) * rows + i.",
     "statistic": "It uses a statistic of the batch (a mean, a variance, a covariance, a rank), that a device takes "
-    "of its own rows. Reduce it over all by jax.lax: mean = pmean(x.mean(0), {0}); variance = pmean(((x - mean) ** 2)"
-    ".mean(0), {0}); nn.BatchNorm(axis_name={0}). Of ranks: values = all_gather(values, {0}, tiled=True).",
-    "reduced": "It communicates over devices, and does not come to what it is on one. A standard deviation is the root "
-    "of pmean(square, {0}), not the mean of roots; labels of gathered rows begin at lax.axis_index({0}) * rows.",
+    "of its local rows. Reduce it over all devices by jax.lax: mean = pmean(x.mean(0), {0}); variance = pmean(((x - "
+    "mean) ** 2).mean(0), {0}); nn.BatchNorm(axis_name={0}). For ranks: values = all_gather(values, {0}, tiled=True).",
+    "reduced": "It communicates over devices, and is another number than on one device. A standard deviation is the "
+    "root of pmean(square, {0}), not the mean of roots; labels of gathered rows begin at lax.axis_index({0}) * rows.",
 }
 
 
 _OF_TOKENS = (
-    "An example is split over {0}, and a device has a part of its tokens. What looks at other tokens must exchange "
-    "them over {0} (context_attention, recurrence_over_axis), or take its place in the sequence from there "
-    "(context_positions). A mean over tokens with weights is (sum, weight), with "
-    "weighted=True."
+    "An example is split over {0}, and a device has a part of its tokens. A layer that reads other tokens must "
+    "exchange them over {0} (context_attention, recurrence_over_axis), and positions must be global "
+    "(context_positions). A mean over tokens with weights is (sum, weight), with weighted=True."
 )
 
 
 def multiple_over_draws(one: OneDevice, rng: PyTree, sizes: dict[str, int]) -> Multiple | None:
-    """The mean of the slices over the loss of the batch, both averaged over draws; None where it is no multiple.
+    """Returns the ratio of slices to batch, both averaged over draws, or None if gradients are no multiple.
 
-    What a row draws may depend on its position (stratified times of a diffusion model). With each u slices and batch
+    The draw of a row may depend on its position (stratified times of a diffusion model). For a given u slices and batch
     then differ; averaged over as many evenly spaced u as the batch has rows, they agree.
     """
     rows = max((len(leaf) for leaf in jax.tree.leaves(one.batch) if np.ndim(leaf)), default=1)
     count = min(rows, MOST_DRAWS)
-    # Evenly spaced, so that the mean over draws has no noise of its own.
+    # Evenly spaced, so that the mean over draws has no sampling noise.
     keys = [constant_like(rng, (i + 0.5) / count) for i in range(count)]
     pairs = [(one.slices(key), one.whole(key)) for key in keys]
     pairs = [(mean, whole) for mean, whole in pairs if mean.is_finite and whole.is_finite]
@@ -143,17 +142,17 @@ def multiple_over_draws(one: OneDevice, rng: PyTree, sizes: dict[str, int]) -> M
 
 
 def is_sum_over_positions(one: OneDevice, key: PyTree) -> bool:
-    """Whether the halves of the batch have the same loss, added, after every other row is exchanged between them.
+    """Returns whether exchanging every other row between the halves of the batch keeps the sum of their losses.
 
-    They have if the loss is a mean or a sum over rows, also where a row's draws depend on its position; no other loss
-    has this property.
+    This holds if the loss is a mean or a sum over rows, even if a row's draws depend on its position, and for no other
+    loss.
     """
 
     def half(rest: int, other: int) -> Found:
         def rows(x: Any) -> Any:
             if not np.ndim(x):
                 return x
-            # Every other row changes places with the row at the same position in the other half.
+            # Exchange every other row with the row at the same position in the other half.
             parts = jnp.reshape(x[: len(x) // 2 * 2], (2, len(x) // 2, *x.shape[1:]))
             even = jnp.arange(len(x) // 2).reshape(-1, *[1] * (x.ndim - 1)) % 2 == 0
             return jnp.where(even, parts[rest], parts[other])
@@ -170,14 +169,14 @@ def is_sum_over_positions(one: OneDevice, key: PyTree) -> bool:
 
 
 def _kind(one: OneDevice, rng: PyTree, mean: Found, whole: Found) -> str:
-    # Slices of such a loss have no values of their own: devices compute them together.
+    # Slices of a communicating loss have no separate values: devices compute them together.
     if one.needs_all_devices(rng):
         return "reduced"
     parts = [one.whole(rng, batch=part) for part in one.all_slices()]
     values = np.array([part.loss for part in parts])
     gradients = np.stack([_vector(part) for part in parts], 1)
     right = _vector(whole)
-    # A mean does not change where each row is there twice; a sum doubles, and pairs of rows count otherwise.
+    # Duplicating each row keeps a mean; a sum doubles, and pairs of rows change in another way.
     twice = one.whole(rng, batch=jax.tree.map(lambda x: jnp.concatenate([x, x]) if np.ndim(x) else x, one.batch))
     scale = np.abs(values).max() + abs(whole.loss)
     if abs((twice.loss - whole.loss) * (1 - 1 / len(parts)) - (whole.loss - mean.loss)) <= FITS * abs(
@@ -186,10 +185,10 @@ def _kind(one: OneDevice, rng: PyTree, mean: Found, whole: Found) -> str:
         return "part"
     if abs(twice.loss - whole.loss) > FITS * scale:
         return "negatives"
-    # If the right gradient is a combination of those of the slices, the loss is a function of their means.
+    # If the batch gradient is a combination of the slice gradients, the loss is a function of slice means.
     fit, *_ = np.linalg.lstsq(gradients, right, rcond=None)
     left = np.linalg.norm(gradients @ fit - right)
-    # Few parameters could be combined to anything by chance.
+    # With few parameters any vector could be a combination by chance.
     if len(right) > 2 * len(parts) and left <= FITS * np.linalg.norm(right):
         is_mean = abs(fit.sum() - 1) <= FITS and abs(fit @ values - whole.loss) <= FITS * scale
         return "weights" if is_mean else "function"

@@ -1,10 +1,10 @@
-"""What a step does: it runs with the state's optimizer, which records what it was called with (``recording``).
+"""Observation of a step: runs the step with an optimizer that records its calls (``recording``).
 
-The record shows the gradients as the optimizer gets them, before any moment or clipping, and the updates that it
-returns: ``update`` compares these and the state after the step with one device.
+The record has the gradients passed to the optimizer, before any moment or clipping, and the updates that the optimizer
+returned: ``update`` compares these and the state after the step with one device.
 
-A step that uses an optimizer of its own leaves no record. What that optimizer makes of gradients is compared instead:
-first moments where it has some (``mu``, ``trace``), updates, and the optimizer's state.
+A step with a custom optimizer leaves no record. The results of this optimizer are compared instead: first moments
+(``mu``, ``trace``), if any, then updates, and the optimizer's state.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,30 +27,30 @@ from xlstm_jax.distributed.training.state import State
 from xlstm_jax.distributed.training.step_check.recording import Recorded, recorded_state
 from xlstm_jax.wording import listed
 
-_FIRST_MOMENTS = {"mu", "trace"}  # how optax calls them
+_FIRST_MOMENTS = {"mu", "trace"}  # field names in optax
 
 
 class ReportedLoss(NamedTuple):
-    """The loss that a step returns, and the eps of its dtype."""
+    """The loss returned by a step, and the eps of its dtype."""
 
     value: float
     eps: float
 
 
 class SeenStep(NamedTuple):
-    """What a step did.
+    """Observation of one step.
 
     Attributes:
-      what: what ``got`` is: "gradients", "first moments" or "updates".
-      got: its value for each leaf, by path.
-      of_gradients: computes the same values from gradients.
-      loss, collections: as the step returned them.
-      before, after: the states that the step got, and returned.
-      rounding: the norm of what rounding may change as ``got`` is read off.
-      updates: how often the step called the optimizer.
-      then: what else to compare if this is right.
-      again: runs the step once more, from the state that it returned.
-      state_of_gradients: of a step with an optimizer of its own: computes the optimizer's state from gradients.
+      what: the kind of values in ``got``: "gradients", "first moments" or "updates".
+      got: the observed value of each leaf, by path.
+      of_gradients: computes the same kind of values from gradients.
+      loss, collections: as returned by the step.
+      before, after: the states passed to the step, and returned by it.
+      rounding: the norm of the rounding error from reading off ``got``.
+      updates: the number of optimizer calls in the step.
+      then: a further observation, to compare if this one is correct.
+      again: runs the step once more, from the returned state.
+      state_of_gradients: for a step with a custom optimizer: computes the optimizer's state from gradients.
     """
 
     what: str
@@ -68,18 +68,18 @@ class SeenStep(NamedTuple):
 
 
 def observe(step: Callable[..., Any], state: Any, given: PyTree, grads: PyTree, mesh: Mesh) -> SeenStep:
-    """Runs the step with an optimizer that records its calls, or if that fails with the optimizer of the state.
+    """Runs the step with a recording optimizer, or, if this fails, with the state's optimizer.
 
-    ``grads`` are the right gradients, or any arrays in their tree.
+    ``grads`` are the correct gradients, or any arrays in the same tree.
     """
     before = recorded_state(state, mesh)
     try:
-        # The surest way: what the step hands its optimizer, before any moment or clipping.
+        # Preferred: record the gradients passed to the optimizer, before any moment or clipping.
         after, loss = _run(step, before, given)
-    except Exception:  # an optimizer, or specs of the state, that are the step's own: whatever these raise
+    except Exception:  # a custom optimizer, or custom specs of the state, may raise anything
         return _of_own_optimizer(step, state, given, grads)
     if isinstance(after.opt_state, Recorded) and not after.opt_state.record.is_intact():
-        # The gradients are not to be seen, and what has become of the record is a finding of its own.
+        # The record was changed, so gradients are unknown; `check_update` reports this.
         return SeenStep("gradients", _by_path(grads), _by_path, loss, collections_of(after), before, after)
     if not isinstance(after.opt_state, Recorded) or not (calls := int(after.opt_state.record.calls)):
         return _of_own_optimizer(step, state, given, grads)
@@ -90,14 +90,14 @@ def observe(step: Callable[..., Any], state: Any, given: PyTree, grads: PyTree, 
 
 
 def _of_own_optimizer(step: Callable[..., Any], state: Any, given: PyTree, grads: PyTree) -> SeenStep:
-    # First moments from zeros, so that those after the step are of this step alone.
+    # Start first moments from zeros, so that they come from this step alone.
     def fresh_leaf(path: str, leaf: Any) -> Any:
         return jax.tree.map(jnp.zeros_like, leaf) if _FIRST_MOMENTS & set(path.split("/")) else leaf
 
     fresh = state.replace(opt_state=trees.map_leaves_with_path(fresh_leaf, state.opt_state))
     after, loss = _run(step, fresh, given)
     before, one_device = trainable(fresh.params), jax.tree.leaves(grads)[0].sharding
-    # The same optimizer then runs on one device with the right gradients.
+    # The same optimizer, for one device and the correct gradients.
     params, opt_state = jax.device_put((before, _as_seen(fresh.opt_state)), one_device)
 
     def updated(grads: PyTree) -> tuple[PyTree, PyTree]:
@@ -118,7 +118,7 @@ def _of_own_optimizer(step: Callable[..., Any], state: Any, given: PyTree, grads
         state_of_gradients=lambda grads: _by_path(_as_seen(updated(grads)[1])),
     )
     moments = _first_moments(_as_seen(after.opt_state), params)
-    # Moments that are all 0 are those of the state before: updates say whether the step has updated anything.
+    # If every moment is still 0, the step did not use this state: compare updates instead.
     if any(np.any(np.asarray(leaf)) for leaf in moments.values()):
         of_moments = lambda grads: _first_moments(updated(grads)[1], params)  # noqa: E731
         return updates._replace(
@@ -128,9 +128,9 @@ def _of_own_optimizer(step: Callable[..., Any], state: Any, given: PyTree, grads
 
 
 def _run(step: Callable[..., Any], state: State, given: PyTree) -> tuple[State, ReportedLoss | None]:
-    """State and loss after the step. It gets copies, because it may donate its arguments."""
+    """Returns state and loss after the step. Passes copies, because the step may donate its arguments."""
     after, metrics, *_ = step(*jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, (state, *given)))
-    # A step of the user's own may return the loss itself.
+    # A user's step may return the loss in place of metrics.
     if not isinstance(metrics, dict):
         metrics = {"loss": metrics} if np.shape(metrics) == () else {}
     if "loss" not in metrics:
@@ -150,15 +150,15 @@ def _by_path(tree: PyTree) -> dict[str, jax.Array]:
 
 
 def _first_moments(opt_state: PyTree, params: PyTree) -> dict[str, jax.Array]:
-    """The first moments in an optimizer's state, by the paths of their parameters."""
-    # optax keeps moments in trees like that of the parameters: the end of a path tells the parameter.
+    """Returns the first moments in an optimizer's state, by the paths of their parameters."""
+    # optax stores moments in trees like the parameters: the end of a path identifies the parameter.
     paths = {path: path for path in _by_path(params)}
     moments = {path: leaf for path, leaf in _by_path(opt_state).items() if _FIRST_MOMENTS & set(path.split("/"))}
     return {str(owner_of_state(path, paths)): leaf for path, leaf in moments.items()}
 
 
 def drifting(collections: PyTree) -> Iterator[str]:
-    """What to say of collections that differ between devices after the step, and should be the same on all."""
+    """Yields a finding about collections that should be replicated, but differ between devices after the step."""
     if differ := [path for path, leaf in trees.sharded_leaves(collections) if copies_differ(leaf.value)]:
         yield (
             f"the collections {listed(differ)} are not the same on all devices that should hold the same: each device "
@@ -168,8 +168,8 @@ def drifting(collections: PyTree) -> Iterator[str]:
 
 
 def copies_differ(value: jax.Array) -> bool:
-    """Whether devices hold different values where the sharding says that they hold the same; reads all on the host."""
-    # Shards of one index are copies of each other.
+    """Returns whether devices differ although the sharding replicates the values; reads every shard on the host."""
+    # Shards with the same index are copies of each other.
     seen: dict[str, np.ndarray] = {}
     for shard in value.addressable_shards:
         data = np.asarray(jax.random.key_data(shard.data) if is_prng_key(value) else shard.data)
@@ -179,14 +179,14 @@ def copies_differ(value: jax.Array) -> bool:
 
 
 def differ_along(value: jax.Array) -> tuple[str, ...]:
-    """The mesh axes along which devices hold different values where the sharding says that they hold the same."""
+    """Returns the mesh axes along which devices differ although the sharding replicates the values."""
     mesh = getattr(value.sharding, "mesh", None)
     if mesh is None or not copies_differ(value):
         return ()
     data = {shard.device: (str(shard.index), np.asarray(shard.data)) for shard in value.addressable_shards}
     along = []
     for dim, axis in enumerate(mesh.axis_names):
-        # Devices that differ in this axis alone, beside each other.
+        # Lines of devices that differ in this axis alone.
         lines = np.moveaxis(mesh.devices, dim, -1).reshape(-1, mesh.devices.shape[dim])
         pairs = [(data[line[0]], data[other]) for line in lines for other in line[1:]]
         if any(a[0] == b[0] and not np.array_equal(a[1], b[1]) for a, b in pairs):

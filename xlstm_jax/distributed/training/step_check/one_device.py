@@ -1,16 +1,16 @@
-"""What a step should compute, computed on one device: the plain model with unsharded weights, and no gather.
+"""Reference of a step, computed on one device: the plain model with unsharded weights, and no gather.
 
-  slices   slice (i, j) is the batch of device i in minibatch j, with the key that the device has there; slices run one
-           after another, then their losses and gradients are averaged, by weight where losses have weights
-  whole    the whole batch at once
+  slices   slice (i, j) is the batch of device i in minibatch j, with the key of the device and minibatch; slices run
+           in sequence, then their losses and gradients are averaged, by weight if losses have weights
+  whole    the full batch at once
 
-A step that averages rightly returns the mean of the slices: draws are the same, so it differs by rounding alone. If the
-loss is a mean over rows, slices and whole batch agree too, provided that both draw the same numbers (``draws``).
+A step that averages correctly returns the mean of the slices: with equal draws it differs by rounding alone. If the
+loss is a mean over rows, slices and full batch agree too, provided that both draw the same numbers (``draws``).
 
-Slices of a loss that communicates along an axis of the batch (statistics over devices) cannot be computed one after
-another. They are computed on the mesh, where each device has unsharded weights, and JAX differentiates the
-``shard_map``. A model that is split over another axis (tensor parallel) is unsplit on one device, and its slices are
-computed in turn: no mistake of the split is in them.
+Slices of a loss that communicates along an axis of the batch (statistics over devices) cannot run in sequence. They run
+on the mesh instead, with unsharded weights on each device, and JAX differentiates the ``shard_map``. A model that is
+split over another axis (tensor parallel) is unsplit on one device, and its slices run in sequence, free of any mistake
+of the split.
 """
 
 import itertools
@@ -45,16 +45,16 @@ from xlstm_jax.distributed.training.minibatches import MinibatchResult, mean_ove
 from xlstm_jax.distributed.training.step_check.draws import Traced, folded, traced
 from xlstm_jax.distributed.training.varying import differing_axes
 
-MATMUL_EPS = {"tpu": 2.0**-7, "gpu": 2.0**-10}  # products of float32 at default precision: in bfloat16, in TF32
-COARSEST_EPS = 2.0**-7  # of bfloat16; what rounds coarser (float8) does so once, and not in each operation
+MATMUL_EPS = {"tpu": 2.0**-7, "gpu": 2.0**-10}  # float32 products at default precision: bfloat16, TF32
+COARSEST_EPS = 2.0**-7  # eps of bfloat16; coarser formats (float8) round once, not in each operation
 WHOLE = PartitionSpec()
 
 
 class Found(NamedTuple):
     """A loss, and gradients by path.
 
-    ``sizes`` are the absolute values of gradients, averaged over slices. ``shaken()`` computes the same with parameters
-    and inputs that are off by as much as rounding may be.
+    ``sizes`` are the absolute values of gradients, averaged over slices. ``shaken()`` repeats the computation with
+    parameters and inputs perturbed by the size of rounding.
     """
 
     loss: float
@@ -64,7 +64,7 @@ class Found(NamedTuple):
 
     @property
     def not_finite(self) -> list[str]:
-        """The leaves whose gradients are not finite."""
+        """Returns the paths of gradients that are not finite."""
         values = {path: np.asarray(leaf, np.complex128) for path, leaf in self.grads.items()}
         return [path for path, leaf in values.items() if not np.all(np.isfinite(leaf))]
 
@@ -74,13 +74,15 @@ class Found(NamedTuple):
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a gradient is not 0."""
-        return any(np.any(np.asarray(leaf)) for leaf in self.grads.values())  # np.any compiles for an array of JAX
+        """Returns whether any gradient is nonzero."""
+        return any(np.any(np.asarray(leaf)) for leaf in self.grads.values())  # np.any of a JAX array would compile
 
 
 class _Weights(NamedTuple):
-    """The parameters: ``base`` are trainable, ``rounded`` the same after a gather in 8 bits, or None; ``rest`` are
-    not. ``others`` are further trees of the step, as they are gathered."""
+    """The parameters: ``base`` are trainable, ``rounded`` the same after an 8-bit gather, or None; ``rest`` are frozen.
+
+    ``others`` are further trees of the step, after their gather.
+    """
 
     base: list[Any]
     rounded: list[Any]
@@ -102,11 +104,11 @@ class OneDevice:
         others: Mapping[str, PyTree] = MappingProxyType({}),
     ):
         self.loss = replace(loss, has_collections=bool(collections_of(state)))
-        # What runs on one device has the batch in natural order, and parts of it are those that devices have.
+        # The batch is in natural order here; its slices are the parts that devices have on the mesh.
         self.layout, self.axes, self.num_minibatches = layout.of_batch(batch), layout.axes, num_minibatches
         batch = in_natural_order(batch)
         self.mesh, self._apply_fn = mesh, state.apply_fn
-        # A mesh of the same axes, for losses that ask for one.
+        # A mesh with the same axes, for losses that use axis names.
         self.one_device = self._one = Mesh(mesh.devices.flat[:1].reshape((1,) * mesh.devices.ndim), mesh.axis_names)
         _, self._put_back = trees.split_differentiable(state.params)
         trained = {path: leaf for path, leaf in trees.sharded_leaves(state.params) if leaf.is_differentiable}
@@ -114,7 +116,7 @@ class OneDevice:
         live = list(map(true_value, self._leaves))
         rest = [leaf for _, leaf in trees.sharded_leaves(state.params) if not leaf.is_differentiable]
         self._rest, kept = rest, collections_of(state)
-        # The kernel of an fp8 product travels by its own wire, and is rounded by the product on one device, too.
+        # Kernels of fp8 products have a wire format of their product, which rounds them on one device, too.
         boxes = {f"params/{path}": leaf for path, leaf in trained.items()}
         by_extension = named_wires(kept, lambda path: boxes[path].communication)
         rounded = [None if path in by_extension else _rounded_on_mesh(leaf, mesh) for path, leaf in boxes.items()]
@@ -135,45 +137,45 @@ class OneDevice:
 
     @property
     def devices(self) -> int:
-        """The number of devices that the batch is split over."""
+        """Returns the number of devices that the batch is split over."""
         return num_shards(self.mesh, self.axes)
 
     def slice_of(self, batch: PyTree, device: Any, minibatch: Any, minibatches: int) -> PyTree:
-        """The batch of a device in a minibatch, of a global batch as ``BatchLayout.laid_out`` returns it."""
+        """Returns the rows of a device in a minibatch, from a global batch in the order of ``BatchLayout.laid_out``."""
         return rows_at(split_rows(self.layout.part(batch, device), minibatches), minibatch)
 
     def all_slices(self) -> Iterator[PyTree]:
-        """The batches of all devices in all minibatches."""
+        """Yields the batch of each device in each minibatch."""
         batch = self.layout.laid_out(self.batch)
         for device, minibatch in itertools.product(range(self.devices), range(self.num_minibatches)):
             yield self.slice_of(batch, device, minibatch, self.num_minibatches)
 
     def tree(self, grads: dict[str, jax.Array]) -> PyTree:
-        """Gradients by path in the tree of the parameters, as an optimizer sees them."""
+        """Returns gradients by path as a tree of the parameters, in the form for an optimizer."""
         return self._put_back([grads[path] for path in self.paths], rest=lambda leaf: None)
 
     def two_gradients(self) -> list[PyTree]:
-        """Gradients of 0 and of 1, as an optimizer sees them."""
+        """Returns gradients of 0 and gradients of 1, in the form for an optimizer."""
         live = dict(zip(self.paths, self._inputs[0], strict=True))
         return [self.tree({path: jnp.full_like(x, value) for path, x in live.items()}) for value in (0, 1)]
 
     def slices(self, rng: PyTree, minibatches: int | None = None) -> Found:
-        """The mean over the slices, each with the key that the step gives it."""
+        """Returns the mean over the slices, each with the key that the step uses."""
         count = self.num_minibatches if minibatches is None else minibatches
         if self.needs_all_devices(rng):
             return self.on_mesh(rng, count)
         return self._run(self._mean_in_turn, (self.devices, count), rng)
 
     def on_mesh(self, rng: PyTree, minibatches: int) -> Found:
-        """The mean over the slices, computed on the mesh with unsharded weights, and differentiated by JAX."""
+        """Returns the mean over the slices, computed on the mesh with unsharded weights, and differentiated by JAX."""
         return self._run(self._mean_on_mesh, (minibatches,), rng)
 
     def whole(self, rng: PyTree, batch: PyTree = None, elsewhere: int = 0) -> Found:
-        """The loss of the whole batch, or of ``batch``, at once; with ``elsewhere``, at quite other parameters."""
+        """Returns the loss of the full batch, or of ``batch``, at once; ``elsewhere`` seeds different parameters."""
         return self._run(self._mean_in_turn, (1, 1), rng, batch, elsewhere)
 
     def collections_after(self, rng: PyTree, shake: bool) -> PyTree:
-        """The collections that the loss of the whole batch returns."""
+        """Returns the collections after the loss of the full batch; with ``shake``, from perturbed inputs."""
         live, weights, batch, kept = self._inputs
         live, batch = shaken((live, batch), self.eps(rng)) if shake else (live, batch)
 
@@ -185,7 +187,7 @@ class OneDevice:
         return jax.jit(run)(*self._put((live, weights, batch, kept, rng), self._one))
 
     def value_fn(self, rng: PyTree) -> Callable[[PyTree], jax.Array]:
-        """The loss of the whole batch as a function of the trainable parameters, for optimizers that compute it."""
+        """Returns the full-batch loss as a function of the trainable parameters, for optimizers that evaluate it."""
         _, weights, batch, kept = self._inputs
 
         def value(params: PyTree) -> jax.Array:
@@ -207,7 +209,7 @@ class OneDevice:
         batch = own_batch if batch is None else batch
         live, batch = shaken((live, batch), self.eps(rng)) if shake else (live, batch)
         live = _moved(live, elsewhere) if elsewhere else live
-        # Compiled once for each way to cut the batch: keys, batches and shaken inputs are arguments.
+        # Compile once per way to cut the batch: keys, batches and perturbed inputs are arguments.
         if (make, parts) not in self._jitted:
             self._jitted[make, parts] = jax.jit(make(*parts))
         mesh = self.mesh if make == self._mean_on_mesh else self._one
@@ -216,10 +218,10 @@ class OneDevice:
         again = cache(partial(self._run, make, parts, rng, batch, elsewhere, shake=True))
         return Found(float(loss), grads, sizes, again)
 
-    # ------------------------------------------------------------------------------- what the equations of it tell
+    # ------------------------------------------------------------------------------------ facts read off the equations
 
     def eps(self, rng: PyTree) -> float:
-        """The rounding of the narrowest dtype in which the loss is computed on these devices."""
+        """Returns the eps of the narrowest dtype in which the loss is computed on these devices."""
         platform = self.mesh.devices.flat[0].platform
         return min(max(self.traced(rng).eps, MATMUL_EPS.get(platform, 0.0)), COARSEST_EPS)
 
@@ -231,7 +233,7 @@ class OneDevice:
         return self._traced[key]
 
     def unconnected(self, rng: PyTree) -> list[str]:
-        """The leaves whose gradient depends on nothing, and is 0: the loss is not computed from them."""
+        """Returns the leaves on which the loss does not depend; their gradient is constant 0."""
         live, weights, batch, kept = self._inputs
         flat, treedef = jax.tree.flatten((live, batch))
 
@@ -239,27 +241,27 @@ class OneDevice:
             live, batch = jax.tree.unflatten(treedef, leaves)
             return list(self._mean_in_turn(1, 1)(live, weights, batch, kept, rng)[1])
 
-        # By the equations: a gradient may be 0 by its values (dead units), and depend on the leaf all the same.
+        # Read the equations: a gradient may have the value 0 (dead units) although it depends on the leaf.
         of_grads = differing_axes(grads, flat, [frozenset({"anything"})] * len(flat))
         return [path for path, of in zip(self.paths, of_grads, strict=True) if not of]
 
     def asks_for_axes(self, rng: PyTree) -> bool:
-        """Whether the loss communicates along a mesh axis, or asks where on it the device is."""
+        """Returns whether the loss communicates along a mesh axis, or reads a device index."""
         return bool(self.traced(rng).axes)
 
     def needs_all_devices(self, rng: PyTree) -> bool:
-        """Whether it does so along an axis of the batch, so that its slices cannot be computed one after another."""
+        """Returns whether the loss does so along an axis of the batch, so that its slices cannot run in sequence."""
         return bool(self.traced(rng).axes & set(self.axes))
 
     def model_axes(self, rng: PyTree) -> tuple[str, ...]:
-        """The axes along which it does so and the batch is not split: those of a model that is split itself."""
+        """Returns the axes of a split model: the loss communicates along them, and the batch is not split over them."""
         own = self.traced(rng).axes - set(self.axes)
         return tuple(axis for axis, size in self.mesh.shape.items() if size > 1 and axis in own)
 
     # ------------------------------------------------------------------------------------- one part after another
 
     def _terms(self, live: list[Any], weights: _Weights, batch: PyTree, rng: PyTree, kept: Any) -> tuple[Any, Any]:
-        """sum, (weight, updated collections) of a batch; the weight of a mean is 1."""
+        """Returns sum, (weight, updated collections) of a batch; the weight of a mean is 1."""
         at_start = zip(self._leaves, live, weights.base, weights.rounded, strict=True)
         rest = iter(weights.rest)
         params = self._put_back([_as_gathered(*leaf) for leaf in at_start], rest=lambda leaf: next(rest))
@@ -272,30 +274,30 @@ class OneDevice:
         return jnp.asarray(loss.total, wide), (lax.stop_gradient(weight), kept)
 
     def _mean_in_turn(self, devices: int, minibatches: int) -> Callable[..., Any]:
-        """Returns a function that computes slice after slice, in the order (device, minibatch)."""
+        """Returns a function that computes the slices in sequence, in the order (device, minibatch)."""
         parts = devices * minibatches
 
         def mean(live: Any, weights: _Weights, batch: PyTree, kept: Any, rng: PyTree) -> Any:
             batch = batch if parts == 1 else self.layout.laid_out(batch)
-            # A carry may need gradients of a term of the global mean: those of a sum would be clipped in fp8.
+            # Some carries need gradients of a term of the global mean: fp8 would clip gradients of a sum.
             of_terms = any(carry.of_terms for carry in carries_of(Inputs(self.axes, *kept)))
 
             def on_slice(index: Any, before: Any) -> MinibatchResult:
                 device, minibatch = index // minibatches, index % minibatches
                 rows = batch if parts == 1 else self.slice_of(batch, device, minibatch, minibatches)
                 key = _key_of(rng, device, minibatch, minibatches)
-                # Each device begins with the collections of the state.
+                # Each device starts from the collections of the state.
                 own = jax.tree.map(lambda x, first: jnp.where(minibatch == 0, first, x), before, kept)
 
                 def term(live: Any) -> Any:
                     total, (weight, after) = self._terms(live, weights, rows, key, own)
-                    # A slice without weight (rows of padding) is 0 of 0.
+                    # A slice without weight (padded rows) is 0 / 0.
                     count = jnp.where(weight == 0, 1, weight * devices) if of_terms else jnp.ones_like(weight)
                     return total / count, (total, weight, count, after)
 
                 (_, (total, weight, count, after)), grads = jax.value_and_grad(term, has_aux=True)(live)
                 grads = [(g * count).astype(wide_dtype(g.dtype)) for g in grads]
-                # Totals and weights are averaged each: the mean is their ratio.
+                # Average totals and weights separately: the mean loss is their ratio.
                 return MinibatchResult((total, weight, list(map(jnp.abs, grads))), grads, 1, after)
 
             found = mean_over(on_slice, parts, kept)
@@ -307,7 +309,7 @@ class OneDevice:
     # ------------------------------------------------------------------------------------------------- on the mesh
 
     def _terms_on_mesh(self, minibatches: int) -> Callable[..., Any]:
-        """Returns a function that returns the total and the weight of each device, averaged over its minibatches."""
+        """Returns a function for the total and the weight of each device, averaged over its minibatches."""
         devices, axes = self.devices, placement.spread_spec([self.axes], self.mesh)
         of_batch = self.layout.in_specs(self.batch)
         kept = self._inputs[3]
@@ -322,7 +324,7 @@ class OneDevice:
 
             return jax.tree.map(lambda x: x[None], mean_over(on_minibatch, minibatches, kept).values)
 
-        # Parameters come in whole: only axes that the model itself splits over stay split.
+        # Parameters enter unsharded, split only over the axes of the model itself.
         in_specs = (of_live, of_weights, of_batch, placement.partition_specs(kept, self.mesh), WHOLE, axes)
         places: dict[str, Any] = {"in_specs": in_specs, "out_specs": axes}
         spread: Callable[..., Any] = jax.shard_map(local, mesh=self.mesh, check_vma=False, **places)
@@ -341,15 +343,15 @@ class OneDevice:
                 return totals.sum(), weights.sum()
 
             (total, weight), grads = jax.value_and_grad(summed, has_aux=True)(live)
-            # Gradients of single devices are not seen. The mean of N vectors in random directions is sqrt(N) times
-            # smaller than each.
+            # Local gradients are unknown here; estimate their size: the mean of N vectors in random directions is
+            # sqrt(N) times smaller than each.
             return _means(total, weight, grads, [jnp.abs(g) * np.sqrt(self.devices) for g in grads])
 
         return mean
 
 
 def _key_of(rng: PyTree, device: Any, minibatch: Any, minibatches: int) -> Any:
-    """The key of a slice, folded as ``make_train_step`` and ``accumulate_gradients`` fold it."""
+    """Returns the key of a slice, folded as in ``make_train_step`` and ``accumulate_gradients``."""
     own = folded(rng, device)
     return own if minibatches == 1 else folded(own, minibatch)
 
@@ -360,8 +362,8 @@ def _means(total: Any, weight: Any, grads: list[Any], sizes: list[Any]) -> tuple
 
 
 def shaken(tree: PyTree, eps: float) -> PyTree:
-    """All floats times 1 + u eps, u between -1 and 1: as much as rounding to a dtype with this eps may change them."""
-    # Always the same shake, so that the same step gets the same verdict.
+    """Multiplies floats by 1 + u eps, u random in (-1, 1): the possible effect of rounding to a dtype with this eps."""
+    # Always the same perturbation, so that the same step has the same verdict.
     rng = np.random.default_rng(0)
 
     def off(x: Any) -> Any:
@@ -374,18 +376,18 @@ def shaken(tree: PyTree, eps: float) -> PyTree:
 
 
 def _moved(live: list[Any], seed: int) -> list[Any]:
-    """Other parameters of the same size; in place of zeros, parameters of size 1/10."""
+    """Returns other parameters of similar size; zeros become values of size 1/10."""
     rng = np.random.default_rng(seed)
 
     def moved(x: Any) -> Any:
-        # Zeros hide the gradients of what they are multiplied with (LoRA's second factor), so they move, too.
+        # Zeros hide the gradients of their factors (LoRA's second matrix), so move zeros, too.
         size = float(jnp.sqrt(jnp.mean(jnp.abs(x) ** 2))) if x.size else 0.0
         return (x + (0.5 * size or 0.1) * rng.normal(size=np.shape(x))).astype(x.dtype)
 
     return list(map(moved, live))
 
 
-# ------------------------------------------------------------------------------------------------- how weights arrive
+# --------------------------------------------------------------------------------------------- weights after a gather
 
 
 def _spec_of_model(leaf: Sharded) -> PartitionSpec:
@@ -394,21 +396,21 @@ def _spec_of_model(leaf: Sharded) -> PartitionSpec:
 
 
 def _as_gathered(leaf: Sharded, value: Any, start: Any, rounded: Any) -> Any:
-    """The value in the dtype of its gather; rounded as a gather in 8 bits rounds it, if ``rounded`` is given."""
+    """Returns the value in its gather dtype; with ``rounded``, the value after an 8-bit gather."""
     if rounded is not None:
-        # The value of the rounded weight, and the gradient of the weight itself: as the gather passes it.
+        # Value of the rounded weight, gradient of the unrounded weight: as in the gather.
         return rounded + (value - lax.stop_gradient(start))
     return value.astype(leaf.communication.dtypes(leaf.value)[0]) if leaf.gathered_axes else value
 
 
 def _arrived(leaf: Sharded, mesh: Mesh) -> Any:
-    """A leaf of a further tree, whole, as modules read it."""
+    """Returns an unsharded leaf of a further tree, as modules read it."""
     value = true_value(leaf)
     return _as_gathered(leaf, value, value, _rounded_on_mesh(leaf, mesh)) if leaf.trainable else value
 
 
 def _rounded_on_mesh(leaf: Sharded, mesh: Mesh) -> Any:
-    """A leaf after its gather in 8 bits, whose rounding depends on the shards; None for other leaves."""
+    """Returns a leaf after its 8-bit gather, whose rounding depends on the shards; None for other leaves."""
     over = leaf.gathered_axes
     if not over or leaf.communication.format_of(leaf.value) is None:
         return None

@@ -1,10 +1,10 @@
-"""An optimizer that records what it is called with, around the optimizer of a state.
+"""Recording wrapper of an optimizer.
 
-  Recorded(inner, record)   in place of the optimizer's state: it reads like ``inner``, so that a step that looks into
-                            the state (``opt_state.hyperparams``, ``opt_state[0].mu``) finds what it looks for
-  record                    of the last call: gradients, parameters and state as the optimizer got them, and its updates
+  Recorded(inner, record)   replaces the optimizer's state and reads like ``inner``, so that a step may access parts of
+                            the state (``opt_state.hyperparams``, ``opt_state[0].mu``)
+  record                    the last call: gradients, parameters and state passed to the optimizer, and its updates
 
-The updates are those of the optimizer itself: the step trains as it does without the record.
+Updates pass through unchanged: the step trains as without the record.
 """
 
 from collections.abc import Iterator
@@ -25,12 +25,12 @@ from xlstm_jax.distributed.training.state import sharded_opt_state
 
 
 class Record(NamedTuple):
-    """The last call of an optimizer, and how many calls there were.
+    """Record of the last call of an optimizer, and the number of calls.
 
-    ``opt_state`` is a dict of leaves by path: what looks for a part of the optimizer's state finds that of ``inner``.
-    ``has_params`` and ``has_value`` are 1 where the call had parameters, and ``value=``; else these are 0. ``seals``
-    are numbers 1, an integer and a float: a step that maps over the optimizer's state changes these, too, and then
-    nothing of the record is what the optimizer got.
+    ``opt_state`` is a dict of leaves by path, so that searches for a part of the optimizer's state find only ``inner``.
+    ``has_params`` and ``has_value`` are 1 if the call had parameters, or ``value=``, else 0. ``seals`` are an integer 1
+    and a float 1: a step that maps a function over the optimizer's state changes the seals, too, which shows that the
+    record is no longer valid.
     """
 
     calls: Any
@@ -44,13 +44,13 @@ class Record(NamedTuple):
     seals: tuple[Any, Any]
 
     def is_intact(self) -> bool:
-        """Whether nothing but the optimizer has changed the record."""
+        """Returns whether the record was changed by the optimizer alone."""
         return all(float(seal) == 1 for seal in self.seals)
 
 
 @register_pytree_with_keys_class
 class Recorded:
-    """An optimizer's state and a record; attributes and items are those of the state."""
+    """An optimizer's state with a record; attribute and item access go to the state."""
 
     def __init__(self, inner: PyTree, record: Record):
         self.inner, self.record = inner, record
@@ -63,7 +63,7 @@ class Recorded:
         return cls(*children)
 
     def __getattr__(self, name: str) -> Any:
-        # Not while a copy is made, which has no fields yet.
+        # While a copy is made, the fields do not exist yet.
         if name in ("inner", "record") or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.inner, name)
@@ -78,15 +78,15 @@ class Recorded:
         return len(self.inner)
 
     def _replace(self, **fields: Any) -> "Recorded":
-        """As of the state, where that is a ``NamedTuple``."""
+        """Replaces fields of the optimizer's state, if the state is a ``NamedTuple``."""
         return Recorded(self.inner._replace(**fields), self.record)
 
 
 def recorded_state(state: Any, mesh: Mesh) -> Any:
-    """The state with an optimizer that records its calls."""
+    """Returns the state with an optimizer that records its calls."""
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
-        if not isinstance(state, Recorded):  # a state that the step has made itself
+        if not isinstance(state, Recorded):  # a state initialised by the step itself
             return own.update(updates, state, params, **extra)
         new, inner = own.update(updates, state.inner, params, **extra)
         before = state.record
@@ -110,7 +110,7 @@ def recorded_state(state: Any, mesh: Mesh) -> Any:
 
 
 def _first_record(state: Any, mesh: Mesh) -> Record:
-    """A record of no call, in the places that a step gives to a record."""
+    """Returns an empty record, with the shardings of a record after a step."""
 
     def nothing(params: PyTree) -> Record:
         grads, given, updates = (jax.tree.map(jnp.zeros_like, params) for _ in range(3))
@@ -119,7 +119,7 @@ def _first_record(state: Any, mesh: Mesh) -> Record:
         return Record(jnp.zeros((), jnp.int32), grads, given, updates, {}, none[0], none[1], none[2], seals)
 
     boxed = [leaf for _, leaf in trees.leaves_with_path(state.opt_state) if is_box(leaf) and not is_state_box(leaf)]
-    # A state that was made of boxed parameters has boxed moments: then the optimizer sees boxes.
+    # A state created from boxed parameters has boxed moments: then the optimizer receives boxes.
     if any(leaf.stores_value for _, leaf in trees.sharded_leaves(boxed)):
         record = jax.jit(nothing)(trees.without_frozen(state.params))
     else:

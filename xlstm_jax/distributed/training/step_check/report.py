@@ -1,10 +1,10 @@
-"""What ``check_step`` says: its answer, and the sentences that name a cause and a cure.
+"""Result of ``check_step``: the verdict, and sentences that name a cause and a cure.
 
-whole leaves, 8 x          summed over the 8 devices, as JAX does under check_vma=True, and not divided
-whole leaves, 1/8 x        divided twice
-all leaves, loss, 1/8 x    the loss is a sum over examples, or was divided by the global batch
-no multiple                each device kept its own, or shards of different leaves were averaged
-no gradient                the loss does not depend on the leaf
+replicated leaves, 8 x       gradients are summed over 8 devices, as JAX does under check_vma=True, and not divided
+replicated leaves, 1/8 x     gradients are divided twice
+every leaf and loss, 1/8 x   the loss is a sum over examples, or was divided by the global batch
+no multiple                  gradients are not averaged over devices, or shards of different leaves were averaged
+no gradient                  the loss does not depend on the leaf
 
 Leaves with the same cause share a sentence.
 """
@@ -28,22 +28,22 @@ RIGHT, WRONG, CANNOT_TELL = "right", "wrong", "cannot tell"
 
 @dataclass(frozen=True, repr=False)
 class StepCheck:
-    """What ``check_step`` found; ``print`` shows it in words.
+    """Result of ``check_step``; ``print`` shows it as text.
 
     >>> StepCheck("wrong", ("the loss is 1/8 x that of one device",), "gradients", "exactly", {"fsdp": 8}, (), 0.125)
     <StepCheck wrong: gradients of 0 leaves on fsdp=8, findings: 1>
 
     Attributes:
-      verdict: "right", "wrong" or "cannot tell"; ``ok`` is whether it is "right".
-      findings: sentences that say what is wrong; of "cannot tell", why not, and what to change so that it can tell.
-      compared: what was compared: "gradients"; or "first moments" or "updates", where the step uses an optimizer of
-        its own instead of the state's.
+      verdict: "right", "wrong" or "cannot tell"; ``ok`` is True for "right".
+      findings: sentences that name errors; for "cannot tell" the reason, and the change that makes a verdict possible.
+      compared: the compared values: "gradients"; or "first moments" or "updates", if the step uses a custom optimizer
+        instead of the state's.
       how: how one device computed the reference, and with which random numbers.
       mesh: axes and sizes.
       leaves: a ``LeafCheck`` for each trainable parameter.
-      loss_ratio: the loss of the step over the loss of one device; None where the step returns no metric "loss".
-      update: what else was compared: "parameters" after the step, "frozen leaves", "updates" and "the optimizer's
-        state", with what the state's optimizer makes of the same gradients on one device.
+      loss_ratio: the loss of the step over the loss of one device; None if the step returns no metric "loss".
+      update: the parts of the update that were compared: "parameters" after the step, "frozen leaves", "updates" and
+        "the optimizer's state". Their reference: the state's optimizer on one device, called with the same gradients.
     """
 
     verdict: str
@@ -61,7 +61,7 @@ class StepCheck:
 
     @property
     def noise(self) -> float:
-        """The largest relative difference that rounding explains; of means over keys, that noise explains."""
+        """Returns the largest relative difference explained by rounding, or by noise for means over keys."""
         return max((leaf.tolerance for leaf in self.leaves), default=0.0)
 
     def __repr__(self) -> str:
@@ -71,7 +71,7 @@ class StepCheck:
         )
 
     def _repr_html_(self) -> str:
-        """A bar for each leaf, those that are wrong first, above the words."""
+        """Shows a bar per leaf, wrong leaves first, above the text."""
         bars = sorted(map(_bar, self.leaves), key=lambda bar: (not bar.warns, -bar.size))
         return notebook_html(Text(str(self)), f"Of each leaf the {self.compared} over those of one device", bars)
 
@@ -92,7 +92,7 @@ class StepCheck:
 
 
 def _compared(what: str, update: Sequence[str]) -> str:
-    """What was compared beside the gradients, and what was not."""
+    """Describes the comparisons besides gradients, and the parts that were not compared."""
     if what != "gradients":
         state = " and state" if update else ""
         return (
@@ -108,7 +108,7 @@ def _compared(what: str, update: Sequence[str]) -> str:
 
 def _bar(leaf: LeafCheck) -> Bar:
     text = "rounding alone" if leaf.is_only_rounding else f"{leaf.ratio:.4g} {TIMES}"
-    # Where the right gradient is 0 the ratio is infinite, and a bar has no such length.
+    # If the correct gradient is 0 the ratio is infinite; a bar needs a finite length.
     ratio = 1.0 if leaf.is_only_rounding else abs(leaf.ratio)
     return Bar(leaf.path, ratio if math.isfinite(ratio) else 0.0, text, leaf.copies_differ or not leaf.is_equal)
 
@@ -124,18 +124,18 @@ def of_leaves(
     of_loss: Multiple,
     model_axes: tuple[str, ...] = (),
 ) -> Iterator[str]:
-    """What is wrong with gradients, in a sentence for each cause.
+    """Yields a sentence for each cause of wrong gradients.
 
     Args:
-      leaves: all leaves, compared.
-      what: what was compared, as "gradients".
-      sizes: of axes that have more than one device.
-      of_loss: the loss of the step over the right one; gradients that are the same multiple need no other cause.
-      model_axes: the axes along which the model communicates, and the batch is not split.
+      leaves: the comparison of every leaf.
+      what: the name of the compared values, as "gradients".
+      sizes: the sizes of the axes with more than one device.
+      of_loss: the loss of the step over the correct loss; gradients with the same ratio need no other cause.
+      model_axes: the axes along which the model communicates, and over which the batch is not split.
     """
     faults: dict[str, list[LeafCheck]] = defaultdict(list)
-    # What the model does wrong along an axis concerns some leaves: those behind its split layers. An average over rows
-    # that is missing concerns all.
+    # A mistake of the model along an axis affects some leaves: those before its split layers. A missing average over
+    # rows affects every leaf.
     all_alike = len({round(leaf.ratio, 3) for leaf in leaves if not leaf.is_only_rounding}) == 1
     if model_axes and not all_alike:
         sizes = {axis: size for axis, size in sizes.items() if axis in model_axes} | sizes
@@ -151,7 +151,7 @@ def _counted(leaves: Sequence[object]) -> str:
 
 
 def _cause(leaf: LeafCheck, sizes: dict[str, int], of_loss: Multiple, model_axes: tuple[str, ...]) -> str:
-    # The order of the questions: copies that differ have no single ratio, and a leaf with a rest is no multiple.
+    # The order matters: copies that differ have no single ratio, and a leaf with a rest is not a multiple.
     multiple = Multiple.of(leaf.ratio, sizes, leaf.tolerance)
     axes = multiple.axes
     of_model = set(multiple.over) <= set(model_axes)
@@ -159,7 +159,7 @@ def _cause(leaf: LeafCheck, sizes: dict[str, int], of_loss: Multiple, model_axes
         kind, axes = "copies differ", format_axes(leaf.differ_along or model_axes)
         of_model = bool(leaf.differ_along) and set(leaf.differ_along) <= set(model_axes)
     elif not leaf.error <= leaf.tolerance:
-        # With a right loss the rows are right, and what is wrong is a gradient of what the model communicates.
+        # With a correct loss the rows are correct, so the gradient of the model's communication is wrong.
         kind, axes, of_model = "no multiple", format_axes(model_axes), of_loss.kind == "equal"
     else:
         kind = "as the loss" if multiple == of_loss else multiple.kind
@@ -168,20 +168,20 @@ def _cause(leaf: LeafCheck, sizes: dict[str, int], of_loss: Multiple, model_axes
     return causes.get(kind, causes.get("other", "")).format(times=multiple.times, axes=axes)
 
 
-# Of a loss that is right, and gradients that are not, where the model communicates along an axis.
+# Causes for a correct loss with wrong gradients, where the model communicates along an axis.
 _MODEL_CAUSES = {
     "copies differ": "not the same on all devices along {axes}, along which the model is split: each device has the "
-    "gradient of its part of the layers, and the sum of these is missing. Let the input of split layers pass "
-    "enter_split, as ColumnDense does, and wrap what has parameters between them by on_split_input.",
+    "gradient of its part of the layers, and the sum over devices is missing. Pass the input of split layers through "
+    "enter_split, as ColumnDense does, and wrap modules with parameters in between by on_split_input.",
     "no multiple": "no multiple of the right ones: a part of them is counted on each device along {axes}, along which "
-    "the model is split, or on one device alone. A psum by hand does the former (check_vma=False), an input of split "
-    "layers that is not summed the latter: use leave_split and enter_split, or RowDense and ColumnDense.",
+    "the model is split, or on one device alone. The first comes from a psum by hand (check_vma=False), the second "
+    "from an input of split layers that is not summed: use leave_split and enter_split, or RowDense and ColumnDense.",
     "summed": "{times} the right ones: counted once on each device along {axes}, along which the model is split. The "
     "gradient of a psum (or all_gather) by hand is summed over the devices once more (check_vma=False): use "
     "leave_split (join_tokens), or RowDense.",
     "divided": "{times} the right ones: each device along {axes}, along which the model is split, has its part, and "
-    "the sum of these is missing, or is a mean. Let the input of split layers pass enter_split, as ColumnDense does, "
-    "and sum by leave_split instead of pmean.",
+    "the sum of the parts is missing, or is a mean. Pass the input of split layers through enter_split, as ColumnDense "
+    "does, and sum by leave_split instead of pmean.",
 }
 _LEAF_CAUSES = {
     "copies differ": "not the same on all devices that should hold the same: averaged over too few axes, or not at "
@@ -189,7 +189,7 @@ _LEAF_CAUSES = {
     "no multiple": "no multiple of the right ones: the step saw another batch or another mean, or averaged leaves that "
     "are split over devices with each other (by pmean). Use value_and_grad, or sync_gradients.",
     "as the loss": "{times} the right ones: as the loss is.",
-    "summed": "{times} the right ones: summed over {axes}. JAX sums the gradient of what is whole on all devices "
+    "summed": "{times} the right ones: summed over {axes}. JAX sums the gradients of replicated parameters "
     "(check_vma=True). Call sync_gradients once over all axes of the batch, or use value_and_grad.",
     "divided": "{times} the right ones: divided once more over {axes}. Call sync_gradients once, not on what "
     "value_and_grad or another sync_gradients returned; and return the loss of this device, without pmean.",
@@ -201,60 +201,59 @@ _LEAF_CAUSES = {
 
 
 def of_none(paths: Sequence[str], all_leaves: int) -> Iterator[str]:
-    """What to say of trainable leaves whose gradient is 0 for all values of the parameters."""
+    """Yields a finding about trainable leaves whose gradient is 0 for any parameters."""
     if paths and len(paths) == all_leaves:
         yield (
-            "all gradients are 0, whatever the parameters are: the loss does not depend on its argument params. Does "
-            "it close over other parameters (state.params, say), or over a model with its own? Compute it by "
-            "apply_fn({'params': params}, ...). Or a stop_gradient, an argmax, or weights that are all 0 cut it off."
+            "all gradients are 0, whatever the parameters are: the loss does not depend on its argument params. "
+            "Compute it by apply_fn({'params': params}, ...), not from parameters in a closure (state.params, say); or "
+            "remove the stop_gradient, the argmax, or the weights that are all 0 in between."
         )
     elif paths:
         yield (
             f"{_counted(paths)} ({listed(paths)}) get no gradient, whatever the parameters are: not used by this loss, "
-            "behind a stop_gradient (or an argmax, or a rounding), or read from other parameters than params. If it is "
-            "meant, freeze them: create_train_state(..., trainable=lambda path: ...)."
+            "behind a stop_gradient (or an argmax, or a rounding), or read from other parameters than params. If this "
+            "is meant, freeze them: create_train_state(..., trainable=lambda path: ...)."
         )
 
 
 def not_finite(found: Found) -> str:
-    """What to say where the loss or gradients of one device are not finite."""
+    """Returns the finding that loss or gradients are not finite on one device."""
     loss_is_finite = math.isfinite(found.loss)
     what = f"the gradients of {listed(found.not_finite)}" if loss_is_finite else f"the loss ({found.loss})"
     return f"{what} are not finite on one device either: nothing can be compared. Look at the loss function first."
 
 
 NOTHING_SHOWS = (
-    "the step has an optimizer of its own, and no gradient shows in what it makes of them: updates of 0, and no "
+    "the step has an optimizer of its own, and no gradient changes its results: its updates are 0, and it has no "
     "moments. Call state.tx, by state.apply_gradients, or check it where the learning rate is not 0."
 )
 
 NOT_FINITE_SLICES = (
-    "the loss is not finite on slices of the batch, and is of the whole batch. A mean by weight divides by 0 where no "
-    "row of a device has any: with weighted=True, return (losses * mask).sum(), mask.sum()."
+    "the loss is not finite on slices of the batch, and is of the whole batch. A weighted mean divides by 0 on a "
+    "device whose rows have no weight: with weighted=True, return (losses * mask).sum(), mask.sum()."
 )
 
 
 def of_unknown(paths: Sequence[str], why: str, count: int) -> str:
-    """What to say where means over keys are too uncertain, and what to change so that check_step can tell."""
+    """Returns the reason why means over keys are too uncertain, and the changes that make a verdict possible."""
     return (
-        f"{why}, and means over {count} keys are too uncertain for {listed(paths)}. What would tell: a loss and a step "
-        "without random numbers (dropout off), a step that draws from its argument rng alone, or a larger batch."
+        f"{why}, and means over {count} keys are too uncertain for {listed(paths)}. For a verdict, pass a loss and a "
+        "step without random numbers (dropout off), a step that draws from its argument rng alone, or a larger batch."
     )
 
 
 def of_model(times: Multiple, model_axes: Sequence[str]) -> str:
-    """What to say of a loss that the model computes otherwise where it is split than on one device."""
+    """Returns the finding that a split model computes another loss than on one device."""
     axes = format_axes(tuple(model_axes))
     return (
         f"the loss is {times.times} that of one device for the same rows: the model, which communicates along {axes}, "
-        f"computes something else where it is split. A sum over {axes} is missing (leave_split behind row-split "
-        "layers), or a mean; each device adds a bias before that sum; or what looks at all features sees a part of "
-        "them."
+        f"computes something else where it is split. A sum or mean over {axes} is missing (leave_split after row-split "
+        "layers); or each device adds a bias before the sum; or a layer that needs all features reads the local ones."
     )
 
 
 def of_loss(times: Multiple, weighted: bool) -> str:
-    """What to say of a loss that is a number of devices, or 1 over it, times that of one device."""
+    """Returns the finding that a loss is a wrong multiple of the loss of one device."""
     causes = _WEIGHTED_CAUSES if weighted else _LOSS_CAUSES
     return f"the loss is {times.times} that of one device: {causes[times.kind].format(times.axes)}"
 

@@ -1,21 +1,21 @@
-"""The update of a step: what it makes of its gradients, compared with the state's optimizer on one device.
+"""Check of a step's update: compares it with the state's optimizer on one device.
 
-With the parameters p and the optimizer's state s before the step, and the gradients g that the step gives to its
+With the parameters p and the optimizer's state s before the step, and the gradients g that the step passes to its
 optimizer (``recording``):
 
-  p and s          the optimizer gets those of the state, to the bit
+  p and s          the optimizer receives the parameters and state of the training state, bit by bit
   u, s' = tx.update(g, s, p)      computed again on one device, equals the updates and the new state on the mesh
   p' = p + u       the parameters after the step, each to a unit in the last place
-  the rest         frozen leaves after the step are those before it, to the bit
+  frozen leaves    are unchanged by the step, bit by bit
 
-The same from the state after the step, in a second step, where moments and counts are no longer those of the beginning.
+A second step repeats the check from the state after the first, where moments and counts are no longer initial.
 
-Whether g is right is another question (``check``). So a wrong gradient and a wrong update are told apart, and neither
-is hidden by an optimizer that divides by the size of gradients: Adam's first update is g / |g|, and where g is 0 but
-for rounding its sign is chance. From the same g both sides compute the same function, and differ by
+Whether g is correct is a separate question (``check``), so a wrong gradient and a wrong update are distinguished.
+Neither is hidden by an optimizer that divides by the size of gradients: Adam's first update is g / |g|, and where g is
+0 up to rounding its sign is random. From the same g both sides compute the same function, and differ by
 
-  u, s'   64 eps of a leaf's norm, sums in another order; and 8 times what a relative change of g, s and p by eps does
-          to it (an orthogonalised matrix, say, whose small singular values grow), eps that of the narrowest dtype in tx
+  u, s'   64 eps of a leaf's norm, for sums in another order; and 8 times the effect of a relative change of g, s and p
+          by eps (large for an orthogonalised matrix with small singular values), with eps of the narrowest dtype in tx
   p'      |p' - (p + u)| <= eps (|p| + |u|), entry by entry: u and the sum are each rounded by at most half a unit in
           the last place, and a compiler that fuses both rounds once less
 """
@@ -44,8 +44,8 @@ from xlstm_jax.distributed.training.step_check.one_device import COARSEST_EPS, M
 from xlstm_jax.distributed.training.step_check.recording import Record
 from xlstm_jax.wording import listed
 
-HYPERPARAMS = "hyperparams"  # what optax.inject_hyperparams keeps, for a program to set
-FITS = 64 * float(jnp.finfo(np.float32).eps)  # of a multiple: sums in another order
+HYPERPARAMS = "hyperparams"  # state of optax.inject_hyperparams, which programs may set
+FITS = 64 * float(jnp.finfo(np.float32).eps)  # relative rest of an exact multiple, from sums in another order
 CHANGED_ALL = (
     "the step changes all numbers in the optimizer's state, floats or integers, beside tx.update. Hand on its second "
     "result as it is, and set hyperparameters in opt_state.hyperparams alone."
@@ -55,12 +55,12 @@ Arrays = Mapping[str, Any]
 
 
 class UpdateCheck(NamedTuple):
-    """What was found of an update.
+    """Result of the check of an update.
 
     Attributes:
-      findings: what is wrong, in sentences.
-      unknown: why something could not be compared, in sentences.
-      compared: what was compared, and is right where nothing was found.
+      findings: errors, in sentences.
+      unknown: reasons why a comparison was impossible, in sentences.
+      compared: the parts that were compared; correct if there are no findings.
     """
 
     findings: tuple[str, ...] = ()
@@ -75,26 +75,26 @@ def check_update(
     again: Callable[[], Any] | None,
     value_fn: Callable[[PyTree], jax.Array] | None,
 ) -> UpdateCheck:
-    """Compares what a step made of its gradients with one device, and then what a further step makes of them.
+    """Compares the update of a step with one device, and then the update of a further step.
 
     Args:
-      before, after: the state that the step got, whose optimizer records its calls, and the one that it returned.
+      before, after: the state passed to the step, with a recording optimizer, and the state that the step returned.
       one: a mesh of one device with the axes of the step's mesh.
-      again: runs the step from ``after``, and returns the state; None for one step alone.
-      value_fn: the loss on one device, as a function of the parameters, for optimizers that compute it.
+      again: runs the step from ``after``, and returns the state; None to check a single step.
+      value_fn: the loss on one device, as a function of the parameters, for optimizers that evaluate it.
     """
     update = _Update(before, after, one, value_fn)
     found = update.check()
     if found.findings or again is None:
         return found
-    # From the second step on moments are not 0: an optimizer's state that begins anew in each step shows here.
+    # From the second step on moments are nonzero: an optimizer whose state restarts in each step shows here.
     later = _Update(after, again(), one, value_fn).check()
     findings = [f"in a second step, {finding}" for finding in later.findings]
     return UpdateCheck(tuple(findings), found.unknown or later.unknown, found.compared)
 
 
 class _Update:
-    """The values before and after a step, on the host."""
+    """Values before and after a step, on the host."""
 
     def __init__(self, before: Any, after: Any, one: Mesh, value_fn: Callable[[PyTree], jax.Array] | None):
         self.before, self.after, self.one, self.value_fn = before, after, one, value_fn
@@ -109,7 +109,7 @@ class _Update:
         if not self.record.is_intact():
             return UpdateCheck((CHANGED_ALL,))
         if int(self.record.calls) - int(self.before.opt_state.record.calls) != 1:
-            return UpdateCheck()  # which is a finding of its own
+            return UpdateCheck()  # reported by `check`
         if not all(np.all(np.isfinite(leaf)) for leaf in values_of(self.record.grads).values()):
             return UpdateCheck(unknown=("its gradients are not finite, and nothing can be said of its update",))
         findings = [*self.of_given(), *self.of_params(), *of_frozen(self.before, self.after), *self.of_count()]
@@ -119,16 +119,16 @@ class _Update:
         frozen = ("frozen leaves",) if frozen_leaves(self.before) else ()
         return UpdateCheck((*findings, *found.findings), found.unknown, ("parameters", *frozen, *found.compared))
 
-    # ----------------------------------------------------------------------------------------------- what it was given
+    # -------------------------------------------------------------------------------------------- the optimizer's input
 
     def of_given(self) -> Iterator[str]:
-        """What to say where the optimizer got other parameters, or another state, than those of the state."""
+        """Yields findings if the optimizer received other parameters or another state than the training state has."""
         nothing = {path: 0 * leaf for path, leaf in self.old.items()}
         other = [path for path in self.given if not self.is_sum(path, self.given[path], self.old[path], nothing[path])]
         if other:
             yield (
-                f"{_leaves(other)} have changed before the optimizer gets them. Pass it the parameters of the state: "
-                "what should happen to them beside gradients belongs into the optimizer, as a transform of its chain "
+                f"{_leaves(other)} have changed before the optimizer gets them. Pass it the parameters of the state; "
+                "further changes of parameters belong into the optimizer, as a transform of its chain "
                 "(optax.add_decayed_weights)."
             )
         before = dict(trees.leaves_with_path(self.before.opt_state.inner))
@@ -144,15 +144,15 @@ class _Update:
                 "once, before the first step."
             )
 
-    # ---------------------------------------------------------------------------------------- what was made of updates
+    # ------------------------------------------------------------------------------------------- the updated parameters
 
     def of_params(self) -> Iterator[str]:
-        """What to say where parameters after the step are not those before and the update."""
+        """Yields findings if the parameters after the step are not the parameters before plus the update."""
         wrong = [
             path for path, new in self.new.items() if not self.is_sum(path, new, self.given[path], self.updates[path])
         ]
         causes: dict[str, list[str]] = defaultdict(list)
-        # One cause of all, if there is one: a bias of zeros has no cause of its own.
+        # First try to find a common cause for every wrong leaf: a bias of zeros alone fits any factor.
         if wrong and (cause := self.multiple(wrong)):
             causes[cause] = wrong
         else:
@@ -166,12 +166,12 @@ class _Update:
             yield f"the step returns something else than the optimizer makes of {_leaves(paths)}: {cause}"
 
     def is_sum(self, path: str, new: np.ndarray, old: np.ndarray, update: np.ndarray) -> bool:
-        """Whether ``new`` is ``old + update``, to the rounding of both to the parameter's dtype."""
+        """Returns whether ``new`` is ``old + update``, to the rounding of both to the parameter's dtype."""
         allowed = self.eps[path] * (np.abs(old) + np.abs(update)) + jnp.finfo(np.float32).tiny
         return new.shape == old.shape and bool(np.all(np.abs(new - (old + update)) <= allowed))
 
     def multiple(self, paths: Sequence[str]) -> str:
-        """What the step did to these leaves, if it is one factor: of the update, or of the parameters; else ""."""
+        """Explains wrong leaves by a single factor, of the update or of the parameters; "" if no factor fits."""
         if any(self.new[path].shape != self.given[path].shape for path in paths):
             return ""
         each = (self.new, self.given, self.updates)
@@ -182,7 +182,7 @@ class _Update:
                 "they stay as they were. Return the parameters of optax.apply_updates(params, updates), or the state "
                 "of apply_gradients."
             )
-        # A change is known to the rounding of the parameters.
+        # The change is known only to the rounding of the parameters.
         of_update = _multiple(new - old, update, fits * (1 + _size(old) / (_size(update) or 1)))
         if of_update is not None and f"{of_update:.3g}" != "1":
             return (
@@ -201,7 +201,7 @@ class _Update:
         return ""
 
     def misplaced(self, path: str) -> str:
-        """Whose values a leaf has got, or which other shape; "" where it is neither."""
+        """Explains a wrong leaf by another shape or by the values of another leaf; "" if neither fits."""
         new, old = self.new[path], self.given[path]
         if new.shape != old.shape:
             return f"its shape is {new.shape}, and was {old.shape}. Return each leaf in its place."
@@ -215,17 +215,17 @@ class _Update:
         size = sum(_size(self.updates[path]) ** 2 for path in paths) ** 0.5
         off = sum(_size(rest) ** 2 for rest in left) ** 0.5 / (size or 1)
         return (
-            f"they are off by {off:.2g}{' x the norm of its updates' if size else ''}. What should happen to "
-            "parameters beside gradients belongs into the optimizer, as a transform of its chain "
+            f"they are off by {off:.2g}{' x the norm of its updates' if size else ''}. Further changes of "
+            "parameters belong into the optimizer, as a transform of its chain "
             "(optax.add_decayed_weights, optax.add_noise, optax.keep_params_nonnegative)."
         )
 
     def of_count(self) -> Iterator[str]:
-        """What to say of a state of Flax, or of this library, that counts its steps otherwise than by one."""
+        """Yields a finding if a Flax ``TrainState`` (or subclass) counts its steps otherwise than by one."""
         if not isinstance(self.before, TrainState):
             return
         before, after = int(self.before.step), int(self.after.step)
-        # A step that leaves it to its caller, and draws from keys of its own, trains right.
+        # Leaving the count to the caller, while drawing from other keys, is correct.
         if after not in (before, before + 1):
             yield (
                 f"state.step is {after} after the step, and was {before}: it counts itself {after - before} times. "
@@ -233,7 +233,7 @@ class _Update:
             )
 
     def of_copies(self) -> Iterator[str]:
-        """What to say of values that differ between devices where the gradients do not."""
+        """Yields findings about values that differ between devices although the gradients do not."""
         if any(copies_differ(leaf.value) for _, leaf in trees.sharded_leaves(self.record.grads)):
             return
         for what, tree in (("parameters", self.after.params), ("optimizer's state", self.after.opt_state.inner)):
@@ -241,17 +241,17 @@ class _Update:
             if differ:
                 yield (
                     f"the {what} ({listed(differ)}) are not the same on all devices that should hold the same after "
-                    "the update, and gradients are: what is done to them depends on the device. Call tx.update outside "
+                    "the update, although the gradients are: the update depends on the device. Call tx.update outside "
                     "of shard_map, and draw noise from a key that all devices share."
                 )
 
     # ---------------------------------------------------------------------------------------------------- the optimizer
 
     def of_optimizer(self) -> UpdateCheck:
-        """The optimizer's updates and state beside those of one device, from the same gradients."""
+        """Compares the optimizer's updates and state with those of one device, from the same gradients."""
         try:
             right, again, eps = self.on_one_device()
-        except Exception as error:  # an optimizer that needs what the step alone can give it may raise anything
+        except Exception as error:  # optimizers that need arguments which only the step has may raise anything
             said = " ".join(f"{type(error).__name__}: {error}".split())[:120]
             why = (
                 f"the state's optimizer cannot be called on one device ({said}), so that its updates are not compared. "
@@ -267,9 +267,9 @@ class _Update:
         return UpdateCheck(tuple(findings), (), ("updates", "the optimizer's state"))
 
     def on_one_device(self) -> tuple[tuple[PyTree, PyTree], Callable[[], tuple[PyTree, PyTree]], float]:
-        """Updates and state from the same gradients; those from inputs that are off by rounding; and that rounding."""
+        """Returns updates and state from the same gradients, a function for slightly perturbed inputs, and its eps."""
         params = bare(self.record.params) if int(self.record.has_params) else trainable(self.before.params)
-        # In the structure of the state, with the values that the optimizer got.
+        # Structure of the state, values as recorded by the optimizer.
         given = self.record.opt_state
         state = trees.map_leaves_with_path(
             lambda path, leaf: true_value(given.get(path, leaf)), self.before.opt_state.inner
@@ -286,7 +286,7 @@ class _Update:
             return jax.grad(value_fn)(params) if value_fn else params
 
         def update(grads: PyTree, state: PyTree, params: PyTree, value: jax.Array) -> tuple[PyTree, PyTree]:
-            # What a ready step gives its optimizer.
+            # The extra arguments that a ready-made step passes to its optimizer.
             extra: dict[str, Any] = {"value": value, "grad": grads} if has_value else {}
             if has_value and value_fn is not None:
                 extra |= {"value_fn": value_fn, "grad_fn": gradients}
@@ -295,7 +295,7 @@ class _Update:
         form, whole = update, PartitionSpec()
         try:
             jaxpr = jax.make_jaxpr(form)(*inputs)
-        except NameError:  # a collective: the axes of the mesh have names within a shard_map alone
+        except NameError:  # a collective: mesh axes are bound only within a shard_map
             form = jax.shard_map(update, mesh=self.one, in_specs=whole, out_specs=whole, check_vma=False)
             jaxpr = jax.make_jaxpr(form)(*inputs)
         run = jax.jit(form)
@@ -304,7 +304,7 @@ class _Update:
         return run(*inputs), cache(lambda: run(*shaken(inputs, eps))), eps
 
 
-# ------------------------------------------------------------------------------------------------ of any optimizer
+# ------------------------------------------------------------------------------------------------ for any optimizer
 
 
 def frozen_leaves(state: Any) -> dict[str, Any]:
@@ -312,7 +312,7 @@ def frozen_leaves(state: Any) -> dict[str, Any]:
 
 
 def of_frozen(before: Any, after: Any) -> Iterator[str]:
-    """What to say of frozen leaves that a step has changed."""
+    """Yields a finding about frozen leaves that a step has changed."""
     now = dict(trees.leaves_with_path(after.params))
     changed = [path for path, leaf in frozen_leaves(before).items() if not same_bits(now[path], leaf)]
     if changed:
@@ -327,14 +327,14 @@ def of_updates(got: Arrays, right: Arrays, again: Callable[[], Arrays], eps: flo
     if wrong:
         yield (
             f"updates of {_leaves([leaf.path for leaf in wrong])} are not those that the optimizer makes of the same "
-            f"gradients on one device, but {_times(wrong)}. One that looks across a leaf (clipping, a norm, Adafactor, "
-            "Muon) is wrong on shards: call it outside of shard_map, where arrays are global, as apply_gradients does; "
-            "or take clip_by_global_norm and muon of this library."
+            f"gradients on one device, but {_times(wrong)}. An optimizer that needs entire leaves (clipping, a norm, "
+            "Adafactor, Muon) is wrong on shards: call tx.update outside of shard_map, as apply_gradients does; or use "
+            "clip_by_global_norm and muon of this library."
         )
 
 
 def of_state(got: Arrays, right: Arrays, before: Arrays, again: Callable[[], Arrays], eps: float) -> Iterator[str]:
-    """What to say where an optimizer's state after the step is not ``right``; ``before`` is the one before it."""
+    """Yields a finding if the optimizer state ``got`` after a step is not ``right``; ``before`` precedes the step."""
     if got.keys() != right.keys():
         other = sorted(got.keys() ^ right.keys())
         yield (
@@ -369,7 +369,7 @@ def of_state(got: Arrays, right: Arrays, before: Arrays, again: Callable[[], Arr
 def of_collections(
     got: Arrays, right: Arrays, before: Arrays, again: Callable[[], Arrays], eps: float
 ) -> Iterator[str]:
-    """What to say where collections after the step are not ``right``, the statistics of the whole batch."""
+    """Yields a finding if collections after the step are not ``right``, the statistics of the full batch."""
     paths = [path for path in right if path in got and is_inexact(right[path])]
     ours, wanted = (flat({path: tree[path] for path in paths}) for tree in (got, right))
     found = compare_leaves(ours, wanted, {}, {}, lambda: flat({path: again()[path] for path in paths}), eps)
@@ -387,12 +387,12 @@ def of_collections(
 
 
 def compared_alone(got: Arrays, right: Arrays, again: Callable[[], Arrays], eps: float) -> list[LeafCheck]:
-    """A ``LeafCheck`` for each leaf, whose rounding goes by its own size: both sides began with the same numbers."""
+    """Compares leaf by leaf, each with a bound from its norm alone: both sides started from the same numbers."""
     found = []
     for path, leaf in right.items():
         dtype = value_dtype(leaf)
         narrow = float(jnp.finfo(dtype).eps) if jnp.finfo(dtype).bits < 32 else 0.0
-        # Numbers below the smallest normal one may be 0 in one program and not in the other.
+        # Denormal numbers may be flushed to 0 in one program and not in the other.
         floor = float(jnp.finfo(dtype).tiny) * np.sqrt(np.size(leaf)) + narrow * float(
             np.linalg.norm(np.asarray(leaf, np.complex128).ravel())
         )
@@ -412,7 +412,7 @@ def _alone(again: Callable[[], Arrays], path: str) -> dict[str, np.ndarray]:
 
 
 def bare(tree: PyTree) -> PyTree:
-    """The tree without boxes and padding."""
+    """Returns the tree without boxes and padding."""
     return trees.map_leaves(true_value, tree)
 
 
@@ -421,7 +421,7 @@ def by_path(tree: PyTree) -> dict[str, Any]:
 
 
 def values_of(tree: PyTree) -> dict[str, np.ndarray]:
-    """All leaves on the host, in twice their precision."""
+    """Returns every leaf on the host, in double precision."""
 
     def value(leaf: Any) -> np.ndarray:
         array = np.asarray(true_value(leaf))
@@ -435,7 +435,7 @@ def is_inexact(leaf: Any) -> bool:
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Whether two leaves, in boxes or not, hold the same bits."""
+    """Returns whether two leaves, boxed or not, contain the same bits."""
 
     def stored(leaf: Any) -> list[np.ndarray]:
         arrays = jax.tree.leaves(trees.stored_values(leaf))
@@ -451,7 +451,7 @@ def _is_set_by_hand(path: str) -> bool:
 
 
 def _multiple(got: np.ndarray, wanted: np.ndarray, tolerance: float) -> float | None:
-    """The factor by which ``got`` is ``wanted``; None where it is no multiple."""
+    """Returns the factor by which ``got`` is ``wanted``, or None if it is not a multiple."""
     size = _size(wanted)
     if not size:
         return None
@@ -469,7 +469,7 @@ def _leaves(paths: Sequence[str]) -> str:
 
 
 def _times(wrong: Sequence[LeafCheck]) -> str:
-    """The common ratio of the leaves that are wrong, or how far they are off."""
+    """Describes the common ratio of the wrong leaves, or their relative error if they have none."""
     ratios = [leaf.ratio for leaf in wrong]
     if max(leaf.error for leaf in wrong) <= FITS and max(ratios) - min(ratios) <= FITS:
         return f"{ratios[0]:.3g} x these"
