@@ -179,9 +179,7 @@ class StepCall:
 
     @property
     def in_shardings(self) -> tuple[Any, ...]:
-        """Shardings from ``jax.jit(in_shardings=...)``, one per leaf; JAX has no public name for them before the
-        compilation.
-        """
+        """Shardings by leaf from ``jax.jit(in_shardings=...)``; JAX has no public name for them before compilation."""
         return in_shardings_of(self.traced)
 
     @property

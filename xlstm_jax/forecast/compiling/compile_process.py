@@ -1,11 +1,11 @@
-"""Compilation of one step for a topology: read from the cache, or run in a child process.
+"""Compilation of a step for a topology: read from the cache, or run in a child process.
 
-  Pending  --start-->            a cache entry, or a child process with its temporary folder
+  Pending  --start-->            a cache entry, or a child process with a temporary folder
            --is_done, result-->  ``finish`` applied to the compiler's texts
-           --close-->            the child is killed if it still runs, and its folder is removed
+           --close-->            the child is killed if still running, and the folder is removed
 
-Only ``result`` waits, so several steps can compile at once (see ``side_by_side``). There are no threads, so an
-interrupt ends all compilations.
+Only ``result`` waits, so several steps can compile at once (see ``side_by_side``). The module uses no threads, so an
+interrupt ends every compilation.
 """
 
 import functools
@@ -259,9 +259,10 @@ def _dumped(folder: Path, name: str) -> str | None:
 
 
 def _is_final(texts: Texts, packages: Sequence[str]) -> bool:
-    """Returns whether the compiler would write the same again: it compiled the step, or found that the step does not fit.
+    """Returns whether the compiler would repeat this outcome: the step compiled, or does not fit.
 
-    The compiler may differ from the key's if another version was installed while the child started.
+    The outcome is not stored if the compiler differs from the key's, because another version was installed while the
+    child started.
     """
     result = json.loads(texts[RESULT])
     error = result["error"] if result["versions"] == _versions(packages) else "compiled by another version"

@@ -1,8 +1,8 @@
 """Parallel compilation of several steps, as many as this machine has room for.
 
-One compilation keeps 1.7 cores busy and takes a gigabyte of memory or more. Therefore at most half as many
-compilations run as there are cores (on 2 cores, 2 in parallel took 52 s, one after the other 47 s), and another starts
-only if memory for it is free.
+A compilation keeps 1.7 cores busy and takes a gigabyte of memory or more. Therefore at most half as many compilations
+run as the machine has cores (on 2 cores, 2 in parallel took 52 s, sequentially 47 s), and another starts only if
+enough memory is free.
 """
 
 import os
@@ -28,8 +28,8 @@ def side_by_side(jobs: Iterable[tuple[T, W]], limit: Callable[[], int]) -> Gener
     """Starts jobs while others run, and yields each finished job in the order of ``jobs``.
 
     Args:
-      jobs: pairs of a job and its label; each pair is made while the jobs before it run. A job of None needs no work.
-      limit: returns how many jobs may run at once, called before each start; at least one job always may.
+      jobs: pairs of a job and a label; each pair is made while the jobs before it run. A job of None needs no work.
+      limit: returns how many jobs may run at once, called before each start; at least a single job always may.
     """
     under_way: deque[tuple[T, W]] = deque()
 
