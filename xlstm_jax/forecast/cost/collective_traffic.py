@@ -179,7 +179,7 @@ class Collective:
 
     @property
     def module(self) -> str:
-        """Module that the collective serves; for several, the nearest common parent; "" for the full model or unknown."""
+        """Module that the collective serves; for several, the nearest common parent; "" for the full model or none."""
         return common_path(self.modules)
 
     @property

@@ -1,6 +1,6 @@
 """Estimate of the bytes of live intermediate values from a jaxpr, before anything is compiled.
 
-  x  --dot_general-->  h  --gelu-->  g  --dot_general-->  y     x, g and y are in memory; h is fused into the gelu
+  x  --dot_general-->  h  --gelu-->  g  --dot_general-->  y     x, h, g, y are in memory; values inside of gelu are not
 
 Operations run in traced order. A value in memory counts with its shape's bytes from the producer to the last reader. A
 loop or a call adds the bytes of inner values. Values between elementwise operations are not in memory, because a

@@ -20,7 +20,7 @@ NOTHING = Way("", 0.0, 0.0)  # a single device sends nothing
 
 
 def axes_of(links: Links, collective: Collective) -> tuple[str, ...]:
-    """Returns the axes of a collective; if the groups follow no set of axes, every axis, since any link may be in use."""
+    """Returns the axes of a collective; every axis if the groups follow no set of axes and may use any link."""
     return tuple(links.axis_sizes) if collective.axes is None else collective.axes
 
 
