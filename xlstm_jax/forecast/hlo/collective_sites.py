@@ -48,9 +48,7 @@ class Site:
 
     @property
     def own_names(self) -> tuple[str, ...]:
-        """Operation names on the collective itself; () if a TPU compiler put the collective in place of another
-        operation.
-        """
+        """Operation names on the collective itself; () if a TPU compiler substituted the collective."""
         return self.inner.op_names or self.scheduled.op_names
 
     @cached_property

@@ -127,7 +127,7 @@ class Instruction:
 
     @cached_property
     def groups(self) -> Groups:
-        """Device ids of a collective by group, as positions in the flattened mesh; () for a single group of all devices."""
+        """Device ids of a collective by group, as positions in the flattened mesh; () for a single group."""
         return replica_groups(self.attributes)
 
     @cached_property

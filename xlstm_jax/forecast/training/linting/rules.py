@@ -1,8 +1,8 @@
-"""The lint's rules: each looks at a compiled step and its plan, and says what it finds there.
+"""Lint rules: each rule checks a compiled step against its plan and yields defects.
 
-``RULES`` is the table of them: the name, the function that looks, and what to change. A cure that depends on what was
-found comes from the function. Functions with ``_`` in front help a rule. The bytes of a defect are traffic of a step
-for what travels, memory for what is kept.
+``RULES`` is the table of rules: name, function, and cure. A cure that depends on the defect comes from the function.
+Functions with a leading ``_`` are helpers. The bytes of a defect are traffic per step for communication, memory for
+kept arrays.
 """
 
 import math
@@ -25,21 +25,21 @@ from xlstm_jax.forecast.training.linting.step import Defect, Rule, Step, shared_
 from xlstm_jax.program_names import HOST_AXIS
 from xlstm_jax.wording import format_bytes, format_fraction, listed, path_pattern
 
-# What a leaf of the default min_weight_size takes in float32: below, a step's time hardly changes.
+# Size of a leaf with the default min_weight_size in float32: below, a step's time hardly changes.
 MIN_KEPT_BYTES = 2**20
 MIN_REPLICATED_BYTES = 2**20
-# Of the bytes that a device sends in a step. Where a TPU's compiler reduces small arrays by an all-reduce whatever the
-# mesh, they are up to 7% of a well-made step.
+# Fraction of the bytes that a device sends in a step. TPU compilers reduce small arrays by an all-reduce on any mesh,
+# up to 7% of a well-made step.
 MAX_ALL_REDUCED_FRACTION = 0.075
-MIN_WAITED_FRACTION = 0.05  # of a step's time
-MIN_NAMED_FRACTION = 0.01  # of it, for one module's part in what a step waits for
-MANY = 8  # collectives in a step, of which fewer are not worth a change of the model
-FLAT_LATENCY_S = 1e-4  # of a ring over hosts and GPUs, from which on two rings, 28 us and their hops, are faster
+MIN_WAITED_FRACTION = 0.05  # fraction of a step's time
+MIN_NAMED_FRACTION = 0.01  # fraction of a step's time that a module must wait to be named
+MANY = 8  # collectives in a step; fewer do not justify a change of the model
+FLAT_LATENCY_S = 1e-4  # latency of a ring over hosts and GPUs; above, two rings (28 us and their hops) are faster
 MIN_SHARED_BYTES = 2**20
-# Of a device's fair share of matrix products: below are the paddings of what devices do not divide.
+# Multiple of a device's fair share of matrix products; padding of indivisible dims stays below.
 MAX_WORK = 1.5
-MIN_REPEATED_FRACTION = 0.01  # of the step's FLOP
-MIN_SAVED_FRACTION = 0.4  # of the moments: what groups save even of a small optimizer state
+MIN_REPEATED_FRACTION = 0.01  # fraction of the step's FLOP
+MIN_SAVED_FRACTION = 0.4  # fraction of the moments; groups save as much even for a small optimizer state
 
 F32_BYTES = 4
 _VMAP = re.compile(r"vmap\(.*gather_params")  # members of nn.vmap run together, so they are gathered together
@@ -51,7 +51,7 @@ OPTIMIZER = "the optimizer"
 
 
 class _Repeat(NamedTuple):
-    """Gathers of a leaf over one mesh axis: how often they run, how often they must, and bytes sent for nothing."""
+    """Gathers of a leaf over a mesh axis: executed count, needed count, and bytes sent in vain."""
 
     executed: int
     needed: int
@@ -59,7 +59,7 @@ class _Repeat(NamedTuple):
 
 
 def repeated_gathers(step: Step) -> Iterator[Defect]:
-    """A leaf is gathered more often than forward and backward need."""
+    """Finds leaves gathered more often than forward and backward need."""
     for name, rows in step.groups:
         repeats = [repeat for row in rows if (repeat := _repeat(step, row)).wasted]
         if repeats:
@@ -79,10 +79,10 @@ def repeated_gathers(step: Step) -> Iterator[Defect]:
 
 
 def _repeat(step: Step, row: LeafPlan) -> _Repeat:
-    """Of the mesh axes over which a leaf is gathered too often, the worst."""
+    """Returns the worst of the mesh axes over which a leaf is gathered too often."""
     gathers, repeats = step.gathers[row.path], [_Repeat(0, 0, 0.0)]
     if row.parts > 1 and not row.uses:
-        return repeats[0]  # a box of the model's own, which no wrapper gathers: how often it must be is not known
+        return repeats[0]  # a box of the model, which no wrapper gathers: the needed count is unknown
     for axes in {gather.axes for gather in gathers}:
         over = [gather for gather in gathers if gather.axes == axes]
         forward = [gather for gather in over if gather.direction == FORWARD]
@@ -94,15 +94,15 @@ def _repeat(step: Step, row: LeafPlan) -> _Repeat:
 
 
 def wide_gathers(step: Step) -> Iterator[Defect]:
-    """A leaf travels in a wider dtype than its wrapper asked for."""
+    """Finds leaves gathered in a wider dtype than their wrapper requests."""
     for name, rows in step.groups:
-        # The CPU backend sends bfloat16 as float32, whoever asks.
+        # The CPU backend always sends bfloat16 as float32.
         asking = [row for row in rows if row.uses and not (step.on_cpu and row.gather_dtype == "bfloat16")]
         pairs = step.gathers_of(asking)
         if wide := [(row, gather) for row, gather in pairs if float_bytes_of(gather.dtype) > row.gather_itemsize]:
             (row, gather), *_ = wide
             sent = sum_wire_bytes(gather for _, gather in wide)
-            # Traffic is in proportion to the width of a value.
+            # Traffic is proportional to the width of a value.
             asked = sum(g.wire_bytes_per_step * r.gather_itemsize / float_bytes_of(g.dtype) for r, g in wide)
             yield Defect(
                 name,
@@ -115,7 +115,7 @@ def wide_gathers(step: Step) -> Iterator[Defect]:
 
 
 def hoisted_gathers(step: Step) -> Iterator[Defect]:
-    """All layers of a loop are gathered at once, in front of it."""
+    """Finds gathers of every layer at once, before the loop over layers."""
     for name, rows in step.groups:
         hoisted = [gather for _, gather in step.gathers_of(rows) if step.layers_at_once(gather) > 1]
         gathers = [gather for gather in hoisted if not _VMAP.search(gather.op_name)]
@@ -138,12 +138,12 @@ def hoisted_gathers(step: Step) -> Iterator[Defect]:
 
 
 def kept_gathered(step: Step) -> Iterator[Defect]:
-    """The gathered weights of all layers live from forward to backward."""
+    """Finds gathered weights of several layers that stay alive from forward to backward."""
     if step.keep_gathered:
         return
     for name, rows in step.groups:
         layers = sum(_kept_layers(step, row) for row in rows)
-        # One use leaves it in the dtype that was asked for, or in that of the gather where the compiler narrowed it.
+        # Kept weights have the requested dtype, or the gather's dtype if the compiler narrowed it.
         widths = filter(None, (float_bytes_of(gather.dtype) for gather in step.gathers[rows[0].path]))
         each = round(rows[0].gathered_size * min([rows[0].gather_itemsize, *widths]))
         kept = layers * each
@@ -157,14 +157,14 @@ def kept_gathered(step: Step) -> Iterator[Defect]:
 
 
 def _kept_layers(step: Step, row: LeafPlan) -> int:
-    """In how many layers a leaf's gathered weights are left over from forward for backward.
+    """Returns the number of layers whose gathered weights for a leaf stay alive from forward to backward.
 
-    Vectors do not count: the backward pass of a sum does not read them. Nor does one layer alone, as an embedding,
-    which a step gathers once.
+    Vectors do not count: the backward pass of a sum does not read them. A single layer, such as an embedding, does not
+    count either: a step gathers it once.
     """
     gathers = step.gathers[row.path]
     again = any(gather.direction != FORWARD for gather in gathers)
-    # Outside of loops the CPU's compiler merges the gathers that nn.remat keeps apart.
+    # Outside of loops the CPU compiler merges gathers that nn.remat keeps apart.
     merged = step.on_cpu and row.layers == 1
     if again or merged or len(row.use_shape) < 2 or not row.gradients.total:
         return 0
@@ -176,10 +176,10 @@ def _kept_layers(step: Step, row: LeafPlan) -> int:
 
 
 def replicated_leaves(step: Step) -> Iterator[Defect]:
-    """A large leaf stays whole on every device."""
+    """Finds large leaves that stay replicated."""
     alike = defaultdict(list)
     for row in step.plan.replicated:
-        # Small leaves of many layers are large together, but splitting them is many small gathers.
+        # Small leaves of many layers are large in sum, but splitting them means many small gathers.
         too_small = any(isinstance(reason, TooSmall) for reason in row.reason.each)
         if row.parameters.total // (row.layers if too_small else 1) >= MIN_REPLICATED_BYTES:
             alike[path_pattern(row.path), row.shape].append(row)
@@ -195,7 +195,7 @@ def replicated_leaves(step: Step) -> Iterator[Defect]:
 
 
 def _replication_cure(row: LeafPlan) -> str:
-    """The cure for the reason that the leaf stays whole; "" for a reason without one of its own."""
+    """Returns the cure for the reason of a replicated leaf; "" for the rule's default cure."""
     kinds = (Indivisible, TooSmall, Unwrapped)
     match next((reason for kind in kinds for reason in row.reason.each if isinstance(reason, kind)), None):
         case Indivisible(parts=parts):
@@ -214,7 +214,7 @@ def _replication_cure(row: LeafPlan) -> str:
 
 
 def all_reduces_of_shards(step: Step) -> Iterator[Defect]:
-    """An all-reduce where a reduce-scatter or an all-gather of half the bytes would do."""
+    """Finds all-reduces in place of a reduce-scatter or an all-gather, which send half the bytes."""
     stand_ins = [c for c in step.forecast.collectives if c.stands_for]
     if sum_wire_bytes(stand_ins) > MAX_ALL_REDUCED_FRACTION * step.forecast.wire_bytes:
         for where, members in step.merged(stand_ins):
@@ -234,7 +234,7 @@ def all_reduces_of_shards(step: Step) -> Iterator[Defect]:
 
 
 def _narrower(members: Iterable[Collective]) -> str:
-    """What else makes a scatter of float32 gradients cheaper; "" for any other collective."""
+    """Returns a further cure for reduce-scatters of float32 gradients; "" for any other collective."""
     if any("reduce-scatter" in (c.kind, c.stands_for) and float_bytes_of(c.dtype) == F32_BYTES for c in members):
         return (
             " The gradients travel as f32: pass grad_scatter_dtype=jnp.bfloat16 to shard_module_params, which sends "
@@ -244,9 +244,10 @@ def _narrower(members: Iterable[Collective]) -> str:
 
 
 def _whole_gradients(step: Step, reduce: Collective) -> list[LeafPlan]:
-    """The leaves whose whole gradient an all-reduce averages over an axis that they are gathered over.
+    """Returns the leaves whose unsharded gradient is averaged by an all-reduce over a gather axis of the leaf.
 
-    Many arrays travel in one all-reduce, so its size decides: what it carries beyond the leaves that belong in it.
+    An all-reduce may combine many arrays, so the size decides: its payload beyond the leaves that belong in an
+    all-reduce.
     """
     if reduce.kind != "all-reduce" or "sync_gradients" not in reduce.op_name or not (total := size_of(reduce)):
         return []
@@ -277,10 +278,10 @@ def _whole_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Defect:
 
 
 def exposed_collectives(step: Step) -> Iterator[Defect]:
-    """Collectives for whose bytes a step waits; of a CPU, on which nothing is asynchronous, no times are known."""
+    """Finds collectives whose bytes a step waits for; on a CPU, where nothing is asynchronous, times are unknown."""
     waited = [c for c in step.forecast.collectives if c.by_bandwidth.waited_s > 0]
     groups = [(where, members, _waited_s(members)) for where, members in step.merged(waited)]
-    # Waits of many modules add up, so all of them together decide. The longest always has a name.
+    # Waits of many modules add up, so their sum decides. The module with the longest wait is always named.
     if not groups or _waited_s(waited) < MIN_WAITED_FRACTION * step.seconds:
         return
     least = min(MIN_NAMED_FRACTION * step.seconds, max(seconds for *_, seconds in groups))
@@ -289,8 +290,8 @@ def exposed_collectives(step: Step) -> Iterator[Defect]:
             continue
         kind, sent = members[0].kind, sum_wire_bytes(members)
         takes = sum(c.count * c.by_bandwidth.seconds for c in members)
-        # By default XLA has one collective of a GPU under way at a time. Of a TPU without SparseCores its options hide
-        # gathers alone.
+        # By default XLA runs a single collective at a time on a GPU. On a TPU without SparseCores XLA's options hide
+        # only gathers.
         chip = step.forecast.chip
         helps = chip and (
             not chip.torus_axes or (TPUS[chip.name].xla_options and (chip.sparse_cores or kind == "all-gather"))
@@ -314,7 +315,7 @@ def _waited_s(collectives: Iterable[Collective]) -> float:
 
 
 def small_collectives(step: Step) -> Iterator[Defect]:
-    """Many collectives whose latency is longer than the time of their bytes, by the axes that they run over."""
+    """Finds many collectives, grouped by axes, whose latency exceeds the time of their bytes."""
     small = defaultdict(list)
     for collective in step.forecast.collectives:
         if collective.timing and collective.timing.latency_s > collective.timing.bytes_s:
@@ -337,7 +338,7 @@ def small_collectives(step: Step) -> Iterator[Defect]:
 
 
 def hosts_last(step: Step) -> Iterator[Defect]:
-    """Leaves that are gathered in a host first and cross to other hosts whole."""
+    """Finds leaves that are gathered within a host before they are sent between hosts."""
     for name, rows in step.groups:
         wasted = 0.0
         for row in rows:
@@ -345,7 +346,7 @@ def hosts_last(step: Step) -> Iterator[Defect]:
             within = [gather for gather, networks in gathers if networks == (NVLINK,)]
             for across in (gather for gather, networks in gathers if networks == (NETWORK,)):
                 before = [g for g in within if step.uses_at_once(g) < step.uses_at_once(across)]
-                # A collective that carries several leaves is met once for each.
+                # The loop visits a collective of several leaves once for each leaf.
                 share = 1 / len(across.leaves)
                 wasted += share * across.wire_bytes_per_step * (1 - 1 / before[0].group_size) if before else 0.0
         if wasted:
@@ -358,13 +359,13 @@ def hosts_last(step: Step) -> Iterator[Defect]:
 
 
 # ----------------------------------------------------------------------------------------------------------- optimizers
-# ``make_train_step`` runs an optimizer on global arrays, outside of ``shard_map``. A matrix product there is shared
-# among devices by the compiler, with collectives for each: Newton-Schulz has 15 of them for every matrix. What the
-# compiler does not share, every device does.
+# ``make_train_step`` runs an optimizer on global arrays, outside of ``shard_map``. The compiler distributes a matrix
+# product there over devices, with collectives for each: Newton-Schulz has 15 products for every matrix. Every device
+# repeats the products that the compiler does not distribute.
 
 
 def shared_matrix_products(step: Step) -> Iterator[Defect]:
-    """Collectives that serve matrix products outside of ``shard_map``."""
+    """Finds collectives of matrix products outside of ``shard_map``."""
     serving = [c for c in step.forecast.collectives if not in_shard_map(c.op_name) and _PRODUCT.search(c.op_name)]
     sent = sum_wire_bytes(serving)
     if sent >= MIN_SHARED_BYTES:
@@ -378,7 +379,7 @@ def shared_matrix_products(step: Step) -> Iterator[Defect]:
 
 
 def repeated_products(step: Step) -> Iterator[Defect]:
-    """Matrix products outside of ``shard_map`` of which each device does far more than its share."""
+    """Finds matrix products outside of ``shard_map`` of which each device does far more than an even share."""
     forecast = step.forecast
     share, done = forecast.flops.shared, forecast.shared_flops or 0.0
     if done <= MAX_WORK * share or done - share < MIN_REPEATED_FRACTION * forecast.flops.total:
@@ -388,22 +389,23 @@ def repeated_products(step: Step) -> Iterator[Defect]:
         f"each device does {done:.3g} FLOP of matrix products a step, where its share among {forecast.devices} devices "
         f"is {share:.3g}: {done / share:.3g} times as many, as the compiler does not share them all.",
         0,
-        # An owner has one matrix of M < D whole: 1 / M of the work, where now each device has done / share / D of it.
+        # With M < D matrices on D devices, an owner of a full matrix does 1 / M of the work; now each device does
+        # done / share / D of the work.
         f"{WHOLE_MATRICES} That is less work from {math.floor(forecast.devices * share / done) + 1} matrices of a "
         "shape on.",
     )
 
 
 def needless_offload(step: Step) -> Iterator[Defect]:
-    """Offload of a step that fits without it and waits for it; else offload that leaves most moments on the device.
+    """Finds offload of a step that waits and would fit without it, or offload that leaves most moments on the device.
 
-    What a step would take without offload is known in part. Its moments would lie on the device all the time:
+    The memory without offload is only partly known, with the moments on the device all the time:
 
-        at most    what it takes now + the moments
-        as a rule  the moments + the most that all else takes, of which the live ranges tell
+        upper bound    memory of the offloaded step + moments
+        usual          moments + peak of everything else, from the live ranges
 
-    So the first says for certain that a step would fit. The second is read from the schedule of the offloaded step,
-    where compilers say what is live (TPUs); without offload they might schedule otherwise.
+    The upper bound proves that a step would fit. The usual value comes from the schedule of the offloaded step, if the
+    compiler writes live ranges (TPUs); without offload the schedule may differ.
     """
     host, available, memory = step.forecast.host, step.forecast.available_bytes, step.forecast.memory
     if host is None or not host.stored_bytes:

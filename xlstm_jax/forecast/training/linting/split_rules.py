@@ -1,4 +1,4 @@
-"""The lint's rules for layers and sequences that are split over an axis; the table is in ``rules``."""
+"""Lint rules for layers and sequences that are split over an axis; the table is in ``rules``."""
 
 from collections.abc import Iterator
 
@@ -9,12 +9,12 @@ from xlstm_jax.forecast.training.linting.step import Defect, Step
 from xlstm_jax.program_names import UNBALANCED_SCOPE
 from xlstm_jax.wording import format_axes, format_bytes
 
-MIN_FRACTION = 0.05  # of a step's time, or of its traffic
-MIN_HIDDEN = 0.9  # of a ring's time
+MIN_FRACTION = 0.05  # fraction of a step's time or traffic
+MIN_HIDDEN = 0.9  # fraction of a ring's time
 
 
 def split_across_hosts(step: Step) -> Iterator[Defect]:
-    """Activations of split layers that cross hosts: in each layer, and many times as slow as within a host."""
+    """Finds activations of split layers sent between hosts, in each layer, far slower than within a host."""
     crossing = [
         one
         for one in step.forecast.collectives
@@ -24,7 +24,7 @@ def split_across_hosts(step: Step) -> Iterator[Defect]:
         and any("tensor" in step.plan.roles.get(axis, ()) for axis in one.axes or ())
     ]
     for traffic in axis_traffic(crossing):
-        # Only GPUs have a timing: a slice of TPUs is one torus, and no host is behind a slower network.
+        # Only GPUs have a timing: a TPU slice is a single torus without a slower network between hosts.
         if (traffic.seconds or 0.0) >= MIN_FRACTION * step.seconds:
             yield Defect(
                 format_axes(traffic.axes or ()),
@@ -36,8 +36,8 @@ def split_across_hosts(step: Step) -> Iterator[Defect]:
 
 
 def exposed_rings(step: Step) -> Iterator[Defect]:
-    """Rings whose products end before their transfers do."""
-    # Rings send to the next device, shift by shift: permutes. Those of weights are no rings of activations.
+    """Finds rings whose transfers outlast the overlapped products."""
+    # Rings send to the next device in each shift, as permutes. Permutes of weights are not rings of activations.
     permutes = [one for one in step.forecast.collectives if one.kind == "collective-permute"]
     for traffic in axis_traffic(one for one in permutes if one.carries == ACTIVATIONS):
         hidden, waited = traffic.hidden_fraction, traffic.waited_s or 0.0
@@ -53,7 +53,7 @@ def exposed_rings(step: Step) -> Iterator[Defect]:
 
 
 def unbalanced_sequences(step: Step) -> Iterator[Defect]:
-    """Causal attention in a ring of contiguous shares: the first device has next to nothing to do, the last all."""
+    """Finds causal ring attention over contiguous shares: the first device has little work, the last the most."""
     modules: dict[str, Collective] = {}
     for one in step.forecast.collectives:
         if UNBALANCED_SCOPE in one.op_name:
