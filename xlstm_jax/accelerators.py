@@ -211,7 +211,7 @@ def in_order(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(shape, key=lambda size: (size == 1, size)))
 
 
-# ------------------------------------------------------------------------------------- a device that is not there
+# ------------------------------------------------------------------------------------------------- an absent device
 
 # The device kind for which a step is traced. The kind is part of the keys of JAX's caches: a step traced for one kind
 # is traced anew for another kind, and for devices at hand.

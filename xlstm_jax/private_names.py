@@ -33,8 +33,8 @@ try:
     _interceptors, _context = _linen._global_interceptor_stack, _linen._context
 except (ImportError, AttributeError) as error:
     raise ImportError(
-        f"xlstm_jax uses names that JAX {jax.__version__} or Flax {flax.__version__} has no more: {error}. Install the "
-        "releases that it was tested with: pip install 'jax>=0.10,<0.13' 'flax>=0.12.8,<0.13'."
+        f"xlstm_jax uses names that JAX {jax.__version__} or Flax {flax.__version__} no longer has: {error}. Install "
+        "the tested releases: pip install 'jax>=0.10,<0.13' 'flax>=0.12.8,<0.13'."
     ) from error
 
 __all__ = [

@@ -187,5 +187,5 @@ ENTRY %main.1 (x.1: f32[64,64]) -> f32[64,64] {
 def test_a_custom_call_that_nobody_knows_is_named_with_its_share():
     program = parse(UNKNOWN)
     (note,) = unknown_calls(program, count_hbm_bytes(program))
-    assert note.startswith("Custom call 'my_kernel', 1 in a step: its work is counted as nothing")
+    assert note.startswith("Custom call 'my_kernel', 1 in a step: its work is unknown and counts as zero")
     assert "29% of the bytes" in note  # 2 of 2 + 2 + 3 arrays

@@ -98,8 +98,8 @@ def _report(args: argparse.Namespace, say: "Say") -> "Report":
         raise
     except SystemExit as error:  # from the user's code; exiting here would look like success
         raise ValueError(
-            f"your code ended the process: {described(error)}. To import the factory's module is to run it: put "
-            "what is for a script alone under `if __name__ == '__main__':`, and let the factory raise or return."
+            f"your code ended the process: {described(error)}. Importing the factory's module runs the module: put "
+            "script code under `if __name__ == '__main__':`, and let the factory raise or return."
         ) from error
 
 

@@ -117,8 +117,8 @@ def _check_shard_axes(mesh: dict[str, int], factory: Factory, chosen: dict[str, 
     last = list(mesh)[-1]
     renamed = {SHARD_AXIS_PREFIX if axis == last else axis: size for axis, size in mesh.items()}
     raise ValueError(
-        f"--mesh {format_mesh(mesh)}: no axis begins with {SHARD_AXIS_PREFIX}, so {factory.name} would be "
-        f"told to split nothing. Name the axes to split over {SHARD_AXIS_PREFIX}..., as {format_mesh(renamed)}"
+        f"--mesh {format_mesh(mesh)}: no axis begins with {SHARD_AXIS_PREFIX}, so {factory.name} would "
+        f"split nothing. Name the axes to split over {SHARD_AXIS_PREFIX}..., as {format_mesh(renamed)}"
         f', or pass --set "{name}=(\'{last}\',)", or --set "{name}=()" for a replicated run.'
     )
 

@@ -50,8 +50,8 @@ CPU_NOTE = (
     "trusted (recomputation raises them), so there are none. Give a topology, as topology='v5e:2x4'."
 )
 GPU_NOTE = (
-    "Not validated on hardware: bytes and schedule are those of XLA's compiler for this GPU, which had no device to "
-    "time matrix products on (nothing is autotuned)."
+    "Not validated on hardware: bytes and schedule come from XLA's compiler for this GPU, which had no device to time "
+    "matrix products on (nothing is autotuned)."
 )
 
 
@@ -382,7 +382,7 @@ def _with_times(forecast: Forecast, program: Program, moved: HbmBytes, links: Li
     else:
         collectives = tuple(with_waits(links, collective) for collective in forecast.collectives)
         forecast = dataclasses.replace(forecast, pallas_seconds=pallas_seconds(program, flops, chip))
-    # Collectives over one set of axes share its links, so their bytes add up; other axes have links of their own.
+    # Collectives over the same set of axes share links, so their bytes add up; other axes have separate links.
     sent: dict[tuple[str, ...], float] = defaultdict(float)
     for collective in collectives:
         sent[axes_of(links, collective)] += collective.wire_bytes_per_step
@@ -441,8 +441,8 @@ def notes_on(compiled: Compiled, flops: Flops, chip: Chip | None) -> Iterator[st
         yield rates_note(chip)
     if compiled.without_sharding:
         yield (
-            f"Argument {compiled.without_sharding} has no sharding: the compiler chooses, maybe whole on each device. "
-            "Give it one, as abstract_batch and shard_batch do."
+            f"Argument {compiled.without_sharding} has no sharding: the compiler chooses one, and may replicate the "
+            "argument. Give it a sharding, as abstract_batch and shard_batch do."
         )
     if flops.opaque:
         yield f"FLOP of {', '.join(flops.opaque)} are not counted."

@@ -26,8 +26,8 @@ NAMED = 3  # leaves named for a collective of several leaves
 OUTSIDE = "outside of modules"
 LETTERS = 75  # characters of module names that fit below the picture of memory
 DOES_NOT_FIT = (
-    "What is said of traffic and time holds for the program that the compiler made all the same, in which it may "
-    "compute and gather again what it could not keep."
+    "Traffic and time are those of the program that the compiler made nevertheless, which may recompute and gather "
+    "again arrays that it could not keep."
 )
 HOW_NEAR = 'How near such times came to published runs: docs/forecast.md, "Published against predicted".'
 COLORS = {"forward": "#4c78a8", "backward": "#e45756", "recompute": "#f2a541", "other": "#9d9da1"}

@@ -302,7 +302,7 @@ def begin_for_topology(call: StepCall) -> Pending[Compiled]:
     if call.mesh is not None and call.mesh.size != topology.num_devices:
         raise ValueError(
             f"the step's mesh {call.axis_sizes} has {call.mesh.size} devices, but topology={topology.name!r} has "
-            f"{topology.num_devices}. Make the mesh of the topology's size, or choose a topology of the mesh's."
+            f"{topology.num_devices}. Make a mesh of {topology.num_devices} devices, or choose another topology."
         )
     packages = check_compiler(topology.platform)
     exported = _export(call, topology)
@@ -345,14 +345,13 @@ def _export(call: StepCall, topology: Topology) -> export.Exported:
             raise
         raise ValueError(
             "the step calls back into Python, by jax.debug.print, jax.debug.callback, io_callback or pure_callback, "
-            "and that cannot be compiled for a topology. Leave it out of the step that is forecast, or leave topology "
-            "out."
+            "which cannot be compiled for a topology. Leave the call out of the step, or leave topology out."
         ) from error
     except AssertionError as error:  # JAX looks up the devices of an operation that it partitions in Python
         raise ValueError(
-            "the step holds an operation that JAX partitions by calling back into Python, such as attention of cuDNN "
-            "outside of shard_map, and that cannot be compiled for a topology. Call it inside of jax.shard_map, as the "
-            "loss of make_train_step is."
+            "the step holds an operation that JAX partitions by calling back into Python, such as cuDNN's attention "
+            "outside of shard_map, which cannot be compiled for a topology. Call the operation inside of "
+            "jax.shard_map, as in the loss of make_train_step."
         ) from error
     inputs: PyTree = ((0,) * len(exported.in_avals), {})
     outputs = (0,) * len(exported.out_avals)

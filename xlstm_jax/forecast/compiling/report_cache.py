@@ -72,8 +72,8 @@ class ReportCache:
             if not self.warned:
                 self.warned = True
                 warnings.warn(
-                    f"a compiled report was not read from {self.folder}: {error}. The program is compiled anew, as are "
-                    "others there of which the same is true.",
+                    f"a compiled report was not read from {self.folder}: {error}. The program is compiled anew. "
+                    "Further unusable reports are skipped without a warning.",
                     stacklevel=2,
                 )
         except OSError:  # no entry, or the folder is unreadable or read-only
@@ -142,7 +142,7 @@ def _check_ours_alone(path: Path, status: os.stat_result) -> None:
     if status.st_uid != os.geteuid():
         _unusable(f"{path} belongs to another user (number {status.st_uid})")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        _unusable(f"others may write {path} (run chmod go-w on it, if you trust what it holds)")
+        _unusable(f"others may write {path} (run chmod go-w on it if you trust its content)")
 
 
 def _content(path: Path) -> bytes:
@@ -151,17 +151,17 @@ def _content(path: Path) -> bytes:
     # `lstat` describes the path itself, not the target of a link.
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):  # a link may leave the folder; opening a pipe would wait for its writer
-        _unusable(f"{path} is no regular file")
+        _unusable(f"{path} is not a regular file")
     _check_ours_alone(path, status)
     if status.st_size > MAX_ENTRY_BYTES:
-        _unusable(f"{path} has {status.st_size} bytes, more than the {MAX_ENTRY_BYTES} that an entry may")
+        _unusable(f"{path} has {status.st_size} bytes, more than the {MAX_ENTRY_BYTES} that an entry may have")
     return path.read_bytes()
 
 
 def _packed(key: str, texts: Texts) -> bytes:
     plain = json.dumps(texts).encode()
     if len(plain) > MAX_ENTRY_BYTES:
-        _unusable(f"the report has {len(plain)} bytes, more than the {MAX_ENTRY_BYTES} that an entry may")
+        _unusable(f"the report has {len(plain)} bytes, more than the {MAX_ENTRY_BYTES} that an entry may have")
     content = zlib.compress(plain, level=3)
     return _digest(key, content) + content
 

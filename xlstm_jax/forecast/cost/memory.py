@@ -261,8 +261,7 @@ def _temporaries(allocations: Iterable[_Allocation], ranges: Mapping[str, tuple[
             if value.name not in ranges:
                 raise ValueError(
                     f"The buffer assignment has a temporary {value.name} of {value.stop - value.start} bytes, which is "
-                    f"not in the live-range text; it knows {len(ranges)} values. Pass both texts of one and the same "
-                    "program."
+                    f"not among the {len(ranges)} values of the live-range text. Pass two texts of the same program."
                 )
             first, last = ranges[value.name]
             start, stop = base + value.start, base + value.stop

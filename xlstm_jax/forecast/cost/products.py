@@ -161,9 +161,8 @@ def unknown_calls(program: Program, moved: HbmBytes) -> Iterator[str]:
     for target, (count, nbytes) in calls.items():
         share = nbytes / moved.total if moved.total else 0.0
         yield (
-            f"Custom call {target!r}, {count:,} in a step: its work is counted as nothing, as it is not known here. "
-            f"The arrays that it reads and writes are {share:.0%} of the bytes that the step moves: at least so much "
-            "of the step is uncertain."
+            f"Custom call {target!r}, {count:,} in a step: its work is unknown and counts as zero. The call moves "
+            f"{share:.0%} of the bytes that the step moves, so at least this share of the step is uncertain."
         )
 
 

@@ -107,7 +107,7 @@ class Links:
         """Returns the group over the most hosts; groups differ if a host's GPUs are no multiple of the group size."""
         assert self.chip.devices_per_node  # a GPU
         per_host = self.topology.shape[-1] if self.topology else self.chip.devices_per_node
-        # A mesh fills one host after another. Sorted, a group crosses a border wherever the host's number rises.
+        # A mesh fills hosts in order. In a sorted group, each rise of the host's number is a border between hosts.
         hosts = np.sort(self._groups(axes) // per_host, axis=1)
         borders = (np.diff(hosts, axis=1) > 0).sum(axis=1)
         _, devices = np.unique(hosts[borders.argmax()], return_counts=True)

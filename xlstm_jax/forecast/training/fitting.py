@@ -326,7 +326,7 @@ def fit(
     meshes = default_meshes(parsed) if meshes is None else meshes
     if not meshes:
         raise ValueError(
-            "meshes is empty; give at least one, as {'fsdp': 8}, or None for those that suit the topology."
+            "meshes is empty; give at least one, as {'fsdp': 8}, or None for the default meshes of the topology."
         )
 
     if jobs is not None and jobs < 1:
@@ -344,7 +344,7 @@ def fit(
     def begin(call: StepCall) -> Pending[Forecast]:
         job = begin_forecast(call)
         if job.key in programs:
-            raise ValueError("the same program as one before: build_step, or the model, does not use what is varied")
+            raise ValueError("the same program as one before: build_step, or the model, ignores the varied option")
         programs.add(job.key)
         return job
 
@@ -381,8 +381,8 @@ def _check_offload(options: Options, traced: jax.stages.Traced) -> None:
     spaces = {aval.memory_space for aval in traced.jaxpr.in_avals}
     if options.offload != NO_OFFLOAD and jax.memory.Space.Host not in spaces:
         raise ValueError(
-            "nothing of this step lies on the host: build_step does not pass options.offload on, as Workload(..., "
-            "offload=options.offload) does, or the optimizer keeps nothing that is split like a parameter"
+            "nothing of this step lies on the host: pass Workload(..., offload=options.offload) in build_step, and use "
+            "an optimizer whose state is split like the parameters"
         )
 
 

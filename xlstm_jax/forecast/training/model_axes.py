@@ -217,7 +217,7 @@ def ranked(found: Sequence[tuple[dict[str, int], Estimate | str]], budget: float
             return 2, 0.0
         return (0, known.seconds) if known.total_bytes <= budget else (1, known.total_bytes)
 
-    # What has no step has no place among the first, however few of the others there are.
+    # A mesh without a step is never compiled, even if fewer than `count` meshes remain.
     ordered, considered = sorted(found, key=key), []
     for place, (mesh, known) in enumerate(ordered):
         compiled = place < count and not isinstance(known, str)

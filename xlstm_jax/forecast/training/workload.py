@@ -101,8 +101,8 @@ class Workload:
         leaves = leaves_with_path(self.batch)
         if len(leaves) != 1:
             raise ValueError(
-                f"the batch has the leaves {[path for path, _ in leaves]}: which of them does model.init take? Say so, "
-                "as Workload(..., inputs=(batch['tokens'],))."
+                f"the batch has the leaves {[path for path, _ in leaves]}: which of them does model.init take? Pass "
+                "Workload(..., inputs=(batch['tokens'],))."
             )
         return (leaves[0][1],)
 

@@ -19,7 +19,7 @@ def uneven_experts(step: Step) -> Iterator[Defect]:
             yield Defect(
                 found.experts.path,
                 f"sends {format_bytes(found.wire_bytes)} in a step, {found.padding:.3g} times the rows that "
-                "its tokens choose: shapes are those of all tokens going to one device.",
+                "its tokens choose: the arrays have room for all tokens on a single device.",
                 padded,
                 "Pass capacity_factor= to Experts, as 1.25, if tokens may be dropped; or split over fewer devices.",
             )
@@ -42,7 +42,7 @@ def _imbalance(step: Step, found: Dispatch) -> Iterator[Defect]:
         yield Defect(
             where,
             f"drops {format_fraction(found.dropped_fraction)} of the choices of its busiest device: at "
-            f"{found.imbalance:.3g} times the mean of rows, where capacity_factor={found.experts.capacity_factor}.",
+            f"{found.imbalance:.3g} times the mean of rows, with capacity_factor={found.experts.capacity_factor}.",
             0,
             cure,
         )

@@ -162,6 +162,6 @@ def _check(step: Step) -> None:
         raise ValueError(f"num_minibatches={step.num_minibatches} must be 1 or more; pass that of the step.")
     if step.gathers and not any(path in step.rows for path in step.gathers):
         raise ValueError(
-            f"the step gathers {listed(step.gathers)}, of which the plan knows none; its parameters are "
+            f"the step gathers {listed(step.gathers)}, but the plan has none of these leaves; its parameters are "
             f"{listed(step.rows)}. Make the plan of the model that the step trains."
         )

@@ -48,9 +48,9 @@ def wide_products(step: Step) -> Iterator[Defect]:
 
 
 _GRADIENTS_ALONE = (
-    "Only its backward pass is wide, as preferred_element_type=float32 makes the gradient of its result float32: leave "
-    "it out, and cast the result. jax.nn.dot_product_attention has it inside: in its place take a kernel, as "
-    "attention(q, k, v) of docs/kernels.md."
+    "Only its backward pass is wide, because preferred_element_type=float32 makes the gradient of the result float32: "
+    "leave the argument out, and cast the result. jax.nn.dot_product_attention uses this argument internally: use a "
+    "kernel instead, as attention(q, k, v) of docs/kernels.md."
 )
 
 
@@ -60,7 +60,7 @@ def held_scores(step: Step) -> Iterator[Defect]:
         if held > MIN_SCORES_BYTES:
             yield Defect(
                 path or "the loss",
-                f"holds a score for each pair of a query and a key, {format_bytes(held)} per device, and its softmax "
-                "and gradient more of that size; a kernel holds a block of them at a time.",
+                f"holds the array of all scores (query x key), {format_bytes(held)} per device, and a softmax and a "
+                "gradient of the same size; a kernel holds a block of scores at a time.",
                 held,
             )

@@ -32,7 +32,7 @@ MIN_REPLICATED_BYTES = 2**20
 # up to 7% of a well-made step.
 MAX_ALL_REDUCED_FRACTION = 0.075
 MIN_WAITED_FRACTION = 0.05  # fraction of a step's time
-MIN_NAMED_FRACTION = 0.01  # fraction of a step's time that a module must wait to be named
+MIN_NAMED_FRACTION = 0.01  # fraction of a step's time; a module with a shorter wait is not named
 MANY = 8  # collectives in a step; fewer do not justify a change of the model
 FLAT_LATENCY_S = 1e-4  # latency of a ring over hosts and GPUs; above, two rings (28 us and their hops) are faster
 MIN_SHARED_BYTES = 2**20
@@ -74,7 +74,7 @@ def repeated_gathers(step: Step) -> Iterator[Defect]:
                 "or wrap the loop around it rather than its body; if the step goes through more than "
                 f"{minibatches} minibatches, pass their number to lint, as num_minibatches."
                 if uses
-                else "By the plan it stays whole: make the plan of the model that the step trains.",
+                else "By the plan the leaf is replicated: make the plan of the model that the step trains.",
             )
 
 
@@ -106,11 +106,11 @@ def wide_gathers(step: Step) -> Iterator[Defect]:
             asked = sum(g.wire_bytes_per_step * r.gather_itemsize / float_bytes_of(g.dtype) for r, g in wide)
             yield Defect(
                 name,
-                f"travels as {gather.dtype}, where its wrapper asked for {row.gather_dtype}: {format_bytes(sent)} per "
+                f"is gathered as {gather.dtype}, but its wrapper requests {row.gather_dtype}: {format_bytes(sent)} per "
                 f"device and step instead of {format_bytes(asked)}.",
                 sent - asked,
-                f"Pass gather_dtype={row.gather_dtype} to the shard_module_params around it in the step too, and "
-                "compute in it.",
+                f"Pass gather_dtype={row.gather_dtype} to the leaf's shard_module_params in the step too, and compute "
+                "in this dtype.",
             )
 
 
@@ -128,8 +128,8 @@ def hoisted_gathers(step: Step) -> Iterator[Defect]:
         if (extra := (layers - 1) * per_layer) >= MIN_KEPT_BYTES:
             yield Defect(
                 name,
-                f"is gathered for {layers} layers at once, {format_bytes(layers * per_layer)} that live as long as "
-                f"the loop, where a layer needs {format_bytes(per_layer)}.",
+                f"is gathered for {layers} layers at once, {format_bytes(layers * per_layer)} that stay in memory "
+                f"during the loop, although a layer needs {format_bytes(per_layer)}.",
                 extra,
             )
 
@@ -187,8 +187,8 @@ def replicated_leaves(step: Step) -> Iterator[Defect]:
         kept, devices = sum(row.all_bytes.per_device for row in rows), step.plan.devices
         yield Defect(
             shared_name(rows),
-            f"stays whole on each of {devices} devices ({rows[0].reason}): {format_bytes(kept)} with gradient and "
-            f"optimizer state, where split evenly a device would keep {format_bytes(kept / devices)}.",
+            f"is replicated on each of {devices} devices ({rows[0].reason}): {format_bytes(kept)} with gradient and "
+            f"optimizer state; split evenly, a device would keep {format_bytes(kept / devices)}.",
             kept,
             _replication_cure(rows[0]),
         )
@@ -205,7 +205,7 @@ def _replication_cure(row: LeafPlan) -> str:
         case TooSmall():
             return f"Lower min_weight_size to {math.prod(row.use_shape)} or less."
         case Unwrapped():
-            return "Put shard_module_params around the module that owns it."
+            return "Put shard_module_params around the module that owns the leaf."
         case _:
             return ""
 
@@ -221,12 +221,12 @@ def all_reduces_of_shards(step: Step) -> Iterator[Defect]:
             first, sent = members[0], sum_wire_bytes(members)
             yield Defect(
                 where,
-                f"the compiler does the {first.stands_for} over {first.axes} by an all-reduce of the whole, "
+                f"the compiler replaces the {first.stands_for} over {first.axes} by an all-reduce, "
                 f"{executions(members)} times in a step: {format_bytes(sent)} per device, "
-                f"{step.share_of_traffic(sent)} of the step's traffic, where {format_bytes(sent / 2)} would do.",
+                f"{step.share_of_traffic(sent)} of the step's traffic, instead of {format_bytes(sent / 2)}.",
                 sent / 2,
-                "Give the mesh one axis for each axis of the torus, and axis_name the tuple of them: a collective over "
-                f"one axis of the torus is what was asked for.{_narrower(members)}",
+                "Give the mesh one axis for each axis of the torus, and axis_name the tuple of these axes: the "
+                f"compiler does not replace a collective over a single axis of the torus.{_narrower(members)}",
             )
     for collective in step.forecast.collectives:
         if rows := _whole_gradients(step, collective):
@@ -237,8 +237,8 @@ def _narrower(members: Iterable[Collective]) -> str:
     """Returns a further cure for reduce-scatters of float32 gradients; "" for any other collective."""
     if any("reduce-scatter" in (c.kind, c.stands_for) and float_bytes_of(c.dtype) == F32_BYTES for c in members):
         return (
-            " The gradients travel as f32: pass grad_scatter_dtype=jnp.bfloat16 to shard_module_params, which sends "
-            "half of it and rounds each sum."
+            " The gradients are sent as f32: pass grad_scatter_dtype=jnp.bfloat16 to shard_module_params, which sends "
+            "half the bytes and rounds each sum."
         )
     return ""
 
@@ -268,9 +268,8 @@ def _whole_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Defect:
     sent = reduce.wire_bytes_per_step * fraction
     return Defect(
         listed(row.path for row in rows).replace("'", ""),
-        f"the whole gradient is averaged over {reduce.axes} by an all-reduce, {format_bytes(sent)} per device and "
-        f"step, though the leaf is gathered over one of these axes: a reduce-scatter sends half, and leaves a device "
-        "its shard.",
+        f"the unsharded gradient is averaged over {reduce.axes} by an all-reduce, {format_bytes(sent)} per device and "
+        f"step, although the leaf is gathered over one of these axes: a reduce-scatter sends half the bytes.",
         sent / 2,
         "Differentiate with respect to the split parameters, as value_and_grad does, with the gather inside of the "
         "loss: its transpose is the reduce-scatter.",
@@ -298,11 +297,11 @@ def exposed_collectives(step: Step) -> Iterator[Defect]:
         )
         yield Defect(
             where,
-            f"the step waits {seconds * 1e3:.3g} ms for its {kind}, of the {takes * 1e3:.3g} ms that its bytes take: "
+            f"the step waits {seconds * 1e3:.3g} ms for its {kind}, whose bytes take {takes * 1e3:.3g} ms: "
             f"{executions(members)} times in a step, {format_bytes(sent)} per device, {step.share_of_traffic(sent)} of "
             "the step's traffic.",
             sent,
-            f"{OVERLAP_OPTIONS if helps else ''}More tokens per device make it a smaller part of the step."
+            f"{OVERLAP_OPTIONS if helps else ''}More tokens per device make the wait a smaller part of the step."
             f"{_narrower(members)}",
         )
 
@@ -329,9 +328,8 @@ def small_collectives(step: Step) -> Iterator[Defect]:
         flat = latency_s > FLAT_LATENCY_S and any(len(timing.networks) > 1 for _, timing in pairs)
         yield Defect(
             listed(axes or ("unknown axes",)).replace("'", ""),
-            f"{executions(members)} collectives take longer to come around than their bytes do, up to "
-            f"{latency_s * 1e6:.3g} us each: the step waits {seconds * 1e3:.3g} ms for the latency of "
-            f"{format_bytes(sent)}.",
+            f"{executions(members)} collectives have more latency than transfer time, up to {latency_s * 1e6:.3g} us "
+            f"each: the step waits {seconds * 1e3:.3g} ms for the latency of {format_bytes(sent)}.",
             sent,
             IN_TWO_STAGES if flat else "",
         )
@@ -352,8 +350,8 @@ def hosts_last(step: Step) -> Iterator[Defect]:
         if wasted:
             yield Defect(
                 name,
-                "is gathered in each host first, and crosses to other hosts whole: each adapter carries "
-                f"{format_bytes(wasted)} more in a step than if its pieces crossed first.",
+                "is gathered within each host first, and then sent between hosts: each adapter carries "
+                f"{format_bytes(wasted)} more in a step than in the opposite order.",
                 wasted,
             )
 
@@ -371,9 +369,8 @@ def shared_matrix_products(step: Step) -> Iterator[Defect]:
     if sent >= MIN_SHARED_BYTES:
         yield Defect(
             OPTIMIZER,
-            f"multiplies matrices of which each device has shards: {executions(serving)} collectives within its "
-            f"matrix products, {format_bytes(sent)} per device, {step.share_of_traffic(sent)} of the step's traffic, "
-            "and work that devices do more than once.",
+            f"multiplies sharded matrices: {executions(serving)} collectives in matrix products, {format_bytes(sent)} "
+            f"per device, {step.share_of_traffic(sent)} of the step's traffic, and work repeated on several devices.",
             sent,
         )
 
@@ -386,8 +383,8 @@ def repeated_products(step: Step) -> Iterator[Defect]:
         return
     yield Defect(
         OPTIMIZER,
-        f"each device does {done:.3g} FLOP of matrix products a step, where its share among {forecast.devices} devices "
-        f"is {share:.3g}: {done / share:.3g} times as many, as the compiler does not share them all.",
+        f"each device does {done:.3g} FLOP of matrix products a step, but an even share among {forecast.devices} "
+        f"devices is {share:.3g}: {done / share:.3g} times as many, because devices repeat products.",
         0,
         # With M < D matrices on D devices, an owner of a full matrix does 1 / M of the work; now each device does
         # done / share / D of the work.
@@ -416,9 +413,9 @@ def needless_offload(step: Step) -> Iterator[Defect]:
         if host.waited_s >= MIN_WAITED_FRACTION * step.seconds:
             yield Defect(
                 OPTIMIZER,
-                f"{stored} of its state lie on the host, though with them on the device the step would take "
-                f"{format_bytes(without)} of {format_bytes(available)} at most. {moved} travel there and back in a "
-                f"step, which waits {host.waited_s * 1e3:.3g} of its {step.seconds * 1e3:.3g} ms for them.",
+                f"{stored} of its state are in host memory, but with them on the device the step would take "
+                f"{format_bytes(without)} of {format_bytes(available)} at most. {moved} are transferred in a step, "
+                f"which waits {host.waited_s * 1e3:.3g} of its {step.seconds * 1e3:.3g} ms for the transfers.",
                 host.moved_bytes,
             )
     elif memory.resident_peak_bytes is not None:
@@ -427,13 +424,13 @@ def needless_offload(step: Step) -> Iterator[Defect]:
             saved = max(0, saved)
             yield Defect(
                 OPTIMIZER,
-                f"{stored} of its state lie on the host, but most come to the device at once: of its memory "
-                f"{format_bytes(saved)} are saved, {format_fraction(saved / host.stored_bytes)} of them, for {moved} "
-                f"that travel in a step, {host.seconds * 1e3:.3g} ms.",
+                f"{stored} of its state are in host memory, but most come to the device at once: only "
+                f"{format_bytes(saved)} of device memory, {format_fraction(saved / host.stored_bytes)} of the state, "
+                f"are saved, for {moved} of transfers in a step, {host.seconds * 1e3:.3g} ms.",
                 host.stored_bytes - saved,
-                "Take an optimizer that updates leaves one by one (num_minibatches for optax.MultiSteps, clipping of "
-                "gradients for clipping of updates), and the step of make_train_step, which brings them in groups; or "
-                "leave offload out.",
+                "Use an optimizer that updates leaves one by one (num_minibatches instead of optax.MultiSteps, "
+                "clipping of gradients instead of updates), and the step of make_train_step, which transfers leaves "
+                "in groups; or leave offload out.",
             )
 
 
@@ -441,15 +438,15 @@ def needless_offload(step: Step) -> Iterator[Defect]:
 
 OVERLAP_OPTIONS = (
     "If the step was compiled without them, pass XLA's options: compiler_options='auto' to make_train_step, or "
-    "compiler_options(device_kind) to a jax.jit of your own. More collectives are then under way at once. "
+    "compiler_options(device_kind) to a jax.jit of your own. Then more collectives run in parallel. "
 )
 IN_TWO_STAGES = (
     f"Give the mesh an axis across hosts and one within, {{{HOST_AXIS!r}: hosts, 'fsdp_device': GPUs of a host}} as "
-    "DeviceMeshManager.create_fsdp_mesh does, and axis_name both."
+    "DeviceMeshManager.create_fsdp_mesh does, and pass both as axis_name."
 )
 WHOLE_MATRICES = (
-    "Take xlstm_jax.distributed.muon for optax.contrib.muon, or put on_whole_matrices around the rule that needs whole "
-    "matrices: each device then updates whole ones of its own."
+    "Use xlstm_jax.distributed.muon instead of optax.contrib.muon, or put on_whole_matrices around the update rule: "
+    "each device then updates some of the matrices, unsharded."
 )
 
 _TABLE = (
@@ -464,27 +461,27 @@ _TABLE = (
          "gathered weight. Where memory is left and links are slow, pass keep_gathered=True to lint."),
     Rule("exposed-collective", exposed_collectives),
     Rule("small-collectives", small_collectives,
-         "Raise min_weight_size, so that small leaves stay whole and are averaged together, or wrap a larger module, "
-         "whose leaves travel together."),
+         "Raise min_weight_size, so that small leaves are replicated and averaged together, or wrap a larger module, "
+         "whose leaves are gathered together."),
     Rule("hosts-last", hosts_last,
-         f"Name the axis across hosts {HOST_AXIS!r}, as DeviceMeshManager.create_fsdp_mesh does, or pass it as "
-         "inter_host_axes: it is gathered first, when what is sent is smallest."),
+         f"Name the axis across hosts {HOST_AXIS!r}, as DeviceMeshManager.create_fsdp_mesh does, or pass the name as "
+         "inter_host_axes: the gather over this axis then comes first, with the smallest pieces."),
     Rule("split-across-hosts", split_rules.split_across_hosts,
-         "Put the axis of split layers last in the mesh, at most as large as a host has GPUs: its devices then share "
+         "Put the axis of split layers last in the mesh, with at most the GPUs of a host: the devices then share "
          "NVLink."),
     Rule("exposed-ring", split_rules.exposed_rings),
     UNEVEN_EXPERTS,
     Rule("unbalanced-sequence", split_rules.unbalanced_sequences,
-         "Make the step with layout='zigzag', which lays out its batches; in a shard_map of your own, with "
-         "in_layout(batch, 'zigzag', axis) as batch."),
-    Rule("replicated-leaf", replicated_leaves, "Split it over another axis, or give it a dim that the axis divides."),
+         "Make the step with layout='zigzag', which reorders its batches; in a shard_map of your own, pass "
+         "in_layout(batch, 'zigzag', axis) as the batch."),
+    Rule("replicated-leaf", replicated_leaves,
+         "Split the leaf over another axis, or give it a dim that the axis divides."),
     Rule("shared-matrix-product", shared_matrix_products, WHOLE_MATRICES),
     Rule("repeated-product", repeated_products, WHOLE_MATRICES),
     Rule("wide-product", product_rules.wide_products,
-         "Give the module dtype=jnp.bfloat16; its sums stay float32. Keep what is meant to be float32, and leave this "
-         "rule out."),
+         "Give the module dtype=jnp.bfloat16; its sums stay float32. If float32 is intended, leave this rule out."),
     Rule("held-scores", product_rules.held_scores,
-         "Take a kernel: attention(q, k, v) of docs/kernels.md chooses that of the platform."),
+         "Use a kernel: attention(q, k, v) of docs/kernels.md chooses the platform's kernel."),
     Rule("needless-offload", needless_offload, "Leave offload out."),
 )  # fmt: skip
 RULES = {rule.name: rule for rule in _TABLE}

@@ -44,11 +44,12 @@ def exposed_rings(step: Step) -> Iterator[Defect]:
         if hidden is not None and hidden < MIN_HIDDEN and waited >= MIN_FRACTION * step.seconds:
             yield Defect(
                 format_axes(traffic.axes or ()),
-                f"has rings that do not hide: {traffic.executions} permutes take {(traffic.seconds or 0.0) * 1e3:.3g} "
-                f"ms of a step, of which it waits {waited * 1e3:.3g} ms, as what runs beside them ends before.",
+                f"has rings that are not hidden: {traffic.executions} permutes take "
+                f"{(traffic.seconds or 0.0) * 1e3:.3g} ms of a step, which waits {waited * 1e3:.3g} ms, because the "
+                "overlapped products end earlier.",
                 traffic.wire_bytes,
-                "Give each device more tokens, or the axis fewer devices; pass compiler_options='auto', without which "
-                "TPUs and GPUs wait for more; of context_attention take impl='ulysses', which sends less.",
+                "Give each device more tokens, or the axis fewer devices; pass compiler_options='auto', which hides "
+                "more on TPUs and GPUs; use context_attention with impl='ulysses', which sends less.",
             )
 
 
@@ -62,7 +63,7 @@ def unbalanced_sequences(step: Step) -> Iterator[Defect]:
         n = one.group_size
         yield Defect(
             module or one.name,
-            f"has causal attention over {n} devices, each of which has its tokens in one piece: the last computes "
-            f"{(2 * n - 1) / n:.3g} times the mean, and the others wait for it.",
+            f"has causal attention over {n} devices with contiguous tokens: the last device computes "
+            f"{(2 * n - 1) / n:.3g} times the mean, and the others wait.",
             0,
         )
