@@ -92,7 +92,7 @@ def test_cudnns_attention_is_compiled_without_a_gpu_and_its_kernels_take_their_f
 @pytest.mark.cuda_plugin
 def test_cudnns_attention_outside_of_shard_map_is_an_error_that_says_so():
     mesh = DeviceMeshManager.create_abstract_mesh({"fsdp": 2})
-    with pytest.raises(ValueError, match="attention of cuDNN outside of shard_map"):
+    with pytest.raises(ValueError, match="cuDNN's attention outside of shard_map"):
         forecast(jax.jit(attend), *arrays(mesh), topology="h100:1x2")
 
 
