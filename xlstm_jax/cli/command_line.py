@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # the module imports jax, which takes seconds; --help must no
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code. ``--help`` raises ``SystemExit``, as in argparse."""
+    """Runs a command and returns the exit code. ``--help`` raises ``SystemExit``, as in argparse."""
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         args = make_parser().parse_args(argv)
@@ -64,7 +64,7 @@ def sigterm_raises() -> Iterator[None]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command, prints its report and returns the exit code."""
+    """Runs the command, prints the report and returns the exit code."""
     # Output of the user's code goes to stderr: stdout contains only the report, which a program may parse as JSON.
     with redirect_stdout(sys.stderr), progress() as say:
         say("starting")
@@ -104,7 +104,7 @@ def _report(args: argparse.Namespace, say: "Say") -> "Report":
 
 
 def error_line(error: Exception) -> str:
-    """Formats an error in one line; errors from outside of the library also have their type and the user's line."""
+    """Formats an error in one line; errors from outside of the library also have a type and the user's line."""
     from xlstm_jax.forecast.training.workload import in_a_line, is_own
     from xlstm_jax.wording import shortened
 
@@ -119,7 +119,7 @@ def console(**options: Any) -> Console:
 
 @contextmanager
 def progress() -> "Iterator[Say]":
-    """Shows the current activity and its duration on a terminal. A text that ``stays`` is printed in any case."""
+    """Shows the current activity with a timer on a terminal. A text that ``stays`` is printed in any case."""
     on_terminal = sys.stderr.isatty()
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
     with Progress(*columns, console=console(stderr=True), transient=True, disable=not on_terminal) as bar:

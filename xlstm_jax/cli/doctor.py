@@ -175,7 +175,7 @@ def _libtpu_check(installed: str | None) -> Iterator[Check]:
 
 
 def run_child(what: str, environment: dict[str, str], timeout_s: float = CHILD_TIMEOUT_S) -> dict[str, Any]:
-    """Runs a child process of ``self_test`` and returns its result, or {"error": reason}."""
+    """Runs a child process of ``self_test`` and returns the result, or {"error": reason}."""
     # The result comes in a file, because JAX and its plugins may write to stdout and stderr.
     with tempfile.TemporaryDirectory(prefix="xlstm_jax_doctor_") as folder:
         path = Path(folder) / "found.json"
@@ -207,7 +207,7 @@ def compilers_at_hand(missing: Mapping[str, Sequence[str]] | None) -> list[str]:
 
 
 def _begin_compiling(extra: str) -> Pending[Any] | ImportError:
-    """Starts to compile a small program with the compiler of an extra, or returns the error that prevents it."""
+    """Starts to compile a small program with the compiler of an extra, or returns the error."""
     sharding = NamedSharding(DeviceMeshManager.create_abstract_mesh({"fsdp": 4}), PartitionSpec("fsdp"))
     x = jax.ShapeDtypeStruct((4, 128), jnp.float32, sharding=sharding)
     try:

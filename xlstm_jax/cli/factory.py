@@ -150,7 +150,7 @@ def load_factory(name: str) -> Factory:
     """Imports ``package.module:function``; searches the current directory first.
 
     Raises:
-      FactoryError: the name has another form, the module cannot be imported, or it has no such function.
+      FactoryError: the name has another form, the module cannot be imported, or the module lacks the function.
     """
     module_name, _, function_name = name.partition(":")
     if os.sep in module_name or (module_name.endswith(".py") and Path(module_name).exists()):
