@@ -1,29 +1,30 @@
-"""Training's facts about accelerators: XLA's options by kind of device, and answers for a device that is not there.
+"""Facts about accelerators for trainings: XLA's options by kind of device, and answers for an absent device.
 
-    make_train_step(..., compiler_options="auto")                 the options for the slice that the mesh lies on
+    make_train_step(..., compiler_options="auto")                 the options for the slice of the mesh
     jax.jit(step, compiler_options=compiler_options("TPU v5 lite", shape=(4, 4)))
     with absent_device("TPU v6 lite"): step.trace(...)            traces a step as for a device of this kind
 
-By default XLA waits for most collectives of a training step: on v5p and v6e for all of them, on v5e for all but some
-gathers. XLA's options change that; the code of the step stays as it is, and nothing is set unless asked for:
+By default XLA waits for most collectives of a training step: on v5p and v6e for every collective, on v5e except for
+some gathers. XLA's options change this; the code of the step stays unchanged, and no option is set unless requested:
 
-  v5p, v6e   the SparseCores run collectives by themselves          all bytes are asynchronous
-  v5e        gathers in a loop over layers begin a layer ahead      nearly all gathers are; scatters are not
+  v5p, v6e   the SparseCores run collectives                        every collective is asynchronous
+  v5e        gathers in a loop over layers begin a layer ahead      nearly every gather is; scatters are not
   all TPUs   all-to-alls (of ``muon``, of experts) begin early      they are; v5e: on slices of up to 4x4
-  NVIDIA     several collectives may be under way at once (by default one), and gathers in a loop over layers begin a
-             layer ahead                                            nearly nothing in the loops is waited for
+  NVIDIA     several collectives may run at once (by default one), and gathers in a loop over layers begin a layer
+             ahead                                                  steps wait for nearly no collective in the loops
 
-``TPUS`` has the options of each TPU, each option with the slices on which a program was compiled with it: another
-slice may refuse an option. docs/compiler_options.md has what each option does to compiled programs.
+``TPUS`` has the options of each TPU, each with the slices for which a program was compiled with the option: another
+slice may refuse an option. docs/compiler_options.md describes the effect of each option on compiled programs.
 
-A mesh without devices cannot be asked what its devices are. JAX asks all the same: attention of cuDNN,
-``jax.nn.dot_product_attention(..., implementation="cudnn")``, asks three times:
+A mesh without devices has no device kind. JAX needs one for cuDNN's attention, ``jax.nn.dot_product_attention(...,
+implementation="cudnn")``, in three places:
 
-  tracing    asks the GPU at hand for cuDNN's version and its compute capability    ``absent_device`` answers
-  lowering   refuses a mesh without devices                                         not needed inside shard_map
-  export     refuses custom calls that it does not know to be stable                the forecast compiles at once
+  tracing    queries the GPU at hand for cuDNN's version and compute capability     ``absent_device`` answers
+  lowering   refuses a mesh without devices                                         not needed inside of shard_map
+  export     refuses custom calls that are not known to be stable                   the forecast compiles right away
 
-``xlstm_jax.forecast`` reads this file; its own tables have what only a forecast needs.
+``xlstm_jax.forecast`` imports this file; the tables of ``xlstm_jax.forecast`` have the figures that only a forecast
+needs.
 """
 
 import contextlib
@@ -36,18 +37,18 @@ from jax.sharding import AbstractMesh, Mesh
 
 from xlstm_jax.private_names import cudnn_attention, dispatch
 
-Shapes = tuple[tuple[int, ...], ...]  # of slices
+Shapes = tuple[tuple[int, ...], ...]  # shapes of slices
 
 
 class Tpu(NamedTuple):
-    """A TPU as training knows it.
+    """Facts about a TPU for trainings.
 
     Attributes:
-      device_kinds: the names that JAX gives it, in ``device_kind``.
-      torus_axes: how many axes the torus has.
-      slices: shapes of the slices that can be rented, the largest one last.
-      xla_options: XLA's switches that make collectives asynchronous, each with the slices on which a program was
-        compiled with it; None where none are known.
+      device_kinds: JAX's names for the TPU, as in ``device_kind``.
+      torus_axes: number of torus axes.
+      slices: shapes of the slices for rent, the largest last.
+      xla_options: XLA's switches that make collectives asynchronous, each with the slices for which a program was
+        compiled with the switch; None if no switch is known.
     """
 
     device_kinds: tuple[str, ...]
@@ -57,23 +58,23 @@ class Tpu(NamedTuple):
 
 
 FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-CUBE = 4  # the side of the cubes that larger slices of v4 and v5p are made of
+CUBE = 4  # side of the cubes that form larger slices of v4 and v5p
 
 
 def slices_up_to(pod: tuple[int, ...]) -> Shapes:
-    """Returns slices of less than a cube; then of whole cubes, sides in ascending order, up to the pod.
+    """Returns slices smaller than a cube; then slices of full cubes, sides in ascending order, up to the pod.
 
     >>> slices_up_to((4, 4, 8))[-3:]
     ((2, 4, 4), (4, 4, 4), (4, 4, 8))
     """
-    # Larger slices are joined by optical switches between whole cubes, so each side is a multiple of a cube's.
+    # Optical switches join larger slices from full cubes, so each side is a multiple of a cube's side.
     of_cubes = product(*(range(CUBE, size + 1, CUBE) for size in pod))
     below = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
     return below + tuple(shape for shape in of_cubes if list(shape) == sorted(shape))
 
 
 V4, V5P = slices_up_to((16, 16, 16)), slices_up_to((16, 16, 24))
-# The same option for reduce-scatters is left out: no scatter becomes asynchronous, and a step takes more memory.
+# The similar option for reduce-scatters is left out: no scatter becomes asynchronous, and a step takes more memory.
 ICI_PIPELINING = "xla_tpu_enable_ici_ag_pipelining"
 ASYNC_ALL_TO_ALL = "xla_tpu_enable_async_all_to_all"
 SPARSE_CORE_OPTIONS = (
@@ -83,7 +84,7 @@ SPARSE_CORE_OPTIONS = (
     ),
     ASYNC_ALL_TO_ALL,
 )
-# On the larger slices libtpu refuses it: "UNIMPLEMENTED: Async all-to-all not supported on limited ICI".
+# On larger slices libtpu refuses the second option: "UNIMPLEMENTED: Async all-to-all not supported on limited ICI".
 V5E_OPTIONS = {ICI_PIPELINING: FLAT, ASYNC_ALL_TO_ALL: ((1, 1), (2, 2), (2, 4), (4, 4))}
 
 TPUS: dict[str, Tpu] = {
@@ -93,13 +94,13 @@ TPUS: dict[str, Tpu] = {
     "v6e": Tpu(("TPU v6 lite", "TPU v6e"), 2, FLAT, dict.fromkeys(SPARSE_CORE_OPTIONS, FLAT)),
 }
 
-# From this release of JAX on XLA's pipelining on GPUs has modes, and its options have other names.
+# From this JAX release on, XLA's pipelining on GPUs has modes, and the options have other names.
 PIPELINES_BY_MODE = (0, 11, 1)
-# Collectives under way on a GPU: four do nearly as well, two do not.
+# Parallel collectives on a GPU: four do nearly as well, two do not.
 AT_ONCE = 8
-# Bytes up to which GPUs combine scatters; by default the last scatters of a step are combined, and waited for.
+# Bytes up to which GPUs combine scatters; by default a step combines its last scatters, and waits for them.
 APART = 2**20
-GPUS, CPU = ("NVIDIA ", "Tesla "), "cpu"  # the beginnings of all their kinds
+GPUS, CPU = ("NVIDIA ", "Tesla "), "cpu"  # prefixes of the device kinds
 
 
 def tpu_of(device_kind: str) -> Tpu | None:
@@ -123,15 +124,16 @@ def compiler_options(device_kind: str, *, shape: Sequence[int] | None = None, pi
     {'xla_tpu_enable_ici_ag_pipelining': True}
 
     Args:
-      device_kind: as ``jax.Device.device_kind`` names it: "TPU v5 lite", "NVIDIA H100 80GB HBM3", "cpu".
-      shape: the slice of a TPU, as (16, 16): the options with which a program was compiled on that slice. None: those
-        that were compiled on every slice of the chip. GPUs have the same options whatever their number.
-      pipelined: whether the compiler begins gathers in loops a layer ahead. False: for ``scan_layers``, which does so
-        itself, and scatters a layer later.
+      device_kind: value of ``jax.Device.device_kind``: "TPU v5 lite", "NVIDIA H100 80GB HBM3", "cpu".
+      shape: slice of a TPU, as (16, 16): returns the options with which a program was compiled on this slice. None:
+        the options that were compiled on every slice of the chip. The options for GPUs do not depend on the number of
+        GPUs.
+      pipelined: whether the compiler begins gathers in loops a layer ahead. False: for ``scan_layers``, which begins
+        gathers a layer ahead, and scatters a layer later, without the compiler.
     Returns:
-      A new dict, which the caller may change; {} for a CPU, on which nothing is asynchronous.
+      A new dict, which the caller may change; {} for a CPU, where nothing is asynchronous.
     Raises:
-      ValueError: no options are known for this kind; lists the kinds for which they are.
+      ValueError: no options are known for this kind; the error lists the kinds with known options.
     """
     if device_kind == CPU:
         return {}
@@ -153,17 +155,17 @@ def compiler_options(device_kind: str, *, shape: Sequence[int] | None = None, pi
     # Without a slice an option must have been compiled on every slice of the chip.
     asked = set(tpu.slices if shape is None else [in_order(shape)])
     compiled = (name for name, slices in tpu.xla_options.items() if asked <= set(slices))
-    # `scan_layers` gathers ahead itself: with the compiler's pipelining as well, a step waits longer.
+    # `scan_layers` already gathers ahead: with the compiler's pipelining in addition, a step waits longer.
     return {name: True for name in compiled if pipelined or name != ICI_PIPELINING}
 
 
 def resolved(
     options: str | Mapping[str, Any] | None, device_kind: str, shape: Sequence[int] | None = None
 ) -> dict[str, Any] | None:
-    """Returns options as ``jax.jit`` takes them: from a dict, from "auto" for ``compiler_options``, or None.
+    """Returns options for ``jax.jit``: a dict is copied, "auto" becomes ``compiler_options``, None and {} become None.
 
     Raises:
-      ValueError: another string; or "auto", and a kind for which no options are known.
+      ValueError: ``options`` is another string; or "auto", and no options are known for the kind.
     """
     chosen = compiler_options(device_kind, shape=shape) if options == "auto" else options
     if isinstance(chosen, str):
@@ -175,7 +177,7 @@ def resolved_on(mesh: Mesh | AbstractMesh | None, options: str | Mapping[str, An
     """Returns ``resolved`` for the devices of a mesh and their slice; without a mesh for the devices at hand.
 
     Raises:
-      ValueError: as of ``resolved``; or "auto", and the mesh has no devices.
+      ValueError: as of ``resolved``; or ``options`` is "auto", and the mesh has no devices.
     """
     if options != "auto":
         return resolved(options, "")
@@ -189,11 +191,11 @@ def resolved_on(mesh: Mesh | AbstractMesh | None, options: str | Mapping[str, An
 
 
 def slice_shape(device: Any) -> tuple[int, ...] | None:
-    """Returns the shape of a TPU's slice, also where a mesh takes a part of it; None for GPUs, CPUs, unknown TPUs."""
+    """Returns the shape of a TPU's slice, even if a mesh uses part of it; None for GPUs, CPUs and unknown TPUs."""
     tpu = tpu_of(device.device_kind)
     if tpu is None:
         return None
-    # Slices that a network joins share one client, and their coordinates begin anew in each.
+    # Slices joined by a network share a client, and coordinates start anew in each slice.
     number = getattr(device, "slice_index", None)
     others = [other for other in device.client.devices() if getattr(other, "slice_index", None) == number]
     spans = [1 + max(column) - min(column) for column in zip(*(other.coords for other in others), strict=True)]
@@ -209,29 +211,30 @@ def in_order(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(shape, key=lambda size: (size == 1, size)))
 
 
-# ------------------------------------------------------------------------------------- a device that is not there
+# ------------------------------------------------------------------------------------------------- an absent device
 
-# The kind of the device that a step is traced for. It is part of the keys of JAX's caches: a step that was traced for
-# one kind is traced anew for another one, and for devices at hand.
+# The device kind for which a step is traced. The kind is part of the keys of JAX's caches: a step traced for one kind
+# is traced anew for another kind, and for devices at hand.
 _traced_for = jax.make_user_context(None)
-CUDNN = 90800  # the version that answers: 9.8, as JAX counts it
+CUDNN = 90800  # cuDNN version of an absent GPU: 9.8, in JAX's encoding
 
 
 def kind_of_mesh(mesh: AbstractMesh) -> str | None:
-    """Returns the ``device_kind`` of a mesh's devices, or of ``absent_device``; None where neither is there."""
-    # Devices at hand come first: what is traced for them, they run.
+    """Returns the ``device_kind`` of a mesh's devices, or else of ``absent_device``; None without both."""
+    # Devices at hand come first, because they run the traced step.
     device = getattr(mesh, "abstract_device", None)
     return device.device_kind if device else _traced_for.value
 
 
 @contextlib.contextmanager
 def absent_device(device_kind: str | None = None, capability: tuple[int, int] | None = None) -> Iterator[None]:
-    """Lets JAX trace and lower as on a device of this kind, within the context.
+    """Makes JAX trace and lower as on a device of this kind, within the context.
 
     Args:
-      device_kind: as JAX names it. A TPU: ``kind_of_mesh`` returns it. None, or a GPU: attention of cuDNN is traced.
-      capability: of a GPU, as (9, 0): attention of cuDNN is traced as on this GPU; None: as on any GPU, which is
-        enough for shapes.
+      device_kind: JAX's name of the device. A TPU: ``kind_of_mesh`` returns this kind. A GPU or None: cuDNN's
+        attention can be traced.
+      capability: compute capability of a GPU, as (9, 0), for tracing cuDNN's attention; None: any GPU, which is enough
+        for shapes.
     """
     if device_kind is not None and tpu_of(device_kind):
         with _traced_for(device_kind):
@@ -239,7 +242,7 @@ def absent_device(device_kind: str | None = None, capability: tuple[int, int] | 
         return
     answers = {
         "check_cudnn_version": lambda: CUDNN,
-        # Without a GPU only shapes are wanted, and they are the same at any capability.
+        # Without a capability only shapes are needed, which do not depend on the capability.
         "check_compute_capability": lambda wanted: capability is None or capability >= _pair(wanted),
         "is_cuda_compute_capability_equal": lambda wanted: capability == _pair(wanted),
     }
@@ -249,7 +252,7 @@ def absent_device(device_kind: str | None = None, capability: tuple[int, int] | 
     try:
         for name, answer in answers.items():
             setattr(cudnn_attention, name, answer)
-        # Only the primitives of attention: others still refuse a mesh without devices.
+        # Only attention primitives are exempt: other primitives still refuse a mesh without devices.
         dispatch.prim_requires_devices_during_lowering -= needs_devices
         yield
     finally:

@@ -1,4 +1,4 @@
-"""The few type names that every file of the library shares."""
+"""Type names shared by the library's files."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -16,10 +16,10 @@ Scalar = jax.Array | float
 
 
 class Model(Protocol):
-    """A model as a pair of functions, which is how the library uses one; every Linen module is such a pair."""
+    """Protocol of a model: a pair of functions ``init`` and ``apply``, as every Linen module has."""
 
     def init(self, rng: PyTree, /, *inputs: PyTree, **kwargs: Any) -> PyTree:
-        """The variables: parameters under "params", beside other collections."""
+        """Returns the variables: parameters under "params", and other collections."""
 
     def apply(self, variables: PyTree, /, *inputs: PyTree, **kwargs: Any) -> PyTree:
-        """The outputs; with ``mutable=...``, a pair of them and the variables that have changed."""
+        """Returns the outputs; with ``mutable=...``, a pair of outputs and changed variables."""

@@ -1,11 +1,11 @@
-"""The equations of a traced program (a jaxpr), those of the programs within it, and what of them communicates."""
+"""Equations of a traced program (a jaxpr) and of nested jaxprs, and the collectives among the equations."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from xlstm_jax.private_names import core
 
-# What XLA calls each operation that communicates, by JAX's name of it.
+# XLA's kind of each collective, by the name of JAX's primitive.
 _KINDS = {
     "all_gather": "all-gather",
     "all_gather_invariant": "all-gather",
@@ -19,24 +19,24 @@ _KINDS = {
     **dict.fromkeys(("ppermute", "psend", "precv"), "collective-permute"),
     **dict.fromkeys(("pbroadcast", "pbroadcast_dynamic"), "collective-broadcast"),
 }
-# Each may be two operations, its start and its end.
+# Each collective may be a pair of operations, start and done.
 COLLECTIVES = {name + form: kind for name, kind in _KINDS.items() for form in ("", "_start", "_done")}
 GATHERS = frozenset(name for name, kind in COLLECTIVES.items() if kind == "all-gather")
 
 
 def named_axes(eqn: Any) -> tuple[str, ...]:
-    """The mesh axes that an equation names, as ``axes`` or as ``axis_name``, one or several."""
+    """Returns the mesh axes named by an equation's parameter ``axes`` or ``axis_name``, one or several."""
     names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     return tuple([name for name in ([names] if isinstance(names, str) else names) if isinstance(name, str)])
 
 
 def nbytes(aval: Any) -> int:
-    """The bytes of a value, by its type in a program; 0 of a token, which has no shape."""
+    """Returns the bytes of an abstract value; 0 for a token, which has no dtype."""
     return aval.size * aval.dtype.itemsize if hasattr(aval, "dtype") else 0
 
 
 def all_equations(eqns: Iterable[Any]) -> list[Any]:
-    """Returns equations, and the equations of the jaxprs within them; of a jaxpr that several equations share, once."""
+    """Returns the equations, including equations of nested jaxprs; a jaxpr shared by several equations appears once."""
     found, waiting, known = [], [eqns], set[int]()
     while waiting:
         for eqn in waiting.pop():

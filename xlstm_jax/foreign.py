@@ -1,7 +1,8 @@
-"""Reads frames, closures and traces of JAX, Flax and optax: what these libraries know, and have no function for.
+"""Introspection of JAX, Flax and optax: state that these libraries hold without a public accessor.
 
-Every reading of this kind stands here, and nowhere else (``tests/house/test_layers.py``); private names by import stand
-in ``private_names``. Where a release hides what is read here, the functions return that nothing was found.
+The module reads frames, closures and tracers. The library reads such state only here (``tests/house/test_layers.py``);
+imports of private names are in ``private_names``. If a release hides the state, the functions return their negative
+result.
 """
 
 import inspect
@@ -17,7 +18,7 @@ from flax.core.scope import in_filter
 
 # ------------------------------------------------------------------------------------------------------------- frames
 
-# JAX's functions that trace branches, with their files: a user's function may be called `cond`, too.
+# JAX's functions that trace branches, with their files, since a user's function may also be named `cond`.
 BRANCHES = {
     ("cond", "conditionals.py"),
     ("_cond", "conditionals.py"),
@@ -29,8 +30,8 @@ _NAMES_OF_BRANCHES = frozenset(name for name, _ in BRANCHES)
 
 
 def _running_functions() -> list[FrameType]:
-    """Returns the frames of the functions that are being called, the innermost first."""
-    frame: FrameType | None = sys._getframe(2)  # of the caller of the function that asks
+    """Returns the frames of the running functions, innermost first."""
+    frame: FrameType | None = sys._getframe(2)  # frame of the caller's caller
     frames = []
     while frame is not None:
         frames.append(frame)
@@ -39,9 +40,9 @@ def _running_functions() -> list[FrameType]:
 
 
 def inside_branch() -> bool:
-    """Returns whether this code is traced as a branch of ``lax.cond`` or ``lax.switch``, or within ``lax.while_loop``.
+    """Returns whether this code is traced in a branch of ``lax.cond`` or ``lax.switch``, or in ``lax.while_loop``.
 
-    A trace does not say in which branch it is.
+    A tracer does not contain its branch, so the function searches the frames.
     """
     for frame in _running_functions():
         name, file = frame.f_code.co_name, frame.f_code.co_filename
@@ -51,10 +52,10 @@ def inside_branch() -> bool:
 
 
 def inside_map_variables(ours: type[Any]) -> bool:
-    """Returns whether this code runs within an ``nn.map_variables`` of the model itself that maps parameters.
+    """Returns whether this code runs inside of an ``nn.map_variables`` of the model that maps parameters.
 
-    ``nn.WeightNorm`` and ``nn.SpectralNorm`` are made of it. Maps by functions of class ``ours`` are the library's, and
-    take shards. That of Flax's ``scan_with_axes`` maps names of dims alone.
+    ``nn.WeightNorm`` and ``nn.SpectralNorm`` use ``nn.map_variables``. Maps by functions of class ``ours`` belong to
+    the library, and take shards. The map of Flax's ``scan_with_axes`` maps only dim names.
     """
     for frame in _running_functions():
         maps = frame.f_code.co_filename == lift.__file__ and "map_in_fn" in frame.f_code.co_freevars
@@ -69,12 +70,12 @@ def inside_map_variables(ours: type[Any]) -> bool:
 
 
 def closure(function: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the closure variables of a function by name; {} of what is no Python function."""
+    """Returns the closure variables of a function by name; {} for anything but a Python function."""
     return dict(inspect.getclosurevars(function).nonlocals) if inspect.isfunction(function) else {}
 
 
 def closure_of_lifted(method: Any) -> dict[str, Any]:
-    """Returns the closure of the Linen transformation that made a method, around which there may be wrappers."""
+    """Returns the closure of the Linen transformation that made a method, looking through wrappers."""
     found: dict[str, Any] = {}
     while inspect.isfunction(method) and "transform" not in found:
         cells = zip(method.__code__.co_freevars, method.__closure__ or (), strict=True)
@@ -83,9 +84,10 @@ def closure_of_lifted(method: Any) -> dict[str, Any]:
 
 
 def is_unchanged(module: nn.Module, method: str, cls: type[nn.Module]) -> bool:
-    """Returns whether a method is that of ``cls``, as nobody has changed it.
+    """Returns whether a method is the method of ``cls``, without an override or transformation.
 
-    A class of the user's may do something else, and so may a transformation of the model (nn.map_variables, say).
+    A user's subclass may override the method, and a transformation of the model (such as nn.map_variables) may wrap
+    it.
     """
     found = inspect.getattr_static(type(module), method)
     is_of_class = inspect.unwrap(found) is inspect.unwrap(getattr(cls, method))
@@ -93,14 +95,14 @@ def is_unchanged(module: nn.Module, method: str, cls: type[nn.Module]) -> bool:
 
 
 def scans_over_params(cls: type[nn.Module]) -> bool:
-    """Returns whether ``nn.scan`` has made this class, with a layer dim for "params"."""
+    """Returns whether ``nn.scan`` made this class, with a layer dim for "params"."""
     found = closure_of_lifted(vars(cls).get("__call__"))
     axes = found.get("trafo_kwargs", {}).get("variable_axes", {}) if found.get("transform") is lift.scan else {}
     return axes.get("params") is not None
 
 
 def recomputes(cls: type[nn.Module]) -> bool:
-    """Returns whether ``nn.remat`` has made this class, or the one that it wraps."""
+    """Returns whether ``nn.remat`` made this class, or the class that it wraps."""
     return closure_of_lifted(inspect.getattr_static(cls, "__call__", None)).get("transform") is lift.checkpoint
 
 
@@ -108,8 +110,8 @@ def recomputes(cls: type[nn.Module]) -> bool:
 
 
 def is_for_shapes(tracer: Any) -> bool:
-    """Returns whether ``nn.scan`` traces a layer for the shapes of its outputs."""
-    # JAX exports no name for a trace: in 0.10 the name of its class tells, later its debug info.
+    """Returns whether ``nn.scan`` traces a layer only for the shapes of its outputs."""
+    # JAX exports no name for a trace: in 0.10 the class name identifies it, later the debug info.
     trace = getattr(tracer, "_trace", None)
     while trace is not None:
         debug_info = getattr(getattr(trace, "frame", None), "debug_info", None)
@@ -120,6 +122,6 @@ def is_for_shapes(tracer: Any) -> bool:
 
 
 def is_batched(value: Any) -> bool:
-    """Returns whether ``value`` is one example of a batch that ``jax.vmap`` maps over."""
-    # JAX exports no name for such a tracer.
+    """Returns whether ``value`` is a single example of a batch that ``jax.vmap`` maps over."""
+    # JAX exports no name for this tracer.
     return type(value).__name__ == "BatchTracer"

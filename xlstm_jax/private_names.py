@@ -1,12 +1,12 @@
-"""The names of JAX, Flax and Python that their authors may change in any release: all of them, here and nowhere else.
+"""Private names of JAX, Flax and Python, which may change in any release; the library imports them only here.
 
-``jax._src`` and names that begin with ``_`` are private, and ``jax.extend`` and ``jax.interpreters`` come without a
-promise. Each is used because there is no public name for the same; where it is used says for what. So setup.cfg bounds
-both packages from above. To raise a bound, run the suite on the new release: ``tests/house/test_private_names.py`` says
-what each name must still do.
+``jax._src`` and names with a leading ``_`` are private, and ``jax.extend`` and ``jax.interpreters`` are not covered by
+a promise of stability. Each name is used because no public name exists; the place of use explains the purpose.
+Therefore setup.cfg bounds both packages from above. To raise a bound, run the suite on the new release:
+``tests/house/test_private_names.py`` tests the required behaviour of each name.
 
-orbax has private names too, which can be used only where they are overridden: ``_save_fn`` of its JSON handler, and the
-``byte_limiter`` that it hands to its writers of arrays, both in ``checkpoint/orbax_backend.py``.
+Private names of orbax can only be used by overriding them: ``_save_fn`` of its JSON handler, and the ``byte_limiter``
+argument of its array writers, both in ``checkpoint/orbax_backend.py``.
 """
 
 import threading
@@ -29,12 +29,12 @@ try:
     from jax.interpreters import batching, mlir
 
     register_atexit = threading._register_atexit  # type: ignore[attr-defined]
-    job: Any = global_state  # its fields are typed as None, which they are before the process joins
+    job: Any = global_state  # the fields are typed as None, their value before the process joins
     _interceptors, _context = _linen._global_interceptor_stack, _linen._context
 except (ImportError, AttributeError) as error:
     raise ImportError(
-        f"xlstm_jax uses names that JAX {jax.__version__} or Flax {flax.__version__} has no more: {error}. Install the "
-        "releases that it was tested with: pip install 'jax>=0.10,<0.13' 'flax>=0.12.8,<0.13'."
+        f"xlstm_jax uses names that JAX {jax.__version__} or Flax {flax.__version__} no longer has: {error}. Install "
+        "the tested releases: pip install 'jax>=0.10,<0.13' 'flax>=0.12.8,<0.13'."
     ) from error
 
 __all__ = [
@@ -57,15 +57,15 @@ __all__ = [
 
 
 def in_shardings_of(traced: Any) -> tuple[Any, ...]:
-    """The ``in_shardings`` of ``jax.jit``, leaf by leaf, of ``jax.jit(...).trace(...)``, before it is compiled."""
+    """Returns ``in_shardings`` of ``jax.jit``, leaf by leaf, from ``jax.jit(...).trace(...)``, before compilation."""
     return traced._params["in_shardings"][-len(jax.tree.leaves(traced.args_info)) :]
 
 
 def linen_interceptors() -> list[Any]:
-    """What ``nn.intercept_methods`` has put around the modules that run now, innermost first."""
+    """Returns the interceptors of ``nn.intercept_methods`` around the running modules, innermost first."""
     return list(_interceptors)
 
 
 def linen_callers() -> list[Any]:
-    """The Linen modules of which a method runs now."""
+    """Returns the Linen modules with a running method."""
     return list(_context.module_stack)

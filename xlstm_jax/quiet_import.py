@@ -1,9 +1,10 @@
-"""Keeps CUDA's plugin of JAX 0.10 from writing to stderr in every process on a machine without a GPU.
+"""Filter for stderr messages of JAX 0.10's CUDA plugin on machines without a GPU.
 
-The extra ``forecast-gpu`` installs the plugin to compile with. On JAX 0.10 each of the plugin's libraries writes "Could
-not find cuda drivers" as it is loaded: three as ``jax`` is imported, one as JAX starts its devices. They write it in
-C++, before any option is read, so no variable turns it off. Loaded here first, with that message left out, they are
-silent afterwards. A program that imports JAX before this package has three messages behind it, and is spared the last.
+The extra ``forecast-gpu`` installs the plugin for compiling. On JAX 0.10 each library of the plugin writes "Could not
+find cuda drivers" when loaded: three as ``jax`` is imported, one as JAX starts its devices. The messages come from
+C++, before any option is read, so no variable turns them off. If this module loads the libraries first, with the
+message filtered, they stay silent afterwards. A program that imports JAX before this package has already printed three
+messages, and is spared the last.
 """
 
 import contextlib
@@ -24,14 +25,14 @@ STDERR = 2
 
 
 def load_cuda_plugin_quietly() -> None:
-    """Loads the plugin's libraries where they would complain; elsewhere does nothing, and does not import JAX."""
+    """Loads the plugin's libraries if they would print messages; otherwise does nothing, and does not import JAX."""
     try:
         is_noisy = version(PLUGIN).startswith(NOISY_RELEASE)
     except PackageNotFoundError:
         return
     if not is_noisy or any(map(glob.glob, GPU_FILES)):
         return
-    # OSError: the program has closed its stderr.
+    # OSError: the program has closed stderr.
     with contextlib.suppress(OSError, PackageNotFoundError), stderr_without(NOISE):
         import_module("jax")
         for path in files(RUNTIME) or ():
@@ -41,7 +42,7 @@ def load_cuda_plugin_quietly() -> None:
 
 @contextlib.contextmanager
 def stderr_without(noise: Sequence[bytes]) -> Iterator[None]:
-    """Keeps what this process writes to stderr, in C++ too, and at the end writes all lines but those of ``noise``."""
+    """Buffers this process's stderr, including C++ output, and at the end writes the lines without ``noise``."""
     _flush()
     stderr = os.dup(STDERR)
     with tempfile.TemporaryFile() as kept:
@@ -59,5 +60,5 @@ def stderr_without(noise: Sequence[bytes]) -> Iterator[None]:
 
 
 def _flush() -> None:
-    if sys.stderr is not None:  # as it is where the program began without one
+    if sys.stderr is not None:  # None in a program started without stderr
         sys.stderr.flush()

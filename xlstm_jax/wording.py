@@ -1,4 +1,4 @@
-"""Numbers, lists, paths, meshes and tables as people read them."""
+"""Formatting of numbers, lists, paths, meshes and tables for people."""
 
 import copy
 import dataclasses
@@ -22,21 +22,21 @@ from rich.text import Text
 Result = TypeVar("Result")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 TIMES = "\N{MULTIPLICATION SIGN}"
-MIN_WIDTH = 24  # characters that no column folds; of long texts each line has at least as many
-EDGES, GAP, INDENT = 2, 2, 4  # of a table: both its edges, between columns, of the further lines of a row
-MOST_BARS = 12  # of a notebook; how many there are more is said
-MAX_CELL = 10_000  # characters, for measuring
+MIN_WIDTH = 24  # minimum characters per line when a column folds
+EDGES, GAP, INDENT = 2, 2, 4  # widths in a table: both edges, gap between columns, indent of a row's further lines
+MOST_BARS = 12  # bars in a notebook; a last line counts the rest
+MAX_CELL = 10_000  # maximum characters of a cell, for measuring
 
 
 def format_bytes(count: float) -> str:
-    """Three digits, in the largest unit of which there is one.
+    """Formats bytes with up to three digits, in the largest unit not above the value.
 
     >>> format_bytes(1234567)
     '1.18 MiB'
     """
     power = min(max(int(math.log2(abs(count) or 1)) // 10, 0), len(UNITS) - 1)
     scaled = count / 1024**power
-    # From here on a number would have four digits, as 1000 MiB: the next unit takes over.
+    # From 999.5 on, rounding gives four digits, as 1000 MiB: use the next unit.
     if power and abs(scaled) >= 999.5 and power + 1 < len(UNITS):
         power, scaled = power + 1, scaled / 1024
     digits = 0 if power == 0 or abs(scaled) >= 99.95 else 1 if abs(scaled) >= 9.995 else 2
@@ -45,7 +45,7 @@ def format_bytes(count: float) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether files can hold a text: half of a surrogate pair, as "\\ud83d", has no bytes in UTF-8."""
+    """Returns whether UTF-8 can encode a text: half of a surrogate pair, as "\\ud83d", has no bytes in UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -54,7 +54,7 @@ def is_unicode(text: str) -> bool:
 
 
 def format_fraction(fraction: float) -> str:
-    """Two digits, however small.
+    """Formats a fraction as a percentage with two digits, however small.
 
     >>> format_fraction(0.0312)
     '3.1%'
@@ -64,17 +64,17 @@ def format_fraction(fraction: float) -> str:
 
 
 def format_axes(axes: tuple[str, ...]) -> str:
-    """As one writes it in code: ("fsdp",) -> "'fsdp'"; ("dp", "fsdp") -> "('dp', 'fsdp')"."""
+    """Formats axes as in code: ("fsdp",) -> "'fsdp'"; ("dp", "fsdp") -> "('dp', 'fsdp')"."""
     return repr(axes[0]) if len(axes) == 1 else repr(axes)
 
 
 def format_mesh(sizes: Mapping[str, int]) -> str:
-    """As the command line takes it: {"dp": 4, "fsdp": 64} -> "dp=4,fsdp=64"."""
+    """Formats a mesh for the command line: {"dp": 4, "fsdp": 64} -> "dp=4,fsdp=64"."""
     return ",".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
 def listed(names: Iterable[str], shown: int = 3) -> str:
-    """The first names in quotes, and how many there are more.
+    """Formats the first names in quotes, with the number of remaining names.
 
     >>> listed(["a", "b", "c", "d", "e"])
     "'a', 'b', 'c' and 2 more"
@@ -85,17 +85,17 @@ def listed(names: Iterable[str], shown: int = 3) -> str:
 
 
 def joined(names: Sequence[str], word: str = "and") -> str:
-    """["a", "b", "c"] -> "a, b and c"."""
+    """Joins names: ["a", "b", "c"] -> "a, b and c"."""
     return f" {word} ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
 
 
 def named_values(values: Mapping[str, object]) -> str:
-    """As one writes arguments: {"a": 1, "b": "x"} -> "a=1, b='x'"."""
+    """Formats values as arguments in code: {"a": 1, "b": "x"} -> "a=1, b='x'"."""
     return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, for an error about its kind: short, whatever it holds.
+    """Describes a value for an error about its kind, in a few words whatever the value's size.
 
     >>> kind_of(None), kind_of("bf16"), kind_of((1, 2)), kind_of({"x": 1}), kind_of(kind_of), kind_of(dict)
     ('None', "'bf16'", 'a tuple of 2', "a dict of 'x'", 'the function kind_of', 'the class dict')
@@ -115,12 +115,12 @@ def kind_of(value: Any) -> str:
 
 
 def one_line(text: object) -> str:
-    """A text, such as that of an error, without line breaks."""
+    """Returns a text, such as an error's message, without line breaks."""
     return " ".join(str(text).split())
 
 
 def read_json(text: str, what: str, read: Callable[[Any], Result]) -> Result:
-    """``read`` of the JSON in a text, which is to be ``what``; a ``ValueError`` says why it is not, whatever it holds.
+    """Parses JSON and applies ``read``; a ``ValueError`` explains why the text is not ``what``.
 
     >>> read_json("[[1]]", "a number", lambda data: data["value"])
     Traceback (most recent call last):
@@ -139,7 +139,7 @@ def read_json(text: str, what: str, read: Callable[[Any], Result]) -> Result:
 
 
 def how_to_install(extra: str) -> str:
-    """The line that installs an extra of setup.cfg; no package index has the library.
+    """Returns the command to install an extra of setup.cfg; the library is not on any package index.
 
     >>> how_to_install("forecast")
     'pip install -e ".[forecast]" in a checkout, or pip install "FILE.whl[forecast]" with a wheel of the library'
@@ -148,13 +148,13 @@ def how_to_install(extra: str) -> str:
 
 
 def shortened(text: str, limit: int, middle: str = " ... ") -> str:
-    """A text of more than ``limit`` characters, cut down to its beginning and its end."""
+    """Shortens a text of more than ``limit`` characters to the beginning and the end."""
     half = limit // 2
     return text if len(text) <= limit else f"{text[:half]}{middle}{text[-half:]}"
 
 
 def path_pattern(path: str) -> str:
-    """The path with a star for its first number: the name that the same leaf has in each of several equal layers.
+    """Replaces the first number of a path by a star: the common name of the leaf in several equal layers.
 
     >>> path_pattern("block_7/Dense_1/kernel")
     'block_*/Dense_1/kernel'
@@ -163,10 +163,10 @@ def path_pattern(path: str) -> str:
 
 
 class FoldingTable(Table):
-    """A table of ``rich`` that shows every cell in full, however narrow the terminal.
+    """A ``rich`` table that shows every cell in full on any terminal width.
 
-    Where a row does not fit, headers and cells of more than 24 characters fold at spaces. Where it still does not fit,
-    it goes on in further lines, indented, under a header of as many lines:
+    If a row is too wide, headers and cells of more than 24 characters fold at spaces. If the row is still too wide, it
+    continues in further lines, indented, under a header of as many lines:
 
       collective  for                direction
           per step  sent per device  async
@@ -174,12 +174,12 @@ class FoldingTable(Table):
       all-gather  blocks/up/kernel   forward
                 24          765 MiB   100%
 
-    Only a word that is longer than the terminal is wide breaks within. Texts are shown as they are: brackets in them,
-    as in "jax[tpu]", are no markup of ``rich``.
+    Words break only if longer than the terminal's width. Texts are shown unchanged: brackets, as in "jax[tpu]", are
+    not ``rich`` markup.
     """
 
     def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
-        """As ``rich``'s own."""
+        """Adds a row, as ``rich``'s method; strings become texts without markup."""
         super().add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), **options)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -187,7 +187,7 @@ class FoldingTable(Table):
         widths = [width for line in lines for width in line.values()]
         each = zip(self.columns, widths, strict=True)
         columns = [dataclasses.replace(column, width=width, no_wrap=False) for column, width in each]
-        # A copy, as the table may be drawn again on a console of another width.
+        # A copy, because the table may be drawn again at another width.
         drawn = copy.copy(self)
         if len(lines) == 1:
             drawn.columns = columns
@@ -201,7 +201,7 @@ class FoldingTable(Table):
 
 
 def _lines(columns: Sequence[Column], console: Console, options: ConsoleOptions) -> list[dict[int, int]]:
-    """The widths of the columns of each line: one line if that is wide enough, else as many columns as fit in each."""
+    """Returns the column widths of each line: a single line if wide enough, else as many columns per line as fit."""
     room, unlimited = options.max_width - EDGES, options.update(width=MAX_CELL)
     whole, folded, least = {}, {}, {}  # nothing folded; headers folded; cells, too
     for i, column in enumerate(columns):
@@ -212,7 +212,7 @@ def _lines(columns: Sequence[Column], console: Console, options: ConsoleOptions)
         least[i] = max([header.minimum, *(max(cell.minimum, min(cell.maximum, MIN_WIDTH)) for cell in cells)])
     if sum(least.values()) + GAP * (len(columns) - 1) <= room:
         return [_narrowed(_narrowed(whole, folded, room), least, room)]
-    # There is room below each other: headers of numbers are not folded.
+    # Several lines per row leave enough room: headers of number columns are not folded.
     least = {i: min(whole[i] if columns[i].no_wrap else least[i], room - INDENT) for i in least}
     lines: list[dict[int, int]] = [{}]
     for i, width in least.items():
@@ -223,18 +223,18 @@ def _lines(columns: Sequence[Column], console: Console, options: ConsoleOptions)
 
 
 def _narrowed(widths: Mapping[int, int], least: Mapping[int, int], room: int) -> dict[int, int]:
-    """The widths of one line: the widest column becomes narrower, down to its least, until all columns fit."""
+    """Narrows the widest column of a line, down to its minimum, until the line fits."""
     widths = dict(widths)
     while sum(widths.values()) + GAP * (len(widths) - 1) > room and (
         wide := [i for i in widths if widths[i] > least[i]]
     ):
-        # A column at a time by one character: columns of equal width stay equal.
+        # One character at a time, so that columns of equal width stay nearly equal.
         widths[max(wide, key=lambda i: widths[i])] -= 1
     return widths
 
 
 def _in_lines(cells: Sequence[RenderableType], columns: Sequence[Column], lines: Sequence[Mapping[int, int]]) -> Group:
-    """The cells of a row, line by line; a line without any is left out."""
+    """Arranges the cells of a row in lines; a line without content is left out."""
     parts = []
     for inside in lines:
         grid = Table.grid(*(columns[i].copy() for i in inside), padding=(0, GAP, 0, 0))
@@ -253,7 +253,7 @@ def rich_table(
     right: int = 0,
     **options: Any,
 ) -> Table:
-    """A table whose first ``left`` columns and last ``right`` ones are text, and the others numbers, to the right."""
+    """Returns a table with text in the first ``left`` and last ``right`` columns, and right-aligned numbers between."""
     look: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True} | options
     table = FoldingTable(title=Text(title, "table.title"), title_justify="left", **look)
     for i, column in enumerate(columns):
@@ -267,7 +267,7 @@ def rich_table(
 
 
 def plain_text(shown: RenderableType) -> str:
-    """What ``print`` shows of it: without colours, as wide as the terminal, or 80 where there is none."""
+    """Renders for ``print``: without colours, at the terminal's width, or at 80 columns without a terminal."""
     width = shutil.get_terminal_size(fallback=(80, 24)).columns
     console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False, force_terminal=False)
     with console.capture() as captured:
@@ -276,7 +276,7 @@ def plain_text(shown: RenderableType) -> str:
 
 
 class Bar(NamedTuple):
-    """One bar of those that a notebook shows: ``size`` is its length beside the others, ``text`` says it in words."""
+    """A bar in a notebook: ``size`` is the length relative to other bars, ``text`` the value in words."""
 
     label: str
     size: float
@@ -285,10 +285,9 @@ class Bar(NamedTuple):
 
 
 def notebook_html(shown: RenderableType, title: str, bars: Sequence[Bar]) -> str:
-    """What a notebook shows, for the ``_repr_html_`` of a class: the first bars under a title, and all of ``shown``.
+    """Returns HTML for a class's ``_repr_html_``: the first bars under a title, and the rendering of ``shown``.
 
-    Text keeps the colour that the notebook gives it, light or dark. A label stands above its bar, so that the two need
-    no width.
+    Text keeps the notebook's colour, light or dark. A label is above its bar, so neither needs a fixed width.
     """
     longest = max((bar.size for bar in bars), default=0.0) or 1.0
     lines = [_TITLE.format(html.escape(title))] if bars else []
@@ -297,7 +296,7 @@ def notebook_html(shown: RenderableType, title: str, bars: Sequence[Bar]) -> str
         label, text = html.escape(bar.label), html.escape(bar.text)
         lines.append(_BAR.format(label=label, text=text, colour=colour, percent=percent))
     lines += [_TITLE.format(f"and {len(bars) - MOST_BARS} more")] if len(bars) > MOST_BARS else []
-    # Notebooks drop style sheets, so colours stand in the tags.
+    # Notebooks drop style sheets, so colours are inline in the tags.
     console = Console(file=io.StringIO(), width=120, record=True, force_jupyter=False)
     console.print(shown)
     table = console.export_html(inline_styles=True, code_format=JUPYTER_HTML_FORMAT)

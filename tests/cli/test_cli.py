@@ -248,7 +248,7 @@ ERRORS = {
     ),
     "forecast --mesh data=2,model=4": (
         "training",
-        "told to split nothing",
+        "would split nothing",
         '--set "shard_axes=()" for a replicated run',
     ),
     "lint --mesh data=8": ("training", "no axis begins with fsdp", "as fsdp=8"),
@@ -517,7 +517,7 @@ def test_fit_says_that_nothing_fits_and_skips_what_the_factory_cannot_vary(comma
     code, out, err = command(f"{line} 900KiB")
     found = json.loads(out)
     assert code == 1 and "nothing fits into 900 KiB" in err and found["budget_bytes"] == 900 * 2**10
-    same = "the same program as one before: build_step, or the model, does not use what is varied"
+    same = "the same program as one before: build_step, or the model, ignores the varied option"
     assert {t["problem"] for t in found["trials"] if not t["keep_gathered"] and not t["remat"]} == {same}
     said = "xlstm-jax: tiny_training:training has no argument for weights gathered again: these stay as it has them."
     assert said in err.splitlines()[0] if "prints" not in err.splitlines()[0] else said in err

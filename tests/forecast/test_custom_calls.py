@@ -92,7 +92,7 @@ def test_cudnns_attention_is_compiled_without_a_gpu_and_its_kernels_take_their_f
 @pytest.mark.cuda_plugin
 def test_cudnns_attention_outside_of_shard_map_is_an_error_that_says_so():
     mesh = DeviceMeshManager.create_abstract_mesh({"fsdp": 2})
-    with pytest.raises(ValueError, match="attention of cuDNN outside of shard_map"):
+    with pytest.raises(ValueError, match="cuDNN's attention outside of shard_map"):
         forecast(jax.jit(attend), *arrays(mesh), topology="h100:1x2")
 
 
@@ -187,5 +187,5 @@ ENTRY %main.1 (x.1: f32[64,64]) -> f32[64,64] {
 def test_a_custom_call_that_nobody_knows_is_named_with_its_share():
     program = parse(UNKNOWN)
     (note,) = unknown_calls(program, count_hbm_bytes(program))
-    assert note.startswith("Custom call 'my_kernel', 1 in a step: its work is counted as nothing")
+    assert note.startswith("Custom call 'my_kernel', 1 in a step: its work is unknown and counts as zero")
     assert "29% of the bytes" in note  # 2 of 2 + 2 + 3 arrays

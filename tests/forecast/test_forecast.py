@@ -262,7 +262,9 @@ def test_a_step_for_a_topology_calls_no_python(call):
         return plain(params, batch)
 
     args = plain_args(mesh_of(2, 4))
-    with pytest.raises(ValueError, match=r"calls back into Python, by jax\.debug\.print.*Leave it out of the step"):
+    with pytest.raises(
+        ValueError, match=r"calls back into Python, by jax\.debug\.print.*Leave the call out of the step"
+    ):
         forecast(jax.jit(step), *args, topology="v5e:2x4")
 
 

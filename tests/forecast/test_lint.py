@@ -188,14 +188,14 @@ def test_a_gather_in_a_wider_dtype_than_was_asked_for():
     assert where == ["blocks/down/kernel", "blocks/up/bias", "blocks/up/kernel", "first/kernel", "last/kernel"]
     assert len(findings) == 1 and "likewise" in findings[0].text  # all of one cause, with the numbers of the largest
     (up,) = [f for f in each("wide-gather", cached(wide), plan_of(narrow)) if f.where == "blocks/up/kernel"]
-    assert up.bytes == 2 * LAYERS * LAYER * 3 // 4 and "travels as f32, where its wrapper asked for float16" in up.text
+    assert up.bytes == 2 * LAYERS * LAYER * 3 // 4 and "is gathered as f32, but its wrapper requests float16" in up.text
 
 
 def test_a_float_where_blocks_of_8_bits_were_asked_for():
     packed = Model(wrap=partial(wrap, gather_dtype="int8"))
     wide = Model(wrap=partial(wrap, gather_dtype=jnp.float16))
     finding = next(f for f in lint(cached(wide), plan_of(packed)) if "blocks/up/kernel" in f.where)
-    assert "travels as f16, where its wrapper asked for int8" in finding.text and finding.rule == "wide-gather"
+    assert "is gathered as f16, but its wrapper requests int8" in finding.text and finding.rule == "wide-gather"
 
 
 def test_a_narrower_gather_than_was_asked_for_is_welcome():
@@ -396,7 +396,7 @@ def test_where_jaxs_attention_is_wide_the_cure_is_a_kernel():
     (finding,) = each("wide-product", step, plan)
     assert (
         finding.where == "attention"
-        and "jax.nn.dot_product_attention has it inside: in its place take a kernel" in finding.cure
+        and "jax.nn.dot_product_attention uses this argument internally: use a kernel" in finding.cure
     )
 
 
@@ -544,5 +544,7 @@ def test_the_table_has_a_row_for_each_finding():
 
 
 def test_a_plan_of_another_model_is_refused():
-    with pytest.raises(ValueError, match=r"(?s)gathers 'first/kernel'.*knows none; its parameters are 'bare/bias'"):
+    with pytest.raises(
+        ValueError, match=r"(?s)gathers 'first/kernel'.*has none of these leaves; its parameters are 'bare/bias'"
+    ):
         lint(cached(), plan_of(Large()))

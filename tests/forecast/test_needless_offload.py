@@ -88,7 +88,7 @@ def test_where_there_is_room_for_the_moments_the_step_waits_for_nothing(offloade
     (finding,) = findings(roomy)
     assert finding.bytes == 16 * GIB and finding.cure == "Leave offload out."
     at_most, waited_ms = roomy.total_bytes / GIB + 8, roomy.host.waited_s * 1e3
-    assert f"the step would take {at_most:.3g} GiB of 64 GiB at most. 16 GiB travel" in finding.text
+    assert f"the step would take {at_most:.3g} GiB of 64 GiB at most. 16 GiB are transferred" in finding.text
     assert f"which waits {waited_ms:.3g} of its" in finding.text
     hidden = dataclasses.replace(roomy, host=dataclasses.replace(roomy.host, waited_s=0.01 * roomy.step_seconds))
     assert findings(hidden) == []
@@ -101,5 +101,8 @@ def test_moments_that_all_come_at_once_save_little():
     found = forecast(step, *args, topology=TOPOLOGY)
     assert found.host.stored_bytes == 12 * GIB and not found.fits
     (finding,) = findings(found)
-    assert "most come to the device at once" in finding.text and "num_minibatches for optax.MultiSteps" in finding.cure
+    assert (
+        "most come to the device at once" in finding.text
+        and "num_minibatches instead of optax.MultiSteps" in finding.cure
+    )
     assert finding.bytes >= 0.6 * 12 * GIB

@@ -540,7 +540,5 @@ def test_a_build_that_does_not_pass_offload_on_is_said_in_its_row(passes_on, mon
     found = fit(partial(layer_on_host, passes_on=passes_on), "v5e:2x2", meshes=[{"fsdp": 4}])
     problems = {t.problem for t in found.trials if t.options.offload == Offload() and t.options.num_minibatches == 1}
     assert found.best is None and len(problems) == 1
-    said = (
-        "nothing of this step lies on the host: build_step does not pass options.offload on, as Workload(..., offload"
-    )
+    said = "nothing of this step lies on the host: pass Workload(..., offload=options.offload) in build_step"
     assert problems.pop().startswith(said) != passes_on

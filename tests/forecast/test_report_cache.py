@@ -88,8 +88,8 @@ UNUSABLE = {
     "written by others": (lambda path: path.chmod(0o620), "others may write .*report"),
     "in a folder of others": (lambda path: os.chown(path.parent, 65534, 65534), "kept belongs to another user"),
     "in a folder that others may write": (lambda path: path.parent.chmod(0o777), "others may write .*kept .run chmod"),
-    "a link": (linked, "is no regular file"),
-    "a pipe": (a_pipe, "is no regular file"),
+    "a link": (linked, "is not a regular file"),
+    "a pipe": (a_pipe, "is not a regular file"),
     "too large": (lambda path: os.truncate(path, 2**28 + 1), "has 268435457 bytes, more than the 268435456"),
     "of zeros": (planted(zlib.compress(b'{"hlo":"' + bytes(2**20) + b'"}')), "inflates to more than 1000000 bytes"),
     "cut off": (planted(zlib.compress(b"{}")[:-1]), "is cut off"),
@@ -147,7 +147,7 @@ def test_a_text_that_is_no_plan_or_forecast_is_a_value_error(what, read, number,
 def test_what_cannot_be_read_or_kept_is_told_and_nothing_is_raised(cache, tmp_path, monkeypatch):
     entry(cache).mkdir(parents=True)
     cache.folder.chmod(0o700)
-    with pytest.warns(UserWarning, match="is no regular file"):
+    with pytest.warns(UserWarning, match="is not a regular file"):
         assert cache.read(KEY) is None
     cache.write(KEY, TEXTS)
     assert "Is a directory" in cache.problem

@@ -1,4 +1,4 @@
-"""The command ``xlstm-jax``: arguments in, tables out. Nothing else in the library prints."""
+"""Command ``xlstm-jax``: takes arguments and prints tables. The rest of the library prints nothing."""
 
 from xlstm_jax.cli.command_line import main
 

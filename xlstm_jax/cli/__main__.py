@@ -1,4 +1,4 @@
-"""``python -m xlstm_jax.cli``."""
+"""Entry point of ``python -m xlstm_jax.cli``."""
 
 import sys
 

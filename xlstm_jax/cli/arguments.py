@@ -1,4 +1,4 @@
-"""The commands of ``xlstm-jax`` and their options."""
+"""Commands of ``xlstm-jax`` and their options."""
 
 import argparse
 import ast
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, NoReturn
 from xlstm_jax import __version__
 from xlstm_jax.wording import shortened
 
-MAX_SIZE, MAX_BYTES = 10**9, 2**63  # the largest size of an axis or number of minibatches; the largest budget
+MAX_SIZE, MAX_BYTES = 10**9, 2**63  # largest axis size and number of minibatches; largest budget
 MAX_SHOWN = 80  # characters of a wrong argument in an error
 UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
-EXIT_CODES = "Exit codes: 0 all is well, 2 an error,\n1 {bad}."
+EXIT_CODES = "Exit codes: 0 success, 1 {bad}, 2 error."
 FACTORY = "--factory docs.example_training:training"
 EXAMPLES = {
     "plan": f"xlstm-jax plan {FACTORY} --mesh dp=4,fsdp=64",
@@ -24,15 +24,15 @@ EXAMPLES = {
 
 
 class Parser(argparse.ArgumentParser):
-    """An ``ArgumentParser`` that raises its errors, so that they are printed like all others."""
+    """An ``ArgumentParser`` that raises errors, so that the command prints them like other errors."""
 
-    # argparse itself would print the usage and end the process.
+    # The method of argparse prints the usage and ends the process.
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; see {self.prog} --help.")
 
 
 class Setting(argparse.Action):
-    """Collects pairs of name and value; a name that is given twice is an error, as one value would be dropped."""
+    """Action that collects pairs of name and value; a repeated name is an error, since a value would be dropped."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: Any = None
@@ -45,7 +45,7 @@ class Setting(argparse.Action):
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """``dp=4,fsdp=64`` -> {"dp": 4, "fsdp": 64}; one size may be -1."""
+    """Parses ``dp=4,fsdp=64`` to {"dp": 4, "fsdp": 64}; a single size may be -1."""
     pairs = [part.partition("=")[::2] for part in text.split(",")]
     good = all(axis.strip().isidentifier() and re.fullmatch(r"-1|[1-9]\d{0,9}", size.strip()) for axis, size in pairs)
     mesh = {axis.strip(): int(size) for axis, size in pairs} if good else {}
@@ -58,9 +58,9 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def parse_bytes(text: str) -> int:
-    """``14GiB`` -> 14 * 2**30; ``14GB`` -> 14 * 10**9; ``1024`` -> 1024."""
+    """Parses ``14GiB`` to 14 * 2**30, ``14GB`` to 14 * 10**9, and ``1024`` to 1024."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)", text.strip(), re.IGNORECASE)
-    # "14iB" is no unit.
+    # "14iB" has no valid unit.
     good = match is not None and (match[2] or not match[3])
     size = float(match[1]) * (1024 if match[3] else 1000) ** UNITS[match[2].upper()] if match and good else 0.0
     if not 0 < size <= MAX_BYTES:
@@ -71,23 +71,23 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_fraction(text: str) -> float:
-    """A number from 0 to 1."""
+    """Parses a number from 0 to 1."""
     try:
         fraction = float(text)
     except ValueError:
         fraction = -1.0
-    if not 0 <= fraction <= 1:  # refuses NaN, too, which "fraction < 0 or fraction > 1" would let through
+    if not 0 <= fraction <= 1:  # also refuses NaN, unlike "fraction < 0 or fraction > 1"
         raise argparse.ArgumentTypeError(f"{_shown(text)} is no number from 0 to 1; write 0.02 for 2%")
     return fraction
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """``remat=True`` -> ("remat", True); the value is a Python literal."""
+    """Parses ``remat=True`` to ("remat", True); the value is a Python literal."""
     name, _, value = text.partition("=")
     try:
         read = ast.literal_eval(value.strip())
         good = name.strip().isidentifier()
-    except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: a literal that is nested too deep
+    except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: a literal nested too deep
         read, good = None, False
     if not good:
         raise argparse.ArgumentTypeError(
@@ -98,75 +98,81 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def parse_count(text: str) -> int:
-    """A positive number."""
+    """Parses a positive integer."""
     if not re.fullmatch(r"[1-9]\d{0,9}", text) or int(text) > MAX_SIZE:
         raise argparse.ArgumentTypeError(f"{_shown(text)} is no positive number up to {MAX_SIZE:,}")
     return int(text)
 
 
 def _shown(text: str) -> str:
-    """An argument as an error shows it: in quotes, and shortened if it is long."""
+    """Formats an argument for an error: in quotes, and shortened if long."""
     return shortened(repr(text), MAX_SHOWN)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "--json": {"action": "store_true", "help": "JSON to stdout, and nothing else"},
-    "--traceback": {"action": "store_true", "help": "where an error came from"},
+    "--json": {"action": "store_true", "help": "Print JSON to stdout instead of tables."},
+    "--traceback": {"action": "store_true", "help": "Print the traceback of an error."},
     "--factory": {
-        "required": True, "metavar": "module:function", "help": "your function that returns a Workload",
+        "required": True, "metavar": "module:function", "help": "Path of your function that returns a Workload.",
     },
     "--set": {
         "action": Setting, "default": [], "type": parse_setting, "metavar": "name=value",
-        "help": "an argument of the factory, as remat=True; may be given several times",
+        "help": "Pass an argument to the factory, as remat=True. Repeat the option for several arguments.",
     },
     "--topology": {
         "metavar": "chip:shape",
-        "help": "the devices, as v5e:16x16 or h100:32x8. Without it plan takes what --mesh says; forecast and lint "
-        "take simulated CPU devices, whose collectives are the same and whose schedule is another",
+        "help": "Devices, as v5e:16x16 or h100:32x8. By default plan uses the sizes of --mesh; forecast and lint "
+        "compile for simulated CPU devices, with the same collectives but another schedule.",
     },
     "--mesh": {
         "type": parse_mesh, "metavar": "axis=size,...",
-        "help": "axes and sizes, outermost first, as dp=4,fsdp=64; one may be -1. Parameters are split over the axes "
-        "whose names begin with fsdp (others: --set \"shard_axes=('data',)\"). By default one axis for each dim of the "
-        "torus (of GPUs: across hosts, and within), or one flat fsdp, if the factory has no argument shard_axes",
+        "help": "Axes and sizes of the mesh, outermost first, as dp=4,fsdp=64; one size may be -1. Parameters are "
+        "split over axes whose names begin with fsdp (others: --set \"shard_axes=('data',)\"). Default: an axis for "
+        "each dim of the torus (GPUs: across hosts, and within a host), or a flat axis fsdp if the factory has no "
+        "argument shard_axes.",
     },
     "--model-axes": {
         "type": parse_mesh, "metavar": "axis=size,...",
-        "help": "in place of --mesh: axes that the model names itself, those that send most first, and the most "
-        "devices for each, as tp=8,cp=4; FSDP gets the rest. The Workload's batch_spec says how its batch is split",
+        "help": "Axes of the model and the maximum number of devices for each, the largest traffic first, as "
+        "tp=8,cp=4; FSDP gets the rest. Replaces --mesh. The Workload's batch_spec gives the split of the batch.",
     },
     "--minibatches": {
-        "type": parse_count, "default": 1, "metavar": "N", "help": "parts of each device's batch; 1 by default",
+        "type": parse_count, "default": 1, "metavar": "N",
+        "help": "Number of minibatches per device and step; default 1.",
     },
     "--offload": {
-        "action": "store_true", "help": "the optimizer's state in the memory of the host, as offload=Offload()",
+        "action": "store_true", "help": "Keep the optimizer's state in host memory, as offload=Offload() does.",
     },
     "--compiler-options": {
         "choices": ("auto",), "metavar": "auto",
-        "help": "compile with the options that hide collectives on the topology's chip; by default without any",
+        "help": "Compile with the options that hide collectives on the topology's chip; default: no options.",
     },
     "--no-cache": {
         "action": "store_true",
-        "help": "compile anew, and keep nothing. Without it what was compiled for a topology is kept, in "
-        "$XLSTM_JAX_CACHE_DIR or ~/.cache/xlstm_jax, and read from there",
+        "help": "Compile anew and store nothing. By default programs compiled for a topology are stored in "
+        "$XLSTM_JAX_CACHE_DIR or ~/.cache/xlstm_jax, and read from there.",
     },
-    "--explain": {"metavar": "leaf", "help": "one leaf in one sentence, as blocks/up/kernel"},
-    "--diff": {"metavar": "old.json", "help": "what differs from a plan that --json wrote"},
+    "--explain": {"metavar": "leaf", "help": "Explain the split of a leaf in a sentence, as blocks/up/kernel."},
+    "--diff": {"metavar": "old.json", "help": "Print differences from a plan written with --json."},
     "--max-replicated-fraction": {
         "type": parse_fraction, "metavar": "x",
-        "help": "of the parameters' bytes, what may stay whole, from 0 to 1, as 0.02",
+        "help": "Fail if more than this fraction of the parameters' bytes is replicated; 0 to 1, as 0.02.",
     },
-    "--max-bytes-per-device": {"type": parse_bytes, "metavar": "size", "help": "what a device may keep, as 14GiB"},
-    "--out": {"metavar": "picture.png", "help": "draw memory and time"},
+    "--max-bytes-per-device": {
+        "type": parse_bytes, "metavar": "size", "help": "Fail if a device keeps more bytes, as 14GiB.",
+    },
+    "--out": {"metavar": "picture.png", "help": "Path of a PNG, with a plot of memory and time."},
     "--budget": {
-        "type": parse_bytes, "metavar": "size", "help": "of each device, as 14GiB; by default all that there is",
+        "type": parse_bytes, "metavar": "size",
+        "help": "Memory budget of each device, as 14GiB; default: the memory available to programs.",
     },
     "--jobs": {
         "type": parse_count, "metavar": "N",
-        "help": "compilations at once; by default one for every 2 cores, as memory allows",
+        "help": "Maximum number of parallel compilations; default: one for every 2 cores, as memory allows.",
     },
     "--rules": {
-        "type": lambda text: text.split(","), "metavar": "name,...", "help": "those that count; by default all",
+        "type": lambda text: text.split(","), "metavar": "name,...",
+        "help": "Names of the rules that count; default: every rule.",
     },
 }  # fmt: skip
 TRAINING = ("--factory", "--set", "--topology", "--mesh")
@@ -174,7 +180,7 @@ STEP = (*TRAINING, "--minibatches", "--offload", "--compiler-options", "--no-cac
 
 
 class Command(NamedTuple):
-    """The help of a command: what it shows, what exit code 1 means, and its options."""
+    """Help of a command: summary, meaning of exit code 1, and options."""
 
     text: str
     bad: str
@@ -183,48 +189,50 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "plan": Command(
-        "what is split, why not where it is not, and what each device keeps",
-        "a check is not met, or --diff finds something",
+        "Show how each leaf is split, or why it is replicated, and bytes per device",
+        "a check fails or --diff finds a difference",
         (*TRAINING, "--offload", "--explain", "--diff", "--max-replicated-fraction", "--max-bytes-per-device"),
     ),
-    "forecast": Command("memory, traffic and time of a compiled step", "it does not fit", (*STEP, "--out")),
+    "forecast": Command(
+        "Compute memory, traffic and time of a compiled step", "the step does not fit", (*STEP, "--out")
+    ),
     "fit": Command(
-        "options of the step that fit, the fastest first; compiles several times",
+        "Search for the fastest options of the step that fit; compiles several times",
         "nothing fits",
         (*TRAINING, "--model-axes", "--budget", "--jobs", "--no-cache"),
     ),
-    "lint": Command("what in a compiled step costs more than it need", "there are findings", (*STEP, "--rules")),
-    "doctor": Command("versions, devices, extras, and self-tests: 17 s of processor time", "something failed"),
+    "lint": Command("Find needless costs of a compiled step", "there are findings", (*STEP, "--rules")),
+    "doctor": Command("Show versions, devices and extras, and run self-tests (17 s of CPU time)", "a self-test fails"),
 }
 
 
 def make_parser() -> Parser:
-    """All commands and their options."""
+    """Builds the parser of every command and option."""
     parser = Parser(
         prog="xlstm-jax",
-        description="What a sharded training will cost, before it runs: on devices that need not be\nthere.",
+        description="Compute the cost of a sharded training before it runs. The devices need not be\npresent.",
         epilog=_example("forecast"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"xlstm-jax {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for name, said in COMMANDS.items():
+    for name, spec in COMMANDS.items():
         command = commands.add_parser(
             name,
-            help=said.text,
-            description=f"{said.text[0].upper()}{said.text[1:]}.",
-            epilog=f"{EXIT_CODES.format(bad=said.bad)}\n\n{_example(name)}",
+            help=spec.text,
+            description=f"{spec.text}.",
+            epilog=f"{EXIT_CODES.format(bad=spec.bad)}\n\n{_example(name)}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            # Scripts that abbreviate an option would break with the next option that begins alike.
+            # Scripts with an abbreviated option would break when a new option has the same prefix.
             allow_abbrev=False,
         )
-        for option in ("--json", "--traceback", *said.options):
-            # Only a search needs devices that it can fit into.
+        for option in ("--json", "--traceback", *spec.options):
+            # Only `fit` requires a topology, whose memory is the budget.
             needed: dict[str, Any] = {"required": True} if (name, option) == ("fit", "--topology") else {}
             command.add_argument(option, **OPTIONS[option], **needed)
     return parser
 
 
 def _example(name: str) -> str:
-    """The example in two lines, for terminals of 80 columns."""
+    """Returns the example in two lines, for terminals of 80 columns."""
     return "Example, in a checkout:\n  " + EXAMPLES[name].replace(f"{FACTORY} ", f"{FACTORY} \\\n    ")

@@ -1,8 +1,8 @@
-"""Runs a command of ``commands.py`` and prints its report.
+"""Runner of the commands in ``commands.py``: parses arguments, runs a command and prints the report.
 
-stdout      the tables, or with --json the JSON and nothing else
-stderr      progress, if it is a terminal; notes, bad news and errors, one line each
-exit code   0: done, and all is well    1: done, and the news is bad    2: an error
+stdout      the tables, or with --json only the JSON
+stderr      progress, on a terminal; notes, refusals and errors, one line each
+exit code   0: success    1: success with refusals (bad news)    2: an error
 """
 
 import argparse
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # the module imports jax, which takes seconds; --help must no
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code. ``--help`` raises ``SystemExit``, as argparse does."""
+    """Runs a command and returns the exit code. ``--help`` raises ``SystemExit``, as in argparse."""
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         args = make_parser().parse_args(argv)
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # `Terminated` is a SystemExit and passes: the process ends with 143, as shells expect after SIGTERM.
     except KeyboardInterrupt:
         return INTERRUPTED
-    # The library and the user's model may raise anything; a user of the command wants a line and not a traceback.
+    # The library and the user's model may raise anything; the command prints a line instead of a traceback.
     except Exception as error:
         if "--traceback" in argv:
             traceback.print_exc()
@@ -46,12 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Terminated(SystemExit):
-    """SIGTERM as an exception; a ``SystemExit`` of its own class, to tell it from those of the user's code."""
+    """SIGTERM as an exception: a subclass of ``SystemExit``, to distinguish it from exits of the user's code."""
 
 
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """Turns SIGTERM into an exception, so that the command ends its child processes before it exits."""
+    """Converts SIGTERM to an exception, so that the command ends its child processes before it exits."""
 
     def end(number: int, frame: object) -> NoReturn:
         raise Terminated(128 + number)
@@ -64,15 +64,15 @@ def sigterm_raises() -> Iterator[None]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command, prints its report and returns the exit code."""
-    # The user's code may print, and stdout is for the report alone, which a program may read as JSON.
+    """Runs the command, prints the report and returns the exit code."""
+    # Output of the user's code goes to stderr: stdout contains only the report, which a program may parse as JSON.
     with redirect_stdout(sys.stderr), progress() as say:
         say("starting")
         report = _report(args, say)
     if args.json:
         sys.stdout.write(report.json().rstrip("\n") + "\n")
     else:
-        # Without a terminal rich assumes 80 columns, and would fold tables in a log.
+        # Without a terminal rich assumes 80 columns, which would fold tables in logs.
         known = sys.stdout.isatty() or "COLUMNS" in os.environ
         out = console(width=None if known else WIDTH)
         for part in report.tables():
@@ -83,28 +83,28 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace, say: "Say") -> "Report":
-    """The report of the command. The library is imported here, so that ``--help`` does not wait for jax."""
+    """Returns the report of the command. The library is imported here, so that ``--help`` does not wait for jax."""
     import jax
 
     from xlstm_jax.cli.commands import COMMANDS
     from xlstm_jax.forecast.training.workload import described
 
-    # Commands compute nothing. An accelerator that JAX started would be taken from a training on the same machine.
+    # Commands compute nothing, and starting an accelerator would take it from a training on the same machine.
     if not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")
     try:
         return COMMANDS[args.command](args, say)
     except Terminated:
         raise
-    except SystemExit as error:  # of the user's code: to end the process would look as if all were well
+    except SystemExit as error:  # from the user's code; exiting here would look like success
         raise ValueError(
-            f"your code ended the process: {described(error)}. To import the factory's module is to run it: put "
-            "what is for a script alone under `if __name__ == '__main__':`, and let the factory raise or return."
+            f"your code ended the process: {described(error)}. Importing the factory's module runs the module: put "
+            "script code under `if __name__ == '__main__':`, and let the factory raise or return."
         ) from error
 
 
 def error_line(error: Exception) -> str:
-    """An error as one line. An error of other code also has its type and the line of the user's code."""
+    """Formats an error in one line; errors from outside of the library also have a type and the user's line."""
     from xlstm_jax.forecast.training.workload import in_a_line, is_own
     from xlstm_jax.wording import shortened
 
@@ -113,13 +113,13 @@ def error_line(error: Exception) -> str:
 
 
 def console(**options: Any) -> Console:
-    """A ``rich`` console that prints brackets as they are."""
+    """Returns a ``rich`` console that prints brackets unchanged."""
     return Console(markup=False, highlight=False, **options)
 
 
 @contextmanager
 def progress() -> "Iterator[Say]":
-    """Shows on a terminal what the command does now, and for how long. A text that ``stays`` is printed anywhere."""
+    """Shows the current activity with a timer on a terminal. A text that ``stays`` is printed in any case."""
     on_terminal = sys.stderr.isatty()
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
     with Progress(*columns, console=console(stderr=True), transient=True, disable=not on_terminal) as bar:

@@ -1,12 +1,12 @@
-"""The commands: each takes the parsed arguments and returns a ``Report``, which the command line prints.
+"""Commands: each takes the parsed arguments and returns a ``Report``, which the command line prints.
 
-  run_plan       model, mesh                      --plan_sharding-->  what is split, why, and what each device keeps
+  run_plan       model, mesh                      --plan_sharding-->  split of each leaf, reasons, bytes per device
   run_forecast   step, topology (or CPU devices)  --forecast------->  memory, traffic and time of a step
-  run_lint       step, topology (or CPU devices)  --lint----------->  what in the compiled step costs more than it need
+  run_lint       step, topology (or CPU devices)  --lint----------->  needless costs of a compiled step
   run_fit        topology, budget                 --fit------------>  options of the step that fit, the fastest first
   run_doctor     this machine                     --examine-------->  versions, devices, extras, self-tests
 
-All but ``run_doctor`` begin with the user's factory.
+Every command except ``run_doctor`` begins with the user's factory.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ from xlstm_jax.wording import format_bytes, format_mesh, one_line, shortened
 
 
 class Say(Protocol):
-    """Shows what the command does now; a text that ``stays`` becomes a line of its own, on a terminal and elsewhere."""
+    """Callback that shows the current activity; a text that ``stays`` becomes a separate line, on a terminal or not."""
 
     def __call__(self, text: str, *, stays: bool = False) -> None: ...
 
@@ -51,12 +51,12 @@ UNWRAPPED = "no module is wrapped by shard_module_params, so nothing is split; `
 
 
 class Report(NamedTuple):
-    """The result of a command.
+    """Result of a command.
 
     Attributes:
       tables: returns the tables, as ``rich`` renderables and strings.
       json: returns the content of the tables as JSON.
-      refusals: bad news, one line each; if there is any, the exit code is 1.
+      refusals: bad news, one line each; with any refusal the exit code is 1.
       notes: remarks, one line each.
     """
 
@@ -67,11 +67,11 @@ class Report(NamedTuple):
 
 
 def _mesh(args: Namespace, factory: Factory) -> dict[str, int]:
-    """The mesh of ``--mesh`` with its -1 filled in; by default a mesh that suits the topology and the factory.
+    """Returns the mesh of ``--mesh`` with -1 filled in; by default a mesh for the topology and the factory.
 
     Raises:
-      ValueError: the sizes do not multiply to the topology's number of devices; neither --mesh nor --topology is given;
-        or the mesh has no axis to split over.
+      ValueError: the product of the sizes differs from the topology's number of devices; neither --mesh nor --topology
+        is given; or the mesh has no axis to split parameters over.
     """
     mesh: dict[str, int] | None = args.mesh
     if args.topology is not None:
@@ -88,14 +88,14 @@ def _mesh(args: Namespace, factory: Factory) -> dict[str, int]:
 
 
 def _filled(mesh: dict[str, int], topology: Topology) -> dict[str, int]:
-    """The mesh with its -1 filled in; refuses sizes that do not multiply to the number of devices, with a cure."""
+    """Returns the mesh with -1 filled in; raises, with a cure, if the product of sizes differs from the devices."""
     given = {axis: size for axis, size in mesh.items() if size != -1}
     devices, known = topology.num_devices, math.prod(given.values())
     filled = {axis: devices // known if size == -1 else size for axis, size in mesh.items()}
     if math.prod(filled.values()) == devices:
         return filled
-    # An axis can be -1 if the product of all others divides the number of devices. The last such axis is proposed, the
-    # innermost, which is split over by custom.
+    # An axis can be -1 if the product of the other sizes divides the number of devices. The error suggests the
+    # innermost such axis, which usually splits parameters.
     free = [axis for axis in given if len(given) == len(mesh) and devices % (known // given[axis]) == 0]
     sizes = ", ".join(str(size) for size in range(1, devices + 1) if devices % size == 0)
     product = f"{'*'.join(given)} = " if len(given) > 1 else f"{next(iter(given))}="
@@ -110,27 +110,27 @@ def _filled(mesh: dict[str, int], topology: Topology) -> dict[str, int]:
 
 
 def _check_shard_axes(mesh: dict[str, int], factory: Factory, chosen: dict[str, Any]) -> None:
-    """Refuses a mesh without an axis to split over, which may be a typing error, unless ``--set`` asks for it."""
+    """Raises if no mesh axis splits parameters, which may be a typing error, unless ``--set`` requests it."""
     name = factory.axes_name
     if name is None or name in chosen or Options(mesh).shard_axes:
         return
     last = list(mesh)[-1]
     renamed = {SHARD_AXIS_PREFIX if axis == last else axis: size for axis, size in mesh.items()}
     raise ValueError(
-        f"--mesh {format_mesh(mesh)}: no axis begins with {SHARD_AXIS_PREFIX}, so {factory.name} would be "
-        f"told to split nothing. Name the axes to split over {SHARD_AXIS_PREFIX}..., as {format_mesh(renamed)}"
+        f"--mesh {format_mesh(mesh)}: no axis begins with {SHARD_AXIS_PREFIX}, so {factory.name} would "
+        f"split nothing. Name the axes to split over {SHARD_AXIS_PREFIX}..., as {format_mesh(renamed)}"
         f', or pass --set "{name}=(\'{last}\',)", or --set "{name}=()" for a replicated run.'
     )
 
 
 def _meshes_to_try(topology: Topology, factory: Factory) -> list[dict[str, int]]:
-    """The meshes that ``fit`` tries by default, if the factory takes the axes to split over; else one flat axis."""
-    # A factory without an argument for them names its axes itself, and most likely "fsdp".
+    """Returns the default meshes of ``fit`` if the factory takes the axes to split over; else a flat axis."""
+    # A factory without this argument has fixed axis names, most likely "fsdp".
     return default_meshes(topology) if factory.axes_name else [{SHARD_AXIS_PREFIX: topology.num_devices}]
 
 
 def _say_what_it_ignores(factory: Factory, varied: Sequence[str], say: Say) -> None:
-    """Says, before anything is compiled, which options do not reach the factory."""
+    """Reports, before anything is compiled, the options that do not reach the factory."""
     if ignored := [what for what in factory.not_varied if what in varied]:
         say(
             f"{factory.name} has no argument for {', '.join(ignored)}: these stay as it has them. With **sharding, "
@@ -140,7 +140,7 @@ def _say_what_it_ignores(factory: Factory, varied: Sequence[str], say: Say) -> N
 
 
 def _workload(args: Namespace, factory: Factory, mesh: dict[str, int]) -> Workload:
-    """The user's workload for a mesh; options that ``--set`` does not name have the factory's defaults."""
+    """Returns the user's workload for a mesh; options without ``--set`` keep the factory's defaults."""
     return factory.workload(mesh, dict(args.set), Offload() if args.offload else NO_OFFLOAD)
 
 
@@ -151,14 +151,14 @@ def _plan(workload: Workload, mesh: dict[str, int]) -> ShardingPlan:
 
 
 def _forecast(args: Namespace, say: Say) -> tuple[Forecast, ShardingPlan, list[str]]:
-    """The forecast, the plan, and notes on the cache."""
+    """Returns the forecast, the plan, and notes on the cache."""
     factory = load_factory(args.factory)
     mesh, cache = _mesh(args, factory), _cache(args)
     if args.topology and not args.mesh:
         _say_what_it_ignores(factory, list(VARIED)[:1], say)
     say("building the step")
-    # For a topology the mesh is abstract: its devices are not here. CPU devices are simulated before the user's code,
-    # which may start JAX's devices.
+    # For a topology the mesh is abstract, since its devices are absent. CPU devices are simulated before the user's
+    # code runs, because that code may start JAX's devices.
     devices: Mapping[str, int] | Mesh = mesh
     if not args.topology:
         size = math.prod(mesh.values())
@@ -183,7 +183,7 @@ def _cache(args: Namespace) -> ReportCache | None:
 
 
 def _kept(cache: ReportCache | None) -> list[str]:
-    """Notes: what came from the cache and what is kept there, with its folder; none without a cache."""
+    """Returns notes on programs read from the cache or stored there, with the folder; none without a cache."""
     if cache is None or not cache.hits + cache.misses:
         return []
     if cache.problem:
@@ -198,13 +198,13 @@ def _kept(cache: ReportCache | None) -> list[str]:
 
 
 def run_plan(args: Namespace, say: Say) -> Report:
-    """``xlstm-jax plan``"""
+    """Runs ``xlstm-jax plan``."""
     factory = load_factory(args.factory)
     mesh = _mesh(args, factory)
     say("tracing the model")
     plan = _plan(_workload(args, factory, mesh), mesh)
     refusals: tuple[str, ...] = ()
-    # 1.0 allows all: without the option nothing is checked, and the check wants a number.
+    # 1.0 allows everything: the check needs a number even without the option.
     fraction = 1.0 if args.max_replicated_fraction is None else args.max_replicated_fraction
     try:
         plan.check(max_replicated_fraction=fraction, max_bytes_per_device=args.max_bytes_per_device)
@@ -236,7 +236,7 @@ def _read_plan(path: str) -> ShardingPlan:
 
 
 def run_forecast(args: Namespace, say: Say) -> Report:
-    """``xlstm-jax forecast``"""
+    """Runs ``xlstm-jax forecast``."""
     compiled, plan, notes = _forecast(args, say)
     if args.out:
         say("drawing")
@@ -251,14 +251,14 @@ def run_forecast(args: Namespace, say: Say) -> Report:
 
 
 def run_lint(args: Namespace, say: Say) -> Report:
-    """``xlstm-jax lint``"""
+    """Runs ``xlstm-jax lint``."""
     # Checked before the compilation, which takes minutes.
     rules = args.rules or list(RULES)
     if unknown := [name for name in rules if name not in RULES]:
         raise ValueError(f"--rules: there is no rule {unknown[0]!r}; there are {', '.join(RULES)}.")
     compiled, plan, notes = _forecast(args, say)
     say("reading the compiled step")
-    # On the command line it was given on purpose, so the rule about kept weights has nothing to say.
+    # keep_gathered on the command line is deliberate, so the rule about kept weights does not apply.
     kept = bool(dict(args.set).get("keep_gathered"))
     findings = lint(compiled, plan, num_minibatches=args.minibatches, keep_gathered=kept)
     findings = [finding for finding in findings if finding.rule in rules]
@@ -273,7 +273,7 @@ def run_lint(args: Namespace, say: Say) -> Report:
 
 
 def run_fit(args: Namespace, say: Say) -> Report:
-    """``xlstm-jax fit``"""
+    """Runs ``xlstm-jax fit``."""
     factory, chosen = load_factory(args.factory), dict(args.set)
     meshes = [_mesh(args, factory)] if args.mesh else _meshes_to_try(parse_topology(args.topology), factory)
     _say_what_it_ignores(factory, list(VARIED), say)
@@ -304,8 +304,8 @@ def run_fit(args: Namespace, say: Say) -> Report:
         nothing = f"nothing fits into {format_bytes(found.budget_bytes)} per device of {found.topology}: take more "
         refusals = (f"{nothing}chips, larger ones, or a smaller batch per device.",)
         return Report(lambda: [found.table()], found.to_json, refusals, tuple(_kept(cache)))
-    # The command that forecasts the best options again, as --set for the arguments that the factory declares. The axes
-    # are left out: the command's --mesh says them.
+    # The command that repeats the best forecast, with --set for the arguments that the factory declares. The axes are
+    # left out, because the command contains --mesh.
     varied = {name: value for name, value in settings_of(found.best.options).items() if name not in AXES}
     command = command_of(found.best.options, args.factory, args.topology, factory.arguments(varied, chosen))
     again = f"and to see all of it:\n\n{indent(command, '    ')}\n"
@@ -313,7 +313,7 @@ def run_fit(args: Namespace, say: Say) -> Report:
 
 
 def run_doctor(args: Namespace, say: Say) -> Report:
-    """``xlstm-jax doctor``: a failed check is bad news, a missing extra is none."""
+    """Runs ``xlstm-jax doctor``: a failed check counts as bad news, a missing extra does not."""
     del args
     found = examine(say)
     failed = [check.name for check in found.checks if not check.ok]

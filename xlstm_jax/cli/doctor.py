@@ -1,11 +1,11 @@
-"""Lists what this machine has (versions, devices, extras) and tests the library on it.
+"""Report on this machine (versions, devices, extras), and self-tests of the library.
 
     examine() -> Diagnosis
 
 This process starts no accelerator. Child processes (``self_test``) list the devices and compare sharded training with
-training on one device: a child can simulate devices, and frees an accelerator when it ends. Meanwhile compilers for
-devices that are not there run, and so does a training on simulated devices, whose result is used unless this machine
-has several accelerators.
+training on one device: a child can simulate devices, and releases an accelerator when it ends. Meanwhile the compilers
+for absent devices run, and a training on simulated devices, whose result is used unless this machine has several
+accelerators.
 """
 
 import dataclasses
@@ -37,10 +37,10 @@ from xlstm_jax.forecast.hardware.topologies import parse_topology
 from xlstm_jax.wording import how_to_install, one_line, rich_table
 
 NEEDED = ("xlstm_jax", "jax", "jaxlib", "flax", "optax", "numpy", "rich")
-USED = ("orbax-checkpoint", "flatbuffers", "libtpu", "matplotlib")  # where they are installed
-# What the extras of JAX bring that ours ask for; the plugin comes without CUDA's libraries.
+USED = ("orbax-checkpoint", "flatbuffers", "libtpu", "matplotlib")  # optional packages
+# Packages installed by the JAX extras that our extras require; the plugin comes without CUDA's libraries.
 OF_JAX = {"jax[tpu]": "libtpu", "jax[cuda12-local]": "jax-cuda12-plugin"}
-# What each extra is for; the first four concern every user.
+# Purpose of each extra; the first four are for every user.
 USES = {
     "checkpoint": "Checkpointer",
     "forecast": "forecasts for TPUs, and pictures",
@@ -56,21 +56,21 @@ USES = {
 }
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 CHILD_TIMEOUT_S = 300.0
-# Simulated devices test the library, not XLA, whose optimizations would take a third of the time.
+# Simulated devices test the library, not XLA; XLA's optimizations would take a third of the time.
 SIMULATED = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-TOPOLOGIES = {"forecast": "v5e:2x2", "forecast-gpu": "h100:1x4"}  # of four devices each
+TOPOLOGIES = {"forecast": "v5e:2x2", "forecast-gpu": "h100:1x4"}  # four devices each
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of ``examine``.
+    """Result of ``examine``.
 
     Attributes:
-      versions: of Python and of packages; None for packages that are not installed.
-      missing: the packages that are missing, by extra; None where the library runs uninstalled, so nobody knows.
-      devices: the devices at hand, as "8 x NVIDIA H100 (gpu)"; "" if JAX cannot start.
-      tested_on: the devices of the self-tests.
-      checks: the results of the self-tests.
+      versions: versions of Python and of packages; None for packages that are not installed.
+      missing: missing packages by extra; None (unknown) if the library runs uninstalled.
+      devices: devices at hand, as "8 x NVIDIA H100 (gpu)"; "" if JAX cannot start.
+      tested_on: devices of the self-tests.
+      checks: results of the self-tests.
     """
 
     versions: dict[str, str | None]
@@ -80,7 +80,7 @@ class Diagnosis:
     checks: tuple[Check, ...]
 
     def tables(self) -> list[object]:
-        """The diagnosis as ``rich`` renderables and strings."""
+        """Returns the diagnosis as ``rich`` renderables and strings."""
         versions = [[name, found or "not installed"] for name, found in self.versions.items()]
         lacking = {extra: f"lacks {', '.join(names)}" for extra, names in (self.missing or {}).items()}
         others = "not known: the library runs uninstalled" if self.missing is None else "installed"
@@ -96,22 +96,23 @@ class Diagnosis:
         ]
 
     def to_json(self) -> str:
-        """The diagnosis as JSON."""
+        """Returns the diagnosis as JSON."""
         return json.dumps(dataclasses.asdict(self), indent=1)
 
 
 def examine(say: Callable[[str], None]) -> Diagnosis:
-    """Looks at the machine and runs all self-tests; ``say`` shows the progress."""
+    """Examines the machine and runs the self-tests; ``say`` shows the progress."""
     say("reading versions")
     versions, missing = installed(), missing_extras(extras())
     begun = {extra: _begin_compiling(extra) for extra in compilers_at_hand(missing)}
     say("starting JAX on the devices at hand")
     with ThreadPoolExecutor() as beside:
-        # Begun before it is known whether it is needed: on a machine without accelerators that saves its whole time.
+        # Started before the devices are listed: on a machine without accelerators the simulated test is needed, and an
+        # early start hides its time.
         simulated = beside.submit(run_child, "simulated", dict(os.environ) | SIMULATED)
         listed = run_child("devices", dict(os.environ))
         kinds = listed.get("kinds", [])
-        # On a single accelerator nothing is split, so training on it would show nothing about sharding.
+        # A single accelerator splits nothing, so a training on it would not test sharding.
         several = len(kinds) > 1 and listed["platform"] != "cpu"
         tested_on = f"{len(kinds)} x {kinds[0]}" if several else f"{self_test.MAX_DEVICES} simulated CPU devices"
         say(f"training a small model on {tested_on} and on one device")
@@ -133,21 +134,21 @@ def examine(say: Callable[[str], None]) -> Diagnosis:
 
 
 def installed() -> dict[str, str | None]:
-    """The versions of Python, of all packages that the library needs or can use, and of JAX's installed plugins."""
+    """Returns the versions of Python, of required and optional packages, and of JAX's installed plugins."""
     plugins = {name: found for name in PLUGINS if (found := installed_version(name))}
     packages = {name: installed_version(name) for name in (*NEEDED, *USED)} | plugins
-    packages["xlstm_jax"] = __version__  # of the code that runs; another version may be installed
+    packages["xlstm_jax"] = __version__  # version of the running code; another version may be installed
     return {"python": platform.python_version()} | packages
 
 
 def extras() -> dict[str, list[str]] | None:
-    """What each extra installs, as the metadata of the installed library say; None where it runs uninstalled."""
+    """Returns the packages of each extra, from the metadata of the installed library; None if it runs uninstalled."""
     if not installed_version("xlstm_jax"):
         return None
     found: dict[str, list[str]] = {extra: [] for extra in USES}
     for line in requires("xlstm_jax") or ():
-        # A line reads "jax[tpu]; extra == 'forecast'". Another version than the one that runs may be installed, with
-        # extras that this one does not have.
+        # A line reads "jax[tpu]; extra == 'forecast'". The installed version may differ from the running version, and
+        # may have other extras.
         match = re.match(r"([\w.-]+)(\[[\w-]+\])?.*extra == .([\w-]+)", line)
         if match and match[3] in found:
             found[match[3]].append(OF_JAX.get(f"{match[1]}{match[2]}", match[1]))
@@ -155,7 +156,7 @@ def extras() -> dict[str, list[str]] | None:
 
 
 def missing_extras(extras: Mapping[str, Sequence[str]] | None) -> dict[str, list[str]] | None:
-    """Returns the missing packages by extra, {"bench": ["clu"]}, or None where extras are not known."""
+    """Returns the missing packages by extra, {"bench": ["clu"]}; None if the extras are unknown."""
     if extras is None:
         return None
     lacking = {
@@ -165,7 +166,7 @@ def missing_extras(extras: Mapping[str, Sequence[str]] | None) -> dict[str, list
 
 
 def _libtpu_check(installed: str | None) -> Iterator[Check]:
-    """The check that an installed libtpu is the version that this JAX asks for; none without a libtpu."""
+    """Yields the check that an installed libtpu has the version that this JAX requires; nothing without libtpu."""
     # The requirement reads "libtpu==0.0.17.*; extra == 'tpu'".
     wanted = next((line for line in requires("jax") or () if line.startswith("libtpu")), "").partition(";")[0].strip()
     if installed and wanted:
@@ -174,11 +175,11 @@ def _libtpu_check(installed: str | None) -> Iterator[Check]:
 
 
 def run_child(what: str, environment: dict[str, str], timeout_s: float = CHILD_TIMEOUT_S) -> dict[str, Any]:
-    """The result of a child process of ``self_test``, or {"error": reason}."""
-    # Through a file: JAX and its plugins may write to stdout and stderr.
+    """Runs a child process of ``self_test`` and returns the result, or {"error": reason}."""
+    # The result comes in a file, because JAX and its plugins may write to stdout and stderr.
     with tempfile.TemporaryDirectory(prefix="xlstm_jax_doctor_") as folder:
         path = Path(folder) / "found.json"
-        # -P: modules of the working directory, as the user's own `jax.py`, must not be imported instead.
+        # -P prevents imports from the working directory, such as a user's `jax.py`.
         command = [sys.executable, "-P", "-m", self_test.__name__, what, str(path)]
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
@@ -198,15 +199,15 @@ def _checks(name: str, found: dict[str, Any]) -> Sequence[Check]:
 
 
 def compilers_at_hand(missing: Mapping[str, Sequence[str]] | None) -> list[str]:
-    """The extras whose compilers are there; none where nobody knows."""
+    """Returns the extras whose compilers are installed; empty if unknown."""
     if missing is None:
         return []
-    # matplotlib draws, and is not needed to compile.
+    # matplotlib only draws, and is not needed to compile.
     return [extra for extra in TOPOLOGIES if not set(missing.get(extra, ())) - {"matplotlib"}]
 
 
 def _begin_compiling(extra: str) -> Pending[Any] | ImportError:
-    """Starts to compile a small program with the compiler of an extra; or returns the error that prevents it."""
+    """Starts to compile a small program with the compiler of an extra, or returns the error."""
     sharding = NamedSharding(DeviceMeshManager.create_abstract_mesh({"fsdp": 4}), PartitionSpec("fsdp"))
     x = jax.ShapeDtypeStruct((4, 128), jnp.float32, sharding=sharding)
     try:
@@ -216,7 +217,7 @@ def _begin_compiling(extra: str) -> Pending[Any] | ImportError:
 
 
 def _compile_check(topology: str, job: Pending[Any] | ImportError) -> Check:
-    """The check that the program compiles for devices that are not there."""
+    """Returns the check that the program compiles for absent devices."""
     problem: Exception | None = job if isinstance(job, ImportError) else None
     try:
         if isinstance(job, Pending):

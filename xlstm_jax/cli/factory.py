@@ -1,12 +1,12 @@
-"""The user's factory: a function, named on the command line, that returns a ``Workload``.
+"""Loading and calling of the user's factory: a function that returns a ``Workload``, given on the command line.
 
   "my_project.train:training"  --load_factory-->  Factory  --workload(options, chosen)-->  Workload
 
-A factory gets the options that it declares as arguments. A factory with ``**sharding`` also gets the arguments of
-``shard_modules`` and ``shard_module_params`` that a search varies, and passes them on.
+A factory receives the options that it declares as arguments. A factory with ``**sharding`` also receives the arguments
+of ``shard_modules`` and ``shard_module_params`` that a search varies, and passes them on.
 
-A factory is the user's code and may raise anything. Its error becomes a ``FactoryError``: one line with the call, the
-error and the line of the user's file.
+A factory is user code and may raise anything. Its error becomes a ``FactoryError``: a line with the call, the error
+and the line of the user's file.
 """
 
 import dataclasses
@@ -28,16 +28,16 @@ from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload
 from xlstm_jax.forecast.training.fitting import Options
 from xlstm_jax.forecast.training.workload import Workload, described
 
-AXES = ("shard_axes", "axis_name")  # the axes to split over, as a factory may call them, and as the wrappers do
-# What a search varies: in words, and the names of arguments by which a factory may take it.
+AXES = ("shard_axes", "axis_name")  # argument names for the axes to split over: a factory's, and the wrappers'
+# Options that a search varies: description, and possible argument names of a factory.
 VARIED = {
     "the axes to split over": AXES,
     "min_weight_size": ("min_weight_size",),
     "weights gathered again": ("keep_gathered", "reshard_after_forward"),
     "remat": ("remat",),
 }
-PASSED_ON = ("axis_name", "min_weight_size", "reshard_after_forward")  # the options that **sharding gets
-NO_ARGUMENT = re.compile("unexpected keyword argument|multiple values for argument")  # in Python's errors
+PASSED_ON = ("axis_name", "min_weight_size", "reshard_after_forward")  # options passed through **sharding
+NO_ARGUMENT = re.compile("unexpected keyword argument|multiple values for argument")  # Python's errors
 
 
 class FactoryError(ValueError):
@@ -46,44 +46,44 @@ class FactoryError(ValueError):
 
 @dataclass(frozen=True)
 class Factory:
-    """A user's function, and its name on the command line."""
+    """A user's function, with its name on the command line."""
 
     name: str
     function: Callable[..., Any]
 
     @cached_property
     def declared(self) -> tuple[str, ...]:
-        """The names of the function's arguments."""
+        """Names of the function's arguments."""
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         return tuple(p.name for p in inspect.signature(self.function).parameters.values() if p.kind in named)
 
     @cached_property
     def takes_sharding(self) -> bool:
-        """Whether the function has ``**sharding``, by whatever name."""
+        """Whether the function has an argument like ``**sharding``, under any name."""
         kinds = [p.kind for p in inspect.signature(self.function).parameters.values()]
         return inspect.Parameter.VAR_KEYWORD in kinds
 
     @property
     def taken(self) -> tuple[str, ...]:
-        """The names of the options that reach the function."""
+        """Names of the options that reach the function."""
         return (*self.declared, *(PASSED_ON if self.takes_sharding else ()))
 
     @property
     def axes_name(self) -> str | None:
-        """The name of the argument for the axes to split over; None: the function names the axes itself."""
+        """Name of the argument for the axes to split over; None if the function has fixed axis names."""
         return next((name for name in AXES if name in self.taken), None)
 
     @property
     def not_varied(self) -> list[str]:
-        """The options that a search cannot vary for this function, in words."""
+        """Descriptions of the options that a search cannot vary for this function."""
         return [what for what, names in VARIED.items() if not set(names) & set(self.taken)]
 
     def arguments(self, options: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments that the function is called with.
+        """Returns the arguments for a call of the function.
 
         Args:
-          options: each is passed if the function takes an argument of this name.
-          chosen: the values of ``--set``, always passed; they replace options of the same name.
+          options: options to pass, as far as the function takes an argument of this name.
+          chosen: values of ``--set``, always passed; they replace options of the same name.
         Raises:
           FactoryError: the function has no argument of a chosen name.
         """
@@ -92,7 +92,7 @@ class Factory:
         return {name: value for name, value in options.items() if name in self.taken} | dict(chosen)
 
     def _unknown(self, name: str) -> FactoryError:
-        """The error of an argument that ``--set`` names, and neither the function nor what it passes it on to has."""
+        """Returns the error for a ``--set`` argument that neither the function nor the functions behind it have."""
         passed_on = ", and passes others on to functions that have none of this name either" * self.takes_sharding
         return FactoryError(
             f"--set {name}=...: {self.name} has no argument of this name; it has {', '.join(self.declared) or 'none'}"
@@ -109,21 +109,21 @@ class Factory:
         """Calls the function for a mesh; see ``arguments``.
 
         Args:
-          mesh: its axes and devices are options that the function may take.
-          offload: replaces the workload's ``offload``; ``NO_OFFLOAD`` leaves it as the user made it.
-          varied: more options; an option that is not among them has the function's default.
+          mesh: axes and sizes; the split axes and the number of devices become options.
+          offload: replaces the workload's ``offload``; ``NO_OFFLOAD`` leaves the user's value.
+          varied: more options; an option outside of ``varied`` keeps the function's default.
         Raises:
           FactoryError: the function raises, or does not return a ``Workload``.
         """
-        # A factory may call the axes by either name: it gets the one that it declares.
+        # Both argument names for the axes are options: the factory receives the name that it declares.
         given = dict.fromkeys(AXES, Options(mesh).shard_axes) | {"devices": math.prod(mesh.values())} | dict(varied)
         arguments = self.arguments(given, chosen)
         call = f"{self.name}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
         try:
             made = self.function(**arguments)
-        except Exception as error:  # whatever a user's function raises
+        except Exception as error:  # a user's function may raise anything
             for name in chosen:
-                # What **sharding takes in is passed on, and the function that gets it says so.
+                # Arguments in **sharding are passed on, so an unknown name is an error of the inner function.
                 if name not in self.declared and NO_ARGUMENT.search(str(error)) and f"'{name}'" in str(error):
                     raise self._unknown(name) from error
             raise FactoryError(f"{call} raised {described(error)}.") from error
@@ -136,13 +136,13 @@ class Factory:
 
 
 def settings_of(options: Options) -> dict[str, Any]:
-    """The options as keyword arguments, under every name by which a factory may take them."""
+    """Returns the options as keyword arguments, under every name that a factory may use."""
     return {
         **dict.fromkeys(AXES, options.shard_axes),
         "min_weight_size": options.min_weight_size,
         "remat": options.remat,
         "keep_gathered": options.keep_gathered,
-        "reshard_after_forward": not options.keep_gathered and not options.remat,  # nn.remat gathers again by itself
+        "reshard_after_forward": not options.keep_gathered and not options.remat,  # nn.remat implies the second gather
     }
 
 
@@ -150,17 +150,17 @@ def load_factory(name: str) -> Factory:
     """Imports ``package.module:function``; searches the current directory first.
 
     Raises:
-      FactoryError: the name has another form, the module cannot be imported, or it has no such function.
+      FactoryError: the name has another form, the module cannot be imported, or the module lacks the function.
     """
     module_name, _, function_name = name.partition(":")
     if os.sep in module_name or (module_name.endswith(".py") and Path(module_name).exists()):
         raise FactoryError(f"--factory {name!r} is a path, not package.module:function. {_as_module(name)}")
     if not (function_name.isidentifier() and all(part.isidentifier() for part in module_name.split("."))):
         raise FactoryError(f"--factory {name!r} is not package.module:function, as docs.example_training:training.")
-    # A console script has its own folder first in `sys.path`, and not the current one, as `python -m` has.
+    # A console script has its folder first in `sys.path`, not the current directory as with `python -m`.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    # From here on the user's code runs: the import of a script may train, print or exit.
+    # The import runs the user's code: a script may train, print or exit.
     module = _imported(module_name)
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -173,7 +173,7 @@ def load_factory(name: str) -> Factory:
 
 
 def _as_module(name: str) -> str:
-    """The cure for ``folder/file.py:function``: the same as a module's name, and the folder to run in."""
+    """Returns the cure for ``folder/file.py:function``: the module's name, and the folder to run in."""
     file_name, _, function_name = name.partition(":")
     path = Path(os.path.relpath(file_name)).with_suffix("")
     if not all(part.isidentifier() for part in path.parts):  # above the current directory, for example
@@ -186,12 +186,12 @@ def _imported(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # The factory's module, or a package above it, is missing; otherwise a module that it imports is.
+        # Either the factory's module or a parent package is missing, or a module imported by the factory's module.
         if error.name and f"{name}.".startswith(f"{error.name}."):
             raise FactoryError(
                 f"--factory: there is no module {error.name!r}, neither in {os.getcwd()} nor among what is installed. "
                 "Run the command in the folder that holds it."
             ) from error
         raise FactoryError(f"--factory: importing {name} raised {described(error)}; is it installed here?") from error
-    except Exception as error:  # whatever a user's module raises
+    except Exception as error:  # a user's module may raise anything
         raise FactoryError(f"--factory: importing {name} raised {described(error)}.") from error

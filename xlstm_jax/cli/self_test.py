@@ -1,4 +1,4 @@
-"""Trains a small model sharded on this machine and on one device, and compares.
+"""Comparison of a small model's sharded training on this machine with training on one device.
 
 ``doctor`` runs this file in child processes, which write their results to FILE:
 
@@ -6,8 +6,9 @@
   python -m xlstm_jax.cli.self_test parity FILE          comparisons on these devices
   python -m xlstm_jax.cli.self_test simulated FILE       comparisons on 8 simulated CPU devices
 
-The reference is the plain model on one device with the whole batch, without any collective. The rows of the devices
-differ in scale, so that no device's own gradient is the mean. A guard leaves the mean out, and must see a difference.
+The reference is the plain model on one device with the full batch, without any collective. The rows of the devices
+differ in scale, so that no device's local gradient equals the mean. A guard leaves the mean out, and must measure a
+difference.
 """
 
 import dataclasses
@@ -39,15 +40,15 @@ from xlstm_jax.distributed.training.state import create_train_state
 from xlstm_jax.distributed.training.step import make_train_step
 
 MAX_DEVICES = 8
-TOLERANCE = 1e-4  # of a leaf's largest entry; float32 sums in another order differ by 1e-6
-GUARD = 100 * TOLERANCE  # a missing mean must differ by at least this
+TOLERANCE = 1e-4  # fraction of a leaf's largest entry; float32 sums in another order differ by 1e-6
+GUARD = 100 * TOLERANCE  # minimum difference for a missing mean
 STEPS, LEARNING_RATE = 3, 1e-3
 WIDTH, MIN_WEIGHT_SIZE, ROWS = 16, 32, 16
 
 
 @dataclass(frozen=True)
 class Check:
-    """A comparison: the measured value, the allowed value, and whether the measured value is within the allowed."""
+    """A comparison: the measured value, the allowed value, and whether the measured value is allowed."""
 
     name: str
     measured: str
@@ -82,22 +83,22 @@ SHARDED = SmallModel(functools.partial(shard_module_params, axis_name="fsdp", mi
 
 
 def loss_fn(params: PyTree, apply_fn: Callable[..., Any], batch: dict[str, Any], rng: Any = None) -> jax.Array:
-    """Mean squared error."""
+    """Computes the mean squared error."""
     del rng
     return jnp.mean((apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2)
 
 
 def example_batch() -> dict[str, np.ndarray]:
-    """Rows that grow in scale, so that each device sees rows of another scale."""
+    """Returns a batch with rows of growing scale, so that each device has rows of another scale."""
     random = np.random.default_rng(0)
-    # With alike rows each device's own gradient would be near the mean, and a missing mean would pass for rounding.
+    # With equal scales each local gradient would be near the mean, and a missing mean would look like rounding.
     x, y = (random.normal(size=(ROWS, WIDTH)).astype(np.float32) for _ in range(2))
     return {"x": x * np.linspace(0.2, 2, ROWS, dtype=np.float32)[:, None], "y": y}
 
 
 def optimizer() -> optax.GradientTransformation:
-    """AdamW after a transform whose state is the last gradients."""
-    # `make_train_step` returns no gradients; the optimizer's state shows those that it was given.
+    """Returns AdamW, chained after a transform that stores the last gradients in its state."""
+    # `make_train_step` returns no gradients, so the optimizer's state stores its input.
     seen = optax.GradientTransformation(
         lambda params: jax.tree.map(jnp.zeros_like, params), lambda updates, state, params=None: (updates, updates)
     )
@@ -105,23 +106,23 @@ def optimizer() -> optax.GradientTransformation:
 
 
 def difference(got: PyTree, want: PyTree) -> float:
-    """The largest difference, as a fraction of its leaf's largest entry; of the tree's, if the leaf is all zeros."""
+    """Returns the largest difference relative to the leaf's largest entry; to the tree's for a leaf of zeros."""
     got, want = (list(map(np.asarray, jax.tree.leaves(tree))) for tree in (got, want))
     largest = np.array([np.abs(leaf).max() for leaf in want])
-    # The gradient of a leaf may be zero by the mathematics. Its entries are rounding errors then, and no scale.
+    # A leaf's gradient may be mathematically zero. Its entries are then rounding errors and define no scale.
     scale = np.where(largest > 1e-6 * largest.max(), largest, largest.max())
     off = np.array([np.abs(g - w).max() for g, w in zip(got, want, strict=True)])
     return float((off / scale).max())
 
 
 def within(name: str, got: PyTree, want: PyTree) -> Check:
-    """The check that two trees are equal to rounding; with a NaN it fails."""
+    """Returns the check that two trees are equal up to rounding; a NaN fails."""
     found = difference(got, want)
     return Check(name, f"{found:.1e}", f"at most {TOLERANCE:.0e}", found <= TOLERANCE)
 
 
 def reference(batch: dict[str, np.ndarray]) -> tuple[PyTree, PyTree, PyTree]:
-    """Trains on one device, without collectives: (initial parameters, first gradients, last parameters)."""
+    """Trains on one device without collectives; returns (initial parameters, first gradients, last parameters)."""
     tx = optimizer()
     first = params = jax.jit(PLAIN.init)(jax.random.key(0), batch["x"])["params"]
     opt_state = tx.init(params)
@@ -139,8 +140,8 @@ def reference(batch: dict[str, np.ndarray]) -> tuple[PyTree, PyTree, PyTree]:
 
 
 def parity(mesh: Mesh) -> list[Check]:
-    """All comparisons on a mesh with the axis "fsdp"; the batch is split over all its axes."""
-    with jax.default_matmul_precision("highest"):  # else accelerators round the inputs of matrix products
+    """Runs the comparisons on a mesh with the axis "fsdp"; every mesh axis splits the batch."""
+    with jax.default_matmul_precision("highest"):  # accelerators round the inputs of matrix products by default
         batch, axes = example_batch(), tuple(mesh.axis_names)
         first, grads, last = reference(batch)
         sharded_batch = shard_batch(batch, mesh, axes)
@@ -161,11 +162,11 @@ def parity(mesh: Mesh) -> list[Check]:
 
 
 def by_hand(params: PyTree, batch: PyTree, mesh: Mesh, *, check_vma: bool) -> tuple[PyTree, PyTree]:
-    """Gradients of a hand-written step with ``sync_gradients``, and, with ``check_vma=False``, without it.
+    """Returns gradients of a hand-written step with ``sync_gradients`` and, for ``check_vma=False``, without.
 
-    Without ``sync_gradients`` the gradient of a replicated leaf is each device's own.
+    Without ``sync_gradients`` the gradient of a replicated leaf is local to each device.
     """
-    # With check_vma=True JAX itself sums the gradients of replicated leaves, so leaving the mean out shows nothing.
+    # With check_vma=True JAX sums the gradients of replicated leaves, so a missing mean would not show.
     axes, specs = tuple(mesh.axis_names), partition_specs(params, mesh)
 
     def per_device(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
@@ -178,7 +179,7 @@ def by_hand(params: PyTree, batch: PyTree, mesh: Mesh, *, check_vma: bool) -> tu
 
 
 def trained(state: TrainState, batch: PyTree, mesh: Mesh, *, check_vma: bool) -> tuple[PyTree, PyTree]:
-    """The first gradients and the last parameters of ``make_train_step``, which donates the state's buffers."""
+    """Returns first gradients and last parameters of ``make_train_step``, which donates the state's buffers."""
     rng = jax.random.key(0)
     step = make_train_step(loss_fn, mesh, tuple(mesh.axis_names), check_vma=check_vma)
     state, _ = step(state, batch, rng)
@@ -190,8 +191,8 @@ def trained(state: TrainState, batch: PyTree, mesh: Mesh, *, check_vma: bool) ->
 
 
 def largest_mesh() -> Mesh:
-    """A mesh of n devices at hand, n a power of two: {"dp": 2, "fsdp": n / 2}, or {"fsdp": n} for n below 4."""
-    # A power of two, since it must divide the rows of the batch and the widths of the model.
+    """Returns a mesh of n local devices, n a power of two: {"dp": 2, "fsdp": n / 2}, or {"fsdp": n} for n below 4."""
+    # A power of two divides the rows of the batch and the widths of the model.
     devices = jax.local_devices()
     count = 2 ** (min(len(devices), MAX_DEVICES).bit_length() - 1)
     shape = {"dp": 2, "fsdp": count // 2} if count >= 4 else {"fsdp": count}
@@ -199,7 +200,7 @@ def largest_mesh() -> Mesh:
 
 
 def main(what: str, path: str) -> None:
-    """Runs one child; see the top of this file."""
+    """Runs a child process; see the top of this file."""
     if what == "simulated":
         simulate_cpu_devices(MAX_DEVICES)
     devices = jax.local_devices()

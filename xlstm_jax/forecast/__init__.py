@@ -1,14 +1,14 @@
-"""The cost of any ``jax.jit`` program on devices that are not there: memory, traffic, time.
+"""Memory, traffic and time of any ``jax.jit`` program on devices that are not present.
 
-  forecast(jitted, *args, topology="v6e:16x16")     compiles for this slice, here and now, and reads the compiled text
+  forecast(jitted, *args, topology="v6e:16x16")     compiles for this slice on this machine and reads the compiled text
 
 hardware     tables: chips, slices, links, NCCL
-compiling    a program to compiled text, in a process of its own; a cache of such texts
-hlo          compiled text to instructions: who reads what, which collectives, the module that each one serves
+compiling    compilation of a program in a child process, and a cache of compiled texts
+hlo          compiled text to instructions: data flow, collectives, the module that each collective serves
 cost         instructions to bytes, FLOP and seconds
-forecasting  all of the above, in a ``Forecast``; ``report`` prints and draws it
-training     the one folder that imports ``xlstm_jax.distributed``: a training that is not run (``Workload``), the
-             search for options that fit (``fit``), and a step beside its plan (``lint``, ``dispatch``)
+forecasting  the pipeline above, in a ``Forecast``; ``report`` prints and draws it
+training     the only folder that imports ``xlstm_jax.distributed``: a training that is not run (``Workload``), the
+search for options that fit (``fit``), and a step compared with its plan (``lint``, ``dispatch``)
 """
 
 from xlstm_jax.forecast.compiling.compile_process import CompileError

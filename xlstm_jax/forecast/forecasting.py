@@ -1,10 +1,10 @@
-"""What a step will cost on each device, before there is a device: memory, traffic, time.
+"""Memory, traffic and time of a step per device, predicted without the devices.
 
     forecast(step, state, batch, rng, topology="v5e:16x16") -> Forecast
 
-The step is compiled for the topology, and the compiled program is read: what XLA has planned in memory, the collectives
-it has scheduled, the cycles that it expects. FLOP are counted in the step's jaxpr. Times follow from these and from the
-chip's published figures; they rank variants of a step and are no measurement.
+The step is compiled for the topology. The forecast then reads the compiled program: XLA's memory plan, the scheduled
+collectives, and the compiler's estimate of cycles. FLOP are counted in the step's jaxpr. Times follow from these
+numbers and from the chip's published figures; they rank variants of a step and are no measurement.
 """
 
 import dataclasses
@@ -50,42 +50,41 @@ CPU_NOTE = (
     "trusted (recomputation raises them), so there are none. Give a topology, as topology='v5e:2x4'."
 )
 GPU_NOTE = (
-    "Not validated on hardware: bytes and schedule are those of XLA's compiler for this GPU, which had no device to "
-    "time matrix products on (nothing is autotuned)."
+    "Not validated on hardware: bytes and schedule come from XLA's compiler for this GPU, which had no device to time "
+    "matrix products on (nothing is autotuned)."
 )
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What one step costs each device. All sizes in bytes, all times in seconds, per device and step.
+    """Predicted cost of a step: sizes in bytes and times in seconds, per device and step.
 
     Attributes:
-      platform, device_kind: as JAX names them.
-      topology: None for devices at hand.
-      axis_sizes: the mesh.
-      memory: see ``Memory``; on a CPU only its arguments, on a GPU no list of temporaries.
-      code_bytes: of the program itself; 0 where it does not fit, as the compiler does not say then.
-      available_bytes: what a program may fill; None for a device without figures.
-      collectives: all that the step executes.
-      flops: of matrix products, from the jaxpr.
-      cycles: the compiler's own estimate; None where it gives none.
-      hbm_bytes: moved between HBM and the cores.
-      tokens: in the batch of all devices; None where ``forecast`` was not given it.
-      unknown_loops: names of loops whose length the program does not show; what is in them counts once.
-      compile_seconds: how long the compilation took.
-      versions: of jax, jaxlib, libtpu.
-      notes: what the reader should know.
-      shared_flops: FLOP of matrix products outside of ``shard_map`` that each device does in the compiled program; an
-        even share of them would be ``flops.shared``.
+      platform, device_kind: JAX's names of the device.
+      topology: name of the topology; None for devices at hand.
+      axis_sizes: mesh axes and their sizes.
+      memory: see ``Memory``; on a CPU only the arguments, on a GPU without the list of temporaries.
+      code_bytes: size of the program; 0 for a program that does not fit, since the compiler then reports no size.
+      available_bytes: memory available to a program; None for a device without figures.
+      collectives: collectives that the step executes.
+      flops: FLOP of matrix products, from the jaxpr.
+      cycles: the compiler's estimate; None if the compiler gives none.
+      hbm_bytes: bytes moved between HBM and the cores.
+      tokens: tokens in the global batch; None if ``forecast`` was called without ``tokens``.
+      unknown_loops: names of loops of unknown length, whose contents count once.
+      compile_seconds: compile time.
+      versions: versions of jax, jaxlib, libtpu.
+      notes: caveats for the reader.
+      shared_flops: FLOP of matrix products outside of ``shard_map`` per device in the compiled program; an even share
+        is ``flops.shared``.
       roofline: three bounds of the time by the chip's published figures; None for a device without figures.
-      exposed_seconds: how long the schedule is expected to wait for collectives. On TPUs the sum over collectives, each
-        alone on its links; an asynchronous collective counts by how much it outlasts what runs beside it. On GPUs by
-        ``schedule``, with latency and the rates that are reached. None where ``roofline`` is None.
-      host: what lies in the memory of the host, and travels to it and back; None where nothing does, and for devices
-        without figures.
-      kernel_seconds, expected_kernel_seconds: on GPUs the sum of what each kernel takes, at least by its roofline, and
-        at the rates of ``Chip.efficiency``; else None.
-      pallas_seconds: on TPUs what kernels of Pallas take by their roofline; None where there are none.
+      exposed_seconds: expected wait for collectives. TPUs: the sum over collectives, each alone on the links; an
+        asynchronous collective counts the time by which it outlasts the overlapped work. GPUs: from the simulated
+        schedule, with latency and reached rates. None if ``roofline`` is None.
+      host: bytes in host memory and host transfers; None without host memory, and for devices without figures.
+      kernel_seconds, expected_kernel_seconds: GPUs: sum of the kernels' times, at least by their rooflines, and
+        expected at the rates of ``Chip.efficiency``; else None.
+      pallas_seconds: TPUs: time of Pallas kernels by their roofline; None without Pallas kernels.
 
     >>> x = abstract_batch(jax.ShapeDtypeStruct((64, 512), jnp.float32), mesh, ("dp", "fsdp"))
     >>> found = forecast(jax.jit(lambda x: x @ x.T), x)
@@ -119,50 +118,50 @@ class Forecast:
 
     @property
     def devices(self) -> int:
-        """The number of devices."""
+        """Number of devices."""
         return math.prod(self.axis_sizes.values())
 
     @property
     def total_bytes(self) -> int:
-        """What the step takes of a device's memory at its peak."""
+        """Memory of a device at the step's peak, including the program."""
         return self.memory.total_bytes + self.code_bytes
 
     @property
     def fits(self) -> bool | None:
-        """Whether ``total_bytes`` are available; None where either number is unknown."""
-        # What the CPU backend says of temporaries is wrong, so the sum is, too.
+        """Whether ``total_bytes`` are available; None if either number is unknown."""
+        # The CPU backend's figure for temporaries is wrong, so the sum is wrong, too.
         if self.available_bytes is None or self.platform == "cpu":
             return None
         return self.total_bytes <= self.available_bytes
 
     @property
     def wire_bytes(self) -> float:
-        """What each device sends in a step."""
+        """Bytes that each device sends in a step."""
         return sum_wire_bytes(self.collectives)
 
     @property
     def axis_traffic(self) -> tuple[AxisTraffic, ...]:
-        """What travels along each set of axes, weights and activations apart; those that carry most first."""
+        """Traffic along each set of axes, weights and activations apart, largest first."""
         return axis_traffic(self.collectives)
 
     @property
     def on_gpus(self) -> bool:
-        """Whether the devices are GPUs with published figures; their collectives have a ``timing``."""
+        """Whether the devices are GPUs with published figures, whose collectives have a ``timing``."""
         return self.kernel_seconds is not None
 
     @property
     def asynchronous_fraction(self) -> float:
-        """The part of ``wire_bytes`` that travels while the schedule goes on, 0 to 1; 0 where nothing travels."""
+        """Fraction of ``wire_bytes`` sent by asynchronous collectives, 0 to 1; 0 without traffic."""
         return self._fraction(lambda collective: collective.asynchronous)
 
     @property
     def hidden_fraction(self) -> float | None:
-        """The part of ``wire_bytes`` beside matrix products that are expected to take as long; GPUs only, else None."""
+        """GPUs: fraction of ``wire_bytes`` hidden by matrix products expected to take as long; else None."""
         return self._fraction(lambda collective: collective.is_hidden) if self.on_gpus else None
 
     @property
     def beside_products_fraction(self) -> float | None:
-        """The part of ``wire_bytes`` beside any matrix product, however short; GPUs only, else None."""
+        """GPUs: fraction of ``wire_bytes`` overlapped by any matrix product, however short; else None."""
         return self._fraction(lambda collective: bool(collective.overlapped.product_seconds)) if self.on_gpus else None
 
     def _fraction(self, chosen: Callable[[Collective], bool]) -> float:
@@ -170,60 +169,60 @@ class Forecast:
 
     @property
     def nic_bytes(self) -> float | None:
-        """What the network adapter of each GPU carries to other hosts in a step; GPUs only, else None."""
+        """GPUs: bytes through each GPU's network adapter to other hosts in a step; else None."""
         return sum(c.count * c.timing.nic_bytes for c in self.collectives if c.timing) if self.on_gpus else None
 
     @property
     def nvlink_bytes(self) -> float | None:
-        """What each GPU sends within its host in a step; GPUs only, else None."""
+        """GPUs: bytes that each GPU sends within its host in a step; else None."""
         return None if self.nic_bytes is None else self.wire_bytes - self.nic_bytes
 
     @property
     def exposed_bandwidth_seconds(self) -> float | None:
-        """The least of ``exposed_seconds``: by published rates alone, without the latency of GPUs' collectives."""
+        """Lower bound of ``exposed_seconds``: published rates alone, without the latency of GPU collectives."""
         if not self.on_gpus:
             return self.exposed_seconds
         return sum(c.count * c.timing.waited_by_bandwidth_s for c in self.collectives if c.timing)
 
     @property
     def chip(self) -> Chip | None:
-        """The published figures of the device."""
-        # An absent device has the chip that its topology names; one at hand is known by its kind.
+        """Published figures of the device; None if unknown."""
+        # The topology names the chip of absent devices; for devices at hand the kind identifies the chip.
         name = self.topology.split(":")[0] if self.topology else None
         return CHIPS[name] if name else chip_of(self.device_kind)
 
     @property
     def cycle_seconds(self) -> float | None:
-        """The time of all but communication: the compiler's cycles at the chip's clock, and ``pallas_seconds``."""
-        # The compiler gives kernels of Pallas no cycles: they come on top.
+        """Compute time without communication: the compiler's cycles at the chip's clock, plus ``pallas_seconds``."""
+        # The compiler's cycles exclude Pallas kernels, so their time is added.
         clock_hz = self.chip.clock_hz if self.chip else None
         return self.cycles / clock_hz + (self.pallas_seconds or 0.0) if self.cycles and clock_hz else None
 
     @property
     def step_time(self) -> Range | None:
-        """A step's time: what runs, and the collectives and transfers to the host that it waits for.
+        """Time of a step: compute, plus the waits for collectives and host transfers.
 
-        least: by published rates alone. What runs takes its rooflines, on GPUs those of each kernel, and links have no
-          latency.
-        expected: what runs takes the compiler's estimate of cycles (TPUs), or each kernel by the rates that are reached
-          (GPUs), but no less than the rooflines; GPUs' collectives take what NCCL does.
+        least: by published rates alone. Compute takes its rooflines, on GPUs the roofline of each kernel, and links
+        have no latency.
+        expected: compute takes the compiler's cycles (TPUs), or each kernel at reached rates (GPUs), but no less than
+        the rooflines; GPU collectives take NCCL's time.
 
-        No step is shorter than ``roofline.wire_s``. None where ``roofline`` is None.
+        No step is shorter than ``roofline.wire_s``. None if ``roofline`` is None.
         """
         waits = (self.exposed_bandwidth_seconds, self.exposed_seconds)
         if self.roofline is None or waits[0] is None or waits[1] is None:
             return None
-        # Memory and matrix units work side by side, so the longer of the two counts; what is waited for comes on top.
+        # Memory and matrix units work in parallel, so the longer time counts; waits are added.
         least = max(self.kernel_seconds or 0.0, self.roofline.compute_s, self.roofline.memory_s)
         busy = max(self.cycle_seconds or 0.0, self.expected_kernel_seconds or 0.0, least)
         host_s = self.host.waited_s if self.host else 0.0
         times = (least + waits[0] + host_s, busy + waits[1] + host_s)
-        # No step is shorter than its links need, however much of that is hidden.
+        # No step is shorter than the time of its links, even if collectives are hidden.
         return Range(*(max(seconds, self.roofline.wire_s) for seconds in times))
 
     @property
     def step_seconds(self) -> float | None:
-        """The expected value of ``step_time``, by which variants of a step are compared."""
+        """Expected value of ``step_time``, for comparing variants of a step."""
         return self.step_time.expected if self.step_time else None
 
     def __str__(self) -> str:
@@ -234,7 +233,7 @@ class Forecast:
         return notebook_html(self.table(), title, report.bars(self))
 
     def table(self) -> RenderableType:
-        """The tables of memory, traffic and time, for ``rich``."""
+        """Returns the tables of memory, traffic and time, for ``rich``."""
         return report.tables(self)
 
     def plot(self, path: str | Path) -> None:
@@ -242,16 +241,16 @@ class Forecast:
         report.plot(self, path)
 
     def to_json(self) -> str:
-        """Everything, to be kept and compared; ``Forecast.from_json`` reads it."""
+        """Returns the full forecast as JSON, for storage and comparison; ``Forecast.from_json`` reads it."""
         times = self.step_time._asdict() if self.step_time else None
         return json.dumps({"format": FORMAT} | dataclasses.asdict(self) | {DERIVED: times}, indent=1)
 
     @staticmethod
     def from_json(text: str) -> "Forecast":
-        """The inverse of ``to_json``.
+        """Reads a forecast from the JSON of ``to_json``.
 
         Raises:
-          ValueError: no forecast, or one of another format; names both.
+          ValueError: the text is no forecast, or has another format.
         """
         return read_json(text, "a forecast", Forecast._of_json)
 
@@ -264,13 +263,13 @@ class Forecast:
 
 
 def _restored(kind: Any, data: Any) -> Any:
-    """A value of a type from what ``json`` has read: dataclasses from dicts and tuples from lists, as annotated."""
-    # JSON has lists for tuples and dicts for dataclasses; the annotations say which it was.
+    """Converts parsed JSON to a value of type ``kind``: dicts to dataclasses and lists to tuples, as annotated."""
+    # JSON stores tuples as lists and dataclasses as dicts; the annotations give the original type.
     if isinstance(kind, UnionType):  # X | None
         return None if data is None else _restored(get_args(kind)[0], data)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         kinds = get_type_hints(kind)
-        # A release may leave out what an earlier one kept.
+        # Fields of an earlier release that this release has dropped are ignored.
         return kind(**{name: _restored(kinds[name], value) for name, value in data.items() if name in kinds})
     return tuple(_restored(get_args(kind)[0], item) for item in data) if isinstance(data, list) else data
 
@@ -284,7 +283,7 @@ def forecast(
     compiler_options: dict[str, Any] | str | None = None,
     cache: bool | ReportCache = True,
 ) -> Forecast:
-    """Compiles a training step and reads what it will cost each device.
+    """Compiles a training step and predicts its cost per device.
 
     >>> x = abstract_batch(jax.ShapeDtypeStruct((64, 512), jnp.float32), mesh, ("dp", "fsdp"))
     >>> found = forecast(jax.jit(lambda x: x @ x.T), x)
@@ -292,24 +291,24 @@ def forecast(
     [('all-gather', ('dp', 'fsdp'), 131072)]
 
     Args:
-      step: a ``jax.jit`` function, as ``make_train_step`` returns one.
-      *args: its arguments, arrays or ``ShapeDtypeStruct`` with shardings, as ``abstract_train_state`` and
-        ``abstract_batch`` make them on a mesh or on an ``AbstractMesh``; static ones as the step is called with them.
+      step: a ``jax.jit`` function, such as the result of ``make_train_step``.
+      *args: arguments of the step: arrays or ``ShapeDtypeStruct`` with shardings, as ``abstract_train_state`` and
+        ``abstract_batch`` make them on a mesh or an ``AbstractMesh``; static arguments as in a call of the step.
         Shardings may be left to ``jax.jit(in_shardings=...)``.
-      topology: as "v5e:16x16" or "h100:32x8": TPUs or GPUs that need not be there, as many as the mesh of the
-        arguments has devices. A mesh, or None: the devices at hand that the arguments lie on.
-      kwargs: what the step takes by keyword, as ``{"train": True}``.
-      tokens: in the batch of all devices, for the number of tokens at which the step becomes compute-bound.
-      compiler_options: XLA's, as for ``jax.jit(...).lower(...).compile(compiler_options)``; "auto": those of
-        ``compiler_options`` for the chip and the slice. (What the step itself asks for, with ``make_train_step(...,
-        compiler_options=...)``, is for the devices of its own mesh and not taken.)
-      cache: whether a program that was compiled for a topology before is read from the user's folder instead of being
-        compiled again (docs/forecast.md has what tells programs apart); or a ``ReportCache``, which is another folder.
+      topology: name such as "v5e:16x16" or "h100:32x8": TPUs or GPUs that need not be present, as many as devices in
+        the arguments' mesh. A mesh, or None: the devices at hand that hold the arguments.
+      kwargs: keyword arguments of the step, as ``{"train": True}``.
+      tokens: tokens in the global batch, for the number of tokens at which the step becomes compute-bound.
+      compiler_options: XLA options, as for ``jax.jit(...).lower(...).compile(compiler_options)``; "auto": the result
+        of ``compiler_options`` for the chip and the slice. Options of the step itself (``make_train_step(...,
+        compiler_options=...)``) are for the devices of the step's mesh and are not used.
+      cache: True: read programs compiled before for a topology from the user's folder (docs/forecast.md explains the
+        cache key); False: always compile; a ``ReportCache``: use another folder.
     Raises:
-      ValueError: an unknown topology, or it has other than the mesh's number of devices; the arguments lie on no mesh
-        or on several; a step for a topology calls back into Python (``jax.debug.print``).
+      ValueError: the topology is unknown, or its number of devices differs from the mesh's; the arguments are on no
+        mesh or on several; a step for a topology calls back into Python (``jax.debug.print``).
       TypeError: ``step`` is not a ``jax.jit`` function.
-      ImportError: what the compiler for TPUs needs is not installed.
+      ImportError: packages of the compiler for the topology are not installed.
       CompileError: the compiler refuses the step, for another reason than memory.
     """
     devices = parse_topology(topology) if isinstance(topology, str) else None
@@ -326,16 +325,17 @@ def forecast(
 
 
 def begin_forecast(call: StepCall, tokens: int | None = None) -> Pending[Forecast]:
-    """``forecast`` for a topology, up to the compiler: what is left may run beside others, see ``side_by_side``."""
+    """Prepares ``forecast`` for a topology up to the compilation, which may run in parallel (see ``side_by_side``)."""
     jaxpr = call.traced.jaxpr
     return begin_for_topology(call).then(lambda compiled: read(compiled, count_flops(jaxpr, compiled.devices), tokens))
 
 
 def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecast:
-    """The forecast of a compiled step.
+    """Returns the forecast of a compiled step.
 
     Raises:
-      CompileError: the compiler says that the step does not fit, but it does: what it refuses is something else.
+      CompileError: the compiler reports that the step does not fit, but it does, so the compiler refuses something
+        else.
     """
     program = parse(compiled.hlo)
     chip = compiled.topology.chip if compiled.topology else chip_of(compiled.device_kind)
@@ -343,9 +343,9 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
         names, on_way = operation_names(program), host_buffers(program)
         memory = read_memory(compiled.buffers, compiled.live_ranges, names, host_buffers=on_way)
     else:
-        # Only the compilers in the child process write texts about buffers.
+        # Only compilers in the child process write texts about buffers, and not all write live ranges.
         memory = memory_of_totals(compiled.memory or {})
-    # Compilers say "exhausted" of other memories too. By its own buffers the step would fit.
+    # Compilers report "exhausted" for other memories too. By the plan of its buffers this step would fit.
     if compiled.too_large and chip and memory.total_bytes <= chip.usable_hbm_bytes:
         raise CompileError(f"the compiler refuses the step for {compiled.too_large}")
     moved = count_hbm_bytes(program) if compiled.platform != "cpu" else None
@@ -359,7 +359,7 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
         available_bytes=chip.usable_hbm_bytes if chip else None,
         collectives=tuple(find_collectives(program, compiled.axis_sizes)),
         flops=flops,
-        # Sums of whole numbers; a backend without estimates has none.
+        # A sum of integers; 0 for a backend without estimates.
         cycles=int(Cycles(program).total) or None,
         hbm_bytes=moved,
         tokens=tokens,
@@ -373,7 +373,7 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
 
 
 def _with_times(forecast: Forecast, program: Program, moved: HbmBytes, links: Links) -> Forecast:
-    """The forecast with all that follows from the published figures of its chip."""
+    """Returns the forecast with the results that need the chip's published figures."""
     chip, flops = links.chip, forecast.flops
     if forecast.platform == "gpu":
         least, expected = Kernels(program, chip), Kernels(program, chip.reached)
@@ -382,7 +382,7 @@ def _with_times(forecast: Forecast, program: Program, moved: HbmBytes, links: Li
     else:
         collectives = tuple(with_waits(links, collective) for collective in forecast.collectives)
         forecast = dataclasses.replace(forecast, pallas_seconds=pallas_seconds(program, flops, chip))
-    # Collectives over one set of axes share its links, so their bytes add up; other axes have links of their own.
+    # Collectives over the same set of axes share links, so their bytes add up; other axes have separate links.
     sent: dict[tuple[str, ...], float] = defaultdict(float)
     for collective in collectives:
         sent[axes_of(links, collective)] += collective.wire_bytes_per_step
@@ -397,7 +397,7 @@ def _with_times(forecast: Forecast, program: Program, moved: HbmBytes, links: Li
 
 
 def rates_note(chip: Chip) -> str:
-    """What the times of a forecast for GPUs rest on."""
+    """Returns the note on the rates behind the times of a GPU forecast."""
     assert chip.network_bandwidth and chip.efficiency  # a GPU
     return (
         f"Least, by published rates of {chip.name}: {chip.peak_flops['bfloat16'] / 1e12:,.0f} TFLOP/s in bfloat16, HBM "
@@ -410,7 +410,7 @@ def rates_note(chip: Chip) -> str:
 
 
 def links_of(compiled: Compiled, chip: Chip) -> Links:
-    """The links between the devices; of TPUs at hand the torus is what their coordinates span."""
+    """Returns the links between the devices; for TPUs at hand the coordinates determine the torus."""
     topology = compiled.topology
     if topology is None and chip.torus_axes:
         spans = [max(line) + 1 for line in zip(*compiled.coords, strict=True)]
@@ -419,20 +419,20 @@ def links_of(compiled: Compiled, chip: Chip) -> Links:
 
 
 def shared_flops(program: Program, flops: Flops) -> float:
-    """What a device does of the matrix products outside of ``shard_map``.
+    """Returns the FLOP of a device's matrix products outside of ``shard_map``.
 
-    Products to which the compiler has left no name count as far as the step does more than the named ones.
+    Products whose names the compiler dropped count only as far as the program's total exceeds the named products.
     """
     outside = executed_flops(program, lambda i: bool(i.op_name) and not in_shard_map(i.op_name))
-    # The compiler drops names where it merges or rewrites products, of the model as well: only what exceeds the jaxpr's
-    # count can be repeated work outside.
+    # The compiler drops names when it merges or rewrites products, including products of the model. Only FLOP beyond
+    # the jaxpr's count can be repeated work outside.
     nameless = executed_flops(program, lambda i: not i.op_name)
     beyond = executed_flops(program, lambda i: True) - (flops.total - flops.shared) - outside
     return outside + max(0.0, min(nameless, beyond))
 
 
 def notes_on(compiled: Compiled, flops: Flops, chip: Chip | None) -> Iterator[str]:
-    """What the reader of a forecast should know."""
+    """Yields caveats for the reader of a forecast."""
     if compiled.platform == "cpu":
         yield CPU_NOTE
     if compiled.platform == "gpu" and compiled.topology:
@@ -441,8 +441,8 @@ def notes_on(compiled: Compiled, flops: Flops, chip: Chip | None) -> Iterator[st
         yield rates_note(chip)
     if compiled.without_sharding:
         yield (
-            f"Argument {compiled.without_sharding} has no sharding: the compiler chooses, maybe whole on each device. "
-            "Give it one, as abstract_batch and shard_batch do."
+            f"Argument {compiled.without_sharding} has no sharding: the compiler chooses one, and may replicate the "
+            "argument. Give it a sharding, as abstract_batch and shard_batch do."
         )
     if flops.opaque:
         yield f"FLOP of {', '.join(flops.opaque)} are not counted."

@@ -1,6 +1,7 @@
-"""A forecast for people: tables by rich, a picture by matplotlib, which is optional.
+"""Reports of a forecast: tables for ``rich``, and a picture by matplotlib, which is optional.
 
-``forecast`` is a ``Forecast`` everywhere here; the file of that class imports this file, so its name cannot stand here.
+The argument ``forecast`` is a ``Forecast`` throughout. Its annotation is ``Any``, because the module of ``Forecast``
+imports this module.
 """
 
 from collections import defaultdict
@@ -20,20 +21,20 @@ from xlstm_jax.wording import TIMES, Bar, format_bytes, how_to_install, rich_tab
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ROWS = 12  # of each table; the rest is summed up in a last one
-NAMED = 3  # of the leaves that travel together
+ROWS = 12  # rows per table; a last row sums up the rest
+NAMED = 3  # leaves named for a collective of several leaves
 OUTSIDE = "outside of modules"
-LETTERS = 75  # of the names of modules, which fit below the picture of memory
+LETTERS = 75  # characters of module names that fit below the picture of memory
 DOES_NOT_FIT = (
-    "What is said of traffic and time holds for the program that the compiler made all the same, in which it may "
-    "compute and gather again what it could not keep."
+    "Traffic and time are those of the program that the compiler made nevertheless, which may recompute and gather "
+    "again arrays that it could not keep."
 )
 HOW_NEAR = 'How near such times came to published runs: docs/forecast.md, "Published against predicted".'
 COLORS = {"forward": "#4c78a8", "backward": "#e45756", "recompute": "#f2a541", "other": "#9d9da1"}
 
 
 def tables(forecast: Any) -> RenderableType:
-    """The whole report of a ``Forecast``."""
+    """Returns the full report of a ``Forecast``."""
     parts: list[RenderableType] = [_memory_table(forecast)]
     parts += [_temporaries_table(forecast)] if forecast.memory.temporaries else []
     parts += [_axes_table(forecast), _collectives_table(forecast)]
@@ -44,7 +45,7 @@ def tables(forecast: Any) -> RenderableType:
 
 
 def headline(forecast: Any) -> str:
-    """The forecast in three sentences."""
+    """Returns the forecast in three sentences."""
     mesh = ", ".join(f"{axis} {size}" for axis, size in forecast.axis_sizes.items())
     where = f"{forecast.topology or 'devices at hand'} ({forecast.device_kind}; mesh {mesh})"
     said, sent = f"{where}: {_fits(forecast)}. A step sends", format_bytes(forecast.wire_bytes)
@@ -76,7 +77,7 @@ def _fits(forecast: Any) -> str:
 
 
 def closing(forecast: Any) -> list[str]:
-    """What to do with it: one sentence each."""
+    """Returns closing remarks: tokens for overlap, a misfit, unknown loops, and notes, one sentence each."""
     said = []
     ridge = forecast.roofline and forecast.roofline.ridge_tokens
     if ridge:
@@ -107,7 +108,7 @@ def _memory_table(forecast: Any) -> RenderableType:
         "constants and the program": memory.constant_bytes + forecast.code_bytes,
     }
     if forecast.platform == "cpu":
-        counts = dict(list(counts.items())[:2])  # nothing is known of the others
+        counts = dict(list(counts.items())[:2])  # the others are unknown
     counts["in all"] = sum(counts.values())
     rows = [[name, format_bytes(size), f"{size / available:.1%}" if available else ""] for name, size in counts.items()]
     if forecast.host:
@@ -119,7 +120,7 @@ def _temporaries_table(forecast: Any) -> RenderableType:
     alike: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for temporary in forecast.memory.temporaries:
         alike[temporary.path or "(no module)", temporary.direction, _array(temporary.shape)].append(temporary.bytes)
-    # Layers that are alike are one row: a report has as many rows as a model has kinds of layers.
+    # Equal layers share a row, so a report has as many rows as a model has kinds of layers.
     ordered = sorted(alike.items(), key=lambda item: -sum(item[1]))
     rows = [
         [path, direction, f"{len(sizes)} {TIMES} {shape}" if len(sizes) > 1 else shape, format_bytes(sum(sizes))]
@@ -131,21 +132,21 @@ def _temporaries_table(forecast: Any) -> RenderableType:
 
 
 def _axes_table(forecast: Any) -> RenderableType:
-    """What travels along the axes of the mesh; where times are known, what it takes alone, and what is waited for."""
+    """Builds the table of traffic by mesh axes; with known times also the total time and the wait."""
     rows = []
     for traffic in forecast.axis_traffic:
         sent = (traffic.weights, traffic.activations, traffic.other)
         times = [] if traffic.seconds is None else [traffic.seconds, traffic.waited_s]
         cells = ["+".join(traffic.axes) if traffic.axes is not None else "?"]
         rows.append([*cells, *(format_bytes(size) if size else "" for size in sent), *map(_milliseconds, times)])
-    # Rows have times all or none: a device has figures, or has not.
+    # Either every row has times or no row, depending on the device's figures.
     timed = bool(rows) and len(rows[0]) > 4
     columns = ["axes", "weights", "activations", "other", *["takes", "waited"] * timed]
     return rich_table("What each axis carries, sent per device", columns, rows)
 
 
 def _collectives_table(forecast: Any) -> RenderableType:
-    """What travels; of GPUs also over which network, and what the adapters carry."""
+    """Builds the table of collectives; for GPUs also the networks, and the bytes through adapters."""
     ordered = _alike(forecast.collectives)
     rows = [[*key, *_counts(members, forecast.on_gpus)] for key, members in ordered[:ROWS]]
     if rest := [collective for _, members in ordered[ROWS:] for collective in members]:
@@ -159,7 +160,7 @@ def _collectives_table(forecast: Any) -> RenderableType:
 
 
 def _alike(collectives: Sequence[Collective]) -> list[tuple[tuple[str, ...], list[Collective]]]:
-    """Those with the same kind, purpose, direction, dtype and axes together; first those that send most."""
+    """Groups collectives of equal kind, purpose, direction, dtype and axes; the largest traffic first."""
     alike: dict[tuple[str, ...], list[Collective]] = defaultdict(list)
     for collective in collectives:
         kind = collective.kind + (f" (for {collective.stands_for})" if collective.stands_for else "")
@@ -170,7 +171,7 @@ def _alike(collectives: Sequence[Collective]) -> list[tuple[tuple[str, ...], lis
 
 
 def bars(forecast: Any) -> list[Bar]:
-    """A bar for each row of the table of collectives; those that the step waits for warn."""
+    """Returns a bar for each row of the table of collectives; bars of collectives that the step waits for warn."""
     return [
         Bar(
             ", ".join(key),
@@ -183,7 +184,7 @@ def bars(forecast: Any) -> list[Bar]:
 
 
 def _waiting_table(forecast: Any) -> RenderableType:
-    """The collectives, those that are waited for longest first, and what the schedule has beside them."""
+    """Builds the table of collectives with the longest waits first, and the work that overlaps each."""
     ordered = sorted(forecast.collectives, key=lambda c: (-c.count * (c.exposed_s or 0.0), -c.wire_bytes_per_step))
     rows = []
     for collective in ordered[:ROWS]:
@@ -199,7 +200,7 @@ def _waiting_table(forecast: Any) -> RenderableType:
 
 
 def _served(collective: Collective) -> str:
-    """The leaves that a collective gathers, or the module that it serves; several that travel together, by number."""
+    """Returns the leaves gathered by a collective, or its module; a count for several in one collective."""
     leaves, modules = (tuple(dict.fromkeys(names)) for names in (collective.leaves, collective.modules))
     if len(leaves) > 1:
         return f"{len(leaves)} leaves together: {', '.join(leaves[:NAMED])}{', ...' * (len(leaves) > NAMED)}"
@@ -209,14 +210,14 @@ def _served(collective: Collective) -> str:
 
 
 def _array(shape: str) -> str:
-    """The shape as the compiler writes it; for a tuple, such as a loop carries, only how many arrays it holds."""
+    """Returns the compiler's shape; for a tuple, such as a loop carry, only the number of arrays."""
     if not shape.startswith("("):
         return shape
     return f"tuple of {len(split_outside(shape[1:-1], ','))} arrays"
 
 
 def _counts(members: Sequence[Collective], on_gpus: bool) -> list[str]:
-    """Executions, bytes, and how much of them is hidden; of GPUs also networks, and what each adapter carries."""
+    """Returns executions, bytes and hidden fraction; for GPUs also networks, and bytes through each adapter."""
     sent = sum_wire_bytes(members)
     hidden = sum_wire_bytes(c for c in members if (c.is_hidden if on_gpus else c.asynchronous))
     cells = [f"{executions(members):,}", format_bytes(sent), f"{hidden / sent:.0%}" if sent else ""]
@@ -266,7 +267,7 @@ def _time_table(forecast: Any) -> RenderableType:
 
 
 def plot(forecast: Any, path: str | Path) -> None:
-    """Memory over the schedule, and the bounds of the time."""
+    """Draws memory over the schedule, and the bounds of the time."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -280,7 +281,7 @@ def plot(forecast: Any, path: str | Path) -> None:
 
 
 def _plot_memory(axes: "Axes", forecast: Any) -> None:
-    """Bytes over the schedule, coloured by direction, with the modules below the axis."""
+    """Draws bytes over the schedule, coloured by direction, with module names below the axis."""
     gib, memory = 2**30, forecast.memory
     base = (forecast.total_bytes - memory.temporary_bytes) / gib
     axes.set(ylabel="GiB per device", title="Memory", xticks=[])
@@ -288,7 +289,7 @@ def _plot_memory(axes: "Axes", forecast: Any) -> None:
     if not memory.timeline:
         axes.bar(["arguments, outputs, program", "temporaries"], [base, memory.temporary_bytes / gib])
         return
-    # Arguments and outputs lie there all the time; temporaries stand on top of them, each moment up to the next.
+    # Arguments and outputs are live all the time; temporaries are stacked on top, each moment up to the next.
     points = [moment.point for moment in memory.timeline]
     end, widths = points[-1], [after - point for point, after in pairwise([*points, points[-1] + 1])]
     axes.bar(0, base, end, align="edge", color="#d3d3d8", label="arguments, outputs, program")
@@ -299,7 +300,7 @@ def _plot_memory(axes: "Axes", forecast: Any) -> None:
         axes.bar(0, 0, color=COLORS[direction], label=direction)  # for the legend
     for name, middle in names_below(owners, points):
         axes.annotate(name, (middle, 0), fontsize=7, ha="center", textcoords="offset points", xytext=(0, -10))
-    # A device may have many times what the step takes: its limit is drawn where it is near, and always named.
+    # A device may have far more memory than the step uses: the title names the limit, even if its line is out of view.
     axes.set_ylim(0, 1.25 * (base + memory.peak_live_bytes / gib))
     if available := forecast.available_bytes:
         axes.set_title(f"Memory, of {available / gib:.4g} GiB")
@@ -308,9 +309,9 @@ def _plot_memory(axes: "Axes", forecast: Any) -> None:
 
 
 def owners_of(timeline: Sequence[Moment]) -> list[tuple[str, str]]:
-    """The top-level module and the direction of each moment.
+    """Returns the top-level module and the direction of each moment.
 
-    What belongs to no module goes with what is before it, but for the end of the step, which is the optimizer.
+    A moment without a module takes the previous owner, except at the end of the step, which is the optimizer.
     """
     last = max((i for i, moment in enumerate(timeline) if moment.path and moment.direction != "other"), default=0)
     owners: list[tuple[str, str]] = []
@@ -321,8 +322,8 @@ def owners_of(timeline: Sequence[Moment]) -> list[tuple[str, str]]:
 
 
 def names_below(owners: Sequence[tuple[str, str]], points: Sequence[int]) -> list[tuple[str, float]]:
-    """Names of modules with their places: the middle of the longest run of each; none over another."""
-    # What is recomputed alternates with the backward pass of the same module: one name stands below both.
+    """Returns module names and positions: the middle of each module's longest run, without overlaps."""
+    # Recomputation alternates with the backward pass of the same module, so both share a name.
     parts = [(path, "backward" if direction == "recompute" else direction) for path, direction in owners]
     starts = [i for i in range(len(parts)) if i == 0 or parts[i] != parts[i - 1]]
     runs = [(points[after] - points[i], i, after) for i, after in pairwise([*starts, len(parts) - 1])]

@@ -1,1 +1,1 @@
-"""Steps compiled for devices that need not be there: here for a CPU, or in a child process for a topology."""
+"""Compilation of steps: for the CPU in this process, or for an absent topology in a child process."""

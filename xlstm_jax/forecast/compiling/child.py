@@ -1,9 +1,10 @@
-"""The child process that compiles an exported step for a topology of TPUs or GPUs; ``compile`` starts it by its path.
+"""The child process that compiles an exported step for a topology of TPUs or GPUs; ``compile`` runs this file.
 
-It imports nothing of the library, so it starts in a second, and it alone starts the compiler, libtpu or the plugin for
-CUDA: the user's process keeps its backend, its environment and its memory. The two exchange files in a folder:
+The file imports no other part of the library, so the process starts in a second. Only the child loads the compiler
+(libtpu or the CUDA plugin), so the user's process keeps its backend, environment and memory. Both exchange files in a
+folder:
 
-  request.json   topology, mesh, options       result.json   coordinates, memory, refusal, seconds, versions
+  request.json   topology, mesh, options       result.json   coordinates, memory, error, seconds, versions
   step.bin       StableHLO                     dump/         XLA's texts: the scheduled program, buffers, live ranges
 """
 
@@ -25,16 +26,16 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 MEMORY = ("argument", "output", "alias", "temp", "generated_code")
-# A program that does not fit is compiled all the same, so that the report can say what fills the memory.
+# A program that does not fit is compiled all the same, so that the report can list what fills the memory.
 OF_PLATFORM: dict[str, dict[str, Any]] = {"tpu": {"xla_tpu_no_crash_on_oom": True}, "cuda": {}}
 
 
 def make_mesh(axes: dict[str, int], axis_types: Sequence[str], devices: Sequence[Any]) -> Mesh:
-    """The mesh that a run on these devices would make."""
+    """Returns the mesh that a run on these devices would make."""
     types = tuple(AxisType[name] for name in axis_types)
     try:
         return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=devices)
-    except NotImplementedError:  # as of (2, 2, 4) on 2 x 2 x 4: it lays the 4 along 2 x 2, and has no 2 left
+    except NotImplementedError:  # for (2, 2, 4) on 2 x 2 x 4 JAX puts the 4 on 2 x 2 chips and has no 2 left
         if (box := _box(devices)) is None or [n for n in axes.values() if n > 1] != [n for n in box if n > 1]:
             raise
     ordered = np.array(sorted(devices, key=lambda device: tuple(device.coords)), dtype=object)
@@ -42,33 +43,33 @@ def make_mesh(axes: dict[str, int], axis_types: Sequence[str], devices: Sequence
 
 
 def _box(devices: Sequence[Any]) -> tuple[int, ...] | None:
-    """The dims of the box that the devices fill without gaps; None where there are gaps."""
+    """Returns the dims of the box that the devices fill; None if the box has gaps."""
     box = tuple(1 + max(column) for column in zip(*(device.coords for device in devices), strict=True))
     return box if math.prod(box) == len(devices) else None
 
 
 def compile_step(folder: Path, request: dict[str, Any], mesh: Mesh) -> dict[str, int | None]:
-    """Compiles the step for the mesh; returns the memory statistics."""
+    """Compiles the step for the mesh and returns the memory statistics in bytes."""
     step = export.deserialize(bytearray((folder / "step.bin").read_bytes()))
-    # Without any sharding the step is for one device: that of the mesh, not the one that this process computes on.
+    # A step without shardings runs on one device: the device of the mesh, not the CPU of this process.
     alone = NamedSharding(mesh, PartitionSpec()) if mesh.size == 1 else None
     args = []
     for aval, sharding in zip(step.in_avals, step.in_shardings_jax(mesh), strict=True):
         where: Any = sharding or alone
         if where is not None and aval.memory_space == jax.memory.Space.Host:
-            # On a mesh without devices: absent GPUs know no memories, and would drop the kind.
+            # The abstract mesh keeps the memory kind; absent GPUs list no memories, and JAX would drop the kind.
             where = NamedSharding(where.mesh.abstract_mesh, where.spec, memory_kind=request["host_memory"])
         args.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=where))
-    # An export donates nothing by itself: the function around it does.
+    # An export keeps no donation, so the function around it donates.
     jitted = jax.jit(step.call, donate_argnums=request["donated"], out_shardings=step.out_shardings_jax(mesh))
     options = {"xla_dump_to": str(folder / "dump")} | OF_PLATFORM[request["topology"]["platform"]] | request["options"]
     stats = jitted.lower(*args).compile(compiler_options=options).memory_analysis()
     sizes = {name: getattr(stats, f"{name}_size_in_bytes") for name in MEMORY}
-    return sizes | {"total_allocation": getattr(stats, "total_allocation_bytes", None)}  # of newer releases
+    return sizes | {"total_allocation": getattr(stats, "total_allocation_bytes", None)}  # newer releases only
 
 
 def main(folder: Path) -> None:
-    """Reads the request, compiles, writes the result."""
+    """Reads the request, compiles, and writes the result."""
     request = json.loads((folder / "request.json").read_text())
     versions = {name: version(name) for name in request["packages"]}
     result: dict[str, Any] = {"versions": versions, "memory": None, "error": None}
@@ -77,17 +78,17 @@ def main(folder: Path) -> None:
         devices: Sequence[Any] = topologies.get_topology_desc(**request["topology"]).devices
         mesh = make_mesh(request["axes"], request["axis_types"], devices)
         result["device_kind"] = devices[0].device_kind
-        result["coords"] = [list(getattr(device, "coords", ())) for device in mesh.devices.flat]  # of TPUs alone
+        result["coords"] = [list(getattr(device, "coords", ())) for device in mesh.devices.flat]  # TPUs only
         result["memory"] = compile_step(folder, request, mesh)
-    except Exception as error:  # whatever it is, the parent raises it
+    except Exception as error:  # the parent raises any error
         result["error"] = f"{type(error).__name__}: {error}"
     result["seconds"] = time.monotonic() - start
     (folder / "result.json").write_text(json.dumps(result))
 
 
 def end_with_parent() -> None:
-    """Ends this process when the parent ends, in whatever way: the parent holds our stdin open and writes nothing."""
-    os.read(0, 1)  # not sys.stdin, whose lock a daemon thread may not hold when Python exits
+    """Ends this process when the parent ends for any reason: the parent keeps our stdin open and writes nothing."""
+    os.read(0, 1)  # not sys.stdin: a daemon thread may not hold the lock of sys.stdin when Python exits
     os._exit(1)
 
 

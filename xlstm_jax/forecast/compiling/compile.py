@@ -1,11 +1,12 @@
-"""From a training step to its compiled program: for accelerators that are not there, or for the devices at hand.
+"""Compilation of a training step: for absent accelerators, or for the devices at hand.
 
-  StepCall --trace, export--> StableHLO --child process, or cache--> Compiled   begin_for_topology, compile_for_topology
+  StepCall --trace, export--> StableHLO --child process, or cache--> Compiled   begin_for_topology,
+    compile_for_topology
   StepCall --trace, lower, compile--> Compiled                                  compile_here
 
-A step for a topology is traced on a mesh without devices (``jax.sharding.AbstractMesh``) or on any mesh of as many
-devices as the topology has. Nothing is allocated, and this process never starts a compiler for them. The mesh is the
-one of the arguments' shardings, or of ``jax.jit(in_shardings=...)``.
+A step for a topology is traced on a mesh without devices (``jax.sharding.AbstractMesh``), or on any mesh with as many
+devices as the topology. Nothing is allocated, and this process never starts a compiler for absent devices. The mesh
+comes from the arguments' shardings or from ``jax.jit(in_shardings=...)``.
 """
 
 import dataclasses
@@ -44,12 +45,12 @@ from xlstm_jax.forecast.hardware.topologies import Topology, parse_topology
 from xlstm_jax.private_names import in_shardings_of, traceback_in_locations_limit
 from xlstm_jax.program_names import HOST_MEMORY
 
-JAX_PLATFORM = {"tpu": "tpu", "cuda": "gpu"}  # what JAX calls the devices that each compiler is for
-TRUSTED_OF_CPU = ("argument", "output", "alias")  # the CPU backend's other figures are wrong
-EXPORT_SCOPES = "jit(call)/call_exported/"  # the export puts them in front of the step's own names
+JAX_PLATFORM = {"tpu": "tpu", "cuda": "gpu"}  # JAX's device platform by compiler
+TRUSTED_OF_CPU = ("argument", "output", "alias")  # the other figures of the CPU backend are wrong
+EXPORT_SCOPES = "jit(call)/call_exported/"  # prefix that the export adds to the step's operation names
 ARGUMENT = re.compile(r'op_name="args\[(\d+)\]"')
-RAGGED = export.DisabledSafetyCheck.custom_call("ragged_all_to_all")  # which this release compiles at once
-CALLS_PYTHON = "different from the lowering platform"  # what export says of jax.debug.print and other callbacks
+RAGGED = export.DisabledSafetyCheck.custom_call("ragged_all_to_all")  # safe: the same release compiles it right away
+CALLS_PYTHON = "different from the lowering platform"  # export's error for jax.debug.print and other callbacks
 GIVE_SHARDINGS = "Give the arguments NamedShardings, as abstract_train_state and abstract_batch do."
 
 
@@ -58,21 +59,21 @@ class Compiled:
     """A compiled step, as text and numbers.
 
     Attributes:
-      platform: "tpu", "cpu", "gpu".
-      device_kind: as JAX names it.
-      topology: None for devices at hand.
-      axis_sizes: the mesh.
-      hlo: the optimized program of one device, instructions in the order of their schedule.
-      buffers, live_ranges: XLA's texts about them; None where the backend gives none.
-      memory: bytes by XLA's own count: argument, output, alias, temp, generated_code (the CPU backend's last two are
-        wrong, and left out); for a topology also total_allocation, where the release has it (temp counts a TPU's
-        temporaries twice). None where the compiler found that the program does not fit.
-      seconds: of compilation.
-      coords: of TPUs: the coordinates on the torus of each device of the mesh, in the mesh's order.
-      versions: of jax, jaxlib, and for a topology of the packages of its compiler.
-      without_sharding: the path of the first argument leaf of a step on several devices that has no sharding; None
-        where all have one.
-      too_large: what the compiler said of a program that may not fit; else None.
+      platform: "tpu", "cpu" or "gpu".
+      device_kind: JAX's name of the device.
+      topology: the absent devices; None for devices at hand.
+      axis_sizes: mesh axes and their sizes.
+      hlo: optimized program of one device, instructions in scheduled order.
+      buffers, live_ranges: XLA's buffer assignment and live ranges as text; None if the backend writes none.
+      memory: bytes as XLA counts them: argument, output, alias, temp, generated_code. The CPU backend's temp and
+        generated_code are wrong and left out. A topology also has total_allocation, if the release reports it (temp
+        counts a TPU's temporaries twice). None if the compiler found that the program does not fit.
+      seconds: compile time.
+      coords: TPUs: torus coordinates of each device, in mesh order.
+      versions: versions of jax and jaxlib, and for a topology of the compiler's packages.
+      without_sharding: path of the first argument leaf without a sharding, for a step on several devices; None if
+        every leaf has a sharding.
+      too_large: the compiler's message for a program that may not fit; else None.
     """
 
     platform: str
@@ -91,7 +92,7 @@ class Compiled:
 
     @property
     def devices(self) -> int:
-        """The number of devices."""
+        """Number of devices."""
         return math.prod(self.axis_sizes.values())
 
 
@@ -100,15 +101,17 @@ class Compiled:
 
 @dataclass(frozen=True)
 class StepCall:
-    """A step, what it is called with, and for which devices it is compiled.
+    """A step with its arguments and the devices to compile for.
 
     Attributes:
       step: a ``jax.jit`` function.
-      args, kwargs: what it takes: arrays or ``ShapeDtypeStruct`` with shardings on a mesh of as many devices as the
-        topology has; an ``AbstractMesh`` will do.
-      topology: devices that need not be there; None: those that the arguments lie on.
-      compiler_options: XLA's, "auto" for those of the chip and the slice. LIBTPU_INIT_ARGS reaches the compiler too.
-      cache: where to look for the compiler's report on a topology first, and to keep it; None: compiled anew, not kept.
+      args, kwargs: arguments of the step: arrays or ``ShapeDtypeStruct`` with shardings on a mesh (possibly an
+        ``AbstractMesh``) with as many devices as the topology.
+      topology: devices that need not be present; None: the devices that hold the arguments.
+      compiler_options: XLA options; "auto": the library's options for the chip and the slice. LIBTPU_INIT_ARGS reaches
+        the compiler too.
+      cache: cache of compiler reports for topologies, read first and then written; None: always compile and store
+        nothing.
     """
 
     step: Wrapped
@@ -120,7 +123,7 @@ class StepCall:
 
     @cached_property
     def traced(self) -> Traced:
-        """``step.trace(*args, **kwargs)``.
+        """Returns ``step.trace(*args, **kwargs)``.
 
         Raises:
           TypeError: ``step`` is not a ``jax.jit`` function.
@@ -130,24 +133,24 @@ class StepCall:
                 f"step must be a jax.jit function, as make_train_step returns one, not {self.step!r}; pass "
                 "jax.jit(step)."
             )
-        # JAX asks the GPU at hand about cuDNN while it traces: for an absent one its chip answers.
+        # While tracing, JAX queries the GPU at hand about cuDNN. For an absent GPU the chip's table entry answers.
         with answered_for(self.topology.chip) if self.topology else nullcontext():
             return self.step.trace(*self.args, **self.kwargs)
 
     @cached_property
     def mesh(self) -> Mesh | AbstractMesh | None:
-        """The mesh of the arguments' shardings, or of ``jax.jit(in_shardings=...)``; None where neither has one.
+        """Returns the mesh of the arguments' shardings or of ``jax.jit(in_shardings=...)``; None if neither has one.
 
-        Of two meshes of the same shape, one with devices and one without, it is the one with devices.
+        If two meshes have the same shape, one with devices and the other abstract, returns the mesh with devices.
 
         Raises:
-          ValueError: arguments lie on meshes of different shapes; names a leaf of each.
+          ValueError: arguments are on meshes of different shapes; the error names a leaf of each mesh.
         """
         own = [(path, getattr(leaf, "sharding", None)) for path, leaf in self.leaves]
         by_jit = zip(self.argument_names, self.in_shardings, strict=False)
         meshes = [(path, sharding.mesh) for path, sharding in [*own, *by_jit] if isinstance(sharding, NamedSharding)]
         by_shape: dict[Any, tuple[str, Mesh | AbstractMesh]] = {}
-        # Meshes with devices first, so that of two meshes of one shape the one with devices is kept.
+        # Meshes with devices come first, so that `setdefault` prefers them to abstract meshes of the same shape.
         for path, mesh in sorted(meshes, key=lambda pair: isinstance(pair[1], AbstractMesh)):
             by_shape.setdefault(tuple(mesh.shape.items()), (path, mesh))
         if len(by_shape) > 1:
@@ -160,34 +163,34 @@ class StepCall:
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """The axes of ``mesh``; none without one."""
+        """Axis sizes of ``mesh``; empty without a mesh."""
         return dict(self.mesh.shape) if self.mesh is not None else {}
 
     @property
     def argument_names(self) -> Sequence[str]:
-        """The paths of the arguments' leaves, as JAX names them."""
+        """Paths of the arguments' leaves, as JAX writes them."""
         return self.traced.jaxpr.jaxpr.debug_info.arg_names
 
     @cached_property
     def leaves(self) -> list[tuple[str, Any]]:
-        """Paths and arrays in the order of ``jax.jit``; a static argument is a leaf too, or several."""
+        """Returns (path, leaf) pairs in the order of ``jax.jit``; a static argument counts as one leaf or several."""
         trees = (self.args, dict(self.kwargs))
         return [(_name(path), leaf) for tree in trees for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
     @property
     def in_shardings(self) -> tuple[Any, ...]:
-        """The ``in_shardings`` of ``jax.jit``, leaf by leaf. JAX has no public name for them before the compilation."""
+        """Shardings by leaf from ``jax.jit(in_shardings=...)``; JAX has no public name for them before compilation."""
         return in_shardings_of(self.traced)
 
     @property
     def leaf_without_sharding(self) -> str | None:
-        """The path of the first argument leaf without a sharding, where there is a mesh of several devices; else None.
+        """Path of the first argument leaf without a sharding on a mesh of several devices; else None.
 
-        Scalars and PRNG keys may have none: they are small, and every device has them whole.
+        Scalars and PRNG keys need no sharding: they are small and replicated.
         """
         if self.mesh is None or self.mesh.size == 1:
             return None
-        # What is static is no array, so the arrays among the arguments are those of the traced function, in its order.
+        # Static arguments are not arrays, so the arrays among the leaves match the traced arguments in order.
         arrays = [(path, leaf) for path, leaf in self.leaves if hasattr(leaf, "dtype") and leaf.shape]
         infos = zip(jax.tree.leaves(self.traced.args_info), self.in_shardings, strict=False)
         by_jit = [sharding for info, sharding in infos if info.shape]
@@ -200,14 +203,14 @@ class StepCall:
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    """Returns a key path as people write it, ``0/params/head/kernel``."""
-    # The array within a box of Flax, or within a variable of NNX, has the name of the box.
+    """Returns a key path in readable form, ``0/params/head/kernel``."""
+    # An array inside of a Flax box or an NNX variable gets the path of the box.
     named = path[:-1] if path[-1:] == (jax.tree_util.GetAttrKey("value"),) else path
     return jax.tree_util.keystr(named, simple=True, separator="/")
 
 
 def _is_sharded(sharding: Any) -> bool:
-    """Whether a sharding names a mesh, or several devices."""
+    """Returns whether a sharding names a mesh or several devices."""
     return isinstance(sharding, NamedSharding) or getattr(sharding, "num_devices", 1) > 1
 
 
@@ -215,11 +218,11 @@ def _is_sharded(sharding: Any) -> bool:
 
 
 def compile_here(call: StepCall) -> Compiled:
-    """Compiles a step for the devices of its own mesh, in this process.
+    """Compiles a step in this process, for the devices of the step's mesh.
 
     Raises:
-      ValueError: the arguments lie on an ``AbstractMesh``, which has no devices; or they lie on no mesh, but the step
-        runs on several devices.
+      ValueError: the arguments are on an ``AbstractMesh``, which has no devices; or the arguments are on no mesh, but
+        the step runs on several devices.
       CompileError: the compiler refuses the step.
     """
     mesh, options = call.mesh, resolved_on(call.mesh, call.compiler_options)
@@ -235,7 +238,7 @@ def compile_here(call: StepCall) -> Compiled:
         said = said_of_step("the devices at hand", error, options)
         raise CompileError(f"the compiler refuses the step for {said}") from error
     seconds = time.monotonic() - start
-    # Arguments may lie on no mesh, so the compiled program says where it runs.
+    # The arguments may be on no mesh, so the devices come from the compiled program.
     devices = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))[0].device_set
     if mesh is None and len(devices) > 1:
         raise ValueError(f"the step runs on {len(devices)} devices, but its arguments lie on no mesh. {GIVE_SHARDINGS}")
@@ -266,12 +269,12 @@ def compile_for_topology(
     timeout_s: float = COMPILE_TIMEOUT_S,
     cache: ReportCache | None = None,
 ) -> Compiled:
-    """Compiles a step for TPUs or GPUs that are not there, as ``begin_for_topology`` does, and waits for it.
+    """Compiles a step for absent TPUs or GPUs, as ``begin_for_topology`` does, and waits for the result.
 
     Raises:
       ImportError, ValueError: as ``begin_for_topology``.
       CompileError: the compiler refuses the step, for another reason than memory.
-      TimeoutError: it did not end within ``timeout_s``.
+      TimeoutError: the compilation takes longer than ``timeout_s``.
     """
     devices = parse_topology(topology)
     begun = begin_for_topology(StepCall(step, args, {}, devices, compiler_options, cache))
@@ -280,14 +283,14 @@ def compile_for_topology(
 
 
 def begin_for_topology(call: StepCall) -> Pending[Compiled]:
-    """A step that is ready for the compiler of a topology, which a child process loads.
+    """Exports a step for a topology and returns the pending compilation, which a child process runs.
 
-    What is left needs the step no more, and may run beside others.
+    The pending compilation needs the step no more and can run in parallel with others.
 
     Raises:
-      ImportError: the compiler is not installed, or is of another version than jaxlib (see ``compilers``).
-      ValueError: the mesh has another number of devices than the topology: names both; or the step calls back into
-        Python (``jax.debug.print``), which it can only on the devices of its process.
+      ImportError: the compiler is not installed, or its version differs from jaxlib's (see ``check_compiler``).
+      ValueError: the numbers of devices in the mesh and in the topology differ (names both); or the step calls back
+        into Python (``jax.debug.print``), which works only on devices of the calling process.
     """
     topology = call.topology
     assert topology is not None
@@ -299,7 +302,7 @@ def begin_for_topology(call: StepCall) -> Pending[Compiled]:
     if call.mesh is not None and call.mesh.size != topology.num_devices:
         raise ValueError(
             f"the step's mesh {call.axis_sizes} has {call.mesh.size} devices, but topology={topology.name!r} has "
-            f"{topology.num_devices}. Make the mesh of the topology's size, or choose a topology of the mesh's."
+            f"{topology.num_devices}. Make a mesh of {topology.num_devices} devices, or choose another topology."
         )
     packages = check_compiler(topology.platform)
     exported = _export(call, topology)
@@ -308,7 +311,7 @@ def begin_for_topology(call: StepCall) -> Pending[Compiled]:
             f"the step is made for {exported.nr_devices} devices, but its arguments lie on the mesh "
             f"{call.axis_sizes}. {GIVE_SHARDINGS}"
         )
-    # The child gets bytes and JSON alone: what it writes must follow from them, so that it can be kept in a cache.
+    # The child gets only bytes and JSON, so its output depends on nothing else and can be cached.
     options = resolved(call.compiler_options, topology.chip.device_kinds[0], topology.shape)
     settings: dict[str, Any] = {
         "axes": call.axis_sizes or {"device": 1},
@@ -319,7 +322,7 @@ def begin_for_topology(call: StepCall) -> Pending[Compiled]:
         "packages": packages,
         "host_memory": HOST_MEMORY,
     }
-    names, missing = call.argument_names, call.leaf_without_sharding  # and not the call, which holds arrays
+    names, missing = call.argument_names, call.leaf_without_sharding  # `finish` must not keep the call's arrays alive
 
     def finish(texts: Texts) -> Compiled:
         return dataclasses.replace(_read_texts(texts, topology, settings, names), without_sharding=missing)
@@ -328,9 +331,10 @@ def begin_for_topology(call: StepCall) -> Pending[Compiled]:
 
 
 def _export(call: StepCall, topology: Topology) -> export.Exported:
-    """The step as a function of its leaves: an export can be written only with pytrees that are registered with it.
+    """Exports the step as a function of its leaves, because an export can only store registered pytree types.
 
-    It names operations, but no lines of code: who asks for the step, and a comment above it, do not change the program.
+    The export keeps operation names but no source lines, so a new caller or an added comment does not change the
+    program.
     """
     try:
         with traceback_in_locations_limit(0), answered_for(topology.chip):
@@ -341,14 +345,13 @@ def _export(call: StepCall, topology: Topology) -> export.Exported:
             raise
         raise ValueError(
             "the step calls back into Python, by jax.debug.print, jax.debug.callback, io_callback or pure_callback, "
-            "and that cannot be compiled for a topology. Leave it out of the step that is forecast, or leave topology "
-            "out."
+            "which cannot be compiled for a topology. Leave the call out of the step, or leave topology out."
         ) from error
-    except AssertionError as error:  # JAX asks for the devices of an operation that it partitions itself
+    except AssertionError as error:  # JAX looks up the devices of an operation that it partitions in Python
         raise ValueError(
-            "the step holds an operation that JAX partitions by calling back into Python, such as attention of cuDNN "
-            "outside of shard_map, and that cannot be compiled for a topology. Call it inside of jax.shard_map, as the "
-            "loss of make_train_step is."
+            "the step holds an operation that JAX partitions by calling back into Python, such as cuDNN's attention "
+            "outside of shard_map, which cannot be compiled for a topology. Call the operation inside of "
+            "jax.shard_map, as in the loss of make_train_step."
         ) from error
     inputs: PyTree = ((0,) * len(exported.in_avals), {})
     outputs = (0,) * len(exported.out_avals)
@@ -356,14 +359,14 @@ def _export(call: StepCall, topology: Topology) -> export.Exported:
 
 
 def _read_texts(texts: Texts, topology: Topology, settings: Mapping[str, Any], arguments: Sequence[str]) -> Compiled:
-    """The program that the compiler wrote. What it wrote before a refusal is none, unless it may only be too large."""
+    """Returns the program that the compiler wrote. After an error only a program that may be too large counts."""
     result = json.loads(texts[RESULT])
     error = result["error"]
     said = said_of_step(topology.name, error or "it wrote no program", settings["options"])
     if not (texts.get("hlo") and texts.get("buffers")) or (error and not may_be_too_large(error)):
         raise CompileError(f"the compiler refuses the step for {said}")
 
-    def argument_name(match: re.Match[str]) -> str:  # as when JAX compiles the program without an export
+    def argument_name(match: re.Match[str]) -> str:  # the same name as without an export
         return f'op_name="{arguments[int(match[1])]}"'.replace("'", "\\'")
 
     return Compiled(

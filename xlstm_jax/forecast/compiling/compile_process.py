@@ -1,11 +1,11 @@
-"""A step on its way through the compiler for a topology: read from the cache, or compiled by a child process.
+"""Compilation of a step for a topology: read from the cache, or run in a child process.
 
-  Pending  --start-->            found in the cache, or a child process with a folder of its own
-           --is_done, result-->  what ``finish`` makes of the compiler's texts
-           --close-->            the child is killed where it still runs, and its folder removed
+  Pending  --start-->            a cache entry, or a child process with a temporary folder
+           --is_done, result-->  ``finish`` applied to the compiler's texts
+           --close-->            the child is killed if still running, and the folder is removed
 
-Nothing here waits but ``result``, so that several steps can be under way (see ``side_by_side``), and there are no
-threads, so that an interrupt ends all of them.
+Only ``result`` waits, so several steps can compile at once (see ``side_by_side``). The module uses no threads, so an
+interrupt ends every compilation.
 """
 
 import functools
@@ -26,9 +26,8 @@ from xlstm_jax.forecast.compiling import child as compile_child
 from xlstm_jax.forecast.compiling.report_cache import ReportCache, Texts
 from xlstm_jax.wording import how_to_install, one_line
 
-# Without these libtpu asks the cloud which slice it runs on, and takes a lock. The accelerator type may be any: the
-# topology decides. JAX's own cache, where the user has one, is for programs that run: none of these does, and what
-# came from there would leave no texts.
+# Without these variables libtpu queries the cloud for its slice, and takes a lock. Any accelerator type works, since
+# the topology overrides it. JAX's compilation cache is off: a program read from that cache would write no texts.
 CHILD_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -39,22 +38,22 @@ CHILD_ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "JAX_ENABLE_COMPILATION_CACHE": "false",
 }
-FOR_ANOTHER_BACKEND = "XLA_FLAGS"  # libtpu ends the process at a flag that it does not know
-OF_THE_COMPILER = ("JAX_", "LIBTPU_", "TPU_", "XLA_")  # variables that may change what it writes
+FOR_ANOTHER_BACKEND = "XLA_FLAGS"  # libtpu ends the process at an unknown flag
+OF_THE_COMPILER = ("JAX_", "LIBTPU_", "TPU_", "XLA_")  # prefixes of variables that may change the compiled program
 
-# The compilers: for TPUs libtpu; for GPUs JAX's plugin for CUDA with its runtime, both of jaxlib's version, and ptxas
-# and libdevice of NVIDIA's compiler. CUDA's own libraries, 2 GB of them, are needed to run a program, not to compile.
-EXPORTER = "flatbuffers"  # what jax.export writes with
+# The compilers. TPU: libtpu. GPU: JAX's CUDA plugin and its runtime, both of jaxlib's version, and ptxas and libdevice
+# of NVIDIA's compiler. The CUDA libraries (2 GB) are needed to run a program, not to compile it.
+EXPORTER = "flatbuffers"  # jax.export serializes with this package
 PLUGIN = "jax-cuda12-plugin"
-OF_JAXLIB = (PLUGIN, "jax-cuda12-pjrt")  # released with jaxlib, under its version
-COMPILERS = {  # by platform: the device, the extra that installs the compiler, and its packages
+OF_JAXLIB = (PLUGIN, "jax-cuda12-pjrt")  # released with jaxlib, under the same version
+COMPILERS = {  # platform: (device, extra that installs the compiler, packages of the compiler)
     "tpu": ("TPU", "forecast", ("libtpu",)),
     "cuda": ("GPU", "forecast-gpu", (*OF_JAXLIB, "nvidia-cuda-nvcc-cu12")),
 }
 
 RESULT = "result.json"
-# How the compilers begin to say that a program does not fit. Each has other causes too (a kernel's scratch memory, a
-# program that is invalid), so a forecast believes it only where the program takes more than the chip has.
+# Beginnings of compiler errors for a program that does not fit. Each has other causes too (a kernel's scratch memory,
+# an invalid program), so a forecast accepts the error as "too large" only if the program exceeds the chip's memory.
 TOO_LARGE = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT: Invalid TPU program.")
 POLL_S = 0.02
 COMPILE_TIMEOUT_S = 1800.0
@@ -64,12 +63,12 @@ U = TypeVar("U")
 
 
 def check_compiler(platform: str) -> list[str]:
-    """The packages of which the compiler for a platform is made; all of them are installed.
+    """Returns the packages of the compiler for a platform, after checking that all are installed.
 
     Args:
       platform: "tpu" or "cuda", as ``Topology.platform``.
     Raises:
-      ImportError: one is not installed, or the plugin is of another version than jaxlib.
+      ImportError: a package is not installed, or the versions of the plugin and jaxlib differ.
     """
     device, extra, packages = COMPILERS[platform]
     if missing := [name for name in (*packages, EXPORTER) if installed_version(name) is None]:
@@ -88,7 +87,7 @@ def check_compiler(platform: str) -> list[str]:
 
 
 def installed_version(name: str) -> str | None:
-    """The version of a package; None where it is not installed."""
+    """Returns the version of a package; None if the package is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -104,7 +103,7 @@ class CompileError(RuntimeError):
 
 
 def said_of_step(where: str, error: object, options: Mapping[str, Any] | None) -> str:
-    """A compiler's message about a step, in a line, with the options that it may be about.
+    """Formats a compiler's message about a step in one line, with the compiler options that may have caused it.
 
     >>> said_of_step("v5e:8x8", "UNIMPLEMENTED: not supported", {"xla_tpu_option": True})
     "v5e:8x8, given {'xla_tpu_option': True}: UNIMPLEMENTED: not supported"
@@ -114,12 +113,12 @@ def said_of_step(where: str, error: object, options: Mapping[str, Any] | None) -
 
 
 def may_be_too_large(error: str) -> bool:
-    """Whether a compiler's error may mean that the program does not fit."""
+    """Returns whether a compiler's error may mean that the program does not fit."""
     return any(words in error for words in TOO_LARGE)
 
 
 def child_environment() -> dict[str, str]:
-    """The variables of the child process."""
+    """Returns the environment variables of the child process."""
     return {name: value for name, value in os.environ.items() if name != FOR_ANOTHER_BACKEND} | CHILD_ENVIRONMENT
 
 
@@ -129,17 +128,17 @@ def _versions(packages: Sequence[str]) -> dict[str, str]:
 
 @dataclass
 class Pending(Generic[T]):
-    """A step that is to be compiled, is being compiled, or is compiled.
+    """A compilation that is planned, running or done.
 
-    What the compiler writes follows from ``step``, ``settings`` and the compiler's own programs alone.
+    The compiler's texts depend only on ``step``, ``settings`` and the compiler's binaries.
 
     Attributes:
-      step: StableHLO, serialized.
-      settings: topology, mesh, options, donated arguments, and the packages that the compiler is.
-      finish: makes the result of the compiler's texts; may raise a ``CompileError``.
-      cache: where to look first, and to keep what was compiled; None: nowhere.
-      timeout_s: how long the child may take.
-      seconds: from the start of the child to the result; None before, and where the cache had it.
+      step: serialized StableHLO.
+      settings: topology, mesh, options, donated arguments, and the compiler's packages.
+      finish: converts the compiler's texts to the result; may raise a ``CompileError``.
+      cache: cache to read first and to write after compiling; None: no cache.
+      timeout_s: time limit of the child.
+      seconds: time from the child's start to the result; None before, and for a result from the cache.
     """
 
     step: bytes
@@ -155,11 +154,11 @@ class Pending(Generic[T]):
 
     @functools.cached_property
     def key(self) -> str:
-        """A digest of the step, its settings, the variables that the compiler reads, and the programs that serve it.
+        """Digest of the step, its settings, the compiler's environment variables, and the compiler's programs.
 
-        One compiler is told from another by versions, libtpu's file, and the text of the child's program.
+        Compilers are distinguished by package versions, by libtpu's file, and by the text of the child's program.
         """
-        # The variable names another libtpu than that of the package, whose version says nothing of it.
+        # TPU_LIBRARY_PATH may select another libtpu, which the version of the package does not describe.
         library = os.environ.get("TPU_LIBRARY_PATH")
         status = os.stat(library) if library and os.path.exists(library) else None
         rest = {
@@ -173,12 +172,12 @@ class Pending(Generic[T]):
         return hashlib.sha256(digest + json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
     def then(self, more: Callable[[T], U]) -> "Pending[U]":
-        """The same step, not yet started, whose result is ``more(result)``."""
+        """Returns the same compilation, not yet started, with the result ``more(result)``."""
         finish = self.finish
         return Pending(self.step, self.settings, lambda texts: more(finish(texts)), self.cache, self.timeout_s)
 
     def start(self) -> "Pending[T]":
-        """Reads the cache, or starts the child; returns itself."""
+        """Reads the cache, or starts the child; returns ``self``."""
         self._started = time.monotonic()
         self._texts = self.cache.read(self.key) if self.cache else None
         if self._texts is None:
@@ -186,27 +185,27 @@ class Pending(Generic[T]):
             folder = Path(self._folder.name)
             (folder / "step.bin").write_bytes(self.step)
             (folder / "request.json").write_text(json.dumps(self.settings))
-            # -P: the folder of the child's program, with the files of the library in it, stays off the path.
+            # -P keeps the folder of the child's program, which holds library modules, off sys.path.
             command = [sys.executable, "-P", compile_child.__file__, str(folder)]
             with open(folder / "log", "wb") as log:
-                # The child reads its stdin, and ends when this process does, however that ends.
+                # The child watches its stdin, and so ends when this process ends for any reason.
                 self._child = subprocess.Popen(
                     command, env=child_environment(), stdin=subprocess.PIPE, stdout=log, stderr=log
                 )
         return self
 
     def is_done(self) -> bool:
-        """Whether ``result`` need not wait."""
-        # A child that is late counts as done, and `result` says so.
+        """Returns whether ``result`` returns without waiting."""
+        # A child past its time limit counts as done; `result` then raises TimeoutError.
         is_late = time.monotonic() - self._started > self.timeout_s
         return is_late or self._child is None or self._child.poll() is not None
 
     def result(self) -> T:
-        """Waits to the end, and closes.
+        """Waits for the compilation, returns the result, and closes.
 
         Raises:
           CompileError: the compiler refused the step.
-          TimeoutError: it did not end in time.
+          TimeoutError: the compilation took longer than ``timeout_s``.
         """
         try:
             while not self.is_done():
@@ -223,15 +222,15 @@ class Pending(Generic[T]):
             self.close()
 
     def close(self) -> None:
-        """Kills the child, where it still runs, and removes its folder."""
+        """Kills the child if it still runs, and removes its folder."""
         if self._child is not None:
-            with self._child:  # closes its stdin, and waits
+            with self._child:  # closes the child's stdin, and waits
                 self._child.kill()
         if self._folder is not None:
             self._folder.cleanup()
 
     def _compiled(self, child: "subprocess.Popen[bytes]") -> Texts:
-        """The result of a child that has ended, and those of XLA's texts that a forecast reads."""
+        """Returns the texts of a child that has ended: its result, and the XLA dumps that a forecast reads."""
         assert self._folder is not None
         folder = Path(self._folder.name)
         if child.poll() is None:
@@ -244,8 +243,8 @@ class Pending(Generic[T]):
             raise CompileError(f"the compiler's process ended with exit code {child.returncode}:\n{end}")
         texts = {
             RESULT: (folder / RESULT).read_text(),
-            # Of TPUs: the text after code generation has the compiler's cycles; a program that does not fit may not
-            # come so far. Of GPUs there is none.
+            # On TPUs the text after code generation has the compiler's cycles; a program that does not fit may not
+            # reach this stage. GPUs have no such text.
             "hlo": _dumped(folder, "codegen") or _dumped(folder, "optimizations"),
             "buffers": _dumped(folder, "optimizations-buffer-assignment"),
             "live_ranges": _dumped(folder, "optimizations-live-range"),
@@ -260,9 +259,10 @@ def _dumped(folder: Path, name: str) -> str | None:
 
 
 def _is_final(texts: Texts, packages: Sequence[str]) -> bool:
-    """Whether the same compiler would write the same again: it took the program, or found that it does not fit.
+    """Returns whether the compiler would repeat this outcome: the step compiled, or does not fit.
 
-    It is another compiler than the key says where one was installed while the child started.
+    The outcome is not stored if the compiler differs from the key's, because another version was installed while the
+    child started.
     """
     result = json.loads(texts[RESULT])
     error = result["error"] if result["versions"] == _versions(packages) else "compiled by another version"

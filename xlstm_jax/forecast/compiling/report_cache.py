@@ -1,15 +1,15 @@
-"""What a compiler said of a program, kept in a folder of the user's, so that the same program is compiled once.
+"""Cache of compiler reports in a folder of the user, so that each program is compiled once.
 
-  forecast, lint, fit --key of the request--> an entry: the compiler's texts --the library of today--> a Forecast
+  forecast, lint, fit --key of the request--> an entry: the compiler's texts --the installed library--> a Forecast
 
-An entry holds the compiler's own texts and nothing that this library makes of them, so a newer library reads them anew.
-Its name is the digest of all that the compiler's process is given (see ``Pending.key``), so another program, option
-or version has another name: there is nothing to invalidate. An entry begins with a digest of its name and its content;
-where that does not hold (damaged, cut off, renamed, of another version) it is no entry, and the program is compiled.
-A digest does not say who wrote: only regular files of this user, in a folder of this user, are read, and neither if
-others may write there.
+An entry holds only the compiler's texts, so a newer version of the library reads old entries anew. The entry's name is
+the digest of all inputs of the compiler's process (see ``Pending.key``). Another program, option or version has
+another name, so nothing needs to be invalidated. An entry begins with a digest of its name and its content. If the
+digest does not match (damaged, cut off, renamed, another version), the entry is ignored and the program is compiled. A
+digest does not prove who wrote the file: only regular files of this user, in a folder of this user, are read, and only
+if no other user may write the file or the folder.
 
-The folder may be removed at any time. Beyond ``max_bytes`` the entries that were not read for longest go.
+The folder may be removed at any time. Beyond ``max_bytes`` the entries that were not read for longest are removed.
 """
 
 import contextlib
@@ -26,26 +26,26 @@ from typing import NoReturn, TypeAlias
 
 from xlstm_jax.wording import one_line
 
-FOLDER_VARIABLE = "XLSTM_JAX_CACHE_DIR"  # a folder; empty: nothing is kept
+FOLDER_VARIABLE = "XLSTM_JAX_CACHE_DIR"  # a folder; empty: no cache
 MAX_CACHE_BYTES = 2**30
-MAX_ENTRY_BYTES = 2**28  # of one entry's texts; those of the largest models so far have some MB, and compress to 1/9
+MAX_ENTRY_BYTES = 2**28  # uncompressed texts of one entry; the largest models so far have some MB, compressed to 1/9
 SUFFIX = ".report"
 DIGEST_BYTES = 32
 
-Texts: TypeAlias = dict[str, str]  # of one compilation: by name what the child process wrote
+Texts: TypeAlias = dict[str, str]  # texts that the child process wrote for one compilation, by name
 
 
 @dataclass
 class ReportCache:
-    """A folder of compiled reports, and how often this process found one there.
+    """A folder of compiler reports, with counts of hits and misses in this process.
 
     Attributes:
-      folder: where entries lie; made when the first is written, for this user alone.
-      max_bytes: of all entries together; 1 GiB by default.
-      hits: how many reports came from the folder.
-      misses: how many programs had to be compiled.
-      problem: why the last report could not be kept, in a line; "" where nothing was wrong.
-      warned: whether a warning was given; one tells of all that could not be read.
+      folder: folder of the entries; created at the first write, for this user alone.
+      max_bytes: limit for the sum of all entries; 1 GiB by default.
+      hits: reports read from the folder.
+      misses: programs that had to be compiled.
+      problem: reason why the last report could not be stored, in a line; "" after success.
+      warned: whether a warning was given; a single warning covers all unreadable entries.
 
     >>> import tempfile
     >>> cache = ReportCache(Path(tempfile.mkdtemp()))
@@ -62,31 +62,31 @@ class ReportCache:
     warned: bool = False
 
     def read(self, key: str) -> Texts | None:
-        """The texts of an entry; None where there is none, or none that is sound."""
+        """Returns the texts of an entry; None if the entry is missing or unusable."""
         path, texts = self._path(key), None
         try:
             texts = _unpacked(key, _content(path))
-            # Read just now: `_remove_oldest` goes by this time.
+            # Mark the entry as read now: `_remove_oldest` sorts by this time.
             os.utime(path)
         except _UnusableError as error:
             if not self.warned:
                 self.warned = True
                 warnings.warn(
-                    f"a compiled report was not read from {self.folder}: {error}. The program is compiled anew, as are "
-                    "others there of which the same is true.",
+                    f"a compiled report was not read from {self.folder}: {error}. The program is compiled anew. "
+                    "Further unusable reports are skipped without a warning.",
                     stacklevel=2,
                 )
-        except OSError:  # none is there, or the folder cannot be read, or is one that only reads
+        except OSError:  # no entry, or the folder is unreadable or read-only
             pass
         self.hits, self.misses = self.hits + (texts is not None), self.misses + (texts is None)
         return texts
 
     def write(self, key: str, texts: Texts) -> None:
-        """Keeps the texts, whole or not at all; where that fails, ``problem`` says why, and nothing is raised."""
+        """Stores the texts atomically. A failure sets ``problem`` and raises nothing."""
         self.problem = ""
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            # The folder may have been there before, with other rights than `mkdir` would give.
+            # The folder may have existed before, with other permissions than `mkdir` sets.
             _check_ours_alone(self.folder, os.stat(self.folder))
             _write_whole(self._path(key), _packed(key, texts))
             self._remove_oldest()
@@ -99,12 +99,12 @@ class ReportCache:
         return self.folder / f"{key}{SUFFIX}"
 
     def _remove_oldest(self) -> None:
-        """Removes what was not read for longest, until the rest is within ``max_bytes``."""
+        """Removes the entries that were not read for longest, until the rest fits into ``max_bytes``."""
         entries = []
-        for path in self.folder.glob(f"*{SUFFIX}"):  # those of writers that were killed among them
-            with contextlib.suppress(OSError):  # another process has just removed it
+        for path in self.folder.glob(f"*{SUFFIX}"):  # includes temporary files of killed writers
+            with contextlib.suppress(OSError):  # another process has just removed the file
                 entries.append((path.stat().st_mtime, path.stat().st_size, path))
-        # The newest first: what lies beyond the limit is what was not read for longest.
+        # Newest first, so that the entries beyond the limit are the entries not read for longest.
         total = 0
         for _, size, path in sorted(entries, reverse=True):
             total += size
@@ -113,9 +113,9 @@ class ReportCache:
 
 
 def user_cache() -> ReportCache | None:
-    """The user's: in $XLSTM_JAX_CACHE_DIR, else in xlstm_jax below $XDG_CACHE_HOME or ~/.cache.
+    """Returns the user's cache: $XLSTM_JAX_CACHE_DIR, else xlstm_jax below $XDG_CACHE_HOME or ~/.cache.
 
-    None where the first is empty, or the user has no home.
+    Returns None if $XLSTM_JAX_CACHE_DIR is empty, or the user has no home.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     base = base if os.path.isabs(base) else "~/.cache"  # as the XDG specification says
@@ -124,44 +124,44 @@ def user_cache() -> ReportCache | None:
 
 
 def chosen_cache(cache: bool | ReportCache) -> ReportCache | None:
-    """What a user's argument ``cache`` stands for: True is the user's own folder, False is none."""
+    """Returns the cache for a user's argument ``cache``: True is the user's folder, False is None."""
     return user_cache() if cache is True else (cache or None)
 
 
 class _UnusableError(Exception):
-    """Why an entry, or its folder, is not used."""
+    """Reason why an entry or its folder is not used."""
 
 
 def _unusable(reason: str) -> NoReturn:
-    """Ends the reading or writing of an entry. Users see the reason in a warning or in ``problem``, not as an error."""
+    """Stops reading or writing an entry. Users see the reason in a warning or in ``problem``, not as an error."""
     raise _UnusableError(reason) from None
 
 
 def _check_ours_alone(path: Path, status: os.stat_result) -> None:
-    """Refuses a file or folder that another user owns or may write."""
+    """Raises if another user owns the file or folder, or may write it."""
     if status.st_uid != os.geteuid():
         _unusable(f"{path} belongs to another user (number {status.st_uid})")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        _unusable(f"others may write {path} (run chmod go-w on it, if you trust what it holds)")
+        _unusable(f"others may write {path} (run chmod go-w on it if you trust its content)")
 
 
 def _content(path: Path) -> bytes:
-    """The bytes of a regular file that this user alone may write, in a folder where nobody else can exchange it."""
+    """Reads a regular file that only this user may write, in a folder where only this user may replace files."""
     _check_ours_alone(path.parent, os.stat(path.parent))
-    # Of the path itself, not of what a link leads to.
+    # `lstat` describes the path itself, not the target of a link.
     status = os.lstat(path)
-    if not stat.S_ISREG(status.st_mode):  # a link leads elsewhere, and an open of a pipe would wait for its writer
-        _unusable(f"{path} is no regular file")
+    if not stat.S_ISREG(status.st_mode):  # a link may leave the folder; opening a pipe would wait for its writer
+        _unusable(f"{path} is not a regular file")
     _check_ours_alone(path, status)
     if status.st_size > MAX_ENTRY_BYTES:
-        _unusable(f"{path} has {status.st_size} bytes, more than the {MAX_ENTRY_BYTES} that an entry may")
+        _unusable(f"{path} has {status.st_size} bytes, more than the {MAX_ENTRY_BYTES} that an entry may have")
     return path.read_bytes()
 
 
 def _packed(key: str, texts: Texts) -> bytes:
     plain = json.dumps(texts).encode()
     if len(plain) > MAX_ENTRY_BYTES:
-        _unusable(f"the report has {len(plain)} bytes, more than the {MAX_ENTRY_BYTES} that an entry may")
+        _unusable(f"the report has {len(plain)} bytes, more than the {MAX_ENTRY_BYTES} that an entry may have")
     content = zlib.compress(plain, level=3)
     return _digest(key, content) + content
 
@@ -172,7 +172,7 @@ def _unpacked(key: str, data: bytes) -> Texts:
         _unusable("an entry does not have its digest: it is damaged, or of another version")
     unpacking = zlib.decompressobj()
     try:
-        # At most so many bytes, whatever the entry claims: a small one can inflate to gigabytes.
+        # The limit holds whatever the entry claims: a small file can inflate to gigabytes.
         plain = unpacking.decompress(content, MAX_ENTRY_BYTES)
         texts = json.loads(plain) if unpacking.eof else None
     except (zlib.error, ValueError, RecursionError) as error:
@@ -185,12 +185,12 @@ def _unpacked(key: str, data: bytes) -> Texts:
 
 
 def _digest(key: str, content: bytes) -> bytes:
-    """A digest of the content and of the entry's name, so that a renamed entry is refused."""
+    """Returns a digest of the content and of the entry's name, so that a renamed entry is refused."""
     return hashlib.sha256(key.encode() + content).digest()
 
 
 def _write_whole(path: Path, data: bytes) -> None:
-    """Writes beside the path and then renames, so that a reader sees the old file, or the new one, or none."""
+    """Writes a temporary file and renames it, so that a reader never sees a partly written file."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=SUFFIX)
     try:
         with os.fdopen(handle, "wb") as file:

@@ -1,1 +1,1 @@
-"""What a compiled program costs: memory, traffic, cycles and FLOP; and the least time by a chip's figures."""
+"""Cost of a compiled program: memory, traffic, cycles and FLOP, and the least time by a chip's figures."""

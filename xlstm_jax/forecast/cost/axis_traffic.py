@@ -1,9 +1,10 @@
-"""What travels along each axis of the mesh: weights and activations apart, and how much of their time is waited for.
+"""Traffic along each mesh axis: bytes of weights and activations, and the step's wait for the collectives.
 
     [Collective, ...] --axis_traffic--> [AxisTraffic(axes, weights, activations, other, seconds, waited_s), ...]
 
-Weights travel along the axes that parameters are gathered over (FSDP): that does not grow with the batch. Activations
-travel along the axes of split layers, of a split sequence and of experts: that grows with each token.
+Weights are sent along the axes over which parameters are gathered (FSDP); weight traffic does not grow with the batch.
+Activations are sent along the axes of split layers, a split sequence and experts; activation traffic grows with each
+token.
 """
 
 from collections import defaultdict
@@ -22,14 +23,14 @@ from xlstm_jax.forecast.hlo.op_names import OTHER
 
 @dataclass(frozen=True)
 class AxisTraffic:
-    """The collectives of a step over one set of axes.
+    """Collectives of a step over the same set of axes.
 
     Attributes:
-      axes: of the mesh; None for collectives whose groups follow no set of axes.
-      executions: how many of them a step executes.
-      weights, activations, other: bytes that each device sends in a step, see ``Collective.carries``.
-      seconds: what all of them take alone, one after the other; None for a device without figures.
-      waited_s: how long the step is expected to wait for them; likewise.
+      axes: mesh axes; None for collectives whose groups follow no set of axes.
+      executions: number of executions in a step.
+      weights, activations, other: bytes sent by each device in a step, see ``Collective.carries``.
+      seconds: total time of the collectives without overlap; None for a device without figures.
+      waited_s: expected wait of the step for the collectives; None for a device without figures.
 
     >>> traffic = AxisTraffic(("cp",), 64, weights=0.0, activations=2e9, other=0.0, seconds=0.04, waited_s=0.002)
     >>> traffic.wire_bytes, traffic.hidden_fraction
@@ -46,30 +47,30 @@ class AxisTraffic:
 
     @property
     def wire_bytes(self) -> float:
-        """All bytes that each device sends over these axes in a step."""
+        """Total bytes sent by each device over these axes in a step."""
         return self.weights + self.activations + self.other
 
     @property
     def hidden_fraction(self) -> float | None:
-        """The part of ``seconds`` that the step does not wait for, 0 to 1; None where it is not known."""
+        """Fraction of ``seconds`` that the step does not wait for, 0 to 1; None if unknown."""
         return 1 - self.waited_s / self.seconds if self.seconds and self.waited_s is not None else None
 
 
 def axis_traffic(collectives: Iterable[Collective]) -> tuple[AxisTraffic, ...]:
-    """The collectives of a step by the axes that they run over, those that send most first.
+    """Returns the traffic of a step by set of axes, largest ``wire_bytes`` first.
 
-    Collectives over no axis (of one device alone) are left out.
+    Collectives over no axis (a single device) are left out.
     """
     by_axes: dict[tuple[str, ...] | None, list[Collective]] = defaultdict(list)
     for collective in collectives:
         by_axes[collective.axes].append(collective)
-    # Nothing travels along no axis.
+    # Collectives of a single device send nothing.
     by_axes.pop((), None)
-    return tuple(sorted((_of(axes, some) for axes, some in by_axes.items()), key=lambda found: -found.wire_bytes))
+    return tuple(sorted((_of(axes, some) for axes, some in by_axes.items()), key=lambda traffic: -traffic.wire_bytes))
 
 
 def _of(axes: tuple[str, ...] | None, some: list[Collective]) -> AxisTraffic:
-    # Bytes are known on every device, times only where links have published rates.
+    # Bytes are known for every device, times only for links with published rates.
     weights, activations, other = (
         sum_wire_bytes(one for one in some if one.carries == what) for what in (WEIGHTS, ACTIVATIONS, OTHER)
     )
@@ -79,7 +80,7 @@ def _of(axes: tuple[str, ...] | None, some: list[Collective]) -> AxisTraffic:
 
 
 def total_seconds(times: Iterable[tuple[int, float | None]]) -> float | None:
-    """The sum of (executions, seconds of one); None where one of these times is not known."""
+    """Returns the sum over (executions, seconds per execution); None if a time is unknown."""
     total = 0.0
     for count, seconds in times:
         if seconds is None:

@@ -1,17 +1,17 @@
-"""The clock of a schedule: how long each instruction runs, and how long the schedule waits for what travels beside it.
+"""Simulated clock of a schedule: the time of each instruction, and the schedule's wait for each transfer.
 
-    an instruction        the clock goes on by the time that it runs
-    start of a transfer   the transfer takes its links as soon as they are free: who starts first is served first
-    end of a transfer     the clock waits for what is left; of a synchronous transfer the end comes with the start
+    an instruction        advances the clock by the instruction's time
+    start of a transfer   occupies the transfer's links as soon as they are free: first come, first served
+    end of a transfer     the clock waits for the rest; a synchronous transfer starts and ends at the same position
 
-TPUs' compiler estimates the cycles of an instruction. On GPUs each kernel takes the roofline of its chip:
+On TPUs the compiler estimates the cycles of each instruction. On GPUs each kernel takes the chip's roofline:
 
     kernel                max(FLOP / peak rate of its dtype, bytes of HBM / bandwidth)
-    loop                  that of its body, as often as it runs; of a conditional the longest branch
-    collective            nothing: it runs beside, or is waited for
+    loop                  time of the body x trips; a conditional takes the time of the longest branch
+    collective            zero: kernels overlap the collective, or the schedule waits
 
-Kernels of Pallas and custom calls that nobody knows (``products``) count with their bytes alone. By the rates that are
-published (``Chip``) this is the least time; by those that are reached (``Chip.reached``) the one that is expected.
+Pallas kernels and unknown custom calls (``products``) count only their bytes. With published rates (``Chip``) the
+result is the least time, with reached rates (``Chip.reached``) the expected time.
 """
 
 from abc import ABC, abstractmethod
@@ -30,12 +30,12 @@ from xlstm_jax.forecast.hlo.text import jax_name_of
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes that travel over links while a schedule runs; a link carries one transfer at a time.
+    """Bytes sent over links while a schedule runs; a link carries a single transfer at a time.
 
     Attributes:
-      start, end: positions in the schedule, the same where the schedule waits for it.
-      links: names of what it travels over.
-      seconds: that it takes, alone.
+      start, end: positions in the schedule, equal if the schedule waits for the transfer.
+      links: names of the links in use.
+      seconds: time of the transfer without competition for the links.
     """
 
     start: int
@@ -45,7 +45,7 @@ class Transfer:
 
 
 def waits(run: Sequence[float], transfers: Sequence[Transfer]) -> list[float]:
-    """How long a schedule waits for each transfer, in seconds; ``run`` is how long each instruction runs.
+    """Returns the wait of a schedule for each transfer in seconds; ``run`` has the seconds of each instruction.
 
     >>> waits([1.0, 1.0, 0.0], [Transfer(0, 2, ("out",), 3.0), Transfer(1, 1, ("in",), 0.5)])
     [0.5, 0.5]
@@ -54,7 +54,7 @@ def waits(run: Sequence[float], transfers: Sequence[Transfer]) -> list[float]:
     for number, transfer in enumerate(transfers):
         starts[transfer.start].append(number)
         ends[transfer.end].append(number)
-    # The clock; when each link is free again; when each transfer ends; how long each was waited for.
+    # The clock; when each link is free again; when each transfer ends; how long the schedule waited for each.
     now, free, done, waited = 0.0, defaultdict[str, float](float), {}, [0.0] * len(transfers)
     for position, seconds in enumerate(run):
         # Starts before ends: a synchronous transfer has both at one position.
@@ -74,7 +74,7 @@ def waits(run: Sequence[float], transfers: Sequence[Transfer]) -> list[float]:
 
 @dataclass(frozen=True)
 class Spent:
-    """A time, in seconds or cycles: in all, and the part in kernels that hold a matrix product."""
+    """A time in seconds or cycles: the total, and the part in kernels with a matrix product."""
 
     total: float = 0.0
     products: float = 0.0
@@ -88,9 +88,10 @@ class Spent:
 
 @dataclass(frozen=True)
 class Durations(ABC):
-    """What the instructions of a program take, with all that they call; ``_alone`` says it of one that calls nothing.
+    """Times of a program's instructions, including called computations.
 
-    A loop takes its body's time as often as it runs, a conditional that of its longest branch.
+    A loop takes the time of the body x trips. A conditional takes the time of the longest branch. ``_alone`` gives the
+    time of an instruction without calls.
     """
 
     program: Program
@@ -100,11 +101,11 @@ class Durations(ABC):
 
     @property
     def total(self) -> float:
-        """All instructions of a step, one after the other."""
+        """Time of a step whose instructions run sequentially."""
         return self._of_computation(self.program.entry.name).total
 
     def of(self, computation: Computation, instruction: Instruction) -> Spent:
-        """One execution of an instruction."""
+        """Returns the time of a single execution of an instruction."""
         if instruction.opcode not in self.called_in_line:
             return self._alone(computation, instruction)
         called = [self._of_computation(name) for name in instruction.all_called]
@@ -114,7 +115,7 @@ class Durations(ABC):
         return sum(called, Spent()) * self.program.trips_of(computation, instruction)
 
     def _of_computation(self, name: str) -> Spent:
-        # Layers share computations, so each is added up once, however often it is called.
+        # Layers share computations, so the sum of each computation is cached.
         if name not in self._known:
             computation = self.program.computations[name]
             each = (self.of(computation, instruction) for instruction in computation.instructions)
@@ -126,9 +127,9 @@ class Durations(ABC):
 
 
 class Cycles(Durations):
-    """The compiler's estimates (TPUs); collectives and kernels of Pallas have none and count as 0.
+    """Cycles estimated by the compiler (TPUs); collectives and Pallas kernels have no estimate and count as 0.
 
-    The program must be parsed from ``compiled.as_text()``: files that ``xla_dump_to`` writes before code generation
+    The program must be parsed from ``compiled.as_text()``: files from ``xla_dump_to`` written before code generation
     have no estimates yet.
     """
 
@@ -138,18 +139,19 @@ class Cycles(Durations):
 
 @dataclass(frozen=True)
 class Kernels(Durations):
-    """The seconds of the kernels of a program on a GPU."""
+    """Seconds of the kernels of a program on a GPU."""
 
     chip: Chip
 
-    # A GPU's own streams run what these start; a TPU's start runs beside the schedule and takes none of its time.
+    # On a GPU the started computation takes kernel time of the GPU. On a TPU it runs in parallel with the schedule and
+    # takes none of the schedule's time.
     called_in_line = CONTROL | {"call-start", "async-start"}
 
     def _alone(self, computation: Computation, instruction: Instruction) -> Spent:
         if not instruction.is_work or instruction.opcode in COLLECTIVES:
             return Spent()
-        # A fusion is one kernel, also where it holds several products: they run one after the other, while its memory
-        # moves.
+        # A fusion is one kernel, even with several products: the products run one after the other, in parallel with the
+        # kernel's memory traffic.
         products = sum(
             flops / peak_rate(self.chip, jax_name_of(operand_shapes(within, inner)[0].dtype))
             for within, inner in self.program.with_fused(computation, instruction)

@@ -1,18 +1,18 @@
-"""What a compiled step sends over the network: every collective, how often, how much, for which module.
+"""Network traffic of a compiled step: every collective with its count, bytes, mesh axes and module.
 
     Program --collectives--> [Collective(kind, count, dtype, payload_bytes, wire_bytes, axes, module, direction, ...)]
 
-Wire bytes are those of the ring algorithm, which needs the fewest (Patarasu and Yuan, "Bandwidth optimal all-reduce
+Wire bytes assume the ring algorithm, which sends the fewest bytes (Patarasu and Yuan, "Bandwidth optimal all-reduce
 algorithms for clusters of workstations", 2009). Each of n devices sends
 
     all-gather, reduce-scatter, all-to-all     (n - 1) / n  x payload
     all-reduce                               2 (n - 1) / n  x payload
     collective-permute                                        payload
-    ragged-all-to-all                          (n - 1) / n  x payload, of rows that spread evenly
+    ragged-all-to-all                          (n - 1) / n  x payload, for rows that spread evenly
 
-where the payload is the whole array: what a gather results in, what a reduction starts from. Of a ragged exchange it is
-the smaller one of what rows are taken from and what they are written to, which is full of rows; the other has places
-for the most that could come.
+where the payload is the unsharded array: the result of a gather, the input of a reduction. A ragged exchange has two
+arrays, the rows to send and the buffer for received rows. Its payload is the smaller array, which is full of rows; the
+larger array is padded to the maximum.
 """
 
 import itertools
@@ -41,8 +41,8 @@ from xlstm_jax.program_names import LOOKUP_SCOPE
 
 MIXED = "mixed"
 RAGGED = "ragged-all-to-all"
-WEIGHTS, ACTIVATIONS = "weights", "activations"  # what a collective carries; else ``OTHER``
-MIN_S = 1e-12  # so that nothing hides beside nothing
+WEIGHTS, ACTIVATIONS = "weights", "activations"  # contents of a collective; else ``OTHER``
+MIN_S = 1e-12  # a collective without overlapped products is not hidden, even if it takes no time
 
 _STEP = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)")
 _ZERO = re.compile(r"-?0(\.0*)?")
@@ -53,15 +53,15 @@ _SCATTER_NAMES, _GATHER_NAMES = ("reduce_scatter", "psum_scatter"), ("all_gather
 
 @dataclass(frozen=True)
 class Overlap:
-    """What runs while a collective is under way.
+    """Work scheduled between the start and the end of a collective.
 
     Attributes:
-      modules: that the compute instructions serve, in order.
-      instructions: how many of them there are.
-      cycles: the compiler's estimate for all of them, loops multiplied out; None where they would be 0, and some
-        have none.
-      seconds: what they are expected to take; None where that is not known.
-      product_seconds: of it, on GPUs, the kernels that hold a matrix product; else None.
+      modules: modules of the compute instructions, in scheduled order.
+      instructions: number of compute instructions.
+      cycles: the compiler's estimate for the instructions, loops multiplied out; None if the sum is 0 and an estimate
+        is missing.
+      seconds: expected time of the instructions; None if unknown.
+      product_seconds: GPUs: the part of ``seconds`` in kernels with a matrix product; else None.
     """
 
     modules: tuple[str, ...]
@@ -76,18 +76,18 @@ NO_OVERLAP = Overlap((), 0, None)
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of one execution of a collective of GPUs.
+    """Time of a single execution of a GPU collective.
 
     Attributes:
-      networks: which it uses: "NVLink" within a host, "network" between hosts, both, or none for one device alone.
-      nic_bytes: that the network adapter of each GPU carries.
-      bandwidth_s: of its bytes alone, at the links' published rates: the least.
-      latency_s: before its bytes count, in the way that NCCL chooses, see ``hardware.nccl``.
-      waited_s: how long the schedule is expected to wait for it: what is left of ``seconds`` when its result is needed,
-        after the collectives that were under way before it, with kernels at the rates that they reach.
-      waited_by_bandwidth_s: the same by published rates alone: no latency, and each kernel at its roofline.
-      bytes_s: of its bytes, as fast as NCCL sends them.
-      choice: of NCCL, as "Ring LL128".
+      networks: networks in use: "NVLink" within a host, "network" between hosts, both, or empty for a single device.
+      nic_bytes: bytes through the network adapter of each GPU.
+      bandwidth_s: least time: the bytes at the links' published rates, without latency.
+      latency_s: latency of the algorithm chosen by NCCL, see ``hardware.nccl``.
+      waited_s: expected wait of the schedule: the part of ``seconds`` left when the result is needed, after every
+        collective that started earlier, with kernels at reached rates.
+      waited_by_bandwidth_s: the same wait by published rates alone: no latency, and each kernel at the roofline.
+      bytes_s: time of the bytes at the rate reached by NCCL.
+      choice: NCCL's algorithm and protocol, as "Ring LL128".
     """
 
     networks: tuple[str, ...]
@@ -101,12 +101,12 @@ class Timing:
 
     @property
     def seconds(self) -> float:
-        """Expected, alone."""
+        """Expected time without overlap."""
         return self.bytes_s + self.latency_s
 
 
 class Bandwidth(NamedTuple):
-    """Seconds of one execution of a collective: alone on its links, and waited for."""
+    """Seconds of one execution of a collective: alone on its links, and the wait of the schedule."""
 
     seconds: float
     waited_s: float
@@ -114,7 +114,7 @@ class Bandwidth(NamedTuple):
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective operation of a step.
+    """A collective operation of a step.
 
     >>> from xlstm_jax.forecast import forecast
     >>> x = jax.device_put(jnp.zeros((8, 256)), jax.NamedSharding(mesh, jax.P("fsdp")))
@@ -123,25 +123,26 @@ class Collective:
     ('all-reduce', ('fsdp',), 1024, 1536.0)
 
     Attributes:
-      name: of its instruction in the program.
-      kind: what is executed: "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", ...
-      stands_for: what was asked for, where an all-reduce does the work of a "reduce-scatter" or an "all-gather".
-      count: executions per step; those in a loop of unknown length count once per execution of the loop.
-      dtype: in which it travels; "mixed" where arrays of different dtypes travel together.
-      payload_bytes: of one execution, the whole array; of several arrays that travel together, their sum.
-      wire_bytes: that each device sends in one execution.
-      group_size: how many devices take part in one exchange; for a permute, how many it connects.
-      axes: of the mesh that it runs over; None if its groups follow no set of axes.
-      op_name: the name that JAX gave it; where the compiler dropped that, the name of the nearest named operation.
-      modules: modules that it serves, one for each array that travels.
-      leaves: paths of the parameters that are gathered, one for each array; empty where they are not known.
-      slices: how many pieces a loop cuts out of what was gathered before it, one in each trip; 1 without such a loop.
-      direction: "forward", "backward", "recompute" (backward again computes forward) or "other".
-      asynchronous: whether the schedule goes on while it is under way.
-      overlapped: what is scheduled while it is under way.
-      timing: on GPUs how long it takes, and how long the schedule waits for it; else None.
-      alone_s, exposed_s: of one execution, how long it takes alone on its links, and how long the schedule is expected
-        to wait for it; None for a device without figures.
+      name: name of the instruction in the program.
+      kind: executed operation: "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", ...
+      stands_for: requested operation, "reduce-scatter" or "all-gather", if the compiler executes an all-reduce
+        instead.
+      count: executions per step; a loop of unknown length counts as a single trip.
+      dtype: dtype on the wire; "mixed" for arrays of different dtypes in the same collective.
+      payload_bytes: unsharded bytes per execution, summed over the arrays.
+      wire_bytes: bytes sent by each device per execution.
+      group_size: devices in an exchange; for a permute, the number of connected devices.
+      axes: mesh axes of the collective; None if the groups follow no set of axes.
+      op_name: JAX's name of the operation; if the compiler dropped the name, the name of the nearest named operation.
+      modules: modules served by the collective, one per array.
+      leaves: paths of the gathered parameters, one per array; empty if unknown.
+      slices: number of pieces into which a later loop slices the gathered array, one per trip; 1 without a loop.
+      direction: "forward", "backward", "recompute" (forward computed again in the backward pass) or "other".
+      asynchronous: whether the schedule continues during the collective.
+      overlapped: work scheduled during the collective.
+      timing: GPUs: time of the collective and the schedule's wait; else None.
+      alone_s, exposed_s: seconds per execution without overlap, and the expected wait of the schedule; None for a
+        device without figures.
     """
 
     name: str
@@ -166,21 +167,24 @@ class Collective:
 
     @property
     def carries(self) -> str:
-        """What it carries: "weights", gathered, or their gradients, scattered and averaged; "activations", whatever
-        else is sent inside of ``shard_map``; "other", what is sent outside, as by the optimizer."""
-        # Gradients of whole leaves are averaged in the scope of `sync_gradients`, and no leaf is gathered there.
+        """Contents: "weights", "activations" or "other".
+
+        "weights" are gathered parameters, and reduce-scattered or averaged gradients. "activations" are everything
+        else sent inside of ``shard_map``. "other" is sent outside of ``shard_map``, for example by the optimizer.
+        """
+        # Gradients of replicated leaves are averaged in the scope of `sync_gradients`, which gathers no leaf.
         if self.leaves or _is_in_own_scope(self.op_name):
             return WEIGHTS
         return ACTIVATIONS if in_shard_map(self.op_name) else OTHER
 
     @property
     def module(self) -> str:
-        """The module that it serves; of several, the nearest that holds them all; "" for the whole model or none."""
+        """Module that the collective serves; for several, the nearest common parent; "" for the full model or none."""
         return common_path(self.modules)
 
     @property
     def looks_up_rows(self) -> bool:
-        """Whether it serves a lookup that asks for rows of a table instead of the table, forward or backward."""
+        """Whether the collective belongs to a lookup that exchanges rows of a table instead of the full table."""
         return LOOKUP_SCOPE in self.op_name
 
     @property
@@ -189,35 +193,35 @@ class Collective:
 
     @property
     def by_bandwidth(self) -> "Bandwidth":
-        """The times of its bytes by published rates, without latency; 0 for a device without figures."""
+        """Times of the bytes by published rates, without latency; 0 for a device without figures."""
         if self.timing is not None:
             return Bandwidth(self.timing.bandwidth_s, self.timing.waited_by_bandwidth_s)
         return Bandwidth(self.alone_s or 0.0, self.exposed_s or 0.0)
 
     @property
     def is_hidden(self) -> bool:
-        """On GPUs: whether matrix products are expected to run beside it for as long as it takes."""
+        """GPUs: whether overlapped matrix products are expected to run as long as the collective."""
         return self.timing is not None and (self.overlapped.product_seconds or 0) >= max(self.timing.seconds, MIN_S)
 
 
 def sum_wire_bytes(collectives: Iterable[Collective]) -> float:
-    """What each device sends for all of them in a step."""
+    """Returns the bytes that each device sends in a step, summed over the collectives."""
     return sum(collective.wire_bytes_per_step for collective in collectives)
 
 
 def executions(collectives: Iterable[Collective]) -> int:
-    """How many collectives a step executes."""
+    """Returns how many collectives a step executes."""
     return sum(collective.count for collective in collectives)
 
 
 def find_collectives(program: Program, axis_sizes: Mapping[str, int]) -> list[Collective]:
-    """Every collective that a program executes.
+    """Returns every collective that a program executes.
 
     Args:
-      program: as ``hlo.parse`` gives it.
-      axis_sizes: the mesh, sizes by axis, the last running fastest over the devices.
+      program: result of ``hlo.parse``.
+      axis_sizes: mesh sizes by axis; the last axis runs fastest over the devices.
     Raises:
-      ValueError: the mesh does not have as many devices as the program was compiled for.
+      ValueError: the number of devices in the mesh differs from the program's.
     """
     devices = math.prod(axis_sizes.values())
     if program.num_partitions not in (None, devices):
@@ -230,8 +234,8 @@ def find_collectives(program: Program, axis_sizes: Mapping[str, int]) -> list[Co
 
 
 def ring_bytes(kind: str, payload_bytes: int, group_size: int) -> float:
-    """Bytes that each device sends in one execution, by the ring algorithm (see the top of this file)."""
-    # Nobody sends to itself: of n shares n - 1 travel.
+    """Returns the bytes that each device sends in one execution, by the ring algorithm (see the top of this file)."""
+    # A device does not send to itself: n - 1 of n shares are sent.
     round_ = (group_size - 1) / group_size
     rounds = {"all-reduce": 2 * round_, "collective-permute": 1.0, "collective-broadcast": 1.0}
     return payload_bytes * rounds.get(kind, round_)
@@ -243,7 +247,7 @@ def ring_bytes(kind: str, payload_bytes: int, group_size: int) -> float:
 def _collective(program: Program, site: Site, axis_sizes: Mapping[str, int], cycles: Cycles) -> Collective:
     groups = site.inner.groups or (tuple(range(math.prod(axis_sizes.values()))),)
     group_size = max(len(group) for group in groups)
-    # What travels are the operands; of an all-reduce the result, as a TPU may sum in a wider dtype.
+    # The operands are sent. For an all-reduce the result gives the dtype, since a TPU may sum in a wider dtype.
     reduces_all = site.inner.opcode.removesuffix("-start") == "all-reduce"
     sent = [site.inner] if reduces_all else [value.instruction for value in site.arrays]
     shapes = [shape for instruction in sent for shape in instruction.shapes]
@@ -257,11 +261,11 @@ def _collective(program: Program, site: Site, axis_sizes: Mapping[str, int], cyc
     stands_for = _stands_for(site, program, group_size, names)
     gathers = "all-gather" in (site.kind, stands_for)
     leaves = tuple(_leaf(program, value) for value in site.arrays) if gathers else ()
-    # All or none: `leaves` has an entry for each array that travels.
+    # All or none: `leaves` has an entry for each array of the collective.
     leaves = leaves if all(leaves) else ()
     direction = module_path(names[0])[1] if names[0] else OTHER
     if gathers and not site.own_names and direction == BACKWARD:
-        direction = RECOMPUTE  # it has a neighbour's name, and in the backward pass serves to compute forward again
+        direction = RECOMPUTE  # the name is a neighbour's; a gather in the backward pass serves recomputation
     return Collective(
         name=site.scheduled.name,
         kind=site.kind,
@@ -284,7 +288,7 @@ def _collective(program: Program, site: Site, axis_sizes: Mapping[str, int], cyc
 
 def _overlap(site: Site, cycles: Cycles) -> Overlap:
     work = [instruction for instruction in site.during or () if instruction.is_work]
-    # A loop that runs beside it counts with all its trips.
+    # A loop that runs during the collective counts with all its trips.
     spent = sum(cycles.of(site.computation, instruction).total for instruction in work)
     modules = dict.fromkeys(module_path(instruction.op_name)[0] for instruction in work if instruction.op_name)
     known = spent or (work and not any(_lacks_cycles(cycles.program, site.computation, each) for each in work))
@@ -292,7 +296,7 @@ def _overlap(site: Site, cycles: Cycles) -> Overlap:
 
 
 def _lacks_cycles(program: Program, computation: Computation, instruction: Instruction) -> bool:
-    """Whether the compiler gives no estimate for an instruction, or for one that it runs; "0" is one."""
+    """Returns whether an instruction, or an instruction that it runs, has no estimate of cycles; "0" is an estimate."""
     if instruction.opcode not in CONTROL:
         return instruction.estimated_cycles is None
     if not program.trips_of(computation, instruction):
@@ -302,17 +306,17 @@ def _lacks_cycles(program: Program, computation: Computation, instruction: Instr
 
 
 def _op_names(program: Program, site: Site) -> tuple[str, ...]:
-    """Names of the operations that the collective stems from, several where the compiler merged them.
+    """Returns the names of the operations behind a collective, several if the compiler merged operations.
 
-    Where it has none of its own, its reducer may still hold the name; else it is that of the nearest operation before
-    it.
+    Without a name of the collective, the reducer's name counts; else the name of the nearest operation before the
+    collective.
     """
     if site.own_names:
         return site.own_names
-    # Of an all-reduce that a compiler has made of others, the name may be left in the computation that adds two values.
+    # If a compiler built an all-reduce from other operations, the reducer (the sum of two values) may keep the name.
     reducers = [program.computations[name] for name in site.inner.called.get("to_apply", ())]
     own = [i.op_name for reducer in reducers for i in reducer.parameters.values() if i.op_name]
-    # A name without a slash is that of an argument, and says nothing of what is done.
+    # A name without a slash belongs to an argument and names no operation.
     near = (other for value in site.arrays for other in (value, *upstream(program, value)))
     names = itertools.chain(own, (value.instruction.op_name for value in near if "/" in value.instruction.op_name))
     return (next(names, ""),)
@@ -324,20 +328,20 @@ def _stands_for(site: Site, program: Program, group_size: int, names: tuple[str,
     primitive = names[0].rsplit("/", 1)[-1]
     if primitive in _SCATTER_NAMES:
         return "reduce-scatter"
-    # A TPU's compiler that puts an all-reduce in place of a gather drops the name: then only the zeros tell.
+    # A TPU compiler that replaces a gather by an all-reduce drops the name: only the zeros identify the gather.
     in_zeros = not site.own_names and all(_is_shard_in_zeros(program, value, group_size) for value in site.arrays)
     return "all-gather" if primitive in _GATHER_NAMES or in_zeros else None
 
 
 def _is_shard_in_zeros(program: Program, value: Value, group_size: int) -> bool:
-    """Whether an array is zero but for the shard that each device writes: the all-reduce of it is a gather."""
+    """Returns whether an array is zero except for the device's shard: then its all-reduce is an all-gather."""
     while value.instruction.opcode != "dynamic-update-slice":
         before = sources(program, value)
         if len(before) != 1 or before[0].instruction.opcode == "while":
             return False
         value = before[0]
     whole, shard = (value.computation.by_name[name] for name in value.instruction.operands[:2])
-    # The array into which the shard is written may have come through copies and calls from the constant that made it.
+    # Copies and calls may lie between the zero constant and the update that writes the shard.
     base = origin(program, Value(value.computation, whole.name)).instruction
     is_zero = base.opcode == "constant" and _ZERO.fullmatch(base.operand_text)
     return bool(is_zero) and whole.shapes[0].nbytes == group_size * shard.shapes[0].nbytes
@@ -347,10 +351,10 @@ def _is_shard_in_zeros(program: Program, value: Value, group_size: int) -> bool:
 
 
 def _modules_served(program: Program, site: Site, names: tuple[str, ...], gathers: bool) -> tuple[str, ...]:
-    """A module for each array: that of its own name, or of what computes it, or of what reads it where it is gathered.
+    """Returns the module of each array, by the array's name, the producer or, for a gather, the reader.
 
-    Parameters are gathered before the scope of their module is entered, so a gather carries the name of the module
-    around it. That name is therefore the last resort.
+    Parameters are gathered before the scope of their module is entered, so a gather carries the name of the outer
+    module. For gathers the array's name is therefore the last resort.
     """
     names = names if len(names) == len(site.arrays) else names[:1] * len(site.arrays)
     own = tuple(module_path(name)[0] for name in names)
@@ -370,9 +374,9 @@ def _is_in_own_scope(op_name: str) -> bool:
 
 
 def _pieces_in_loops(program: Program, site: Site) -> int:
-    """Into how many pieces a loop after the gather cuts what was gathered; 1 without such a loop."""
-    # A gather in front of a loop over layers brings the weights of all layers: in each trip the loop cuts out those of
-    # one. A slice that runs as often as the gather itself is not such a loop's.
+    """Returns into how many pieces a loop after the gather slices the gathered array; 1 without such a loop."""
+    # A gather before a loop over layers gathers the weights of all layers, and each trip slices the weights of one
+    # layer. A slice that runs as often as the gather is not in such a loop.
     pieces = [
         _size(piece.computation.by_name[piece.instruction.operands[0]]) // max(_size(piece.instruction), 1)
         for position in range(len(site.arrays))
@@ -388,15 +392,15 @@ def _size(instruction: Instruction) -> int:
 
 
 def _leaf(program: Program, value: Value) -> str:
-    """The path of the parameter that an array stems from, as in the model's tree: "blocks/up/kernel"; "" if unknown.
+    """Returns the path of the parameter behind an array, as in the model's tree: "blocks/up/kernel"; "" if unknown.
 
     JAX names the arguments of a program: ``state.params['blocks']['up']['kernel'].value``.
     """
-    # Casts, copies into faster memory and slices of a stack of layers stand between the parameter and its gather.
+    # Casts, copies into faster memory and slices of stacked layers may lie between the parameter and its gather.
     value = origin(program, value)
     instruction = value.instruction
     if instruction.opcode != "parameter" or not value.computation.is_entry:
         return ""
-    name = instruction.op_name.removesuffix(".value")  # that of a box
+    name = instruction.op_name.removesuffix(".value")  # ".value" is the field of a box
     steps = [re.split(r"[.\[]", name)[0], *("".join(step) for step in _STEP.findall(name))]
     return "/".join(steps[len(steps) - steps[::-1].index("params") :]) if "params" in steps else ""

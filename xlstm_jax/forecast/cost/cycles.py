@@ -1,12 +1,11 @@
-"""The bytes that a compiled step moves between HBM and the core: operands and results of what is scheduled.
+"""HBM traffic of a compiled step: bytes of the operands and results of scheduled instructions.
 
-``compiled.cost_analysis()`` counts a loop's body once, so its bytes are not used.
+``compiled.cost_analysis()`` counts a loop's body once, so this module does not use its bytes.
 
-An instruction reads its operands and writes its results, each once. Only memory space 0 counts, not VMEM. A fusion
-reads what it needs: of a parameter that it only slices, the slices. An update written in place,
-``dynamic-update-slice``, moves the update and not the array around it. Names for values (tuples, bitcasts), constants
-and what a loop carries move nothing. A kernel that reads an operand more than once, as a large matrix product may,
-moves more than is counted here.
+An instruction reads each operand and writes each result once. Only memory space 0 (HBM) counts, not VMEM. A fusion
+that only slices a parameter reads only the slices. An update in place, ``dynamic-update-slice``, moves only the
+update, not the array around the update. Tuples, bitcasts, constants and loop carries move nothing. A kernel may read
+an operand more than once, as a large matrix product does, and then moves more bytes than are counted here.
 """
 
 import math
@@ -20,15 +19,15 @@ from xlstm_jax.forecast.hlo.program import Computation, Program
 _ALIASING = re.compile(r"output_to_operand_aliasing=\{(.*?\))\}")
 _ALIASED = re.compile(r"\{(\d*)\}: \(\d+")
 _SLICES = {"dynamic-slice", "slice", "gather"}
-_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # written in place, and which operand is the update
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # written in place; the value is the operand index of the update
 _SAME_BYTES = {"bitcast", "get-tuple-element"}
-CONTROL = {"while", "conditional", "call"}  # what they call runs in their place
+CONTROL = {"while", "conditional", "call"}  # the called computations run in place of the instruction
 _CHAINED = re.compile(r'chain_id="|custom_call_target="AsyncCollectiveDone"')
 
 
 @dataclass(frozen=True)
 class HbmBytes:
-    """Bytes that one step reads from HBM and writes to it, on one core."""
+    """Bytes read from HBM and written to HBM in a step, on a single core."""
 
     read: int
     written: int
@@ -39,7 +38,7 @@ class HbmBytes:
 
 
 def count_hbm_bytes(program: Program) -> HbmBytes:
-    """Bytes that the scheduled instructions read from HBM and write to it, loops multiplied out.
+    """Counts the HBM bytes that the scheduled instructions read and write, loops multiplied out.
 
     On a CPU, and in programs without memory spaces, all memory counts as HBM.
     """
@@ -51,7 +50,7 @@ def count_hbm_bytes(program: Program) -> HbmBytes:
 
 
 def scheduled(program: Program) -> Iterator[tuple[Computation, int, Instruction]]:
-    """The instructions that run one after the other, each with its computation and how often that runs."""
+    """Yields the sequential instructions as (computation, trips of the computation, instruction)."""
     for computation, trips in program.schedules():
         for instruction in computation.instructions:
             yield computation, trips, instruction
@@ -61,14 +60,14 @@ def scheduled(program: Program) -> Iterator[tuple[Computation, int, Instruction]
 
 
 def moved_by(program: Program, computation: Computation, instruction: Instruction, space: int = HBM) -> tuple[int, int]:
-    """(read, written) in a memory by one execution of a scheduled instruction."""
+    """Returns the bytes (read, written) in memory ``space`` per execution of a scheduled instruction."""
     if instruction.opcode in CONTROL or not (instruction.is_work or instruction.opcode.endswith("-start")):
         return 0, 0
     operands = [computation.by_name[name] for name in instruction.operands]
     results = _results(instruction, operands)
     if callee := _callee(program, instruction):
         read = sum(
-            # Two readers may each need slices of a value, but never more than all of it is read.
+            # Several readers may each need slices of a value; the sum is capped at the value's size.
             min(_nbytes(operand.shapes, space), _needed(program, callee, callee.parameters[number]))
             for number, operand in enumerate(operands)
         )
@@ -83,15 +82,15 @@ def moved_by(program: Program, computation: Computation, instruction: Instructio
 
 
 def _nbytes(shapes: Iterable[Shape], space: int | None = None) -> int:
-    """The bytes of arrays, of those in a memory alone where one is given."""
+    """Returns the total bytes of the arrays; with ``space``, only of the arrays in that memory."""
     return sum(shape.nbytes for shape in shapes if space in (None, shape.space))
 
 
 def _results(instruction: Instruction, operands: list[Instruction]) -> tuple[Shape, ...]:
-    """The arrays that an instruction makes. The type of a ``-start`` lists its operands too; they are left out."""
+    """Returns the result arrays of an instruction. The type of a ``-start`` also lists operands, which are left out."""
     if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
         return instruction.shapes
-    # Its type is (copy, original, context).
+    # The type of a copy-start is (copy, original, context).
     if instruction.opcode == "copy-start":
         return instruction.shapes[:1]
     return instruction.shapes[sum(len(operand.shapes) for operand in operands) :]
@@ -103,8 +102,8 @@ def _callee(program: Program, instruction: Instruction) -> Computation | None:
 
 
 def _needed(program: Program, computation: Computation, instruction: Instruction) -> float:
-    """The bytes of a value that are read inside of a fusion; infinite where all of it is."""
-    # What a collective under way reads was counted where it started.
+    """Returns the bytes of a value that a fusion reads; infinity if the fusion reads the full value."""
+    # The reads of a running collective were counted at its start.
     starts = '"AsyncCollectiveStart"' in computation.root.attributes
     needed = 0.0
     for user, position in computation.users.get(instruction.name, ()):
@@ -122,9 +121,9 @@ def _needed(program: Program, computation: Computation, instruction: Instruction
 
 
 def _is_result(computation: Computation, instruction: Instruction) -> bool:
-    """Whether a value goes nowhere but into the result."""
+    """Returns whether every use of a value leads only into the result."""
     users = [user for user, _ in computation.users.get(instruction.name, ())]
-    # Then the update is in place: the fusion writes into the array that it was given.
+    # Then the update is in place: the fusion writes into its operand.
     passed = all(user.opcode in ("bitcast", "tuple") and _is_result(computation, user) for user in users)
     return passed if users else instruction.is_root
 
@@ -135,8 +134,8 @@ def _written_by(
     root = callee.root
     parts = root.operands if root.opcode == "tuple" else (root.name,)
     if caller.opcode.endswith("-start"):
-        results = results[: len(parts)]  # behind them stands what the start itself needs
-    # Where the root does not say what makes each result, all of it counts as written.
+        results = results[: len(parts)]  # the arrays behind them are the start's context
+    # If the root does not show the producer of each result, the full results count as written.
     parts = parts if len(parts) == len(results) else ()
     aliasing = _ALIASING.search(caller.attributes)
     aliased = {int(index or 0) for index in _ALIASED.findall(aliasing[1])} if aliasing else set()
@@ -149,7 +148,7 @@ def _written_by(
 
 
 def _update(program: Program, computation: Computation, name: str, whole: int) -> int:
-    """The bytes of a result that are written, where it is an array that is there already; ``whole`` where it is new."""
+    """Returns the bytes written to a result: the bytes of the update for an update in place, else ``whole``."""
     instruction = computation.by_name[name]
     if instruction.opcode == "bitcast":
         return _update(program, computation, instruction.operands[0], whole)

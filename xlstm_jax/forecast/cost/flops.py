@@ -1,20 +1,20 @@
-"""The FLOP of a step, counted in its jaxpr: by module, forward, backward and recomputed.
+"""FLOP of a step, counted in its jaxpr: by module and by direction (forward, backward, recompute).
 
-``compiled.cost_analysis()`` counts the body of a loop once. The jaxpr says how often it runs:
+``compiled.cost_analysis()`` counts the body of a loop once. The jaxpr has the number of trips:
 
     step.trace(*abstract_args).jaxpr    -- count_flops -->    Flops: 2 for each multiply-add, per device
 
-Only matrix products and convolutions count, also those inside of Pallas kernels and of cuDNN's attention: the peak
-rates of chips are theirs. Of a kernel of Pallas every point of the grid counts, also one that a mask lets it skip.
-Elementwise work, reductions, gathers and sorts do not: they are bound by memory, not by arithmetic. Nor does what no
-output needs, such as the value of a loss when only its gradient is used.
+Only matrix products and convolutions count, including those in Pallas kernels and in cuDNN's attention, because the
+peak rates of chips refer to them. A Pallas kernel counts at every point of its grid, even at points that a mask skips.
+Elementwise work, reductions, gathers and sorts do not count: memory bounds them, not arithmetic. Work that no output
+needs does not count either, such as the value of a loss when only its gradient is used.
 
-A product has the dtype of its wider operand, so one of two arrays of eight bits runs at the rate of eight bits (see
-``peak_rate``). An array that was rounded to float8 and widened again before the product, as Flax's Fp8DotGeneralOp
-does, is wide: for NVIDIA's GPUs XLA drops both casts and multiplies in bfloat16.
+A product has the dtype of its wider operand, so a product with a single 8-bit operand does not run at the 8-bit rate
+(see ``peak_rate``). An array rounded to float8 and widened again before the product, as in Flax's Fp8DotGeneralOp,
+counts as wide: for NVIDIA's GPUs XLA drops both casts and multiplies in bfloat16.
 
-Inside ``shard_map`` shapes are those of one device. Outside, they are global, and the work is assumed to be spread
-evenly over the devices, as it is where every operand is sharded over the whole mesh.
+Inside of ``shard_map`` shapes are local. Outside, shapes are global, and the work is assumed to be spread evenly over
+the devices, which holds if every operand is sharded over the full mesh.
 """
 
 import math
@@ -28,18 +28,18 @@ import numpy as np
 from xlstm_jax.forecast.hlo.op_names import in_shard_map, module_paths
 from xlstm_jax.private_names import core
 
-# Operations whose matrix products, if they have any, are not in the jaxpr.
+# Operations that may contain matrix products, which the jaxpr does not show.
 OPAQUE = {"cholesky", "custom_linear_solve", "eig", "eigh", "fft", "ffi_call", "hessenberg", "householder_product"}
 OPAQUE |= {"io_callback", "lu", "pure_callback", "qr", "schur", "svd", "triangular_solve", "tridiagonal"}
 OPAQUE |= {"tridiagonal_solve"}
-# FLOP by name of the operation, dtype, and whether it is inside of a kernel of Pallas
+# FLOP by (operation name, dtype, whether the operation is inside of a Pallas kernel)
 Counts = dict[tuple[str, str, bool], float]
-BACKWARD = 2.5  # products of attention's backward pass over those of its forward pass: 5, with the scores again, over 2
+BACKWARD = 2.5  # ratio of attention's products, backward to forward: 5 (including recomputed scores) to 2
 
 
 @dataclass(frozen=True)
 class Work:
-    """FLOP per device and step of one module, direction and dtype of the wider operand; "" is outside of modules."""
+    """FLOP per device and step by module, direction and dtype of the wider operand; path "" is outside of modules."""
 
     path: str
     direction: str
@@ -52,14 +52,15 @@ class Flops:
     """FLOP of matrix products and convolutions per device and step.
 
     Attributes:
-      work: largest first.
-      unknown_loops: names of ``while`` loops with products inside whose length depends on values; each counts as one
-        trip.
-      opaque: names of operations whose FLOP are unknown and not counted: solvers, custom calls.
-      shared: the part of the total outside of ``shard_map``: the compiler shares it among devices, if it can.
-      in_kernels: the part of the total inside of kernels of Pallas, by dtype.
-      scores_bytes: of modules whose attention holds an array with a score for each pair of a query and a key, the bytes
-        of the largest such array on a device, by the module's path. Kernels hold a block of it at a time and have none.
+      work: entries by module, direction and dtype, largest first.
+      unknown_loops: names of ``while`` loops that contain products and whose length depends on values; each counts as
+        one trip.
+      opaque: names of operations with unknown FLOP, which are not counted: solvers, custom calls.
+      shared: part of the total outside of ``shard_map``, which the compiler distributes over devices if it can.
+      in_kernels: part of the total inside of Pallas kernels, by dtype.
+      scores_bytes: for modules whose attention materializes the array of scores (query x key): bytes of the largest
+        such array on a device, by module path. Attention kernels hold only a block of scores at a time and have no
+        entry.
     """
 
     work: tuple[Work, ...]
@@ -77,7 +78,7 @@ class Flops:
         return self._sums("path")
 
     def by_direction(self) -> dict[str, float]:
-        """Keys are "forward", "backward", "recompute" and "other" as far as there are any."""
+        """Returns FLOP by direction; keys are "forward", "backward", "recompute" and "other", as far as present."""
         return self._sums("direction")
 
     def by_dtype(self) -> dict[str, float]:
@@ -94,14 +95,14 @@ def count_flops(jaxpr: Any, num_devices: int = 1) -> Flops:
     """Counts the FLOP of one step per device.
 
     Args:
-      jaxpr: of the step, as ``step.trace(*args).jaxpr``; the arguments may be abstract, and so may their mesh.
-      num_devices: of the mesh.
+      jaxpr: jaxpr of the step, as ``step.trace(*args).jaxpr``; the arguments and their mesh may be abstract.
+      num_devices: number of devices in the mesh.
     Returns:
-      Loops of a known length are multiplied out; of a ``cond`` the branch with the most FLOP counts.
+      The counts, loops of known length multiplied out; a ``cond`` counts its branch with the most FLOP.
     """
     seen = _Seen()
     counted = _flops_of(jaxpr, "jit(step)", seen)
-    # Scores may be in a branch whose products do not count, as another branch has more.
+    # Scores may be in a branch of a cond whose products do not count, because another branch has more FLOP.
     paths = module_paths([*(name for name, *_ in counted), *(name for name, *_ in seen.pairs)])
     sums: dict[tuple[str, str, str], float] = defaultdict(float)
     in_kernels: dict[str, float] = defaultdict(float)
@@ -110,7 +111,7 @@ def count_flops(jaxpr: Any, num_devices: int = 1) -> Flops:
         if in_kernel:
             in_kernels[dtype] += flops / num_devices
     work = [Work(*key, flops) for key, flops in sorted(sums.items(), key=lambda item: -item[1])]
-    # Also within `shard_map` the count is of all devices (see `RUNS`), so that one division serves both.
+    # Counts inside of `shard_map` are also for all devices (see `RUNS`), so both are divided by their number.
     shared = sum(flops for (name, *_), flops in counted.items() if not in_shard_map(name)) / num_devices
     scores: dict[str, float] = defaultdict(float)
     for name, array, _ in (seen.pairs[i] for i in seen.summed & seen.weighing):
@@ -122,16 +123,17 @@ def count_flops(jaxpr: Any, num_devices: int = 1) -> Flops:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a walk over a jaxpr meets besides FLOP: names of operations, and arrays that may be scores of attention.
+    """Other findings of a walk over a jaxpr: operation names, and arrays that may be attention scores.
 
-    Scores are a product over pairs of tokens whose exponential is summed, for a softmax, and weighs values: a product
-    that contracts the tokens. All of it in the forward pass, as the gradient of logits is such a product too.
+    Scores are the product of queries and keys: their exponential is summed (softmax), and the result weighs values in
+    a product that contracts the token dim. Only the forward pass counts, because the gradient of logits is a similar
+    product.
     """
 
     loops: list[str] = field(default_factory=list)
     opaque: list[str] = field(default_factory=list)
-    pairs: list[tuple[str, Any, set[int]]] = field(default_factory=list)  # name, type, and sizes of both sides
-    stems: dict[Any, set[tuple[int, bool]]] = field(default_factory=dict)  # of a variable: from which pair, by an exp?
+    pairs: list[tuple[str, Any, set[int]]] = field(default_factory=list)  # name, type, numbers of queries and keys
+    stems: dict[Any, set[tuple[int, bool]]] = field(default_factory=dict)  # variable: (index in `pairs`, through exp?)
     summed: set[int] = field(default_factory=set)
     weighing: set[int] = field(default_factory=set)
 
@@ -139,7 +141,7 @@ class _Seen:
         return [set() if isinstance(v, core.Literal) else self.stems.get(v, set()) for v in variables]
 
     def follow(self, eqn: Any, name: str) -> None:
-        """What stems from pairs goes on through arrays of the same size, up to the next product."""
+        """Propagates the pairs behind an operation's inputs to its outputs of the same size, up to the next product."""
         stems = set().union(*self.of(eqn.invars))
         exponentials = {i for i, by_exp in stems if by_exp and "transpose(" not in name}
         if eqn.primitive.name == "reduce_sum":
@@ -153,20 +155,20 @@ class _Seen:
         if eqn.primitive.name == "exp":
             stems = {(i, True) for i, _ in stems}
         if any(core.jaxprs_in_params(eqn.params)):
-            stems = set()  # handed over from within
+            stems = set()  # `hand_over` sets the stems of the outputs
         for v in eqn.outvars:
             self.stems[v] = {one for one in stems if self.pairs[one[0]][1].size == getattr(v.aval, "size", None)}
 
     def hand_over(self, outer: Sequence[Any], inner: Sequence[Any], *, out: bool = False) -> None:
-        """Into a jaxpr of an operation, or out of it; the operation may have more operands, in front of these."""
-        # From the last: what stands in front is the index of a branch, or what a loop closes over.
+        """Copies stems into the jaxpr of an operation, or out of it; the operation may have more leading operands."""
+        # Aligned at the end: extra leading operands are a branch index, or values that a loop closes over.
         for v, w in zip(reversed(outer), reversed(inner), strict=False):
             target, source = (v, w) if out else (w, v)
             self.stems[target] = (self.of([target])[0] if out else set()) | self.of([source])[0]
 
 
 def _flops_of(jaxpr: Any, prefix: str, seen: _Seen) -> Counts:
-    """FLOP on the shapes that this jaxpr shows."""
+    """Counts the FLOP of a jaxpr, with shapes as the jaxpr has them."""
     counted: Counts = defaultdict(float)
     for eqn in _live(jaxpr):
         primitive = eqn.primitive.name
@@ -179,7 +181,7 @@ def _flops_of(jaxpr: Any, prefix: str, seen: _Seen) -> Counts:
         elif primitive in OPAQUE:
             seen.opaque.append(f"{name}/{primitive}")
         elif primitive == "cond":
-            # One branch runs. The count must be no less than that of any run.
+            # One branch runs; the count must be an upper bound over all runs.
             branches = [_within(eqn, branch, f"{name}/cond/branch_0_fun", seen) for branch in eqn.params["branches"]]
             inside = max(branches, key=lambda branch: sum(branch.values()))
         else:
@@ -190,7 +192,7 @@ def _flops_of(jaxpr: Any, prefix: str, seen: _Seen) -> Counts:
 
 
 def _within(eqn: Any, jaxpr: Any, prefix: str, seen: _Seen) -> Counts:
-    # Into the program before its products are met, and out of it behind them.
+    # Stems go into the inner jaxpr before the walk, and out of it afterwards.
     seen.hand_over(eqn.invars, jaxpr.invars)
     counted = _flops_of(jaxpr, prefix, seen)
     seen.hand_over(eqn.outvars, jaxpr.outvars, out=True)
@@ -198,7 +200,7 @@ def _within(eqn: Any, jaxpr: Any, prefix: str, seen: _Seen) -> Counts:
 
 
 def _live(jaxpr: Any) -> list[Any]:
-    """The operations that an output needs, or that have effects: the compiler drops the others."""
+    """Returns the operations with effects or with needed outputs; the compiler drops all others."""
     needed, live = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}, []
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or not needed.isdisjoint(eqn.outvars):
@@ -208,10 +210,10 @@ def _live(jaxpr: Any) -> list[Any]:
 
 
 def _flops_inside(eqn: Any, name: str, seen: _Seen) -> Counts:
-    """The FLOP of an operation's own jaxprs, times how often they run."""
+    """Counts the FLOP of the jaxprs inside of an operation, times their runs."""
     scope, times = RUNS[eqn.primitive.name](eqn) if eqn.primitive.name in RUNS else ("", 1)
     if eqn.primitive.name == "pallas_call":
-        seen = _Seen(seen.loops, seen.opaque)  # its arrays are blocks, which never lie in memory
+        seen = _Seen(seen.loops, seen.opaque)  # a kernel's arrays are blocks, which are never in HBM
     counted: Counts = defaultdict(float)
     for jaxpr in core.jaxprs_in_params(eqn.params):
         for (path, dtype, in_kernel), flops in _within(eqn, jaxpr, f"{name}/{scope}".rstrip("/"), seen).items():
@@ -221,7 +223,7 @@ def _flops_inside(eqn: Any, name: str, seen: _Seen) -> Counts:
     return counted
 
 
-# ------------------------------------- the scope of what is inside of an operation, and its runs; None where unknown
+# ------------------------------- name scope inside of an operation, and the number of its runs (None where unknown)
 
 
 RUNS: dict[str, Callable[[Any], tuple[str, int | None]]] = {
@@ -229,7 +231,7 @@ RUNS: dict[str, Callable[[Any], tuple[str, int | None]]] = {
     "remat2": lambda eqn: ("checkpoint", 1),  # jax.checkpoint, nn.remat
     "scan": lambda eqn: ("while/body", eqn.params["length"]),
     "while": lambda eqn: ("while/body", None),
-    # The work inside is one device's; times the devices over which the shapes are split it is the work of all.
+    # The inner work is local; multiplied by the devices that split the shapes, it is the work of all devices.
     "shard_map": lambda eqn: (
         "shard_map",
         math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"]),
@@ -250,9 +252,9 @@ def _contracted_size(eqn: Any) -> int:
 
 
 def _sides_of_pairs(eqn: Any) -> set[int]:
-    """How many queries and keys a batch of products has; empty unless both are more than what it contracts.
+    """Returns the numbers of queries and keys in a batched product; empty unless both exceed the contracted size.
 
-    That is so of scores of long sequences.
+    Scores of long sequences meet this condition.
     """
     contracted, batches = eqn.params["dimension_numbers"]
     shapes = [v.aval.shape for v in eqn.invars]
@@ -264,7 +266,7 @@ def _sides_of_pairs(eqn: Any) -> set[int]:
 
 
 def _ragged_dot_general(eqn: Any) -> int:
-    """Every row of the left operand is multiplied by one group of the right: the columns count, not the groups."""
+    """Counts a ragged product: each left row is multiplied by a single right group, so the groups do not count."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
     out = {*range(eqn.invars[1].aval.ndim)} - {*contracted, *batch, *numbers.rhs_group_dimensions}
@@ -272,10 +274,10 @@ def _ragged_dot_general(eqn: Any) -> int:
 
 
 def _conv_general_dilated(eqn: Any) -> int:
-    """2 x batch x features out x features in of a group x taps on a value, not on padding or dilation.
+    """Counts 2 x batch x features out x features in of a group x taps on a value, not on padding or dilation.
 
-    This covers both groupings: the right operand's features in are those of one group, and each of its features out is
-    made once for every example in the output.
+    The formula covers both kinds of groups: the right operand's input features are those of one group, and each of its
+    output features is computed once for every example in the output.
     """
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     left, right, out = (v.aval.shape for v in (*eqn.invars[:2], eqn.outvars[0]))
@@ -299,8 +301,8 @@ def _conv_general_dilated(eqn: Any) -> int:
 def window_taps(
     size: int, window: int, out: int, stride: int, padding: tuple[int, int], dilation: int, window_dilation: int
 ) -> int:
-    """Along one dim: pairs of an output and a position of the window that is on a value of the input."""
-    # Positions before the first value and behind the last are padding; those between two values are dilation.
+    """Counts, along one dim, the pairs of an output and a window position that falls on an input value."""
+    # Positions before the first value and behind the last are padding; positions between two values are dilation.
     position = np.arange(out)[:, None] * stride + np.arange(window) * window_dilation - padding[0]
     return int(((position >= 0) & (position <= (size - 1) * dilation) & (position % dilation == 0)).sum())
 
@@ -308,15 +310,15 @@ def window_taps(
 def attention_flops(
     heads: int, queries: int, keys: int, features: tuple[int, int], *, causal: bool, window: int, backward: bool
 ) -> int:
-    """FLOP of attention that never holds its scores (see ``products``); features of queries, and of values."""
+    """Returns the FLOP of fused attention (see ``products``); ``features``: sizes of a query and of a value."""
     scores = queries * keys / (2 if causal else 1)
     scores = min(scores, queries * window) if window else scores
     return int((BACKWARD if backward else 1) * 2 * heads * scores * sum(features))
 
 
 def _cudnn_attention(eqn: Any) -> int:
-    """Of [b, t, n, d] or, with the second layout, [b, n, t, d]."""
-    # Heads may share keys and values, so those of the query count.
+    """Counts attention of [b, t, n, d] arrays or, with the second layout, [b, n, t, d]."""
+    # Heads may share keys and values, so the query's heads count.
     query, key, value = (v.aval.shape for v in eqn.invars[:3])
     long, head = (2, 1) if eqn.params["layout"] else (1, 2)
     return attention_flops(

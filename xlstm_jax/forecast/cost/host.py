@@ -1,8 +1,8 @@
-"""What travels between the memory of the host and the device in a step, and how long the schedule waits for it.
+"""Traffic between host memory and device in a step, and the schedule's wait for the transfers.
 
-A link has two ways, each of which carries one transfer after the other at the published rate. What is started
-asynchronously travels while the schedule runs what stands before its end, for as long as the compiler estimates in
-cycles (TPUs); a GPU's kernel that reads the host's memory by itself waits for every byte.
+The host link has two directions. In each direction transfers run sequentially at the published rate. An asynchronous
+transfer overlaps the instructions between start and end, for the time estimated by the compiler in cycles (TPUs). A
+GPU kernel with operands in host memory waits for every byte.
 """
 
 from collections.abc import Iterator
@@ -16,18 +16,18 @@ from xlstm_jax.forecast.hlo.instruction import HOST
 from xlstm_jax.forecast.hlo.program import Computation, Program
 
 IN, OUT = range(2)
-WAYS = "to the device", "to the host"  # of the link
+WAYS = "to the device", "to the host"  # directions of the link
 
 
 @dataclass(frozen=True)
 class HostTraffic:
-    """What a step stores in the memory of the host and transfers, for one device.
+    """Bytes stored in host memory and transferred in a step, per device.
 
     Attributes:
-      stored_bytes: the part of the step's arguments that lies in the memory of the host.
-      to_device_bytes, to_host_bytes: what travels in a step.
-      seconds: that the transfers take, one after the other.
-      waited_s: how long the schedule waits for them.
+      stored_bytes: bytes of the step's arguments in host memory.
+      to_device_bytes, to_host_bytes: bytes transferred in a step.
+      seconds: time of the transfers in sequence.
+      waited_s: wait of the schedule for the transfers.
     """
 
     stored_bytes: int
@@ -38,23 +38,23 @@ class HostTraffic:
 
     @property
     def moved_bytes(self) -> int:
-        """What travels in a step, there and back."""
+        """Bytes transferred in a step, both directions."""
         return self.to_device_bytes + self.to_host_bytes
 
     @property
     def hidden_fraction(self) -> float:
-        """The part of ``seconds`` that nothing waits for, as both ways carry at once or the device computes: 0 to 1."""
+        """Fraction of ``seconds``, 0 to 1, hidden by compute or by transfers in the opposite direction."""
         return max(0.0, 1 - self.waited_s / self.seconds) if self.seconds else 0.0
 
 
 def host_traffic(program: Program, chip: Chip) -> HostTraffic | None:
-    """What travels to the host and back; None where nothing lies there."""
+    """Returns the host traffic of a program; None without data in host memory."""
     arguments = program.entry.parameters.values()
-    # A compiled program says by the memory space of an argument where it lies.
+    # The memory space of an argument shows whether it is in host memory.
     stored = sum(shape.nbytes for argument in arguments for shape in argument.shapes if shape.space == HOST)
     moved, waited_s = [0, 0], 0.0
     for computation, trips in program.schedules():
-        # Compilers for GPUs estimate no cycles: beside instructions that take no time every transfer is waited for.
+        # GPU compilers estimate no cycles: the instructions then take no time and hide no transfer.
         run = [(i.estimated_cycles or 0) / (chip.clock_hz or 1.0) for i in computation.instructions]
         transfers = list(_transfers(program, computation, chip))
         waited_s += trips * sum(waits(run, [transfer for *_, transfer in transfers]))
@@ -66,29 +66,28 @@ def host_traffic(program: Program, chip: Chip) -> HostTraffic | None:
 
 
 def _transfers(program: Program, computation: Computation, chip: Chip) -> Iterator[tuple[int, int, Transfer]]:
-    """What one run of a computation moves to the host and back: the way, the bytes, and when they travel."""
+    """Yields (direction, bytes, transfer) for each host transfer in a single run of a computation."""
     for position, instruction in enumerate(computation.instructions):
         for way, nbytes in enumerate(moved_by(program, computation, instruction, HOST)):
             if nbytes:
-                # What ends at a later `-done` travels beside all that stands between; any other transfer ends where it
-                # begins.
+                # A `-start` overlaps the instructions up to its `-done`; any other transfer ends where it starts.
                 end = end_of(computation, instruction) if instruction.opcode.endswith("-start") else position
                 yield way, nbytes, Transfer(position, end, (WAYS[way],), nbytes / chip.host_bandwidth)
 
 
 def host_buffers(program: Program) -> frozenset[str]:
-    """The buffers of the device that hold what comes from the host or leaves for it, by their names in live ranges.
+    """Returns the device buffers of host transfers in both directions, by name in the live ranges.
 
-    A name is that of the instruction and the element of its result: "fusion.3{1}".
+    A name consists of the instruction and the element of the result: "fusion.3{1}".
     """
     names: set[str] = set()
     for computation, _, instruction in scheduled(program):
         moved = moved_by(program, computation, instruction, HOST)
         if moved[IN]:
-            # What starts a copy results in (copy, original, context), any other in the copy alone.
+            # A copy-start results in (copy, original, context), any other instruction in the copy alone.
             names |= {f"{instruction.name}{{0}}", f"{instruction.name}{{}}"}
         for value in map(computation.by_name.__getitem__, instruction.operands if moved[OUT] else ()):
-            # An element of a tuple is known by what has made the tuple.
+            # Live ranges name an element of a tuple after the producer of the tuple.
             is_element = value.opcode == "get-tuple-element"
             names.add(f"{value.operands[0]}{{{value.tuple_index}}}" if is_element else f"{value.name}{{}}")
     return frozenset(names)

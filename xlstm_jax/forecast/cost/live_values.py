@@ -1,12 +1,11 @@
-"""How many bytes of intermediate values are alive at a time, by a jaxpr: a guess, before anything is compiled.
+"""Estimate of the bytes of live intermediate values from a jaxpr, before anything is compiled.
 
-  x  --dot_general-->  h  --gelu-->  g  --dot_general-->  y       x, g and y are in memory; h is read where it is made
+  x  --dot_general-->  h  --gelu-->  g  --dot_general-->  y     x, h, g, y are in memory; values inside of gelu are not
 
-Operations run in the order in which they were traced. Of a value in memory there are as many bytes as its shape says
-from the operation that makes it to the last one that reads it; within a loop or a call come those of its own values.
-Values between elementwise operations are in no memory, as a compiler fuses those. The compiler may order operations in
-another way, so the guess is within 20 % of what it needs, as ``benchmarks.axes`` finds for models of 8e9 to 70e9
-parameters, and no bound.
+Operations run in traced order. A value in memory counts with its shape's bytes from the producer to the last reader. A
+loop or a call adds the bytes of inner values. Values between elementwise operations are not in memory, because a
+compiler fuses elementwise operations. The compiler may choose another order, so the estimate is no bound;
+``benchmarks.axes`` finds it within 20 % of the compiled program for models of 8e9 to 70e9 parameters.
 """
 
 from typing import Any
@@ -14,13 +13,13 @@ from typing import Any
 from xlstm_jax.equations import COLLECTIVES, nbytes
 from xlstm_jax.private_names import core
 
-# Besides what holds a program of its own (loops, calls, kernels): operations with operands in memory.
+# Operations with operands in memory, besides operations that contain a jaxpr (loops, calls, kernels).
 _IN_MEMORY = {"dot_general", "ragged_dot_general", "conv_general_dilated", "gather", "scatter-add", "sort", "top_k"}
 _IN_MEMORY |= COLLECTIVES.keys()
 
 
 def live_bytes(jaxpr: Any) -> int:
-    """The most bytes that are alive at a time of what a program computes, without its arguments and its results.
+    """Returns the most bytes of live values at any time, without the program's arguments and results.
 
     >>> def layers(x, w):
     ...     return ((x @ w) @ w).sum()
@@ -28,7 +27,7 @@ def live_bytes(jaxpr: Any) -> int:
     >>> live_bytes(program.jaxpr) == 2 * 256 * 256 * 4  # both products, while the second is computed
     True
     """
-    # Arguments and results are counted where they are bound.
+    # The caller counts arguments and results where it binds them.
     given = {*jaxpr.invars, *jaxpr.constvars, *_variables(jaxpr.outvars)}
     whole = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in _IN_MEMORY or any(core.jaxprs_in_params(eqn.params))]
     stored = {v for eqn in whole for v in _of(eqn)} - given
@@ -47,5 +46,5 @@ def _of(eqn: Any) -> list[Any]:
 
 
 def _variables(atoms: Any) -> list[Any]:
-    """Without literals, which stand in the program itself."""
+    """Returns the variables without literals, which are part of the program itself."""
     return [atom for atom in atoms if not isinstance(atom, core.Literal)]

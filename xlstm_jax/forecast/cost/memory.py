@@ -1,18 +1,18 @@
-"""The memory of a compiled program, by module, at the moment when it is largest.
+"""Memory of a compiled program at its peak, by module.
 
-XLA plans all memory before the program runs, and describes the plan in two texts that ``xla_dump_to`` writes:
+XLA plans all memory before the program runs, and ``xla_dump_to`` writes the plan as two texts:
 
-  buffer assignment   allocations and, in them, every value with its offset and size: arguments, outputs, constants,
+  buffer assignment   allocations, with offset and size of every value in them: arguments, outputs, constants,
                       and one large allocation for all temporaries
   live range          the schedule (instructions numbered, loop bodies included), and the first and last point of each
                       value
 
-So at each point of the schedule it is known which bytes of the temporaries' allocation are in use, and by what. The
-point where most are in use is the peak. Values that share bytes, as the carry of a loop and what is written into it
-in place, count once: the sum at the peak is at most the allocation, and the rest lies between buffers.
+At each point of the schedule, both texts give the bytes of the temporaries' allocation in use, and the values there.
+The point with the most bytes in use is the peak. Values with shared bytes, such as a loop carry and an update in
+place, count once: the sum at the peak is at most the allocation, and the rest are gaps between buffers.
 
-Sizes are those of the device's tiled layout, so a float32[10] takes 512 bytes on a TPU. Only the device's main memory
-counts, which is XLA's memory space 0: not the on-chip VMEM.
+Sizes refer to the device's tiled layout: a float32[10] takes 512 bytes on a TPU. Only the device's main memory (XLA's
+memory space 0) counts, not the on-chip VMEM.
 """
 
 import re
@@ -29,8 +29,8 @@ from xlstm_jax.forecast.hlo.op_names import OTHER, module_paths
 from xlstm_jax.forecast.hlo.program import Program
 
 TIMELINE_POINTS = 400
-KINDS = ("argument", "output", "constant", "temporary")  # of allocations
-COLLECTIONS = ("parameter", "tuple", "while")  # of many values, which stem from many operations
+KINDS = ("argument", "output", "constant", "temporary")  # kinds of allocations
+COLLECTIONS = ("parameter", "tuple", "while")  # opcodes with many values from many operations
 
 _ALLOCATION = re.compile(r"allocation \d+: (?:0x[0-9a-f]+, )?size (\d+)(.*):$")
 _COLOR = re.compile(r", color (\d+)")
@@ -42,7 +42,7 @@ _LAYOUT = re.compile(r"(?<=\])\{[^}]*\}")
 
 @dataclass(frozen=True)
 class Temporary:
-    """A buffer that is live at the peak, by what was written into it. ``first`` and ``last`` are schedule points."""
+    """A buffer that is live at the peak, with its producer. ``first`` and ``last`` are schedule points."""
 
     bytes: int
     shape: str
@@ -56,7 +56,7 @@ class Temporary:
 
 @dataclass(frozen=True)
 class Moment:
-    """A point in the schedule: the module that runs, and the bytes of temporaries that are live."""
+    """A point in the schedule: the running module, and the bytes of live temporaries."""
 
     point: int
     live_bytes: int
@@ -66,19 +66,19 @@ class Moment:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a program takes of one device's main memory. All sizes are bytes, padded as the device lays arrays out.
+    """Main memory of a device that a program uses, in bytes, padded to the device's layout of arrays.
 
     Attributes:
-      argument_bytes: all arguments, donated ones included.
-      alias_bytes: of these, arguments that are donated: an output is written over them.
-      output_bytes: outputs that are not written over an argument.
-      temporary_bytes: the allocation of all temporaries.
+      argument_bytes: arguments, including donated arguments.
+      alias_bytes: part of ``argument_bytes`` that is donated and overwritten by outputs.
+      output_bytes: outputs that overwrite no argument.
+      temporary_bytes: allocation of the temporaries.
       constant_bytes: constants.
-      peak_point: the point of the schedule where most bytes of that allocation are in use.
-      peak_live_bytes: the bytes in use there.
-      temporaries: what uses them, largest first; their bytes add up to ``peak_live_bytes``.
-      timeline: use over the schedule, the peak among its points.
-      resident_peak_bytes: the most bytes in use, without the buffers of host transfers; None where that is not known.
+      peak_point: schedule point with the most bytes of the temporaries' allocation in use.
+      peak_live_bytes: bytes in use at the peak.
+      temporaries: buffers in use at the peak, largest first; the bytes add up to ``peak_live_bytes``.
+      timeline: use over the schedule, including the peak.
+      resident_peak_bytes: the most bytes in use without the buffers of host transfers; None if unknown.
     """
 
     argument_bytes: int
@@ -94,15 +94,15 @@ class Memory:
 
     @property
     def total_bytes(self) -> int:
-        """All of it: arguments, own outputs, temporaries and constants, without the program's code.
+        """Sum of arguments, outputs that overwrite no argument, temporaries and constants, without the program's code.
 
-        It is what libtpu compares with the chip's memory. ``temp_size_in_bytes`` of JAX's ``memory_analysis`` may be a
-        third more than the allocation, also for a program that the compiler accepts.
+        libtpu compares this sum with the chip's memory. ``temp_size_in_bytes`` of JAX's ``memory_analysis`` may be a
+        third more than the allocation, even for a program that the compiler accepts.
         """
         return self.argument_bytes + self.output_bytes + self.temporary_bytes + self.constant_bytes
 
     def by_module(self) -> dict[str, int]:
-        """Bytes of temporaries at the peak by module path, largest first; "" for what lies in no module."""
+        """Returns bytes of temporaries at the peak by module path, largest first; "" is outside of modules."""
         sums: dict[str, int] = defaultdict(int)
         for temporary in self.temporaries:
             sums[temporary.path] += temporary.bytes
@@ -110,7 +110,7 @@ class Memory:
 
 
 class _Operation(NamedTuple):
-    """The operation of the model that an instruction stems from."""
+    """The model's operation behind an instruction."""
 
     name: str = ""
     path: str = ""
@@ -118,14 +118,14 @@ class _Operation(NamedTuple):
 
 
 _UNKNOWN = _Operation()
-_Operations = Mapping[str, _Operation]  # by the name of the instruction
+_Operations = Mapping[str, _Operation]  # key: name of the instruction
 
 
 class _Value(NamedTuple):
-    """What an instruction writes into an allocation: its range of bytes, and the points at which it is live."""
+    """A value in an allocation: its byte range, and the first and last point at which it is live."""
 
     instruction: str
-    element: str  # of the instruction's result: "{1}", "{}"
+    element: str  # element of the instruction's result: "{1}", "{}"
     shape: str
     start: int
     stop: int
@@ -134,7 +134,7 @@ class _Value(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As the live ranges call it."""
+        """Name of the value in the live ranges."""
         return self.instruction + self.element
 
 
@@ -148,8 +148,8 @@ class _Allocation:
 
 
 def memory_of_totals(sizes: Mapping[str, int]) -> Memory:
-    """The memory of a program of which only the totals of JAX's ``memory_analysis`` are known."""
-    # What JAX counts as output includes the outputs that are written over an argument.
+    """Returns the memory of a program from the totals of JAX's ``memory_analysis``, without a timeline."""
+    # JAX's output size includes the outputs that overwrite an argument.
     alias, temporary = sizes.get("alias", 0), sizes.get("temp", 0)
     output = sizes.get("output", 0) - alias
     return Memory(sizes.get("argument", 0), alias, output, temporary, constant_bytes=0, peak_live_bytes=temporary)
@@ -166,17 +166,17 @@ def read_memory(
     """Reads XLA's two texts (see the top of this file).
 
     Args:
-      buffer_assignment: the text of ``*after_optimizations-buffer-assignment.txt``.
-      live_range: the text of ``*after_optimizations-live-range.txt`` of the same program.
-      op_names: for each instruction the name of an operation of the model, as ``operation_names`` gives them.
-      host_buffers: names in ``live_range`` of the values that come from the host or leave for it.
-      points: the timeline is thinned to at most so many; of neighbours the highest is kept.
+      buffer_assignment: text of ``*after_optimizations-buffer-assignment.txt``.
+      live_range: text of ``*after_optimizations-live-range.txt`` of the same program.
+      op_names: for each instruction the name of an operation of the model, from ``operation_names``.
+      host_buffers: names in ``live_range`` of values received from the host or sent to it.
+      points: maximum length of the timeline; of neighbouring points the highest is kept.
     Raises:
-      ValueError: a text does not have the known form, or the two are not of one program.
+      ValueError: a text has an unknown form, or the two texts belong to different programs.
     """
     paths = module_paths(filter(None, op_names.values()))
     operations = {instruction: _Operation(name, *paths[name]) for instruction, name in op_names.items() if name}
-    # On-chip memory (VMEM) has allocations of its own, of another color.
+    # On-chip memory (VMEM) has separate allocations, with another color.
     allocations = [a for a in _allocations(buffer_assignment) if a.color == HBM]
     sums = {kind: sum(a.bytes for a in allocations if a.kind == kind) for kind in KINDS}
     schedule, ranges = _live_ranges(live_range)
@@ -199,16 +199,16 @@ def read_memory(
 
 
 def operation_names(program: Program) -> dict[str, str]:
-    """For each instruction that runs its ``op_name``, or that of the nearest named one from which its value stems.
+    """Returns for each executed instruction its ``op_name``, or else the name of the nearest named producer.
 
-    The compiler names nothing that it adds by itself: casts out of a loop, and copies between HBM and VMEM. An argument
-    is named too, so a copy of a weight is called ``state.params['head']['kernel']``.
+    The compiler gives no names to instructions that it adds: casts moved out of a loop, and copies between HBM and
+    VMEM. Arguments have names, so a copy of a weight is called ``state.params['head']['kernel']``.
     """
     names_by_instruction = {}
     for computation, _ in program.executed():
         for instruction in computation.instructions:
             before = upstream(program, Value(computation, instruction.name))
-            # A tuple or a loop stems from many operations: none of them names it.
+            # A tuple or a loop has many producers, so no single producer names it.
             names = (value.instruction.op_name for value in before if instruction.opcode not in COLLECTIONS)
             names_by_instruction[instruction.name] = instruction.op_name or next(filter(None, names), "")
     return names_by_instruction
@@ -238,7 +238,7 @@ def _allocations(text: str) -> list[_Allocation]:
 
 
 def _live_ranges(text: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
-    """The instructions in the order in which they run, and for each value its first and last point."""
+    """Returns the instructions in scheduled order, and for each value its first and last point."""
     schedule, ranges = {}, {}
     for line in text.splitlines():
         if step := _STEP.match(line):
@@ -247,22 +247,21 @@ def _live_ranges(text: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
             ranges[span[1] + span[2]] = (int(span[3]), int(span[4]))
     if not schedule or not ranges:
         raise ValueError(f"This is no live-range text of XLA, with InstructionSequence and ranges: {text[:80]!r}.")
-    # Values that live to the end have a last point behind the last instruction.
+    # The last point of values that live to the end is behind the last instruction.
     last = max(*schedule, *(stop for _, stop in ranges.values()))
     return [schedule.get(point, "") for point in range(last + 1)], ranges
 
 
 def _temporaries(allocations: Iterable[_Allocation], ranges: Mapping[str, tuple[int, int]]) -> list[_Value]:
-    """All temporaries, their allocations laid one behind the other."""
-    # Offsets are those within an allocation. Laid one behind the other, ranges of different allocations do not meet.
+    """Returns all temporaries, with their allocations placed one behind the other."""
+    # Offsets are relative to an allocation. Placed one behind the other, different allocations do not overlap.
     temporaries, base = [], 0
     for allocation in (a for a in allocations if a.kind == "temporary"):
         for value in allocation.values:
             if value.name not in ranges:
                 raise ValueError(
                     f"The buffer assignment has a temporary {value.name} of {value.stop - value.start} bytes, which is "
-                    f"not in the live-range text; it knows {len(ranges)} values. Pass both texts of one and the same "
-                    "program."
+                    f"not among the {len(ranges)} values of the live-range text. Pass two texts of the same program."
                 )
             first, last = ranges[value.name]
             start, stop = base + value.start, base + value.stop
@@ -275,15 +274,14 @@ def _temporaries(allocations: Iterable[_Allocation], ranges: Mapping[str, tuple[
 
 
 def _stretches(temporaries: Sequence[_Value]) -> tuple[np.ndarray, list[slice]]:
-    """The bytes of the stretches into which the ends of all temporaries cut their memory, and the stretches of each."""
-    # Between two neighbouring edges all bytes are used alike, so a stretch is counted as one, however many bytes it
-    # has.
+    """Cuts memory at the ends of every temporary; returns the bytes of the stretches, and each value's stretches."""
+    # All bytes between two neighbouring edges have the same users, so a stretch is treated as a unit.
     edges = np.unique([edge for value in temporaries for edge in (value.start, value.stop)])
     return np.diff(edges), [slice(*np.searchsorted(edges, (value.start, value.stop))) for value in temporaries]
 
 
 def _live_bytes(temporaries: Sequence[_Value], points: int) -> np.ndarray:
-    """At each point the bytes that any temporary uses; bytes that several share count once."""
+    """Returns the bytes in use at each point; bytes that several temporaries share count once."""
     widths, stretches = _stretches(temporaries)
     users, live = np.zeros(len(widths), np.int64), np.zeros(points, np.int64)
     starting, ending = defaultdict(list), defaultdict(list)
@@ -300,29 +298,29 @@ def _live_bytes(temporaries: Sequence[_Value], points: int) -> np.ndarray:
 
 
 def _temporaries_at(point: int, temporaries: Sequence[_Value], operations: _Operations) -> tuple[Temporary, ...]:
-    """The buffers in use at a point. Where some overlap, the larger one has the bytes."""
+    """Returns the buffers in use at a point. Where buffers overlap, the bytes count for the larger buffer."""
     by_range = defaultdict(list)
     widths, stretches = _stretches(temporaries)
     for live, used in zip(temporaries, stretches, strict=True):
         by_range[live.start, live.stop].append((live, used))
-    free, found = np.ones(len(widths), bool), []
-    # The largest ranges first: a value that is written in place into a part of another is the other's.
+    free, buffers = np.ones(len(widths), bool), []
+    # The largest ranges first: a value written in place into a part of another value belongs to the larger value.
     for _, sharing in sorted(by_range.items(), key=lambda item: (item[0][0] - item[0][1], item[0])):
         if not (history := _history([live for live, _ in sharing], point)):
             continue
         used = sharing[0][1]
         if size := int(widths[used][free[used]].sum()):
-            found.append(_temporary(size, history, point, operations))
+            buffers.append(_temporary(size, history, point, operations))
         free[used] = False
-    return tuple(sorted(found, key=lambda temporary: -temporary.bytes))
+    return tuple(sorted(buffers, key=lambda temporary: -temporary.bytes))
 
 
 def _history(sharing: Sequence[_Value], point: int) -> list[_Value]:
-    """Of the values in one range of bytes: those live at the point, then those that touch these in time, and so on."""
+    """Returns the values in one byte range that are live at the point, and values connected to them in time."""
     first, last = point, point
     history: list[_Value] = []
-    # In place of a value that ends another one begins, in the same bytes: a carry through the trips of a loop, or an
-    # update in place. All of them are one buffer.
+    # A value that starts where another ends, in the same bytes, continues the same buffer: a loop carry, or an update
+    # in place.
     while more := [live for live in sharing if live not in history and live.first <= last and first <= live.last]:
         history += more
         first, last = min(live.first for live in history), max(live.last for live in history)
@@ -330,7 +328,7 @@ def _history(sharing: Sequence[_Value], point: int) -> list[_Value]:
 
 
 def _temporary(size: int, history: Sequence[_Value], point: int, operations: _Operations) -> Temporary:
-    """Named after the value whose name says most: one live at the point, before one in a module, before any other."""
+    """Builds the buffer's entry, named after the most informative value: live at the point, else in a module."""
 
     def information(live: _Value) -> tuple[bool, bool, bool]:
         operation = operations.get(live.instruction, _UNKNOWN)
@@ -343,12 +341,12 @@ def _temporary(size: int, history: Sequence[_Value], point: int, operations: _Op
 
 
 def _timeline(live: np.ndarray, schedule: Sequence[str], operations: _Operations, points: int) -> tuple[Moment, ...]:
-    """The highest point of each of at most ``points`` equal stretches, with the module that ran last."""
+    """Returns the highest point of each of at most ``points`` equal stretches, with the module that ran last."""
     running, current = [], _UNKNOWN
     for instruction in schedule:
         current = operations.get(instruction, current)
         running.append((current.path, current.direction))
-    # Thinned by maxima, and not by every n-th point, so that the peak stays.
+    # Keeps the maximum of each stretch instead of every n-th point, so that the peak stays.
     stretches = np.array_split(np.arange(len(live)), min(points, len(live)))
     highest = [int(stretch[live[stretch].argmax()]) for stretch in stretches]
     return tuple(Moment(point, int(live[point]), *running[point]) for point in highest)

@@ -1,20 +1,20 @@
-"""The FLOP of a compiled program's matrix products, instruction by instruction: what one device does.
+"""FLOP of a compiled program's matrix products on one device, instruction by instruction.
 
     dot, also inside of a fusion   2 x size of the result x length of the contraction
     custom call of cuBLAS          the same
     convolution                    2 x size of the result x features in x taps on a value, not on padding or dilation
     custom call of cuDNN           2 x size of its output x values of the kernel for each feature of the output
     attention of cuDNN             b x n x t x s scores, one for each query and key of each head of d features:
-                                   forward 2 products, 4 x scores x d FLOP; backward 5, as it makes the scores again, or
-                                   2.5 x as many; half of both where the mask is causal, and of each row at most a
-                                   window's width
-    kernels of Pallas              the FLOP of the kernel's own jaxpr, once for each point of its grid (see ``flops``)
-    any other custom call          is named in a note of the forecast
+                                   forward 2 products, 4 x scores x d FLOP; backward 5 products (scores are computed
+                                   again), 2.5 x as many FLOP; half of both for a causal mask, and in each row at most
+                                   a window's width
+    Pallas kernels                 the FLOP of the kernel's jaxpr, once for each point of its grid (see ``flops``)
+    any other custom call          no FLOP; a note of the forecast names the call
 
-TPUs' programs have convolutions for the first four. A batch of products is one along a dim that is dilated so that each
-window holds one value. The formula of attention is that by which "FlashAttention-2" (Dao, 2023,
-arxiv.org/abs/2307.08691, section 4.1) measures it. No compiler estimates the time of a model's own custom calls; the
-bytes that they move are those of their operands and results, each once, as of any other kernel.
+TPU programs use convolutions for the first four. A batched product is a convolution along a dilated dim, so that each
+window holds one value. The attention formula is the one of "FlashAttention-2" (Dao, 2023, arxiv.org/abs/2307.08691,
+section 4.1). No compiler estimates the time of a model's custom calls. As for any other kernel, their bytes are
+operands and results, each counted once.
 """
 
 import json
@@ -34,7 +34,7 @@ _CONTRACTED = re.compile(r'"?lhs_contracting_dim(?:s=|ension)s?"?[=:]?[{\[]([\d,
 _DIM_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul")
-# Which array is the output of the convolution, and which its kernel, of (operand 0, operand 1, result).
+# Indices of the convolution's output and kernel in (operand 0, operand 1, result).
 _CUDNN = {
     "__cudnn$convForward": (2, 1),
     "__cudnn$convForwardGraph": (2, 1),
@@ -43,7 +43,7 @@ _CUDNN = {
     "__cudnn$convBackwardFilter": (1, 2),
 }
 ATTENTION, PALLAS_ON_TPU = "__cudnn$fmha", "tpu_custom_call"
-# Of a compiler's own: products and convolutions, which are counted, and sorts and the like, which memory bounds.
+# Custom calls of the compiler itself: products and convolutions, which are counted, and memory-bound sorts etc.
 OWN = re.compile(r"__cublas|__cudnn\$(conv|norm)|__cub\$|cub\$|__gpu\$xla|TopK|PartialReduce|X64|[A-Z]\w*$")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _SETTINGS = re.compile(r'"(mask_type|sliding_window_length)":\s*"?(\w+)')
@@ -51,7 +51,7 @@ _SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{.*?"dimensions":\s*(\[[^
 
 
 def executed_flops(program: Program, counts: Callable[[Instruction], bool]) -> float:
-    """FLOP per device and step of the matrix products that ``counts`` is true of, loops multiplied out."""
+    """Returns the FLOP per device and step of the products for which ``counts`` returns True, loops multiplied out."""
     return float(
         sum(
             trips * product_flops(within, instruction)
@@ -64,7 +64,7 @@ def executed_flops(program: Program, counts: Callable[[Instruction], bool]) -> f
 
 
 def product_flops(computation: Computation, instruction: Instruction) -> int:
-    """FLOP of an instruction that is a matrix product or a convolution; 0 of any other."""
+    """Returns the FLOP of a matrix product or convolution; 0 for any other instruction."""
     target = target_of(instruction)
     if target.startswith(ATTENTION):
         return cudnn_attention_flops(computation, instruction)
@@ -99,15 +99,15 @@ def _convolution_flops(computation: Computation, instruction: Instruction) -> in
     # Times the taps of each dim of the window, below.
     flops = 2 * of_out["b"] * of_out["f"] * of_kernel["i"]
     for place, dim in enumerate(sorted(of_out.keys() - {"b", "f"})):
-        one = {name: values[place] for name, values in window.items()}
-        low, high = map(int, one.get("pad", "0_0").split("_"))
-        stride, dilation, apart = (int(one.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+        along = {name: values[place] for name, values in window.items()}
+        low, high = map(int, along.get("pad", "0_0").split("_"))
+        stride, dilation, apart = (int(along.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate"))
         flops *= window_taps(of_left[dim], of_kernel[dim], of_out[dim], stride, (low, high), dilation, apart)
     return flops
 
 
 def operand_shapes(computation: Computation, instruction: Instruction) -> list[Shape]:
-    """Of each operand, the first of a tuple."""
+    """Returns the shape of each operand; for a tuple, the shape of its first element."""
     return [computation.by_name[name].shapes[0] for name in instruction.operands]
 
 
@@ -115,19 +115,19 @@ def operand_shapes(computation: Computation, instruction: Instruction) -> list[S
 
 
 def target_of(instruction: Instruction) -> str:
-    """What a custom call calls; "" of another instruction."""
+    """Returns the target of a custom call; "" for any other instruction."""
     match = _TARGET.search(instruction.attributes) if instruction.opcode == "custom-call" else None
     return match[1] if match else ""
 
 
 def cudnn_attention_flops(computation: Computation, instruction: Instruction) -> int:
-    """FLOP of a custom call of cuDNN's attention, forward or backward."""
+    """Returns the FLOP of a custom call of cuDNN's attention, forward or backward."""
     scores, settings = _SCORES.search(instruction.attributes), dict(_SETTINGS.findall(instruction.attributes))
-    if scores is None:  # fp8 has its own
+    if scores is None:  # fp8 attention has another format
         return 0
     *heads, queries, keys = map(int, json.loads(scores[1]))
     query, _, value = (computation.by_name[name].shapes[0] for name in instruction.operands[:3])
-    # Forward the first product contracts features of queries, the second makes those of values.
+    # In the forward pass the first product contracts query features, and the second has value features as output.
     features = query.dims[-1], value.dims[-1]
     causal, window = "CAUSAL" in settings.get("mask_type", ""), int(settings.get("sliding_window_length", 0))
     backward = "Backward" in target_of(instruction)
@@ -135,11 +135,11 @@ def cudnn_attention_flops(computation: Computation, instruction: Instruction) ->
 
 
 def pallas_seconds(program: Program, flops: Flops, chip: Chip) -> float | None:
-    """On TPUs: the time of all kernels of Pallas by their roofline; None where there are none.
+    """Returns the time of all Pallas kernels on TPUs by their roofline; None if the program has none.
 
-    The compiler estimates no cycles for them. FLOP are those of the jaxpr, so it is one roofline of all together.
+    The compiler estimates no cycles for them. FLOP come from the jaxpr, so one roofline covers all kernels together.
     """
-    # Those of XLA's own kernels have an estimate. A kernel that a model brings along has none, and is timed here.
+    # XLA's internal kernels have an estimate. The model's kernels have none, and are timed here.
     moved = [
         trips * sum(moved_by(program, computation, instruction))
         for computation, trips, instruction in scheduled(program)
@@ -150,7 +150,7 @@ def pallas_seconds(program: Program, flops: Flops, chip: Chip) -> float | None:
 
 
 def unknown_calls(program: Program, moved: HbmBytes) -> Iterator[str]:
-    """A sentence for each custom call that is not known: its work counts as nothing, which makes a share uncertain."""
+    """Yields a sentence for each unknown custom call, whose work counts as zero: part of the step is uncertain."""
     calls: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for computation, trips, instruction in scheduled(program):
         target = target_of(instruction)
@@ -161,12 +161,11 @@ def unknown_calls(program: Program, moved: HbmBytes) -> Iterator[str]:
     for target, (count, nbytes) in calls.items():
         share = nbytes / moved.total if moved.total else 0.0
         yield (
-            f"Custom call {target!r}, {count:,} in a step: its work is counted as nothing, as it is not known here. "
-            f"The arrays that it reads and writes are {share:.0%} of the bytes that the step moves: at least so much "
-            "of the step is uncertain."
+            f"Custom call {target!r}, {count:,} in a step: its work is unknown and counts as zero. The call moves "
+            f"{share:.0%} of the bytes that the step moves, so at least this share of the step is uncertain."
         )
 
 
 def is_known(target: str) -> bool:
-    """Whether the work of a custom call is counted, or is a compiler's own."""
+    """Returns whether the work of a custom call is counted, or the call is internal to the compiler."""
     return target.startswith((ATTENTION, PALLAS_ON_TPU)) or bool(OWN.match(target))

@@ -1,9 +1,9 @@
-"""How long a step waits for its collectives.
+"""Time that a step waits for collectives.
 
-On TPUs each collective is alone on its links, and an asynchronous one hides behind the cycles of what runs beside it.
-On GPUs the clock (``clock``) runs twice: with kernels and networks at the rates that are published, and at those that
-are reached. A loop's body begins with free networks. What a loop waits for counts in its body and does not move the
-clock outside.
+On TPUs each collective counts as alone on the links, and an asynchronous collective hides behind the cycles of the
+instructions between start and end. On GPUs the clock (``clock``) runs twice: with kernels and networks at published
+rates, and at reached rates. A loop's body begins with free networks. Waits inside of a loop count in the body and do
+not move the clock outside.
 """
 
 import dataclasses
@@ -16,19 +16,19 @@ from xlstm_jax.forecast.hardware.links import Links
 from xlstm_jax.forecast.hardware.nccl import Way
 from xlstm_jax.forecast.hlo.collective_sites import Site, sites
 
-NOTHING = Way("", 0.0, 0.0)  # of one device alone
+NOTHING = Way("", 0.0, 0.0)  # a single device sends nothing
 
 
 def axes_of(links: Links, collective: Collective) -> tuple[str, ...]:
-    """The axes that a collective runs over; groups that follow no set of axes may cross any link."""
+    """Returns the axes of a collective; every axis if the groups follow no set of axes and may use any link."""
     return tuple(links.axis_sizes) if collective.axes is None else collective.axes
 
 
 def with_waits(links: Links, collective: Collective) -> Collective:
-    """A collective of TPUs with its times.
+    """Returns a TPU collective with times.
 
-    An asynchronous one counts as hidden where the compiler gives no cycles for something that runs beside it, and none
-    but zeros for the rest.
+    An asynchronous collective counts as hidden if ``Overlap.cycles`` is unknown: the compiler gives no cycles for some
+    of the overlapped instructions, and zero for the rest.
     """
     alone = waited = links.seconds(axes_of(links, collective), collective.wire_bytes)
     beside = collective.overlapped
@@ -41,31 +41,31 @@ def with_waits(links: Links, collective: Collective) -> Collective:
 
 
 def timed(least: Kernels, expected: Kernels, collectives: Iterable[Collective], links: Links) -> tuple[Collective, ...]:
-    """The collectives of a program for GPUs, with their times.
+    """Returns the collectives of a GPU program, with their times.
 
     Args:
-      least, expected: the program's kernels at the rates that are published, and at those that are reached.
-      collectives: as ``find_collectives`` gives them.
-      links: between the devices of the mesh.
+      least, expected: kernels of the program at published rates, and at reached rates.
+      collectives: result of ``find_collectives``.
+      links: links between the devices of the mesh.
     """
     # The sites of a computation come one after the other.
     pairs = zip(sites(least.program), collectives, strict=True)
     groups = groupby(pairs, key=lambda pair: pair[0].computation.name)
-    return tuple(found for _, pairs in groups for found in _timed_in(least, expected, list(pairs), links))
+    return tuple(each for _, pairs in groups for each in _timed_in(least, expected, list(pairs), links))
 
 
 def _timed_in(
     least: Kernels, expected: Kernels, pairs: Sequence[tuple[Site, Collective]], links: Links
 ) -> Iterator[Collective]:
-    """The collectives of one computation."""
-    # Each computation has a clock of its own: a collective never reaches from one into another.
+    """Yields the timed collectives of one computation."""
+    # Each computation has a separate clock: no collective starts in one computation and ends in another.
     computation = pairs[0][0].computation
     runs, at_peak = (
         [kernels.of(computation, instruction) for instruction in computation.instructions]
         for kernels in (expected, least)
     )
     alone = [_alone(links, collective) for _, collective in pairs]
-    # Once with what NCCL needs and kernels reach, and once by published rates alone: the second is a bound from below.
+    # Once with NCCL's times and the rates that kernels reach, and once by published rates alone, a lower bound.
     real = [Transfer(*site.span, own.networks, own.seconds) for (site, _), own in zip(pairs, alone, strict=True)]
     ideal = [dataclasses.replace(whole, seconds=own.bandwidth_s) for whole, own in zip(real, alone, strict=True)]
     waited = waits([spent.total for spent in runs], real)
@@ -78,7 +78,7 @@ def _timed_in(
 
 
 def _alone(links: Links, collective: Collective) -> Timing:
-    """A collective's time without regard to the schedule, as if all of it were waited for."""
+    """Returns a collective's time without overlap, as if the schedule waits until the end."""
     axes, sent = axes_of(links, collective), collective.wire_bytes
     bandwidth_s = links.seconds(axes, sent)
     chosen = links.choice(axes, collective.kind, sent) or NOTHING

@@ -1,4 +1,4 @@
-"""Tables of accelerators for forecasts: chips, slices of TPUs, links between devices, what NCCL takes."""
+"""Tables of accelerators for forecasts: chips, TPU slices, links between devices, times of NCCL."""
 
 from xlstm_jax.forecast.hardware.chips import CHIPS, Chip, chip_of
 from xlstm_jax.forecast.hardware.links import Links

@@ -1,22 +1,22 @@
-"""The table of accelerators: what makers publish about each chip, and which slices of it there are.
+"""Table of accelerators: published figures of each chip, and the available slices.
 
-All rates are per chip and second, in FLOP and bytes, 1e9 to the giga; memory sizes in bytes. Bandwidth of a link is
-given *one way*: a ring uses its links in both directions at once and so moves twice as much per axis.
+Rates are per chip and second, in FLOP and bytes, 1e9 to the giga; memory sizes are in bytes. Link bandwidth is given
+*one way*: a ring uses links in both directions at once and so moves twice as much per axis.
 
 A new chip needs an entry in ``CHIPS``; a new GPU needs another in ``gpu_targets``, and a new TPU in
-``xlstm_jax.accelerators.TPUS``, which has its slices and XLA's options for it.
+``xlstm_jax.accelerators.TPUS``, with the chip's slices and XLA options.
 
 Sources. TPU: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter "How to Think About TPUs", tables of
 specifications and of interconnect figures; cloud.google.com/tpu/docs, pages v4, v5e, v5p, v6e. GPU: NVIDIA's data
-sheets of A100 (SXM4 80 GB), H100 (SXM5), H200 (SXM), DGX B200 and GB200 NVL72, the last two divided by their GPUs,
-rates without sparsity; for networks the DGX data sheets.
+sheets of A100 (SXM4 80 GB), H100 (SXM5), H200 (SXM), DGX B200 and GB200 NVL72, the last two divided by the number of
+GPUs, rates without sparsity; for networks the DGX data sheets.
 
-Eight bits. TPU: "Peak compute per chip (Int8)" of the same pages; none of these TPUs has units for float8. GPU: rows
-"INT8 Tensor Core" and "FP8 Tensor Core" of the same sheets, half of what they state with sparsity; A100 has no FP8.
+Eight bits. TPU: "Peak compute per chip (Int8)" of the same pages; the TPUs in this table have no float8 units. GPU:
+rows "INT8 Tensor Core" and "FP8 Tensor Core" of the same sheets, half of the figure with sparsity; A100 has no FP8.
 
-Links to the host. GPU: PCIe x16, of generation 4 (A100) or 5, and NVLink-C2C of GB200, 900 GB/s both ways for its two
-GPUs, by the same data sheets. TPU: the book has 16 GB/s each way for v4; no figure is published for the other TPUs,
-for which the same is taken.
+Links to the host. GPU: PCIe x16, of generation 4 (A100) or 5, and NVLink-C2C of GB200, 900 GB/s both ways for two
+GPUs, by the same data sheets. TPU: the book has 16 GB/s each way for v4; no figure is published for later TPUs, so the
+table uses the same.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ GIB = 2**30
 
 
 class Efficiency(NamedTuple):
-    """The fractions of a chip's published rates that kernels reach: of its FLOP/s, and of its HBM's bytes/s."""
+    """Fractions of a chip's published rates that kernels reach: FLOP/s of matrix products, and HBM bytes/s."""
 
     products: float
     memory: float
@@ -38,28 +38,28 @@ class Efficiency(NamedTuple):
 
 @dataclass(frozen=True)
 class Chip:
-    """One device as JAX sees it: a TPU chip with all its cores, or a GPU.
+    """A device as JAX counts devices: a TPU chip with every core, or a GPU.
 
     Attributes:
-      name: as in topologies, "v5e"; GPUs "h100".
-      device_kinds: what JAX calls it, in ``device_kind``.
-      hbm_bytes: memory as the maker states it.
-      usable_hbm_bytes: the part that a program may fill. TPU: the limit that libtpu's compiler names when it refuses a
-        program that is too large. GPU: as stated, which leaves the driver some 5% of what is built in.
-      peak_flops: FLOP/s of matrix products, dense: "bfloat16", "int8", "float32" and, where there are units for it,
-        "float8". float32 is at JAX's default precision: one pass of bfloat16 on TPUs, TF32 on GPUs. See ``peak_rate``.
+      name: name in topologies: "v5e", "h100".
+      device_kinds: values of JAX's ``device_kind``.
+      hbm_bytes: memory as published.
+      usable_hbm_bytes: memory available to a program. TPU: the limit in libtpu's error for a program that is too
+        large. GPU: as published; the driver uses some 5 % of the installed memory beyond this figure.
+      peak_flops: FLOP/s of dense matrix products: "bfloat16", "int8", "float32" and, with float8 units, "float8".
+        float32 is at JAX's default precision: one pass of bfloat16 on TPUs, TF32 on GPUs. See ``peak_rate``.
       hbm_bandwidth: bytes/s.
-      clock_hz: of the matrix units; None for GPUs. Turns cycles that the compiler estimates into seconds.
-      link_bandwidth: bytes/s one way: of one ICI link of a TPU; of all NVLinks of a GPU together.
-      torus_axes: TPU: how many axes the torus has, with two links per chip each. GPU: 0.
-      network_bandwidth: bytes/s one way and device between nodes; None for TPUs, whose slices are one torus.
-      host_bandwidth: bytes/s one way between the memory of the host and the device, which has both ways at once.
-      efficiency: the fractions of ``peak_flops`` and ``hbm_bandwidth`` that kernels reach; None for TPUs, whose
-        compiler estimates the time of each kernel.
-      devices_per_node: GPUs that NVLink joins: of a host, or for GB200 of a rack; None for TPUs.
-      slices: TPU: shapes of the slices that can be rented, the largest one last.
-      cube: TPU: the side of the cubes that larger slices are made of; None without cubes.
-      sparse_cores: TPU: whether it has SparseCores, which can run all kinds of collectives.
+      clock_hz: clock of the matrix units, which converts estimated cycles to seconds; None for GPUs.
+      link_bandwidth: bytes/s one way: a single ICI link of a TPU; the sum of a GPU's NVLinks.
+      torus_axes: TPU: number of torus axes, with two links per chip each. GPU: 0.
+      network_bandwidth: bytes/s one way and device between nodes; None for TPUs, since a slice is a single torus.
+      host_bandwidth: bytes/s one way between host memory and device; both directions run at once.
+      efficiency: fractions of ``peak_flops`` and ``hbm_bandwidth`` that kernels reach; None for TPUs, whose compiler
+        estimates the time of each kernel.
+      devices_per_node: GPUs joined by NVLink: in a host, for GB200 in a rack; None for TPUs.
+      slices: TPU: shapes of the slices for rent, the largest last.
+      cube: TPU: side of the cubes that form larger slices; None without cubes.
+      sparse_cores: TPU: whether the chip has SparseCores, which can run every kind of collective.
 
     >>> CHIPS["v5e"].hbm_bytes / 2**30, CHIPS["v5e"].peak_flops["bfloat16"]
     (16.0, 197000000000000.0)
@@ -89,7 +89,7 @@ class Chip:
 
     @property
     def reached(self) -> "Chip":
-        """The same chip with the rates that kernels reach in place of the published rates."""
+        """The same chip with rates that kernels reach in place of published rates."""
         if self.efficiency is None:
             return self
         peaks = {dtype: self.efficiency.products * peak for dtype, peak in self.peak_flops.items()}
@@ -106,9 +106,9 @@ def _peaks(
 
 HOPPER = _peaks(989e12, 1979e12, float8=1979e12, float32=494.5e12)
 
-# What kernels of a training step reach. Products: fitted by benchmarks/published.py, to two published runs of A100 and
-# one of H100; no run of a later chip was found, so those have H100's fraction. Memory: a plain copy reaches some 0.9,
-# and 0.8 is taken for all. docs/forecast.md compares these fractions with runs that they were not fitted to.
+# Fractions that kernels of a training step reach. Products: fitted by benchmarks/published.py to two published runs of
+# A100 and one of H100; no run of a later chip was found, so later chips have H100's fraction. Memory: a plain copy
+# reaches some 0.9; 0.8 is used for every chip. docs/forecast.md compares these fractions with other published runs.
 A100_REACHES, H100_REACHES = Efficiency(products=0.75, memory=0.8), Efficiency(products=0.55, memory=0.8)
 
 
@@ -120,15 +120,15 @@ def _tpu(
     hbm_bandwidth: float,
     **figures: Any,
 ) -> Chip:
-    """Returns the chip of an entry of ``TPUS``, which has its device kinds, its torus and its slices."""
+    """Returns the chip of an entry of ``TPUS``, which has the device kinds, the torus and the slices."""
     tpu = TPUS[name]
     memory = (hbm_bytes, usable_hbm_bytes, peak_flops, hbm_bandwidth)
     return Chip(name, tpu.device_kinds, *memory, torus_axes=tpu.torus_axes, slices=tpu.slices, **figures)
 
 
 # The clock follows from peak = matrix units x (128 x 128) x 2 FLOP x clock. v4 and v5p have 2 cores of 4 units each,
-# v5e has 1 core of 4 units. For v6e, with units of 256 x 256, 4 units are taken: cloud.google.com names 2, but the
-# cycles that the compiler estimates for a matrix product are fewer than 2 units could take.
+# v5e has 1 core of 4 units. v6e has units of 256 x 256; cloud.google.com names 2 of them, but the compiler's cycles for
+# a matrix product are fewer than 2 units need, so the table assumes 4.
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
@@ -141,7 +141,7 @@ CHIPS: dict[str, Chip] = {
             clock_hz=1.5e9, link_bandwidth=4.5e10, host_bandwidth=1.6e10,
         ),
         _tpu(
-            # 96 GiB are built in; the documentation lists the 95 that are left for users.
+            # 96 GiB are installed; the documentation lists the 95 GiB available to users.
             "v5p", 96 * GIB, int(95.74 * GIB), _peaks(459e12, 918e12), 2.765e12,
             clock_hz=1.75e9, link_bandwidth=9e10, host_bandwidth=1.6e10, cube=CUBE, sparse_cores=True,
         ),
@@ -179,7 +179,7 @@ CHIPS: dict[str, Chip] = {
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """The chip that JAX calls ``device_kind``; None for a device without published figures, as a CPU.
+    """Returns the chip that JAX calls ``device_kind``; None for a device without published figures, as a CPU.
 
     >>> chip_of("TPU v6 lite").name, chip_of("cpu")
     ('v6e', None)
@@ -187,20 +187,20 @@ def chip_of(device_kind: str) -> Chip | None:
     return next((chip for chip in CHIPS.values() if device_kind in chip.device_kinds), None)
 
 
-# Of dtypes that share the units of another. GPUs have equal published rates for these pairs; the other kinds of float8
-# have no units on these chips.
+# Dtypes that share the units of another dtype. GPUs have equal published rates for both. Other kinds of float8 have no
+# units on these chips.
 _SHARED_UNITS = {"float16": "bfloat16", "float8_e4m3fn": "float8", "float8_e5m2": "float8"}
 _SHARED_UNITS |= dict.fromkeys(("uint8", "int4", "uint4"), "int8")
 
 
 def peak_rate(chip: Chip, dtype: str) -> float:
-    """FLOP/s of matrix products whose operands have a dtype.
+    """Returns the FLOP/s of matrix products with operands of a dtype.
 
     >>> [peak_rate(CHIPS[name], "float8_e4m3fn") / 1e12 for name in ("a100", "h100", "v5e")]
     [312.0, 1979.0, 197.0]
 
-    Without units for a kind of float8 the compiler widens the operands, and the rate is that of bfloat16. A dtype
-    without a rate has that of float32.
+    Without units for a kind of float8 the compiler widens the operands, and the bfloat16 rate applies. A dtype without
+    a rate has the float32 rate.
     """
     widened = "bfloat16" if dtype.startswith("float8") else "float32"
     return chip.peak_flops.get(_SHARED_UNITS.get(dtype, dtype), chip.peak_flops[widened])

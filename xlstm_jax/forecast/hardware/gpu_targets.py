@@ -1,15 +1,15 @@
-"""What XLA must know to compile for a GPU that is not there: a ``GpuTargetConfigProto``, as text.
+"""Descriptions of absent GPUs for XLA's compiler: a ``GpuTargetConfigProto``, as text.
 
-The facts are those of XLA's own descriptions (openxla/xla, ``xla/backends/gpu/target_config/specs``: a100_sxm_80,
-h100_sxm, h200, b200, gb200). They decide which kernels the compiler can make and how it weighs them. The library itself
-computes with the makers' figures in ``chips``, which may differ by some percent.
+The facts come from XLA's descriptions (openxla/xla, ``xla/backends/gpu/target_config/specs``: a100_sxm_80, h100_sxm,
+h200, b200, gb200). XLA uses them to choose and to weigh kernels. The library computes with the makers' figures in
+``chips``, which may differ by some percent.
 """
 
 from typing import NamedTuple
 
 from xlstm_jax.forecast.hardware.chips import Chip
 
-# XLA asks for versions of CUDA and cuDNN, and without a device nobody else tells it (openxla/xla#25919).
+# XLA needs the versions of CUDA and cuDNN, and without a device has no other source (openxla/xla#25919).
 _SAME_FOR_ALL = """\
   threads_per_block_limit: 1024
   threads_per_warp: 32
@@ -27,7 +27,7 @@ runtime_version { major: 12 minor: 9 patch: 0 }"""
 
 
 class _Target(NamedTuple):
-    """XLA's facts about a GPU: the major version of its compute capability, its NVLinks, and values of ``_FACTS``."""
+    """XLA's facts about a GPU: major compute capability, number of NVLinks, and values of ``_FACTS``."""
 
     compute_capability: int
     active_links: int
@@ -47,19 +47,19 @@ _TARGETS = {
 
 
 def compute_capability(chip: Chip) -> tuple[int, int]:
-    """The generation of a GPU, as (9, 0)."""
+    """Returns the compute capability of a GPU, as (9, 0)."""
     return _TARGETS[chip.name].compute_capability, 0
 
 
 def target_config(chip: Chip) -> str:
-    """The description of a GPU that ``get_topology_desc(platform="cuda", target_config=...)`` takes.
+    """Returns the description of a GPU for ``get_topology_desc(platform="cuda", target_config=...)``.
 
     >>> from xlstm_jax.forecast.hardware import CHIPS
     >>> "major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES" in target_config(CHIPS["h100"])
     True
     """
     target = _TARGETS[chip.name]
-    # sm_90a and later: instructions of this generation alone, such as those of its matrix units.
+    # sm_90a and later: instructions of this generation alone, such as matrix unit instructions.
     extension = " feature_extension: ACCELERATED_FEATURES" if target.compute_capability >= 9 else ""
     facts = "\n".join(f"  {name}: {value}" for name, value in zip(_FACTS, target.facts, strict=True))
     return f"""\

@@ -1,16 +1,16 @@
-"""The links between the devices of a mesh, and the time that collectives take over them.
+"""Links between the devices of a mesh, and times of collectives over the links.
 
 TPUs   a torus: groups of devices along its dims, both ways around a closed ring
 GPUs   two networks: NVLink within a host, and between hosts an adapter (NIC) for each GPU
 
-A collective over n GPUs, g of them in each of h hosts, sends s bytes from each, as a ring does: s = payload x (n-1)/n,
-twice that in an all-reduce. The border of a host is crossed by s bytes too, which its g adapters share:
+A collective over n GPUs, g in each of h hosts, sends s bytes from each GPU around a ring: s = payload x (n-1)/n, twice
+as much in an all-reduce. Across the border of a host go s bytes too, shared by the host's g adapters:
 
     seconds    max(s / NVLink, s / (g x NIC)) by published rates; on one host s / NVLink alone
     nic_bytes  s / g, and 0 on one host; a staged collective needs payload x (h-1)/h / g, the least possible
     choice     NCCL's algorithm and its time, latency included, by measured rates: ``nccl``
 
-A host is what NVLink joins.
+"Host" means a set of GPUs joined by NVLink.
 """
 
 import math
@@ -29,13 +29,13 @@ NVLINK, NETWORK = "NVLink", "network"
 
 @dataclass(frozen=True)
 class Links:
-    """The links between the devices of a mesh, as collectives over its axes use them.
+    """Links between the devices of a mesh, as used by collectives over mesh axes.
 
     Attributes:
       chip: the device.
-      axis_sizes: the mesh, outermost axis first.
-      topology: always given for TPUs; None for the GPUs at hand, whose hosts are taken to have the usual number.
-      coords: of TPUs, in the mesh's order, the place of each device on the torus: [devices, 3].
+      axis_sizes: mesh axes and sizes, outermost axis first.
+      topology: always given for TPUs; None for GPUs at hand, which are assumed to have the usual number per host.
+      coords: TPUs: torus coordinates of each device in mesh order, [devices, 3].
 
     >>> from xlstm_jax.forecast.hardware import CHIPS
     >>> nodes = Links(CHIPS["h100"], {"dp": 32, "fsdp": 8})
@@ -51,17 +51,17 @@ class Links:
     coords: Sequence[Sequence[int]] = ()
 
     def seconds(self, axes: Sequence[str], sent: float) -> float:
-        """The time of a collective over ``axes`` in which each device sends ``sent`` bytes, without latency."""
+        """Returns the time of a collective over ``axes`` without latency; each device sends ``sent`` bytes."""
         if not self.chip.torus_axes:
             return sent / self._switched_bandwidth(axes)
         bandwidth = sum(self._torus_bandwidths(axes).values())
         return sent / bandwidth if bandwidth else 0.0
 
     def busiest_seconds(self, wire_bytes: Mapping[tuple[str, ...], float]) -> float:
-        """The least time for several collectives, which run side by side where they use different links.
+        """Returns the least time for several collectives, which run in parallel on different links.
 
-        It is the time of the busiest link. On TPUs a collective uses the dims of the torus along which its groups lie,
-        each in proportion to its bandwidth; on GPUs NVLink, the network between hosts, or both.
+        The result is the time of the busiest link. On TPUs a collective uses the torus dims of its groups, each in
+        proportion to the dim's bandwidth; on GPUs NVLink, the network between hosts, or both.
         """
         busy: dict[int | str, float] = defaultdict(float)
         for axes, sent in wire_bytes.items():
@@ -70,57 +70,57 @@ class Links:
         return max(busy.values(), default=0.0)
 
     def networks(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """The networks that a collective of GPUs over these axes uses: NVLink, the network, or both; () for TPUs."""
+        """Returns the networks of a GPU collective over these axes: NVLink, the network, or both; () for TPUs."""
         if self.chip.torus_axes:
             return ()
         group = self._group(axes)
         return (NVLINK,) * (group.devices > group.hosts) + (NETWORK,) * (group.hosts > 1)
 
     def nic_bytes(self, axes: Sequence[str], sent: float) -> float:
-        """The bytes that each GPU's adapter carries to other hosts, where each GPU sends ``sent``; 0 for TPUs."""
+        """Returns the bytes through each GPU's adapter to other hosts, if each GPU sends ``sent``; 0 for TPUs."""
         return sent / self._group(axes).per_host if NETWORK in self.networks(axes) else 0.0
 
     def choice(self, axes: Sequence[str], kind: str, sent: float) -> nccl.Way | None:
-        """NCCL's algorithm for a collective of GPUs, and its time; None for a single device.
+        """Returns NCCL's algorithm for a GPU collective with its time; None for a single device.
 
-        None for TPUs, too: their latency is not known.
+        Returns None for TPUs, too: the latency of TPU collectives is unknown.
         """
         if not self.networks(axes):
             return None
         group = self._group(axes)
-        # The rates that NCCL's tests have measured, not those that makers publish.
+        # Rates measured with NCCL's tests, not published rates.
         reached = self._switched_bandwidth(axes, nccl.NVLINK_FRACTION, nccl.network_fraction(kind, group.hosts))
         return nccl.choice(kind, group, sent, reached)
 
     def _groups(self, axes: Sequence[str]) -> np.ndarray:
-        """The device numbers of each group that a collective over these axes connects: [groups, devices]."""
+        """Returns the device numbers of each group in a collective over these axes: [groups, devices]."""
         unknown = [axis for axis in axes if axis not in self.axis_sizes]
         if unknown:
             raise ValueError(f"wire_bytes names the axis {unknown[0]!r}; the mesh has {dict(self.axis_sizes)}.")
         names, sizes = list(self.axis_sizes), tuple(self.axis_sizes.values())
-        # The collective's axes last, so that each row of the reshaped numbers is a group; the order of axes stays.
+        # The collective's axes last, in mesh order, so that each row of the reshaped numbers is a group.
         order = sorted(range(len(names)), key=lambda i: names[i] in axes)
         numbers = np.arange(math.prod(sizes)).reshape(sizes).transpose(order)
         return numbers.reshape(-1, math.prod(self.axis_sizes[axis] for axis in dict.fromkeys(axes)))
 
     def _group(self, axes: Sequence[str]) -> nccl.Group:
-        """The group that spans the most hosts; groups differ where the GPUs of a host are no multiple of a group."""
+        """Returns the group over the most hosts; groups differ if a host's GPUs are no multiple of the group size."""
         assert self.chip.devices_per_node  # a GPU
         per_host = self.topology.shape[-1] if self.topology else self.chip.devices_per_node
-        # A mesh fills one host after another. Sorted, a group crosses a border wherever the host's number rises.
+        # A mesh fills hosts in order. In a sorted group, each rise of the host's number is a border between hosts.
         hosts = np.sort(self._groups(axes) // per_host, axis=1)
         borders = (np.diff(hosts, axis=1) > 0).sum(axis=1)
         _, devices = np.unique(hosts[borders.argmax()], return_counts=True)
         return nccl.Group(int(devices.sum()), len(devices), int(devices.min()))
 
     def _torus_bandwidths(self, axes: Sequence[str]) -> dict[int, float]:
-        """Bytes/s that a device sends along each dim of the torus on which the devices of a group differ.
+        """Returns the bytes/s sent by a device along each torus dim on which the devices of a group differ.
 
-        Where neighbours in a group are s chips apart, s groups share the links between them. Around a closed ring data
-        goes both ways; on a line it must come back along it, which leaves one way.
+        If neighbours in a group are s chips apart, s groups share the links between them. Around a closed ring data
+        goes both ways. On an open line data must return along the same line, so a single direction is left.
         """
         assert self.topology is not None  # a TPU
-        # One group stands for all: along the axes of a mesh they lie alike on the torus.
+        # The first group represents all groups, which have the same layout on the torus.
         coords = np.asarray(self.coords)[self._groups(axes)[0]]
         bandwidths = {}
         for dim, (size, wraps) in enumerate(zip(self.topology.shape, self.topology.wraps, strict=True)):
@@ -132,7 +132,7 @@ class Links:
         return bandwidths
 
     def _switched_bandwidth(self, axes: Sequence[str], of_nvlink: float = 1.0, of_network: float = 1.0) -> float:
-        """Bytes/s of a GPU: on one host NVLink; between hosts the adapters of its group's GPUs on its host, too."""
+        """Returns a GPU's bytes/s: NVLink on a single host; between hosts also limited by the group's adapters."""
         assert self.chip.network_bandwidth  # a GPU
         group, within = self._group(axes), of_nvlink * self.chip.link_bandwidth
         # A ring over hosts goes through NVLink and adapters in turn: the slower one bounds it.

@@ -1,36 +1,36 @@
-"""How long a collective of GPUs takes: NCCL's choice among its algorithms and protocols, by its own model.
+"""Time of GPU collectives: NCCL's choice among algorithms and protocols, by NCCL's performance model.
 
-    seconds of (algorithm, protocol) = latency + bytes / bandwidth       the least of all that NCCL may choose
+    seconds of (algorithm, protocol) = latency + bytes / bandwidth       the least over NCCL's candidates
 
-Latency and bandwidth belong together: LL starts soonest and sends at a quarter of the rate at most, Simple starts last
-and sends at the full one, LL128 lies between. Over n GPUs on h hosts, g = n / h of them on each, each network with
-latencies a (NVLink) and b (network) of its own for each algorithm and protocol:
+Latency and bandwidth are a trade-off: LL has the least latency and at most a quarter of the rate, Simple has the most
+latency and the full rate, LL128 is in between. Over n GPUs on h hosts, g = n / h per host, each algorithm and protocol
+has latency a per hop over NVLink and b per hop over the network:
 
     Ring   base + hops x a or b; n-1 hops, of which h-1 cross hosts; of an all-reduce 2(n-1), of which 2h
     Tree   base + 2 x ((g-1) x a + log2(h) x b); all-reduces alone; sends 2 x payload
-    Sends  one hop, from each GPU to others, as in an all-to-all: NCCL has sends and receives for them, no collective
+    Sends  one hop, from each GPU to others, as in an all-to-all: NCCL implements them as sends and receives
 
-Tables and factors are those of ``src/graph/tuning.cc`` of NVIDIA/nccl (2.21: baseLat, hwLat, llMaxBws, the factors of
-LL128 and of trees, treeCorrectionFactor), with hosts of Intel's processors. Left out: what NCCL adds by the switch
-(NVLS, SHARP: large all-reduces are up to a third faster), its limits by channel, which do not bind on these GPUs, and
-algorithms of later releases (PAT). Its model for 256 A100 gives 65 us for an all-reduce of some bytes; 62 to 71 us were
-measured on 32 hosts of 8 (NVIDIA/nccl#652).
+Tables and factors come from ``src/graph/tuning.cc`` of NVIDIA/nccl (2.21: baseLat, hwLat, llMaxBws, the factors of
+LL128 and of trees, treeCorrectionFactor), for hosts with Intel processors. Left out: NCCL's use of switches (NVLS,
+SHARP: large all-reduces are up to a third faster), limits by channel, which do not bind on these GPUs, and algorithms
+of later releases (PAT). For 256 A100 the model gives 65 us for an all-reduce of some bytes; 62 to 71 us were measured
+on 32 hosts of 8 (NVIDIA/nccl#652).
 
-``bus_bandwidth`` of a link is not its published rate, but the rate that NCCL's own tests have measured.
+``bus_bandwidth`` of a link is not the published rate, but the rate measured with NCCL's tests.
 """
 
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# What NCCL's tests reach of a link's published rate.
+# Fractions of a link's published rate that NCCL's tests reach.
 # NVLink: 360 of 450 GB/s on 8 H100 are "exactly what we'd expect" (NVIDIA/nccl-tests#326; #212 names the overhead of
-# the protocol, 20 %). NCCL's own tables (src/graph/topo.h) have as much of others: 240 of 300 GB/s for A100, 722 of 900
-# for B200.
+# the protocol, 20 %). NCCL's tables (src/graph/topo.h) have the same fraction for other GPUs: 240 of 300 GB/s for A100,
+# 722 of 900 for B200.
 NVLINK_FRACTION = 0.8
-# Network: 360, 345, 320, 300, 280 and 260 of 400 GB/s a host on 4, 8, 16, 32, 64 and 128 hosts of H100, reduce-scatters
-# (NVIDIA/nccl#1229); on two hosts 46 to 48 of 50 for each adapter (NVIDIA/nccl-tests#290): a twentieth less for each
-# time that hosts double. Of gathers over 256 H100, on 32 hosts, 200 of 400 were reported (NVIDIA/nccl#1218).
+# Network: 360, 345, 320, 300, 280 and 260 of 400 GB/s per host on 4, 8, 16, 32, 64 and 128 hosts of H100,
+# reduce-scatters (NVIDIA/nccl#1229); on two hosts 46 to 48 of 50 for each adapter (NVIDIA/nccl-tests#290). The fraction
+# drops by a twentieth each time the hosts double. Gathers over 256 H100 on 32 hosts: 200 of 400 (NVIDIA/nccl#1218).
 LOST_BY_DOUBLING = 0.05
 GATHER_FRACTION, GATHER_HOSTS = 0.5, 32
 
@@ -38,7 +38,7 @@ RING, TREE = "Ring", "Tree"
 LL, LL128, SIMPLE = "LL", "LL128", "Simple"
 SENT_AT_ONCE = {"collective-permute", "all-to-all", "ragged-all-to-all"}  # from each device to others, in one hop
 _US = 1e-6
-_BASE = {  # seconds before anything is sent
+_BASE = {  # seconds before the first byte is sent
     (TREE, LL): 6.8 * _US, (TREE, LL128): 14.0 * _US, (TREE, SIMPLE): 0.0,
     (RING, LL): 6.6 * _US, (RING, LL128): 14.0 * _US, (RING, SIMPLE): 8.4 * _US,
 }  # fmt: skip
@@ -46,12 +46,12 @@ _HOP = {  # seconds of each hop, over NVLink and over the network
     (TREE, LL): (0.6 * _US, 5.0 * _US), (TREE, LL128): (1.25 * _US, 8.5 * _US), (TREE, SIMPLE): (28 * _US, 28 * _US),
     (RING, LL): (0.6 * _US, 2.7 * _US), (RING, LL128): (1.9 * _US, 4.0 * _US), (RING, SIMPLE): (3.4 * _US, 14 * _US),
 }  # fmt: skip
-_POST = {LL: 1.0 * _US, LL128: 1.0 * _US, SIMPLE: 3.0 * _US}  # the least of a hop of a ring that crosses hosts
-_LL_MOST = {1: 87.7e9, 2: 39.0e9}  # bytes/s of LL on so many hosts
-_LL_MOST_BEYOND = 20.4e9  # on more
-# All-reduces by Simple rings across hosts start slower where each GPU has more than so many bytes.
+_POST = {LL: 1.0 * _US, LL128: 1.0 * _US, SIMPLE: 3.0 * _US}  # minimum seconds per hop of a ring that crosses hosts
+_LL_MOST = {1: 87.7e9, 2: 39.0e9}  # maximum bytes/s of LL by number of hosts
+_LL_MOST_BEYOND = 20.4e9  # on more hosts
+# Latency factor of all-reduces by Simple rings across hosts, from this many bytes per GPU on.
 _PLATEAU, _PLATEAU_BYTES = 1.4, 64 * 16
-# By the power of two of 64 bytes that an array has; larger arrays than the table has reach all (1).
+# Fraction of the rate by log2(payload / 64 bytes); arrays beyond the table reach the full rate (1).
 _TREE_REACHES = {
     LL: "1 1 1 1 .9 .8 .7 .7 .7 .7 .6 .5 .4 .4 .5 .6 .7 .8 .9 1 1 1 1",
     LL128: "1 1 1 1 1 .9 .8 .8 .8 .7 .6 .6 .6 .6 .6 .6 .8 .9 .9 .9 .9 1 1",
@@ -62,7 +62,7 @@ _TREE_FACTORS = {protocol: [float(word) for word in text.split()] for protocol, 
 
 @dataclass(frozen=True)
 class Group:
-    """The GPUs that a collective connects: how many, on how many hosts, and the fewest on one host."""
+    """The GPUs of a collective: number of GPUs, number of hosts, and the fewest GPUs on a host."""
 
     devices: int
     hosts: int
@@ -70,7 +70,7 @@ class Group:
 
 
 def network_fraction(kind: str, hosts: int) -> float:
-    """The fraction of the network's published rate that collectives over so many hosts reach.
+    """Returns the fraction of the network's published rate that collectives over this many hosts reach.
 
     >>> network_fraction("reduce-scatter", 16), network_fraction("all-gather", 16), network_fraction("all-gather", 32)
     (0.8, 0.8, 0.5)
@@ -81,7 +81,7 @@ def network_fraction(kind: str, hosts: int) -> float:
 
 
 class Way(NamedTuple):
-    """An algorithm and its protocol, "Tree LL"; the seconds before its bytes count, and those of its bytes."""
+    """An algorithm with its protocol, "Tree LL": latency in seconds, and seconds of the bytes."""
 
     name: str
     latency_s: float
@@ -93,7 +93,7 @@ class Way(NamedTuple):
 
 
 def choice(kind: str, group: Group, sent: float, bus_bandwidth: float) -> Way:
-    """The fastest way for a collective.
+    """Returns the fastest algorithm and protocol for a collective.
 
     >>> few = choice("all-reduce", Group(256, 32, 8), 8.0, 2e11)
     >>> many = choice("all-gather", Group(8, 1, 8), 3.6e9, 3.6e11)
@@ -102,8 +102,8 @@ def choice(kind: str, group: Group, sent: float, bus_bandwidth: float) -> Way:
 
     Args:
       kind: the kind of collective, as XLA names it.
-      group: the GPUs that it connects, more than one.
-      sent: bytes by each GPU around a ring; ``payload x (n-1)/n``, twice that in an all-reduce.
+      group: the connected GPUs, two or more.
+      sent: bytes sent by each GPU around a ring; ``payload x (n-1)/n``, twice as much in an all-reduce.
       bus_bandwidth: bytes/s of each GPU that NCCL reaches with large arrays.
     """
     reduces = kind == "all-reduce"
@@ -131,18 +131,18 @@ def _ring(kind: str, group: Group, protocol: str, sent: float, payload: float, b
         latency_s *= _PLATEAU
     bandwidth = bus_bandwidth
     if protocol == LL:
-        # LL sends a flag with every 4 bytes of data, so half the rate is out of reach; tuning.cc takes less still.
+        # LL sends a flag with every 4 bytes of data, so at most half the rate is data; tuning.cc uses even less.
         parts = 4 if group.hosts > 1 or reduces else 3
         bandwidth = min(_LL_MOST.get(group.hosts, _LL_MOST_BEYOND), bandwidth / parts)
     elif protocol == LL128:
-        # Of 128 bytes 120 are data. tuning.cc takes off more where a host has one GPU.
+        # 120 of 128 bytes are data. tuning.cc reduces the rate further for hosts with a single GPU.
         bandwidth *= 0.7 if group.devices < 2 * group.hosts else 0.92
     return Way(f"{RING} {protocol}", latency_s, sent / bandwidth)
 
 
 def _tree(group: Group, protocol: str, payload: float, bus_bandwidth: float) -> Way:
     over_nvlink, over_network = _HOP[TREE, protocol]
-    # Up to the root and down again: a chain through the GPUs of a host, a binary tree over hosts.
+    # Data goes up to the root and down again: a chain through the GPUs of a host, a binary tree over hosts.
     levels = int(math.log2(group.hosts))
     hops_s = (group.devices // group.hosts - 1) * over_nvlink + levels * over_network
     bandwidth = 0.92 * bus_bandwidth

@@ -1,4 +1,4 @@
-"""Names of sets of devices: slices of TPU chips that can be rented, as "v5e:16x16"; hosts of GPUs, as "h100:32x8"."""
+"""Names of sets of devices: TPU slices for rent, as "v5e:16x16"; GPU hosts, as "h100:32x8"."""
 
 import math
 import re
@@ -8,16 +8,16 @@ from typing import Any
 from xlstm_jax.forecast.hardware.chips import CHIPS, Chip
 from xlstm_jax.forecast.hardware.gpu_targets import target_config
 
-HOST = 8  # GPUs in a host, as the makers of servers build them
-GPUS_OF_TRAY = 4  # in a host of GB200, of which NVLink joins 18
+HOST = 8  # GPUs in a usual server
+GPUS_OF_TRAY = 4  # GPUs in a host (tray) of GB200; NVLink joins 18 trays
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Devices that need not be there: ``name`` as "v5e:16x16" or "h100:32x8".
+    """Devices that need not be present: ``name`` as "v5e:16x16" or "h100:32x8".
 
-    ``shape`` of TPUs is the torus of chips, each of which JAX sees as one device. ``shape`` of GPUs is (hosts, GPUs per
-    host), or for GB200 (racks, GPUs per rack): the number of NVLink domains, and the GPUs in each.
+    ``shape`` of TPUs is the torus of chips; JAX counts each chip as a device. ``shape`` of GPUs is (hosts, GPUs per
+    host), or for GB200 (racks, GPUs per rack): the number of NVLink domains, and the GPUs in each domain.
 
     >>> Topology("v5e:4x16", CHIPS["v5e"], (4, 16)).wraps
     (False, True)
@@ -33,15 +33,15 @@ class Topology:
 
     @property
     def wraps(self) -> tuple[bool, ...]:
-        """Which dims are rings: on v5e and v6e the dims as long as the pod; on v4 and v5p all dims, or none.
+        """Whether each dim is a ring: on v5e and v6e the dims as long as the pod; on v4 and v5p every dim, or no dim.
 
-        The source is the scaling book: v4 and v5p close their rings by optical switches between whole cubes of 4x4x4,
-        so smaller slices have none. A dim that is no ring has half the bandwidth for collectives. Switches join
-        GPUs, so none of their dims is a ring.
+        The source is the scaling book: v4 and v5p close their rings by optical switches between full cubes of 4x4x4,
+        so smaller slices have no rings. A dim without a ring has half the bandwidth for collectives. Switches join
+        GPUs, so GPUs have no rings.
         """
         if not self.chip.torus_axes:
             return (False,) * len(self.shape)
-        # Only the pod closes rings by its own cables; cubes are joined by optical switches.
+        # Without cubes only the pod closes rings, by cables; cubes are joined by optical switches.
         if self.chip.cube is None:
             return tuple(size == max(self.chip.pod) for size in self.shape)
         return (all(size and size % self.chip.cube == 0 for size in self.shape),) * len(self.shape)
@@ -52,10 +52,10 @@ class Topology:
         return "tpu" if self.chip.torus_axes else "cuda"
 
     def description(self) -> dict[str, Any]:
-        """Arguments of ``jax.experimental.topologies.get_topology_desc``."""
+        """Returns the arguments of ``jax.experimental.topologies.get_topology_desc``."""
         arguments: dict[str, Any] = {"platform": self.platform}
         if self.platform == "cuda":
-            # As XLA counts GPUs: slices x hosts x GPUs per host. A slice of several hosts is one NVLink domain.
+            # XLA's shape for GPUs: slices x hosts x GPUs per host. A slice of several hosts is an NVLink domain.
             domains, gpus = self.shape
             per_host = math.gcd(gpus, GPUS_OF_TRAY)
             of_racks = (domains, gpus // per_host, per_host)
@@ -63,26 +63,26 @@ class Topology:
             return arguments | {"topology": "x".join(map(str, slices)), "target_config": target_config(self.chip)}
         arguments["topology_name"] = self.name
         if self.chip.name == "v4":
-            # Both cores are one device, as JAX shows them on machines that have the chips.
+            # Both cores form a single device, as JAX counts devices on machines with v4 chips.
             arguments["chip_config_name"] = "megacore"
         if self.num_devices == 1:
-            # One chip is less than a host, which by default has several.
+            # A slice of a single chip is smaller than the default host, which has several.
             arguments["chips_per_host_bounds"] = (1, 1, 1)
         return arguments
 
 
 def parse_topology(name: str) -> Topology:
-    """Reads "v5e:16x16" and "h100:32x8".
+    """Parses "v5e:16x16" and "h100:32x8".
 
-    TPUs: the chip, and the number of chips along each axis of the torus. GPUs: the chip, hosts, and GPUs per host, or
-    for one host GPUs alone ("h100:8"). GB200: racks, which are NVLink domains, and GPUs per rack, up to 72.
+    TPUs: the chip, and the number of chips along each torus axis. GPUs: the chip, hosts, and GPUs per host, or for a
+    single host only the GPUs ("h100:8"). GB200: racks, which are NVLink domains, and GPUs per rack, up to 72.
 
     >>> parse_topology("v5p:4x4x8").num_devices, parse_topology("h100:32x8").num_devices
     (128, 256)
 
     Raises:
-      ValueError: an unknown chip, or a slice that does not exist (the error lists the slices that do); no host or no
-        GPU; or more GPUs per host than NVLink joins.
+      ValueError: the chip is unknown, the slice does not exist (the error lists the slices), there is no host or no
+        GPU, or there are more GPUs per host than NVLink joins.
     """
     match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)", name)
     chip = CHIPS.get(match[1]) if match else None
@@ -97,7 +97,7 @@ def parse_topology(name: str) -> Topology:
     if chip.devices_per_node:
         return Topology(name, chip, _hosts(name, chip.devices_per_node, shape))
     if shape not in chip.slices:
-        # Slices of whole cubes are too many to list.
+        # There are too many slices of full cubes to list.
         small = [shape for shape in chip.slices if not chip.cube or shape[0] < chip.cube]
         *shapes, pod = ("x".join(map(str, shape)) for shape in (*small, chip.pod))
         larger = f", and multiples of {chip.cube} in ascending order up to {pod}, as 4x4x8" if chip.cube else ""
@@ -108,7 +108,7 @@ def parse_topology(name: str) -> Topology:
 
 
 def _hosts(name: str, per_host: int, shape: tuple[int, ...]) -> tuple[int, int]:
-    """(hosts, GPUs per host)"""
+    """Returns (hosts, GPUs per host)."""
     chip = name.partition(":")[0]
     host = "NVLink domain" if per_host > HOST else "host"
     hosts, gpus, *more = (1, *shape) if len(shape) == 1 else shape

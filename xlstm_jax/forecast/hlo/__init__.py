@@ -1,8 +1,8 @@
-"""Programs as compilers print them: read from text, and what is asked of them.
+"""Parser of the programs that compilers print as text, and analyses of the parsed programs.
 
-program, instruction        the text as objects; how often loops run
-device_groups               which devices a collective connects, and along which mesh axes
-dataflow, collective_sites  where a value comes from, who reads it; a collective from its start to its end
-text                        integers, lists and dtypes in it
-op_names                    from the name of an operation to its module and direction
+program, instruction        the text as objects; trips of loops
+device_groups               devices that a collective connects, and the mesh axes of these groups
+dataflow, collective_sites  producers and readers of a value; a collective from start to end
+text                        integers, lists and dtypes in text
+op_names                    module and direction of an operation, from its name
 """

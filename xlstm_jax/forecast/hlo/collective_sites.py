@@ -1,12 +1,13 @@
-"""Where a compiled program executes collectives.
+"""Places at which a compiled program executes collectives.
 
-Compilers write the same collective in several forms. Each of these counts as one:
-    all-reduce(x)                                           the schedule waits for it
-    all-gather-start(x) ... all-gather-done                 under way while what is between them runs
+Compilers write the same collective in several forms. Each form counts as one collective:
+    all-reduce(x)                                           the schedule waits for the result
+    all-gather-start(x) ... all-gather-done                 the instructions between overlap the collective
     call-start(x), to_apply=... ... call-done               the same on a TPU's SparseCore; also async-start
-    fusion async-collective-start ... fusion ... -done      a TPU sends pieces during each fusion between them
+    fusion async-collective-start ... fusion ... -done      a TPU sends pieces during each fusion between start and
+      done
     fusion {dynamic-slice(all-reduce(x))}                   a TPU's reduce-scatter
-    all-reduce(dynamic-update-slice(zeros, x))              a TPU's stand-in for an all-gather: twice its bytes
+    all-reduce(dynamic-update-slice(zeros, x))              a TPU's replacement of an all-gather: twice the bytes
 """
 
 import itertools
@@ -20,20 +21,21 @@ from xlstm_jax.forecast.hlo.instruction import COLLECTIVES, Instruction
 from xlstm_jax.forecast.hlo.program import Computation, Program
 
 _ASYNC_FUSION = re.compile(r'custom_call_target="AsyncCollective(Start|Done)"')
-_IS_SYNC = re.compile(r'"is_sync":\s*true')  # a GPU writes all collectives as pairs
+_IS_SYNC = re.compile(r'"is_sync":\s*true')  # GPU compilers write even synchronous collectives as start and done
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where a collective is executed.
+    """Execution of a collective in a schedule.
 
     Attributes:
-      trips: of the computation that schedules it.
-      scheduled: the instruction of the schedule, at which it begins.
-      kind: what is executed.
-      inner, within: the collective itself and the computation that holds it, the same or one called.
-      during: what the schedule runs while the collective is under way; None where the schedule waits.
+      trips: trips of ``computation``, the computation with the schedule.
+      scheduled: instruction in the schedule at which the collective starts.
+      kind: executed operation.
+      inner, within: the collective instruction and the surrounding computation, either ``computation`` or a called
+        computation.
+      during: instructions scheduled during the collective; None if the schedule waits.
     """
 
     computation: Computation
@@ -46,29 +48,29 @@ class Site:
 
     @property
     def own_names(self) -> tuple[str, ...]:
-        """The names that the collective carries itself; () where a TPU's compiler has replaced another by it."""
+        """Operation names on the collective itself; () if a TPU compiler substituted the collective."""
         return self.inner.op_names or self.scheduled.op_names
 
     @cached_property
     def arrays(self) -> tuple[Value, ...]:
-        """The arrays that travel."""
+        """Arrays that the collective sends."""
         return tuple(
             Value(self.within, name) for name in self.inner.operands if self.within.by_name[name].type_text != "token[]"
         )
 
     def result(self, position: int) -> Value:
-        """What becomes of one of ``arrays``."""
+        """Returns the result of the array ``arrays[position]``."""
         return Value(self.within, self.inner.name, (position,) if len(self.arrays) > 1 else ())
 
     @property
     def span(self) -> tuple[int, int]:
-        """The positions in the schedule of the start and of the end, the same where the schedule waits."""
+        """Positions of start and end in the schedule, equal if the schedule waits."""
         start = self.computation.position[self.scheduled.name]
         return start, start if self.during is None else start + 1 + len(self.during)
 
 
 def sites(program: Program) -> Iterator[Site]:
-    """Every site of the program, callers before those they call."""
+    """Yields every site of the program, callers before the computations that they call."""
     for computation, trips in program.schedules():
         for instruction in computation.instructions:
             yield from _sites_at(program, computation, trips, instruction)
@@ -85,14 +87,14 @@ def _sites_at(program: Program, computation: Computation, trips: int, at: Instru
     if collectives and at.opcode.endswith("-start") and not _IS_SYNC.search(at.attributes):
         during = computation.instructions[computation.position[at.name] + 1 : end_of(computation, at)]
     role = _role_in_chain(program, at) if collectives and at.opcode == "fusion" else None
-    if role == "start":  # the chain counts here, once
+    if role == "start":  # the chain counts once, at the start
         during, collectives = _during_chain(program, computation, at, _chain(collectives[0][1])), collectives[:1]
     elif role is not None:
         return
     for within, inner in collectives:
         kind = inner.opcode.removesuffix("-start")
         users = within.users.get(inner.name, ())
-        # A TPU's compiler writes a reduce-scatter as a fusion that keeps a device's own shard of an all-reduce.
+        # A TPU compiler writes a reduce-scatter as a fusion that slices the local shard from an all-reduce.
         is_sliced = users and all(user.opcode == "dynamic-slice" and position == 0 for user, position in users)
         if at.opcode == "fusion" and role is None and kind == "all-reduce" and is_sliced:
             kind = "reduce-scatter"
@@ -100,7 +102,7 @@ def _sites_at(program: Program, computation: Computation, trips: int, at: Instru
 
 
 def _collectives_in(program: Program, caller: Instruction) -> Iterator[tuple[Computation, Instruction]]:
-    """The collectives in what an instruction calls, fusions in fusions included."""
+    """Yields the collectives in the computations that an instruction calls, including nested fusions."""
     for name in caller.all_called:
         for instruction in program.computations[name].instructions:
             if instruction.opcode.removesuffix("-start") in COLLECTIVES:
@@ -115,18 +117,18 @@ def _chain(inner: Instruction) -> str | None:
 
 
 def _role_in_chain(program: Program, fusion: Instruction) -> str | None:
-    """ "start", "middle" or "done" of a collective that is spread over several fusions; None for any other fusion."""
+    """Returns "start", "middle" or "done" of a collective spread over several fusions; None for any other fusion."""
     for name in fusion.called.get("calls", ()):
         for instruction in program.computations[name].instructions:
-            # The two ends hold a custom call; the fusions between them know the chain by its number alone.
+            # Start and done contain a custom call; the fusions between contain only the chain's number.
             if match := _ASYNC_FUSION.search(instruction.attributes):
                 return match[1].lower()
     return "middle" if any(_chain(inner) is not None for _, inner in _collectives_in(program, fusion)) else None
 
 
 def end_of(computation: Computation, start: Instruction) -> int:
-    """The position of the ``-done`` of what an instruction starts."""
-    # Between a start and its done there may be updates, each of which reads the one before.
+    """Returns the position of the ``-done`` of a started instruction."""
+    # Updates may lie between start and done; each update reads the previous one.
     users = (user for user, _ in computation.users[start.name])
     end = next(user for user in users if user.opcode.endswith(("-update", "-done")))
     return computation.position[end.name] if end.opcode.endswith("-done") else end_of(computation, end)
@@ -135,11 +137,11 @@ def end_of(computation: Computation, start: Instruction) -> int:
 def _during_chain(
     program: Program, computation: Computation, start: Instruction, chain: str | None
 ) -> tuple[Instruction, ...]:
-    """The fusions between the start of a chain and its end during which its pieces are sent."""
+    """Returns the fusions between the start and the end of a chain, during which pieces are sent."""
     middle = []
     for instruction in itertools.islice(computation.instructions, computation.position[start.name] + 1, None):
         if instruction.opcode == "fusion" and chain in {_chain(i) for _, i in _collectives_in(program, instruction)}:
-            # The fusion that ends the chain waits for what is left: nothing travels beside it.
+            # The fusion at the end of the chain waits for the rest and overlaps nothing.
             if _role_in_chain(program, instruction) != "middle":
                 break
             middle.append(instruction)

@@ -1,8 +1,8 @@
-"""The flow of values in a compiled program: through tuples, fusions, loops and asynchronous calls.
+"""Data flow in a compiled program: through tuples, fusions, loops and asynchronous calls.
 
 %g = all-gather(%x)        downstream: into the fusion that reads %g, to the dot_general in it
-%t = tuple(%g, ...)                    element 0 of %t, of the loop's carry, of its body's parameter
-%w = while(%t), body=...   upstream:   a gradient that a loop has stacked: the operations in its body
+%t = tuple(%g, ...)                    element 0 of %t, of the loop's carry, of the body's parameter
+%w = while(%t), body=...   upstream:   from a gradient stacked by a loop to the operations in the loop's body
 """
 
 import re
@@ -14,12 +14,12 @@ from xlstm_jax.forecast.hlo.instruction import COLLECTIVES, Instruction
 from xlstm_jax.forecast.hlo.program import Computation, Program
 
 _MAIN_FIRST = re.compile('"(ConcatBitcast|AsyncCollectiveDone)"')
-MAX_VISITED = 2000  # values per search; what serves a collective is within some ten
+MAX_VISITED = 2000  # values per search; the operations around a collective are within some ten
 
 
 @dataclass(frozen=True)
 class Value:
-    """The result of an instruction, or an element of that tuple: (1, 0) is the first element of the second."""
+    """The result of an instruction, or a tuple element of the result: (1, 0) is the first element of the second."""
 
     computation: Computation
     name: str
@@ -31,12 +31,12 @@ class Value:
 
 
 def upstream(program: Program, value: Value) -> Iterator[Value]:
-    """What a value is made from, nearest first, itself left out."""
+    """Yields the values from which a value is computed, nearest first, without the value itself."""
     return _walk(program, value, sources)
 
 
 def downstream(program: Program, value: Value, *, through: Collection[str] | None = None) -> Iterator[Value]:
-    """What is made from a value, nearest first, itself left out; ``through`` operations of these opcodes alone."""
+    """Yields the values computed from a value, nearest first; ``through`` limits the search to these opcodes."""
     return _walk(program, value, uses, through)
 
 
@@ -57,14 +57,14 @@ def _walk(
 
 
 def origin(program: Program, value: Value) -> Value:
-    """The parameter of the program, or the operation, that a value stems from, through operations on one array.
+    """Returns the program parameter or operation behind a value, through operations on a single array.
 
-    For an update written into a larger array this is the update's origin; for what a loop carries, the value before it.
+    For an update of a larger array, this is the origin of the update; for a loop carry, the value before the loop.
     """
     while before := sources(program, value):
         instruction = value.instruction
-        # A TPU brings an array into VMEM in slices, and puts them side by side; what ends an asynchronous gather reads
-        # the shard, then its buffers. Of a loop's carry and of an update the first source is the main one, too.
+        # A TPU copies an array into VMEM in slices, and concatenates the slices; the end of an asynchronous gather
+        # reads the shard, then buffers. There, for a loop's carry and for an update, the first source is the main one.
         is_carry = instruction.opcode == "parameter" and any(
             caller.opcode == "while" for _, caller in program.callers[value.computation.name]
         )
@@ -76,7 +76,7 @@ def origin(program: Program, value: Value) -> Value:
 
 
 def sources(program: Program, value: Value) -> list[Value]:
-    """What a value is directly made from, the main source first."""
+    """Returns the direct inputs of a value, the main input first."""
     computation, instruction, element = value.computation, value.instruction, value.element
     opcode, operands = instruction.opcode, instruction.operands
     if opcode == "parameter":
@@ -107,15 +107,15 @@ def _sources_of_parameter(program: Program, value: Value) -> list[Value]:
         elif call.opcode == "conditional":
             branch = call.called["branches"].index(value.computation.name)
             before.append(Value(caller, call.operands[1 + branch], value.element))
-        elif _is_call(call) and number < len(call.operands):  # work offloaded to a SparseCore may be started without
+        elif _is_call(call) and number < len(call.operands):  # a call offloaded to a SparseCore may have no operands
             before.append(Value(caller, call.operands[number], value.element))
     return before
 
 
 def uses(program: Program, value: Value) -> list[Value]:
-    """What is directly made from a value."""
+    """Returns the values computed directly from a value."""
     computation, users = value.computation, []
-    # The root of a computation is the result of what calls it, and in a loop the parameter of the next trip.
+    # The root of a computation is the result of the caller, and in a loop the parameter of the next trip.
     for caller, call in program.callers[computation.name] if value.instruction.is_root else ():
         if call.opcode == "while" and computation.name in call.called["body"]:
             users.append(Value(computation, computation.parameters[0].name, value.element))
@@ -137,7 +137,7 @@ def _used_by(program: Program, value: Value, user: Instruction, position: int) -
     if callees := _callees(program, user):
         # A loop takes one operand, its carry; a branch has one parameter. A call has as many parameters as operands.
         number = {"while": 0, "conditional": 0}.get(user.opcode, position)
-        # Each branch has an operand of its own, after the one that chooses between them.
+        # Each branch has a separate operand, after the operand that selects the branch.
         callees = callees[position - 1 : position] if user.opcode == "conditional" else callees
         return [Value(c, c.parameters[number].name, element) for c in callees if number in c.parameters]
     if _carries_several(user):
@@ -146,7 +146,7 @@ def _used_by(program: Program, value: Value, user: Instruction, position: int) -
 
 
 def _carries_several(instruction: Instruction) -> bool:
-    """Whether it is a collective in which several arrays travel together, each to an element of its result."""
+    """Returns whether the instruction is a collective of several arrays, with one result element per array."""
     return instruction.opcode.removesuffix("-start") in COLLECTIVES and len(instruction.operands) > 1
 
 
@@ -155,7 +155,7 @@ def _is_call(instruction: Instruction) -> bool:
 
 
 def _callees(program: Program, instruction: Instruction) -> list[Computation]:
-    """The computations whose roots are the result of an instruction."""
+    """Returns the computations whose roots are the result of an instruction."""
     names = instruction.all_called if instruction.opcode == "conditional" or _is_call(instruction) else ()
     names = instruction.called["body"] if instruction.opcode == "while" else names
     return [program.computations[name] for name in names]

@@ -1,6 +1,6 @@
-"""Which devices a collective runs over, and along which axes of the mesh.
+"""Device groups of a collective, and the mesh axes of the groups.
 
-HLO text lists them, computes them, or names them by the axes of a mesh; all three give the same groups:
+HLO text lists the groups, computes them, or gives mesh axes; these three forms describe the same groups:
     replica_groups={{0,1},{2,3}}
     replica_groups=[2,2]<=[4]             ids in order, two groups of two;  <=[2,2]T(1,0) transposes them first
     replica_groups=mesh['dp'=2,'fsdp'=2] {'fsdp'}
@@ -18,7 +18,7 @@ from xlstm_jax.forecast.hlo.text import integers
 
 Groups = tuple[tuple[int, ...], ...]
 
-_PAIRS = re.compile(r"source_target_pairs=\{(|.*?\})\}")  # of a permute, in place of groups
+_PAIRS = re.compile(r"source_target_pairs=\{(|.*?\})\}")  # a permute has pairs in place of groups
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _LISTED = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
 _MESH = re.compile(
@@ -29,15 +29,15 @@ _MESH_GROUP_AXIS = re.compile(r"['\"]?([\w.\-]+)['\"]?(?::\((\d+)\)(\d+))?")
 
 
 def replica_groups(attributes: str) -> Groups:
-    """The devices of each group that exchanges data; () where all devices form one.
+    """Parses the device ids of each group that exchanges data; () if the devices form a single group.
 
     Raises:
-      ValueError: the groups have a form that is not known here.
+      ValueError: the groups have an unknown form.
     """
     if match := _PAIRS.search(attributes):
         group: dict[int, set[int]] = {}
         for pair in _listed(match[1]):
-            # Devices of one group share one set; a pair that connects two groups puts all of them into a new set.
+            # The devices of a group share a set; a pair that connects two groups merges both into a new set.
             merged = {other for device in pair for other in group.get(device, {device})}
             group.update(dict.fromkeys(merged, merged))
         return tuple(sorted({tuple(sorted(devices)) for devices in group.values()})) or ((0,),)
@@ -58,16 +58,16 @@ def _listed(text: str) -> Groups:
 
 
 def _iota(dims: str, permutation: str | None) -> np.ndarray:
-    # <=[2,4]T(1,0): the ids in order, as an array of these dims, which are then exchanged.
+    # <=[2,4]T(1,0): the ids in order, as an array of these dims, then transposed.
     sizes = integers(dims)
     ids = np.arange(math.prod(sizes)).reshape(sizes)
     return ids.transpose(integers(permutation)) if permutation else ids
 
 
 def _mesh_groups(axes: str, id_dims: str | None, permutation: str | None, over: str) -> Groups:
-    """``mesh['a'=2,'b'=4] {'b'}``: the devices of a group differ in their indices along the axes in braces.
+    """Parses ``mesh['a'=2,'b'=4] {'b'}``: ids in a group differ along the axes in braces.
 
-    Of an axis that is split into factors, one may be named: ``'b':(2)2`` is the second of the two factors of size 2.
+    The braces may name a factor of an axis: ``'b':(2)2`` is the second of the two factors of size 2.
     """
     sizes = {name: int(size) for name, size in _MESH_AXIS.findall(axes)}
     ids = _iota(id_dims or str(math.prod(sizes.values())), permutation)
@@ -77,28 +77,28 @@ def _mesh_groups(axes: str, id_dims: str | None, permutation: str | None, over: 
     for name, size in sizes.items():
         before, factor = chosen.get(name, (size, 1))
         factor = factor or size
-        # An axis becomes three dims: what lies before the factor that is named, the factor, and what lies behind it.
+        # An axis becomes three dims: the part before the named factor, the factor, and the part behind.
         dims += [before, factor, size // (before * factor)]
         grouped += [False, name in chosen, False]
     return _groups_along(ids.reshape(dims), grouped)
 
 
 def _groups_along(ids: np.ndarray, grouped: Sequence[bool]) -> Groups:
-    """The ids of a mesh in groups, in each of which they differ along the ``grouped`` dims."""
-    order = sorted(range(ids.ndim), key=grouped.__getitem__)  # the dims of a group come last
+    """Returns the ids of a mesh in groups; within a group the ids differ along the ``grouped`` dims."""
+    order = sorted(range(ids.ndim), key=grouped.__getitem__)  # grouped dims come last
     in_group = math.prod(size for size, inside in zip(ids.shape, grouped, strict=True) if inside)
     return tuple(map(tuple, ids.transpose(order).reshape(-1, in_group).tolist()))
 
 
 def axes_of_groups(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, ...] | None:
-    """The axes of a mesh along which the devices of each group lie; None if the groups follow no set of axes.
+    """Returns the mesh axes along which the devices of each group differ; None if the groups follow no set of axes.
 
-    Axes of size 1 are left out, as nothing travels along them.
+    Axes of size 1 are left out, because nothing is sent along them.
     """
     sizes = {axis: size for axis, size in axis_sizes.items() if size > 1}
     ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
     wanted = set(map(frozenset, groups))
-    # There are few axes, so every set of them is tried, the smallest first.
+    # A mesh has few axes, so every subset is tried, the smallest first.
     for axes in (axes for n in range(len(sizes) + 1) for axes in itertools.combinations(sizes, n)):
         if {len(group) for group in wanted} == {math.prod(sizes[axis] for axis in axes)}:
             along = _groups_along(ids, [axis in axes for axis in sizes])

@@ -1,8 +1,8 @@
-"""One line of optimized HLO text: a result's type, an opcode, operands, attributes.
+"""A line of optimized HLO text: type of the result, opcode, operands, attributes.
 
     %fusion.1 = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} fusion(%copy.75, %all-gather.37), kind=kOutput, calls=..., ...
 
-A type gives the memory space, S(1): 0 is HBM (or a CPU's memory), 1 is a TPU core's VMEM, 5 the host's, other
+A type gives the memory space, S(1): 0 is HBM (or a CPU's memory), 1 is a TPU core's VMEM, 5 is host memory, other
 numbers are scalars and semaphores.
 """
 
@@ -18,7 +18,7 @@ HBM, HOST = 0, 5  # memory spaces
 COLLECTIVES = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"}
 COLLECTIVES |= {"collective-broadcast", "ragged-all-to-all"}
 
-# Names for values, which take no time.
+# Opcodes that only name values and take no time.
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
 _FREE |= {"optimization-barrier", "add-dependency"}
 _FREE_CUSTOM_CALL = re.compile(
@@ -42,13 +42,13 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 @dataclass(frozen=True)
 class Shape:
-    """One array of a result.
+    """An array of a result.
 
     Attributes:
-      dtype: as HLO writes it: "bf16", "f8e4m3fn", "pred", "token".
-      dims: sizes; of a dim of bounded size its bound.
-      space: memory space, 0 being HBM.
-      nbytes: of the values alone. Tiles of a TPU may pad the buffer.
+      dtype: HLO's name: "bf16", "f8e4m3fn", "pred", "token".
+      dims: sizes; for a dim of bounded size the bound.
+      space: memory space; 0 is HBM.
+      nbytes: bytes of the values, without the padding of TPU tiles.
     """
 
     dtype: str
@@ -59,7 +59,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation. Properties read the text when they are asked for."""
+    """A line of a computation. Properties parse the text on first access."""
 
     name: str
     opcode: str
@@ -70,11 +70,11 @@ class Instruction:
 
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
-        """The arrays of the result; those of a tuple, nested or not, in order."""
+        """Arrays of the result, with nested tuples flattened in order."""
         shapes = []
         for dtype, dims, layout in _ARRAY.findall(self.type_text):
             space, narrow = _SPACE.search(layout), _ELEMENT_BITS.search(layout)
-            # E(4) in the layout says that values are packed, here to 4 bits each.
+            # E(4) in the layout means packed values, here 4 bits each.
             bits, sizes = int(narrow[1]) if narrow else 8 * bytes_of(dtype), integers(dims)
             nbytes = -(-math.prod(sizes) * bits // 8)  # rounded up
             shapes.append(Shape(dtype, sizes, int(space[1]) if space else HBM, nbytes))
@@ -82,16 +82,16 @@ class Instruction:
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        """Names of the instructions that it reads; none for a parameter or a constant."""
+        """Names of the instruction's operands; empty for a parameter or a constant."""
         if self.opcode in ("parameter", "constant"):
             return ()
         return tuple(_OPERAND.findall(self.operand_text))
 
     @cached_property
     def op_names(self) -> tuple[str, ...]:
-        """The names of the operations that it stems from, as JAX gave them; () where the compiler made it up.
+        """JAX's names of the operations behind the instruction; () for an instruction that the compiler added.
 
-        Several where the compiler has merged operations: "a/(b/psum:c/psum)" is "a/b/psum" and "a/c/psum".
+        Merged operations have several names: "a/(b/psum:c/psum)" is "a/b/psum" and "a/c/psum".
         """
         match = _OP_NAME.search(self.attributes)
         name = match[1].replace("\\'", "'").replace('\\"', '"') if match else ""
@@ -100,53 +100,53 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """The first of ``op_names``, "" where there is none."""
+        """First of ``op_names``; "" without names."""
         return self.op_names[0] if self.op_names else ""
 
     @cached_property
     def is_work(self) -> bool:
-        """Whether it computes or moves anything itself, and is neither a name nor one end of an asynchronous pair."""
+        """Whether the instruction computes or moves data; False for names of values and ends of asynchronous pairs."""
         if self.opcode in _FREE or self.opcode.endswith(("-start", "-update", "-done")):
             return False
         return not (self.opcode == "custom-call" and _FREE_CUSTOM_CALL.search(self.attributes))
 
     @cached_property
     def called(self) -> dict[str, tuple[str, ...]]:
-        """Names of computations by role: calls, body, condition, to_apply, branches."""
+        """Names of called computations by role: calls, body, condition, to_apply, branches."""
         roles: dict[str, tuple[str, ...]] = {}
         for role, name, several in _CALLED.findall(self.attributes):
-            # A conditional over a bool names two computations, one over an index a list of them.
+            # A conditional over a bool names two computations; a conditional over an index has a list.
             key = "branches" if role.startswith(("branch", "true", "false")) else role
             roles[key] = roles.get(key, ()) + ((name,) if name else tuple(_OPERAND.findall(several)))
         return roles
 
     @property
     def all_called(self) -> tuple[str, ...]:
-        """Names of the computations of all roles."""
+        """Names of the called computations of every role."""
         return tuple(name for names in self.called.values() for name in names)
 
     @cached_property
     def groups(self) -> Groups:
-        """Device ids of a collective by group, as positions in the flattened mesh; () for all devices in one group."""
+        """Device ids of a collective by group, as positions in the flattened mesh; () for a single group."""
         return replica_groups(self.attributes)
 
     @cached_property
     def estimated_cycles(self) -> int | None:
-        """The compiler's own estimate for one execution; TPU only, and not for every instruction."""
+        """The compiler's estimate for a single execution; TPU only, and not for every instruction."""
         match = _CYCLES.search(self.attributes)
         return int(match[1]) if match else None
 
     @cached_property
     def tuple_index(self) -> int:
-        """Of a get-tuple-element: which one; of a parameter: its number."""
+        """Index of a get-tuple-element; number of a parameter."""
         return int(self.operand_text if self.opcode == "parameter" else _INDEX.findall(self.attributes)[0])
 
 
 def parse_instruction(line: str) -> Instruction | None:
-    """Reads one line; None if it is no instruction.
+    """Parses a line; returns None if the line is no instruction.
 
     Raises:
-      ValueError: it begins as one and does not go on.
+      ValueError: the line begins as an instruction, but is malformed.
     """
     match = _INSTRUCTION.match(line)
     if match is None:
@@ -166,7 +166,7 @@ def parse_instruction(line: str) -> Instruction | None:
 
 
 def element(of: Instruction, index: int) -> Instruction:
-    """The get-tuple-element that newer compilers abbreviate to an operand ``%while.3#1``."""
+    """Returns the get-tuple-element that newer compilers abbreviate to an operand ``%while.3#1``."""
     return Instruction(
         name=f"{of.name}#{index}",
         opcode="get-tuple-element",
@@ -177,9 +177,9 @@ def element(of: Instruction, index: int) -> Instruction:
 
 
 def _closing(line: str, start: int) -> int:
-    """Where the parenthesis is closed that was opened just before ``start``."""
-    # From one closing parenthesis to the next, and not character by character: a line may be megabytes long (constants,
-    # kernels of Pallas).
+    """Returns the position of the parenthesis that closes the one before ``start``."""
+    # Jumps between closing parentheses instead of reading each character, since a line may have megabytes (constants,
+    # Pallas kernels).
     end, at, depth = line.find(")", start), start, 1
     while end >= 0:
         depth += line.count("(", at, end) - 1

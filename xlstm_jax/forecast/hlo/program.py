@@ -1,13 +1,13 @@
-"""A compiled program, read from the HLO text that XLA prints, and how often each computation runs.
+"""A compiled program, parsed from XLA's HLO text, and the number of runs of each computation.
 
 compiled.as_text() --parse--> Program: computations, each a list of instructions    (TPU, CPU, GPU)
                               Program.executed(): (computation, trips)              loops multiplied out
 
-``compiled.as_text()`` also holds the compiler's estimate of cycles, which files dumped by ``xla_dump_to`` as
-"after_optimizations" do not hold yet.
+``compiled.as_text()`` also holds the compiler's estimate of cycles, in contrast to files dumped by ``xla_dump_to`` as
+"after_optimizations".
 
-Compilers for CPUs and GPUs write beside a loop how often it runs (``known_trip_count``). Those for TPUs do not; but
-they bring each loop of known length into the same form, in which every number is a constant:
+Compilers for CPUs and GPUs write the number of trips beside a loop (``known_trip_count``). TPU compilers do not, but
+bring each loop of known length into the same form, in which every number is a constant:
 
     %while = while(tuple(..., constant(0))), condition=..., body=...
     condition:  compare(get-tuple-element(%parameter), constant(6)), direction=LT
@@ -30,9 +30,9 @@ _UPWARDS, _DOWNWARDS = ("LT", "LE", "NE"), ("GT", "GE", "NE")
 _INCLUSIVE = {"LE": 1, "GE": -1}
 
 
-@dataclass(frozen=True, eq=False)  # a program has one of each name: to compare their texts would take long
+@dataclass(frozen=True, eq=False)  # names are unique in a program, and comparing texts would be slow
 class Computation:
-    """A list of instructions in the order of their schedule."""
+    """A list of instructions in scheduled order."""
 
     name: str
     instructions: tuple[Instruction, ...] = field(repr=False)
@@ -44,7 +44,7 @@ class Computation:
 
     @cached_property
     def position(self) -> dict[str, int]:
-        """By name: the index in ``instructions``."""
+        """Index in ``instructions`` by name."""
         return {instruction.name: i for i, instruction in enumerate(self.instructions)}
 
     @cached_property
@@ -57,7 +57,7 @@ class Computation:
 
     @cached_property
     def users(self) -> dict[str, list[tuple[Instruction, int]]]:
-        """By name: who reads it, and as which operand."""
+        """Readers by instruction name, as (reader, operand index)."""
         readers = defaultdict(list)
         for instruction in self.instructions:
             for position, name in enumerate(instruction.operands):
@@ -70,8 +70,8 @@ class Program:
     """A compiled program.
 
     Attributes:
-      computations: by name.
-      num_partitions: devices that the program is compiled for; None where the text does not say.
+      computations: computations by name.
+      num_partitions: number of devices that the program is compiled for; None if the text does not contain it.
     """
 
     computations: dict[str, Computation] = field(repr=False)
@@ -82,22 +82,22 @@ class Program:
         return next(computation for computation in self.computations.values() if computation.is_entry)
 
     def executed(self) -> Iterator[tuple[Computation, int]]:
-        """(computation, trips) for everything that runs as scheduled code, callers before those they call.
+        """Returns (computation, trips) for the computations that run as scheduled code, callers first.
 
-        That is the entry, the bodies and conditions of loops, all branches of a conditional (each as if it was the one
-        taken), and what is called or runs asynchronously; not the insides of fusions, nor reducers. A loop of unknown
-        length counts as one trip and is listed in ``unknown_loops``.
+        These are the entry, the bodies and conditions of loops, the branches of a conditional (each counted as taken),
+        and computations called directly or asynchronously; not the insides of fusions, nor reducers. A loop of unknown
+        length counts as a single trip and is listed in ``unknown_loops``.
         """
         return ((computation, self.trips[computation.name]) for computation in self._callers_first)
 
     def schedules(self) -> Iterator[tuple[Computation, int]]:
-        """``executed`` without what runs beside the schedule of its caller: that counts where it is started."""
+        """Returns ``executed`` without computations that run asynchronously, which count at their start."""
         return ((computation, trips) for computation, trips in self.executed() if computation.name not in self.beside)
 
     @cached_property
     def trips(self) -> dict[str, int]:
-        """How often each computation runs in a step, by its name."""
-        # Callers come first: when a computation is reached, all that call it have added their trips.
+        """Number of runs of each computation in a step, by name."""
+        # Callers come first: when a computation is reached, every caller has added its trips.
         trips = defaultdict(int, {self.entry.name: 1})
         for computation in self._callers_first:
             for instruction in computation.instructions:
@@ -107,7 +107,7 @@ class Program:
 
     @cached_property
     def unknown_loops(self) -> tuple[str, ...]:
-        """Loops whose number of trips is unknown: the names of their operations, or of their instructions."""
+        """Loops with an unknown number of trips, by operation name, or else by instruction name."""
         loops = [
             self.computations[caller].by_name[name] for (caller, name), trips in self._loops.items() if trips is None
         ]
@@ -115,7 +115,7 @@ class Program:
 
     @cached_property
     def _loops(self) -> dict[tuple[str, str], int | None]:
-        """The trips of all loops, by the names of computation and instruction; None where unknown."""
+        """Trips of each loop, by (computation name, instruction name); None if unknown."""
         return {
             (computation.name, instruction.name): trip_count(self.computations, computation, instruction)
             for computation in self._callers_first
@@ -124,14 +124,14 @@ class Program:
         }
 
     def trips_of(self, computation: Computation, caller: Instruction) -> int:
-        """How often an instruction runs what it calls: of a loop its trips; 1 of any other, and where unknown."""
+        """Returns how often an instruction runs its callees: the trips of a loop; 1 for others and if unknown."""
         trips = self._loops.get((computation.name, caller.name))
         return 1 if trips is None else trips
 
     @cached_property
     def beside(self) -> frozenset[str]:
-        """Names of the computations that an async-start or call-start starts beside the schedule of its caller."""
-        # Callers come first, so one pass also finds what is called by a computation that runs beside the schedule.
+        """Names of the computations that an async-start or call-start runs asynchronously."""
+        # Callers come first, so a single pass also finds the callees of asynchronous computations.
         beside: set[str] = set()
         for computation in self._callers_first:
             for instruction in computation.instructions:
@@ -142,7 +142,7 @@ class Program:
     def with_fused(
         self, computation: Computation, instruction: Instruction
     ) -> Iterator[tuple[Computation, Instruction]]:
-        """The instruction, and those that it holds if it is a fusion; each with the computation that it stands in."""
+        """Yields the instruction and, for a fusion, the instructions inside, each with its computation."""
         yield computation, instruction
         if instruction.opcode == "fusion":
             for name in instruction.all_called:
@@ -152,7 +152,7 @@ class Program:
 
     @cached_property
     def callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
-        """By the name of a computation: who calls it, as a fusion or a reducer too."""
+        """Callers of each computation by name, including fusions and reductions."""
         callers = defaultdict(list)
         for computation in self.computations.values():
             for instruction in computation.instructions:
@@ -161,16 +161,16 @@ class Program:
         return callers
 
     def schedule_of(self, computation: Computation) -> str:
-        """The name of the computation whose schedule runs this one, which may be that of a fusion."""
-        # A fusion has one caller. What is no fusion is scheduled by itself.
+        """Returns the name of the computation whose schedule runs ``computation``, possibly through fusions."""
+        # A fused computation has a single caller. Other computations have a schedule.
         while calls := [caller for caller, call in self.callers[computation.name] if call.opcode == "fusion"]:
             computation = calls[0]
         return computation.name
 
     @cached_property
     def _callers_first(self) -> list[Computation]:
-        # Depth first: a computation is appended after all that it calls, and the list is turned around at the end. With
-        # a stack of its own, as loops in loops may be nested deeper than Python recurses.
+        # Depth first: a computation is appended after its callees, and the list is reversed at the end. The stack is
+        # explicit, because nested loops may exceed Python's recursion limit.
         order, seen = [], set()
         stack = [(self.entry.name, False)]
         while stack:
@@ -199,7 +199,7 @@ def _executed_callees(instruction: Instruction) -> tuple[str, ...]:
 
 
 def parse(text: str) -> Program:
-    """Reads optimized, scheduled HLO text.
+    """Parses optimized, scheduled HLO text.
 
     Raises:
       ValueError: the text is something else, or is cut off.
@@ -237,13 +237,13 @@ def _computations(body: str) -> Iterator[Computation]:
 
 
 def _with_elements(instructions: list[Instruction]) -> tuple[Instruction, ...]:
-    """The instructions, and behind ``%while.3`` the get-tuple-element that an operand ``%while.3#1`` abbreviates."""
+    """Returns the instructions, with the element behind each operand ``%while.3#1`` inserted after ``%while.3``."""
     wanted = defaultdict(set)
     for name in [name for i in instructions if "#" in i.operand_text for name in i.operands]:
         while "#" in name:
             name, _, index = name.rpartition("#")
             wanted[name].add(int(index))
-    # An element is looked at next, right behind its tuple, since it may have elements itself: %while.3#1#0.
+    # An element is processed next, right behind its tuple, since it may have elements itself: %while.3#1#0.
     queue, complete = deque(instructions), []
     while queue:
         complete.append(queue.popleft())
@@ -257,16 +257,16 @@ def _with_elements(instructions: list[Instruction]) -> tuple[Instruction, ...]:
 
 
 def trip_count(computations: Mapping[str, Computation], caller: Computation, loop: Instruction) -> int | None:
-    """The trips of a ``while``; None where its length is not constant.
+    """Returns the trips of a ``while``; None if the length is not constant.
 
     Args:
-      computations: of the program, by name.
-      caller: the computation that the loop is in.
+      computations: computations of the program by name.
+      caller: the computation that contains the loop.
     """
-    # Compilers for CPUs and GPUs write it down.
+    # Compilers for CPUs and GPUs write the number of trips.
     if known := _KNOWN.search(loop.attributes):
         return int(known[1])
-    # What follows reads the form in which a TPU's compiler leaves loops of known length (see the top of this file).
+    # The rest parses the form that a TPU compiler gives to loops of known length (see the top of this file).
     condition, body = (computations[loop.called[role][0]] for role in ("condition", "body"))
     direction = _DIRECTION.search(condition.root.attributes)
     if condition.root.opcode != "compare" or direction is None:
@@ -279,30 +279,30 @@ def trip_count(computations: Mapping[str, Computation], caller: Computation, loo
     index, offset = counter
     start = _constant(caller, _element(caller, loop.operands[0], index))
     after = _counter(body, _element(body, body.root.name, index))
-    # The body must hand on the same element, plus a constant: else the counter is not what the condition compares.
+    # The body must return the same element plus a constant; else the condition does not compare the counter.
     if start is None or after is None or after[0] != index:
         return None
     return _count(start + offset, bound, after[1], direction[1])
 
 
 def _count(start: int, bound: int, step: int, direction: str) -> int | None:
-    """The numbers start, start + step, ... for which the comparison with the bound holds; None where all do."""
+    """Counts start, start + step, ... while the comparison with the bound holds; None if it always holds."""
     if step == 0 or direction not in (_UPWARDS if step > 0 else _DOWNWARDS):
         return None
     numbers = range(start, bound + _INCLUSIVE.get(direction, 0), step)
-    # By != a loop ends only if the counter meets the bound exactly.
+    # With != a loop ends only if the counter reaches the bound exactly.
     ends = direction != "NE" or start + len(numbers) * step == bound
     return len(numbers) if ends else None
 
 
 def _element(computation: Computation, name: str, index: int) -> str:
-    """The instruction that makes an element of a tuple; the tuple itself where it is not made by a ``tuple``."""
+    """Returns the instruction that makes a tuple element; the tuple itself if no ``tuple`` instruction made it."""
     made = computation.by_name[name]
     return made.operands[index] if made.opcode == "tuple" else name
 
 
 def _constant(computation: Computation, name: str) -> int | None:
-    """The value of an integer constant, or of its copy."""
+    """Returns the value of an integer constant, or of a copy of the constant."""
     instruction = computation.by_name[name]
     if instruction.opcode == "copy":
         return _constant(computation, instruction.operands[0])
@@ -311,7 +311,7 @@ def _constant(computation: Computation, name: str) -> int | None:
 
 
 def _counter(computation: Computation, name: str) -> tuple[int, int] | None:
-    """An element of the computation's parameter plus a constant, as (index of the element, constant)."""
+    """Parses a parameter element plus a constant, as (index of the element, constant); None for anything else."""
     instruction = computation.by_name[name]
     if instruction.opcode == "copy":
         return _counter(computation, instruction.operands[0])

@@ -1,9 +1,9 @@
-"""Numbers and lists in the texts that compilers print: integers, what stands between separators, dtypes."""
+"""Parsers for numbers and lists in compiler texts: integers, parts between separators, dtypes."""
 
 import re
 
 _INTEGER = re.compile(r"\d+")
-# Bytes by dtype. Values of less than a byte take a byte each, unless their layout says how many bits they take.
+# Bytes by dtype. Values of less than a byte take a byte each, unless the layout gives their bits.
 _BYTES = {"token": 0, "opaque": 0, "f16": 2, "bf16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 16}
 _BYTES |= dict.fromkeys(("pred", "s1", "u1", "s2", "u2", "s4", "u4", "f4e2m1fn"), 1)
 _BYTES |= {f"{sign}{8 * size}": size for sign in "su" for size in (1, 2, 4, 8)}
@@ -11,7 +11,7 @@ _JAX_NAMES = {"bf16": "bfloat16", "s8": "int8", "u8": "uint8", "s4": "int4", "u4
 
 
 def integers(text: str) -> tuple[int, ...]:
-    """All whole numbers in a text.
+    """Returns the integers in a text.
 
     >>> integers("{0,1},{2,<=3}")
     (0, 1, 2, 3)
@@ -20,14 +20,14 @@ def integers(text: str) -> tuple[int, ...]:
 
 
 def split_outside(text: str, separator: str, brackets: str = "()[]{}") -> list[str]:
-    """The parts of a text between the separators that are in no bracket.
+    """Splits a text at the separators outside of brackets.
 
     >>> split_outside("f32[2,4]{1,0}, (s32[], f32[8])", ",")
     ['f32[2,4]{1,0}', ' (s32[], f32[8])']
     """
     parts, depth = [""], 0
     for char in text:
-        # Brackets open at even places of `brackets` and close at odd ones.
+        # `brackets` has opening brackets at even positions, closing brackets at odd positions.
         place = brackets.find(char)
         depth += 0 if place < 0 else 1 - 2 * (place % 2)
         if char == separator and depth == 0:
@@ -38,7 +38,7 @@ def split_outside(text: str, separator: str, brackets: str = "()[]{}") -> list[s
 
 
 def bytes_of(dtype: str) -> int:
-    """Bytes of a value of a dtype as HLO writes it: "bf16", "f8e4m3fn".
+    """Returns the bytes of a value with an HLO dtype: "bf16", "f8e4m3fn".
 
     Raises:
       ValueError: an unknown dtype.
@@ -53,12 +53,12 @@ def bytes_of(dtype: str) -> int:
 
 
 def float_bytes_of(dtype: str) -> int:
-    """Bytes of a value of a float dtype; 0 of any other, and of "mixed"."""
+    """Returns the bytes of a value of a float dtype; 0 for any other dtype, and for "mixed"."""
     return bytes_of(dtype) if dtype.startswith(("f", "bf")) else 0
 
 
 def jax_name_of(dtype: str) -> str:
-    """The name in JAX of a dtype that a matrix product has.
+    """Returns JAX's name of an HLO dtype of matrix products.
 
     >>> jax_name_of("f8e4m3fn"), jax_name_of("s8"), jax_name_of("f32")
     ('float8_e4m3fn', 'int8', 'float32')

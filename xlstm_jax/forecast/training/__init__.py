@@ -1,9 +1,9 @@
-"""Forecasts of trainings with ``xlstm_jax.distributed``: the options that fit, and a step beside its plan.
+"""Forecasts of trainings with ``xlstm_jax.distributed``: options that fit, and a step compared with its plan.
 
 workload     a training that is not run: model, optimizer, abstract batch; builds a step on any mesh
 fitting      the search: meshes, remat, minibatches, offload; ``model_axes`` estimates meshes of split models
-linting      what a compiled step does that its plan does not need
-dispatch     what mixtures of experts send
+linting      costs of a compiled step that its plan does not need
+dispatch     traffic of mixtures of experts
 """
 
 from xlstm_jax.forecast.training.dispatch import Dispatch, dispatch

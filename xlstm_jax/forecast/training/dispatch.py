@@ -1,13 +1,13 @@
-"""What a mixture of experts sends to and fro in a step, and what it costs where tokens do not spread evenly.
+"""Traffic of a mixture of experts in a step, and the cost of an uneven distribution of tokens.
 
     forecast(step, ..., tokens=n), plan_sharding(model, ...)  --dispatch(imbalance=1.5)-->  (Dispatch, ...)
 
-A compiled program does not say how many rows an expert will get: that is the router's choice. So the imbalance is yours
-to give: the rows of the busiest device over the mean, as the metric of a run has shown it, or as you fear it. All
-devices wait for the busiest at the next all-to-all.
+A compiled program does not contain the number of rows per expert, because the router chooses them. So the caller gives
+the imbalance: the rows of the busiest device over the mean, from the metric of a run or as an assumption. Every device
+waits for the busiest at the next all-to-all.
 
     no capacity   the busiest device computes imbalance x the mean
-    a capacity    every expert computes its capacity, whatever it gets; what is over the capacity is dropped
+    a capacity    every expert computes its capacity, whatever it receives; rows beyond the capacity are dropped
 """
 
 import math
@@ -22,13 +22,13 @@ from xlstm_jax.forecast.hardware.chips import peak_rate
 from xlstm_jax.wording import format_bytes, format_fraction
 
 ALL_TO_ALL = "all-to-all", RAGGED
-# For each value of a kernel and each row: 2 FLOP forward, again in the backward pass, and 4 for two gradients.
+# FLOP per kernel value and row: 2 forward, 2 for recomputation in the backward pass, and 4 for two gradients.
 FLOPS_OF_A_STEP = 8
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One mixture of experts in a step; bytes and seconds per device and step.
+    """A mixture of experts in a step; bytes and seconds per device and step.
 
     >>> from xlstm_jax.distributed.plan.expert_plan import ExpertPlan
     >>> mixture = ExpertPlan("moe", 8, 2, None, ("ep",), devices=8, layers=1, expert_bytes=2**20, expert_size=2**18)
@@ -37,13 +37,13 @@ class Dispatch:
     (1000000000.0, 0.1)
 
     Attributes:
-      experts: its row of the plan.
-      imbalance: that was given: rows of the busiest device over the mean.
-      wire_bytes: sent by its all-to-alls.
-      seconds, waited_s: of these, alone on their links, and expected to be waited for; None where not known.
-      expert_s: of the experts' products on the mean of rows (with a capacity, on all its places), at the rate that the
-        chip reaches; None where the chip or the tokens are not known.
-      is_ragged: whether rows travel alone, and not in parts of one size.
+      experts: the mixture's row of the plan.
+      imbalance: the given imbalance: rows of the busiest device over the mean.
+      wire_bytes: bytes sent by the mixture's all-to-alls.
+      seconds, waited_s: time of the all-to-alls without overlap, and the expected wait; None if unknown.
+      expert_s: time of the experts' products for the mean number of rows (with a capacity, for every slot), at the
+        rate that the chip reaches; None if the chip or the tokens are unknown.
+      is_ragged: whether only rows are sent, instead of parts of equal size.
     """
 
     experts: ExpertPlan
@@ -56,24 +56,24 @@ class Dispatch:
 
     @property
     def padding(self) -> float:
-        """What is sent, over the rows that tokens choose."""
+        """Ratio of sent rows to rows chosen by tokens."""
         return 1.0 if self.is_ragged else self.experts.padding
 
     @property
     def ideal_bytes(self) -> float:
-        """What the rows alone would take that tokens choose, evenly spread, without zeros for rows that are not."""
+        """Bytes of the chosen rows alone, spread evenly, without padding."""
         return self.wire_bytes / self.padding
 
     @property
     def imbalance_s(self) -> float | None:
-        """How much longer a step takes for the imbalance; 0 with a capacity, which drops instead."""
+        """Extra time of a step due to the imbalance; 0 with a capacity, which drops rows instead."""
         if self.experts.capacity_factor is not None:
             return 0.0
         return None if self.expert_s is None else (self.imbalance - 1) * self.expert_s
 
     @property
     def dropped_fraction(self) -> float:
-        """Of the choices of the busiest device's experts, what has no place; 0 without a capacity."""
+        """Fraction of choices dropped by the experts of the busiest device; 0 without a capacity."""
         capacity = self.experts.capacity_factor
         return 0.0 if capacity is None else max(0.0, 1 - capacity / self.imbalance)
 
@@ -88,19 +88,19 @@ class Dispatch:
 
 
 def dispatch(forecast: Forecast, plan: ShardingPlan, imbalance: float = 1.0) -> tuple[Dispatch, ...]:
-    """What each mixture of experts of a step sends, and what an imbalance would cost.
+    """Returns the traffic of each mixture of experts in a step, and the cost of an imbalance.
 
     >>> dispatch(None, None, imbalance=0.5)
     Traceback (most recent call last):
     ValueError: imbalance=0.5: the busiest device has as many rows as the mean at least; pass 1 or more, as 1.5.
 
     Args:
-      forecast: of the step, with ``tokens=``.
-      plan: of the same model on the same mesh.
-      imbalance: rows of the busiest device over the mean of all devices along the axes of experts, from 1 to their
-        number.
+      forecast: forecast of the step, with ``tokens=``.
+      plan: plan of the same model on the same mesh.
+      imbalance: rows of the busiest device over the mean of the devices along the axes of experts, from 1 to the
+        number of devices.
     Returns:
-      One for each row of ``plan.experts`` that is split.
+      An entry for each split row of ``plan.experts``.
     Raises:
       ValueError: the imbalance is below 1.
     """
@@ -117,7 +117,8 @@ def _of(forecast: Forecast, plan: ShardingPlan, experts: ExpertPlan, imbalance: 
     waited_s = total_seconds((one.count, one.exposed_s) for one in own)
     chip, expert_s = forecast.chip, None
     if chip and forecast.tokens:
-        # Each token goes to top_k experts. Devices that split layers have the same tokens, and compute the same.
+        # Each token goes to top_k experts. Devices along tensor-parallel axes have the same tokens, and repeat the
+        # same work.
         equal = math.prod(plan.axis_sizes[axis] for axis, roles in plan.roles.items() if roles == ("tensor",))
         rows = forecast.tokens * experts.top_k * equal / forecast.devices * (experts.capacity_factor or 1.0)
         rate = peak_rate(chip.reached, next(iter(forecast.flops.by_dtype()), "bfloat16"))
@@ -127,6 +128,6 @@ def _of(forecast: Forecast, plan: ShardingPlan, experts: ExpertPlan, imbalance: 
 
 
 def serves(collective: Collective, experts: ExpertPlan) -> bool:
-    """Whether a collective is an all-to-all of this mixture."""
+    """Returns whether a collective is an all-to-all of this mixture."""
     within = (collective.module + "/").startswith(experts.path + "/") or not experts.path
     return collective.kind in ALL_TO_ALL and within

@@ -1,22 +1,22 @@
-"""What fits, and what of it is fastest: a search over the options of a sharded step, by forecast; and how to apply it.
+"""Search for the fastest options of a sharded step that fit, by forecast; and the code that applies the result.
 
   1. the first mesh: weights kept, weights gathered again, blocks recomputed; all three
-  2. where nothing fits: 2, 4, ... minibatches with the options that took the least memory, until the step fits
-  3. each other mesh: with the options of the fastest trial that fits; where nothing fits yet, with the options of 1
+  2. if nothing fits: 2, 4, ... minibatches with the options that took the least memory, until the step fits
+  3. each other mesh: with the options of the fastest trial that fits; if nothing fits yet, with the options of 1
      that took the least memory, and then minibatches as in 2
-  4. where nothing fits on any mesh: step 3 for all meshes, with the optimizer's state in the memory of the host
-  5. another threshold, with the options of the fastest that fits
+  4. if nothing fits on any mesh: step 3 for every mesh, with the optimizer's state in host memory
+  5. another threshold, with the options of the fastest trial that fits
 
-With ``model_axes``, meshes are those of ``model_axes.model_meshes``, and the few are compiled that its estimate finds
-best; ``Fit.considered`` has all, and why.
+With ``model_axes``, the meshes come from ``model_axes.model_meshes``, and only the best few by estimate are compiled;
+``Fit.considered`` lists every mesh, with the reason for its rank.
 
-Each way of 1 saves memory, and as a rule costs time; which is fastest depends on whether compute, memory or links bound
-the step. A forecast takes seconds to a minute, so the search varies one option after the other and does not try all
-combinations: its best need not be the best of all. The three of 1 are compiled side by side, and so are the meshes of 3
-once something fits, as none of them depends on another; how many run at once does not change what is tried. Offload
-comes last, as it costs transfers that no other step has: it is tried only where nothing fits without it. Options that
-fail (they do not divide the batch, the compiler refuses the step, the user's code raises) become a row that says why;
-if the very first options fail, or all of 1, the search raises.
+Each variant in 1 saves memory and usually costs time; the fastest depends on whether compute, memory or links bound
+the step. A forecast takes seconds to a minute, so the search varies a single option after the other and does not try
+every combination: its result need not be optimal. The three variants of 1 compile in parallel, and so do the meshes of
+3 once something fits, because these trials are independent; the number of parallel jobs does not change the trials.
+Offload comes last, because its transfers cost time: it is tried only if nothing fits without it. Options that fail
+(they do not divide the batch, the compiler refuses the step, the user's code raises) become a row with the reason; if
+the very first options fail, or all three of 1, the search raises.
 """
 
 import contextlib
@@ -69,14 +69,14 @@ from xlstm_jax.wording import (
 )
 
 SHARD_AXIS_PREFIX = "fsdp"
-BATCH_AXES = ("dp", SHARD_AXIS_PREFIX)  # what their names begin with
-# Below the default: whether a step gains from splitting small leaves depends on the latency of its links.
+BATCH_AXES = ("dp", SHARD_AXIS_PREFIX)  # prefixes of axes that split the batch
+# Below the default threshold: the gain from splitting small leaves depends on the latency of the links.
 OTHER_MIN_WEIGHT_SIZE = 2**12
 MAX_MINIBATCHES = 64
-HOST_GROUPS = (4, 2)  # hosts that share one copy: the first that divides their number
+HOST_GROUPS = (4, 2)  # hosts that share a replica: the first that divides the number of hosts
 OPTIONS = ("mesh", "threshold", "gathered weights", "remat", "minibatches", "offload")  # columns
-MAX_PROBLEM = 200  # characters of it in a table
-MESHES_COMPILED = 4  # of those that ``model_axes`` allows
+MAX_PROBLEM = 200  # characters of a problem in a table
+MESHES_COMPILED = 4  # of the meshes that ``model_axes`` allows
 OFFLOADED_STATE = """\
 state = create_train_state(
     model, tx, mesh, rng, inputs,
@@ -89,11 +89,11 @@ BuiltStep = tuple[Any, Sequence[PyTree]]  # a jax.jit function and its abstract 
 
 @dataclass(frozen=True)
 class Options:
-    """One way to build a step.
+    """Options for building a step.
 
     Attributes:
-      mesh: axes and sizes, outermost first. Parameters are split over those named fsdp..., the batch over all but the
-        model's own.
+      mesh: axes and sizes, outermost first. Parameters are split over axes named fsdp..., the batch over every axis
+        except the model's axes.
       min_weight_size: see ``shard_module_params``.
       keep_gathered: whether gathered weights are kept from the forward to the backward pass.
       remat: whether the activations of each block are computed again in the backward pass.
@@ -113,7 +113,7 @@ class Options:
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
-        """The axes that parameters are split over."""
+        """Axes over which parameters are split."""
         return tuple(axis for axis in self.mesh if axis.startswith(SHARD_AXIS_PREFIX))
 
     def __str__(self) -> str:
@@ -129,14 +129,14 @@ _WAYS = (Options({}), Options({}, keep_gathered=False), Options({}, keep_gathere
 
 @dataclass(frozen=True)
 class Trial:
-    """One forecast of the search.
+    """A forecast of the search.
 
     Attributes:
-      options: of the step.
-      forecast: what it would cost; None where there is none.
-      fits: whether it is within the budget.
-      problem: why there is no forecast, in a line.
-      took_s: how long the compilation took; None where nothing was compiled, or the cache had it.
+      options: options of the step.
+      forecast: forecast of the step; None after a failure.
+      fits: whether the step is within the budget.
+      problem: reason for a missing forecast, in a line.
+      took_s: compile time; None without a compilation, or for a result from the cache.
     """
 
     options: Options
@@ -147,21 +147,21 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Expected time of a step; infinite where there is none."""
+        """Expected time of a step; infinite if unknown."""
         seconds = self.forecast.step_seconds if self.forecast else None
         return math.inf if seconds is None else seconds
 
     @property
     def bytes_per_device(self) -> int | None:
-        """What a device must hold, at the peak."""
+        """Peak memory of a device in bytes; None without a forecast."""
         return self.forecast.total_bytes if self.forecast else None
 
 
 @dataclass(frozen=True)
 class Fit:
-    """All that was tried: what fits first, the fastest first.
+    """Result of the search: every trial, fitting trials first, the fastest first.
 
-    ``batch_specs`` says for each mesh how the steps' batch is split, where all its leaves are split alike. The steps
+    ``batch_specs`` has for each mesh the PartitionSpec of the steps' batch, if every leaf is split alike. The steps
     were made with ``layout``.
 
     >>> failed = Trial(Options({"fsdp": 4}), None, fits=False, problem="4 devices do not divide 6 rows")
@@ -177,7 +177,7 @@ class Fit:
 
     @property
     def best(self) -> Trial | None:
-        """The fastest that fits."""
+        """The fastest trial that fits; None if nothing fits."""
         return next((trial for trial in self.trials if trial.fits), None)
 
     def __str__(self) -> str:
@@ -185,11 +185,11 @@ class Fit:
 
     @property
     def why_offload(self) -> str:
-        """Why the best has its optimizer's state on the host, and what that takes; "" where it has not."""
+        """Sentence on the cost of the best trial's offload, and why it is needed; "" without offload."""
         if self.best is None or not self.best.forecast or self.best.options.offload == NO_OFFLOAD:
             return ""
         host = self.best.forecast.host
-        assert host is not None  # or ``fit`` had refused the step
+        assert host is not None  # else ``fit`` has refused the step
         return (
             f"Nothing fits without offload. With it {format_bytes(host.stored_bytes)} of optimizer state lie in the "
             f"host's memory for each device, and travel there and back in every step: {host.seconds * 1e3:.1f} ms, for "
@@ -206,7 +206,7 @@ class Fit:
         return notebook_html(self.table(), title, bars)
 
     def table(self) -> RenderableType:
-        """For ``rich``: a table with one row for each trial, and the code that applies the first."""
+        """Returns, for ``rich``, a table with a row for each trial, and the code that applies the first trial."""
         rows = [_row(trial) for trial in self.trials]
         title = f"What fits into {format_bytes(self.budget_bytes)} on each device of {self.topology}"
         trials = rich_table(title, [*OPTIONS, "bytes per device", "expected", "fits"], rows, right=1)
@@ -218,18 +218,18 @@ class Fit:
         return Group(trials, *said, applied)
 
     def _code(self, trial: Trial) -> str:
-        # The model's own axes, of those that `model_axes` allowed, need not be axes of the batch.
+        # The model's axes, from `model_axes`, need not split the batch.
         own = {axis for one in self.considered for axis in dict(one.mesh) if not axis.startswith(BATCH_AXES)}
         return code_of(trial.options, own, self.batch_specs.get(format_mesh(trial.options.mesh)), self.layout)
 
     @property
     def why_mesh(self) -> str:
-        """Why the best trial has its mesh, of those that ``model_axes`` allowed; "" without that."""
+        """Sentence on the best trial's mesh among the meshes of ``model_axes``; "" without ``model_axes``."""
         if not self.considered or self.best is None:
             return ""
         compiled = [one for one in self.considered if one.compiled]
         own = next(one for one in compiled if dict(one.mesh) == self.best.options.mesh)
-        # The estimate only ranks meshes: what is said to fit has been compiled.
+        # The estimate only ranks meshes: a mesh that is reported to fit has been compiled.
         estimates = [one.estimate for one in self.considered if one.estimate]
         too_large = sum(known.total_bytes > self.budget_bytes for known in estimates)
         refused = len(self.considered) - len(estimates)
@@ -240,14 +240,14 @@ class Fit:
         )
 
     def to_json(self) -> str:
-        """The trials with their totals; the forecasts themselves have a ``to_json`` of their own."""
+        """Returns the trials with their totals as JSON; for a full forecast see ``Forecast.to_json``."""
         rows = []
         for trial in self.trials:
             least, expected = (trial.forecast and trial.forecast.step_time) or (None, None)
             sizes = {"bytes_per_device": trial.bytes_per_device}
             times = {"step_seconds": expected, "least_step_seconds": least}
-            told = {"fits": trial.fits, "problem": trial.problem}
-            rows.append(dataclasses.asdict(trial.options) | sizes | told | times)
+            outcome = {"fits": trial.fits, "problem": trial.problem}
+            rows.append(dataclasses.asdict(trial.options) | sizes | outcome | times)
         data = {"topology": self.topology, "budget_bytes": self.budget_bytes, "trials": rows}
         data |= {"why_offload": self.why_offload, "why_mesh": self.why_mesh}
         data |= {"considered": [str(one) for one in self.considered]}
@@ -285,25 +285,25 @@ def fit(
     ValueError: topology='v5e:3x3': there is no such slice of v5e. There are 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16.
 
     Args:
-      build_step: ``build_step(options) -> (step, abstract_args)`` on ``options.mesh``, an abstract mesh; as
-        ``Workload.build_step`` makes them. It may raise for options that it does not support. ``options.offload``
-        is for ``Workload(..., offload=...)``: if it asks for offload and nothing lies on the host, the row says so.
+      build_step: ``build_step(options) -> (step, abstract_args)`` on ``options.mesh``, an abstract mesh, as
+        ``Workload.build_step`` does. May raise for unsupported options. ``options.offload`` is for ``Workload(...,
+        offload=...)``: if offload is requested and the step keeps nothing on the host, the trial's row reports this.
       topology: as "v5e:16x16" or "h100:32x8".
-      budget_bytes: of each device; None: what the compiler lets a program have on that chip.
-      meshes: those to try, the first one first. By default one axis for each dim of the torus (of GPUs: one across
-        hosts and one within), one flat axis, and hybrid sharding (replicas over the first dim; of GPUs also over
-        groups of hosts).
-      on_trial: called before each forecast, to show progress.
-      on_done: called with each trial when its forecast is there.
-      jobs: how many may be compiled at once; None: one for every 2 cores, as memory allows.
+      budget_bytes: memory budget per device; None: the memory available to a program on this chip.
+      meshes: meshes to try, in order. By default an axis for each dim of the torus (GPUs: an axis across hosts and an
+        axis within), a flat axis, and hybrid sharding (replicas over the first dim; on GPUs also over groups of
+        hosts).
+      on_trial: called with the options before each forecast, to show progress.
+      on_done: called with each finished trial.
+      jobs: maximum number of parallel compilations; None: one for every 2 cores, as memory allows.
       cache: as for ``forecast``.
-      model_axes: in place of ``meshes``: axes of the model's own, those that send most first, with the most devices
-        that each may have, ``{"tp": 8, "cp": 16, "ep": 8}``. Every mesh of ``options.mesh`` has all of these axes, of
-        one device where it does not use them. ``build_step`` is traced for each, in seconds, and compiled for the
-        four that are best by an estimate.
+      model_axes: in place of ``meshes``: axes of the model, the largest traffic first, with the maximum number of
+        devices for each, ``{"tp": 8, "cp": 16, "ep": 8}``. Every mesh in ``options.mesh`` contains each of these axes,
+        with size 1 if unused. ``build_step`` is traced for each mesh, in seconds, and compiled for the four best
+        meshes by estimate.
     Raises:
-      ValueError: an unknown topology; ``meshes`` and ``model_axes`` together; a budget or a number of jobs that is not
-        positive; no mesh, or a limit that is none; or there is no forecast of the very first options, chained to the
+      ValueError: the topology is unknown; ``meshes`` and ``model_axes`` are both given; the budget, the number of jobs
+        or a limit is not positive; there is no mesh; or the forecast of the very first options fails, chained to the
         reason.
       ImportError: the compiler for the topology is not installed.
     """
@@ -326,7 +326,7 @@ def fit(
     meshes = default_meshes(parsed) if meshes is None else meshes
     if not meshes:
         raise ValueError(
-            "meshes is empty; give at least one, as {'fsdp': 8}, or None for those that suit the topology."
+            "meshes is empty; give at least one, as {'fsdp': 8}, or None for the default meshes of the topology."
         )
 
     if jobs is not None and jobs < 1:
@@ -338,18 +338,18 @@ def fit(
         call = StepCall(step, tuple(args), topology=parsed, cache=kept)
         batch_specs[format_mesh(options.mesh)] = batch_spec_of(call)
         layouts.append(layout_of_step(step))
-        _check_offload(options, call.traced)  # the trace runs the user's loss here, where it may raise anything
+        _check_offload(options, call.traced)  # the trace runs the user's loss, which may raise anything, inside `build`
         return call
 
     def begin(call: StepCall) -> Pending[Forecast]:
         job = begin_forecast(call)
         if job.key in programs:
-            raise ValueError("the same program as one before: build_step, or the model, does not use what is varied")
+            raise ValueError("the same program as one before: build_step, or the model, ignores the varied option")
         programs.add(job.key)
         return job
 
-    # Two options with one program are a mistake in `build_step`, and would look like a tie.
-    kept, programs = chosen_cache(cache), set[str]()  # one for all trials; the keys of what was begun
+    # Equal programs for different options are a mistake in `build_step`, and would look like a tie.
+    kept, programs = chosen_cache(cache), set[str]()  # the cache of every trial; keys of started programs
     limit = room_for_jobs if jobs is None else lambda: jobs
     trials = Search(build, begin, budget, on_trial, on_done, limit).run(meshes)
     return Fit(topology, budget, trials, tuple(considered), batch_specs, next(iter(layouts), None))
@@ -358,15 +358,15 @@ def fit(
 def _considered(
     build_step: Callable[[Options], BuiltStep], topology: Topology, model_axes: Mapping[str, int], budget: float
 ) -> list[Considered]:
-    """The meshes that ``model_axes`` allows, the best by their estimates first, and which of them are compiled."""
+    """Returns the meshes of ``model_axes`` with estimates, the best first, and marks the meshes to compile."""
     found: list[tuple[dict[str, int], Estimate | str]] = []
     for mesh in model_meshes(topology, model_axes):
         try:
             with answered_for(topology.chip):
                 step, args = build_step(Options(mesh, keep_gathered=False, remat=True))
             call = StepCall(step, tuple(args), topology=topology)
-            _ = call.traced  # runs the user's loss, and is kept
-        except Exception as error:  # whatever the user's code raises
+            _ = call.traced  # runs the user's loss; the trace is cached
+        except Exception as error:  # the user's code may raise anything
             found.append((mesh, in_a_line(error)))
         else:
             found.append((mesh, estimate(call, links_of_mesh(topology, mesh))))
@@ -377,18 +377,18 @@ def _considered(
 
 
 def _check_offload(options: Options, traced: jax.stages.Traced) -> None:
-    """Refuses a step of which nothing lies on the host, though its options say so."""
+    """Raises if a step has no arguments in host memory, although its options request offload."""
     spaces = {aval.memory_space for aval in traced.jaxpr.in_avals}
     if options.offload != NO_OFFLOAD and jax.memory.Space.Host not in spaces:
         raise ValueError(
-            "nothing of this step lies on the host: build_step does not pass options.offload on, as Workload(..., "
-            "offload=options.offload) does, or the optimizer keeps nothing that is split like a parameter"
+            "nothing of this step lies on the host: pass Workload(..., offload=options.offload) in build_step, and use "
+            "an optimizer whose state is split like the parameters"
         )
 
 
 @dataclass
 class Search:
-    """The search itself, apart from how steps are built and forecast; ``trials`` are those so far, in their order."""
+    """The search, independent of how steps are built and forecast; ``trials`` are the trials so far, in order."""
 
     build: Callable[[Options], StepCall]
     begin: Callable[[StepCall], Pending[Forecast]]
@@ -399,17 +399,17 @@ class Search:
     trials: list[Trial] = field(default_factory=list)
 
     def run(self, meshes: Sequence[dict[str, int]]) -> tuple[Trial, ...]:
-        """All trials, sorted: what fits first, the fastest first."""
+        """Runs the search and returns every trial: fitting trials first, the fastest first."""
         self.attempt(*[dataclasses.replace(way, mesh=meshes[0]) for way in _WAYS])
         compiled = [trial for trial in self.trials if trial.forecast]
         if not compiled:
             raise _no_forecast(self.trials[0].options, self.trials[0].problem)
-        # Minibatches and other meshes begin with what takes least: it has the best chance to fit.
+        # Minibatches and other meshes start from the trial with the least memory, which is most likely to fit.
         smallest = min(compiled, key=lambda trial: trial.bytes_per_device or 0)
         self.try_minibatches(smallest)
         rest = self.try_meshes(smallest.options, meshes[1:])
         if self.best is None:
-            # The memory of the host comes last: each byte of it travels there and back in a step.
+            # Offload comes last: each byte in host memory is sent to the device and back in a step.
             rest = self.try_meshes(dataclasses.replace(smallest.options, offload=Offload()), meshes)
         if self.best is not None:
             self.attempt(*[dataclasses.replace(self.best.options, mesh=mesh) for mesh in rest])
@@ -418,11 +418,11 @@ class Search:
 
     @property
     def best(self) -> Trial | None:
-        """The fastest so far of what fits."""
+        """The fastest fitting trial so far; None if nothing fits yet."""
         return min((trial for trial in self.trials if trial.fits), key=lambda trial: trial.seconds, default=None)
 
     def try_meshes(self, options: Options, meshes: Sequence[dict[str, int]]) -> list[dict[str, int]]:
-        """One mesh after the other, each with more and more minibatches, until it fits; returns those that are left."""
+        """Tries meshes in order, each with increasing minibatches, until a trial fits; returns the remaining meshes."""
         rest = list(meshes)
         while rest and self.best is None:
             options = dataclasses.replace(options, mesh=rest.pop(0))
@@ -430,20 +430,20 @@ class Search:
         return rest
 
     def try_minibatches(self, trial: Trial) -> None:
-        """Twice as many each time, until something fits, no more can be made of the batch, or none would help.
+        """Doubles the minibatches until a trial fits or fails, the maximum is reached, or minibatches cannot help.
 
-        Parameters, optimizer state and the batch take the same whatever number of minibatches it is cut into.
+        Parameters, optimizer state and the batch take the same memory for any number of minibatches.
         """
         while self.best is None and trial.forecast and trial.forecast.memory.argument_bytes <= self.budget_bytes:
-            # Twice as many, since each try is a compilation.
+            # Doubled, since each trial is a compilation.
             count = 2 * trial.options.num_minibatches
             if count > MAX_MINIBATCHES:
                 return
             trial = self.attempt(dataclasses.replace(trial.options, num_minibatches=count))
 
     def attempt(self, *several: Options) -> Trial:
-        """More trials, side by side; returns the last. Without a forecast of the very first, a ``ValueError``."""
-        # A generator: the next step is traced while those before it compile.
+        """Runs trials in parallel and returns the last; raises a ``ValueError`` if the first trial has no forecast."""
+        # A generator: the next step is traced while the previous steps compile.
         begun = (self._begun(options) for options in several)
         with contextlib.closing(side_by_side(begun, self.limit)) as done:
             for job, (options, error) in done:
@@ -453,28 +453,28 @@ class Search:
         return self.trials[-1]
 
     def _begun(self, options: Options) -> tuple[Pending[Forecast] | None, tuple[Options, Exception | None]]:
-        """The step on its way to the compiler; or why it is not."""
+        """Builds the step and prepares the compilation; on failure returns None with the error."""
         if self.on_trial is not None:
             self.on_trial(options)
         try:
             step = self.build(options)
-        except Exception as error:  # whatever the user's code raises
+        except Exception as error:  # the user's code may raise anything
             return None, (options, error)
         try:
             return self.begin(step), (options, None)
-        except ValueError as error:  # others have nothing to do with these options
+        except ValueError as error:  # other exceptions do not depend on the options
             return None, (options, error)
 
     def _trial(self, job: Pending[Forecast] | None, options: Options, error: Exception | None) -> Trial:
         try:
             forecast = job.result() if job is not None else None
-        except (ValueError, CompileError, TimeoutError) as raised:  # others have nothing to do with these options
+        except (ValueError, CompileError, TimeoutError) as raised:  # other exceptions do not depend on the options
             forecast, error = None, raised
         if job is not None and forecast is not None:
             return Trial(options, forecast, forecast.total_bytes <= self.budget_bytes, took_s=job.seconds)
         assert error is not None
         problem = in_a_line(error)
-        if not self.trials and not isinstance(error, CompileError):  # what this one refuses it may take otherwise
+        if not self.trials and not isinstance(error, CompileError):  # the compiler may accept the next options
             raise _no_forecast(options, problem) from error
         return Trial(options, None, False, problem)
 
@@ -484,11 +484,12 @@ def _no_forecast(options: Options, problem: str) -> ValueError:
 
 
 def default_meshes(topology: Topology) -> list[dict[str, int]]:
-    """Meshes worth trying on a topology, the first one first; dims of size 1 are left out.
+    """Returns meshes worth trying on a topology, in order; dims of size 1 are left out.
 
-    One axis for each dim comes first: over one flat axis of a large torus, XLA compiles a reduce-scatter to an
+    The first mesh has an axis for each dim: over a flat axis of a large torus, XLA compiles a reduce-scatter to an
     all-reduce of twice the bytes, and between hosts weights are gathered first, so that the slower network carries the
-    smallest pieces. Then one flat axis; copies along the first dim; of GPUs also copies of groups of hosts.
+    smallest pieces. Then follow a flat axis, replicas along the first dim, and for GPUs also replicas of groups of
+    hosts.
     """
     dims = [size for size in topology.shape if size > 1]
     flat = {SHARD_AXIS_PREFIX: math.prod(dims)}
@@ -503,15 +504,15 @@ def default_meshes(topology: Topology) -> list[dict[str, int]]:
 
 
 def batch_spec_of(call: StepCall) -> PartitionSpec | None:
-    """How the arguments after the state are split, where all that are split at all are split alike; else None."""
-    # Scalars and keys are whole, however the batch is split.
+    """Returns the common PartitionSpec of the split arguments after the state; None if they differ."""
+    # Scalars and keys are replicated, however the batch is split.
     placed = [leaf.sharding for leaf in jax.tree.leaves(call.args[1:]) if getattr(leaf, "ndim", 0)]
     specs = {s.spec for s in placed if isinstance(s, NamedSharding) and any(map(entry_axes, s.spec))}
     return specs.pop() if len(specs) == 1 else None
 
 
 def layout_of_step(step: Callable[..., Any]) -> str | None:
-    """The ``layout`` that a step of ``make_train_step`` was made with; None of other steps."""
+    """Returns the ``layout`` of a step of ``make_train_step``; None for any other step."""
     options = getattr(inspect.unwrap(step), "__self__", None)
     return options.layout.tokens if isinstance(options, StepOptions) else None
 
@@ -522,14 +523,14 @@ def code_of(
     batch_spec: PartitionSpec | None = None,
     layout: str | None = None,
 ) -> str:
-    """What to write in the training, line by line; each is at most 60 columns wide for the usual names of axes.
+    """Returns the code that applies the options in a training; lines have at most 60 columns for usual axis names.
 
     Args:
-      options: those of the step.
-      model_axes: those of the mesh that need not split the batch.
-      batch_spec: how the step's batch is split, if that is known; said where it is not by all axes, or another dim than
-        that of rows.
-      layout: of the step, as of ``make_train_step``.
+      options: options of the step.
+      model_axes: mesh axes that need not split the batch.
+      batch_spec: PartitionSpec of the step's batch, if known; written if some axes do not split the batch, or another
+        dim than rows is split.
+      layout: layout of the step, as for ``make_train_step``.
     """
     axes = tuple(axis for axis in options.mesh if axis not in model_axes)
     said = [f"    loss_fn, mesh, {axes}, num_minibatches={options.num_minibatches}"]
@@ -541,8 +542,8 @@ def code_of(
         said = ["    # and those of the model's own axes that split the batch:", *said]
     if layout is not None:
         said = [*said[:-1], f"{said[-1].removesuffix(',')},", f"    layout={layout!r},"]
-    # The code must give what was forecast, and no option that nn.remat makes needless.
-    gathered_again = not options.keep_gathered and not options.remat  # nn.remat gathers again by itself
+    # The code must match the forecast, without an option that nn.remat implies.
+    gathered_again = not options.keep_gathered and not options.remat  # nn.remat implies the second gather
     wrapper = [
         "    shard_module_params,",
         f"    axis_name={format_axes(options.shard_axes)},",
@@ -565,13 +566,13 @@ def code_of(
 
 
 def command_of(options: Options, factory: str, topology: str, settings: Mapping[str, Any]) -> str:
-    """The command that forecasts these options again, over several lines.
+    """Returns the command that repeats the forecast of these options, over several lines.
 
     Args:
-      options: those to forecast.
-      factory: as ``--factory`` takes it.
-      topology: as ``--topology`` takes it.
-      settings: values of the factory's arguments, each of which becomes a ``--set``.
+      options: options to forecast.
+      factory: value of ``--factory``.
+      topology: value of ``--topology``.
+      settings: values of the factory's arguments, each passed as ``--set``.
     """
     more = [f"--minibatches {options.num_minibatches}"] if options.num_minibatches > 1 else []
     more += ["--offload"] if options.offload != NO_OFFLOAD else []

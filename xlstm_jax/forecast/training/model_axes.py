@@ -1,14 +1,14 @@
-"""Meshes with axes for split layers, sequences and experts, and what a step would cost on each, before compilation.
+"""Meshes with axes for split layers, sequences and experts, and estimates of a step's cost before compilation.
 
     model_meshes(topology, {"tp": 8, "cp": 4})   every mesh with 1, 2, 4, 8 devices along "tp", and 1, 2, 4 along "cp"
     estimate(call, links)                        bytes and seconds, from the jaxpr: a trace takes seconds, XLA a minute
 
-An axis takes a whole dim of the torus if there is a dim of its size, else a part of a dim; of GPUs those of a host come
-first, in the order of the limits, as "tp" sends in each layer. What is left of the dims is FSDP's.
+An axis takes a full dim of the torus if a dim of its size exists, else a part of a dim. On GPUs the dim within a host
+comes first, in the order of the limits, because "tp" sends in each layer. FSDP gets the rest of the dims.
 
-What the estimate counts is exact as far as it goes: arguments, matrix products, and the bytes of the collectives inside
-of ``shard_map``, loops multiplied out. What else is in memory is a guess (``cost.live_values``). Nothing in it
-overlaps, and what the compiler adds or saves is not in it: it ranks meshes, so that few must be compiled.
+The estimate counts arguments, matrix products, and the bytes of collectives inside of ``shard_map`` exactly, loops
+multiplied out. Other memory is a guess (``cost.live_values``). The estimate assumes no overlap and ignores what the
+compiler adds or saves: it ranks meshes, so that few must be compiled.
 """
 
 import itertools
@@ -36,7 +36,7 @@ from xlstm_jax.wording import format_bytes, format_mesh
 
 
 def model_meshes(topology: Topology, limits: Mapping[str, int]) -> list[dict[str, int]]:
-    """Every mesh on a topology with 1, 2, 4, ... devices along each axis of ``limits``, up to its limit.
+    """Returns every mesh on a topology with 1, 2, 4, ... devices along each axis of ``limits``, up to its limit.
 
     >>> from xlstm_jax.forecast import parse_topology
     >>> for mesh in model_meshes(parse_topology("h100:2x8"), {"tp": 8, "cp": 2}):
@@ -51,11 +51,11 @@ def model_meshes(topology: Topology, limits: Mapping[str, int]) -> list[dict[str
     {'cp': 2, 'fsdp_device': 1, 'tp': 8}
 
     Args:
-      topology: of the devices.
-      limits: the most devices along each axis, those that send most first: ``{"tp": 8, "cp": 16}``. "dp" takes from the
-        outermost dim, and is of the batch alone.
+      topology: the devices.
+      limits: maximum number of devices along each axis, the largest traffic first: ``{"tp": 8, "cp": 16}``. "dp" uses
+        the outermost dim, and splits only the batch.
     Raises:
-      ValueError: a limit is not positive, or an axis has a name that FSDP's axes have.
+      ValueError: a limit is not positive, or an axis has the name of an FSDP axis.
     """
     for axis, limit in limits.items():
         if axis.startswith("fsdp") or not isinstance(limit, int) or limit < 1:
@@ -70,17 +70,17 @@ def model_meshes(topology: Topology, limits: Mapping[str, int]) -> list[dict[str
 
 
 def mesh_on(topology: Topology, sizes: Mapping[str, int]) -> dict[str, int] | None:
-    """A mesh with axes of these sizes, each in one dim of a torus or of (hosts, GPUs of each); None without room."""
+    """Returns a mesh with axes of these sizes, each in a dim of a torus or of (hosts, GPUs per host), or None."""
     gpus = topology.platform == "cuda"
     dims = [(size, ring) for size, ring in zip(topology.shape, topology.wraps, strict=True) if size > 1] or [(1, False)]
     shape = [size for size, _ in dims]
     left = list(shape)
     within: list[list[tuple[str, int]]] = [[] for _ in shape]
     for axis, size in sizes.items():
-        # Inner dims first, whose links are faster (of GPUs NVLink). "dp" sends least, and takes the outermost.
+        # Inner dims first, which have faster links (NVLink on GPUs). "dp" sends least, and takes the outermost dim.
         order = range(len(shape)) if axis == "dp" else range(len(shape) - 1, -1, -1)
         fitting = [dim for dim in order if left[dim] % size == 0]
-        # An axis that takes a whole dim of a torus can use the links that close its ring.
+        # An axis over a full dim of a torus can use the links that close the ring.
         whole = [dim for dim in fitting if not gpus and left[dim] == size == shape[dim]]
         if not fitting:
             return None
@@ -94,7 +94,8 @@ def mesh_on(topology: Topology, sizes: Mapping[str, int]) -> dict[str, int] | No
     for dim in range(len(shape)):
         own = dict(within[dim])
         if "dp" in own and not dims[dim][1]:
-            # Around the rest of its dim, which sends more. Of a closed ring the rest must reach all around to be one.
+            # Without a closed ring, "dp" goes outside of the rest of its dim, which sends more. On a closed ring the
+            # rest stays outside, so that it spans the full ring.
             mesh["dp"] = own.pop("dp")
         if dim in rest:
             mesh["fsdp" if len(shape) == 1 else names[dim]] = left[dim]
@@ -104,13 +105,13 @@ def mesh_on(topology: Topology, sizes: Mapping[str, int]) -> dict[str, int] | No
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a step would cost each device, roughly, as its jaxpr says.
+    """Rough cost of a step per device, from the jaxpr.
 
     Attributes:
-      argument_bytes: parameters, optimizer's state, batch.
-      live_bytes: of the gradients, and the most of what is computed for them that is alive at a time.
-      compute_s: of matrix products, at the rate that the chip reaches.
-      wire_s: of collectives inside of ``shard_map`` by their axes, each alone on its links.
+      argument_bytes: parameters, optimizer state, batch.
+      live_bytes: gradients, and the most bytes of intermediate values alive at a time.
+      compute_s: time of matrix products, at the rate that the chip reaches.
+      wire_s: time of collectives inside of ``shard_map`` by axes, each alone on its links.
     """
 
     argument_bytes: int
@@ -124,7 +125,7 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """If nothing overlapped."""
+        """Time of a step without overlap."""
         return self.compute_s + sum(self.wire_s.values())
 
     def __str__(self) -> str:
@@ -136,7 +137,7 @@ class Estimate:
 
 
 def estimate(call: StepCall, links: Links) -> Estimate:
-    """What a step would cost, before it is compiled."""
+    """Estimates the cost of a step before compilation."""
     jaxpr, devices = call.traced.jaxpr, math.prod(links.axis_sizes.values())
     reached = links.chip.reached
     flops = count_flops(jaxpr, devices).by_dtype()
@@ -164,8 +165,8 @@ def estimate(call: StepCall, links: Links) -> Estimate:
 
 
 def _equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
-    """The operations of a program and of those within it, and how often each runs; an unknown length counts once."""
-    # `equations.all_equations` sees a shared program once: this walk counts each of its calls.
+    """Yields the equations of a jaxpr and of nested jaxprs, with the number of runs; an unknown length counts once."""
+    # `equations.all_equations` visits a shared jaxpr once: this walk counts each call.
     for eqn in jaxpr.eqns:
         yield eqn, times
         runs = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
@@ -174,18 +175,18 @@ def _equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
 
 
 def _sent(eqn: Any, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], float]:
-    """The axes of a collective with more than one device, and the bytes that each device sends in one execution."""
+    """Returns a collective's axes with more than one device, and the bytes sent by each device per execution."""
     kind = COLLECTIVES[eqn.primitive.name]
     axes = tuple(axis for axis in named_axes(eqn) if sizes.get(axis, 1) > 1)
-    # What a gather sends is measured by its result. Of a ragged exchange the smaller of operand and result has no
-    # padding: on the way there the operand, on the way back the result.
+    # The payload of a gather is its result. In a ragged exchange the smaller of operand and result has no padding: the
+    # operand on the way to the experts, the result on the way back.
     sizes_of = [nbytes(v.aval) for v in (eqn.outvars if kind == "all-gather" else eqn.invars)]
     payload = min(sizes_of[:2]) if kind == RAGGED else sum(sizes_of)
     return axes, ring_bytes(kind, payload, math.prod(sizes[axis] for axis in axes))
 
 
 def links_of_mesh(topology: Topology, mesh: Mapping[str, int]) -> Links:
-    """The links of a mesh whose devices lie in the order of the topology's dims."""
+    """Returns the links of a mesh with devices in the order of the topology's dims."""
     shape = (*topology.shape, 1, 1)[:3]
     coords = np.stack(np.unravel_index(np.arange(math.prod(mesh.values())), shape), axis=1).tolist()
     return Links(topology.chip, dict(mesh), topology, coords if topology.chip.torus_axes else ())
@@ -193,7 +194,7 @@ def links_of_mesh(topology: Topology, mesh: Mapping[str, int]) -> Links:
 
 @dataclass(frozen=True)
 class Considered:
-    """A mesh of the search: its estimate, or why there is none; and whether it was compiled."""
+    """A mesh of the search, with its estimate or the reason for a missing estimate, and whether it was compiled."""
 
     mesh: Mapping[str, int]
     estimate: Estimate | None
@@ -205,9 +206,9 @@ class Considered:
 
 
 def ranked(found: Sequence[tuple[dict[str, int], Estimate | str]], budget: float, count: int) -> list[Considered]:
-    """The meshes in the order in which they are worth a compilation, of which the first ``count`` get one.
+    """Returns the meshes in the order of promise, of which the first ``count`` are to be compiled.
 
-    Those that fit by their estimate come first, the fastest first; then those that do not, the smallest first.
+    Meshes that fit by their estimate come first, the fastest first; then the others, the smallest first.
     """
 
     def key(pair: tuple[dict[str, int], Estimate | str]) -> tuple[float, ...]:
@@ -216,7 +217,7 @@ def ranked(found: Sequence[tuple[dict[str, int], Estimate | str]], budget: float
             return 2, 0.0
         return (0, known.seconds) if known.total_bytes <= budget else (1, known.total_bytes)
 
-    # What has no step has no place among the first, however few of the others there are.
+    # A mesh without a step is never compiled, even if fewer than `count` meshes remain.
     ordered, considered = sorted(found, key=key), []
     for place, (mesh, known) in enumerate(ordered):
         compiled = place < count and not isinstance(known, str)

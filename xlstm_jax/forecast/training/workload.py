@@ -1,9 +1,9 @@
-"""A training that is not run: the model, optimizer and abstract batch from which a step can be built on any mesh.
+"""A training that is not run: model, optimizer and abstract batch, from which a step can be built on any mesh.
 
-def my_training(*, min_weight_size=2**18, remat=True) -> Workload: ...        the user's; nothing in it needs a device
-Workload --build_step(mesh)--> step, (state, batch, rng)                      abstract, as make_train_step takes them
+def my_training(*, min_weight_size=2**18, remat=True) -> Workload: ...        written by the user; needs no device
+Workload --build_step(mesh)--> step, (state, batch, rng)                      abstract, as for make_train_step
 
-All of it is the user's code and may raise anything; ``in_a_line`` says what failed, and in which line of the user's.
+The user's code may raise anything; ``in_a_line`` returns the error with the line of the user's code.
 """
 
 import math
@@ -44,27 +44,27 @@ from xlstm_jax.wording import one_line
 
 LIBRARY = str(Path(__file__).parents[2]) + os.sep
 INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
-OWN = (ValueError, TypeError, ImportError)  # what this library raises, beside OSError and types of its own
+OWN = (ValueError, TypeError, ImportError)  # raised by this library, besides OSError and types of this library
 NOT_THE_USERS = ("<", LIBRARY, *INSTALLED)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The parts of a training, without devices.
+    """Parts of a training, without devices.
 
     Attributes:
-      model: a Linen module, its large parts wrapped by ``shard_module_params``.
+      model: a Linen module with large parts wrapped by ``shard_module_params``.
       tx: the optimizer.
       batch: arrays or ``ShapeDtypeStruct`` with global shapes [b, ...].
       loss_fn: as for ``make_train_step``.
-      inputs: what ``model.init`` takes; by default the batch itself, where it is one array. Give it where the loss
-        calls the model on something else, as on tokens [b, t] of a batch [b, t + 1].
-      init_kwargs: what ``model.init`` takes by keyword, as ``{"train": False}``.
+      inputs: arguments of ``model.init``; by default the batch, if it is a single array. Needed if the loss calls the
+        model on something else, for example on tokens [b, t] from a batch [b, t + 1].
+      init_kwargs: keyword arguments of ``model.init``, as ``{"train": False}``.
       weighted: as for ``make_train_step``.
       offload: as for ``create_train_state``.
-      num_tokens: in the batch of all devices, where its shapes do not say it; see ``tokens``.
+      num_tokens: tokens in the global batch, if the shapes do not give the number; see ``tokens``.
       trainable, frozen_dtype: as for ``create_train_state``.
-      batch_spec: as for ``make_train_step``; by default rows are split over all axes of the mesh.
+      batch_spec: as for ``make_train_step``; by default rows are split over every mesh axis.
       layout: as for ``make_train_step``.
 
     >>> def loss_fn(params, apply_fn, batch, rng):
@@ -91,27 +91,27 @@ class Workload:
 
     @property
     def init_inputs(self) -> tuple[Any, ...]:
-        """What ``model.init`` takes.
+        """Arguments of ``model.init``.
 
         Raises:
-          ValueError: the batch has several leaves and ``inputs`` is not given; names them.
+          ValueError: the batch has several leaves and ``inputs`` is not given; names the leaves.
         """
         if self.inputs is not None:
             return tuple(self.inputs)
         leaves = leaves_with_path(self.batch)
         if len(leaves) != 1:
             raise ValueError(
-                f"the batch has the leaves {[path for path, _ in leaves]}: which of them does model.init take? Say so, "
-                "as Workload(..., inputs=(batch['tokens'],))."
+                f"the batch has the leaves {[path for path, _ in leaves]}: which of them does model.init take? Pass "
+                "Workload(..., inputs=(batch['tokens'],))."
             )
         return (leaves[0][1],)
 
     @contextmanager
     def explaining_init(self) -> Iterator[None]:
-        """Says of an error of ``model.init`` how the workload is given other inputs.
+        """Adds to errors of ``model.init`` how to pass other inputs to the workload.
 
         Raises:
-          InitError: in place of an error that ``model.init`` raises on these inputs by itself.
+          InitError: in place of an error that ``model.init`` alone raises on these inputs.
         """
         try:
             yield
@@ -124,7 +124,7 @@ class Workload:
                 raise
             call, by_keyword = "Workload(..., inputs=({},))", "init_kwargs={'train': False}"
             cure = known_cure(self.model, inputs, self.init_kwargs, raised, call, by_keyword)
-            if not cure and self.inputs is not None:  # what the user has chosen: the mistake may be the model's
+            if not cure and self.inputs is not None:  # the user chose the inputs, so the error may be in the model
                 raise (error.__cause__ if isinstance(error, InitError) and error.__cause__ else error) from None
             what = "the batch, as inputs= is not given" if self.inputs is None else "inputs="
             raise InitError(
@@ -135,16 +135,16 @@ class Workload:
 
     @property
     def freezing(self) -> dict[str, Any]:
-        """The arguments by which parameters are frozen, of ``create_train_state`` and of ``plan_sharding``."""
+        """Arguments of ``create_train_state`` and ``plan_sharding`` that freeze parameters."""
         return {"trainable": self.trainable, "frozen_dtype": self.frozen_dtype}
 
     @property
     def tokens(self) -> int:
-        """Tokens in the batch of all devices: ``num_tokens``, where it is given, else what the shapes say.
+        """Tokens in the global batch: ``num_tokens`` if given, else computed from the shapes.
 
-        A leaf [b, t, ...] of integers holds b * t tokens; of several such leaves the one with the most counts. So a
-        batch of t + 1 columns, from which inputs and next tokens are cut, counts t + 1 a row, and pixels as uint8 count
-        as tokens: pass ``num_tokens`` to say otherwise. A batch without such a leaf is counted in rows.
+        An integer leaf [b, t, ...] holds b * t tokens; the leaf with the most tokens counts. A batch of t + 1 columns,
+        from which inputs and next tokens are cut, therefore counts t + 1 tokens per row, and uint8 pixels count as
+        tokens: pass ``num_tokens`` for the exact number. A batch without integer leaves is counted in rows.
         """
         if self.num_tokens is not None:
             return self.num_tokens
@@ -156,21 +156,21 @@ class Workload:
     def build_step(
         self, mesh: Mapping[str, int] | Mesh, num_minibatches: int = 1
     ) -> tuple[TrainStep, tuple[PyTree, ...]]:
-        """The training step of ``make_train_step`` and its abstract arguments.
+        """Returns the training step of ``make_train_step`` and its abstract arguments.
 
         Args:
           mesh: axes and sizes of a mesh without devices, outermost first, or a mesh of devices at hand. The batch is
-            split over all its axes, or as ``batch_spec`` says.
+            split over every axis, or as ``batch_spec`` says.
           num_minibatches: see ``make_train_step``.
         Raises:
-          ValueError: the axes do not divide the batch, or an axis that a wrapper or ``batch_spec`` names is missing.
+          ValueError: the axes do not divide the batch, or the mesh lacks an axis named by a wrapper or ``batch_spec``.
         """
         made = mesh if isinstance(mesh, Mesh) else DeviceMeshManager.create_abstract_mesh(mesh)
         layout = batch_layout(made, None if self.batch_spec is not None else made.axis_names, self.batch_spec)
         split: dict[str, Any] = {"batch_spec": layout.spec}
-        # Nothing here has values: a key by its type, a state by its shapes.
+        # The arguments are abstract: the key has only a type, the state only shapes.
         rng = jax.eval_shape(lambda: jax.random.key(0))
-        # What stays whole is in the plan and the forecast: no warning is needed here.
+        # Plan and forecast list replicated leaves, so no warning is needed here.
         where: dict[str, Any] = {"batch_axes": layout.axes, "whole_ok": True, "offload": self.offload, **self.freezing}
         with self.explaining_init():
             state = abstract_train_state(self.model, self.tx, made, rng, *self.init_inputs, **where, **self.init_kwargs)
@@ -187,16 +187,16 @@ class Workload:
 
 
 def in_a_line(error: BaseException) -> str:
-    """An error as one line: the library's own as it is, any other as it is ``described``."""
+    """Formats an error in one line: errors of the library unchanged, any other error by ``described``."""
     return one_line(error) if is_own(error) else described(error)
 
 
 def is_own(error: BaseException) -> bool:
-    """Whether this library raised it, or the operating system below this library; not the user's code, nor JAX."""
+    """Returns whether the library, or the operating system below the library, raised the error."""
     ours = type(error) in OWN or type(error).__module__.startswith("xlstm_jax.")
     if not str(error) or not (ours or isinstance(error, OSError)):
         return False
-    # The innermost frame raised it.
+    # The innermost frame raised the error.
     frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     if not frames or frames[-1].startswith(LIBRARY):
         return True
@@ -204,7 +204,7 @@ def is_own(error: BaseException) -> bool:
 
 
 def described(error: BaseException) -> str:
-    """An error and the user's line that it came through last: ``KeyError: 'x' (train.py, line 12)``."""
+    """Formats an error with the innermost line of the user's code: ``KeyError: 'x' (train.py, line 12)``."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(NOT_THE_USERS)]
     line = f" ({os.path.relpath(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
     text = one_line(error).rstrip(".")

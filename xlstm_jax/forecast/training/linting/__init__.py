@@ -1,1 +1,1 @@
-"""What a compiled step moves or keeps needlessly: findings, and the rules that find them."""
+"""Lint of a compiled step: findings about needless traffic and memory, and the rules behind the findings."""

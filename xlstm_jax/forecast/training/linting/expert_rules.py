@@ -1,4 +1,4 @@
-"""The lint's rule for mixtures of experts; its row is in ``rules``."""
+"""Lint rule for mixtures of experts; its entry in the table is in ``rules``."""
 
 from collections.abc import Iterator
 
@@ -6,20 +6,20 @@ from xlstm_jax.forecast.training.dispatch import Dispatch, dispatch
 from xlstm_jax.forecast.training.linting.step import Defect, Rule, Step
 from xlstm_jax.wording import format_bytes, format_fraction
 
-MIN_FRACTION = 0.05  # of a step's time, or of its traffic
-MAX_PADDING = 1.5  # times the rows that are there: a usual capacity is below
-MIN_DROPPED = 0.05  # of the choices of the busiest device
+MIN_FRACTION = 0.05  # fraction of a step's time or traffic
+MAX_PADDING = 1.5  # ratio of sent to chosen rows; a usual capacity is below
+MIN_DROPPED = 0.05  # fraction of the choices of the busiest device
 
 
 def uneven_experts(step: Step) -> Iterator[Defect]:
-    """Experts for which more is sent than their rows, or for whose busiest device the others wait."""
+    """Finds experts that send far more than their rows, or whose busiest device delays the others."""
     for found in dispatch(step.forecast, step.plan, step.imbalance) if step.plan.experts else ():
         padded = found.wire_bytes - found.ideal_bytes
         if found.padding > MAX_PADDING and padded >= MIN_FRACTION * step.forecast.wire_bytes:
             yield Defect(
                 found.experts.path,
                 f"sends {format_bytes(found.wire_bytes)} in a step, {found.padding:.3g} times the rows that "
-                "its tokens choose: shapes are those of all tokens going to one device.",
+                "its tokens choose: the arrays have room for all tokens on a single device.",
                 padded,
                 "Pass capacity_factor= to Experts, as 1.25, if tokens may be dropped; or split over fewer devices.",
             )
@@ -27,7 +27,7 @@ def uneven_experts(step: Step) -> Iterator[Defect]:
 
 
 def _imbalance(step: Step, found: Dispatch) -> Iterator[Defect]:
-    # With a capacity rows are dropped, without one all devices wait: either way the router is uneven.
+    # With a capacity rows are dropped; without a capacity every device waits. Either way the router is uneven.
     cure = "Weight load_balancing_loss more, or split over fewer devices: several experts of a device even out."
     seconds, where = found.imbalance_s or 0.0, found.experts.path
     if seconds > 0 and seconds >= MIN_FRACTION * step.seconds:
@@ -42,7 +42,7 @@ def _imbalance(step: Step, found: Dispatch) -> Iterator[Defect]:
         yield Defect(
             where,
             f"drops {format_fraction(found.dropped_fraction)} of the choices of its busiest device: at "
-            f"{found.imbalance:.3g} times the mean of rows, where capacity_factor={found.experts.capacity_factor}.",
+            f"{found.imbalance:.3g} times the mean of rows, with capacity_factor={found.experts.capacity_factor}.",
             0,
             cure,
         )

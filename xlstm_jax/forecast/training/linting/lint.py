@@ -1,11 +1,11 @@
-"""The lint: what a step does that its sharding does not need, found by comparing its forecast with its plan.
+"""Lint of a step: compares the step's forecast with its plan, and reports needless costs.
 
     forecast(step, *args), plan_sharding(model, ...)  --lint-->  [Finding(rule, where, text, cure, bytes), ...]
     lint.raise_if(findings)                                      a refusal, for scripts
 
-The plan says what the model asked for, the forecast what the compiler made of it; the rules that compare them stand in
-one table, ``rules.RULES``. Leaves that are alike but for the number of their module (``block_0``, ``block_1``, ...) are
-one finding, and so are findings of a rule that differ in their numbers alone and have one cure.
+The plan describes what the model requests, the forecast what the compiler made. The rules that compare both are in the
+table ``rules.RULES``. Leaves that differ only in the number of their module (``block_0``, ``block_1``, ...) share a
+finding. Findings of a rule that differ only in numbers, with the same cure, are merged.
 """
 
 import dataclasses
@@ -22,20 +22,20 @@ from xlstm_jax.forecast.training.linting.rules import RULES
 from xlstm_jax.forecast.training.linting.step import Rule, Step
 from xlstm_jax.wording import format_bytes, listed, rich_table
 
-_NUMBER = re.compile(r"\d[\d.,]*\d|\d|\b(?:[KMGT]iB|B|ms|us)\b")  # and its unit
+_NUMBER = re.compile(r"\d[\d.,]*\d|\d|\b(?:[KMGT]iB|B|ms|us)\b")  # numbers and units
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that costs more than it must.
+    """A needless cost of a step.
 
     Attributes:
-      rule: its name, as in ``RULES``.
-      where: the path of a leaf, ``block_*/up/kernel`` for several that are alike; else a module, or the name that the
-        compiler gives an operation.
-      text: what was found, with the numbers.
-      cure: what to change.
-      bytes: that it costs each device: of a step's traffic for what travels, of memory for what is kept; 0 for FLOP.
+      rule: name of the rule in ``RULES``.
+      where: path of a leaf, ``block_*/up/kernel`` for several equal leaves; else a module, or the compiler's name of
+        an operation.
+      text: description of the cost, with numbers.
+      cure: suggested change.
+      bytes: cost per device: traffic per step for communication, memory for kept arrays; 0 for FLOP.
 
     >>> str(Finding("wide-gather", "head/kernel", "travels as f32.", "Pass gather_dtype=bfloat16.", bytes=2**20))
     'wide-gather: head/kernel: travels as f32. Pass gather_dtype=bfloat16.'
@@ -52,7 +52,7 @@ class Finding:
 
 
 class LintError(ValueError):
-    """A step has findings; its text lists them, ``findings`` has them as data.
+    """Error of a step with findings; the text lists the findings, ``findings`` has them as data.
 
     >>> from xlstm_jax.forecast.training import lint
     >>> found = Finding("wide-gather", "head/kernel", "travels as f32.", "Pass gather_dtype=bfloat16.", bytes=2**20)
@@ -68,7 +68,7 @@ class LintError(ValueError):
 
 
 def table(findings: Sequence[Finding]) -> RenderableType:
-    """The findings as a table for ``rich``."""
+    """Returns the findings as a table for ``rich``."""
     rows = [[one.rule, one.where, f"{one.text} {one.cure}", format_bytes(one.bytes)] for one in findings]
     return rich_table(_counted(findings), ["rule", "where", "what, and what to do", "bytes"], rows, left=3)
 
@@ -85,7 +85,7 @@ def lint(
     keep_gathered: bool = False,
     imbalance: float = 1.0,
 ) -> list[Finding]:
-    """Finds where a step costs more than its sharding needs.
+    """Finds needless costs of a step, compared with its sharding plan.
 
     >>> from xlstm_jax.forecast import forecast
     >>> from xlstm_jax.forecast.training import Workload
@@ -96,19 +96,19 @@ def lint(
     [('kernel', "Pass uneven='pad', or give its dim of 1023 the size 1024, which 8 divides.")]
 
     Args:
-      forecast: of the training step.
-      plan: of the same model on the same mesh.
-      num_minibatches: of the step, each of which gathers anew; as for ``make_train_step``.
-      keep_gathered: gathered weights are kept from forward to backward on purpose, which saves the second gather.
-      imbalance: of experts, as for ``dispatch``: rows of the busiest device over the mean.
+      forecast: forecast of the training step.
+      plan: plan of the same model on the same mesh.
+      num_minibatches: number of minibatches of the step, each of which gathers anew; as for ``make_train_step``.
+      keep_gathered: whether gathered weights are kept from forward to backward on purpose, to save the second gather.
+      imbalance: imbalance of experts, as for ``dispatch``: rows of the busiest device over the mean.
     Returns:
-      The findings by rule, within a rule the largest first; empty for a step that is well made.
+      The findings by rule, within a rule the largest first; empty for a well-made step.
     Raises:
-      ValueError: the plan is of another mesh or another model than the forecast, or ``num_minibatches`` is below 1.
+      ValueError: the plan is for another mesh or another model than the forecast, or ``num_minibatches`` is below 1.
     """
     step = Step(forecast, plan, num_minibatches, keep_gathered, imbalance)
     _check(step)
-    # Findings of one cause differ in numbers alone, as those of layers of several sizes do.
+    # Findings with the same cause differ only in numbers, for example for layers of several sizes.
     causes = defaultdict(list)
     for finding in (finding for rule in RULES.values() for finding in findings_of(rule, step)):
         causes[finding.rule, _NUMBER.sub("", finding.text), finding.cure].append(finding)
@@ -125,22 +125,22 @@ def lint(
 
 
 def findings_of(rule: Rule, step: Step) -> list[Finding]:
-    """What a rule finds, the largest first."""
+    """Returns the findings of a rule, the largest first."""
     findings = [Finding(rule.name, f.where, f.text, f.cure or rule.cure, round(f.bytes)) for f in rule.find(step)]
     return sorted(findings, key=lambda finding: -finding.bytes)
 
 
 def raise_if(findings: Iterable[Finding], rules: Iterable[str] | None = None) -> None:
-    """Raises where there is a finding: the last line of a script that guards a step. Also ``lint.raise_if``.
+    """Raises if there are findings: the last line of a script that guards a step. Also ``lint.raise_if``.
 
     Args:
-      findings: as ``lint`` returns them.
-      rules: names of the rules that count; None: all.
+      findings: result of ``lint``.
+      rules: names of the rules that count; None: every rule.
     Raises:
-      LintError: there is one; its text lists all that count.
-      ValueError: a rule of that name does not exist; lists those that do.
+      LintError: a finding counts; the text lists each finding that counts.
+      ValueError: a name in ``rules`` is unknown; the error lists the known names.
     """
-    # A string alone is a name, and not a list of letters.
+    # A single string is a name, not a list of letters.
     wanted = list(RULES) if rules is None else [rules] if isinstance(rules, str) else list(rules)
     if unknown := [name for name in wanted if name not in RULES]:
         raise ValueError(f"rules: there is no rule {unknown[0]!r}; there are {', '.join(RULES)}.")
@@ -152,7 +152,7 @@ lint.raise_if = raise_if  # type: ignore[attr-defined] # functions have attribut
 
 
 def _check(step: Step) -> None:
-    # Forecast and plan are made by two calls: nothing else sees to it that they are of one step.
+    # The caller makes forecast and plan separately, so they may belong to different steps.
     mesh, planned = dict(step.forecast.axis_sizes), dict(step.plan.axis_sizes)
     if mesh != planned:
         raise ValueError(
@@ -162,6 +162,6 @@ def _check(step: Step) -> None:
         raise ValueError(f"num_minibatches={step.num_minibatches} must be 1 or more; pass that of the step.")
     if step.gathers and not any(path in step.rows for path in step.gathers):
         raise ValueError(
-            f"the step gathers {listed(step.gathers)}, of which the plan knows none; its parameters are "
+            f"the step gathers {listed(step.gathers)}, but the plan has none of these leaves; its parameters are "
             f"{listed(step.rows)}. Make the plan of the model that the step trains."
         )

@@ -1,6 +1,6 @@
-"""The lint's rules for products that cost more than they must: of wide floats, of attention; the table is in ``rules``.
+"""Lint rules for needlessly expensive products: wide floats, attention scores; the table is in ``rules``.
 
-Both look at the step's jaxpr, so they see the same on every platform.
+Both rules read the step's jaxpr, so their findings do not depend on the platform.
 """
 
 from collections import defaultdict
@@ -12,15 +12,15 @@ from xlstm_jax.forecast.training.linting.step import Defect, Step
 from xlstm_jax.wording import format_bytes, format_fraction, path_pattern
 
 WIDE, NARROW = "float32", "bfloat16"
-MIN_NARROW_FRACTION = 0.5  # of the step's FLOP, from which on a model is one of bfloat16
-MIN_WIDE_FRACTION = 0.01  # of the step's FLOP; a router or a norm has less
+MIN_NARROW_FRACTION = 0.5  # fraction of FLOP of the modules, from which on the model counts as bfloat16
+MIN_WIDE_FRACTION = 0.01  # fraction of the step's FLOP; a router or a norm has less
 MIN_SCORES_BYTES = 2**30
 
 
 def wide_products(step: Step) -> Iterator[Defect]:
-    """Modules that multiply in float32, where most products of modules are narrower."""
+    """Finds modules that multiply in float32 in a model whose products are mostly narrower."""
     flops, chip = step.forecast.flops, step.forecast.chip
-    # Without a path: the loss or the optimizer, which may need float32, or take bfloat16 in a model of float32.
+    # Work without a path is the loss or the optimizer, which may need float32, or bfloat16 in a float32 model.
     in_modules = [work for work in flops.work if work.path]
     narrow = sum(work.flops for work in in_modules if work.dtype not in (WIDE, "float64"))
     of_modules = sum(work.flops for work in in_modules)
@@ -34,7 +34,7 @@ def wide_products(step: Step) -> Iterator[Defect]:
         wide = sum(directions.values())
         if wide < MIN_WIDE_FRACTION * flops.total:
             continue
-        # A chip may multiply both dtypes at one rate: then float32 costs bytes alone.
+        # A chip may multiply both dtypes at the same rate: then float32 only costs bytes.
         times = [] if chip is None else [wide / peak_rate(chip, dtype) * 1e3 for dtype in (WIDE, NARROW)]
         slower = f", {times[0]:.3g} ms at least where {NARROW} takes {times[1]:.3g}" if len(set(times)) > 1 else ""
         yield Defect(
@@ -48,19 +48,19 @@ def wide_products(step: Step) -> Iterator[Defect]:
 
 
 _GRADIENTS_ALONE = (
-    "Only its backward pass is wide, as preferred_element_type=float32 makes the gradient of its result float32: leave "
-    "it out, and cast the result. jax.nn.dot_product_attention has it inside: in its place take a kernel, as "
-    "attention(q, k, v) of docs/kernels.md."
+    "Only its backward pass is wide, because preferred_element_type=float32 makes the gradient of the result float32: "
+    "leave the argument out, and cast the result. jax.nn.dot_product_attention uses this argument internally: use a "
+    "kernel instead, as attention(q, k, v) of docs/kernels.md."
 )
 
 
 def held_scores(step: Step) -> Iterator[Defect]:
-    """Attention with an array of all its scores in memory."""
+    """Finds attention that holds an array of every score in memory."""
     for path, held in step.forecast.flops.scores_bytes.items():
         if held > MIN_SCORES_BYTES:
             yield Defect(
                 path or "the loss",
-                f"holds a score for each pair of a query and a key, {format_bytes(held)} per device, and its softmax "
-                "and gradient more of that size; a kernel holds a block of them at a time.",
+                f"holds the array of all scores (query x key), {format_bytes(held)} per device, and a softmax and a "
+                "gradient of the same size; a kernel holds a block of scores at a time.",
                 held,
             )

@@ -1,8 +1,8 @@
-"""The lint's rules: each looks at a compiled step and its plan, and says what it finds there.
+"""Lint rules: each rule checks a compiled step against its plan and yields defects.
 
-``RULES`` is the table of them: the name, the function that looks, and what to change. A cure that depends on what was
-found comes from the function. Functions with ``_`` in front help a rule. The bytes of a defect are traffic of a step
-for what travels, memory for what is kept.
+``RULES`` is the table of rules: name, function, and cure. A cure that depends on the defect comes from the function.
+Functions with a leading ``_`` are helpers. The bytes of a defect are traffic per step for communication, memory for
+kept arrays.
 """
 
 import math
@@ -25,21 +25,21 @@ from xlstm_jax.forecast.training.linting.step import Defect, Rule, Step, shared_
 from xlstm_jax.program_names import HOST_AXIS
 from xlstm_jax.wording import format_bytes, format_fraction, listed, path_pattern
 
-# What a leaf of the default min_weight_size takes in float32: below, a step's time hardly changes.
+# Size of a leaf with the default min_weight_size in float32: below, a step's time hardly changes.
 MIN_KEPT_BYTES = 2**20
 MIN_REPLICATED_BYTES = 2**20
-# Of the bytes that a device sends in a step. Where a TPU's compiler reduces small arrays by an all-reduce whatever the
-# mesh, they are up to 7% of a well-made step.
+# Fraction of the bytes that a device sends in a step. TPU compilers reduce small arrays by an all-reduce on any mesh,
+# up to 7% of a well-made step.
 MAX_ALL_REDUCED_FRACTION = 0.075
-MIN_WAITED_FRACTION = 0.05  # of a step's time
-MIN_NAMED_FRACTION = 0.01  # of it, for one module's part in what a step waits for
-MANY = 8  # collectives in a step, of which fewer are not worth a change of the model
-FLAT_LATENCY_S = 1e-4  # of a ring over hosts and GPUs, from which on two rings, 28 us and their hops, are faster
+MIN_WAITED_FRACTION = 0.05  # fraction of a step's time
+MIN_NAMED_FRACTION = 0.01  # fraction of a step's time; a module with a shorter wait is not named
+MANY = 8  # collectives in a step; fewer do not justify a change of the model
+FLAT_LATENCY_S = 1e-4  # latency of a ring over hosts and GPUs; above, two rings (28 us and their hops) are faster
 MIN_SHARED_BYTES = 2**20
-# Of a device's fair share of matrix products: below are the paddings of what devices do not divide.
+# Multiple of a device's fair share of matrix products; padding of indivisible dims stays below.
 MAX_WORK = 1.5
-MIN_REPEATED_FRACTION = 0.01  # of the step's FLOP
-MIN_SAVED_FRACTION = 0.4  # of the moments: what groups save even of a small optimizer state
+MIN_REPEATED_FRACTION = 0.01  # fraction of the step's FLOP
+MIN_SAVED_FRACTION = 0.4  # fraction of the moments; groups save as much even for a small optimizer state
 
 F32_BYTES = 4
 _VMAP = re.compile(r"vmap\(.*gather_params")  # members of nn.vmap run together, so they are gathered together
@@ -51,7 +51,7 @@ OPTIMIZER = "the optimizer"
 
 
 class _Repeat(NamedTuple):
-    """Gathers of a leaf over one mesh axis: how often they run, how often they must, and bytes sent for nothing."""
+    """Gathers of a leaf over a mesh axis: executed count, needed count, and bytes sent in vain."""
 
     executed: int
     needed: int
@@ -59,7 +59,7 @@ class _Repeat(NamedTuple):
 
 
 def repeated_gathers(step: Step) -> Iterator[Defect]:
-    """A leaf is gathered more often than forward and backward need."""
+    """Finds leaves gathered more often than forward and backward need."""
     for name, rows in step.groups:
         repeats = [repeat for row in rows if (repeat := _repeat(step, row)).wasted]
         if repeats:
@@ -74,15 +74,15 @@ def repeated_gathers(step: Step) -> Iterator[Defect]:
                 "or wrap the loop around it rather than its body; if the step goes through more than "
                 f"{minibatches} minibatches, pass their number to lint, as num_minibatches."
                 if uses
-                else "By the plan it stays whole: make the plan of the model that the step trains.",
+                else "By the plan the leaf is replicated: make the plan of the model that the step trains.",
             )
 
 
 def _repeat(step: Step, row: LeafPlan) -> _Repeat:
-    """Of the mesh axes over which a leaf is gathered too often, the worst."""
+    """Returns the worst of the mesh axes over which a leaf is gathered too often."""
     gathers, repeats = step.gathers[row.path], [_Repeat(0, 0, 0.0)]
     if row.parts > 1 and not row.uses:
-        return repeats[0]  # a box of the model's own, which no wrapper gathers: how often it must be is not known
+        return repeats[0]  # a box of the model, which no wrapper gathers: the needed count is unknown
     for axes in {gather.axes for gather in gathers}:
         over = [gather for gather in gathers if gather.axes == axes]
         forward = [gather for gather in over if gather.direction == FORWARD]
@@ -94,28 +94,28 @@ def _repeat(step: Step, row: LeafPlan) -> _Repeat:
 
 
 def wide_gathers(step: Step) -> Iterator[Defect]:
-    """A leaf travels in a wider dtype than its wrapper asked for."""
+    """Finds leaves gathered in a wider dtype than their wrapper requests."""
     for name, rows in step.groups:
-        # The CPU backend sends bfloat16 as float32, whoever asks.
+        # The CPU backend always sends bfloat16 as float32.
         asking = [row for row in rows if row.uses and not (step.on_cpu and row.gather_dtype == "bfloat16")]
         pairs = step.gathers_of(asking)
         if wide := [(row, gather) for row, gather in pairs if float_bytes_of(gather.dtype) > row.gather_itemsize]:
             (row, gather), *_ = wide
             sent = sum_wire_bytes(gather for _, gather in wide)
-            # Traffic is in proportion to the width of a value.
+            # Traffic is proportional to the width of a value.
             asked = sum(g.wire_bytes_per_step * r.gather_itemsize / float_bytes_of(g.dtype) for r, g in wide)
             yield Defect(
                 name,
-                f"travels as {gather.dtype}, where its wrapper asked for {row.gather_dtype}: {format_bytes(sent)} per "
+                f"is gathered as {gather.dtype}, but its wrapper requests {row.gather_dtype}: {format_bytes(sent)} per "
                 f"device and step instead of {format_bytes(asked)}.",
                 sent - asked,
-                f"Pass gather_dtype={row.gather_dtype} to the shard_module_params around it in the step too, and "
-                "compute in it.",
+                f"Pass gather_dtype={row.gather_dtype} to the leaf's shard_module_params in the step too, and compute "
+                "in this dtype.",
             )
 
 
 def hoisted_gathers(step: Step) -> Iterator[Defect]:
-    """All layers of a loop are gathered at once, in front of it."""
+    """Finds gathers of every layer at once, before the loop over layers."""
     for name, rows in step.groups:
         hoisted = [gather for _, gather in step.gathers_of(rows) if step.layers_at_once(gather) > 1]
         gathers = [gather for gather in hoisted if not _VMAP.search(gather.op_name)]
@@ -128,8 +128,8 @@ def hoisted_gathers(step: Step) -> Iterator[Defect]:
         if (extra := (layers - 1) * per_layer) >= MIN_KEPT_BYTES:
             yield Defect(
                 name,
-                f"is gathered for {layers} layers at once, {format_bytes(layers * per_layer)} that live as long as "
-                f"the loop, where a layer needs {format_bytes(per_layer)}.",
+                f"is gathered for {layers} layers at once, {format_bytes(layers * per_layer)} that stay in memory "
+                f"during the loop, although a layer needs {format_bytes(per_layer)}.",
                 extra,
             )
 
@@ -138,12 +138,12 @@ def hoisted_gathers(step: Step) -> Iterator[Defect]:
 
 
 def kept_gathered(step: Step) -> Iterator[Defect]:
-    """The gathered weights of all layers live from forward to backward."""
+    """Finds gathered weights of several layers that stay alive from forward to backward."""
     if step.keep_gathered:
         return
     for name, rows in step.groups:
         layers = sum(_kept_layers(step, row) for row in rows)
-        # One use leaves it in the dtype that was asked for, or in that of the gather where the compiler narrowed it.
+        # Kept weights have the requested dtype, or the gather's dtype if the compiler narrowed it.
         widths = filter(None, (float_bytes_of(gather.dtype) for gather in step.gathers[rows[0].path]))
         each = round(rows[0].gathered_size * min([rows[0].gather_itemsize, *widths]))
         kept = layers * each
@@ -157,14 +157,14 @@ def kept_gathered(step: Step) -> Iterator[Defect]:
 
 
 def _kept_layers(step: Step, row: LeafPlan) -> int:
-    """In how many layers a leaf's gathered weights are left over from forward for backward.
+    """Returns the number of layers whose gathered weights for a leaf stay alive from forward to backward.
 
-    Vectors do not count: the backward pass of a sum does not read them. Nor does one layer alone, as an embedding,
-    which a step gathers once.
+    Vectors do not count: the backward pass of a sum does not read them. A single layer, such as an embedding, does not
+    count either: a step gathers it once.
     """
     gathers = step.gathers[row.path]
     again = any(gather.direction != FORWARD for gather in gathers)
-    # Outside of loops the CPU's compiler merges the gathers that nn.remat keeps apart.
+    # Outside of loops the CPU compiler merges gathers that nn.remat keeps apart.
     merged = step.on_cpu and row.layers == 1
     if again or merged or len(row.use_shape) < 2 or not row.gradients.total:
         return 0
@@ -176,10 +176,10 @@ def _kept_layers(step: Step, row: LeafPlan) -> int:
 
 
 def replicated_leaves(step: Step) -> Iterator[Defect]:
-    """A large leaf stays whole on every device."""
+    """Finds large leaves that stay replicated."""
     alike = defaultdict(list)
     for row in step.plan.replicated:
-        # Small leaves of many layers are large together, but splitting them is many small gathers.
+        # Small leaves of many layers are large in sum, but splitting them means many small gathers.
         too_small = any(isinstance(reason, TooSmall) for reason in row.reason.each)
         if row.parameters.total // (row.layers if too_small else 1) >= MIN_REPLICATED_BYTES:
             alike[path_pattern(row.path), row.shape].append(row)
@@ -187,15 +187,15 @@ def replicated_leaves(step: Step) -> Iterator[Defect]:
         kept, devices = sum(row.all_bytes.per_device for row in rows), step.plan.devices
         yield Defect(
             shared_name(rows),
-            f"stays whole on each of {devices} devices ({rows[0].reason}): {format_bytes(kept)} with gradient and "
-            f"optimizer state, where split evenly a device would keep {format_bytes(kept / devices)}.",
+            f"is replicated on each of {devices} devices ({rows[0].reason}): {format_bytes(kept)} with gradient and "
+            f"optimizer state; split evenly, a device would keep {format_bytes(kept / devices)}.",
             kept,
             _replication_cure(rows[0]),
         )
 
 
 def _replication_cure(row: LeafPlan) -> str:
-    """The cure for the reason that the leaf stays whole; "" for a reason without one of its own."""
+    """Returns the cure for the reason of a replicated leaf; "" for the rule's default cure."""
     kinds = (Indivisible, TooSmall, Unwrapped)
     match next((reason for kind in kinds for reason in row.reason.each if isinstance(reason, kind)), None):
         case Indivisible(parts=parts):
@@ -205,7 +205,7 @@ def _replication_cure(row: LeafPlan) -> str:
         case TooSmall():
             return f"Lower min_weight_size to {math.prod(row.use_shape)} or less."
         case Unwrapped():
-            return "Put shard_module_params around the module that owns it."
+            return "Put shard_module_params around the module that owns the leaf."
         case _:
             return ""
 
@@ -214,19 +214,19 @@ def _replication_cure(row: LeafPlan) -> str:
 
 
 def all_reduces_of_shards(step: Step) -> Iterator[Defect]:
-    """An all-reduce where a reduce-scatter or an all-gather of half the bytes would do."""
+    """Finds all-reduces in place of a reduce-scatter or an all-gather, which send half the bytes."""
     stand_ins = [c for c in step.forecast.collectives if c.stands_for]
     if sum_wire_bytes(stand_ins) > MAX_ALL_REDUCED_FRACTION * step.forecast.wire_bytes:
         for where, members in step.merged(stand_ins):
             first, sent = members[0], sum_wire_bytes(members)
             yield Defect(
                 where,
-                f"the compiler does the {first.stands_for} over {first.axes} by an all-reduce of the whole, "
+                f"the compiler replaces the {first.stands_for} over {first.axes} by an all-reduce, "
                 f"{executions(members)} times in a step: {format_bytes(sent)} per device, "
-                f"{step.share_of_traffic(sent)} of the step's traffic, where {format_bytes(sent / 2)} would do.",
+                f"{step.share_of_traffic(sent)} of the step's traffic, instead of {format_bytes(sent / 2)}.",
                 sent / 2,
-                "Give the mesh one axis for each axis of the torus, and axis_name the tuple of them: a collective over "
-                f"one axis of the torus is what was asked for.{_narrower(members)}",
+                "Give the mesh one axis for each axis of the torus, and axis_name the tuple of these axes: the "
+                f"compiler does not replace a collective over a single axis of the torus.{_narrower(members)}",
             )
     for collective in step.forecast.collectives:
         if rows := _whole_gradients(step, collective):
@@ -234,19 +234,20 @@ def all_reduces_of_shards(step: Step) -> Iterator[Defect]:
 
 
 def _narrower(members: Iterable[Collective]) -> str:
-    """What else makes a scatter of float32 gradients cheaper; "" for any other collective."""
+    """Returns a further cure for reduce-scatters of float32 gradients; "" for any other collective."""
     if any("reduce-scatter" in (c.kind, c.stands_for) and float_bytes_of(c.dtype) == F32_BYTES for c in members):
         return (
-            " The gradients travel as f32: pass grad_scatter_dtype=jnp.bfloat16 to shard_module_params, which sends "
-            "half of it and rounds each sum."
+            " The gradients are sent as f32: pass grad_scatter_dtype=jnp.bfloat16 to shard_module_params, which sends "
+            "half the bytes and rounds each sum."
         )
     return ""
 
 
 def _whole_gradients(step: Step, reduce: Collective) -> list[LeafPlan]:
-    """The leaves whose whole gradient an all-reduce averages over an axis that they are gathered over.
+    """Returns the leaves whose unsharded gradient is averaged by an all-reduce over a gather axis of the leaf.
 
-    Many arrays travel in one all-reduce, so its size decides: what it carries beyond the leaves that belong in it.
+    An all-reduce may combine many arrays, so the size decides: its payload beyond the leaves that belong in an
+    all-reduce.
     """
     if reduce.kind != "all-reduce" or "sync_gradients" not in reduce.op_name or not (total := size_of(reduce)):
         return []
@@ -267,9 +268,8 @@ def _whole_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Defect:
     sent = reduce.wire_bytes_per_step * fraction
     return Defect(
         listed(row.path for row in rows).replace("'", ""),
-        f"the whole gradient is averaged over {reduce.axes} by an all-reduce, {format_bytes(sent)} per device and "
-        f"step, though the leaf is gathered over one of these axes: a reduce-scatter sends half, and leaves a device "
-        "its shard.",
+        f"the unsharded gradient is averaged over {reduce.axes} by an all-reduce, {format_bytes(sent)} per device and "
+        f"step, although the leaf is gathered over one of these axes: a reduce-scatter sends half the bytes.",
         sent / 2,
         "Differentiate with respect to the split parameters, as value_and_grad does, with the gather inside of the "
         "loss: its transpose is the reduce-scatter.",
@@ -277,10 +277,10 @@ def _whole_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Defect:
 
 
 def exposed_collectives(step: Step) -> Iterator[Defect]:
-    """Collectives for whose bytes a step waits; of a CPU, on which nothing is asynchronous, no times are known."""
+    """Finds collectives whose bytes a step waits for; on a CPU, where nothing is asynchronous, times are unknown."""
     waited = [c for c in step.forecast.collectives if c.by_bandwidth.waited_s > 0]
     groups = [(where, members, _waited_s(members)) for where, members in step.merged(waited)]
-    # Waits of many modules add up, so all of them together decide. The longest always has a name.
+    # Waits of many modules add up, so their sum decides. The module with the longest wait is always named.
     if not groups or _waited_s(waited) < MIN_WAITED_FRACTION * step.seconds:
         return
     least = min(MIN_NAMED_FRACTION * step.seconds, max(seconds for *_, seconds in groups))
@@ -289,19 +289,19 @@ def exposed_collectives(step: Step) -> Iterator[Defect]:
             continue
         kind, sent = members[0].kind, sum_wire_bytes(members)
         takes = sum(c.count * c.by_bandwidth.seconds for c in members)
-        # By default XLA has one collective of a GPU under way at a time. Of a TPU without SparseCores its options hide
-        # gathers alone.
+        # By default XLA runs a single collective at a time on a GPU. On a TPU without SparseCores XLA's options hide
+        # only gathers.
         chip = step.forecast.chip
         helps = chip and (
             not chip.torus_axes or (TPUS[chip.name].xla_options and (chip.sparse_cores or kind == "all-gather"))
         )
         yield Defect(
             where,
-            f"the step waits {seconds * 1e3:.3g} ms for its {kind}, of the {takes * 1e3:.3g} ms that its bytes take: "
+            f"the step waits {seconds * 1e3:.3g} ms for its {kind}, whose bytes take {takes * 1e3:.3g} ms: "
             f"{executions(members)} times in a step, {format_bytes(sent)} per device, {step.share_of_traffic(sent)} of "
             "the step's traffic.",
             sent,
-            f"{OVERLAP_OPTIONS if helps else ''}More tokens per device make it a smaller part of the step."
+            f"{OVERLAP_OPTIONS if helps else ''}More tokens per device make the wait a smaller part of the step."
             f"{_narrower(members)}",
         )
 
@@ -314,7 +314,7 @@ def _waited_s(collectives: Iterable[Collective]) -> float:
 
 
 def small_collectives(step: Step) -> Iterator[Defect]:
-    """Many collectives whose latency is longer than the time of their bytes, by the axes that they run over."""
+    """Finds many collectives, grouped by axes, whose latency exceeds the time of their bytes."""
     small = defaultdict(list)
     for collective in step.forecast.collectives:
         if collective.timing and collective.timing.latency_s > collective.timing.bytes_s:
@@ -328,16 +328,15 @@ def small_collectives(step: Step) -> Iterator[Defect]:
         flat = latency_s > FLAT_LATENCY_S and any(len(timing.networks) > 1 for _, timing in pairs)
         yield Defect(
             listed(axes or ("unknown axes",)).replace("'", ""),
-            f"{executions(members)} collectives take longer to come around than their bytes do, up to "
-            f"{latency_s * 1e6:.3g} us each: the step waits {seconds * 1e3:.3g} ms for the latency of "
-            f"{format_bytes(sent)}.",
+            f"{executions(members)} collectives have more latency than transfer time, up to {latency_s * 1e6:.3g} us "
+            f"each: the step waits {seconds * 1e3:.3g} ms for the latency of {format_bytes(sent)}.",
             sent,
             IN_TWO_STAGES if flat else "",
         )
 
 
 def hosts_last(step: Step) -> Iterator[Defect]:
-    """Leaves that are gathered in a host first and cross to other hosts whole."""
+    """Finds leaves that are gathered within a host before they are sent between hosts."""
     for name, rows in step.groups:
         wasted = 0.0
         for row in rows:
@@ -345,65 +344,65 @@ def hosts_last(step: Step) -> Iterator[Defect]:
             within = [gather for gather, networks in gathers if networks == (NVLINK,)]
             for across in (gather for gather, networks in gathers if networks == (NETWORK,)):
                 before = [g for g in within if step.uses_at_once(g) < step.uses_at_once(across)]
-                # A collective that carries several leaves is met once for each.
+                # The loop visits a collective of several leaves once for each leaf.
                 share = 1 / len(across.leaves)
                 wasted += share * across.wire_bytes_per_step * (1 - 1 / before[0].group_size) if before else 0.0
         if wasted:
             yield Defect(
                 name,
-                "is gathered in each host first, and crosses to other hosts whole: each adapter carries "
-                f"{format_bytes(wasted)} more in a step than if its pieces crossed first.",
+                "is gathered within each host first, and then sent between hosts: each adapter carries "
+                f"{format_bytes(wasted)} more in a step than in the opposite order.",
                 wasted,
             )
 
 
 # ----------------------------------------------------------------------------------------------------------- optimizers
-# ``make_train_step`` runs an optimizer on global arrays, outside of ``shard_map``. A matrix product there is shared
-# among devices by the compiler, with collectives for each: Newton-Schulz has 15 of them for every matrix. What the
-# compiler does not share, every device does.
+# ``make_train_step`` runs an optimizer on global arrays, outside of ``shard_map``. The compiler distributes a matrix
+# product there over devices, with collectives for each: Newton-Schulz has 15 products for every matrix. Every device
+# repeats the products that the compiler does not distribute.
 
 
 def shared_matrix_products(step: Step) -> Iterator[Defect]:
-    """Collectives that serve matrix products outside of ``shard_map``."""
+    """Finds collectives of matrix products outside of ``shard_map``."""
     serving = [c for c in step.forecast.collectives if not in_shard_map(c.op_name) and _PRODUCT.search(c.op_name)]
     sent = sum_wire_bytes(serving)
     if sent >= MIN_SHARED_BYTES:
         yield Defect(
             OPTIMIZER,
-            f"multiplies matrices of which each device has shards: {executions(serving)} collectives within its "
-            f"matrix products, {format_bytes(sent)} per device, {step.share_of_traffic(sent)} of the step's traffic, "
-            "and work that devices do more than once.",
+            f"multiplies sharded matrices: {executions(serving)} collectives in matrix products, {format_bytes(sent)} "
+            f"per device, {step.share_of_traffic(sent)} of the step's traffic, and work repeated on several devices.",
             sent,
         )
 
 
 def repeated_products(step: Step) -> Iterator[Defect]:
-    """Matrix products outside of ``shard_map`` of which each device does far more than its share."""
+    """Finds matrix products outside of ``shard_map`` of which each device does far more than an even share."""
     forecast = step.forecast
     share, done = forecast.flops.shared, forecast.shared_flops or 0.0
     if done <= MAX_WORK * share or done - share < MIN_REPEATED_FRACTION * forecast.flops.total:
         return
     yield Defect(
         OPTIMIZER,
-        f"each device does {done:.3g} FLOP of matrix products a step, where its share among {forecast.devices} devices "
-        f"is {share:.3g}: {done / share:.3g} times as many, as the compiler does not share them all.",
+        f"each device does {done:.3g} FLOP of matrix products a step, but an even share among {forecast.devices} "
+        f"devices is {share:.3g}: {done / share:.3g} times as many, because devices repeat products.",
         0,
-        # An owner has one matrix of M < D whole: 1 / M of the work, where now each device has done / share / D of it.
+        # With M < D matrices on D devices, an owner of a full matrix does 1 / M of the work; now each device does
+        # done / share / D of the work.
         f"{WHOLE_MATRICES} That is less work from {math.floor(forecast.devices * share / done) + 1} matrices of a "
         "shape on.",
     )
 
 
 def needless_offload(step: Step) -> Iterator[Defect]:
-    """Offload of a step that fits without it and waits for it; else offload that leaves most moments on the device.
+    """Finds offload of a step that waits and would fit without it, or offload that leaves most moments on the device.
 
-    What a step would take without offload is known in part. Its moments would lie on the device all the time:
+    The memory without offload is only partly known, with the moments on the device all the time:
 
-        at most    what it takes now + the moments
-        as a rule  the moments + the most that all else takes, of which the live ranges tell
+        upper bound    memory of the offloaded step + moments
+        usual          moments + peak of everything else, from the live ranges
 
-    So the first says for certain that a step would fit. The second is read from the schedule of the offloaded step,
-    where compilers say what is live (TPUs); without offload they might schedule otherwise.
+    The upper bound proves that a step would fit. The usual value comes from the schedule of the offloaded step, if the
+    compiler writes live ranges (TPUs); without offload the schedule may differ.
     """
     host, available, memory = step.forecast.host, step.forecast.available_bytes, step.forecast.memory
     if host is None or not host.stored_bytes:
@@ -414,9 +413,9 @@ def needless_offload(step: Step) -> Iterator[Defect]:
         if host.waited_s >= MIN_WAITED_FRACTION * step.seconds:
             yield Defect(
                 OPTIMIZER,
-                f"{stored} of its state lie on the host, though with them on the device the step would take "
-                f"{format_bytes(without)} of {format_bytes(available)} at most. {moved} travel there and back in a "
-                f"step, which waits {host.waited_s * 1e3:.3g} of its {step.seconds * 1e3:.3g} ms for them.",
+                f"{stored} of its state are in host memory, but with them on the device the step would take "
+                f"{format_bytes(without)} of {format_bytes(available)} at most. {moved} are transferred in a step, "
+                f"which waits {host.waited_s * 1e3:.3g} of its {step.seconds * 1e3:.3g} ms for the transfers.",
                 host.moved_bytes,
             )
     elif memory.resident_peak_bytes is not None:
@@ -425,13 +424,13 @@ def needless_offload(step: Step) -> Iterator[Defect]:
             saved = max(0, saved)
             yield Defect(
                 OPTIMIZER,
-                f"{stored} of its state lie on the host, but most come to the device at once: of its memory "
-                f"{format_bytes(saved)} are saved, {format_fraction(saved / host.stored_bytes)} of them, for {moved} "
-                f"that travel in a step, {host.seconds * 1e3:.3g} ms.",
+                f"{stored} of its state are in host memory, but most come to the device at once: only "
+                f"{format_bytes(saved)} of device memory, {format_fraction(saved / host.stored_bytes)} of the state, "
+                f"are saved, for {moved} of transfers in a step, {host.seconds * 1e3:.3g} ms.",
                 host.stored_bytes - saved,
-                "Take an optimizer that updates leaves one by one (num_minibatches for optax.MultiSteps, clipping of "
-                "gradients for clipping of updates), and the step of make_train_step, which brings them in groups; or "
-                "leave offload out.",
+                "Use an optimizer that updates leaves one by one (num_minibatches instead of optax.MultiSteps, "
+                "clipping of gradients instead of updates), and the step of make_train_step, which transfers leaves "
+                "in groups; or leave offload out.",
             )
 
 
@@ -439,15 +438,15 @@ def needless_offload(step: Step) -> Iterator[Defect]:
 
 OVERLAP_OPTIONS = (
     "If the step was compiled without them, pass XLA's options: compiler_options='auto' to make_train_step, or "
-    "compiler_options(device_kind) to a jax.jit of your own. More collectives are then under way at once. "
+    "compiler_options(device_kind) to a jax.jit of your own. Then more collectives run in parallel. "
 )
 IN_TWO_STAGES = (
     f"Give the mesh an axis across hosts and one within, {{{HOST_AXIS!r}: hosts, 'fsdp_device': GPUs of a host}} as "
-    "DeviceMeshManager.create_fsdp_mesh does, and axis_name both."
+    "DeviceMeshManager.create_fsdp_mesh does, and pass both as axis_name."
 )
 WHOLE_MATRICES = (
-    "Take xlstm_jax.distributed.muon for optax.contrib.muon, or put on_whole_matrices around the rule that needs whole "
-    "matrices: each device then updates whole ones of its own."
+    "Use xlstm_jax.distributed.muon instead of optax.contrib.muon, or put on_whole_matrices around the update rule: "
+    "each device then updates some of the matrices, unsharded."
 )
 
 _TABLE = (
@@ -462,27 +461,27 @@ _TABLE = (
          "gathered weight. Where memory is left and links are slow, pass keep_gathered=True to lint."),
     Rule("exposed-collective", exposed_collectives),
     Rule("small-collectives", small_collectives,
-         "Raise min_weight_size, so that small leaves stay whole and are averaged together, or wrap a larger module, "
-         "whose leaves travel together."),
+         "Raise min_weight_size, so that small leaves are replicated and averaged together, or wrap a larger module, "
+         "whose leaves are gathered together."),
     Rule("hosts-last", hosts_last,
-         f"Name the axis across hosts {HOST_AXIS!r}, as DeviceMeshManager.create_fsdp_mesh does, or pass it as "
-         "inter_host_axes: it is gathered first, when what is sent is smallest."),
+         f"Name the axis across hosts {HOST_AXIS!r}, as DeviceMeshManager.create_fsdp_mesh does, or pass the name as "
+         "inter_host_axes: the gather over this axis then comes first, with the smallest pieces."),
     Rule("split-across-hosts", split_rules.split_across_hosts,
-         "Put the axis of split layers last in the mesh, at most as large as a host has GPUs: its devices then share "
+         "Put the axis of split layers last in the mesh, with at most the GPUs of a host: the devices then share "
          "NVLink."),
     Rule("exposed-ring", split_rules.exposed_rings),
     UNEVEN_EXPERTS,
     Rule("unbalanced-sequence", split_rules.unbalanced_sequences,
-         "Make the step with layout='zigzag', which lays out its batches; in a shard_map of your own, with "
-         "in_layout(batch, 'zigzag', axis) as batch."),
-    Rule("replicated-leaf", replicated_leaves, "Split it over another axis, or give it a dim that the axis divides."),
+         "Make the step with layout='zigzag', which reorders its batches; in a shard_map of your own, pass "
+         "in_layout(batch, 'zigzag', axis) as the batch."),
+    Rule("replicated-leaf", replicated_leaves,
+         "Split the leaf over another axis, or give it a dim that the axis divides."),
     Rule("shared-matrix-product", shared_matrix_products, WHOLE_MATRICES),
     Rule("repeated-product", repeated_products, WHOLE_MATRICES),
     Rule("wide-product", product_rules.wide_products,
-         "Give the module dtype=jnp.bfloat16; its sums stay float32. Keep what is meant to be float32, and leave this "
-         "rule out."),
+         "Give the module dtype=jnp.bfloat16; its sums stay float32. If float32 is intended, leave this rule out."),
     Rule("held-scores", product_rules.held_scores,
-         "Take a kernel: attention(q, k, v) of docs/kernels.md chooses that of the platform."),
+         "Use a kernel: attention(q, k, v) of docs/kernels.md chooses the platform's kernel."),
     Rule("needless-offload", needless_offload, "Leave offload out."),
 )  # fmt: skip
 RULES = {rule.name: rule for rule in _TABLE}

@@ -1,4 +1,4 @@
-"""What the lint's rules look at: a forecast and a plan of the same step, leaf by leaf."""
+"""Input of the lint's rules: a forecast and a plan of the same step, matched leaf by leaf."""
 
 import math
 from collections import defaultdict
@@ -16,7 +16,7 @@ from xlstm_jax.wording import format_fraction, path_pattern
 
 
 class Defect(NamedTuple):
-    """What a rule has found: the place, a sentence, the bytes, and a cure; "" stands for the cure of the rule."""
+    """Result of a rule: place, sentence, bytes, and cure; cure "" means the rule's cure."""
 
     where: str
     text: str
@@ -26,7 +26,7 @@ class Defect(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """A compiled step beside the plan of its model; ``imbalance`` is that of experts, see ``dispatch``."""
+    """A compiled step with the plan of its model; ``imbalance`` is the imbalance of experts, see ``dispatch``."""
 
     forecast: Forecast
     plan: ShardingPlan
@@ -36,12 +36,12 @@ class Step:
 
     @cached_property
     def rows(self) -> dict[str, LeafPlan]:
-        """The parameters by path."""
+        """Plan rows of the parameters, by path."""
         return {row.path: row for row in self.plan.rows if row.collection == PARAMETERS}
 
     @cached_property
     def gathers(self) -> dict[str, list[Collective]]:
-        """The collectives that gather each leaf, by its path; twice a collective that gathers the leaf twice."""
+        """Gathers of each leaf, by path; a collective appears twice if it gathers the leaf twice."""
         by_path = defaultdict(list)
         for collective in self.forecast.collectives:
             for path in collective.leaves:
@@ -50,7 +50,7 @@ class Step:
 
     @cached_property
     def groups(self) -> list[tuple[str, list[LeafPlan]]]:
-        """The gathered parameters by name; parameters whose paths differ only in a module's number are one group."""
+        """Gathered parameters by name; parameters whose paths differ only in a module's number form a group."""
         alike = defaultdict(list)
         for path, row in self.rows.items():
             if path in self.gathers:
@@ -59,34 +59,34 @@ class Step:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the step was compiled for CPU, whose compiler merges, widens and never hides collectives."""
+        """Whether the step was compiled for CPU: the CPU compiler merges, widens and never hides collectives."""
         return self.forecast.platform == "cpu"
 
     def gathers_of(self, rows: Iterable[LeafPlan]) -> list[tuple[LeafPlan, Collective]]:
-        """Each gather of each of the leaves."""
+        """Returns (leaf, gather) for each gather of the leaves."""
         return [(row, gather) for row in rows for gather in self.gathers[row.path]]
 
     def uses_at_once(self, gather: Collective) -> float:
-        """How many uses of its leaves one execution of a gather serves; below 1 if it is one of several stages."""
-        # By sizes, as several leaves may travel in one gather, and one leaf in several stages.
+        """Returns the number of uses of its leaves that a single execution serves; below 1 for a stage of several."""
+        # Computed from sizes, because a gather may carry several leaves, and a leaf may take several stages.
         rows = [self.rows[path] for path in gather.leaves if path in self.rows]
         return size_of(gather) / (sum(row.gathered_size for row in rows) or math.inf)
 
     def layers_at_once(self, gather: Collective) -> int:
-        """How many layers' weights one execution brings: by the plan, or by a loop that reads them in slices."""
+        """Returns the number of layers gathered in an execution, by the plan, or by a loop that slices the result."""
         return max(round(self.uses_at_once(gather)), gather.slices)
 
     @property
     def seconds(self) -> float:
-        """What the step is expected to take; 0 where that is not known."""
+        """Expected time of the step; 0 if unknown."""
         return self.forecast.step_seconds or 0.0
 
     def share_of_traffic(self, sent: float) -> str:
-        """Bytes as a fraction of all that each device sends in the step."""
+        """Formats bytes as a fraction of the bytes that each device sends in the step."""
         return format_fraction(sent / self.forecast.wire_bytes)
 
     def merged(self, collectives: Iterable[Collective]) -> Iterator[tuple[str, list[Collective]]]:
-        """Collectives of one kind in groups by what they serve, whatever the number of the module; and what that is."""
+        """Groups collectives by kind and served modules, ignoring module numbers; yields (name, collectives)."""
         alike = defaultdict(list)
         for collective in collectives:
             served = tuple(dict.fromkeys(collective.leaves or (collective.module,)))
@@ -101,18 +101,18 @@ class Step:
 
 
 def shared_name(rows: Sequence[LeafPlan]) -> str:
-    """The path of a leaf; of several that are alike, with ``*`` for the number in which they differ."""
+    """Returns the path of a leaf; for several equal leaves, the path with ``*`` for the differing number."""
     return rows[0].path if len(rows) == 1 else path_pattern(rows[0].path)
 
 
 def size_of(collective: Collective) -> float:
-    """How many values one execution carries; 0 where it is not known, as of arrays of several dtypes."""
+    """Returns the number of values per execution; 0 if unknown, for example for arrays of several dtypes."""
     width = float_bytes_of(collective.dtype)
     return collective.payload_bytes / width if width else 0.0
 
 
 class Rule(NamedTuple):
-    """A name, a function that looks at a step, and the cure of defects without a cure of their own."""
+    """A name, a function that checks a step, and the default cure of its defects."""
 
     name: str
     find: Callable[[Step], Iterator[Defect]]
