@@ -117,7 +117,7 @@ class Checkpointer:
             )
         if newest is not None and (lost := steps.lost_after(found, newest)):
             warnings.warn(
-                f"step {newest} is the newest in {self.directory} that may be restored: {_damage_text(lost)}.", stacklevel=2
+                f"step {newest} is the newest in {self.directory} that may be restored: {_damage(lost)}.", stacklevel=2
             )
         return newest
 
@@ -323,7 +323,7 @@ class Checkpointer:
                     stacklevel=3,
                 )
             return restored, entries, candidate
-        raise CheckpointError(f"no sound checkpoint in {self.directory}: {_damage_text(problems)}. Nothing was restored.")
+        raise CheckpointError(f"no sound checkpoint in {self.directory}: {_damage(problems)}. Nothing was restored.")
 
     def _candidates(self, step: int | None, found: Mapping[int, steps.StepFolder]) -> list[int]:
         """Returns the steps to try, newest first; raises a ``CheckpointError`` if no step is left."""
@@ -440,9 +440,9 @@ def at_least_1(name: str, value: int) -> int:
     return number
 
 
-def _damage_text(problems: Mapping[int, str]) -> str:
+def _damage(problems: Mapping[int, str]) -> str:
     return "; ".join(f"step {number} is damaged: {problem}" for number, problem in problems.items())
 
 
 def _lost_text(found: Mapping[int, steps.StepFolder]) -> str:
-    return _damage_text({number: lost.problem for number, lost in sorted(found.items(), reverse=True) if lost.problem})
+    return _damage({number: lost.problem for number, lost in sorted(found.items(), reverse=True) if lost.problem})
