@@ -129,7 +129,7 @@ def _check_operations(metrics: PyTree, chosen: object, path: str) -> None:
         if chosen is not None and chosen not in OPERATIONS:
             raise ValueError(
                 f"reduce_fn[{path!r}] is {chosen!r}; the operations are {', '.join(map(repr, OPERATIONS))}, and None "
-                "to keep a metric unchanged."
+                "for a metric to keep unchanged."
             )
         return
     if not isinstance(metrics, Mapping):
@@ -139,7 +139,7 @@ def _check_operations(metrics: PyTree, chosen: object, path: str) -> None:
         if name not in metrics:
             raise ValueError(
                 f"reduce_fn has {inner!r}, which the metrics do not have: {sorted(metrics, key=str)}. "
-                "(Metrics missing from reduce_fn are averaged, so a misspelt name would be averaged silently.)"
+                "(A metric missing from reduce_fn is averaged, so a misspelt name would be averaged silently.)"
             )
         _check_operations(metrics[name], operation, inner)
 
@@ -281,8 +281,8 @@ def _means(arrays: list[jax.Array], axes: tuple[str, ...], weight: ArrayLike | N
     else:
         if jnp.shape(weight) != ():
             raise ValueError(
-                f"weight has the shape {jnp.shape(weight)}; it must be a scalar, the total weight of the examples "
-                "behind the means of this device. Pass the sum of the weights."
+                f"weight has the shape {jnp.shape(weight)}; it is one number per device, the weight of the examples "
+                "behind the means of the device. Pass the sum of the weights."
             )
         # In the dtype of the sums, to share their collective; float32 counts tokens exactly up to 2^24.
         weight = jnp.asarray(weight, wide_dtype(common_dtype(jnp.result_type(weight), jnp.float32)))
