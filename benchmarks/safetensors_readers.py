@@ -241,7 +241,7 @@ Target = dict[str, jax.ShapeDtypeStruct]
 
 
 def target_of(llama: Llama, case: Case, mesh: jax.sharding.Mesh) -> Target:
-    """Returns the abstract target: each leaf split along its largest dim except the layer dim, as the library splits."""
+    """Returns the abstract target, split as the library splits: along the largest dim except the layer dim."""
 
     def split(path: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         first = 1 if path.startswith("blocks/") else 0
