@@ -52,8 +52,8 @@ class RunLog:
         self._rows.writerows(kept)
         self._table.flush()
         os.replace(temporary, path)
-        # TensorBoard hides events of earlier files from ``purge_step`` on. The suffix distinguishes files created in the
-        # same second.
+        # TensorBoard hides events of earlier files from ``purge_step`` on. The suffix distinguishes files of the same
+        # second.
         purge_step = None if resume_step is None else resume_step + 1
         suffix = f".{time.time_ns()}"
         self._events = SummaryWriter(str(folder), purge_step=purge_step, filename_suffix=suffix)
