@@ -151,7 +151,7 @@ def _mean_of_copies(leaf: Any, axes: tuple[str, ...]) -> jax.Array:
 
 
 def plain_shard_module(cls: type[nn.Module], axis: str, min_weight_size: int, gather_dtype: Any) -> type[nn.Module]:
-    """Parameters of the module are gathered in front of it, and sliced after its initialisation."""
+    """Wraps a module so that parameters are gathered before each call, and split after initialisation."""
     gather = functools.partial(map_leaves, functools.partial(_gather_leaf, axis=axis, dtype=gather_dtype))
     split = functools.partial(map_leaves, functools.partial(_split_leaf, axis=axis, min_weight_size=min_weight_size))
     return nn.map_variables(cls, "params", gather, split, mutable=True)
