@@ -44,7 +44,7 @@ SIZES = {"1.3B": Size(2048, 24, 16, 32_768), "7B": Size(4096, 32, 32, 50_176)}
 
 
 def inputs_of(tokens):
-    """Returns the abstract model inputs [b, t] of a batch [b, t + 1]; attention kernels need a multiple of their block."""
+    """Returns the abstract model inputs [b, t] of a batch [b, t + 1]; attention kernels take only full blocks of t."""
     return jax.ShapeDtypeStruct((tokens.shape[0], tokens.shape[1] - 1), tokens.dtype)
 
 

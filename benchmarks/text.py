@@ -68,7 +68,7 @@ def fixed_windows(data: np.ndarray, count: int, context: int) -> np.ndarray:
 
 
 def byte_frequency_loss(train: np.ndarray, held_out: np.ndarray) -> float:
-    """Computes the cross-entropy of ``held_out`` under the (add-one) byte frequencies of ``train``, in nats per byte."""
+    """Computes the cross-entropy, in nats per byte, of ``held_out`` under (add-one) byte frequencies of ``train``."""
     counts = np.bincount(train, minlength=256) + 1.0
     log_frequency = np.log(counts / counts.sum())
     return -float(np.bincount(held_out, minlength=256) @ log_frequency) / len(held_out)

@@ -311,9 +311,8 @@ def check_fits(record: Record, likes: Leaves, where: str) -> None:
         saved, wanted = (f"{entry['dtype']}{entry['shape']}" for entry in entries)
         raise ValueError(
             f"{where} does not fit the abstract state: '{unlike[0]}' was saved as {saved}, and the abstract state has "
-            f"{wanted}{f' (and {len(unlike) - 1} more)' if unlike[1:] else ''}. Was it another model, "
-            "optimizer or frozen_dtype? "
-            "A metric's Local state has a row for each device: save metric.sync of it."
+            f"{wanted}{f' (and {len(unlike) - 1} more)' if unlike[1:] else ''}. Restore into the same model, optimizer "
+            "and frozen_dtype; save metric.sync of a metric's Local state, which has a row per device."
         )
 
 

@@ -211,8 +211,7 @@ class LoopGuard:
             raise NonFiniteError(
                 f"the loss of step {step} is {loss}, and its update was applied, so the parameters are spoiled "
                 f"since step {step} or earlier. Restore an earlier checkpoint, and put skip_nonfinite(...) around the "
-                "optimizer, which skips such updates. (In a custom step with skip_nonfinite, add "
-                "skip_counts(opt_state) to the metrics.)"
+                "optimizer (in a custom step, also add skip_counts(opt_state) to the metrics)."
             )
 
     def _failed_shard(self) -> str | None:
@@ -321,9 +320,8 @@ def _check_skipped(step: int, values: dict[str, Any], limit: int) -> None:
         raise NonFiniteError(
             f"step {step}: the loss or a gradient was not finite in {in_a_row} steps in a row "
             f"({np.asarray(values[SKIPPED_STEPS])} in all), more than max_skipped_in_a_row={limit}; its loss is "
-            f"{np.asarray(values[LOSS])}. None of these updates was applied: the state is that of step "
-            f"{step - in_a_row}. Check the batches of these steps, lower the learning rate or clip gradients, and "
-            "continue from the last checkpoint."
+            f"{np.asarray(values[LOSS])}, and the state is that of step {step - in_a_row}. Check these batches, lower "
+            "the learning rate or clip gradients, and continue from the last checkpoint."
         )
 
 
