@@ -197,21 +197,21 @@ class SavedSums:
             _add(sums, part.path, np.asarray(summand).tolist())
         return sums if self._store is None else self._of_all(sums, self._store)
 
-    def _of_all(self, own: Sums, store: KeyValueStore) -> Sums:
+    def _of_all(self, sums: Sums, store: KeyValueStore) -> Sums:
         # Through the key-value store of the job, because training steps with collectives are in flight.
         deadline = time.monotonic() + self._timeout_s
 
         if store.me != 0:
-            store.post(f"sums/{store.me}", json.dumps(own))
-            return own
+            store.post(f"sums/{store.me}", json.dumps(sums))
+            return sums
         for process in store.processes[1:]:
             text = store.read(f"sums/{process}", deadline)
             if text is None:
                 raise TimeoutError(f"the checksums of {named([process])} did not come within {self._timeout_s:g} s.")
             for path, found in json.loads(text).items():
-                _add(own, path, found)
+                _add(sums, path, found)
         store.delete_previous()
-        return own
+        return sums
 
 
 def _add(sums: Sums, path: str, found: list[int]) -> None:

@@ -117,7 +117,7 @@ def _checked(path: str, leaf: Any) -> Any:
     if dtype is None or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
         raise TypeError(
             f"'{path}' is {f'an array of {dtype}' if dtype is not None else type(leaf).__name__}; a checkpoint holds "
-            "numbers, arrays of numbers and PRNG keys. Keep other things beside it, or out of the pytree."
+            "numbers, arrays of numbers and PRNG keys. Save other objects separately, or keep them out of the pytree."
         )
     if isinstance(leaf, np.ma.MaskedArray):
         raise TypeError(

@@ -188,8 +188,8 @@ class PureMetric(ABC):
         """
         if not isinstance(state, Synced):
             raise TypeError(
-                f"compute got a {type(state).__name__}, but takes a synchronized state: sync(state) first, or "
-                "compute_local(state) for each device's own value."
+                f"compute got a {type(state).__name__}, but takes a synchronized state: call sync(state) first, or "
+                "compute_local(state) for the value per device."
             )
         self._check_own(state)
         return self.result(state.cells)
@@ -281,16 +281,16 @@ def sync_states(states: list[Local]) -> list[Synced]:
     collectives.check_bound(axes, caller="sync")
     for state in states:
         _check_one_device(state)
-    own = [Synced(jax.tree.map(lambda x: x[0], state.vectors), state.layout) for state in states]
-    leaves, structure = jax.tree.flatten(own)
+    local = [Synced(jax.tree.map(lambda x: x[0], state.vectors), state.layout) for state in states]
+    leaves, structure = jax.tree.flatten(local)
     # Gathered rows merge as pairs (high, low), at full precision, but a device receives the rows of every device.
     if axes and collectives.axis_size(axes) * sum(leaf.nbytes for leaf in leaves) <= GATHER_BYTES:
         gathered = jax.tree.unflatten(structure, collectives.all_gather_stacked(leaves, axes))
         return [state.replace(vectors=state.layout.merge_rows(state.vectors)) for state in gathered]
-    groups = [state.layout.groups_of(state.vectors) for state in own]
+    groups = [state.layout.groups_of(state.vectors) for state in local]
     merged = iter(all_reduce_cells([cell for some in groups for cell in some.values()], axes))
     after = [{group: next(merged) for group in some} for some in groups]
-    return [state.replace(vectors=state.layout.vectors_of(some)) for state, some in zip(own, after, strict=True)]
+    return [state.replace(vectors=state.layout.vectors_of(some)) for state, some in zip(local, after, strict=True)]
 
 
 def all_reduce_cells(cells: list[Any], axes: tuple[str, ...]) -> list[Any]:
@@ -299,7 +299,7 @@ def all_reduce_cells(cells: list[Any], axes: tuple[str, ...]) -> list[Any]:
     pieces = [cell.pieces() for cell in cells]
     flat = [piece for of_cell in pieces for piece in of_cell]
     reduced = iter(collectives.all_reduce([op for op, _ in flat], [value for _, value in flat], axes))
-    return [cell.from_pieces([next(reduced) for _ in own]) for cell, own in zip(cells, pieces, strict=True)]
+    return [cell.from_pieces([next(reduced) for _ in parts]) for cell, parts in zip(cells, pieces, strict=True)]
 
 
 def _check_one_device(state: Local) -> None:
