@@ -1,3 +1,3 @@
-"""What the library costs against what a user would pick instead, and the training job that shows it at work."""
+"""Benchmarks of the library against the alternatives of a user, and an example training job."""
 
 import xlstm_jax  # noqa: F401 - before JAX, so that CUDA's plugin is silent: see quiet_import

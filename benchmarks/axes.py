@@ -1,19 +1,20 @@
-"""Models that are split over several axes, for devices that are not here: which axes for which model?
+"""Comparison of meshes with several model axes (tp, cp, ep) for decoders on absent devices.
 
-    python -m benchmarks.axes                          estimates of all meshes, from jaxprs: some ten minutes
-    python -m benchmarks.axes --compile 1              also forecasts of the best mesh of each: an hour of compilation
+    python -m benchmarks.axes                          estimates of every mesh, from jaxprs: some ten minutes
+    python -m benchmarks.axes --compile 1              also forecasts of the best mesh per cell: an hour of compilation
     python -m benchmarks.axes --targets                forecasts of single rows: long contexts, rings
-    python -m benchmarks.axes --redraw                 the tables of what is kept
+    python -m benchmarks.axes --redraw                 tables of the stored results
 
     cell --model_meshes--> rows --estimate--> ranked --build, compile--> Forecast --> results/axes/*.json
 
-The decoder of ``decoder`` again, made of the layers of ``model_parallel``: heads, hidden features and the vocabulary
-over "tp", with the tokens between blocks split over it, in rings; the sequence over "cp"; experts over "ep", with a
-capacity of 1.25. All axes but "tp" split the batch, and all of these but "dp" the parameters. Each
-block is computed again in the backward pass, all travels in bfloat16, AdamW has float32 moments, and the loss is taken
-by chunks of the vocabulary. Attention is a kernel on whole sequences, cuDNN's or JAX's flash attention for TPUs; over
-"cp" tokens are exchanged for heads. ``ring=True`` of a row has the ring's blocks instead, of which a forecast counts
-all, also those that a causal mask passes over: half of them. On GPUs the router's losses are left out of a mixture.
+The model is the decoder of ``decoder``, built from the layers of ``model_parallel``: heads, hidden features and the
+vocabulary are split over "tp", and the tokens between blocks as well, with rings; the sequence is split over "cp";
+experts are split over "ep", with a capacity of 1.25. Every axis except "tp" splits the batch, and every batch axis
+except "dp" splits the parameters. Blocks are rematerialized, communication is in bfloat16, AdamW has float32 moments,
+and the loss is computed by chunks of the vocabulary. Attention is a kernel on full sequences, from cuDNN or JAX's flash
+attention for TPUs; over "cp" tokens are exchanged for heads. A row with ``ring=True`` has the blocks of ring attention
+instead; a forecast counts every block, including the half that a causal mask skips. On GPUs the losses of the router
+are omitted from a mixture.
 
   size            layers x d   heads, of keys   hidden       vocabulary   parameters
   8B              32 x 4096    32, 8            14,336       128,256      8.03e9
@@ -88,16 +89,16 @@ TP, CP, EP = "tp", "cp", "ep"
 
 @dataclass(frozen=True)
 class Row:
-    """One step to compile.
+    """Training step to compile.
 
     Attributes:
-      size: of ``SIZES``.
-      context: tokens of a sequence.
-      topology: that it is compiled for.
-      mesh: axes, outermost first; "tp", "cp", "ep" have the roles that their names say, the others are of the batch.
-      rows: sequences in the batch of all devices.
-      tp_ring: whether products of "tp" run in rings.
-      ring: whether attention is the ring's, in zigzag, also of a whole sequence; else a kernel's.
+      size: a key of ``SIZES``.
+      context: tokens per sequence.
+      topology: the devices to compile for.
+      mesh: axis sizes, outermost first; "tp", "cp" and "ep" are model axes, the remaining axes split only the batch.
+      rows: sequences in the global batch.
+      tp_ring: whether products over "tp" run in rings.
+      ring: whether attention is ring attention in the zigzag layout, even without "cp"; otherwise a kernel.
     """
 
     size: str
@@ -115,21 +116,21 @@ class Row:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The mesh, with axes of one device for the roles that it leaves out."""
+        """Returns the axis sizes of the mesh, with size 1 for missing model axes."""
         return {**self.mesh, **{axis: 1 for axis in (EP, CP, TP) if axis not in self.mesh}}
 
     @property
     def row_axes(self) -> tuple[str, ...]:
-        """The axes that rows of the batch are split over."""
+        """Returns the axes that split the rows of the batch."""
         return tuple(axis for axis in self.sizes if axis not in (TP, CP))
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """The axes along which tokens differ: those of rows, and that of the sequence."""
+        """Returns the axes along which tokens differ: the row axes and the sequence axis."""
         return (*self.row_axes, CP)
 
     def shard_axes(self, *, experts: bool) -> tuple[str, ...]:
-        """The axes over which parameters are split and gathered; experts are on devices of their own along "ep"."""
+        """Returns the axes over which parameters are split and gathered; experts exclude "ep", which splits experts."""
         return tuple(axis for axis in self.token_axes if axis != "dp" and not (experts and axis == EP))
 
 
@@ -137,7 +138,7 @@ class Row:
 
 
 def rotary(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
-    """Pairs of features of ``x[b, t, h, d]`` turned by angles that grow with the position of each token."""
+    """Applies rotary embeddings to ``x[b, t, h, d]``: rotates pairs of features by angles proportional to position."""
     half = x.shape[-1] // 2
     angles = positions[:, None, None] * base ** (-jnp.arange(half) / half)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -146,7 +147,7 @@ def rotary(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
 
 
 class Attention(nn.Module):
-    """Heads split over "tp"; the sequence over "cp", exchanged for heads or in a ring, laid out in zigzag."""
+    """Attention with heads split over "tp" and the sequence over "cp", exchanged for heads or in a zigzag ring."""
 
     size: DecoderSize
     row: Row
@@ -161,7 +162,7 @@ class Attention(nn.Module):
             how = {"impl": "ring", "block_size": 1024} if row.ring else {"impl": "ulysses"}
             positions = context_positions(q.shape[1], CP)
             q, k = (rotary(x, positions, c.rotary_base) for x in (q, k))
-            # Outside of shard_map only shapes are asked for, of global arrays: the plain formula gives these.
+            # Outside of shard_map only shapes of global arrays are needed, which the plain formula gives.
             inside = not row.ring and jax.sharding.get_abstract_mesh().manual_axes
             return context_attention(q, k, v, CP, **how, kernel=(lambda *qkv, **_: kernel(*qkv)) if inside else None)
 
@@ -170,7 +171,7 @@ class Attention(nn.Module):
 
 
 class Expert(nn.Module):
-    """SwiGLU of the rows of one expert."""
+    """SwiGLU on the rows of an expert."""
 
     hidden: int
 
@@ -181,7 +182,7 @@ class Expert(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then SwiGLU or a mixture, each on the normed stream; returns ``(x, None)`` as ``nn.scan`` wants."""
+    """Pre-norm attention, then pre-norm SwiGLU or a mixture; returns ``(x, None)``, as ``nn.scan`` requires."""
 
     size: DecoderSize
     row: Row
@@ -199,7 +200,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The losses of the next tokens, ``labels[b, t]``, for ``tokens[b, t]``; t are this device's."""
+    """Decoder that returns the losses of the next tokens, ``labels[b, t]``, for ``tokens[b, t]``, with local t."""
 
     size: DecoderSize
     row: Row
@@ -221,12 +222,12 @@ class Decoder(nn.Module):
 
 
 def tokens_split(row: Row) -> dict[str, Any]:
-    """Of layers over "tp": the tokens around them are split, and travel in a ring beside the products."""
+    """Returns the options of layers over "tp" with split tokens, sent in a ring beside the products."""
     return {"axis_name": TP, "sequence_dim": 1, "ring": row.tp_ring and row.sizes[TP] > 1, "dtype": jnp.bfloat16}
 
 
 def sharded(row: Row) -> nn.Module:
-    """The model of a row; each part of a block gathers its own parameters."""
+    """Builds the sharded model of a row; each part of a block gathers its parameters."""
     options = {"gather_dtype": jnp.bfloat16, "grad_scatter_dtype": jnp.bfloat16}
     model: nn.Module = Decoder(SIZES[row.size], row)
     if SIZES[row.size].experts:
@@ -236,7 +237,7 @@ def sharded(row: Row) -> nn.Module:
 
 
 def build(row: Row) -> tuple[Any, tuple[Any, ...]]:
-    """The training step of a row and its abstract arguments: gradients in ``shard_map``, AdamW outside."""
+    """Builds the step of a row and its abstract arguments: gradients in ``shard_map``, AdamW outside."""
     mesh = DeviceMeshManager.create_abstract_mesh(row.sizes)
     model, tx = sharded(row), optax.adamw(3e-4)
     tokens = jax.ShapeDtypeStruct((row.rows, row.context), jnp.int32)
@@ -248,7 +249,7 @@ def build(row: Row) -> tuple[Any, tuple[Any, ...]]:
     def of_device(params, tokens, labels):
         def loss(params):
             losses, sown = model.apply({"params": params}, tokens, labels, mutable=["losses", "intermediates"])
-            # Ahead of time for 64 GPUs, XLA ends with an error at a sum of 8 numbers, as that of the router's shares.
+            # Compiling ahead of time for 64 GPUs, XLA fails at a sum of 8 numbers, such as the router fractions.
             routers = jax.tree.leaves(sown.get("losses", {})) if on_tpus else []
             return losses.mean() + 0.01 * sum(map(jnp.mean, routers))
 
@@ -257,7 +258,7 @@ def build(row: Row) -> tuple[Any, tuple[Any, ...]]:
     def in_its_layout(params, tokens, labels):
         batch = tokens, labels
         if row.ring:
-            # As laid out before the step, which then exchanges nothing.
+            # The batch is laid out before the step, so the step exchanges no tokens.
             batch = tuple(LaidOut(x, "zigzag", row.sizes[CP]) for x in batch)
         with in_layout(batch, "zigzag" if row.ring else "contiguous", CP) as batch:
             return of_device(params, *batch)
@@ -279,7 +280,7 @@ def build(row: Row) -> tuple[Any, tuple[Any, ...]]:
 
 @dataclass(frozen=True)
 class Cell:
-    """A model, of which the meshes are compared: ``tokens`` of each device in a step, and the axes that it may have."""
+    """Model whose meshes are compared: ``tokens`` per device and step, and ``limits``, maximum sizes of model axes."""
 
     size: str
     context: int
@@ -318,7 +319,7 @@ TARGETS = tuple(
 
 
 def considered(cell: Cell, topology: str, compile_best: int) -> list[Considered]:
-    """All meshes of a cell, the best by their estimates first."""
+    """Estimates every mesh of a cell; returns the meshes ranked by their estimates, best first."""
     place, found = parse_topology(topology), []
     for mesh in model_meshes(place, cell.limits):
         try:
@@ -331,7 +332,7 @@ def considered(cell: Cell, topology: str, compile_best: int) -> list[Considered]
 
 
 def forecast_of(row: Row) -> Forecast:
-    """The forecast of a row, with the options of the library for the chip."""
+    """Forecasts a row, with the library's compiler options for the chip."""
     place = parse_topology(row.topology)
     step, args = build(row)
     options = compiler_options(place.chip.device_kinds[0], shape=place.shape)
@@ -339,7 +340,7 @@ def forecast_of(row: Row) -> Forecast:
 
 
 def summary(found: Forecast) -> dict[str, Any]:
-    """Bytes, and seconds, per device and step."""
+    """Converts a forecast to the stored result: bytes and seconds, per device and step."""
     permutes = [one for one in found.collectives if one.kind == "collective-permute"]
     return {
         "fits": found.fits,
@@ -363,7 +364,7 @@ def _of_axes(traffic: Any) -> dict[str, Any]:
 
 
 def kept_estimate(guess: Estimate | None) -> dict[str, Any] | None:
-    """An estimate as it is kept."""
+    """Converts an estimate to the stored format."""
     if guess is None:
         return None
     wire = {"+".join(axes): seconds for axes, seconds in guess.wire_s.items()}
@@ -374,7 +375,7 @@ def kept_estimate(guess: Estimate | None) -> dict[str, Any] | None:
 
 
 def tried(row: Row) -> dict[str, Any]:
-    """The summary of a row's forecast, or why the compiler gives none."""
+    """Returns the summary of the forecast of a row, or the problem if the compilation fails."""
     try:
         return summary(forecast_of(row))
     except CompileError as error:
@@ -382,7 +383,7 @@ def tried(row: Row) -> dict[str, Any]:
 
 
 def cells_table(kept: Mapping[str, Any]) -> Any:
-    """A line for each cell and topology: the best mesh, what its axes carry, and what other meshes would cost."""
+    """Builds the table with a row per cell and topology: the best mesh, its bytes and times, and its forecast."""
     rows = []
     for name, by_topology in kept.items():
         for topology, found in by_topology.items():
@@ -408,7 +409,7 @@ def cells_table(kept: Mapping[str, Any]) -> Any:
 
 
 def targets_table(kept: Sequence[Mapping[str, Any]]) -> Any:
-    """A line for each row of ``TARGETS``: whether it fits, and how much of its rings is hidden."""
+    """Builds the table of ``TARGETS``: whether each row fits, and the hidden fraction of its rings."""
     rows = []
     for one in kept:
         made = one["forecast"]
@@ -457,7 +458,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def of_cell(cell: Cell, topology: str, compile_best: int) -> dict[str, Any]:
-    """What is kept of a cell on a topology: the three best meshes, the first of them compiled; and why not others."""
+    """Returns the stored result of a cell on a topology: the three best meshes, and the ranking of every mesh.
+
+    The first ``compile_best`` meshes are also compiled.
+    """
     found = considered(cell, topology, compile_best)
     budget = parse_topology(topology).chip.usable_hbm_bytes
     known = [one for one in found if one.estimate]
@@ -473,7 +477,7 @@ def of_cell(cell: Cell, topology: str, compile_best: int) -> dict[str, Any]:
 
 
 def keep_forecasts(found: dict[str, Any], before: Mapping[str, Any]) -> None:
-    """Forecasts of an earlier run stay beside new estimates of the same meshes."""
+    """Copies forecasts of an earlier run to new estimates of the same meshes."""
     made = {format_mesh(one["mesh"]): one["forecast"] for one in before.get("best", []) if "forecast" in one}
     for one in found["best"]:
         if "forecast" not in one and format_mesh(one["mesh"]) in made:

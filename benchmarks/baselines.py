@@ -1,12 +1,12 @@
-"""What the library is measured against, written as one would write it without the library.
+"""Baselines of the benchmarks: training steps written without the library.
 
   jit_step     ``jax.jit`` with ``NamedSharding``: the plain model on global arrays, each parameter split along its
-               largest dim over one flat axis, activations held to the batch's sharding; XLA places the collectives
-  plain_step   fully sharded data parallelism by hand, in ``shard_map`` over one flat axis: ``all_gather`` in bfloat16
-               before a module runs, ``psum_scatter`` in float32 behind it, the optimizer on each device's slices
+               largest dim over a flat axis, activations constrained to the batch sharding; XLA places the collectives
+  plain_step   fully sharded data parallelism by hand, in ``shard_map`` over a flat axis: ``all_gather`` in bfloat16
+               before a module runs, ``psum_scatter`` in float32 in the backward pass, the optimizer on local shards
 
-Both take the model, loss, optimizer and batch of a ``Workload`` whose modules are not wrapped, and give what
-``Workload.build_step`` gives: the step and its abstract arguments.
+Both functions take the model, loss, optimizer and batch of a ``Workload`` with unwrapped modules, and return the step
+and its abstract arguments, as ``Workload.build_step`` does.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from xlstm_jax.forecast.training import Workload
 
 
 def split_dim(shape: tuple[int, ...], parts: int, min_weight_size: int) -> int | None:
-    """The largest dim that ``parts`` divides; None where there is none or the array is small."""
+    """Returns the largest dim that ``parts`` divides; None without such a dim or for a small array."""
     dims = [dim for dim, size in enumerate(shape) if size % parts == 0]
     large = int(np.prod(shape)) >= min_weight_size
     return max(dims, key=lambda dim: shape[dim]) if dims and large else None
@@ -42,7 +42,7 @@ SplitDim = Callable[[tuple[int, ...], int, int], int | None]
 
 
 def remodelled(workload: Workload, **fields: Any) -> Workload:
-    """The same training of the model with other fields."""
+    """Returns the workload with changed fields of the model."""
     return dataclasses.replace(workload, model=workload.model.clone(**fields))
 
 
@@ -52,13 +52,13 @@ def remodelled(workload: Workload, **fields: Any) -> Workload:
 def jit_step(
     workload: Workload, mesh: Any, min_weight_size: int, split_dim: SplitDim = split_dim, *, kernel: bool = False
 ) -> tuple[Any, tuple[PyTree, ...]]:
-    """The step of a trainer on global arrays; ``mesh`` has one axis.
+    """Builds the step of a trainer on global arrays; ``mesh`` has one axis.
 
-    ``split_dim`` chooses the dim of each leaf. With ``kernel`` the model's attention is a kernel that XLA cannot split
-    over devices, so it runs in ``shard_map`` on each device's rows, as trainers do it.
+    ``split_dim`` chooses the dim of each leaf. With ``kernel`` the attention of the model is a kernel that XLA cannot
+    split over devices, so it runs in ``shard_map`` on the local rows, as in other trainers.
     """
     (axis,), parts = mesh.axis_names, mesh.size
-    # Without the constraint XLA splits activations as it splits the weights, and holds those of the whole batch.
+    # Without the constraint XLA splits activations like the weights, and stores the activations of the global batch.
     split = NamedSharding(mesh, P(axis))
     workload = remodelled(workload, constrain=lambda x: lax.with_sharding_constraint(x, split))
     if kernel:
@@ -99,7 +99,7 @@ def _abstract_key() -> Any:
 def plain_step(
     workload: Workload, mesh: Any, min_weight_size: int, *, axis: str = "fsdp", gather_dtype: Any = jnp.bfloat16
 ) -> tuple[Any, tuple[PyTree, ...]]:
-    """The step by hand: parameters split over ``axis``, copies along the other axes of the mesh."""
+    """Builds the step by hand: parameters split over ``axis``, replicated along the remaining mesh axes."""
     axes, workload = mesh.axis_names, plainly_wrapped(workload, min_weight_size, axis, gather_dtype)
     state, specs = plain_state(workload, mesh)
 
@@ -116,7 +116,7 @@ def plain_step(
 def plainly_wrapped(
     workload: Workload, min_weight_size: int, axis: str = "fsdp", gather_dtype: Any = jnp.bfloat16
 ) -> Workload:
-    """The training of the model wrapped by hand; initialised on one row of the batch."""
+    """Returns the workload with the model wrapped by hand, initialised on one row of the batch."""
     options = {"axis": axis, "min_weight_size": min_weight_size, "gather_dtype": gather_dtype}
     wrap = functools.partial(plain_shard_module, **options)
     row = tuple(jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in workload.init_inputs)
@@ -124,7 +124,7 @@ def plainly_wrapped(
 
 
 def plain_state(workload: Workload, mesh: Any) -> tuple[PyTree, PyTree]:
-    """The abstract state of a training that is wrapped by hand, and its specs."""
+    """Returns the abstract state of a workload wrapped by hand, and its partition specs."""
     local = jax.eval_shape(plain_init(workload, mesh, P()), _abstract_key())
     specs = partition_specs(local, mesh)
     whole = jax.eval_shape(plain_init(workload, mesh, specs), _abstract_key())
@@ -136,7 +136,7 @@ def plain_state(workload: Workload, mesh: Any) -> tuple[PyTree, PyTree]:
 
 
 def plain_init(workload: Workload, mesh: Any, specs: PyTree) -> Any:
-    """The state as a function of a key: every device initialises all of it, and keeps its slices."""
+    """Returns the initialisation of a state by key: every device initialises the full state, and keeps its shards."""
     init = functools.partial(_init, workload)
     return jax.shard_map(init, mesh=mesh, in_specs=P(), out_specs=specs, check_vma=False)
 
@@ -151,7 +151,7 @@ def _mean_of_copies(leaf: Any, axes: tuple[str, ...]) -> jax.Array:
 
 
 def plain_shard_module(cls: type[nn.Module], axis: str, min_weight_size: int, gather_dtype: Any) -> type[nn.Module]:
-    """Parameters of the module are gathered in front of it, and sliced after its initialisation."""
+    """Wraps a module so that parameters are gathered before each call, and split after initialisation."""
     gather = functools.partial(map_leaves, functools.partial(_gather_leaf, axis=axis, dtype=gather_dtype))
     split = functools.partial(map_leaves, functools.partial(_split_leaf, axis=axis, min_weight_size=min_weight_size))
     return nn.map_variables(cls, "params", gather, split, mutable=True)

@@ -1,11 +1,11 @@
-"""What needs less memory than a device has: offload, averages, frozen and quantised weights, in one table and picture.
+"""Memory of training beyond device memory: offload, weight averages, frozen and quantised weights.
 
     python -m benchmarks.beyond_hbm                            7B on v5e:4x4 and h100:1x8
     python -m benchmarks.beyond_hbm --size small --topologies v5e:2x4 --cases adamw "moments on the host"
-    python -m benchmarks.beyond_hbm --redraw                   the table and the picture of what is kept
+    python -m benchmarks.beyond_hbm --redraw                   table and picture of stored results
 
-The Transformers of ``large_models``, activations computed again but those between layers, losses by chunks of the
-vocabulary, compiled ahead of time; nothing is run. It writes ``<out>/<size>.json`` and ``<out>/<size>.png``.
+The Transformers of ``large_models``, with remat of layers and losses by chunks of the vocabulary, are compiled ahead of
+time, and not run. Writes ``<out>/<size>.json`` and ``<out>/<size>.png``.
 """
 
 import argparse
@@ -39,7 +39,7 @@ OF_BASE = ("float32", "bfloat16")
 
 
 def trained(**changes: Any) -> Callable[..., Workload]:
-    """All weights are trained; ``changes`` are options of ``language_model``, and fields of the workload."""
+    """Returns a builder of workloads that train every weight, with changed model options and workload fields."""
     of_workload = {name: changes.pop(name) for name in ("tx", "offload") if name in changes}
 
     def build(size: Size, **options: Any) -> Workload:
@@ -49,7 +49,7 @@ def trained(**changes: Any) -> Callable[..., Workload]:
 
 
 def _adapted(frozen_dtype: str) -> Callable[..., Workload]:
-    """Adapters are trained; the base is stored and gathered in ``frozen_dtype``."""
+    """Returns a builder of workloads that train adapters; the base is stored and gathered in ``frozen_dtype``."""
 
     def build(size: Size, **options: Any) -> Workload:
         return lora.adapted(language_model(size, **options), frozen_dtype)
@@ -76,7 +76,7 @@ SCALES = {"total": GIB, "host": GIB, "wire": 1e9}
 
 
 def compiled(size: Size, case: str, topology: str) -> Forecast:
-    """The step of a case, compiled for a topology."""
+    """Forecasts the step of a case, compiled for a topology."""
     parsed = parse_topology(topology)
     sizes = mesh_axes(STEPS["ours"], parsed.shape, gpus=on_gpus(parsed))
     options = {"devices": parsed.num_devices, "shard_axes": tuple(sizes), "remat": True, "chunked_head": True}
@@ -86,7 +86,7 @@ def compiled(size: Size, case: str, topology: str) -> Forecast:
 
 
 def figures(found: Forecast) -> dict[str, Any]:
-    """Bytes of each device, and what its host holds for it and sends it in a step."""
+    """Extracts bytes per device, bytes stored on the host, and the times of the step and of host transfers."""
     return {
         "arguments": found.memory.argument_bytes,
         "temporaries": found.memory.temporary_bytes,
@@ -102,7 +102,7 @@ def figures(found: Forecast) -> dict[str, Any]:
 
 
 def measured(size: Size, cases: Sequence[str], topology: str) -> dict[str, dict[str, Any]]:
-    """The figures of each case on one topology."""
+    """Returns the figures of each case on a topology."""
     found: dict[str, dict[str, Any]] = {}
     for case in cases:
         try:
@@ -113,7 +113,7 @@ def measured(size: Size, cases: Sequence[str], topology: str) -> dict[str, dict[
 
 
 def table(topology: str, found: dict[str, dict[str, Any]]) -> Any:
-    """A row for each case: whether it fits comes first."""
+    """Builds the table with a row per case; the first column is whether the case fits."""
     rows = []
     for case, one in found.items():
         if "problem" in one:
@@ -129,7 +129,7 @@ def table(topology: str, found: dict[str, dict[str, Any]]) -> Any:
 
 
 def draw(path: Path, size: str, topologies: dict[str, Any]) -> None:
-    """A block for each quantity, a plot for each topology."""
+    """Draws a block of plots per quantity, with a plot per topology."""
     cases = max(map(len, topologies.values()))
     blocks = {
         title: {t: partial(_draw, found=found, quantity=quantity) for t, found in topologies.items()}

@@ -1,20 +1,20 @@
-"""The steps that the benchmarks compare, and how each is built and compiled.
+"""Training steps that the benchmarks compare, and their builders.
 
-    build(size, CASES["staged"], place) -> step, (state, batch, rng)          for a topology, or for devices at hand
+    build(size, CASES["ours"], shape) -> step, (state, batch, rng)          for a topology, or for local devices
 
-A case is a line of ``CASES``: whose algorithm it is, the mesh that it runs on, whether XLA gets the options of
-``compiler_options``, and the options of the model. The algorithms:
+A case is a line of ``CASES``: the algorithm, the mesh, whether XLA gets the options of ``compiler_options``, and the
+options of the model. The algorithms:
 
-  replicated   every device holds everything
-  jit          ``baselines.jit_step``: jit and NamedSharding, what a user would pick instead
+  replicated   every leaf is replicated
+  jit          ``baselines.jit_step``: jit and NamedSharding, the usual alternative to this library
   flat         ``baselines.plain_step``: FSDP by hand over one flat axis, gradients scattered in float32
   ours         this library
 
-and the meshes, on a torus of dims (x, y, ...), or on GPUs, whose dims are (hosts, GPUs of a host):
+The meshes, on a torus with dims (x, y, ...), or on GPUs with dims (hosts, GPUs per host):
 
-  flat         one axis of all devices
-  staged       one axis for each dim
-  hybrid       parameters split over all dims but the first, copies along that (HSDP)
+  flat         a single axis
+  staged       one axis per dim
+  hybrid       parameters replicated along the first dim, and split over the remaining dims (HSDP)
 """
 
 import dataclasses
@@ -57,8 +57,8 @@ from xlstm_jax.forecast.hardware.topologies import Topology
 from xlstm_jax.forecast.training import Workload
 from xlstm_jax.forecast.training.fitting import default_meshes
 
-# The large models; 1.3B with kernels of rank 3 and 4; one with the vocabulary of Llama 3; one for trying things out and
-# for tests; decoders, of images.
+# The large models; 1.3B with kernels of rank 3 and 4; a model with the vocabulary of Llama 3; a small model for
+# experiments and tests; decoders; vision transformers.
 OF_HIGHER_RANK, OF_LARGE_VOCABULARY = "1.3B_heads", "8B_128k"
 SIZES: dict[str, Size] = LARGE_SIZES | {
     OF_HIGHER_RANK: dataclasses.replace(LARGE_SIZES["1.3B"], block="transformer_heads"),
@@ -67,23 +67,24 @@ SIZES: dict[str, Size] = LARGE_SIZES | {
     **DECODERS,
     **VISION,
 }
-# What makes a workload of a size; those but the first are models that are sharded from outside.
+# Functions that create a workload by type of size; models other than the first are sharded from outside.
 WORKLOADS = {Size: language_model, DecoderSize: decoder, VisionSize: vision_transformer}
 REPLICA_AXIS = "dp"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to build and compile a step.
+    """Variant of building and compiling a step.
 
     Attributes:
       algorithm: "replicated", "jit", "flat" or "ours".
       mesh: "flat", "staged" or "hybrid".
-      tuned: whether it is compiled with ``compiler_options``.
-      xla_options: others that it is compiled with, besides those if it is tuned.
-      options: of ``training``.
-      kernel: attention is a fused kernel, see ``attention_kernel``.
-      one_order: gathers every leaf in the order of the mesh, where the library rotates it: what rotation is worth.
+      tuned: whether the step is compiled with ``compiler_options``.
+      xla_options: further XLA options, added to ``compiler_options`` if tuned.
+      options: options of ``training``.
+      kernel: whether attention is a fused kernel, see ``attention_kernel``.
+      one_order: whether every leaf is gathered in the axis order of the mesh, to measure the benefit of the rotated
+        order of the library.
     """
 
     algorithm: str
@@ -96,7 +97,7 @@ class Case:
 
 
 REMAT = {"remat": True}
-OURS = {"remat": True, "grad_scatter_dtype": jnp.bfloat16}  # everything is computed again, all travels in bfloat16
+OURS = {"remat": True, "grad_scatter_dtype": jnp.bfloat16}  # full remat, communication in bfloat16
 BY_PIECES = {"chunked_head": True, "by_pieces": True}
 COPIES = Replicas(REPLICA_AXIS, reduce_dtype=jnp.bfloat16)
 ZERO_1 = dataclasses.replace(COPIES, shard_optimizer_state=True)
@@ -129,7 +130,7 @@ CASES: dict[str, Case] = {
     "ours, ZeRO-1": Case("ours", "hybrid", options=OURS | {"replicas": ZERO_1}),
 }
 
-# The same with attention as it is run.
+# The same cases with fused attention, as used in practice.
 OF_KERNEL = (
     "jit",
     "jit, options",
@@ -157,7 +158,7 @@ ON_TPUS = tuple(
 ON_GPUS = ("jit", "jit, best options", "flat", "ours", "ours, best options", "ours, ahead", "ours, chunked head")
 ON_GPUS += ("ours, HSDP",)
 
-# What the names of cases say, word for word, for those who see a picture and not this file.
+# Explanations of the words in case names, for the pictures.
 WORDS = {
     "replicated": "everything whole on every device",
     "jit": "jit with shardings",
@@ -184,7 +185,7 @@ WORDS = {
 
 
 def names_in_words(names: Iterable[str], words: Mapping[str, str] = WORDS) -> str:
-    """What each word of these names of cases means."""
+    """Explains the words in case names."""
     used = dict.fromkeys(word for name in names for word in name.split(", "))
     return "; ".join(f"{word}: {words[word]}" for word in used) + "."
 
@@ -193,10 +194,10 @@ def names_in_words(names: Iterable[str], words: Mapping[str, str] = WORDS) -> st
 
 
 def mesh_axes(case: Case, shape: Sequence[int], *, gpus: bool = False) -> dict[str, int]:
-    """The mesh of a case on a torus of this shape, or on (hosts, GPUs of each): sizes by axis, outermost first.
+    """Returns the axis sizes of a case, outermost first, for a torus ``shape`` or (hosts, GPUs per host).
 
     Raises:
-      ValueError: a torus of one dim, or one host, has no room for copies.
+      ValueError: a hybrid mesh needs a second dim, or a second host, for replicas.
     """
     staged, *others = default_meshes(Topology("", CHIPS["h100" if gpus else "v5e"], tuple(shape)))
     if case.mesh != "hybrid":
@@ -211,12 +212,12 @@ def mesh_axes(case: Case, shape: Sequence[int], *, gpus: bool = False) -> dict[s
 
 
 def training(size: Size, **options: Any) -> Workload:
-    """The model of a size as a workload; ``options`` of the function in ``WORKLOADS`` that makes it."""
+    """Creates the workload of a size; ``options`` are passed to the function in ``WORKLOADS``."""
     return WORKLOADS[type(size)](size, **options)
 
 
 def exists(size: Size, case: Case) -> bool:
-    """Whether a size has a case: a model sharded from outside takes no option that its source had to know."""
+    """Whether a size supports a case: a model sharded from outside has no options that need changes in its source."""
     in_the_source = case.algorithm == "flat" or case.options.keys() & {"chunked_head", "prefetch"}
     return type(size) is Size or not in_the_source
 
@@ -230,16 +231,16 @@ def build(
     gpus: bool = False,
     loop: bool = False,
 ) -> tuple[Any, tuple[PyTree, ...]]:
-    """The step of a case and its abstract arguments.
+    """Builds the step of a case and its abstract arguments.
 
     Args:
-      size: of the model.
+      size: the sizes of the model.
       case: see ``CASES``.
-      shape: of the torus, or (hosts, GPUs of each).
-      devices: those at hand to run on, as many as the torus has; None: a mesh without devices, to be compiled for a
+      shape: shape of the torus, or (hosts, GPUs per host).
+      devices: the local devices to run on, as many as the torus has; None for an abstract mesh, to compile for a
         topology.
       gpus: whether the devices are GPUs.
-      loop: layers in a Python loop, not in ``nn.scan``.
+      loop: whether layers are in a Python loop instead of ``nn.scan``.
     """
     sizes = mesh_axes(case, shape, gpus=gpus)
     options = {"devices": math.prod(shape), "min_weight_size": threshold(size), **case.options}
@@ -258,7 +259,7 @@ def build(
 
 
 def _in_one_order(state: TrainState, mesh: Any) -> TrainState:
-    """The state with each leaf split in the order of the mesh's axes; leaves are gathered as their boxes say."""
+    """Splits each leaf of a state in the axis order of the mesh; the names of a box determine the order of gathers."""
 
     def reorder(leaf):
         if not is_box(leaf):
@@ -279,7 +280,7 @@ def _in_one_order(state: TrainState, mesh: Any) -> TrainState:
 
 
 class LoopedModel(LanguageModel):
-    """The model with its layers in a Python loop: ``blocks_0``, ``blocks_1``, ..."""
+    """``LanguageModel`` with layers in a Python loop: ``blocks_0``, ``blocks_1``, ..."""
 
     def blocks(self, wrap, deterministic):
         block = wrap(BLOCKS[self.block])
@@ -290,7 +291,7 @@ class LoopedModel(LanguageModel):
 
 
 def attention_kernel(size: Size, *, gpus: bool) -> Attention:
-    """Attention of cuDNN, or of JAX's ``flash_attention`` for TPUs, which has as many keys' heads as queries'."""
+    """Returns fused attention: cuDNN on GPUs, JAX's ``flash_attention`` on TPUs, with repeated key and value heads."""
     if gpus:
         return partial(jax.nn.dot_product_attention, is_causal=size.causal, implementation="cudnn")
 
@@ -304,26 +305,26 @@ def attention_kernel(size: Size, *, gpus: bool) -> Attention:
 
 
 def in_a_loop(workload: Workload) -> Workload:
-    """The same training with the layers in a Python loop."""
+    """Returns a workload with the layers in a Python loop."""
     model = workload.model
     fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.name not in ("parent", "name")}
     return dataclasses.replace(workload, model=LoopedModel(**fields))
 
 
 def mesh_of(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Any:
-    """A mesh of devices at hand, or, without any, an abstract one."""
+    """Creates a mesh of ``devices``, or an abstract mesh if ``devices`` is None."""
     if devices is None:
         return DeviceMeshManager.create_abstract_mesh(sizes)
     return DeviceMeshManager.create_device_mesh(dict(sizes), devices=list(devices))
 
 
 def threshold(size: Size) -> int:
-    """``min_weight_size``: the default, or for a model of small matrices one that splits them."""
+    """Returns ``min_weight_size``: the default, or a smaller value that splits the matrices of a small model."""
     return min(DEFAULT_MIN_WEIGHT_SIZE, size.dim**2)
 
 
 def options_of(case: Case, place: Topology) -> dict[str, Any] | None:
-    """XLA's options for a case."""
+    """Returns the XLA options of a case; None without options."""
     if not case.tuned:
         return dict(case.xla_options) or None
     return {**compiler_options(place.chip.device_kinds[0], shape=place.shape), **case.xla_options}
@@ -331,14 +332,14 @@ def options_of(case: Case, place: Topology) -> dict[str, Any] | None:
 
 @functools.cache
 def counts(size: Size) -> Counts:
-    """How many parameters the model has, by when they are needed."""
+    """Counts the parameters of the model by part: blocks, embedding, head, and small leaves."""
     workload = training(size, devices=1)
     shapes = jax.eval_shape(workload.model.init, jax.random.key(0), *workload.init_inputs)["params"]
     found = dict.fromkeys(("blocks", "embed", "head", "small"), 0)
     for path, leaf in leaves_with_path(shapes):
         top = path.split("/")[0]
         part = top.partition("_")[0]  # blocks_7, where layers are a loop
-        # Layers are stacked, and each of them is split by itself.
+        # Layers are stacked, and each layer is split separately.
         each = leaf.size // size.layers if top == "blocks" else leaf.size
         found[part if each >= threshold(size) else "small"] += leaf.size
     blocks, embedding, head, small = found.values()
@@ -346,10 +347,10 @@ def counts(size: Size) -> Counts:
 
 
 def limit(size: Size, devices: int) -> limits.Communication:
-    """The fewest bytes that FSDP over so many devices sends in a step, in bfloat16: what all cases are measured by."""
+    """Returns the least bytes that FSDP over ``devices`` sends per step in bfloat16, the reference for every case."""
     return limits.wire_bytes(counts(size), devices)
 
 
 def device_shape(devices: int) -> tuple[int, ...]:
-    """Devices at hand as a torus of two dims, where there are enough; one tells nothing of how they are joined."""
+    """Returns the shape of the local devices: two dims for an even number above 2, else one dim."""
     return (2, devices // 2) if devices > 2 and devices % 2 == 0 else (devices,)

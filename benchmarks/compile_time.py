@@ -1,19 +1,19 @@
-"""How long a step takes to trace and to compile: layers in a scan or in a loop, from 8 to 512 chips.
+"""Time to trace and to compile a step, with layers in a scan or in a loop, for 8 to 512 chips.
 
     python -m benchmarks.compile_time                            some twenty minutes
     python -m benchmarks.compile_time --size small --layers 2 --chips 8 --rounds 5
-    python -m benchmarks.compile_time --before 8 32 96           layers in a Python loop, beside jit; some ten minutes
+    python -m benchmarks.compile_time --before 8 32 96           layers in a Python loop, compared with jit; ten minutes
 
-  tracing      ``step.trace(*args)`` of a step that is built anew each time: of the wrapped model, in ``shard_map``,
-               over that of the same model without a wrapper, replicated. The two take turns, so what else the machine
-               does meets both alike; the ratio is the median over rounds.
-  compiling    for TPUs, ahead of time, in a process of its own, once each; the time of XLA without the process's start
-  --before     tracing and lowering of three models with so many layers in a Python loop, beside ``jit`` with shardings
-               of the same model: processor time, both sides in turns in one process, medians of the ratios; to
-               ``<out>/before.json``. Aim: at most 1.2 x.
+  tracing      time of ``step.trace(*args)`` for a newly built step of the wrapped model, in ``shard_map``, relative to
+               the same model without a wrapper, replicated. The sides take turns, so that other load affects both
+               alike; the ratio is the median over rounds.
+  compiling    ahead of time for TPUs, once, in a separate process; the time of XLA without the start of the process
+  --before     tracing and lowering of three models with a given number of layers in a Python loop, compared with
+               ``jit`` with shardings: processor time, both sides in turn in one process, medians of the ratios;
+               written to ``<out>/before.json``. Aim: at most 1.2 x.
 
-Times are those of this machine, and of what else runs on it; the size of the program and the ratio of tracing are not.
-Results go to ``<out>/<size>.json`` and ``<out>/<size>.png``. Aim: tracing at most 1.3 x the model without a wrapper.
+Times depend on the machine and its load; the size of the program and the ratio of tracing do not. Results are written
+to ``<out>/<size>.json`` and ``<out>/<size>.png``. Aim: tracing takes at most 1.3 x the time without a wrapper.
 """
 
 import argparse
@@ -51,8 +51,8 @@ LAYERS = (4, 12, 24)
 LARGEST_LOOP = 12  # layers; each takes some 5 s
 ROUNDS = 15
 TRACING_AIM = 1.3
-WRAPPED, PLAIN = "ours, no remat", "replicated"  # they differ in the wrapper alone
-# For ``--before``: sizes do not matter, the number of equations does.
+WRAPPED, PLAIN = "ours, no remat", "replicated"  # cases that differ only in the wrapper
+# For ``--before``: small models, because only the number of equations matters.
 BEFORE = {"transformer": "small", "decoder": "decoder_small", "ViT": "vit_small"}
 BEFORE_AIM, BEFORE_CHIPS, BEFORE_ROUNDS = 1.2, 8, 5
 
@@ -61,9 +61,9 @@ BEFORE_AIM, BEFORE_CHIPS, BEFORE_ROUNDS = 1.2, 8, 5
 
 
 def trace_seconds(builds: dict[str, Callable[[], Any]], rounds: int) -> dict[str, np.ndarray]:
-    """Seconds of ``step.trace(*args)``, each time of a new step, by name and round; all take turns.
+    """Measures the seconds of ``step.trace(*args)`` for new steps, in turn; returns seconds per round by name.
 
-    The first turn is not counted: it traces the functions of ``jax.numpy``, which JAX keeps.
+    The first round is dropped, because it traces the functions of ``jax.numpy``, which JAX then caches.
     """
     found: dict[str, list[float]] = {name: [] for name in builds}
     for _ in range(rounds + 1):
@@ -76,7 +76,7 @@ def trace_seconds(builds: dict[str, Callable[[], Any]], rounds: int) -> dict[str
 
 
 def tracing(size: Size, chips: int, loop: bool, rounds: int) -> dict[str, Any]:
-    """Tracing the wrapped model beside the plain one: medians, and the median of their ratio in each round."""
+    """Measures tracing of the wrapped and the plain model: median seconds, and the median of the ratio per round."""
     shape = parse_topology(CHIPS[chips]).shape
     builds = {name: lambda case=CASES[name]: build(size, case, shape, loop=loop) for name in (WRAPPED, PLAIN)}
     seconds = trace_seconds(builds, rounds)
@@ -88,7 +88,7 @@ def tracing(size: Size, chips: int, loop: bool, rounds: int) -> dict[str, Any]:
 
 
 class LoopedDecoder(Decoder):
-    """The decoder with its layers in a Python loop: ``blocks_0``, ``blocks_1``, ..."""
+    """``Decoder`` with layers in a Python loop: ``blocks_0``, ``blocks_1``, ..."""
 
     @nn.compact
     def __call__(self, tokens):
@@ -101,7 +101,7 @@ class LoopedDecoder(Decoder):
 
 
 def before_seconds(name: str, layers: int, rounds: int) -> dict[str, Any]:
-    """Processor time of tracing and of lowering a model with layers in a loop, and medians of their ratios to jit's."""
+    """Measures processor seconds of tracing and lowering with layers in a loop, and median ratios to ``jit``."""
     size = dataclasses.replace(SIZES[BEFORE[name]], layers=layers)
     found: dict[str, list[tuple[float, float]]] = {"ours": [], "jit": []}
     for _ in range(rounds + 1):
@@ -143,7 +143,7 @@ def _traced_and_lowered(step: Any, args: Any) -> tuple[float, float]:
 
 
 def compiling(size: Size, chips: int, loop: bool, case: str) -> dict[str, Any]:
-    """One compilation."""
+    """Compiles a case; returns times, program size and versions, or the problem."""
     topology = CHIPS[chips]
     step, args = build(size, CASES[case], parse_topology(topology).shape, loop=loop)
     start = time.perf_counter()
@@ -163,7 +163,7 @@ def compiling(size: Size, chips: int, loop: bool, case: str) -> dict[str, Any]:
 
 
 def plan(layers: Sequence[int], chips: Sequence[int], loops: bool) -> list[dict[str, Any]]:
-    """What is compiled: all depths on the fewest chips, all chips at the middle depth; in a scan, and in a loop."""
+    """Lists the points to compile: each depth on the fewest chips, each chip count at the median depth, and loops."""
     middle = sorted(layers)[len(layers) // 2]
     points = [(depth, min(chips)) for depth in layers] + [(middle, n) for n in chips if n != min(chips)]
     scans = [{"layers": depth, "chips": n, "loop": False} for depth, n in points]
@@ -172,7 +172,7 @@ def plan(layers: Sequence[int], chips: Sequence[int], loops: bool) -> list[dict[
 
 
 def compute(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """Everything that the command line asks for."""
+    """Computes the results that the options select."""
     size, found = SIZES[options.size], {"versions": installed_versions(), "tracing": [], "compiling": []}
     points = plan(options.layers, options.chips, not options.no_loops)
     task = progress.add_task("", total=len(points) * (1 + len(options.cases)))
@@ -197,7 +197,7 @@ def _words(point: dict[str, Any]) -> str:
 
 
 def tracing_table(name: str, rows: Sequence[dict[str, Any]]) -> Any:
-    """The ratio first."""
+    """Builds the tracing table, with the ratio first."""
     cells = [
         [_words(row), f"{row['ratio']:.2f}", *(f"{row['seconds'][case] * 1e3:,.0f} ms" for case in (WRAPPED, PLAIN))]
         for row in rows
@@ -207,7 +207,7 @@ def tracing_table(name: str, rows: Sequence[dict[str, Any]]) -> Any:
 
 
 def before_table(rows: Sequence[dict[str, Any]]) -> Any:
-    """Ratios to jit, then the times of both."""
+    """Builds the table of ``--before``: ratios to ``jit``, then the times of both sides."""
     cells = []
     for row in rows:
         times = (f"{row['seconds'][case][i] * 1e3:,.0f} ms" for i in (0, 1) for case in ("ours", "jit"))
@@ -217,7 +217,7 @@ def before_table(rows: Sequence[dict[str, Any]]) -> Any:
 
 
 def compiling_table(name: str, rows: Sequence[dict[str, Any]]) -> Any:
-    """The time over that of jit where it is there."""
+    """Builds the compiling table, with the time relative to ``jit`` if ``jit`` was compiled."""
     of_jit = {_words(row): row.get("compile_seconds") for row in rows if row["case"] == "jit"}
     cells = []
     for row in rows:
@@ -233,7 +233,7 @@ def compiling_table(name: str, rows: Sequence[dict[str, Any]]) -> Any:
 
 
 def draw(path: Path, name: str, found: dict[str, Any]) -> None:
-    """Seconds of compilation by depth and by chips, and the ratio of tracing."""
+    """Draws the seconds of compilation by depth and by chips, and the ratio of tracing."""
     figure = Figure(figsize=(12, 3.6), dpi=130, layout="constrained")
     depth, chips, ratio = figure.subplots(1, 3)
     rows = [row for row in found["compiling"] if "problem" not in row]

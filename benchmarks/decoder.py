@@ -1,10 +1,10 @@
-"""A decoder as its users write it, in plain Flax, and sharded from outside: the second model of every comparison.
+"""Decoder in plain Flax, as a user would write it, sharded from outside: the second model of every comparison.
 
     tokens[b, t] -- embed --> x[b, t, d] -- blocks, one nn.scan over nn.remat --> norm, head --> logits[b, t, vocab]
 
-Grouped-query attention whose kernels have heads as dims (``nn.DenseGeneral``: rank 3, and 4 stacked over layers),
-rotary positions, RMSNorm, SwiGLU, an embedding that is the head, too (``tied``), computed in bfloat16 (``dtype``) with
-float32 parameters. The model knows nothing of devices but ``constrain``, which ``jit`` needs; ``decoder`` shards it by
+Grouped-query attention with heads as kernel dims (``nn.DenseGeneral``: rank 3, and 4 if stacked over layers), rotary
+positions, RMSNorm, SwiGLU, an embedding that is also the head (``tied``), computed in bfloat16 (``dtype``) with float32
+parameters. The model has no code for devices except ``constrain``, which ``jit`` needs; ``decoder`` shards the model by
 ``shard_modules``, ``baselines.jit_step`` by ``NamedSharding``.
 
   size              layers x d   heads, of keys   hidden   vocabulary       parameters
@@ -13,8 +13,8 @@ float32 parameters. The model knows nothing of devices but ``constrain``, which 
   llama3.1_8B       32 x 4096    32, 8            14,336   128,256, untied  8.03e9
   mixture_0.5B      12 x 1024    16, 4            8 x 1408 32,768           0.48e9
 
-A mixture has experts in place of the MLP, each of which sees every token (dense dispatch): a token takes the sum of its
-two best, weighted by the router.
+A mixture has experts in place of the MLP, and every expert computes every token (dense dispatch): the output of a token
+is the sum of its two best experts, weighted by the router.
 """
 
 from collections.abc import Callable
@@ -38,14 +38,14 @@ Linear = partial(nn.DenseGeneral, use_bias=False)
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSize(Size):
-    """The dims of a decoder.
+    """Dims of a decoder.
 
     Attributes:
-      hidden: of the MLP.
-      kv_heads: of keys and values.
-      tied: whether the embedding is the head.
-      rotary_base: of the slowest of rotary positions.
-      experts: in place of each MLP; 0: none.
+      hidden: hidden features of the MLP.
+      kv_heads: heads of keys and values.
+      tied: whether the embedding is also the head.
+      rotary_base: base of the rotary frequencies.
+      experts: number of experts in place of each MLP; 0 for an MLP.
     """
 
     hidden: int
@@ -67,7 +67,7 @@ SIZES = {
 
 
 def rotary(x, base):
-    """Rotary positions: pairs of features of ``x[b, t, h, d]`` turned by angles that grow with t."""
+    """Applies rotary positions to ``x[b, t, h, d]``: rotates pairs of features by angles proportional to t."""
     half = x.shape[-1] // 2
     angles = jnp.arange(x.shape[1])[:, None, None] * base ** (-jnp.arange(half) / half)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -76,7 +76,7 @@ def rotary(x, base):
 
 
 class Experts(nn.Module):
-    """The two best of the experts for each token of ``y[b, t, d]``, weighted by the router; each is a SwiGLU."""
+    """Mixture of SwiGLU experts: sum of the two best experts for each token of ``y[b, t, d]``, weighted by a router."""
 
     size: DecoderSize
 
@@ -97,7 +97,7 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then SwiGLU or a mixture, each on the normed stream; returns ``(x, None)`` as ``nn.scan`` wants."""
+    """Pre-norm attention, then pre-norm SwiGLU or a mixture; returns ``(x, None)``, as ``nn.scan`` requires."""
 
     size: DecoderSize
     attention: Attention = xla_attention
@@ -124,7 +124,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Logits of the next token, float32 ``[b, t, vocab_size]``, for ``tokens[b, t]``."""
+    """Decoder that returns next-token logits, float32 ``[b, t, vocab_size]``, for ``tokens[b, t]``."""
 
     size: DecoderSize
     attention: Attention = xla_attention
@@ -161,15 +161,15 @@ def decoder(
     min_weight_size: int = 2**18,
     **sharding: Any,
 ) -> Workload:
-    """A decoder as a workload, trained by AdamW; without ``shard_axes`` nothing is sharded: for ``jit`` to split.
+    """Creates the workload of a decoder with AdamW; without ``shard_axes`` the model is not wrapped, for ``jit``.
 
     Args:
       size: see ``SIZES``.
-      devices: each has so many ``rows`` of ``context`` tokens.
+      devices: the number of devices; the batch has ``rows`` rows of ``context`` tokens per device.
       shard_axes: the ``axis_name`` of ``shard_modules``.
-      attention: XLA's, or a kernel with its signature.
-      remat, dtype: of ``Decoder``.
-      min_weight_size, **sharding: further options of ``shard_modules``; gathered in ``dtype`` unless they differ.
+      attention: XLA's attention, or a kernel with the same signature.
+      remat, dtype: fields of ``Decoder``.
+      min_weight_size, **sharding: further options of ``shard_modules``; the default gather dtype is ``dtype``.
     """
     model: nn.Module = Decoder(size, attention, remat, dtype=dtype)
     if shard_axes:
@@ -180,5 +180,5 @@ def decoder(
 
 
 def _is_unit(path: str, module: nn.Module) -> bool:
-    """What is gathered at once: a layer, the embedding, the head."""
+    """Whether a module is gathered as a unit: a layer, the embedding, the head."""
     return isinstance(module, Block | nn.Embed) or path == "head"

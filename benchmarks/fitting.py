@@ -1,13 +1,13 @@
-"""The steps of a training job, guarded: ``fit(job, ...)``.
+"""Training loop of a job, guarded against faults: ``fit(job, ...)``.
 
 Life of a run:
-  begin     from step 0, or from the newest good checkpoint: parameters, optimizer, metric state, rng, place in the data
-  a step    one batch, chosen by seed and number alone; the metric state adds to itself on each device
+  begin     from step 0, or from the newest sound checkpoint: parameters, optimizer, metrics, rng, position in the data
+  a step    one batch, determined by seed and step number; each device updates its metric state
   a row     every --log-every steps: metrics reduced over devices, written when the next row is due
   a save    every --checkpoint-every steps, at the end, and after SIGTERM: committed in the background
 
-What goes on after a save is what a restored run begins with, the metric state included. So a run that was killed and
-started again has the losses of one that was not, bit for bit.
+After a save the run continues from the saved state, including the metric state, exactly as a restored run does. So a
+run that was killed and restarted has the same losses as an uninterrupted run, bit for bit.
 """
 
 import time
@@ -65,15 +65,15 @@ FINAL_LR_SHARE = 0.05
 MAX_GRAD_NORM = 1.0
 WEIGHT_DECAY = 0.01
 ADAM_B2 = 0.95
-ADAMW_RMS = 0.2  # of its updates, over the learning rate
+ADAMW_RMS = 0.2  # RMS of AdamW updates, relative to the learning rate
 KEEP_CHECKPOINTS = 3
 SAVE_TIMEOUT_S = 60
-FIRST_SAVE_S = 600.0  # it compiles
-SHOWN = {"loss": ".3f", "held_out_loss": ".3f", "tokens_per_s": ",.0f"}  # on the progress bar, and how
+FIRST_SAVE_S = 600.0  # time limit of the first save, which compiles
+SHOWN = {"loss": ".3f", "held_out_loss": ".3f", "tokens_per_s": ",.0f"}  # formats of values on the progress bar
 
 
 class Run(NamedTuple):
-    """What a checkpoint holds: the state of the training, of its metrics, the next batch's number, and the rng."""
+    """Content of a checkpoint: train state, metric state, number of the next batch, and rng."""
 
     state: TrainState
     metrics: Synced
@@ -99,7 +99,7 @@ def optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def warmed_up_decay(decay: float, count: jax.Array) -> jax.Array:
-    """Less at first, so that an average forgets the weights that a training begins with."""
+    """Returns the decay of the average after ``count`` steps, smaller at first to forget the initial weights."""
     return jnp.minimum(decay, (1 + count) / (10 + count))
 
 
@@ -110,15 +110,17 @@ def byte_losses(
     collections: Mapping[str, Any] = MappingProxyType({}),
     **kwargs: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Nats of each byte given those before it in its window, ``windows[b, t + 1] -> [b, t]``, and whether it was the
-    likeliest."""
+    """Computes losses and hits per byte: ``windows[b, t + 1] -> [b, t]``.
+
+    The loss is in nats, given the preceding bytes of the window; a hit is a byte that was predicted as the most likely.
+    """
     windows = windows.astype(jnp.int32)
     found = apply_fn({"params": params, **collections}, windows[:, :-1], windows[:, 1:], method="losses", **kwargs)
     return found.loss, found.correct
 
 
 def train_metric() -> Compose:
-    """What the step adds to, on each device; of the steps since the last row."""
+    """Returns the metrics that the step accumulates on each device, from one row of the log to the next."""
     means = {"loss": WeightedMean(), "perplexity": Perplexity(), "accuracy": WeightedMean()}
     return Compose(means | {"tokens": Sum(jnp.int32)})
 
@@ -137,7 +139,10 @@ def held_out_losses(
 
 
 def make_evaluate(job: Job) -> Callable[[TrainState], jax.Array]:
-    """``evaluate(state)``: mean loss on fixed held-out windows, the same for every mesh; padding has weight 0."""
+    """Returns ``evaluate(state)``, the mean loss on fixed held-out windows, equal for every mesh.
+
+    Padding has weight 0.
+    """
     padded = -(-HELD_OUT_WINDOWS // job.mesh.size) * job.mesh.size
     windows = fixed_windows(job.text.held_out, HELD_OUT_WINDOWS, job.config.context)
     windows = place(job, np.pad(windows, ((0, padded - HELD_OUT_WINDOWS), (0, 0))))
@@ -154,7 +159,7 @@ def draw_batch(job: Job, index: int) -> jax.Array:
 
 
 def place(job: Job, rows: np.ndarray) -> jax.Array:
-    """Global rows on the mesh. Every process has computed all of them, and hands in its own."""
+    """Puts global rows on the mesh; every process computes the global rows, and passes its local part."""
     own = len(rows) // jax.process_count()
     return shard_batch(rows[own * jax.process_index() :][:own], job.mesh, job.batch_axes)
 
@@ -164,7 +169,7 @@ def place(job: Job, rows: np.ndarray) -> jax.Array:
 
 @contextmanager
 def checkpointer_of(job: Job) -> Iterator[Checkpointer | None]:
-    """The checkpointer of a job that has a folder for it, else None."""
+    """Opens the checkpointer of a job; yields None if the job has no checkpoint folder."""
     config = job.config
     if config.checkpoint_dir is None:
         yield None
@@ -181,7 +186,7 @@ def checkpointer_of(job: Job) -> Iterator[Checkpointer | None]:
 
 
 def begin(job: Job, checkpointer: Checkpointer | None) -> Run:
-    """A run at its start, or where its newest good checkpoint has it."""
+    """Returns a new run, or with ``resume`` the run in the newest sound checkpoint."""
     init_key, step_key, _ = keys(job)
     tokens = jax.ShapeDtypeStruct((job.config.batch_size, job.config.context), jnp.int32)
     where = {"batch_axes": job.batch_axes, "whole_ok": job.config.replicated}
@@ -200,7 +205,7 @@ def begin(job: Job, checkpointer: Checkpointer | None) -> Run:
 
 
 def keys(job: Job) -> jax.Array:
-    """Of initial values, steps, and the sample."""
+    """Returns the keys of the initial values, the steps, and the sample."""
     return jax.random.split(jax.random.key(job.config.seed), 3)
 
 
@@ -208,17 +213,17 @@ def keys(job: Job) -> jax.Array:
 
 
 class Programs(NamedTuple):
-    """The compiled functions of a job."""
+    """Compiled functions of a job."""
 
     step: Callable[..., tuple[TrainState, dict[str, jax.Array], Local]]
     log_step: Callable[[Local], tuple[dict[str, jax.Array], Local]]
     sync: Callable[[Local], Synced]
     evaluate: Callable[[Any], jax.Array]
-    flops: float  # of the model for one step, on each device; what is computed again does not count
+    flops: float  # model FLOP per step and device, without recomputation
 
 
 def traced_step(job: Job, run: Run) -> tuple[jax.stages.Traced, float]:
-    """The step, and the model's FLOP in it, as ``Programs`` has them."""
+    """Traces the step; returns the traced step and its model FLOP, as in ``Programs.flops``."""
     metric, mesh, axes = train_metric(), job.mesh, job.batch_axes
     options = {"metric": metric, "whole_ok": job.config.replicated}
     step = make_train_step(loss_fn, mesh, axes, job.config.num_minibatches, **options)
@@ -239,10 +244,12 @@ def compile_programs(job: Job, run: Run) -> Programs:
 def fit(
     job: Job, run: Run, guard: LoopGuard, checkpointer: Checkpointer | None, log: RunLog, console: Console
 ) -> tuple[Run, list[dict[str, float]]]:
-    """All steps that are left, under a progress bar; fewer after SIGTERM. The last row always has a held-out loss.
+    """Runs the remaining steps with a progress bar; stops early after SIGTERM.
+
+    Returns the run and the rows of the log; the row of the last step has a held-out loss.
 
     Raises:
-      NonFiniteError: too many losses or gradients in a row are no numbers; says at which step.
+      NonFiniteError: too many consecutive losses or gradients are not finite; names the step.
     """
     config = job.config
     with console.status("compiling"):
@@ -266,12 +273,12 @@ def fit(
                 rows.append({"step": position} | row)
                 _show(progress, task, rows)
             if checkpointer and (stop or last or position % config.checkpoint_every == 0):
-                # The first save compiles, and that is no time of a step.
+                # The first save compiles; the time of a save does not count as time of a step.
                 with guard.paused(config.step_timeout if saved else max(config.step_timeout, FIRST_SAVE_S)):
                     run, saved = Run(state, programs.sync(local), position, run.rng), True
                     local = train_metric().as_local(run.metrics, job.batch_axes, job.mesh)
-                    check_replicas(state)  # rather than save the copy of the first device for all
-                    log.flush()  # so that no row before the checkpoint is lost with this process
+                    check_replicas(state)  # the checkpoint has only one replica
+                    log.flush()  # so that rows before the checkpoint are not lost with this process
                     checkpointer.save(position, tuple(run), force=stop or last)
             if stop:
                 break
@@ -289,9 +296,9 @@ def held_out_row(programs: Programs, state: TrainState, with_average: bool) -> d
 
 
 class _Speed:
-    """Tokens per second of the interval before the last, which is over: no one waits for the last to end.
+    """Tokens per second of the second-last log interval, which has ended, so that the host does not wait.
 
-    And "mfu", where the chip's peak is known: the share of it that the model's FLOP take (model FLOPs utilization).
+    Also "mfu" if the peak rate of the chip is known: model FLOPs utilization, the fraction of the peak rate.
     """
 
     def __init__(self, job: Job, flops: float) -> None:
@@ -316,7 +323,7 @@ class _Speed:
 
 
 def _show(progress: Progress, task: Any, rows: list[dict[str, Any]]) -> None:
-    """On the progress bar: the row before the last, which has arrived, since the log has just written it."""
+    """Shows the second-last row on the progress bar, which is on the host because the log has just written it."""
     if len(rows) < 2:
         return
     row = rows[-2]

@@ -1,14 +1,14 @@
-"""How true forecasts are: beside what really happens, wherever that can be had.
+"""Accuracy of forecasts, compared with measured values.
 
     python -m benchmarks.forecast_accuracy
 
   bytes of the plan             parameters and optimizer state of live arrays on each device                    exact
-  bytes of arguments            likewise, of state and batch                                                    exact
-  collectives of a step         those that run, counted by JAX's profiler: each by name, how often per device   exact
-  bytes at the peak             ``device.memory_stats()`` of an accelerator, where there is one; in per cent
+  bytes of arguments            state and batch of live arrays on each device                                   exact
+  collectives of a step         executions per device and name, counted by JAX's profiler                       exact
+  bytes at the peak             ``device.memory_stats()`` of an accelerator; in per cent
 
-On a machine without accelerators the devices are simulated, and the last one is left out. The models are small ones of
-``models``; FSDP, hybrid, and replicated.
+On a machine without accelerators the devices are simulated, and the peak is not compared. The models are small models
+of ``models``; FSDP, hybrid, and replicated.
 """
 
 import argparse
@@ -55,7 +55,7 @@ NO_ACCELERATOR = "Bytes at the peak are not compared: there is no accelerator he
 
 @dataclass(frozen=True)
 class Comparison:
-    """One quantity of one case; ``exact`` ones have to agree."""
+    """Forecast and measured value of a quantity of a case; the values must be equal if ``exact``."""
 
     case: str
     quantity: str
@@ -65,12 +65,12 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Relative; 0 where both are 0."""
+        """Returns the relative error; 0 if both values are 0."""
         return (self.forecast - self.fact) / self.fact if self.fact else float(self.forecast != 0)
 
 
 def build(case: str, devices: Sequence[Any]) -> tuple[Any, Any, Any, tuple[Any, ...]]:
-    """(plan, mesh, step, live arguments) of a case."""
+    """Builds (plan, mesh, step, live arguments) of a case."""
     block, axes, remat = CASES[case]
     sizes = {axes[0]: len(devices)} if len(axes) == 1 else {axes[0]: 2, axes[1]: len(devices) // 2}
     mesh = DeviceMeshManager.create_device_mesh(sizes, devices=devices)
@@ -78,7 +78,7 @@ def build(case: str, devices: Sequence[Any]) -> tuple[Any, Any, Any, tuple[Any, 
     model, tx = LanguageModel(block, 64, 3, 4, remat=remat, wrap=wrap), optax.adamw(1e-3)
     tokens = jax.random.randint(jax.random.key(0), (2 * len(devices), 65), 0, VOCAB_SIZE)
     batch = shard_batch(jax.device_get(tokens), mesh, axes)
-    # A replicated model has no wrapper to ask; nothing reaches a threshold that no leaf reaches.
+    # A replicated model has no wrapper with a threshold; the plan gets a threshold above the size of every leaf.
     threshold = {} if wrap else {"min_weight_size": 2**62}
     plan = plan_sharding(model, sizes, batch, tx=tx, **threshold)
     state = create_train_state(model, tx, mesh, jax.random.key(1), batch, batch_axes=axes, whole_ok=wrap is None)
@@ -91,13 +91,13 @@ def build(case: str, devices: Sequence[Any]) -> tuple[Any, Any, Any, tuple[Any, 
 
 
 def compare(case: str, devices: Sequence[Any]) -> Iterator[Comparison]:
-    """All comparisons of a case."""
+    """Yields the comparisons of a case."""
     plan, _, step, (state, batch, key) = build(case, devices)
     found = forecast(step, state, batch, key)
     yield Comparison(case, "plan: parameter bytes", plan.parameters.per_device, bytes_per_device(state.params))
     yield Comparison(case, "plan: optimizer bytes", plan.optimizer.per_device, bytes_per_device(state.opt_state))
     yield Comparison(case, "argument bytes", found.memory.argument_bytes, bytes_per_device((state, batch)))
-    state, _ = jax.block_until_ready(step(state, batch, key))  # compiled, and done, before it is looked at
+    state, _ = jax.block_until_ready(step(state, batch, key))  # compiles before the profiled call
     ran = executed(lambda: step(state, batch, key), len(devices))
     planned = Counter({c.name: c.count for c in found.collectives})
     yield Comparison(case, "collectives: names", len(planned), len(ran))
@@ -107,10 +107,10 @@ def compare(case: str, devices: Sequence[Any]) -> Iterator[Comparison]:
 
 
 def executed(call: Callable[[], Any], num_devices: int) -> Counter:
-    """The collectives that a call runs, by the name of their instruction: how often on each device.
+    """Counts the collectives that a call runs on each device, by instruction name.
 
     Raises:
-      RuntimeError: not every device ran each of them equally often.
+      RuntimeError: a collective ran on some devices more often than on other devices.
     """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, create_perfetto_trace=True):

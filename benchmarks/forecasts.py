@@ -1,16 +1,16 @@
-"""Forecasts of the steps under comparison on TPUs and GPUs that are not here: compiled once, kept, and read.
+"""Forecasts of the compared training steps on absent TPUs and GPUs: compiled once, stored, and read.
 
     python -m benchmarks.forecasts                       the large models, v5e:16x16 and v5p:4x4x8; some fifteen minutes
     python -m benchmarks.forecasts --sizes small --topologies v5e:2x4
     python -m benchmarks.forecasts --topologies h100:32x8 h200:16x8 b200:8x8
-    python -m benchmarks.forecasts --redraw              pictures and tables of what is kept; nothing is compiled
+    python -m benchmarks.forecasts --redraw              pictures and tables of stored results, without compiling
 
     size, case, topology --build, compile--> Forecast --summary--> <kept>/<size>_<topology>.json
 
-Bytes, collectives and what is asynchronous are read from the compiled program, FLOP are counted in the jaxpr; times
-are estimates. What is kept of a step is used again as long as it would be the same: the same program, compiler options
-and versions. ``memory`` and ``traffic`` look at the same files, so what one has compiled the other finds. The picture
-here is the overview: what fits, what travels.
+Bytes, collectives and asynchronous starts are read from the compiled program, FLOP are counted in the jaxpr; times are
+estimates. A stored result is reused while the program, the compiler options and the versions are unchanged. ``memory``
+and ``traffic`` read the same files and reuse the results. This module draws the overview: memory per device and bytes
+sent.
 """
 
 import argparse
@@ -44,22 +44,22 @@ from xlstm_jax.forecast.cost.memory import Memory
 from xlstm_jax.forecast.hardware.cudnn import answered_for
 from xlstm_jax.wording import format_bytes, rich_table
 
-FORMAT = 2  # of what is kept
-GPU_FORMAT = 2  # of what is kept of GPUs besides
+FORMAT = 2  # version of the stored results
+GPU_FORMAT = 2  # version of the additional results for GPUs
 TOPOLOGIES = ("v5e:16x16", "v5p:4x4x8")
 OVERVIEW = ("replicated", "flat, no remat", "flat", "ours")
 GPU_OVERVIEW = ("jit", "jit, best options", "flat", "ours")
 OUT = Path(__file__).parent / "results" / "forecasts"
 GIB = 2**30
 
-Results = dict[str, dict[str, dict[str, Any]]]  # size -> topology -> case -> what is kept
+Results = dict[str, dict[str, dict[str, Any]]]  # size -> topology -> case -> stored result
 
 
 # ------------------------------------------------------------------------------------------------- what is kept of one
 
 
 def summary(found: Forecast) -> dict[str, Any]:
-    """Sizes in bytes, times in seconds, per device and step."""
+    """Converts a forecast to the stored result: sizes in bytes, times in seconds, per device and step."""
     memory, roofline = found.memory, found.roofline
     return {
         "mesh": found.axis_sizes,
@@ -94,7 +94,7 @@ def summary(found: Forecast) -> dict[str, Any]:
 
 
 def of_gpus(found: Forecast) -> dict[str, Any]:
-    """What is told of GPUs besides: bytes by network, what is hidden by rooflines, collectives in each layer."""
+    """Returns the additional results for GPUs: bytes by network, hidden bytes by rooflines, collectives per layer."""
     sent = found.wire_bytes
     return {
         "network_bytes": {"nic": found.nic_bytes, "nvlink": found.nvlink_bytes},
@@ -108,9 +108,10 @@ def of_gpus(found: Forecast) -> dict[str, Any]:
 
 
 def per_layer(collectives: Sequence[Collective]) -> dict[str, int]:
-    """How many collectives each layer executes, forward and backward; what is computed again counts as backward.
+    """Counts the collectives per layer, forward and backward; recomputation counts as backward.
 
-    Those of the loop over layers are what executes most often; of a loop that is pipelined, one trip is outside.
+    The collectives of the loop over layers execute most often; in a pipelined loop one iteration is outside of the
+    loop, so a collective with more than half of the largest count belongs to the loop.
     """
     most = max((one.count for one in collectives), default=1)
     ways = {"forward": ("forward",), "backward": ("recompute", "backward")}
@@ -121,10 +122,10 @@ def per_layer(collectives: Sequence[Collective]) -> dict[str, int]:
 
 
 def phases(memory: Memory) -> dict[str, int]:
-    """The most bytes of temporaries that are live at once in each phase of the step.
+    """Returns the peak of live temporary bytes in each phase of the step.
 
-    What lies behind the last operation of a module is the optimizer; before it, an operation without a direction goes
-    with the one before.
+    Operations after the last operation with a direction belong to the optimizer. An earlier operation without a
+    direction belongs to the phase of the preceding operation.
     """
     last = max((i for i, moment in enumerate(memory.timeline) if moment.direction != "other"), default=-1)
     found, phase = dict.fromkeys(("forward", "backward", "optimizer"), 0), "forward"
@@ -136,7 +137,7 @@ def phases(memory: Memory) -> dict[str, int]:
 
 
 def collectives(found: Forecast) -> list[dict[str, Any]]:
-    """The collectives of a step, those that differ in nothing but module and name as one; the largest first."""
+    """Groups the collectives of a step that differ only in module and name; the largest group first."""
     groups = defaultdict(list)
     for one in found.collectives:
         groups[one.kind, one.stands_for, one.dtype, one.axes, one.direction, one.asynchronous].append(one)
@@ -153,7 +154,7 @@ def collectives(found: Forecast) -> list[dict[str, Any]]:
 
 
 def _waits(members: Sequence[Collective]) -> dict[str, float]:
-    """How long the schedule of GPUs waits for collectives, and the bytes that it does not."""
+    """Returns the time that the GPU schedule waits for collectives, and the hidden bytes; {} without timings."""
     waited = [one.count * one.timing.waited_s for one in members if one.timing]
     hidden = sum(one.wire_bytes_per_step for one in members if one.is_hidden)
     return {"waited_seconds": sum(waited), "hidden_bytes": hidden} if waited else {}
@@ -163,29 +164,29 @@ def _waits(members: Sequence[Collective]) -> dict[str, float]:
 
 
 def forecast_case(size: Size, case: Case, topology: str, known: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What is kept of a case: ``known``, where that is of the same program, else made by compiling."""
+    """Returns the result of a case: ``known`` if it belongs to the same program, else the result of compiling."""
     place = parse_topology(topology)
     options = options_of(case, place)
-    with answered_for(place.chip):  # attention of cuDNN is traced where there is no GPU
+    with answered_for(place.chip):  # so that cuDNN attention can be traced without a GPU
         step, args = build(size, case, place.shape, gpus=on_gpus(place))
         program = fingerprint(step, args, place, options)
     if known is not None and known["program"] == program:
         return known
     try:
         found = forecast(step, *args, topology=topology, tokens=tokens_of(args), compiler_options=options)
-    except CompileError as error:  # what is too large by far, the compiler may not finish
+    except CompileError as error:  # the compiler may fail for a program that is far too large
         return {"program": program, "problem": str(error).splitlines()[0]}
     return {"program": program, "compiler_options": options} | summary(found)
 
 
 def tokens_of(args: tuple[Any, ...]) -> int:
-    """In the batch of all devices: of rows of inputs and the next token, or of patches of images."""
+    """Counts the tokens in the global batch: inputs of rows that end in the next token, or patches of images."""
     rows, *dims = jax.tree.leaves(args[1])[0].shape
     return rows * (dims[0] - 1 if len(dims) == 1 else math.prod(side // PATCH for side in dims[:2]))
 
 
 def fingerprint(step: Any, args: tuple[Any, ...], place: Topology, options: dict[str, Any] | None) -> str:
-    """The same for what the same compiler would compile to the same program."""
+    """Returns a hash of the lowered program, the compiler options and the versions."""
     text = step.trace(*args).lower(lowering_platforms=(place.platform,)).as_text()
     versions = installed_versions(PLUGIN) | {"format": GPU_FORMAT} if on_gpus(place) else installed_versions()
     told = [FORMAT, place.name, sorted((options or {}).items()), versions, text]
@@ -193,7 +194,7 @@ def fingerprint(step: Any, args: tuple[Any, ...], place: Topology, options: dict
 
 
 def installed_versions(compiler: str = "libtpu") -> dict[str, str]:
-    """Of what decides about compiled programs; the compiler's where it is installed."""
+    """Returns the versions of the packages that determine compiled programs, including ``compiler``."""
 
     def of(name):
         try:
@@ -213,13 +214,13 @@ def path_of(kept: Path, name: str, topology: str) -> Path:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What is kept, by case; what was kept in another format is left out."""
+    """Reads the stored results by case; skips results without a program hash, from an older format."""
     entries = json.loads(path.read_text()) if path.exists() else {}
     return {case: found for case, found in entries.items() if "program" in found}
 
 
 def compute(sizes: Sequence[str], topologies: Sequence[str], cases: Sequence[str], kept: Path, progress: Any) -> None:
-    """Makes the forecasts that are not kept yet; each is written as soon as it is there.
+    """Computes the forecasts that are not stored yet; writes each forecast immediately.
 
     Raises:
       ValueError: an unknown topology.
@@ -237,7 +238,7 @@ def compute(sizes: Sequence[str], topologies: Sequence[str], cases: Sequence[str
 
 
 def results(options: argparse.Namespace, console: Console) -> Results:
-    """What the command line asks for, compiled with a progress bar where it is not kept yet.
+    """Returns the results that the options select; compiles missing results, with a progress bar.
 
     Raises:
       ValueError, ImportError: see ``compute``.
@@ -257,12 +258,12 @@ def _of_size(name: str, options: argparse.Namespace) -> Iterator[tuple[str, dict
 
 
 def compiled(cases: dict[str, Any]) -> dict[str, Any]:
-    """Those that the compiler finished."""
+    """Returns the cases that compiled without a problem."""
     return {case: found for case, found in cases.items() if "problem" not in found}
 
 
 def drawn(topologies: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What a picture of several topologies shows: the cases that all of them have, in one order, as plots share it."""
+    """Returns the cases that every topology has, in the same order, for plots with a shared axis."""
     there = {topology: compiled(cases) for topology, cases in topologies.items()}
     first = next(iter(there.values()), {})
     names = [case for case in first if all(case in cases for cases in there.values())]
@@ -273,7 +274,7 @@ def drawn(topologies: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def table(name: str, topology: str, cases: dict[str, Any]) -> Any:
-    """Cases as rows."""
+    """Builds the table of a topology, with cases as rows."""
     columns = ["case", "fits", "per device", "sent", "async", "step", "bound by"]
     return rich_table(f"{name} on {topology}", columns, [_row(*item) for item in cases.items()], right=1)
 
@@ -294,11 +295,11 @@ def _row(case: str, found: dict[str, Any]) -> list[str]:
 
 
 def draw(path: Path, name: str, topologies: dict[str, dict[str, Any]]) -> None:
-    """Bytes per device, and bytes sent per step: for each topology."""
+    """Draws bytes per device and bytes sent per step, for each topology."""
     there = drawn(topologies)
     names = list(next(iter(there.values())))
     if not names:
-        return  # no case is there for all topologies; the tables have what there is
+        return  # no case exists for every topology; the tables show the existing cases
     blocks = {
         what: {topology: partial(draw_one, cases=cases) for topology, cases in there.items()}
         for what, draw_one in {"memory at the peak, GiB": _draw_memory, "sent per step, GiB": _draw_wire}.items()

@@ -1,12 +1,12 @@
-"""What Flax's fp8 products do to a training, beside bfloat16 from the same seeds; and gathers in fp8.
+"""Effect of Flax's fp8 products, and of fp8 gathers, on a training, compared with bfloat16 from the same seeds.
 
     python -m benchmarks.fp8                       some ten minutes on the CPU
-    python -m benchmarks.fp8 --only bfloat16       one row, put beside those that are there
-    python -m benchmarks.fp8 --redraw              the table from the JSON that is there
+    python -m benchmarks.fp8 --only bfloat16       one row, added to the existing rows
+    python -m benchmarks.fp8 --redraw              the table from the existing JSON
 
-The job and the text are those of ``wire_dtypes``, for 500 steps, with all projections of the blocks in float8: inputs
-and kernels in e4m3, gradients in e5m2. Embedding, norms, attention and the head stay in bfloat16. A CPU has no such
-products: it multiplies the values that were rounded.
+Job and text are the same as in ``wire_dtypes``, for 500 steps, with the projections of the blocks in float8: inputs and
+kernels in e4m3, gradients in e5m2. Embedding, norms, attention and the head stay in bfloat16. A CPU has no fp8
+products, and multiplies the rounded values.
 """
 
 import argparse
@@ -33,7 +33,7 @@ FP8_CONFIG = dataclasses.replace(CONFIG, steps=500, dtype=BASE)
 
 
 def trainings() -> dict[str, Training]:
-    """By name; the first is what the others are compared with."""
+    """Returns the trainings by name; the first training is the baseline."""
     mesh, narrow, fp8 = {"fsdp": DEVICES}, {"gather_dtype": BASE}, {"gather_dtype": "float8_e4m3fn"}
     return {
         BASE: Training(mesh, narrow),
@@ -44,7 +44,7 @@ def trainings() -> dict[str, Training]:
 
 
 def rows(runs: dict[str, Any]) -> list[list[str]]:
-    """A row for each training."""
+    """Returns a table row for each training."""
     shown = []
     error = {name: np.std([run["held_out"] for run in of], ddof=1) / math.sqrt(len(of)) for name, of in runs.items()}
     for row in compared(runs, BASE):
@@ -56,7 +56,7 @@ def rows(runs: dict[str, Any]) -> list[list[str]]:
 
 
 def table(found: dict[str, Any]) -> Any:
-    """The held-out losses, and their differences in standard errors: of pairs of a seed, and of two means."""
+    """Builds the table of held-out losses, with differences in standard errors of paired seeds and of two means."""
     columns = ["products", "held-out loss", f"beside {BASE}, same seed", "in its errors", "in those of two means"]
     return rich_table(f"Held-out loss after {found['steps']} steps", columns, rows(found["runs"]))
 
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=FILE, help="the JSON file")
     options = parser.parse_args(arguments)
     kept = json.loads(options.out.read_text()) if options.out.exists() else {"runs": {}}
-    available_devices(DEVICES)  # before anything else has made JAX look for devices
+    available_devices(DEVICES)  # before JAX initialises its devices
     config, runs = dataclasses.replace(FP8_CONFIG, steps=options.steps), kept["runs"]
     for name in () if options.redraw else options.only:
         runs[name] = list(train(config, trainings()[name], options.seeds))

@@ -1,10 +1,10 @@
-"""Decodes token after token with a model that has a cache, on the sharded parameters of a training, in one ``jit``.
+"""Decoding with a cached model on the sharded parameters of a training, in a single ``jit``.
 
-The weights are gathered when the caller says so. With P the bytes of the split parameters, as they are gathered:
+The option ``gather`` sets when weights are gathered. With P the bytes of the sharded parameters in the gather dtype:
 
-  gather          a device receives                    and holds, beside its shards and the cache of its rows
-  "each_token"    P for every token                    the weights of the module that is being computed
-  "once"          P for the whole generation           all weights
+  gather          a device receives                    and stores, beside its shards and the cache of its rows
+  "each_token"    P for every token                    the weights of the current module
+  "once"          P per generation                     the unsharded weights
 """
 
 from collections.abc import Callable
@@ -23,11 +23,11 @@ GATHER = ("each_token", "once")
 def make_generate(
     model: Any, mesh: Mesh, axes: tuple[str, ...], length: int, *, gather: str = GATHER[0], temperature: float = 0.0
 ) -> Callable[..., jax.Array]:
-    """``generate(params, prompt, rng=None)``: integers [b, p] -> [b, length], split over ``axes``.
+    """Returns ``generate(params, prompt, rng=None)``: integers [b, p] -> [b, length], split over ``axes``.
 
-    Given one token of each row, [b, 1], ``model`` returns logits [b, 1, vocabulary] and keeps what it has seen in the
-    collection "cache". Negative tokens of a prompt are written, too. The likeliest token is taken, or with a
-    temperature one is drawn; the text of a row depends neither on the mesh nor on other rows.
+    For one token per row, [b, 1], ``model`` must return logits [b, 1, vocabulary] and store the history in the
+    collection "cache". Negative tokens of a prompt are replaced by generated tokens. The most likely token is chosen,
+    or with ``temperature`` a token is sampled; the text of a row depends neither on the mesh nor on other rows.
     """
 
     def decode(params: Any, prompt: jax.Array, rng: jax.Array) -> jax.Array:
@@ -39,8 +39,8 @@ def make_generate(
 
         def next_token(carry: tuple[Any, jax.Array], inputs: tuple[Any, ...]) -> tuple[Any, jax.Array]:
             (cache, token), (position, given_next) = carry, inputs
-            # A compiler may move what a loop does not change out of the loop, gathers too: all weights would then be
-            # held whole. The barrier makes them depend on the token.
+            # A compiler may move loop-invariant operations, including gathers, out of the loop: every weight would then
+            # be stored unsharded. The barrier makes the gathers depend on the token.
             weights, token = jax.lax.optimization_barrier((params, token)) if gather != "once" else (params, token)
             variables = {"params": weights, "cache": cache}
             logits, changed = model.apply(variables, token[:, None], mutable=["cache"])

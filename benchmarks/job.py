@@ -1,4 +1,4 @@
-"""What a training job is made of: its options, and the text, mesh and model that they stand for, checked.
+"""Training job: its options, and the checked text, mesh and model built from the options.
 
 TrainConfig  -- prepare -->  Job(config, text, mesh, model)
 """
@@ -33,9 +33,11 @@ CHECKPOINTS, METRICS = "steps", "metrics"  # folders below --checkpoint-dir
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What a run is made of. ``mesh=None`` is all devices on one axis "fsdp"; ``out=None`` a new folder in runs/, or
-    ``metrics`` in the checkpoints' folder; ``checkpoint_dir=None`` the folder ``out``; ``checkpoint_every=0`` no
-    checkpoints."""
+    """Options of a run.
+
+    ``mesh=None`` puts every device on an axis "fsdp". ``out=None`` is a new folder in runs/, or ``metrics`` in the
+    checkpoint folder. ``checkpoint_dir=None`` is the folder ``out``. ``checkpoint_every=0`` disables checkpoints.
+    """
 
     model: str = "xlstm"
     mesh: dict[str, int] | None = None
@@ -75,7 +77,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class Job:
-    """A config with everything that can be wrong with it checked."""
+    """Checked config with its text, mesh and model."""
 
     config: TrainConfig
     text: Text
@@ -96,12 +98,13 @@ class Job:
 
 
 def prepare(config: TrainConfig) -> Job:
-    """Checks the config, reads the text, and makes the mesh and the (not yet initialised) model.
+    """Checks the config, reads the text, and creates the mesh and the model (not yet initialised).
 
-    With several processes it joins them, and all of them have to have the same config, text and code.
+    With several processes, joins the processes and compares their config, text and code.
 
     Raises:
-        ValueError: in one line, which option is wrong and what to give instead; or what differs between processes.
+        ValueError: an option is invalid (names the option and a valid value), or processes differ (names the
+            difference).
     """
     text = _agreed_text(config)
     if config.d_model % (2 * config.heads):
@@ -121,7 +124,7 @@ def prepare(config: TrainConfig) -> Job:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """ "dp=2,fsdp=4" -> {"dp": 2, "fsdp": 4}"""
+    """Parses a mesh shape: "dp=2,fsdp=4" -> {"dp": 2, "fsdp": 4}."""
     shape = {}
     for item in text.split(","):
         axis, _, size = item.partition("=")
@@ -134,12 +137,12 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def make_mesh(shape: dict[str, int] | None, processes: int) -> Mesh:
-    """The mesh over the first devices; where there are only CPUs, over simulated ones, as many on each process."""
+    """Creates the mesh over the first devices; on CPUs over simulated devices, equally many per process."""
     simulated = math.prod((shape or {}).values()) if shape else SIMULATED_DEVICES
     if simulated % processes:
         raise ValueError(f"--processes {processes}: they cannot share {simulated} devices equally. Take a divisor.")
     devices = available_devices(simulated // processes)
-    processes = jax.process_count()  # a cluster has told, where --processes was not given
+    processes = jax.process_count()  # from the cluster environment if --processes was not given
     shape = shape or {SHARD_AXIS_PREFIX: len(devices)}
     size = math.prod(shape.values())
     if size > len(devices):
@@ -174,12 +177,13 @@ def make_model(config: TrainConfig, mesh: Mesh) -> LanguageModel:
 
 
 def _agreed_text(config: TrainConfig) -> Text:
-    """Joins the other processes and reads the text, by which time all have the same options, text and code.
+    """Joins the other processes, reads the text, and compares options, text and code between processes.
 
-    What fails on one process alone, before they have agreed, the others are told too: none waits for it.
+    An error in a single process is part of the comparison, so that every process raises instead of waiting.
     """
     place = (config.coordinator, config.processes, config.process_id) if config.processes > 1 else ()
-    heartbeat_s = max(config.start_timeout, config.step_timeout)  # A pause that the guard allows is no death.
+    # A pause within the limits of the guard must not count as a dead process.
+    heartbeat_s = max(config.start_timeout, config.step_timeout)
     initialize_distributed(*place, initialization_timeout_s=config.start_timeout, heartbeat_timeout_s=heartbeat_s)
     text, problem = None, None
     try:
@@ -201,7 +205,7 @@ def _checked_text(config: TrainConfig) -> Text:
 
 
 def _with_folders(config: TrainConfig) -> TrainConfig:
-    """The config with the folders that it leaves open; for checkpoints all processes take that of process 0."""
+    """Fills in folders that the config leaves open; every process uses the checkpoint folder of process 0."""
     new = f"runs/{config.model}-{time.strftime('%Y%m%d-%H%M%S')}"
     chosen = allgather_text(config.checkpoint_dir or config.out or new, "choose the folder of the run")[0]
     out = config.out or (str(Path(config.checkpoint_dir, METRICS)) if config.checkpoint_dir else chosen)
@@ -227,7 +231,7 @@ def _check_checkpoints(config: TrainConfig) -> None:
 
 
 def _what_must_agree(config: TrainConfig, text: Text | None, problem: Exception | None) -> dict[str, Any]:
-    """Options, text and code: processes in which these differ would train a mixture, or wait for each other."""
+    """Returns the options, text and code that processes must share to train the same model without deadlocks."""
     options = dataclasses.asdict(config)
     for own in ("process_id", "out"):
         options.pop(own)

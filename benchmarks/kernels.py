@@ -1,14 +1,14 @@
-"""What a kernel of attention saves in a step, for devices that are not here; and what ``typed_kernel`` costs to trace.
+"""Savings of an attention kernel in a step, forecast for absent devices; and tracing cost of ``typed_kernel``.
 
     python -m benchmarks.kernels                          compiles ten steps: five minutes of a core
-    python -m benchmarks.kernels --topologies v5e:2x4     some of them; the others stay as they are kept
-    python -m benchmarks.kernels --redraw                 the tables of what is kept
+    python -m benchmarks.kernels --topologies v5e:2x4     selected topologies; further stored results are kept
+    python -m benchmarks.kernels --redraw                 tables of the stored results
     python -m benchmarks.kernels --tracing                counts the calls of tracing a step of 12 layers: a minute
 
-The model is the decoder of ``decoder``: 4 layers of 1024, 8 heads of 128 with 2 of keys, a vocabulary of 8192, AdamW,
-one sequence of 8192 tokens on each of 8 devices, every block computed again in the backward pass. It has two
-attentions: XLA's, ``jax.nn.dot_product_attention(implementation="xla")``, and ``attention`` of docs/kernels.md, read
-from that page.
+The model is the decoder of ``decoder``: 4 layers of width 1024, 8 heads of 128 with 2 heads of keys, a vocabulary of
+8192, AdamW, one sequence of 8192 tokens per device on 8 devices, with remat of every block. Two attentions are
+compared: XLA's, ``jax.nn.dot_product_attention(implementation="xla")``, and ``attention`` of docs/kernels.md, which is
+read from the page.
 """
 
 import argparse
@@ -52,7 +52,7 @@ Row = dict[str, Any]
 
 
 def attention_of_the_page(platform: str) -> Attention:
-    """``attention`` as docs/kernels.md has it, for a platform: "tpu", "gpu"."""
+    """Reads ``attention`` from docs/kernels.md, for the platform "tpu" or "gpu"."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     names: dict[str, Any] = {"jax": jax, "typed_kernel": typed_kernel}
     exec(next(block for block in blocks if "def attention(" in block), names)
@@ -63,14 +63,14 @@ def attention_of_the_page(platform: str) -> Attention:
 
 
 def forecast_of(topology: str, attention: Attention, size: DecoderSize = SIZE, context: int = CONTEXT) -> Forecast:
-    """The forecast of a training step of the decoder."""
+    """Forecasts a training step of the decoder."""
     workload = decoder(size, devices=DEVICES, shard_axes=("fsdp",), context=context, attention=attention)
     step, args = workload.build_step({"fsdp": DEVICES})
     return forecast(step, *args, topology=topology, tokens=DEVICES * context, compiler_options="auto")
 
 
 def row_of(topology: str, name: str, **dims: Any) -> Row:
-    """What is kept of a step; seconds, bytes and FLOP of a device and step. Or why there is none."""
+    """Returns the stored result of a step: seconds, bytes and FLOP per device and step; or the error."""
     platform = "tpu" if parse_topology(topology).chip.torus_axes else "gpu"
     try:
         found = forecast_of(topology, xla_attention if name == XLA else attention_of_the_page(platform), **dims)
@@ -90,7 +90,7 @@ def row_of(topology: str, name: str, **dims: Any) -> Row:
 
 
 def table(kept: dict[str, dict[str, Row]]) -> Any:
-    """The rows of all topologies, for ``rich``."""
+    """Builds the table of every topology, for ``rich``."""
     rows = []
     for topology, of in kept.items():
         for name, row in of.items():
@@ -119,7 +119,7 @@ def table(kept: dict[str, dict[str, Row]]) -> Any:
 
 
 def page_rows(kept: dict[str, dict[str, Row]]) -> list[str]:
-    """The rows of the table in docs/kernels.md: XLA's attention, in parentheses the kernel."""
+    """Formats the table rows of docs/kernels.md: values with XLA's attention, and in parentheses with the kernel."""
     rows = []
     for topology, of in kept.items():
         kernel = "splash" if parse_topology(topology).chip.torus_axes else "cuDNN"
@@ -144,7 +144,7 @@ def page_rows(kept: dict[str, dict[str, Row]]) -> list[str]:
 
 LAYERS = 12
 TRACED = DecoderSize(256, LAYERS, 2, 512, hidden=512, kv_heads=1)
-# What is traced: the attention, whether it is wrapped, ``check_vma``.
+# Traced variants: (attention is a kernel, kernel is wrapped, check_vma).
 VARIANTS = {
     "formula": (False, False, False),
     "formula, types": (False, False, True),
@@ -155,7 +155,7 @@ VARIANTS = {
 
 
 class InALoop(nn.Module):
-    """The decoder with its layers in a Python loop, where each traces its kernel anew."""
+    """Decoder with layers in a Python loop, so that each layer traces its kernel separately."""
 
     attention: Attention
 
@@ -169,17 +169,17 @@ class InALoop(nn.Module):
 
 
 def flash(q: jax.Array, k: jax.Array, v: jax.Array, wrap: Callable[..., Any]) -> jax.Array:
-    """JAX's flash attention, which has as many heads of keys as of queries."""
+    """Computes JAX's flash attention, with keys and values repeated to the number of query heads."""
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     by_head = (x.swapaxes(1, 2) for x in (q / q.shape[-1] ** 0.5, k, v))
     return wrap(flash_attention)(*by_head, causal=True).swapaxes(1, 2)
 
 
 def tracer(kernel: bool, wrapped: bool, check_vma: bool) -> Callable[[], int]:
-    """A function that traces the step of a decoder with nothing cached.
+    """Returns a function that traces the step of a decoder without caches.
 
-    It returns how many functions were called, of Python and of C. On a busy machine seconds vary by a tenth, calls do
-    not.
+    The function returns the number of Python and C calls, because seconds vary by a tenth on a busy machine, and calls
+    do not.
     """
     attention = functools.partial(flash, wrap=typed_kernel if wrapped else lambda fn: fn) if kernel else xla_attention
     mesh, rng = DeviceMeshManager.create_abstract_mesh({"fsdp": DEVICES}), jax.eval_shape(lambda: jax.random.key(0))
@@ -208,14 +208,15 @@ def tracer(kernel: bool, wrapped: bool, check_vma: bool) -> Callable[[], int]:
 
 
 def trace_calls() -> Row:
-    """The calls of each variant, and the part that the wrapper adds to those of the bare kernel.
+    """Counts the calls of each variant, and the fraction that the wrapper adds to the calls of the bare kernel.
 
-    Types make any model dearer to trace, also without a kernel. What they add to the formula is taken off.
+    Types add calls to the tracing of any model, even without a kernel; the calls that types add to the formula are
+    subtracted.
     """
     calls = {}
     for name, variant in VARIANTS.items():
         trace = tracer(*variant)
-        trace()  # what is made once in a process
+        trace()  # excludes work that is done once per process
         calls[name] = trace()
     bare = calls["kernel"]
     types = calls["formula, types"] - calls["formula"]
@@ -227,7 +228,7 @@ def trace_calls() -> Row:
 
 
 def tracing_table(kept: Row) -> Any:
-    """The calls of tracing, for ``rich``."""
+    """Builds the table of tracing calls, for ``rich``."""
     rows = [[name, f"{calls:,}"] for name, calls in kept["calls"].items()]
     rows += [[f"the wrapper adds, {name}", f"{part:.1%}"] for name, part in kept["adds"].items()]
     return rich_table(f"Tracing a step of {kept['layers']} layers", ["", "calls"], rows)

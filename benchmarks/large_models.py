@@ -1,11 +1,11 @@
-"""The 1.3B and 7B configurations, as workloads: nothing here needs a device.
+"""Workloads of the 1.3B and 7B configurations, built without devices.
 
   config   layers x d      vocabulary   parameters
   1.3B     24 x 2048       32,768       1.44e9
   7B       32 x 4096       50,176       7.39e9
 
-Decoder-only Transformers of ``models``, 2048 tokens per sequence and one sequence per device, computed in bfloat16 with
-float32 parameters and AdamW. The layers are one ``nn.scan``.
+Decoder-only Transformers of ``models``, with 2048 tokens per sequence and one sequence per device, computed in bfloat16
+with float32 parameters and AdamW. The layers are an ``nn.scan``.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ CONTEXT = 2048
 
 @dataclass(frozen=True)
 class Size:
-    """The dims of a configuration, and the kind of its blocks."""
+    """Dims of a configuration, and the kind of its blocks."""
 
     dim: int
     layers: int
@@ -36,7 +36,7 @@ class Size:
 
     @property
     def causal(self) -> bool:
-        """Whether a token looks back alone."""
+        """Whether attention is causal."""
         return True
 
 
@@ -44,23 +44,23 @@ SIZES = {"1.3B": Size(2048, 24, 16, 32_768), "7B": Size(4096, 32, 32, 50_176)}
 
 
 def inputs_of(tokens):
-    """What of a batch of ``[b, t + 1]`` tokens the model sees: kernels of attention take whole blocks of t alone."""
+    """Returns the abstract model inputs [b, t] of a batch [b, t + 1]; attention kernels take only full blocks of t."""
     return jax.ShapeDtypeStruct((tokens.shape[0], tokens.shape[1] - 1), tokens.dtype)
 
 
 def next_token_loss(params, apply_fn, tokens, rng):
-    """Mean cross-entropy of each token given those before it, from all logits."""
+    """Computes the mean cross-entropy of the next tokens from the full logits."""
     del rng
     logits, labels = apply_fn({"params": params}, tokens[:, :-1]), tokens[:, 1:]
-    # Of a batch dim of one row JAX makes a slice of the lookup of labels, and XLA on TPU then adds its gradient to a
-    # second float32 copy of the logits' gradient (docs/howto/slow_step.md). ``jit`` sees the rows of all devices.
+    # For a batch dim of size 1 JAX turns the lookup of labels into a slice, and XLA on TPU then adds its gradient to a
+    # second float32 copy of the logits gradient (docs/howto/slow_step.md). ``jit`` traces the global batch.
     if len(labels) == 1:
         logits, labels = logits[0], labels[0]
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 def chunked_next_token_loss(params, apply_fn, tokens, rng):
-    """The same, without ever holding the logits."""
+    """Computes ``next_token_loss`` by chunks of the vocabulary, without storing the logits."""
     del rng
     return apply_fn({"params": params}, tokens[:, :-1], tokens[:, 1:], method="losses").loss.mean()
 
@@ -79,16 +79,16 @@ def language_model(
     min_weight_size: int = 2**18,
     **sharding: Any,
 ) -> Workload:
-    """A configuration as a workload; without ``shard_axes`` nothing is wrapped: replicated, or for ``jit`` to split.
+    """Creates the workload of a configuration; without ``shard_axes`` the model is not wrapped.
 
     Args:
       size: see ``SIZES``.
-      devices: so many sequences are the batch.
+      devices: the number of devices, and of sequences in the batch.
       shard_axes: the ``axis_name`` of ``shard_module_params``.
-      remat, prefetch, attention, constrain: of ``LanguageModel``.
-      chunked_head: whether the loss is taken chunk by chunk of the vocabulary, or from all logits.
-      by_pieces: of the head, with ``chunked_head``.
-      min_weight_size, **sharding: further options of ``shard_module_params``; gathered in bfloat16 unless they differ.
+      remat, prefetch, attention, constrain: fields of ``LanguageModel``.
+      chunked_head: whether the loss is computed by chunks of the vocabulary, instead of from the full logits.
+      by_pieces: option of the head, with ``chunked_head``.
+      min_weight_size, **sharding: further options of ``shard_module_params``; the default gather dtype is bfloat16.
     """
     sharding = {"gather_dtype": jnp.bfloat16, "min_weight_size": min_weight_size} | sharding
     model = LanguageModel(

@@ -1,15 +1,15 @@
-"""What a sharded step must hold, move and take at least: formulas of the model's sizes alone, nothing compiled.
+"""Lower limits of memory and communication of a sharded step, from formulas in the sizes of the model.
 
-  P = blocks + embedding + head + small        parameters; the small ones stay whole on every device
-  N devices, t tokens on each, share(N) = (N - 1) / N
-  g, r                                         bytes per element of what is gathered, of gradients that are scattered
+  P = blocks + embedding + head + small        parameters; small parameters stay replicated
+  N devices, t tokens per device, share(N) = (N - 1) / N
+  g, r                                         bytes per element of gathered parameters, of scattered gradients
 
   persistent bytes   (4 + 8) (P - small) / N + (4 + 8) small                               float32 parameters and Adam
-  temporaries        2 L t d + max((blocks / L)(g + r) + 8 t d,  head (g + r) + 4 t V)     all is computed again
+  temporaries        2 L t d + max((blocks / L)(g + r) + 8 t d,  head (g + r) + 4 t V)     full remat
   sent per step      share(N) [g (2 blocks + embedding + head) + r (P - small) + 8 small]  blocks are gathered twice
 
-Sent bytes are those of the ring algorithm, which needs the fewest. Hybrid sharding (HSDP) splits over F devices and has
-R = N / F copies, whose gradients of P / F parameters are averaged besides: 2 share(R) r (P - small) / F.
+Sent bytes are for the ring algorithm, which sends the least. Hybrid sharding (HSDP) splits over F devices with
+R = N / F replicas; averaging the gradients of P / F parameters over replicas adds 2 share(R) r (P - small) / F.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,11 @@ SMALL_BYTES = 2 * FLOAT32  # an all-reduce of float32 gradients sends each byte 
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of parameters of a decoder-only Transformer, by when they are needed.
+    """Parameter counts of a decoder-only Transformer, by part.
 
     Attributes:
-      blocks, embedding, head: those that are split over devices; blocks of all layers together.
-      small: those that stay whole, norms above all.
+      blocks, embedding, head: parameters split over devices; ``blocks`` is the sum over layers.
+      small: replicated parameters, mainly norms.
       layers, dim, vocab_size: L, d, V.
     """
 
@@ -48,7 +48,7 @@ class Counts:
 
 
 def share(parts: int) -> float:
-    """The part of an array that a device does not have, where it is split into ``parts``."""
+    """Returns the fraction of an array that a device does not store if the array is split into ``parts``."""
     return (parts - 1) / parts
 
 
@@ -58,11 +58,11 @@ def share(parts: int) -> float:
 def persistent_bytes(
     counts: Counts, parts: int, *, replicas: int = 1, param_bytes: int = FLOAT32, optimizer_bytes: int = ADAM_BYTES
 ) -> float:
-    """Bytes between steps on one device: its share of parameters and optimizer state.
+    """Computes the bytes per device between steps: shards of parameters and optimizer state.
 
     Args:
-      parts: devices over which parameters are split.
-      replicas: copies over which the optimizer's state is split besides (ZeRO-1); 1 where it is not.
+      parts: number of devices over which parameters are split.
+      replicas: number of replicas over which the optimizer state is also split (ZeRO-1); 1 without ZeRO-1.
     """
     split = param_bytes / parts + optimizer_bytes / (parts * replicas)
     return split * counts.sharded + (param_bytes + optimizer_bytes) * counts.small
@@ -71,20 +71,20 @@ def persistent_bytes(
 def temporary_bytes(
     counts: Counts, tokens: int, *, gather_bytes: int = BFLOAT16, scatter_bytes: int = BFLOAT16
 ) -> float:
-    """The least temporaries with full recomputation, in bfloat16: inputs of all layers, and what one part needs.
+    """Computes the least temporary bytes with full remat in bfloat16: layer inputs plus the larger of block and head.
 
-    That part is a block (its weights, their gradients, its activations) or the head (likewise; logits of two bytes and
-    their gradient), whichever is larger.
+    A block needs weights, gradients of the weights, and activations; the head needs weights, gradients of the weights,
+    and logits of two bytes with their gradient.
     """
     wire = gather_bytes + scatter_bytes
     kept = 2 * counts.layers * tokens * counts.dim
     block = counts.blocks / counts.layers * wire + 8 * tokens * counts.dim
-    head = (counts.head or counts.embedding) * wire + 4 * tokens * counts.vocab_size  # a tied one is the embedding
+    head = (counts.head or counts.embedding) * wire + 4 * tokens * counts.vocab_size  # a tied head is the embedding
     return kept + max(block, head)
 
 
 def kept_gathered_bytes(counts: Counts, *, gather_bytes: int = BFLOAT16) -> int:
-    """What a step holds more where gathered weights of the blocks are kept for the backward pass."""
+    """Computes the extra bytes of a step that keeps the gathered weights of blocks for the backward pass."""
     return gather_bytes * counts.blocks
 
 
@@ -93,7 +93,7 @@ def kept_gathered_bytes(counts: Counts, *, gather_bytes: int = BFLOAT16) -> int:
 
 @dataclass(frozen=True)
 class Communication:
-    """Bytes that each device sends: in gathers, in scatters of gradients, between copies, of what is small."""
+    """Bytes that each device sends in gathers, gradient scatters, reductions over replicas, and small all-reduces."""
 
     gather: float
     scatter: float
@@ -115,13 +115,13 @@ def wire_bytes(
     reduce_bytes: int = BFLOAT16,
     reshard_after_forward: bool = True,
 ) -> Communication:
-    """The fewest bytes that each device sends in a step.
+    """Computes the least bytes that each device sends in a step.
 
     Args:
-      parts: devices over which parameters are split.
-      replicas: copies of these parts (HSDP).
-      reduce_bytes: of an element in the reduction between copies.
-      reshard_after_forward: blocks are gathered again in the backward pass.
+      parts: number of devices over which parameters are split.
+      replicas: number of replicas of the shards (HSDP).
+      reduce_bytes: bytes per element in the reduction over replicas.
+      reshard_after_forward: whether blocks are gathered again in the backward pass.
     """
     gathered = (2 if reshard_after_forward else 1) * counts.blocks + counts.embedding + counts.head
     return Communication(
@@ -133,31 +133,31 @@ def wire_bytes(
 
 
 def collective_counts(layers: int, *, axes: int = 1) -> dict[str, int]:
-    """The fewest collectives of a step, a layer being one unit: one stage for each of ``axes``."""
+    """Computes the least number of collectives of a step, with one unit per layer and one stage per axis."""
     return {"all-gather": axes * (2 * layers + 2), "reduce-scatter": axes * (layers + 2), "all-reduce": 1}
 
 
 def axis_bytes(payload: float, axis_sizes: Mapping[str, int]) -> dict[str, float]:
-    """What each device sends along each axis in a gather (or scatter) of one stage per axis.
+    """Computes the bytes that each device sends along each axis in a gather (or scatter) with one stage per axis.
 
     Args:
-      payload: bytes of the whole array.
-      axis_sizes: outermost first. The innermost is gathered first, when only a part of the array is there.
+      payload: bytes of the unsharded array.
+      axis_sizes: outermost first. The innermost axis is gathered first, when the gathered part is smallest.
     """
-    sent, whole = {}, payload
+    sent, gathered = {}, payload
     for axis, size in axis_sizes.items():
-        sent[axis] = share(size) * whole
-        whole /= size
+        sent[axis] = share(size) * gathered
+        gathered /= size
     return sent
 
 
 def busiest_axis_bytes(payload: float, sizes: Sequence[int]) -> float:
-    """Along the busiest axis where the order is the same for every array: that is the outermost."""
+    """Computes the bytes along the busiest axis if every array has the same axis order; the outermost axis."""
     return max(axis_bytes(payload, dict(enumerate(sizes))).values())
 
 
 def crossing_bytes(counts: Counts, domains: int, inside: int, *, scatter_bytes: int = BFLOAT16) -> float:
-    """Returns what each device sends to other domains: its part of what its domain's ``inside`` devices send."""
+    """Computes the bytes per device sent to other domains: a domain's traffic divided by its ``inside`` devices."""
     small = SMALL_BYTES * counts.small
     gathered = BFLOAT16 * (2 * counts.blocks + counts.embedding + counts.head)
     return share(domains) * (gathered + scatter_bytes * counts.sharded + small) / inside

@@ -1,9 +1,9 @@
-"""What LoRA on a frozen base takes of each device, beside a training of all weights: the table of docs/frozen.md.
+"""Memory per device of LoRA on a frozen base, compared with training every weight: the table of docs/frozen.md.
 
     python -m benchmarks.lora --size 7B --topology v5e:2x4
 
-The Transformers of ``large_models`` on a mesh of one axis, all activations computed again but those between layers, and
-losses by chunks of the vocabulary. In the LoRA of them each projection of the blocks has adapters, split as the base.
+The Transformers of ``large_models`` on a mesh with a single axis, with remat of layers, and losses by chunks of the
+vocabulary. With LoRA each projection of the blocks has adapters, which are split like the base.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from xlstm_jax.forecast.hardware.topologies import parse_topology
 from xlstm_jax.forecast.training import Workload
 
 RANK = 16
-MIN_WEIGHT_SIZE = 2**14  # adapters are small, and there are many
+MIN_WEIGHT_SIZE = 2**14  # small enough to split the many small adapters
 
 
 class LoRADense(nn.Dense):
-    """A Dense of the weights W + A B; W has the names that it has without adapters."""
+    """Dense with weights W + A B; W has the same names as without adapters."""
 
     rank: int = RANK
 
@@ -39,7 +39,7 @@ class LoRADense(nn.Dense):
 
 
 class LoRABlock(models.TransformerBlock):
-    """The block with adapters in its projections."""
+    """``TransformerBlock`` with adapters in its projections."""
 
     def project(self, name: str, features: int, x):
         return LoRADense(features, use_bias=False, **self.dtypes, name=name)(x)
@@ -49,26 +49,26 @@ class LoRABlock(models.TransformerBlock):
 
 
 def is_adapter(path: str) -> bool:
-    """Whether a leaf is one of the adapters', which are trained."""
+    """Whether a leaf belongs to an adapter, and so is trained."""
     return "lora_" in path
 
 
 def workload(size: str, devices: int, frozen_dtype: str | None) -> Workload:
-    """A configuration of ``large_models`` with adapters on a base in ``frozen_dtype``; None: all weights trained."""
+    """Creates the workload of a configuration with adapters on a base in ``frozen_dtype``; None trains every weight."""
     make = partial(language_model, devices=devices, shard_axes=("fsdp",), remat=True, chunked_head=True)
     made = make(SIZES[size], min_weight_size=MIN_WEIGHT_SIZE)
     return made if frozen_dtype is None else adapted(made, frozen_dtype)
 
 
 def adapted(made: Any, frozen_dtype: str) -> Workload:
-    """A workload of ``language_model`` with adapters on a base in ``frozen_dtype``."""
+    """Adds adapters on a base in ``frozen_dtype`` to a workload of ``language_model``."""
     wrap = made.model.wrap
     model = made.model.clone(wrap=lambda cls: wrap(LoRABlock if cls is models.TransformerBlock else cls))
     return dataclasses.replace(made, model=model, trainable=is_adapter, frozen_dtype=frozen_dtype)
 
 
 def measured(size: str, frozen_dtype: str | None, topology: str) -> dict[str, Any]:
-    """Bytes of each device, by what they are of: the plan's, then the forecast's."""
+    """Returns the bytes per device by kind, from the plan and from the forecast."""
     devices = parse_topology(topology).num_devices
     made, sizes = workload(size, devices, frozen_dtype), {"fsdp": devices}
     inputs = (jax.ShapeDtypeStruct((devices, CONTEXT), jnp.int32),)

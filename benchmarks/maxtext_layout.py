@@ -1,18 +1,18 @@
-"""A mixture of 8 x 7B on h100:8x8: the library beside ``jit`` with the layout of MaxText; forecasts, nothing runs.
+"""Forecasts of an 8 x 7B mixture on h100:8x8: this library compared with ``jit`` in the layout of MaxText.
 
     python -m benchmarks.maxtext_layout            some ten minutes of compilation; results/axes/maxtext_layout.json
-    python -m benchmarks.maxtext_layout --redraw   the table of what is kept
+    python -m benchmarks.maxtext_layout --redraw   table of the stored results
 
-  ours   ``benchmarks.axes``: experts over "ep", all else over both axes; rows sent by indices
-  jit    global arrays and XLA's partitioner, with the rules for parameters of MaxText's base.yml at 09d2025:
-         of experts, the dim of experts over "expert" and that of embeddings over "fsdp"; of all else, that of
-         embeddings over both. The batch is split over both. Rows are sent by products with one-hot masks, as MaxText
-         does with a capacity
+  ours   ``benchmarks.axes``: experts over "ep", every other leaf over both axes; rows sent by indices
+  jit    global arrays and XLA's partitioner, with the parameter rules of MaxText's base.yml at 09d2025: for experts,
+         the expert dim over "expert" and the embedding dim over "fsdp"; for every other leaf, the embedding dim over
+         both axes. The batch is split over both axes. Rows are sent by products with one-hot masks, as MaxText does
+         with a capacity
 
-Both have 32 layers in a scan, each computed again in the backward pass, a capacity of 1.25 for each row of 8,192
-tokens, attention of cuDNN, AdamW in float32, and weights and activations in bfloat16. ``jit`` has its loss on whole
-logits, as MaxText has by default, ours by chunks of the vocabulary. Each side is compiled with each of ``OPTIONS``,
-and ``jit`` on each of ``MESHES``; the fastest counts.
+Both sides have 32 layers in a scan with remat, a capacity of 1.25 for each row of 8,192 tokens, attention of cuDNN,
+AdamW in float32, and weights and activations in bfloat16. ``jit`` computes the loss from the full logits, as MaxText
+does by default; this library by chunks of the vocabulary. Each side is compiled with each entry of ``OPTIONS``, and
+``jit`` on each mesh of ``MESHES``; the fastest result counts.
 """
 
 import argparse
@@ -54,7 +54,7 @@ KEPT = OUT / "maxtext_layout.json"
 
 
 class MaskedExperts(nn.Module):
-    """The two best of the experts for each token of ``y[b, t, d]``; rows go there and back by products with masks."""
+    """Mixture with the two best experts per token of ``y[b, t, d]``; rows are dispatched by products with masks."""
 
     size: DecoderSize
     constrain: Any
@@ -72,7 +72,7 @@ class MaskedExperts(nn.Module):
         probabilities = nn.softmax(nn.Dense(c.experts, use_bias=False, name="router")(y.astype(jnp.float32)))
         weights, chosen = lax.top_k(probabilities, TOP_K)
         weights = weights / weights.sum(-1, keepdims=True)
-        # A choice has the place after those of the same expert before it, token by token.
+        # The place of a choice is the number of earlier choices of the same expert, token by token.
         is_chosen = jax.nn.one_hot(chosen, c.experts, dtype=jnp.int32)  # [b, t, k, E]
         counted = jnp.cumsum(is_chosen.reshape(rows, -1, c.experts), axis=1).reshape(is_chosen.shape) - 1
         places = jnp.where(is_chosen > 0, counted, capacity)  # one_hot of the capacity, and of more, is 0
@@ -86,7 +86,7 @@ class MaskedExperts(nn.Module):
 
 
 def spec_of(path: str, shape: tuple[int, ...], c: DecoderSize) -> P:
-    """The rules of MaxText for a parameter; norms and the router's few values stay whole."""
+    """Returns the partition spec of a parameter by the rules of MaxText; norms and the router stay replicated."""
     of_experts = any(f"experts/{name}" in path for name in ("gate", "up", "down"))
     if len(shape) < 2 or math.prod(shape) < 2**20:
         return P()
@@ -99,7 +99,7 @@ def spec_of(path: str, shape: tuple[int, ...], c: DecoderSize) -> P:
 
 
 def build_jit(sizes: dict[str, int]) -> tuple[Any, tuple[Any, ...]]:
-    """The step of ``jit`` and its abstract arguments."""
+    """Builds the step of ``jit`` and its abstract arguments."""
     mesh, c = DeviceMeshManager.create_abstract_mesh(sizes), SIZES[OURS.size]
     place, both = partial(NamedSharding, mesh), P(("fsdp", "expert"))
 
@@ -133,7 +133,7 @@ def build_jit(sizes: dict[str, int]) -> tuple[Any, tuple[Any, ...]]:
 
 
 def row_of(side: str, sizes: dict[str, int], options: str, step: Any, args: tuple[Any, ...]) -> dict[str, Any]:
-    """What is kept of one compilation."""
+    """Compiles a step, and returns the stored result."""
     row: dict[str, Any] = {"side": side, "mesh": format_mesh(sizes), "options": options}
     try:
         found = forecast(step, *args, topology=TOPOLOGY, compiler_options=OPTIONS[options], tokens=OURS.rows * CONTEXT)
@@ -144,7 +144,7 @@ def row_of(side: str, sizes: dict[str, int], options: str, step: Any, args: tupl
 
 
 def table(kept: list[dict[str, Any]]) -> Any:
-    """A line for each compilation."""
+    """Builds the table with a row per compilation."""
     rows = []
     for one in kept:
         cells = ["refused", "", "", ""]

@@ -1,21 +1,21 @@
-"""What a step takes of each device's memory, by phase: every case, compiled for TPUs or GPUs, beside the least.
+"""Memory per device of a training step, by phase, for cases compiled for TPUs or GPUs, compared with a floor.
 
     python -m benchmarks.memory                                  1.3B on three topologies, all cases
     python -m benchmarks.memory --sizes small --topologies v5e:2x4 --cases jit flat ours
     python -m benchmarks.memory --topologies h100:32x8           GPUs, their cases
-    python -m benchmarks.memory --devices --sizes small          also on the accelerators at hand: their own count
+    python -m benchmarks.memory --devices --sizes small          also measured on the local accelerators
 
-For each model it writes ``<out>/<size>.json`` and, with one row of plots for each topology, ``<out>/<size>.png``. Read
-from XLA's buffer assignment and live ranges (``forecasts``):
+Writes, for each model, ``<out>/<size>.json`` and ``<out>/<size>.png`` with one row of plots per topology. The values
+are read from XLA's buffer assignment and live ranges (``forecasts``):
 
-  arguments     parameters, optimizer state, batch; outputs take their place
-  temporaries   the allocation in which all of them live, and how much of it is in use at most in the forward pass, the
-                backward pass and the optimizer
+  arguments     parameters, optimizer state, batch; outputs reuse their memory
+  temporaries   size of the allocation of temporaries, and peak use in the forward pass, the backward pass and the
+                optimizer
 
-The floor is the formula of ``limits.temporary_bytes``: with everything computed again, weights and gradients of one
-part at a time, in bfloat16. Cases that keep activations have none of their own and are put beside the same one.
+The floor is the formula of ``limits.temporary_bytes``: with full remat, weights and gradients of one part at a time, in
+bfloat16. Cases that keep activations are compared with the same floor.
 
-On accelerators every case runs two steps in a process of its own, as the peak cannot be reset.
+On accelerators every case runs two steps in a separate process, because the peak cannot be reset.
 """
 
 import argparse
@@ -52,7 +52,7 @@ NO_COUNT = "the devices at hand, {kind}, do not count their memory; this needs G
 
 
 def measured(name: str, topology: str, cases: dict[str, Any]) -> dict[str, Any]:
-    """What of the kept forecasts is about memory, with ratios: by case, in bytes per device."""
+    """Extracts memory and ratios from the stored forecasts: by case, in bytes per device."""
     size, devices = SIZES[name], parse_topology(topology).num_devices
     tokens = next((found["tokens_per_device"] for found in compiled(cases).values()), 0)
     floor = temporary_bytes(counts(size), tokens)
@@ -80,7 +80,7 @@ def _of_case(found: dict[str, Any], cases: dict[str, Any], floor: float) -> dict
 
 
 def on_devices(names: Sequence[str], cases: Sequence[str], console: Console) -> dict[str, dict[str, Any]]:
-    """Each case on the accelerators at hand, in a process of its own: by size and case.
+    """Measures each case on the local accelerators, in a separate process; returns results by size and case.
 
     Raises:
       ValueError: the devices do not count their memory.
@@ -106,10 +106,10 @@ def _run_child(name: str, case: str) -> dict[str, Any]:
 
 
 def measure(name: str, case: str) -> dict[str, Any]:
-    """Two steps on all devices at hand; their own count of bytes, the largest of all devices.
+    """Runs two steps on the local devices; returns the bytes in use and the peak, each the maximum over devices.
 
     Raises:
-      ValueError: the devices do not count; or the case has no mesh of so many devices.
+      ValueError: the devices do not report memory; or the case has no mesh for the number of devices.
     """
     devices = jax.devices()
     if not (devices[0].memory_stats() or {}).get("peak_bytes_in_use"):
@@ -125,7 +125,7 @@ def measure(name: str, case: str) -> dict[str, Any]:
 
 
 def devices_table(name: str, cases: dict[str, Any]) -> Any:
-    """The accelerators' own count."""
+    """Builds the table of the memory measured on accelerators."""
     kinds = {found["devices"] for found in cases.values() if "devices" in found}
     rows = []
     for case, found in cases.items():
@@ -142,7 +142,7 @@ def devices_table(name: str, cases: dict[str, Any]) -> Any:
 
 
 def table(name: str, topology: str, found: dict[str, Any]) -> Any:
-    """Ratios first: total over jit and over the flat algorithm, temporaries over the floor."""
+    """Builds the table of a topology: total relative to jit and to the flat algorithm, temporaries to the floor."""
     floor = format_bytes(found["limit_bytes"]["temporaries"])
     title = f"{name} on {topology}: bytes per device; floor of the temporaries {floor}"
     columns = ["case", "of jit", "of flat", "of floor", "total", "temporaries", "fits"]
@@ -163,7 +163,7 @@ def _row(case: str, found: dict[str, Any]) -> list[str]:
 
 
 def phases_table(name: str, topology: str, found: dict[str, Any]) -> Any:
-    """What each phase has in use at most, beside what is there all the time."""
+    """Builds the table of the peak use of temporaries in each phase, with the permanent arguments."""
     rows = [
         [case, *(format_bytes(size) for size in (one["bytes"]["arguments"], *one["live_temporary_bytes"].values()))]
         for case, one in compiled(found["cases"]).items()
@@ -173,11 +173,11 @@ def phases_table(name: str, topology: str, found: dict[str, Any]) -> Any:
 
 
 def draw(path: Path, name: str, topologies: dict[str, Any]) -> None:
-    """All bytes, and temporaries by phase beside their floor: for each topology."""
+    """Draws total bytes, and temporaries by phase with the floor, for each topology."""
     there = drawn({topology: found["cases"] for topology, found in topologies.items()})
     names = list(next(iter(there.values())))
     if not names:
-        return  # no case is there for all topologies; the tables have what there is
+        return  # no case exists for every topology; the tables show the existing cases
     floors = {topology: found["limit_bytes"]["temporaries"] / GIB for topology, found in topologies.items()}
     blocks = {
         "all, GiB": {topology: partial(_draw_total, cases=cases) for topology, cases in there.items()},
@@ -215,7 +215,7 @@ def _draw_phases(axes: Any, cases: dict[str, Any], floor: float) -> None:
 
 
 def _cut(values: Sequence[float]) -> float:
-    """Where the axis ends: four times the middle value, so that one huge bar does not make the others invisible."""
+    """Returns the end of the axis: at most four times the median, so that a huge bar does not hide small bars."""
     return min(max(values), 4 * float(np.median(values)))
 
 
@@ -233,7 +233,7 @@ def parser() -> argparse.ArgumentParser:
     options = {"sizes": SIZES, "models": MODELS, "topologies": TOPOLOGIES, "cases": CASES}
     add_forecast_options(new, **options, out=OUT, kept=forecasts.OUT)
     new.add_argument("--devices", action="store_true", help="also run each case on the accelerators at hand")
-    new.add_argument("--measure", nargs=2, metavar=("SIZE", "CASE"), help=argparse.SUPPRESS)  # in a process of its own
+    new.add_argument("--measure", nargs=2, metavar=("SIZE", "CASE"), help=argparse.SUPPRESS)  # in a separate process
     return new
 
 
@@ -259,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def write(
     out: Path, name: str, suffix: str, topologies: dict[str, Any], counted: dict[str, Any] | None, console: Console
 ) -> None:
-    """Tables on the console, JSON and a picture in the folder."""
+    """Prints the tables, and writes the JSON and the picture to the folder."""
     for topology, found in topologies.items():
         console.print(table(name, topology, found))
         console.print(phases_table(name, topology, found))

@@ -1,28 +1,27 @@
-"""What metrics add to a training step, in microseconds and collectives: ``python -m benchmarks.metrics``.
+"""Cost of metrics in a training step, in microseconds and collectives: ``python -m benchmarks.metrics``.
 
-One small training step over all devices, without and with metrics. Every variant is compiled once; then all take turns
-in one process, so that what else the machine does meets all of them alike.
+A small training step runs on every device, without and with metrics. Every variant is compiled once; then the variants
+take turns in a single process, so that other load on the machine affects every variant alike.
 
   bare                     a linear model, one all-reduce of its gradient
-  update                   + a Compose of 20 WeightedMeans, updated
-  update and sync          + the same, and reduced over devices in every step
-  update, sync and compute + the same, and the 20 values of all devices
-  mixed: ...               the same with means, sums, counts, maxima and minima
-  pmean of each value      + 20 times ``lax.pmean(values.mean())``: what one writes without a library
+  update                   + update of a Compose of 20 WeightedMeans
+  update and sync          + reduction over devices in every step
+  update, sync and compute + the 20 values over every device
+  mixed: ...               the same variants with means, sums, counts, maxima and minima
+  pmean of each value      + 20 times ``lax.pmean(values.mean())``: code without a library
   clu, merge               + a ``clu.metrics.Collection`` of 20 Averages, merged on each device
-  clu, gather and merge    + the same by ``gather_from_model_output`` in every step, as clu does it on several devices
+  clu, gather and merge    + ``gather_from_model_output`` of clu in every step, for several devices
 
-All observe the same values, columns of the model's error. What a variant adds is the median, over rounds, of its
-difference to the bare step of the same round. The reductions are also called alone, each waited for.
+Every variant observes the same values, columns of the error of the model. The cost of a variant is the median over
+rounds of the difference to the bare step in the same round. The reductions are also called and awaited separately.
 
-Collectives are counted as the program asks for them, and as compiled: XLA puts sums that do not depend on each other
-into one all-reduce of several buffers, which on CPU devices is no faster than several all-reduces.
+Collectives are counted in the lowered and in the compiled program: XLA combines independent sums into an all-reduce of
+several buffers, which on CPU devices is no faster than several all-reduces.
 
-Twenty values that leave a program cost more than the collective that they come from: each is an array on each device.
-So a sync, whose result is a state of a few vectors, stands beside sync and compute, whose result is 20 arrays.
+Twenty output values of a program cost more than the collective that computes them, because each value is an array on
+each device. So "sync", with a state of a few vectors as result, is compared with "sync and compute", with 20 arrays.
 
-The aims: an update adds no collective, and a sync of 20 metrics costs no more than two of the naive ones, a naive one
-being the ``lax.pmean`` of one scalar.
+The aims: an update adds no collective, and a sync of 20 metrics costs at most two ``lax.pmean`` of a scalar.
 """
 
 import argparse
@@ -47,7 +46,7 @@ CLU_MISSING = "clu.metrics is left out: it is not installed. pip install clu"
 
 
 def step_rows(result: Measurement) -> list[tuple[str, float, tuple[int, int]]]:
-    """(what is done with the metrics in a step, microseconds added, collectives added as lowered and as compiled)."""
+    """Returns rows of (variant, microseconds added, collectives added in the lowered and compiled program)."""
     labels = [prefix + label for prefix in ("", "mixed: ") for label in OURS] + ["pmean of each value"]
     labels += ["clu, merge", "clu, gather and merge"] * result.has_clu
     rows = [(label, result.added(label), result.added_collectives(label)) for label in labels]
@@ -87,7 +86,7 @@ def _with_quartiles(values: np.ndarray) -> str:
 
 
 def verdicts(result: Measurement) -> list[str]:
-    """Whether the two aims are met, in words."""
+    """Formats whether the two aims are met."""
     collectives = [result.added_collectives(label) for label in ("update", "mixed: update")]
     clean = all(pair == (0, 0) for pair in collectives)
     lines = [f"update alone adds no collective: {_met(clean)}"]
@@ -106,7 +105,7 @@ def _met(condition: bool) -> str:
 
 
 def draw(path: Path, result: Measurement) -> None:
-    """Left: microseconds that a step has more. Right: one reduction, in and out of the step, beside the budget."""
+    """Draws the microseconds added to a step (left), and reductions inside and outside the step (right)."""
     figure = Figure(figsize=(PAGE_WIDTH, 5), dpi=PAGE_DPI, layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
     rows = step_rows(result)
@@ -131,7 +130,7 @@ def draw(path: Path, result: Measurement) -> None:
 
 
 def _bars(axes: Any, names: list[str], series: list[tuple[str, list[float], Any]]) -> None:
-    """Horizontal bars, the first name at the top, each with its number."""
+    """Draws horizontal bars with numbers, the first name at the top."""
     height = 0.75 / len(series)
     for position, (label, values, color) in enumerate(series):
         places = np.arange(len(names)) + (position - (len(series) - 1) / 2) * height

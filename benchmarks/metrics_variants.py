@@ -1,4 +1,4 @@
-"""Training steps with and without metrics, timed in turn and their collectives counted; see ``benchmarks.metrics``."""
+"""Training steps with and without metrics: timing in turn, and counts of collectives; see ``benchmarks.metrics``."""
 
 import importlib.util
 import re
@@ -21,14 +21,14 @@ SIMULATED_DEVICES = 8
 WIDTH = 128
 ROWS = 32  # per device
 LEARNING_RATE = 1e-3
-NAIVE_BUDGET = 2  # pmeans of one scalar that a sync of all metrics may cost
+NAIVE_BUDGET = 2  # largest cost of a sync of every metric, in pmeans of a scalar
 MIXED = (*[WeightedMean()] * 6, Sum(), Sum(jnp.int32), Max(), Min())
 
 OURS = ("update", "update and sync", "update, sync and compute")
 
 WHOLE, SPLIT = PartitionSpec(), PartitionSpec(AXIS)
 
-# First as StableHLO writes a collective, then as compiled HLO does, also an asynchronous one.
+# A collective in StableHLO, or in compiled HLO (synchronous or asynchronous).
 _KINDS = "all.reduce|all.gather|reduce.scatter|all.to.all|collective.permute|collective.broadcast"
 _COLLECTIVE = re.compile(rf"stablehlo\.(?:{_KINDS})\b|\s(?:{_KINDS})(?:-start)?\(")
 
@@ -37,7 +37,7 @@ Values = list[jax.Array]
 
 @dataclass(frozen=True)
 class Cost:
-    """Collectives in the lowered and in the compiled program, and the microseconds of one call in each round."""
+    """Collectives in the lowered and in the compiled program, and the microseconds per call in each round."""
 
     lowered: int
     compiled: int
@@ -48,13 +48,13 @@ class Cost:
         return float(np.median(self.rounds))
 
     def above(self, other: "Cost") -> np.ndarray:
-        """The difference in each round."""
+        """Returns the difference to ``other`` in each round."""
         return np.array(self.rounds) - np.array(other.rounds)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """``steps`` are whole training steps, ``alone`` the reductions by themselves; labels -> costs."""
+    """Costs by label: of training steps in ``steps``, of separate reductions in ``alone``."""
 
     metrics: int
     devices: str
@@ -63,16 +63,19 @@ class Measurement:
     has_clu: bool
 
     def added(self, label: str) -> float:
-        """Microseconds that a variant adds to the bare step."""
+        """Returns the microseconds that a variant adds to the bare step."""
         return float(np.median(self.steps[label].above(self.steps["bare"])))
 
     def added_collectives(self, label: str) -> tuple[int, int]:
-        """In the lowered program and in the compiled one, which may have fused some with those of the bare step."""
+        """Returns the collectives added in the lowered and in the compiled program.
+
+        The compiled program may combine added collectives with the collectives of the bare step.
+        """
         cost, bare = self.steps[label], self.steps["bare"]
         return cost.lowered - bare.lowered, cost.compiled - bare.compiled
 
     def in_step(self) -> dict[str, np.ndarray]:
-        """Microseconds of a reduction as a part of the step, each round: what it adds to the same step without."""
+        """Returns the microseconds in each round that a reduction adds to a step without the reduction."""
         pairs = {
             "1 pmean": ("1 pmean", "bare"),
             f"{NAIVE_BUDGET} pmeans": (f"{NAIVE_BUDGET} pmeans", "bare"),
@@ -83,7 +86,7 @@ class Measurement:
         return {label: self.steps[a].above(self.steps[b]) for label, (a, b) in pairs.items()}
 
     def in_units_of_the_budget(self, label: str) -> tuple[float, float]:
-        """A reduction over two pmeans of a scalar: in the step, and alone; the aim is at most 1."""
+        """Returns the cost of a reduction relative to the budget, in the step and alone; the aim is at most 1."""
         budget = f"{NAIVE_BUDGET} pmeans"
         here, alone = self.in_step(), np.array(self.alone[label].rounds) / np.array(self.alone[budget].rounds)
         return float(np.median(here[label]) / np.median(here[budget])), float(np.median(alone))
@@ -91,7 +94,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Variant:
-    """``run(calls)`` returns when all of them are done."""
+    """Compiled variant; ``run(calls)`` runs the program ``calls`` times and waits for the last call."""
 
     lowered: int
     compiled: int
@@ -102,14 +105,14 @@ class Variant:
 
 
 def train(weights: jax.Array, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A step of descent of a linear model towards its own inputs: new weights, and the error [rows, width]."""
+    """Trains a linear model to reproduce its inputs for a step; returns new weights, and the error [rows, width]."""
     error = inputs @ weights - inputs
     gradient = jax.lax.pmean(inputs.T @ error / len(error), AXIS)
     return weights - LEARNING_RATE * gradient, error
 
 
 def columns(error: jax.Array, count: int) -> Values:
-    """What the metrics observe: the values of each are one column, [rows]."""
+    """Returns the values that the metrics observe, one column [rows] per metric."""
     return [error[:, i % WIDTH] for i in range(count)]
 
 
@@ -122,7 +125,7 @@ def named(values: Values) -> dict[str, jax.Array]:
 
 
 def step_with(observe: Callable[[Any, Values], tuple[Any, Any]], count: int) -> Callable:
-    """``step((weights, state), inputs) -> ((weights, state), outputs)``."""
+    """Returns ``step((weights, state), inputs) -> ((weights, state), outputs)``."""
 
     def step(carry, inputs):
         weights, error = train(carry[0], inputs)
@@ -133,7 +136,7 @@ def step_with(observe: Callable[[Any, Values], tuple[Any, Any]], count: int) -> 
 
 
 def our_observers(metric: Compose) -> tuple[Callable, Callable, Callable]:
-    """Update only; update and sync; update, sync and compute."""
+    """Returns three observers: update; update and sync; update, sync and compute."""
 
     def update(state, values):
         kinds = [metric.metrics[name] for name in named(values)]
@@ -152,13 +155,13 @@ def our_observers(metric: Compose) -> tuple[Callable, Callable, Callable]:
 
 
 def clu_collection(count: int) -> Any:
-    from clu import metrics as clu_metrics  # optional, and asked for only where it is installed
+    from clu import metrics as clu_metrics  # optional; called only if clu is installed
 
     return clu_metrics.Collection.create(**{f"m{i}": clu_metrics.Average.from_output(f"m{i}") for i in range(count)})
 
 
 def clu_observers(collection: Any) -> tuple[Callable, Callable]:
-    """Merge on each device; gather, reduce and merge."""
+    """Returns two observers: merge on each device; gather, reduce and merge."""
 
     def merge(state, values):
         local = jax.tree.map(lambda x: x[0], state)
@@ -190,7 +193,7 @@ def step_variants(mesh: Mesh, count: int, with_clu: bool) -> Iterator[tuple[str,
     yield f"{NAIVE_BUDGET} pmeans", variant(lambda state, values: (state, pmeans(values[:NAIVE_BUDGET])))
     yield "pmean of each value", variant(lambda state, values: (state, pmeans(values)))
     if with_clu:
-        # What an all_gather returns varies by type, although it is equal everywhere: with check_vma it may not leave.
+        # The result of all_gather is typed as varying, although it is replicated: check_vma would reject it as output.
         collection = clu_collection(count)
         merge, gather = clu_observers(collection)
         stacked = jax.tree.map(lambda x: jnp.stack([x] * mesh.size), collection.empty())
@@ -226,10 +229,10 @@ def measure(steps: int = 20, rounds: int = 25, metrics: int = 20, with_clu: bool
     """Runs every variant ``rounds`` times in turn, ``steps`` calls each time.
 
     Args:
-        metrics: how many; at least one for each kind of ``MIXED``.
-        with_clu: by default whether clu is installed.
+        metrics: the number of metrics; at least one for each kind of ``MIXED``.
+        with_clu: whether to include clu; by default if clu is installed.
     Raises:
-        ValueError: fewer metrics than there are kinds; or there is one device only, so that there is nothing to reduce.
+        ValueError: ``metrics`` is below the number of kinds; or only one device exists, so no reduction is needed.
     """
     if metrics < len(MIXED):
         raise ValueError(f"--metrics {metrics}: the mixed ones are of {len(MIXED)} kinds; take {len(MIXED)} or more.")
@@ -242,7 +245,7 @@ def measure(steps: int = 20, rounds: int = 25, metrics: int = 20, with_clu: bool
 
 
 def _several_devices() -> list[jax.Device]:
-    """All accelerators where there are several, else simulated CPU devices; or those with which JAX runs already."""
+    """Returns the accelerators if there are several, else CPU devices, simulated if JAX has not started."""
     devices = available_devices(SIMULATED_DEVICES)
     devices = devices if len(devices) > 1 else jax.devices("cpu")
     if len(devices) == 1:
@@ -254,7 +257,7 @@ def _timed(variants: dict[str, Variant], calls: int, rounds: int) -> dict[str, C
     times = {label: [] for label in variants}
     for _ in range(rounds):
         for label, variant in variants.items():
-            variant.run(1)  # the caches still hold what the variant before needed
+            variant.run(1)  # warms the caches after the preceding variant
             start = time.perf_counter()
             variant.run(calls)
             times[label].append((time.perf_counter() - start) / calls * 1e6)
@@ -262,7 +265,7 @@ def _timed(variants: dict[str, Variant], calls: int, rounds: int) -> dict[str, C
 
 
 def count_collectives(text: str) -> int:
-    """In StableHLO or compiled HLO; one over several operands is one."""
+    """Counts the collectives in StableHLO or compiled HLO; a collective of several operands counts once."""
     return len(_COLLECTIVE.findall(text))
 
 
@@ -283,7 +286,7 @@ def _variant(fn: Any, arguments: tuple, run: Callable[[Any, int], None]) -> Vari
 
 
 def _stepping(fn: Any, carry: Any, inputs: jax.Array) -> Variant:
-    """Steps as in training: each is sent off without waiting for the one before."""
+    """Runs steps as in training: each step is dispatched without waiting for the preceding step."""
 
     def run(compiled, calls):
         nonlocal carry

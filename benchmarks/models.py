@@ -1,11 +1,11 @@
-"""Byte-level language models in Flax Linen: an xLSTM and a Transformer with one skeleton.
+"""Byte-level language models in Flax Linen: an xLSTM and a Transformer with a shared skeleton.
 
     bytes[b, t] -- embedding --> x[b, t, d] -- one block, scanned over layers -->  norm, head  -->  logits[b, t, 256]
 
-The block is chosen by name. The layers are one ``nn.scan``, so a parameter of the block W[d, f] is stacked to
-W[layers, d, f] and XLA compiles a single block. Sharding is a field, ``wrap``: a function from a module class to a
-module class, applied to the embedding, the block and the head. ``wrap=None`` is the very same model without sharding:
-same parameter names, shapes and initial values.
+The block is chosen by name. The layers are an ``nn.scan``, so a parameter of the block W[d, f] is stacked to
+W[layers, d, f] and XLA compiles a single block. Sharding is set by the field ``wrap``: a function from a module class
+to a module class, applied to the embedding, the block and the head. ``wrap=None`` is the same model without sharding,
+with the same parameter names, shapes and initial values.
 
 The mLSTM (xLSTM, arXiv 2405.04517, section 2.3) keeps a matrix memory per head. With q[d], k[d], v[e], an exponential
 input gate exp(i) and a forget gate f = sigmoid(f~), a step is
@@ -14,13 +14,13 @@ input gate exp(i) and a forget gate f = sigmoid(f~), a step is
     n_t = f_t n_{t-1} + exp(i_t) k_t                       normaliser[d]
     h_t = C_t^T q_t / max(|n_t^T q_t|, 1)                  output[e]
 
-``chunkwise_mlstm`` computes it for whole chunks with matrix products and passes only (C, n) from one chunk to the next.
+``chunkwise_mlstm`` computes chunks of steps with matrix products and passes only (C, n) from one chunk to the next.
 
-With ``decode=True`` a model reads one step at a time, and keeps what later steps need of it in the collection "cache":
+With ``decode=True`` a model reads one step at a time, and stores the state for later steps in the collection "cache":
 keys and values, or the memory (C, n, stabiliser) and the last steps of the convolution.
 
-What grows with the square of the sequence, or with the sequence times the vocabulary, is never held: attention goes by
-blocks of queries, losses (``LanguageModel.losses``) by chunks of the vocabulary, and both compute again in backward.
+Arrays of size sequence x sequence, or sequence x vocabulary, are never stored: attention is computed by blocks of
+queries, losses (``LanguageModel.losses``) by chunks of the vocabulary, and both are recomputed in the backward pass.
 """
 
 from collections.abc import Callable
@@ -47,31 +47,31 @@ Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # q[b, t, h,
 
 
 def chunkwise_mlstm(q, k, v, i_gate, log_f, *, chunk_size: int = CHUNK_SIZE):
-    """Outputs of the mLSTM recurrence, computed chunk by chunk.
+    """Computes the outputs of the mLSTM recurrence chunk by chunk.
 
-    Shapes: ``q, k [b, h, t, d]``, ``v [b, h, t, e]``, input gate before its exponential ``i_gate [b, h, t]`` and
-    logarithm of the forget gate ``log_f [b, h, t]``; returns ``[b, h, t, e]`` in v's dtype. ``q`` or ``k`` carries
-    its own 1/sqrt(d). Gates and states are in float32 or wider. ``t`` need not be a multiple of ``chunk_size``: the
-    recurrence is causal, so steps padded at the end change nothing before them.
+    Shapes: ``q, k [b, h, t, d]``, ``v [b, h, t, e]``, input gate before the exponential ``i_gate [b, h, t]`` and
+    logarithm of the forget gate ``log_f [b, h, t]``; returns ``[b, h, t, e]`` in the dtype of v. ``q`` or ``k`` must
+    include the factor 1/sqrt(d). Gates and states are in float32 or wider. ``t`` need not be a multiple of
+    ``chunk_size``: the recurrence is causal, so padding at the end does not change earlier steps.
     """
     return mlstm_from(None, q, k, v, i_gate, log_f, chunk_size=chunk_size)[1]
 
 
 def mlstm_from(state, q, k, v, i_gate, log_f, *, chunk_size: int = CHUNK_SIZE):
-    """The same from a state that earlier steps have left, None for the first, and the state after: ``(state, out)``."""
+    """Computes ``chunkwise_mlstm`` from the state of earlier steps, None at the start; returns ``(state, out)``."""
     length, dtype = q.shape[2], v.dtype
-    # The normaliser n is the memory of a constant 1: as one more column of v it costs no operation of its own.
+    # The normaliser n is the memory of a constant 1: as an extra column of v it needs no separate operation.
     v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
     wide = jnp.promote_types(dtype, jnp.float32)
     inputs = [_chunks(x.astype(wide), chunk_size) for x in (q, k, v, i_gate, log_f)]
     empty = _empty_state(*inputs)
-    state = empty if state is None else jax.tree.map(jnp.add, state, empty)  # which then varies as the inputs do
+    state = empty if state is None else jax.tree.map(jnp.add, state, empty)  # the sum varies like the inputs
     state, h = jax.lax.scan(_mlstm_chunk, state, tuple(inputs))
     return state, _joined(h, length).astype(dtype)
 
 
 def _chunks(x, chunk_size: int):
-    """[b, h, t, ...] -> [chunks, b, h, chunk_size, ...], padded with zeros at the end."""
+    """Splits into chunks, padded with zeros: [b, h, t, ...] -> [chunks, b, h, chunk_size, ...]."""
     padding = [(0, 0)] * x.ndim
     padding[2] = (0, -x.shape[2] % chunk_size)
     x = jnp.pad(x, padding)
@@ -79,21 +79,21 @@ def _chunks(x, chunk_size: int):
 
 
 def _empty_state(q, k, v, i_gate, log_f):
-    """Memory and stabiliser before the first step: zeros.
+    """Returns the memory and stabiliser before the first step: zeros.
 
-    Written as a sum over no steps, because inside ``shard_map`` the carry of a scan must vary over the same mesh axes
-    as what is added to it, and ``jnp.zeros`` varies over none.
+    Computed as a sum over zero steps, because inside ``shard_map`` the carry of a scan must vary over the same mesh
+    axes as the terms added to the carry, and ``jnp.zeros`` does not vary.
     """
     memory = jnp.einsum("bhtd,bhte->bhde", k[0, :, :, :0], v[0, :, :, :0])
     return memory, jnp.sum(i_gate[0, :, :, :0] + log_f[0, :, :, :0], axis=-1)
 
 
 def _mlstm_chunk(state, inputs):
-    """One chunk: every step reads the memory left by earlier chunks and the steps of its own chunk.
+    """Computes a chunk: every step reads the memory of earlier chunks and the preceding steps of the chunk.
 
-    All exponents are taken relative to m (the stabiliser), the largest of them so far and of the 0 that stands for
-    the 1 in max(|n^T q|, 1): so nothing overflows, neither where gates are wide open nor where all are shut. It
-    cancels in the quotient, so it takes no gradient.
+    Exponents are relative to m (the stabiliser), the maximum of the exponents so far and 0, the logarithm of the 1 in
+    max(|n^T q|, 1). So no exponential overflows, with open or closed gates. m cancels in the quotient, so its gradient
+    is stopped.
     """
     memory, m = state
     q, k, v, i_gate, log_f = inputs
@@ -109,16 +109,17 @@ def _mlstm_chunk(state, inputs):
     summed = past + jnp.einsum("bhts,bhse->bhte", scores, v)
     h = summed[..., :-1] / jnp.maximum(jnp.abs(summed[..., -1:]), jnp.exp(-m_step)[..., None])
 
-    # The last step's weights are those with which the chunk enters the memory.
+    # The chunk is added to the memory with the weights of its last step.
     k_weighted = k * jnp.exp(log_weight[..., -1, :] - m_step[..., -1:])[..., None]
     carried = jnp.exp(log_past[..., -1] - m_step[..., -1])[..., None, None] * memory
     return (carried + jnp.einsum("bhsd,bhse->bhde", k_weighted, v), m_step[..., -1]), h
 
 
 def causal_conv(x, taps):
-    """Each feature of ``x[b, t, d]`` summed over its last ``len(taps)`` steps with the weights ``taps[w, d]``.
+    """Sums each feature of ``x[b, t, d]`` over the last ``len(taps)`` steps with weights ``taps[w, d]``.
 
-    Shifted products instead of ``nn.Conv`` with one group per feature, whose gradient on CPU costs more than the block.
+    Uses shifted products instead of ``nn.Conv`` with one group per feature, because the gradient of ``nn.Conv`` on CPU
+    costs more than the rest of the block.
     """
     length, width = x.shape[1], len(taps)
     x = jnp.pad(x, ((0, 0), (width - 1, 0), (0, 0)))
@@ -126,9 +127,9 @@ def causal_conv(x, taps):
 
 
 def rotary(x, base: float = ROTARY_BASE, steps=None):
-    """Rotary positions for ``x[..., t, d]``, d even: a pair of features turns by an angle proportional to its step.
+    """Applies rotary positions to ``x[..., t, d]``, d even.
 
-    ``steps[t]`` are 0, 1, ... unless they are given.
+    Pairs of features are rotated by angles proportional to the step. ``steps[t]`` are 0, 1, ... by default.
     """
     half = x.shape[-1] // 2
     steps = jnp.arange(x.shape[-2]) if steps is None else steps
@@ -140,10 +141,11 @@ def rotary(x, base: float = ROTARY_BASE, steps=None):
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def causal_attention(q, k, v, block_size: int = QUERY_BLOCK_SIZE):
-    """Softmax attention over earlier steps, ``[b, h, t, d]`` each; the softmax is in float32 or wider.
+    """Computes causal softmax attention; q, k, v and the result are ``[b, h, t, d]``.
 
-    Scores exist for ``block_size`` queries at a time, [b, h, block_size, t], which need not divide t, and are computed
-    again in backward. (A rule of its own, as the policy of an enclosing ``remat`` overrides a ``jax.checkpoint``.)
+    The softmax is in float32 or wider. Scores are computed for ``block_size`` queries at a time, [b, h, block_size, t],
+    and recomputed in the backward pass; ``block_size`` need not divide t. (With a custom rule, because the policy of an
+    enclosing ``remat`` overrides a ``jax.checkpoint``.)
     """
     return _attention_fwd(q, k, v, block_size)[0]
 
@@ -182,20 +184,20 @@ causal_attention.defvjp(_attention_fwd, _attention_bwd)
 
 
 def _query_blocks(block_size: int, *arrays):
-    """The first step of each block, and the arrays [b, h, t, d] as blocks; those padded at the end are zeros."""
+    """Returns the first step of each block, and the arrays [b, h, t, d] split into blocks, padded with zeros."""
     size = min(block_size, arrays[0].shape[2])
     blocks = [_chunks(x, size) for x in arrays]
     return jnp.arange(len(blocks[0])) * size, *blocks
 
 
 def _joined(blocks, length: int):
-    """[blocks, b, h, c, d] -> [b, h, length, d]"""
+    """Joins blocks and removes padding: [blocks, b, h, c, d] -> [b, h, length, d]."""
     blocks = jnp.moveaxis(blocks, 0, 2)
     return blocks.reshape(*blocks.shape[:2], -1, blocks.shape[-1])[:, :, :length]
 
 
 def _attention_weights(q, k, start):
-    """[b, h, c, d], [b, h, t, d] -> [b, h, c, t]: each row a mean over steps up to its own; q begins at ``start``."""
+    """Computes causal attention weights: [b, h, c, d], [b, h, t, d] -> [b, h, c, t]; q starts at step ``start``."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
     scores = jnp.einsum("bhtd,bhsd->bhts", q, k, preferred_element_type=wide) * q.shape[-1] ** -0.5
     causal = start + jnp.arange(q.shape[2])[:, None] >= jnp.arange(k.shape[2])
@@ -203,23 +205,23 @@ def _attention_weights(q, k, start):
 
 
 def _split_heads(x, num_heads: int):
-    """[b, t, h * d] -> [b, h, t, d]"""
+    """Splits the heads: [b, t, h * d] -> [b, h, t, d]."""
     return x.reshape(*x.shape[:2], num_heads, -1).swapaxes(1, 2)
 
 
 def _merge_heads(x):
-    """[b, h, t, d] -> [b, t, h * d]"""
+    """Merges the heads: [b, h, t, d] -> [b, t, h * d]."""
     x = x.swapaxes(1, 2)
     return x.reshape(*x.shape[:2], -1)
 
 
 def dtypes(dtype: Any) -> dict[str, Any]:
-    """What a Linen module computes in, and what it stores: float32, or float64 where it computes in that."""
+    """Returns the dtypes of a Linen module: ``dtype``, and ``param_dtype`` float32 (float64 for ``dtype`` float64)."""
     return {"dtype": dtype, "param_dtype": jnp.promote_types(dtype, jnp.float32)}
 
 
 class Block(nn.Module):
-    """What both blocks share: their fields, and the projections that read from and write to the residual stream.
+    """Base class of the blocks: fields, and projections from and to the residual stream.
 
     A block returns ``(x, None)``, the (carry, output) pair of ``nn.scan``.
     """
@@ -231,8 +233,8 @@ class Block(nn.Module):
     dtype: Any = jnp.float32
     constrain: Callable[[jax.Array], jax.Array] | None = None
     decode: bool = False
-    attention: Attention | None = None  # of the Transformer; None: ``causal_attention``
-    product: Any = None  # the ``dot_general_cls`` of projections, as of Flax's fp8
+    attention: Attention | None = None  # attention of the Transformer; None for ``causal_attention``
+    product: Any = None  # the ``dot_general_cls`` of projections, for example Flax's fp8
 
     @property
     def dtypes(self):
@@ -245,7 +247,7 @@ class Block(nn.Module):
         return nn.Dense(features, use_bias=False, **self.dtypes, dot_general_cls=self.product, name=name)(x)
 
     def add(self, name: str, residual, x, dense: Callable[..., nn.Module] = nn.Dense):
-        """``residual`` plus the projection of ``x``, which starts small so that the depth does not set the scale."""
+        """Adds the projection of ``x`` to ``residual``; the initial scale decreases with the number of layers."""
         start = nn.initializers.variance_scaling(0.5 / self.num_layers, "fan_in", "truncated_normal")
         options = {**self.dtypes, "kernel_init": start, "dot_general_cls": self.product, "name": name}
         x = dense(residual.shape[-1], use_bias=False, **options)(x)
@@ -253,19 +255,19 @@ class Block(nn.Module):
         return self.constrain(x) if self.constrain else x
 
     def cached(self, name: str, start: Callable[[], Any]):
-        """A variable of the cache, and whether it was there before: ``init`` makes it and takes no step."""
+        """Returns a cache variable, and whether it existed before: ``init`` creates it without a decoding step."""
         was_there = self.has_variable("cache", name)
         return self.variable("cache", name, start), was_there
 
 
 def _forget_bias(key, shape, dtype=jnp.float32):
-    """Heads start with memories of different length: sigmoid(2) to sigmoid(6), some 8 to 400 bytes."""
+    """Initialises forget gates to sigmoid(2) ... sigmoid(6) over heads: memories of some 8 to 400 bytes."""
     del key
     return jnp.linspace(2.0, 6.0, shape[0], dtype=dtype)
 
 
 class XLSTMBlock(Block):
-    """The mLSTM block of the paper's figure 11: project up, convolve, mLSTM, norm per head, gate, project down."""
+    """mLSTM block of figure 11 of the paper: project up, convolve, mLSTM, norm per head, gate, project down."""
 
     @nn.compact
     def __call__(self, x):
@@ -287,7 +289,7 @@ class XLSTMBlock(Block):
         return self.add("down", x, (h * nn.silu(gate)).astype(self.dtype)), None
 
     def convolve(self, u, taps):
-        """``causal_conv``, after the steps that the cache has kept."""
+        """Computes ``causal_conv``; with ``decode`` it continues from the steps in the cache."""
         if not self.decode:
             return causal_conv(u, taps)
         last, goes_on = self.cached("conv", lambda: jnp.zeros_like(u[:, : CONV_WIDTH - 1]))
@@ -297,7 +299,7 @@ class XLSTMBlock(Block):
         return causal_conv(window, taps)[:, -u.shape[1] :]
 
     def recur(self, q, k, v, i_gate, log_f):
-        """``chunkwise_mlstm``, from the memory that the cache has kept."""
+        """Computes ``chunkwise_mlstm``; with ``decode`` it continues from the memory in the cache."""
         if not self.decode:
             return chunkwise_mlstm(q, k, v, i_gate, log_f, chunk_size=CHUNK_SIZE)
         step = partial(mlstm_from, chunk_size=1)
@@ -309,7 +311,7 @@ class XLSTMBlock(Block):
         return h
 
     def gates(self, x):
-        """Input gate (before its exponential) and log of the forget gate, ``[b, h, t]`` each, in float32 or wider."""
+        """Returns the input gate before the exponential and the log of the forget gate, [b, h, t], at least float32."""
         wide = dtypes(jnp.promote_types(x.dtype, jnp.float32))
         gate = partial(nn.Dense, self.num_heads, kernel_init=nn.initializers.zeros, **wide)
         i_gate = gate(name="input_gate")(x)
@@ -328,7 +330,7 @@ class TransformerBlock(Block):
         return self.add("down", x, nn.silu(gate) * y), None
 
     def attend(self, q, k, v):
-        """``causal_attention`` with rotary positions, over the steps that the cache has kept and this one."""
+        """Computes attention with rotary positions; with ``decode`` over the steps in the cache and the new step."""
         if not self.decode:
             q, k = rotary(q), rotary(k)
             if self.attention is None:
@@ -344,16 +346,16 @@ class TransformerBlock(Block):
         return jnp.einsum("bhts,bhsd->bhtd", _attention_weights(q, keys, step).astype(v.dtype), values)
 
     def project_to_heads(self, name: str, x):
-        """Three arrays ``[b, h, t, d]``, from one matrix."""
+        """Projects to three arrays ``[b, h, t, d]`` with a single matrix."""
         return (_split_heads(y, self.num_heads) for y in jnp.split(self.project(name, 3 * x.shape[-1], x), 3, axis=-1))
 
     def add_heads(self, name: str, residual, x):
-        """``residual`` plus the projection of ``x[b, h, t, d]``."""
+        """Adds the projection of ``x[b, h, t, d]`` to ``residual``."""
         return self.add(name, residual, _merge_heads(x))
 
 
 class TransformerHeadsBlock(TransformerBlock):
-    """The same with heads as dims of the kernels, ``[f, 3, h, d]`` and ``[h, d, f]``, as in Flax's own attention."""
+    """``TransformerBlock`` with heads as kernel dims, ``[f, 3, h, d]`` and ``[h, d, f]``, as in Flax's attention."""
 
     def project_to_heads(self, name: str, x):
         heads = 3, self.num_heads, x.shape[-1] // self.num_heads
@@ -372,19 +374,18 @@ BLOCKS: dict[str, type[Block]] = {
 
 
 class LanguageModel(nn.Module):
-    """Logits of the next token for ``tokens[b, t]``: float32 ``[b, t, vocab_size]``; tokens are bytes by default.
+    """Language model: next-token logits for ``tokens[b, t]``, float32 ``[b, t, vocab_size]``; by default for bytes.
 
-    ``losses`` gives the losses of labels instead, without ever holding the logits: to train on.
+    For training, ``losses`` returns the losses of labels without storing the logits.
 
     ``block`` is a key of ``BLOCKS``; ``dim`` must be a multiple of ``2 * num_heads``. ``wrap`` is applied to the
-    classes of the embedding, the block and the head. With ``remat=True`` a block's activations, gathered weights among
-    them, are computed again in the backward pass; with a policy of ``nn.remat``, those that it does not save.
-    ``constrain`` is applied to the residual stream, for ``jit`` without ``shard_map``, which must be told how it is
-    split. ``train=True`` needs a "dropout" key where ``dropout`` is above 0. With ``decode=True`` it takes ``tokens[b,
-    1]``, one after the other, and a cache that ``init`` on ``tokens[b, t]`` has made for t of them. With
-    ``prefetch=True`` the layers are ``scan_layers``, each of which is computed again. ``attention`` of the Transformer
-    is a kernel in place of ``causal_attention``; ``product`` is the ``dot_general_cls`` of the blocks' projections.
-    ``by_pieces`` is that of the head.
+    classes of the embedding, the block and the head. With ``remat=True`` the activations of a block, including gathered
+    weights, are recomputed in the backward pass; a policy of ``nn.remat`` recomputes the values that it does not save.
+    ``constrain`` is applied to the residual stream, to set its sharding under ``jit`` without ``shard_map``.
+    ``train=True`` needs a "dropout" key if ``dropout`` is above 0. With ``decode=True`` the model takes ``tokens[b,
+    1]`` per call, and a cache from ``init`` on ``tokens[b, t]`` for t tokens. With ``prefetch=True`` the layers are
+    ``scan_layers``, which recomputes each layer. ``attention`` replaces ``causal_attention`` in the Transformer;
+    ``product`` is the ``dot_general_cls`` of the projections in blocks. ``by_pieces`` is an option of the head.
     """
 
     block: str
@@ -408,7 +409,7 @@ class LanguageModel(nn.Module):
         return head(x).astype(jnp.promote_types(self.dtype, jnp.float32))
 
     def losses(self, tokens, labels, *, train: bool = False) -> TokenLosses:
-        """Of ``labels[b, t]``, each the token after ``tokens[b, t]``."""
+        """Returns the losses of ``labels[b, t]``, the tokens that follow ``tokens[b, t]``."""
         x, head = self._hidden_and_head(tokens, train)
         return head.losses(x, labels)
 
@@ -424,14 +425,14 @@ class LanguageModel(nn.Module):
         return x, wrap(LMHead)(self.vocab_size, **dtypes(self.dtype), **options)
 
     def blocks(self, wrap: ModuleWrapper, deterministic: bool) -> nn.Module:
-        """All layers as one module; the parameters of layer l are index l of every leaf."""
+        """Returns the stacked layers as a module; the parameters of layer l are index l of every leaf."""
         block = wrap(BLOCKS[self.block])
         options = self.dropout, deterministic, self.dtype, self.constrain, self.decode, self.attention, self.product
         if self.prefetch and not self.decode:
             return scan_layers(block, self.num_layers)(self.num_layers, self.num_heads, *options, name="blocks")
         if self.remat:
             policy = None if self.remat is True else self.remat
-            # Within a scan nothing can be merged across iterations.
+            # In a scan XLA cannot merge recomputation across iterations, so CSE need not be prevented.
             block = nn.remat(block, prevent_cse=False, policy=policy)
         layers = nn.scan(
             block,

@@ -1,16 +1,16 @@
-"""What an optimizer costs in a step: bytes, FLOP, memory and compile time, ahead of time for accelerators.
+"""Cost of optimizers in a step: bytes, FLOP, memory and compile time, compiled ahead of time for accelerators.
 
-    python -m benchmarks.optimizers                                     1.3B on three topologies, all optimizers
+    python -m benchmarks.optimizers                                     1.3B on three topologies, every optimizer
     python -m benchmarks.optimizers --size small --topologies v5e:2x4 --cases adamw muon
     python -m benchmarks.optimizers --losses adamw=runs/a muon=runs/b   the loss curves of training jobs, drawn together
 
-  adamw            element by element, no communication: what the others are measured against
+  adamw            elementwise, without communication: the baseline
   adafactor        factored moments, on global arrays
-  muon, optax      ``optax.contrib.muon`` on the same leaves, on global arrays: what XLA makes of it
-  muon             the library's: two all-to-alls for each shape of matrices
-  muon, bfloat16   the same, momentum and updates travelling in bfloat16
+  muon, optax      ``optax.contrib.muon`` on the same leaves, on global arrays, partitioned by XLA
+  muon             ``muon`` of this library: two all-to-alls for each shape of matrices
+  muon, bfloat16   ``muon`` of this library with momentum and updates sent in bfloat16
 
-All train the same model by ``make_train_step``. It writes ``<out>/<size>.json`` and ``<out>/<size>.png``.
+Every optimizer trains the same model by ``make_train_step``. Writes ``<out>/<size>.json`` and ``<out>/<size>.png``.
 """
 
 import argparse
@@ -59,7 +59,7 @@ SCALES = {"wire_bytes": 1e9, "flops": 1e12, "temporary_bytes": 1e9, "compile_sec
 
 
 def _per_tree(build: Callable[[Any], optax.GradientTransformation]) -> optax.GradientTransformation:
-    """A transform that is built from what the library takes for matrices in the tree that it gets."""
+    """Creates a transform that calls ``build`` with the library's matrix dimensions of each tree."""
 
     def of(tree: Any) -> optax.GradientTransformation:
         return build(matrix_dimensions()(tree))
@@ -70,7 +70,7 @@ def _per_tree(build: Callable[[Any], optax.GradientTransformation]) -> optax.Gra
 
 
 def compiled(size: Size, case: str, topology: str) -> Forecast:
-    """The step of a model with one optimizer, compiled for a topology."""
+    """Forecasts the step of a model with an optimizer, compiled for a topology."""
     parsed = parse_topology(topology)
     sizes = mesh_axes(STEPS["ours"], parsed.shape, gpus=on_gpus(parsed))
     options = {"devices": parsed.num_devices, "min_weight_size": threshold(size), **OURS, "shard_axes": tuple(sizes)}
@@ -80,9 +80,9 @@ def compiled(size: Size, case: str, topology: str) -> Forecast:
 
 
 def figures(found: Forecast) -> dict[str, float]:
-    """What is compared, per device and step."""
+    """Extracts the compared values from a forecast, per device and step."""
     exchanges = [c for c in found.collectives if c.kind == "all-to-all"]
-    repeated = max(0.0, (found.shared_flops or 0.0) - found.flops.shared)  # what devices do beyond their share
+    repeated = max(0.0, (found.shared_flops or 0.0) - found.flops.shared)  # FLOP that devices compute redundantly
     return {
         "wire_bytes": found.wire_bytes,
         "flops": found.flops.total + repeated,
@@ -96,7 +96,7 @@ def figures(found: Forecast) -> dict[str, float]:
 
 
 def measured(size: Size, cases: Sequence[str], topology: str) -> dict[str, dict[str, float]]:
-    """The figures of each optimizer on one topology, AdamW's taken off what is counted on top of it."""
+    """Returns the figures of AdamW and of each optimizer in ``cases`` on a topology."""
     found = {}
     for case in dict.fromkeys((BASE, *cases)):
         try:
@@ -107,14 +107,14 @@ def measured(size: Size, cases: Sequence[str], topology: str) -> dict[str, dict[
 
 
 def more_than_adamw(found: dict[str, dict[str, Any]], quantity: str) -> dict[str, float]:
-    """By optimizer what it costs on top of AdamW, or in all where that is what is compared."""
+    """Returns a quantity by optimizer: the difference to AdamW for sent bytes and FLOP, otherwise the total."""
     on_top = quantity in ("wire_bytes", "flops")
     base = found[BASE][quantity] if on_top else 0.0
     return {case: one[quantity] - base for case, one in found.items() if "problem" not in one}
 
 
 def table(topology: str, found: dict[str, dict[str, Any]]) -> Any:
-    """Ratios first: bytes and FLOP on top of AdamW's, over those of optax's Muon."""
+    """Builds the table: bytes and FLOP in addition to AdamW, with ratios to optax's Muon in the first columns."""
     theirs = {q: more_than_adamw(found, q).get("muon, optax") for q in ("wire_bytes", "flops")}
     rows = []
     for case, one in found.items():
@@ -132,7 +132,7 @@ def table(topology: str, found: dict[str, dict[str, Any]]) -> Any:
 
 
 def draw(path: Path, size: str, topologies: dict[str, Any]) -> None:
-    """A block for each quantity, a plot for each topology."""
+    """Draws a block of plots per quantity, with a plot per topology."""
     names = list(dict.fromkeys(case for found in topologies.values() for case in found))
     blocks = {
         title: {t: partial(_draw, found=found, quantity=quantity) for t, found in topologies.items()}

@@ -1,4 +1,4 @@
-"""Types of command-line options that several programs take."""
+"""Command-line options shared by several programs."""
 
 import argparse
 from collections.abc import Collection, Sequence
@@ -10,10 +10,10 @@ GPU_TOPOLOGIES = ("h100:32x8", "h200:16x8", "b200:8x8")
 
 
 def positive(text: str) -> int:
-    """A positive integer.
+    """Parses a positive integer.
 
     Raises:
-      argparse.ArgumentTypeError: the text is none.
+      argparse.ArgumentTypeError: the text is not a positive integer.
     """
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer.")
@@ -21,10 +21,10 @@ def positive(text: str) -> int:
 
 
 def not_negative(text: str) -> int:
-    """A positive integer, or 0.
+    """Parses a positive integer or 0.
 
     Raises:
-      argparse.ArgumentTypeError: the text is none.
+      argparse.ArgumentTypeError: the text is neither a positive integer nor 0.
     """
     return 0 if text.isdecimal() and int(text) == 0 else positive(text)
 
@@ -39,13 +39,13 @@ def add_forecast_options(
     out: Path,
     kept: Path,
 ) -> None:
-    """What every benchmark takes that compares steps compiled for TPUs or GPUs.
+    """Adds the options of benchmarks that compare steps compiled for TPUs or GPUs.
 
     Args:
-      sizes, cases: that there are.
-      models, topologies: sizes and topologies that are taken by default.
-      out: where results go by default.
-      kept: where forecasts are kept by default.
+      sizes, cases: the available sizes and cases.
+      models, topologies: the default sizes and topologies.
+      out: the default folder of results.
+      kept: the default folder of stored forecasts.
     """
     default = f"default: {' '.join(models)}"
     parser.add_argument("--sizes", nargs="+", choices=sizes, default=list(models), help=f"models ({default})")
@@ -57,10 +57,10 @@ def add_forecast_options(
 
 
 def complete(options: argparse.Namespace, on_tpus: Sequence[str], on_gpus: Sequence[str]) -> argparse.Namespace:
-    """Options of ``add_forecast_options`` with the cases of their devices, and ``suffix``, of the files of results.
+    """Fills in the default cases of the platform, and ``suffix`` for the names of result files.
 
     Raises:
-      ValueError: an unknown topology; TPUs and GPUs at once.
+      ValueError: a topology is unknown, or the topologies mix TPUs and GPUs.
     """
     platforms = {parse_topology(topology).platform for topology in options.topologies}
     if len(platforms) > 1:

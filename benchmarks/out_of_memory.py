@@ -1,10 +1,10 @@
-"""What each measure against running out of memory saves and costs: the table of docs/howto/out_of_memory.md.
+"""Savings and costs of measures against running out of memory: the table of docs/howto/out_of_memory.md.
 
-    python -m benchmarks.out_of_memory                       7B on v5e:2x4, each measure on top of those before it
-    python -m benchmarks.out_of_memory --show                the table of the figures that are kept
+    python -m benchmarks.out_of_memory                       7B on v5e:2x4, each measure added to the preceding measures
+    python -m benchmarks.out_of_memory --show                the table of the stored figures
 
-The 7B Transformer of ``large_models``, four sequences on each device, compiled ahead of time; nothing is run. It writes
-``<out>/<topology>.json``, from which ``table`` makes the rows of the page.
+The 7B Transformer of ``large_models`` with four sequences per device is compiled ahead of time, and not run. Writes
+``<out>/<topology>.json``, from which ``table`` builds the rows of the page.
 """
 
 import argparse
@@ -32,7 +32,7 @@ OUT = Path(__file__).parent / "results" / "out_of_memory"
 SEQUENCES = 4  # on each device
 GIB = 2**30
 
-# What is changed, as the page says it: options of the model, fields of the workload, minibatches.
+# Changes by the name on the page: options of the model, fields of the workload, minibatches.
 Change = dict[str, Any]
 MEASURES: dict[str, Change] = {
     "FSDP alone": {},
@@ -51,7 +51,7 @@ MEASURES: dict[str, Change] = {
 
 
 def changes_up_to(measure: str) -> Change:
-    """All that is changed by a measure and by those before it."""
+    """Returns the combined changes of a measure and the preceding measures."""
     names = list(MEASURES)
     together: Change = {}
     for name in names[: names.index(measure) + 1]:
@@ -60,14 +60,14 @@ def changes_up_to(measure: str) -> Change:
 
 
 def workload(devices: int, shard_axes: tuple[str, ...], **changes: Any) -> Workload:
-    """The training with these changes."""
+    """Creates the workload with ``changes``."""
     made = trained(**changes)(SIZES["7B"], devices=devices, shard_axes=shard_axes)
     tokens = jax.ShapeDtypeStruct((SEQUENCES * devices, CONTEXT + 1), jnp.int32)
     return dataclasses.replace(made, batch=tokens)
 
 
 def compiled(measure: str, topology: str) -> Forecast:
-    """The step after a measure and those before it, compiled for a topology."""
+    """Forecasts the step with a measure and the preceding measures, compiled for a topology."""
     parsed = parse_topology(topology)
     sizes = mesh_axes(STEPS["ours"], parsed.shape, gpus=on_gpus(parsed))
     changes = changes_up_to(measure)
@@ -77,7 +77,7 @@ def compiled(measure: str, topology: str) -> Forecast:
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
-    """The figures as rows of Markdown."""
+    """Formats the figures as a Markdown table."""
     rows = ["| on top of the rows above | GiB | of them state | on the host | fits | sent, GB | step, s |"]
     rows.append("| --- | ---: | ---: | ---: | --- | ---: | ---: |")
     for measure, one in found.items():

@@ -1,24 +1,24 @@
-"""Four models beside ``jit`` on five clusters: the time of a step, what it waits for, sends and holds, and the targets.
+"""Four models compared with ``jit`` on five clusters: step time, waiting time, bytes sent, memory, and targets.
 
-    python -m benchmarks.peers                                   all; hours of compilation, kept for the next time
-    python -m benchmarks.peers --redraw                          tables and picture of what is kept
+    python -m benchmarks.peers                                   everything; hours of compilation, results are stored
+    python -m benchmarks.peers --redraw                          tables and picture of stored results
     python -m benchmarks.peers --sizes decoder_small --topologies v5e:2x4 --out DIR --kept DIR
     python -m benchmarks.peers --sizes decoder_0.8B,layers=27,heads=18 --out DIR      a model with other dims
 
-The models are the benchmark's own Transformer, and three as their users write them, in plain Flax, sharded from
-outside: a decoder, a mixture of experts, and a vision transformer with its layers in a Python loop. Each side, ``jit``
-and ours, is compiled with XLA's defaults and with options that XLA takes there, and has in the table what of these is
-expected to take least. Attention is the same on both sides (under ``jit`` in ``shard_map``, as trainers call a kernel):
-cuDNN's on GPUs, JAX's flash attention on TPUs. The 196 patches of the vision transformer that kernel does not take:
-on TPUs both sides have XLA's attention there.
+The models are the Transformer of the benchmarks, and three user models in plain Flax, sharded from outside: a decoder,
+a mixture of experts, and a vision transformer with layers in a Python loop. Each side, ``jit`` and this library
+("ours"), is compiled with XLA's defaults and with further XLA options; the table shows the variant with the least
+expected time. Both sides use the same attention (under ``jit`` in ``shard_map``, as trainers call a kernel): cuDNN on
+GPUs, JAX's flash attention on TPUs. The TPU kernel does not support the 196 patches of the vision transformer, so both
+sides use XLA's attention for this model on TPUs.
 
-Both sides are read by one function, ``figures``, from what ``forecasts`` keeps of a compiled program:
+The function ``figures`` extracts the values of both sides from the results of ``forecasts``:
 
-  step_seconds      expected; ``compute`` and ``waited`` are its two parts
-  wire_bytes        that a device sends
-  busiest_over_mean of the axes of a torus, the bytes along the busiest over the mean; nothing of one flat axis, nor of
-                    GPUs, whose two networks are not alike
-  total_bytes       that a device holds
+  step_seconds      expected time; the sum of ``compute`` and ``waited``
+  wire_bytes        bytes that a device sends
+  busiest_over_mean on a torus, bytes along the busiest axis over the mean of the axes; None for a mesh with one axis,
+                    and for GPUs, whose two networks differ in speed
+  total_bytes       memory of a device
 """
 
 import argparse
@@ -64,14 +64,14 @@ ON_GPUS = {
         for case in ("ours", "ours, best options", "ours, combined", "ours, one axis", "ours, one axis, combined")
     ),
 }
-COLORS = {"jit": ("#9a9a9a", "#d0d0d0"), "ours": ("#1f4e79", "#8fb4d9")}  # of computing, and of waiting
+COLORS = {"jit": ("#9a9a9a", "#d0d0d0"), "ours": ("#1f4e79", "#8fb4d9")}  # (computing, waiting)
 
 Row = dict[str, Any]
 Rows = dict[str, dict[str, dict[str, Row]]]  # model -> topology -> side -> its best case
 
 
 def sides_of(model: str, topology: str) -> Mapping[str, tuple[str, ...]]:
-    """The cases of each side."""
+    """Returns the cases of each side."""
     place = parse_topology(topology)
     if forecasts.on_gpus(place):
         return ON_GPUS
@@ -80,7 +80,7 @@ def sides_of(model: str, topology: str) -> Mapping[str, tuple[str, ...]]:
 
 
 def figures(case: str, found: Mapping[str, Any]) -> Row:
-    """What the tables show of a kept forecast, of either side; seconds and bytes of a device and step."""
+    """Extracts the table values from a stored forecast: seconds and bytes per device and step."""
     step, waited = found["seconds"]["step"], found["seconds"]["exposed"]
     loads = list(axis_loads(dict(found)).values())
     alike = len(loads) > 1 and "gpu_seconds" not in found
@@ -97,7 +97,7 @@ def figures(case: str, found: Mapping[str, Any]) -> Row:
 
 
 def rows_of(results: forecasts.Results) -> Rows:
-    """Of each side the case whose step is expected to take least; where a side has none, nothing."""
+    """Selects the case with the least expected step time per side; skips pairs in which a side has no case."""
     rows: Rows = {}
     for model, topologies in results.items():
         for topology, found in topologies.items():
@@ -114,7 +114,7 @@ def rows_of(results: forecasts.Results) -> Rows:
 
 # ------------------------------------------------------------------------------------------------------------- targets
 
-WAITS = 0.15  # of its step, beyond which ``jit`` leaves something to win
+WAITS = 0.15  # fraction of the step that ``jit`` waits, above which a faster step is expected
 TARGETS = {
     "step": "time of a step at most that of jit",
     "step, where jit waits": f"at most 0.9 of it where jit waits more than {WAITS:.0%} of its step",
@@ -125,13 +125,13 @@ TARGETS = {
 
 
 def ratio(pair: Mapping[str, Row], what: str) -> float:
-    """Ours over that of ``jit``; without anything to divide by, 1 where ours is nothing too."""
+    """Returns the value of this library relative to ``jit``; 1 if both are 0, infinity if only ``jit`` is 0."""
     ours, jit = pair["ours"][what], pair["jit"][what]
     return ours / jit if jit else 1.0 if ours == jit else float("inf")
 
 
 def checks(pair: Mapping[str, Row]) -> dict[str, tuple[float, float]]:
-    """By target (what is there, what may be), for one model on one cluster; waiting is in ``judged``."""
+    """Returns (value, limit) by target for a model on a cluster; ``judged`` adds the target of waiting."""
     step = ratio(pair, "step_seconds")
     found = {"step": (step, 1.0), "memory": (ratio(pair, "total_bytes"), 1.02)}
     if pair["jit"]["waited_seconds"] > WAITS * pair["jit"]["step_seconds"]:
@@ -142,7 +142,7 @@ def checks(pair: Mapping[str, Row]) -> dict[str, tuple[float, float]]:
 
 
 def judged(rows: Rows) -> dict[str, dict[str, Any]]:
-    """Each target with how many of how many meet it, and the ratio of every one that does not."""
+    """Counts, for each target, how many pairs meet the target, and lists the ratios of the remaining pairs."""
     found: dict[str, dict[str, Any]] = {
         target: {"asked": text, "met": 0, "of": 0, "missed": {}} for target, text in TARGETS.items()
     }
@@ -154,7 +154,7 @@ def judged(rows: Rows) -> dict[str, dict[str, Any]]:
             one["met"] += met
             if not met:
                 one["missed"][f"{model} on {topology}"] = round(value, 3)
-    # Python 3.12 made `sum` of floats exact; `fsum` is so in all releases.
+    # `fsum` is exact in every Python release; `sum` of floats only since 3.12.
     ours, jit = (math.fsum(pair[side]["waited_seconds"] for *_, pair in pairs) for side in ("ours", "jit"))
     found["waited"] |= {"of": 1, "met": int(ours <= 0.5 * jit), "in all": ours / jit if jit else 0.0}
     return found
@@ -177,7 +177,7 @@ COLUMNS = (
 
 
 def cells(topology: str, pair: Mapping[str, Row]) -> list[str]:
-    """A row of the table: ``jit`` / ours, and ours over ``jit``."""
+    """Formats a row of the table: ``jit`` / ours, and the ratio of ours to ``jit``."""
 
     def both(what: str, unit: float, digits: str) -> str:
         return " / ".join(format(pair[side][what] / unit, digits) for side in SIDES)
@@ -197,12 +197,12 @@ def cells(topology: str, pair: Mapping[str, Row]) -> list[str]:
 
 
 def _options(case: str) -> str:
-    """What of a case's name is neither the side nor the kernel, which both have."""
+    """Returns the words of a case name without the side and "kernel"; "defaults" if no word is left."""
     return ", ".join(word for word in case.split(", ") if word not in (*SIDES, "kernel")) or "defaults"
 
 
 def tables(rows: Rows) -> Iterator[Any]:
-    """A table of each model, then that of the targets."""
+    """Yields a table for each model, then the table of the targets."""
     for model, there in rows.items():
         title = f"{MODELS.get(model, model)} ({model}), jit / ours"
         yield rich_table(title, list(COLUMNS), [cells(topology, pair) for topology, pair in there.items()])
@@ -217,7 +217,7 @@ def _of_targets(rows: Rows) -> Iterator[tuple[str, str, str]]:
 
 
 def markdown(rows: Rows, columns: Sequence[str] = COLUMNS) -> str:
-    """The models' table for a page, with these columns."""
+    """Formats the models as a Markdown table with ``columns``."""
     lines = [["model", *columns], ["---"] * 2 + ["---:"] * (len(columns) - 1)]
     for model, there in rows.items():
         named = [MODELS.get(model, model)] + [""] * len(there)
@@ -228,7 +228,7 @@ def markdown(rows: Rows, columns: Sequence[str] = COLUMNS) -> str:
 
 
 def markdown_of_targets(rows: Rows) -> str:
-    """The targets' table for a page."""
+    """Formats the targets as a Markdown table."""
     return _as_table([["target", "met", "missed by"], ["---"] * 3, *map(list, _of_targets(rows))])
 
 
@@ -240,7 +240,7 @@ PAGES = Path(__file__).parent / "README.md", Path(__file__).parents[1] / "README
 
 
 def of_pages(rows: Rows) -> Iterator[tuple[Path, str]]:
-    """The pages that are read where the results are not, and their tables."""
+    """Yields the pages that contain result tables, each with a table."""
     benchmarks, readme = PAGES
     yield benchmarks, markdown(rows)
     yield benchmarks, markdown_of_targets(rows)
@@ -248,7 +248,7 @@ def of_pages(rows: Rows) -> Iterator[tuple[Path, str]]:
 
 
 def write_pages(rows: Rows) -> None:
-    """Puts the tables in place of those that begin with the same two columns."""
+    """Replaces the tables on the pages, found by their first two columns."""
     for page, table in of_pages(rows):
         columns = " | ".join(table.split(" | ")[:2])
         before, there, rest = page.read_text().partition(columns)
@@ -259,7 +259,7 @@ def write_pages(rows: Rows) -> None:
 
 
 def draw(path: Path, rows: Rows) -> None:
-    """Ours and ``jit``'s step, computing and waiting, and bytes held, over ``jit``'s: two plots for each model."""
+    """Draws computing and waiting time, and memory, of both sides relative to ``jit``: two plots per model."""
     figure = Figure(figsize=(PAGE_WIDTH, 5), dpi=PAGE_DPI, layout="constrained")
     grid = figure.subplots(2, len(rows), squeeze=False, sharey="row", sharex="col", height_ratios=[3, 2])
     for (time, memory), (model, there) in zip(grid.T, rows.items(), strict=True):
@@ -307,7 +307,7 @@ def _label(axes: Any, drawn: Any, pairs: list[Mapping[str, Row]], name: str) -> 
 
 
 def size_named(name: str) -> str:
-    """A name of ``SIZES``, to which it adds those of other dims: ``decoder_0.8B,layers=27,heads=18``."""
+    """Parses a model name, optionally with changed dims, ``decoder_0.8B,layers=27,heads=18``; adds it to ``SIZES``."""
     known, *changes = name.split(",")
     if known not in SIZES:
         raise argparse.ArgumentTypeError(f"{known!r} is none of {', '.join(SIZES)}.")
@@ -333,7 +333,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def gathered(options: argparse.Namespace, console: Console) -> forecasts.Results:
-    """The forecasts of both sides, by model and cluster, compiled where they are not kept yet."""
+    """Returns the forecasts of both sides by model and cluster; compiles missing forecasts."""
     found: forecasts.Results = {name: {} for name in options.sizes}
     for model, topology in itertools.product(options.sizes, options.topologies):
         cases = [case for names in sides_of(model, topology).values() for case in names]

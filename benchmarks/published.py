@@ -1,18 +1,19 @@
-"""Measured training runs that others have published, and the forecast of each: the same model, batch, and devices.
+"""Published measurements of training runs, and forecasts for the same model, batch, and devices.
 
-    python -m benchmarks.published                       all runs; half an hour of compilation, kept for the next time
-    python -m benchmarks.published --runs "8B, 8 H100"   some of them
-    python -m benchmarks.published --redraw              table and picture of what is kept; nothing is compiled
+    python -m benchmarks.published                       every run; half an hour of compilation, results are stored
+    python -m benchmarks.published --runs "8B, 8 H100"   selected runs
+    python -m benchmarks.published --redraw              table and picture of stored results, without compiling
 
     Run --build, compile--> Forecast --expected / published--> results/published/runs.json
 
-All runs sharded their parameters: those of JAX by ``jit``, on TPUs along the dim of the model's width, as MaxText and
-MinText do; those of PyTorch by FSDP2, for which ``jit`` along the largest dim of each leaf stands in. The
-efficiencies of ``CHIPS`` were fixed on the runs that say so, and all others test them. A run on
-other hardware than the chip's data sheet describes has ``hardware``, and is forecast with that.
+Every run shards its parameters. Runs with JAX use ``jit``, on TPUs split along the width dim of the model, as in
+MaxText and MinText. Runs with PyTorch use FSDP2, which is modelled by ``jit`` along the largest dim of each leaf. The
+efficiencies of ``CHIPS`` were fitted to the runs marked ``fixed``; the remaining runs test the efficiencies. For a run
+on hardware that differs from the data sheet of the chip, ``hardware`` has the changed values used in the forecast.
 
-Flash attention, which all runs on GPUs have and one on TPUs, is counted by its formula: the compiled step has in its
-place what reads and writes the same arrays, and the time of its products is added, at the rate of all others.
+Flash attention, used in every run on GPUs and in one run on TPUs, is counted by a formula: the compiled step contains a
+substitute that reads and writes the same arrays, and the time of the attention products is added at the rate of the
+other products.
 """
 
 import argparse
@@ -55,8 +56,8 @@ FMS = "https://github.com/foundation-model-stack/fms-fsdp"
 MINTEXT = "https://github.com/bzantium/mintext/blob/a0442ce/progress.md"
 A3 = "https://github.com/AI-Hypercomputer/maxtext/tree/30cd40a/MaxText/configs/a3/llama_2_7b"
 V5E = "https://github.com/AI-Hypercomputer/maxtext/tree/0ed7bd5/MaxText/configs/v5e"
-MIN_WEIGHT_SIZE = 2**18  # smaller leaves are whole
-BACKWARD_OF_FLASH = 2.5  # times its forward pass: five products for two, as its scores are computed again
+MIN_WEIGHT_SIZE = 2**18  # smaller leaves are replicated
+BACKWARD_OF_FLASH = 2.5  # relative to the forward pass: five products instead of two, as scores are recomputed
 
 LLAMA2_7B = DecoderSize(4096, 32, 32, 32_000, hidden=11_008, kv_heads=32, tied=False)
 LLAMA2_13B = DecoderSize(5120, 40, 40, 32_000, hidden=13_824, kv_heads=40, tied=False)
@@ -67,21 +68,21 @@ LLAMA_34B = DecoderSize(8192, 48, 64, 32_000, hidden=22_016, kv_heads=8, tied=Fa
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One published measurement.
+    """Published measurement.
 
     Attributes:
-      size: of the model.
-      topology: that it ran on.
-      rows, context: sequences of a device in a step, and their tokens.
-      seconds: of a step, measured.
-      source: where it was published.
-      said: as the source has it.
-      remat: "full"; "dots", which saves all matrix products; None; or a key of ``AGAIN``.
+      size: the sizes of the model.
+      topology: the devices of the run.
+      rows, context: sequences per device and step, and tokens per sequence.
+      seconds: the measured time of a step.
+      source: URL of the publication.
+      said: the measurement in the words of the source.
+      remat: "full"; "dots", which saves matrix products; None; or a key of ``AGAIN``.
       flash: whether attention was a fused kernel.
       weights: dtype of the parameters.
-      fixed: whether the chip's efficiency was fixed on it.
-      hardware: what differs from the data sheet.
-      note: what the forecast leaves out.
+      fixed: whether the efficiency of the chip was fitted to the run.
+      hardware: fields of the chip that differ from the data sheet.
+      note: effects that the forecast leaves out.
     """
 
     size: DecoderSize
@@ -104,7 +105,7 @@ class Run:
 
 
 def by_tokens(rows: int, context: int, per_second: float) -> float:
-    """Seconds of a step, of tokens that a device reads in a second."""
+    """Computes the seconds of a step from tokens per second and device."""
     return rows * context / per_second
 
 
@@ -170,23 +171,23 @@ RUNS = {
 
 
 def in_place_of_flash(q, k, v):
-    """Reads and writes what attention does, and multiplies nothing."""
+    """Replaces attention by an operation that reads and writes the same arrays, without matrix products."""
     return q + jnp.repeat(k + v, q.shape[2] // k.shape[2], axis=2)
 
 
 def flash_flops(run: Run) -> float:
-    """FLOP of causal attention in a step of a device: half of all pairs of positions."""
+    """Computes the FLOP of causal attention per step and device, for half of the pairs of positions."""
     forward = 2 * run.rows * run.context**2 * run.size.dim * run.size.layers  # two products, halved
     return forward * (1 + BACKWARD_OF_FLASH + (run.remat == "full"))
 
 
-# Which of a block's seven products (query, key, value, out, gate, up, down) are computed again: by torchtitan's
-# selective recomputation by operation.
+# Indices of the recomputed products of a block (query, key, value, out, gate, up, down) in torchtitan's selective
+# recomputation by operation.
 AGAIN = {"every second product": (1, 3, 5)}
 
 
 class SavesProducts:
-    """A policy of ``nn.remat`` that saves the products of a block but for some; it counts them as they come."""
+    """``nn.remat`` policy that saves the products of a block except the products ``again``, counted in call order."""
 
     def __init__(self, again: Sequence[int]) -> None:
         self.again, self.seen = again, 0
@@ -205,7 +206,7 @@ def policy(remat: str | None) -> Any:
 
 @dataclass(frozen=True)
 class Narrow:
-    """A model whose parameters are stored in another dtype."""
+    """Model with parameters stored in ``dtype``."""
 
     model: Any
     dtype: Any
@@ -230,13 +231,13 @@ def workload(run: Run) -> Workload:
 
 
 def split_width(width: int, shape: tuple[int, ...], parts: int, min_weight_size: int) -> int | None:
-    """The last dim of the model's width; None where there is none or the array is small."""
+    """Returns the last dim of size ``width``; None without such a dim or for a small array."""
     dims = [dim for dim, size in enumerate(shape) if size == width and size % parts == 0]
     return dims[-1] if dims and math.prod(shape) >= min_weight_size else None
 
 
 def forecast_of(run: Run) -> dict[str, Any]:
-    """The times of a step, in seconds, and what they are made of."""
+    """Returns the forecast times of a step, in seconds, and their components."""
     topology = parse_topology(run.topology)
     mesh = DeviceMeshManager.create_abstract_mesh({"fsdp": topology.num_devices})
     on_gpus = topology.platform == "cuda"
@@ -270,16 +271,16 @@ def forecast_of(run: Run) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------ what is shown
 
 KEPT = OUT / "runs.json"
-CLOSE = 1.3  # within which a forecast is to be
+CLOSE = 1.3  # target for the factor between forecast and measurement
 
 
 def ratio(run: Run, found: Mapping[str, Any], end: str = "expected") -> float:
-    """Forecast / published: below 1 it promises too much."""
+    """Returns forecast time / published time; the forecast is too optimistic below 1."""
     return found["step_seconds"][end] / run.seconds
 
 
 def table(kept: Mapping[str, Any]) -> str:
-    """For a page: a row for each run that is kept."""
+    """Formats the stored runs as a Markdown table."""
     columns = ("run", "published", "least", "expected", "expected / published", "role")
     rows = [f"| {' | '.join(columns)} |", f"| {' | '.join(['---'] * len(columns))} |"]
     for name, found in kept.items():
@@ -291,7 +292,7 @@ def table(kept: Mapping[str, Any]) -> str:
 
 
 def settings(kept: Mapping[str, Any]) -> str:
-    """For a page: what each run was, and how the forecast differs."""
+    """Formats the setting of each run, and the differences of the forecast, as a Markdown table."""
     columns = ("run", "a device's batch", "computed again", "the source says", "the forecast differs in")
     rows = [f"| {' | '.join(columns)} |", f"| {' | '.join(['---'] * len(columns))} |"]
     for name in kept:
@@ -310,7 +311,7 @@ def settings(kept: Mapping[str, Any]) -> str:
 
 
 def draw(kept: Mapping[str, Any], path: Path) -> None:
-    """A bar from the least to the expected time of each run, in units of what was published."""
+    """Draws a bar from the least to the expected time of each run, relative to the published time."""
     figure = Figure(figsize=(8.5, 0.46 * len(kept) + 1.3), layout="constrained")
     axes = figure.subplots()
     for place, (name, found) in enumerate(kept.items()):
@@ -335,7 +336,7 @@ def draw(kept: Mapping[str, Any], path: Path) -> None:
 
 
 def keep(made: Mapping[str, Any]) -> dict[str, Any]:
-    """All that is kept, with what was made, in the order of ``RUNS``."""
+    """Adds results to the stored results, in the order of ``RUNS``; writes and returns the stored results."""
     kept = (json.loads(KEPT.read_text()) if KEPT.exists() else {}) | dict(made)
     kept = {name: kept[name] for name in RUNS if name in kept}
     OUT.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,11 @@
-"""What gathers and reductions in packed blocks do to a training: the job of ``wire_dtypes``, from the same seeds.
+"""Effect of quantized gathers and reductions on a training: the job of ``wire_dtypes``, from the same seeds.
 
     python -m benchmarks.quantized                          some ten minutes on the CPU
-    python -m benchmarks.quantized --only "int8 copies"     one row, put beside those that are there
-    python -m benchmarks.quantized --redraw                 the table from the JSON that is there
+    python -m benchmarks.quantized --only "int8 copies"     one row, added to the existing rows
+    python -m benchmarks.quantized --redraw                 the table from the existing JSON
 
-Copies of the shards stand along "dp", 4 x 2 simulated devices. Held-out losses are compared with those of float32 from
-the same seed; ± is the standard error of that difference over seeds.
+Shards are replicated along "dp", on 4 x 2 simulated devices. Held-out losses are compared with the float32 losses from
+the same seed; ± is the standard error of the difference over seeds.
 """
 
 import argparse
@@ -28,7 +28,7 @@ FORMATS = {"int8": "int8", "float8": "float8_e4m3fn"}
 
 
 def trainings() -> dict[str, Training]:
-    """By name; the first is what the others are compared with."""
+    """Returns the trainings by name; the first training is the baseline."""
     mesh = {"dp": 4, "fsdp": SIMULATED_DEVICES // 4}
     copies = {f"{name} copies": {"replicas": Replicas("dp", dtype)} for name, dtype in FORMATS.items()}
     gathers = {f"{name} gathers": {"gather_dtype": dtype} for name, dtype in FORMATS.items()}
@@ -36,7 +36,7 @@ def trainings() -> dict[str, Training]:
 
 
 def table(found: dict[str, Any]) -> Any:
-    """A row for each training."""
+    """Builds the table, with a row for each training."""
     shown = rich_table("held-out loss", ["training", "mean", "beside float32, same seed", "at most", "spread of seeds"])
     for row in compared(found["runs"]):
         off = f"{row['mean difference']:+.4f} ± {row['standard error']:.4f}"
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=FILE, help="the JSON file")
     options = parser.parse_args(arguments)
     runs = json.loads(options.out.read_text())["runs"] if options.out.exists() else {}
-    available_devices(SIMULATED_DEVICES)  # before anything else has made JAX look for devices
+    available_devices(SIMULATED_DEVICES)  # before JAX initialises its devices
     for name in () if options.redraw else options.only:
         runs[name] = list(train(CONFIG, trainings()[name], options.seeds))
     if not options.redraw:

@@ -1,6 +1,6 @@
-"""What a training run leaves behind: tables for the terminal, ``loss.png``, ``memory.png``.
+"""Tables and pictures of benchmarks and training runs: terminal tables, ``loss.png``, ``memory.png``.
 
-Everything here is a plain function of numbers; nothing knows how they came about.
+Every function depends only on the numbers passed as arguments.
 """
 
 import math
@@ -23,7 +23,7 @@ Row = Mapping[str, float]
 
 
 def memory_table(layouts: Mapping[str, Mapping[str, int]]) -> Table:
-    """Bytes on one device for each kind of state, in two layouts, and what the first takes of the second."""
+    """Builds the table of bytes per device by kind of state in two layouts, with the ratio of first to second."""
     (first, first_kinds), (second, second_kinds) = layouts.items()
     totals = sum(first_kinds.values()), sum(second_kinds.values())
     sizes = [(kind, size, second_kinds[kind]) for kind, size in first_kinds.items()] + [("total", *totals)]
@@ -32,7 +32,7 @@ def memory_table(layouts: Mapping[str, Mapping[str, int]]) -> Table:
 
 
 def comparison_table(held_out_loss: float, baseline: float) -> Table:
-    """The model beside a model of byte frequencies."""
+    """Builds the table that compares the model with a model of byte frequencies."""
     rows = [
         [name, f"{loss:.3f}", f"{loss / math.log(2):.3f}", f"{math.exp(loss):.2f}"]
         for name, loss in (("byte frequencies", baseline), ("this model", held_out_loss))
@@ -41,7 +41,7 @@ def comparison_table(held_out_loss: float, baseline: float) -> Table:
 
 
 def draw_loss(path: Path, title: str, rows: Sequence[Row], baseline: float) -> None:
-    """Training and held-out loss over steps, under the line of the byte-frequency model."""
+    """Draws training and held-out loss over steps, with the loss of the byte-frequency model as a line."""
     figure, axes = _figure(7.5, 4.5, title)
     axes.plot([r["step"] for r in rows], [r["loss"] for r in rows], color=QUIET, lw=1, label="training batch")
     held_out = [(r["step"], r["held_out_loss"]) for r in rows if "held_out_loss" in r]
@@ -55,7 +55,7 @@ def draw_loss(path: Path, title: str, rows: Sequence[Row], baseline: float) -> N
 
 
 def draw_losses(path: Path, title: str, runs: Mapping[str, Sequence[Row]]) -> None:
-    """The held-out loss of several runs over steps."""
+    """Draws the held-out loss of several runs over steps."""
     figure, axes = _figure(7.5, 4.5, title)
     for (name, rows), color in zip(runs.items(), (STRONG, ACCENT, "#f2a65a", "#5b9bd5"), strict=False):
         points = [(r["step"], r["held_out_loss"]) for r in rows if "held_out_loss" in r]
@@ -68,7 +68,7 @@ def draw_losses(path: Path, title: str, runs: Mapping[str, Sequence[Row]]) -> No
 
 
 def draw_memory(path: Path, title: str, layouts: Mapping[str, Mapping[str, int]]) -> None:
-    """A stacked bar for each layout: the bytes that each kind of state takes on one device."""
+    """Draws a stacked bar for each layout: bytes per device by kind of state."""
     figure, axes = _figure(6.5, 4.5, title)
     totals = [sum(kinds.values()) for kinds in layouts.values()]
     scale, unit = _unit(max(totals))
@@ -101,24 +101,24 @@ def _figure(width: float, height: float, title: str) -> tuple[Figure, Any]:
 
 # ------------------------------------------------------------------------------------------------ bars of several cases
 
-# A page shows a picture some 830 pixels wide: of these, it makes two thirds.
+# A page shows a picture with a width of some 830 pixels, which is two thirds of the drawn width.
 PAGE_WIDTH, PAGE_DPI = 10.4, 120
 LETTERS, LETTERS_IN_A_LINE = 9, 155
-BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # of a number, so that no line strikes it through
+BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # box behind a number, to cover lines
 NUMBER = {"va": "center", "fontsize": LETTERS, "zorder": 5}
 
-Plots = Mapping[str, Callable[[Any], None]]  # by their titles what draws into each
+Plots = Mapping[str, Callable[[Any], None]]  # title -> drawing function
 
 
 def panels(path: Path, title: str, words: str, cases: int, blocks: Mapping[str, Plots]) -> None:
-    """A picture of horizontal bars of cases: a block for each quantity, in it a plot for each topology.
+    """Draws horizontal bars of cases: a block per quantity, with a plot per topology in each block.
 
     Args:
-      path: of the PNG.
-      title: above all.
-      words: what the names of the cases mean, below all.
-      cases: how many there are.
-      blocks: by quantity its plots. Where each has one plot alone, the blocks stand side by side.
+      path: path of the PNG.
+      title: title at the top.
+      words: explanation of the case names, at the bottom.
+      cases: the number of cases.
+      blocks: plots by quantity. Blocks with a single plot each are placed side by side.
     """
     lines = textwrap.wrap(words, LETTERS_IN_A_LINE)
     beside = max(map(len, blocks.values())) == 1
@@ -135,7 +135,7 @@ def panels(path: Path, title: str, words: str, cases: int, blocks: Mapping[str, 
 
 
 def _draw_block(part: Any, quantity: str, plots: Plots, beside: bool) -> None:
-    """One quantity: plots with the names of the cases at the first, and one legend below."""
+    """Draws the plots of a quantity, with case names at the first plot and a shared legend below."""
     row = part.subplots(1, len(plots), sharey=True, squeeze=False)[0]
     for axes, (topology, draw) in zip(row, plots.items(), strict=True):
         draw(axes)
@@ -148,19 +148,19 @@ def _draw_block(part: Any, quantity: str, plots: Plots, beside: bool) -> None:
 
 
 def clean(axes: Any, largest: float) -> None:
-    """Room for the number behind the longest bar; no frame."""
+    """Sets the axis limit, with room for numbers behind the bars, and removes the frame."""
     axes.set_xlim(0, largest)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=LETTERS)
 
 
 def number(axes: Any, place: float, value: float, text: str) -> None:
-    """The number behind a bar."""
+    """Writes a number behind a bar."""
     axes.annotate(text, (value, place), (4, 0), textcoords="offset points", bbox=BEHIND, **NUMBER)
 
 
 def bars(axes: Any, values: Mapping[str, float], at_least: float = 0.0) -> None:
-    """A bar for each case with its number behind; the axis reaches ``at_least`` as far as that."""
+    """Draws a bar with a number for each case; the axis extends at least to ``at_least``."""
     drawn = axes.barh(list(values), list(values.values()), color="#5b9bd5")
     clean(axes, 1.28 * max(*values.values(), at_least, 1e-9))
     for bar, value in zip(drawn, values.values(), strict=True):  # another plot may have cases between
@@ -168,7 +168,7 @@ def bars(axes: Any, values: Mapping[str, float], at_least: float = 0.0) -> None:
 
 
 def number_within(axes: Any, place: float, value: float, text: str) -> None:
-    """The number at the end of a bar that leaves no room behind it, or goes on beyond the plot."""
+    """Writes a number inside the end of a bar that leaves no room behind it, or extends beyond the plot."""
     end = axes.get_xlim()[1]
     text, x = (f"{text} ▸", end) if value > end else (text, value)
     style = {"color": "white", "ha": "right", "bbox": BEHIND | {"facecolor": "#404040"}}
@@ -176,11 +176,11 @@ def number_within(axes: Any, place: float, value: float, text: str) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes a PNG."""
+    """Writes a figure as PNG."""
     path.parent.mkdir(parents=True, exist_ok=True)
     FigureCanvasAgg(figure).print_png(path)
 
 
 def ratio(value: float, base: float | None) -> str:
-    """Two numbers as a quotient for a table, "" where there is nothing to divide by."""
+    """Formats a quotient for a table; "" if ``base`` is None or 0."""
     return f"{value / base:.2f}" if base else ""

@@ -1,6 +1,6 @@
-"""The mean over many devices as rings compute it, rounding at every hop: its error against float64, and bounds.
+"""Mean over many devices in ring order, with rounding at every hop: error against float64, and bounds.
 
-NumPy does what N devices would do that are not there; ``wire_dtypes`` says why, and shows the results.
+NumPy simulates N absent devices; ``wire_dtypes`` explains the purpose, and shows the results.
 """
 
 import functools
@@ -20,7 +20,7 @@ SCALES = tuple(10.0**power for power in range(-9, 7))
 
 
 def gradients(kind: str, devices: int, values: int = VALUES, scale: float = 1.0) -> np.ndarray:
-    """Gradient-like values [devices, values] in float32: each row is what one device has before the mean is taken."""
+    """Creates gradient-like values [devices, values] in float32, a row per device."""
     rng = np.random.default_rng(0)
     normal = rng.normal(size=(devices, values))
     kinds = {
@@ -41,22 +41,22 @@ KINDS = {
 
 
 def reduced_mean(x: np.ndarray, dtype: str, shape: Sequence[int], *, divide: str = "before") -> np.ndarray:
-    """The mean of ``x[devices, values]`` as rings compute it, stage after stage, every hop rounding to ``dtype``.
+    """Computes the mean of ``x[devices, values]`` in ring order, stage by stage, with rounding to ``dtype`` per hop.
 
     Args:
-      x: in float32.
-      dtype: on the wire, a key of ``WIRE``.
-      shape: devices of each stage, the one that is reduced first in front.
+      x: values in float32.
+      dtype: the dtype of communication, a key of ``WIRE``.
+      shape: number of devices per stage; the first stage is reduced first.
       divide: "before" the sum, in float32, as the library does; or "after".
     Returns:
-      [values] in ``dtype``, but for the division after, in float32.
+      [values] in ``dtype``; in float32 if divided after the sum.
     """
     wire, devices = WIRE[dtype], np.float32(len(x))
     with np.errstate(over="ignore", invalid="ignore"):
         sent = (x / devices if divide == "before" else x).astype(wire)
         for stage in shape:
             first, *others = sent.reshape(stage, -1, x.shape[-1])
-            # One addition is exact to float32, so that rounding it is rounding the exact sum: what hardware does.
+            # A float32 addition followed by rounding equals rounding of the exact sum, as in hardware.
             sent = functools.reduce(
                 lambda a, b: (a.astype(np.float32) + b.astype(np.float32)).astype(wire), others, first
             )
@@ -65,19 +65,19 @@ def reduced_mean(x: np.ndarray, dtype: str, shape: Sequence[int], *, divide: str
 
 
 def relative_error(x: np.ndarray, got: np.ndarray) -> float:
-    """Of the mean vector, in the Euclidean norm, against float64; infinite where a value is not finite."""
+    """Computes the relative error of a mean vector against float64, in the Euclidean norm; infinite if not finite."""
     want, got = x.mean(axis=0, dtype=np.float64), got.astype(np.float64)
     return float(np.linalg.norm(got - want) / np.linalg.norm(want)) if np.isfinite(got).all() else math.inf
 
 
 def chance(x: np.ndarray) -> float:
-    """By how much the mean of N devices is off that of infinitely many, relative to it: what the data themselves do."""
+    """Computes the relative standard error of the mean over N devices: the sampling noise of the data."""
     wide = x.astype(np.float64)
     return float(np.linalg.norm(wide.std(axis=0) / np.sqrt(len(x))) / np.linalg.norm(wide.mean(axis=0)))
 
 
 def bounds(x: np.ndarray, dtype: str, shape: Sequence[int]) -> tuple[float, float]:
-    """(worst case, expected) relative error; see the top of this file."""
+    """Computes the (worst case, expected) relative error; see the docstring of ``wire_dtypes``."""
     unit = 2.0 ** -(ml_dtypes.finfo(WIRE[dtype]).nmant + 1)
     roundings = sum(stage - 1 for stage in shape) + 1
     wide = x.astype(np.float64)
@@ -86,7 +86,7 @@ def bounds(x: np.ndarray, dtype: str, shape: Sequence[int]) -> tuple[float, floa
 
 
 def sums() -> dict[str, Any]:
-    """All errors of means: by values, by number of devices, and of float16 by scale."""
+    """Computes the errors of means by kind of values, by number of devices, and by scale of the values."""
     by_kind = []
     for kind in KINDS:
         x = gradients(kind, DEVICES)
@@ -107,22 +107,22 @@ def _by_devices(kind: str = "noisy") -> list[dict[str, Any]]:
         for name, shape in shapes.items():
             for dtype in WIRE:
                 error = relative_error(x, reduced_mean(x, dtype, shape))
-                told = {"devices": devices, "shape": name, "dtype": dtype, "error": error}
-                rows.append(told | {"expected": bounds(x, dtype, shape)[1]})
+                row = {"devices": devices, "shape": name, "dtype": dtype, "error": error}
+                rows.append(row | {"expected": bounds(x, dtype, shape)[1]})
     return rows
 
 
 def _by_scale(kind: str = "noisy") -> list[dict[str, Any]]:
-    """Rounding in float16 and bfloat16 by the size of the gradients: small ones underflow, sums of large ones overflow.
+    """Computes the errors of float16 and bfloat16 by the scale of gradients, with underflow and overflow.
 
-    An infinite error is given as None.
+    An infinite error is stored as None.
     """
     rows = []
     for scale in SCALES:
-        x = gradients(kind, DEVICES, scale=scale / 10)  # of that standard deviation
+        x = gradients(kind, DEVICES, scale=scale / 10)  # standard deviation `scale`
         for dtype in ("float16", "bfloat16"):
             for divide in ("before", "after"):
                 error = relative_error(x, reduced_mean(x, dtype, (DEVICES,), divide=divide))
-                told = {"scale": scale, "dtype": dtype, "divide": divide}
-                rows.append(told | {"error": error if math.isfinite(error) else None})
+                row = {"scale": scale, "dtype": dtype, "divide": divide}
+                rows.append(row | {"error": error if math.isfinite(error) else None})
     return rows

@@ -1,12 +1,12 @@
-"""The rows of a training run in ``metrics.csv`` and in TensorBoard's event files, written one interval late.
+"""Log of a training run in ``metrics.csv`` and TensorBoard event files, written one interval late.
 
-``float(loss)`` right after a step waits until the device has computed it, and the device then waits for the host to
-dispatch the next step. So a row is held until the next one comes, and its values have arrived by then:
-  write(10, row)   starts the copies of row 10 to the host
-  write(20, row)   starts the copies of row 20, and writes row 10
+``float(loss)`` right after a step waits until the device has computed the loss, and the device then waits for the host
+to dispatch the next step. So a row is written together with the next row, when its values are already on the host:
+  write(10, row)   starts the host transfer of row 10
+  write(20, row)   starts the host transfer of row 20, and writes row 10
   close()          writes row 20
 
-``docs/howto/log.md`` shows the same in twenty lines for a loop that is simpler.
+``docs/howto/log.md`` shows the technique in twenty lines for a simpler loop.
 """
 
 import csv
@@ -25,13 +25,13 @@ COLUMNS = f"step seconds {MEANS} tokens_per_s mfu held_out_loss averaged_held_ou
 
 
 class RunLog:
-    """Writes a row for each call, in process 0 alone.
+    """Writer of a row per call, only in process 0.
 
     Args:
-      folder: made where it is not there.
-      resume_step: the last step whose row stays in a table that is there; later rows are computed again.
+      folder: folder of the log; created if missing.
+      resume_step: the last step to keep in an existing table; later rows are removed, because they will be recomputed.
     Raises:
-      FileExistsError: the folder holds a table, and ``resume_step`` is None.
+      FileExistsError: the folder has a table, and ``resume_step`` is None.
     """
 
     def __init__(self, folder: Path, resume_step: int | None) -> None:
@@ -44,7 +44,7 @@ class RunLog:
             raise FileExistsError(f"{path} holds the metrics of a run. Choose another folder, or go on by --resume.")
         kept = [row for row in read_rows(folder) if row["step"] <= resume_step] if path.exists() else []
         folder.mkdir(parents=True, exist_ok=True)
-        # The table is replaced at one stroke, so that a kill leaves the old one or the new one.
+        # The table is replaced atomically, so that a kill leaves either the old or the new table.
         temporary = path.with_suffix(".tmp")
         self._table = temporary.open("w", newline="")
         self._rows = csv.DictWriter(self._table, COLUMNS, lineterminator="\n")
@@ -52,13 +52,14 @@ class RunLog:
         self._rows.writerows(kept)
         self._table.flush()
         os.replace(temporary, path)
-        # TensorBoard shows no events from ``purge_step`` on of earlier files. Files of one second have the same name.
+        # TensorBoard hides events of earlier files from ``purge_step`` on. The suffix distinguishes files of the same
+        # second.
         purge_step = None if resume_step is None else resume_step + 1
         suffix = f".{time.time_ns()}"
         self._events = SummaryWriter(str(folder), purge_step=purge_step, filename_suffix=suffix)
 
     def write(self, step: int, row: Mapping[str, Any]) -> None:
-        """Starts the copies of a row to the host, and writes the row of the call before."""
+        """Starts the host transfer of a row, and writes the row of the preceding call."""
         for value in row.values():
             if isinstance(value, jax.Array):
                 value.copy_to_host_async()
@@ -66,14 +67,14 @@ class RunLog:
         self._pending = {"step": step} | dict(row)
 
     def flush(self) -> None:
-        """Writes the row that is pending, and waits for its values if need be."""
+        """Writes the pending row, and waits for its values if necessary."""
         pending, self._pending = self._pending, None
         if pending is None or self._table is None or self._events is None:
             return
         step = pending.pop("step")
         values = {name: float(value) for name, value in pending.items()}
         self._rows.writerow({"step": step} | values)
-        self._table.flush()  # to the operating system, so that a killed process loses the pending row alone
+        self._table.flush()  # to the operating system, so that a killed process loses only the pending row
         for name, value in values.items():
             self._events.add_scalar(name, value, step)
 
@@ -92,7 +93,7 @@ class RunLog:
 
 
 def read_rows(folder: Path) -> list[dict[str, float]]:
-    """Returns the rows of a run, and of the runs that it goes on from; a line that a kill cut short is left out."""
+    """Reads the rows of a run, including rows before a resume; skips a line that was truncated by a kill."""
     text = (folder / TABLE).read_text()
     rows = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())
     found = [{name: float(value) for name, value in row.items() if value} for row in rows]

@@ -1,27 +1,29 @@
-"""What does it take to read a Llama's safetensors files onto a mesh: by ``import_safetensors``, or by orbax's reader?
+"""Cost of reading the safetensors files of a Llama onto a mesh: ``import_safetensors`` compared with orbax's reader.
 
     python -m benchmarks.safetensors_readers               forty minutes, 6 GB of disk and of memory; Linux
     python -m benchmarks.safetensors_readers --repeats 1 --cases model
     python -m benchmarks.safetensors_readers --checkpoint FOLDER --out out.json      a Llama that transformers has saved
 
-A checkpoint as transformers lays a Llama out (bfloat16, several files with an index) is read onto eight simulated
-devices, as a tree of the library: layers stacked, kernels transposed, heads as dims of their own. Orbax reads since
-0.12.2 what the sharding of its target needs, by the names and in the layout of the file. So it is asked for each tensor
-split as the leaf is, in the file's layout, and the map of names is then applied to its shards, by one of two ways:
+A Llama checkpoint in the layout of transformers (bfloat16, several files with an index) is read onto eight simulated
+devices, into a tree of the library: stacked layers, transposed kernels, a separate dim for heads. Since 0.12.2 orbax
+reads only the entries that the sharding of its target needs, by the names and in the layout of the file. So orbax reads
+each tensor split like the leaf, in the layout of the file, and the name map is applied to the shards in one of two
+ways:
 
-  orbax              one ``load`` with its defaults; the map by ``jax.jit``, leaf by leaf
-  orbax, its best    a ``load`` for a leaf at a time, chunks of 4 MiB, 16 MiB of them at once; the map by NumPy, on each
-                     device's shard. Nine other choices were tried: none took less time with as little memory. (A
+  orbax              one ``load`` with default options; the map by ``jax.jit``, leaf by leaf
+  orbax, its best    a ``load`` per leaf, chunks of 4 MiB, 16 MiB of chunks at once; the map by NumPy, on the shard of
+                     each device. Of nine further options none took less time with as little memory. (A
                      ``max_over_read_ratio`` of 1.0 took 1.4 to 3 times as long.)
 
-Each reading has a process of its own (in one case two, each with its own copy of the files, as hosts have). What is
-measured begins when JAX, orbax and the devices are there, and ends when all arrays are: seconds, processor seconds, the
-peak of resident memory above that before and above the arrays themselves (all pages; and without those of mapped files,
-which the system takes back when it needs them), and bytes read from the disk, where the files are not cached. Readers
-take turns; medians of the repeats, and of two processes the one that took more. Each shard is compared with the bits
-that the safetensors library reads.
+Each reading runs in a separate process (in one case in two processes, each with a separate copy of the files, as on two
+hosts). A measurement starts after the start of JAX, orbax and the devices, and ends when every array is ready: seconds,
+processor seconds, the peak of resident memory above the memory before and above the arrays (with and without the pages
+of mapped files, which the system reclaims under pressure), and bytes read from the disk if the files are not cached.
+Readers take turns. The results are medians over repeats and, with two processes, the larger value. Each shard is
+compared with the bits that the safetensors library reads.
 
-Besides, files that are damaged or unlike the target are given to both: which are refused?
+In addition, damaged files and files that do not fit the target are given to both readers, to see which files are
+rejected.
 """
 
 import argparse
@@ -63,14 +65,14 @@ OURS, ORBAX, BEST = "import_safetensors", "orbax", "orbax, its best"
 READERS: tuple[str, ...] = OURS, ORBAX, BEST
 REFERENCE = "the safetensors library"
 FILE = Path(__file__).parent / "results" / "safetensors" / "readers.json"
-CHUNK_BYTES, CHUNKS = 4 * 2**20, 4  # of "its best"
+CHUNK_BYTES, CHUNKS = 4 * 2**20, 4  # options of BEST
 SAMPLE_S = 0.005
 TIMEOUT_S = 600
 
 
 @dataclass(frozen=True)
 class Llama:
-    """The sizes of a Llama; as given, Llama 3.2 1B with half of its layers, and a head of its own unless ``tied``."""
+    """Sizes of a Llama; by default Llama 3.2 1B with half of its layers. The head is separate unless ``tied``."""
 
     vocab: int = 128256
     width: int = 2048
@@ -86,7 +88,7 @@ class Llama:
 
 
 def llama_of(folder: Path) -> Llama:
-    """The sizes of a Llama that transformers has saved to this folder."""
+    """Reads the sizes of a Llama saved by transformers."""
     config = json.loads((folder / "config.json").read_text())
     return Llama(
         vocab=config["vocab_size"],
@@ -104,9 +106,9 @@ SMALL = Llama(vocab=64, width=32, layers=2, heads=4, kv_heads=2, hidden=64)
 
 @dataclass(frozen=True)
 class Case:
-    """What is read: into which tree, from a cache or the disk, by how many processes."""
+    """Setting of a measurement: target tree and dtype, page cache or disk, number of processes."""
 
-    mapped: bool = True  # into the library's tree; else the tensors by their names in the file, split by rows
+    mapped: bool = True  # read into the tree of the library; else tensors by their names in the file, split by rows
     dtype: str = "bfloat16"
     tied: bool = False
     cached: bool = True
@@ -127,7 +129,7 @@ CASES = {
 
 
 def tensors_of(llama: Llama) -> dict[str, tuple[int, ...]]:
-    """Name and shape of each tensor in the file, as transformers' LlamaForCausalLM has them."""
+    """Returns the name and shape of each tensor in the file, as in LlamaForCausalLM of transformers."""
     width, kv_width = llama.width, llama.kv_heads * llama.head_width
     layer = {
         "self_attn.q_proj": (width, width),
@@ -146,7 +148,7 @@ def tensors_of(llama: Llama) -> dict[str, tuple[int, ...]]:
 
 
 def leaves_of(llama: Llama) -> dict[str, tuple[int, ...]]:
-    """Path and shape of each leaf in the library's tree; layers are the first dim."""
+    """Returns the path and shape of each leaf in the tree of the library; layers are the first dim."""
     width, heads, head_width, layers = llama.width, llama.heads, llama.head_width, llama.layers
     blocks = {
         "q/kernel": (width, heads, head_width),
@@ -168,7 +170,7 @@ def leaves_of(llama: Llama) -> dict[str, tuple[int, ...]]:
 
 
 def names_of(llama: Llama) -> NameMap:
-    """The map from leaves to tensors; the head of a tied model is the table of the embedding."""
+    """Returns the map from leaves to tensors; the head of a tied model is the embedding table."""
     layer = "model.layers.{layer}."
     return {
         "embed/embedding": "model.embed_tokens.weight",
@@ -183,7 +185,7 @@ def names_of(llama: Llama) -> NameMap:
 
 
 def write_model(folder: Path, llama: Llama, files: int) -> None:
-    """Writes the model with random values, by the safetensors library, as transformers' ``save_pretrained`` does."""
+    """Writes a model with random values with the safetensors library, like ``save_pretrained`` of transformers."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True)
@@ -199,7 +201,7 @@ def write_model(folder: Path, llama: Llama, files: int) -> None:
         file = f"model-{i + 1:05}-of-{files:05}.safetensors"
         entries = {}
         for name in names:
-            # Without the highest bit of the exponent: all are finite, and below 2.
+            # Without the highest bit of the exponent, every value is finite and below 2.
             rng = np.random.default_rng(zlib.crc32(name.encode()))
             bits = rng.integers(0, 2**16, tensors[name], np.uint16) & 0xBFFF
             entries[name] = bits.view(jnp.bfloat16)
@@ -210,7 +212,7 @@ def write_model(folder: Path, llama: Llama, files: int) -> None:
 
 
 def by_hand(tensors: Mapping[str, np.ndarray], llama: Llama) -> dict[str, np.ndarray]:
-    """The leaves of the tree from the tensors of the file, written out: what a reader's map of names is held to."""
+    """Converts the tensors of the file to the leaves of the tree by explicit code, as the reference for name maps."""
     width, head_width = llama.width, llama.head_width
 
     def each(name: str, turned: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
@@ -239,7 +241,7 @@ Target = dict[str, jax.ShapeDtypeStruct]
 
 
 def target_of(llama: Llama, case: Case, mesh: jax.sharding.Mesh) -> Target:
-    """What is to be read: each leaf split along its largest dim but that of layers, as the library's FSDP splits it."""
+    """Returns the abstract target, split as the library splits: along the largest dim except the layer dim."""
 
     def split(path: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         first = 1 if path.startswith("blocks/") else 0
@@ -256,11 +258,11 @@ def by_import_safetensors(folder: Path, target: Target, names: NameMap | None) -
 
 
 def in_the_files_layout(target: Target, names: NameMap | None) -> dict[str, Target]:
-    """For each leaf the abstract tensors that orbax reads for it: each device gets the entries that its shard needs."""
+    """Returns the abstract tensors that orbax reads for each leaf, split so that a device reads only its shard."""
     found = {}
     for path, like in target.items():
         place = stored_at(path, like.shape, names)
-        # Where a dim of the leaf goes is read off a small array that holds its own indices along the dim that is split.
+        # The tensor dim that the split dim moves to is found by moving a small array that contains the index along it.
         dim = list(like.sharding.spec).index(AXIS)
         sizes = tuple(DEVICES if i == dim else 2 for i in range(len(like.shape)))
         indices = np.moveaxis(np.broadcast_to(np.arange(DEVICES), (*sizes[:dim], *sizes[dim + 1 :], DEVICES)), -1, dim)
@@ -296,7 +298,7 @@ def mapped_by_jit(path: str, like: Any, parts: list[jax.Array], names: NameMap |
 def mapped_by_numpy(path: str, like: Any, parts: list[jax.Array], names: NameMap | None) -> jax.Array:
     local = stored_at(path, like.sharding.shard_shape(like.shape), names)
     of_devices = [{shard.device: shard.data for shard in part.addressable_shards} for part in parts]
-    parts.clear()  # each device's shards go when they are mapped
+    parts.clear()  # the shards of each device are freed after they are mapped
 
     def of_device(device: Any) -> jax.Array:
         turned = [local.to_leaf(np.asarray(shards.pop(device))) for shards in of_devices]
@@ -312,7 +314,7 @@ def by_orbax(folder: Path, target: Target, names: NameMap | None) -> dict[str, j
     loaded = orbax_load(folder, {name: like for tensors in stored.values() for name, like in tensors.items()})
     if names is None:
         return loaded
-    # A tensor is dropped after its last leaf, so that the memory of one leaf comes on top, and not that of all.
+    # A tensor is freed after its last leaf, so that the extra memory is that of one leaf.
     needed = [name for tensors in stored.values() for name in tensors]
 
     def take(name: str) -> jax.Array:
@@ -342,7 +344,7 @@ BY_NAME = {OURS: by_import_safetensors, ORBAX: by_orbax, BEST: by_orbax_at_its_b
 
 
 def of_proc(file: str, field: str) -> int:
-    """A number of /proc/self, in bytes."""
+    """Reads a number from /proc/self, in bytes."""
     line = next(line for line in Path("/proc/self", file).read_text().splitlines() if line.startswith(f"{field}:"))
     value, *unit = line.split()[1:]
     return int(value) * (1024 if unit == ["kB"] else 1)
@@ -350,7 +352,7 @@ def of_proc(file: str, field: str) -> int:
 
 @contextlib.contextmanager
 def peak_without_files() -> Iterator[list[int]]:
-    """The largest resident memory without the pages of mapped files, looked at again and again by a thread."""
+    """Yields a list with the peak of resident memory without pages of mapped files, sampled by a thread."""
     peak, done = [of_proc("status", "RssAnon")], threading.Event()
 
     def look() -> None:
@@ -367,7 +369,7 @@ def peak_without_files() -> Iterator[list[int]]:
 
 
 def digests(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
-    """A checksum of each shard that this process holds, by leaf and place."""
+    """Computes a checksum of each local shard, by leaf and index."""
     return {
         f"{path} {shard.index}": zlib.crc32(np.asarray(shard.data).reshape(-1).view(np.uint8).data)
         for path, array in arrays.items()
@@ -376,7 +378,7 @@ def digests(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
 
 
 def reference(folder: Path, target: Target, llama: Llama, case: Case) -> dict[str, int]:
-    """The checksums of all shards by the safetensors library, which reads the whole model."""
+    """Computes the checksum of every shard from the full model, as read by the safetensors library."""
     from safetensors.numpy import load_file
 
     tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
@@ -389,7 +391,7 @@ def reference(folder: Path, target: Target, llama: Llama, case: Case) -> dict[st
 
 
 def measured(reader: str, folder: Path, llama: Llama, case: Case) -> dict[str, Any]:
-    """Reads the model in this process; returns what that took, and the checksums."""
+    """Reads the model in this process; returns times, memory, bytes read, and the checksums."""
     mesh = DeviceMeshManager.create_device_mesh({AXIS: DEVICES})
     target = target_of(llama, case, mesh)
     if reader == REFERENCE:
@@ -427,7 +429,7 @@ def child(task: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_processes(reader: str, folders: Sequence[Path], llama: Llama, case: Case) -> list[dict[str, Any]]:
-    """What ``measured`` returns in each of the processes, started anew."""
+    """Runs ``measured`` in new processes, one per folder; returns the results."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -456,7 +458,7 @@ def in_processes(reader: str, folders: Sequence[Path], llama: Llama, case: Case)
 
 
 def compared(case: Case, llama: Llama, folders: Sequence[Path], repeats: int) -> dict[str, dict[str, Any]]:
-    """What each reader took, all in turn, and whether all shards had the bits of the reference."""
+    """Measures the readers in turn; returns the summary of each reader, with the comparison to the reference."""
     [want] = in_processes(REFERENCE, folders[:1], llama, replace(case, processes=1))
     runs: dict[str, list[list[dict[str, Any]]]] = {reader: [] for reader in READERS}
     for _ in range(repeats):
@@ -466,7 +468,7 @@ def compared(case: Case, llama: Llama, folders: Sequence[Path], repeats: int) ->
 
 
 def summed_up(runs: Sequence[Sequence[Mapping[str, Any]]], want: Mapping[str, int]) -> dict[str, Any]:
-    """The medians over runs of the process that took most; ``want`` has the checksum of each shard."""
+    """Summarises runs: medians of the largest value over processes, and whether checksums equal ``want``."""
     equal = all({shard: crc for answer in run for shard, crc in answer["digests"].items()} == want for run in runs)
     numbers = [name for name in runs[0][0] if name != "digests"]
     most = {name: [max(answer[name] for answer in run) for run in runs] for name in numbers}
@@ -478,7 +480,7 @@ def summed_up(runs: Sequence[Sequence[Mapping[str, Any]]], want: Mapping[str, in
 
 
 def odd_files() -> dict[str, tuple[Callable[[Path], object], Any]]:
-    """What is done to a folder with a good model of two files, and the target; by what is wrong then."""
+    """Returns (change to a folder with a sound model in two files, target), by the description of the fault."""
     good = {"a": np.zeros((8, 4), np.float32), "b": np.zeros(8, np.float32)}
 
     def edited(change: Callable[[dict[str, Any]], object], values: bytes | None = None) -> Callable[[Path], None]:
@@ -502,7 +504,7 @@ def odd_files() -> dict[str, tuple[Callable[[Path], object], Any]]:
             file.write(b"rest")
 
     def left_over(folder: Path) -> None:
-        """As of an older model in one file, or of another format beside it; the index does not name it."""
+        """Adds a file that the index does not name, as left by an older model or a different format."""
         shutil.copyfile(folder / "model-00001-of-00002.safetensors", folder / "consolidated.safetensors")
 
     def missing(folder: Path) -> None:
@@ -553,7 +555,7 @@ def odd_files() -> dict[str, tuple[Callable[[Path], object], Any]]:
 
 
 def verdicts(mesh: jax.sharding.Mesh) -> dict[str, dict[str, str]]:
-    """What each of the two readers says to each odd file: "read", or the first line of the error."""
+    """Returns the result of both readers for each odd file: "read", or the first line of the error."""
     from safetensors.numpy import save_file
 
     found: dict[str, dict[str, str]] = {}
@@ -575,7 +577,7 @@ def verdicts(mesh: jax.sharding.Mesh) -> dict[str, dict[str, str]]:
             for reader, read in ((OURS, import_safetensors), (ORBAX, orbax_load)):
                 try:
                     jax.block_until_ready(read(folder, abstract))
-                except Exception as error:  # whatever a reader raises is its answer
+                except Exception as error:  # any error of a reader is a result
                     first = str(error).replace(str(folder), "FOLDER").splitlines()[0]
                     found[what][reader] = f"{type(error).__name__}: {first}"
                 else:
@@ -598,7 +600,7 @@ COLUMNS = {
 
 
 def rows_of(found: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """The rows of a case's table, a row for each reader; the first number is the time over that of ours."""
+    """Returns the table rows of a case, one per reader; the first number is the time relative to this library."""
     rows = []
     for reader in READERS:
         row = found[reader]
@@ -609,7 +611,7 @@ def rows_of(found: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
 
 
 def verdict(answer: str) -> str:
-    """An answer to an odd file in a word or two."""
+    """Shortens the result for an odd file to "read" or "refused (error type)"."""
     return answer if answer == "read" else f"refused ({answer.partition(':')[0]})"
 
 

@@ -1,14 +1,14 @@
-"""How fast are ``import_safetensors`` and ``export_safetensors``, beside a plain copy and the safetensors library?
+"""Speed of ``import_safetensors`` and ``export_safetensors``, compared with a file copy and the safetensors library.
 
     python -m benchmarks.safetensors_speed                 a minute
     python -m benchmarks.safetensors_speed --mebibytes 64
 
-A model of square float32 matrices lies on simulated devices, half of them split along rows and half along columns. The
-rates are medians of repeats in turn, and so are the seconds of processor time, which say more on a busy machine. The
-file is in the page cache.
+The model has square float32 matrices on simulated devices, half of the matrices split along rows and half along
+columns. Rates and processor seconds are medians over repeats in turn; processor seconds are more reliable on a busy
+machine. The file is in the page cache.
 
-The library's export is asked for less: it writes NumPy arrays that are whole already, and does not wait for the disk.
-So it is measured a second time with what ``export_safetensors`` does besides: it gathers, and calls ``fsync``.
+The safetensors library writes unsharded NumPy arrays, and does not wait for the disk. So its export is measured a
+second time with a gather and ``fsync``, as in ``export_safetensors``.
 """
 
 import argparse
@@ -42,7 +42,7 @@ WRITES = "save_file of safetensors", "the same, gathered and synced", "export_sa
 
 
 def params_of(mebibytes: int) -> dict[str, jax.Array]:
-    """Matrices of ``mebibytes`` in all, on a mesh."""
+    """Creates matrices with a total of ``mebibytes``, on a mesh."""
     mesh = DeviceMeshManager.create_device_mesh({"fsdp": DEVICES})
     width = DEVICES * round(math.sqrt(mebibytes * 2**20 / 4 / LEAVES) / DEVICES)
     specs = [P("fsdp") if i % 2 else P(None, "fsdp") for i in range(LEAVES)]
@@ -57,7 +57,7 @@ def synced(path: Path) -> None:
 
 
 def measures(params: dict[str, jax.Array], folder: Path) -> dict[str, Callable[[], object]]:
-    """What is timed, by name."""
+    """Returns the timed functions by name."""
     from safetensors.numpy import load_file, save_file
 
     export_safetensors(params, folder / "model")
@@ -79,7 +79,7 @@ def measures(params: dict[str, jax.Array], folder: Path) -> dict[str, Callable[[
 
 
 def medians(mebibytes: int, repeats: int) -> dict[str, tuple[float, float]]:
-    """GB/s, and seconds of processor time for 1 GB, by name."""
+    """Measures medians by name: GB/s, and processor seconds per GB."""
     params = params_of(mebibytes)
     size = sum(leaf.nbytes for leaf in params.values()) / 1e9
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in (*READS, *WRITES)}
@@ -88,7 +88,7 @@ def medians(mebibytes: int, repeats: int) -> dict[str, tuple[float, float]]:
         for _ in range(repeats):
             for name, work in works.items():
                 if (out := Path(folder, OUT)).exists():
-                    synced(out)  # of the work before; the disk is to be idle
+                    synced(out)  # so that the disk is idle before the next measurement
                     out.unlink()
                 begun = time.perf_counter(), time.process_time()
                 work()

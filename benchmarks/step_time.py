@@ -1,23 +1,23 @@
-"""How long a training step takes on the devices at hand: the library beside ``jit``, plain FSDP and PyTorch's FSDP2.
+"""Time of a training step on the local devices: this library compared with ``jit``, plain FSDP and PyTorch's FSDP2.
 
     python -m benchmarks.step_time                               some four minutes on two cores
     python -m benchmarks.step_time --model tiny --rounds 5 --cases jit ours
-    python -m benchmarks.step_time --redraw                      table and picture of what was measured last
+    python -m benchmarks.step_time --redraw                      table and picture of the last results
     python -m benchmarks.step_time --dtype bfloat16              computed, gathered and scattered in bfloat16
     python -m benchmarks.step_time --model decoder --cases "jit, remat" "ours, remat"    sharded from outside
-    python -m benchmarks.step_time --dispatch 10 50 200          what a call costs beside jit, of so many parameters
+    python -m benchmarks.step_time --dispatch 10 50 200          time of a call compared with jit, by parameter count
 
-Without accelerators the devices are eight simulated CPU devices, and PyTorch runs as eight processes of one thread
-each, which talk by gloo. All cases begin with the same parameters and train on the same batch; their losses before and
-after the first step must agree, or nothing is timed. Then they take turns, so that what else the machine does meets
-all alike: in each round every case takes a few steps, each round another one begins, and every other round they go
-backwards. A case that waits takes no time from the others.
+Without accelerators the devices are eight simulated CPU devices, and PyTorch runs as eight processes with one thread
+each, connected by gloo. Every case starts with the same parameters and trains on the same batch; the losses before and
+after the first step must agree before anything is timed. Then the cases take turns, so that other load on the machine
+affects every case alike: in each round every case runs a few steps, each round starts with a different case, and every
+second round runs in reverse order. A waiting case does not slow down the running case.
 
-  of X          the median over rounds of a case's time over that of X in the same round
-  tokens/s      of all devices together, from the median time
+  of X          median over rounds of the time of a case relative to the time of X in the same round
+  tokens/s      total over devices, from the median time
 
-Results go to ``<out>/<model>.json`` and ``<out>/<model>.png``. The aim, on simulated devices: at most 0.9 x the time of
-``jit``, which gathers weights again in the backward pass, as "ours, gathered again" does.
+Results are written to ``<out>/<model>.json`` and ``<out>/<model>.png``. The aim, on simulated devices: at most 0.9 x
+the time of ``jit``, which gathers weights again in the backward pass, as "ours, gathered again" does.
 """
 
 import argparse
@@ -73,12 +73,12 @@ STEP_WORDS = WORDS | {
     "FSDP2": "PyTorch's, between processes on the same cores",
     "weights kept": "from forward to backward",
 }
-BASES = ("jit", "replicated", "FSDP2")  # what the others are measured by
-SHORT = {"replicated": "repl."}  # for 80 columns
+BASES = ("jit", "replicated", "FSDP2")  # cases that ratios are relative to
+SHORT = {"replicated": "repl."}  # to fit 80 columns
 AIM, AIM_OF = 0.9, "jit"
 ROUNDS, STEPS = 15, 2
-TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}  # of the losses of two steps, relative
-CUT = 4  # times the middle bar, where the axis of a plot ends, so that one long bar does not hide the others
+TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}  # relative tolerance of the losses of two steps
+CUT = 4  # end of the axis of a plot, relative to the median bar, so that a long bar does not hide short bars
 QUARTILES = (0.25, 0.5, 0.75)
 CALLS, DISPATCH_AIM = 30, 1.05
 
@@ -91,19 +91,19 @@ Run = Callable[[int], float]
 def measure(
     model: Model, cases: Sequence[str], rounds: int, steps: int, progress: Progress, *, devices: Any = None
 ) -> dict[str, Any]:
-    """Builds the cases, checks that they do the same, and times them in turn.
+    """Builds the cases, checks that their losses agree, and times them in turn.
 
     Args:
-      model: what is trained.
+      model: the model to train.
       cases: names of ``CASES`` and ``TORCH_CASES``.
-      rounds, steps: turns of every case, and its steps in a turn.
-      progress: shows one task.
-      devices: to run on; None: those at hand.
+      rounds, steps: turns of every case, and steps per turn.
+      progress: a progress bar that shows a task.
+      devices: the devices to run on; None for the local devices.
     Returns:
-      What the JSON file holds.
+      The content of the JSON file.
     Raises:
-      ValueError: the losses of cases differ, or none is left.
-      RuntimeError, TimeoutError: a process of PyTorch has ended, or does not answer.
+      ValueError: the losses of cases differ, or no case can run.
+      RuntimeError, TimeoutError: a PyTorch process has ended, or does not respond.
     """
     devices, load = list(devices or available_devices(SIMULATED_DEVICES)), os.getloadavg()[0]
     start, left_out = start_of(model, len(devices)), {}
@@ -141,7 +141,7 @@ def _runs(
     left_out: dict[str, str],
     tell: Callable[..., None],
 ) -> Iterator[tuple[str, Run]]:
-    """The cases that can run here; why not, of the others."""
+    """Yields the cases that can run, with their run functions; adds reasons for other cases to ``left_out``."""
     left_out |= {case: why for case in cases if (why := model.why_not(case))}
     cases = [case for case in cases if case not in left_out]
     for case in (case for case in cases if case in CASES):
@@ -163,7 +163,7 @@ def _runs(
 
 
 def check_same_losses(losses: dict[str, list[float]], tolerance: float) -> None:
-    """Raises a ``ValueError`` where cases do not do the same: losses before and after the first step."""
+    """Raises a ``ValueError`` if the losses of cases, before and after the first step, differ."""
     if not losses:
         raise ValueError("no case is left to run.")
     first, expected = next(iter(losses.items()))
@@ -176,7 +176,7 @@ def check_same_losses(losses: dict[str, list[float]], tolerance: float) -> None:
 
 
 def take_turns(runs: dict[str, Run], rounds: int, steps: int, tell: Callable[..., None]) -> dict[str, np.ndarray]:
-    """Seconds per step of each case, by round."""
+    """Runs the cases in turn; returns the seconds per step of each case, by round."""
     names, seconds = list(runs), {case: np.zeros(rounds) for case in runs}
     for number in range(rounds):
         begin = number % len(names)
@@ -199,7 +199,7 @@ def _of_case(case: str, seconds: dict[str, np.ndarray], tokens: int) -> dict[str
 
 
 def bases_of(cases: Collection[str]) -> list[str]:
-    """What the cases are measured by; ``jit, remat`` where it stands without ``jit``."""
+    """Returns the cases that ratios are relative to; ``jit, remat`` replaces a missing ``jit``."""
     bases = [base for base in BASES if base in cases]
     return bases if "jit" in bases or "jit, remat" not in cases else ["jit, remat", *bases]
 
@@ -220,10 +220,10 @@ def _described(model: Model, start: Start) -> dict[str, Any]:
 
 
 class Tiny(nn.Module):
-    """So many ``nn.Dense`` of 8 values: a step of them takes as long as its call."""
+    """Stack of ``layers`` small ``nn.Dense`` of width 8, whose step takes as long as its dispatch."""
 
     layers: int
-    constrain: Any = None  # as ``baselines.jit_step`` asks for; nothing to hold here
+    constrain: Any = None  # required by ``baselines.jit_step``; unused
 
     @nn.compact
     def __call__(self, x):
@@ -233,10 +233,10 @@ class Tiny(nn.Module):
 
 
 def dispatch(parameters: int, rounds: int) -> dict[str, Any]:
-    """Seconds until a call of a step returns, medians over rounds, and the median ratio to that of ``jit``.
+    """Measures the seconds until a call of a step returns: medians over rounds, and the median ratio to ``jit``.
 
-    They are processor time of the thread that calls, which other programs do not lengthen.
-    Both train the same model with AdamW on one device, by turns; each call begins when the one before has computed.
+    The seconds are processor time of the calling thread, which does not depend on other programs. Both sides train the
+    same model with AdamW on one device, in turn; each call starts after the preceding computation has ended.
     """
     mesh = DeviceMeshManager.create_device_mesh({"fsdp": 1}, devices=jax.devices()[:1])
     model, x = Tiny(max(parameters // 2, 1)), jax.ShapeDtypeStruct((8, 8), jnp.float32)
@@ -268,7 +268,7 @@ def dispatch(parameters: int, rounds: int) -> dict[str, Any]:
 
 
 def dispatch_table(rows: Sequence[dict[str, Any]]) -> Any:
-    """The ratio first."""
+    """Builds the dispatch table, with the ratio in the first column after the number of parameters."""
     cells = [
         [
             f"{row['parameters']}",
@@ -285,7 +285,7 @@ def dispatch_table(rows: Sequence[dict[str, Any]]) -> Any:
 
 
 def title_of(name: str, found: dict[str, Any]) -> str:
-    """Model, devices, and how it was measured, in a line."""
+    """Formats model, devices and setting in a line."""
     sizes = found["model"]
     return (
         f"{name}, {sizes['parameters'] / 1e6:.3g}M parameters, {found['tokens_per_step']:,} tokens a step, "
@@ -294,7 +294,7 @@ def title_of(name: str, found: dict[str, Any]) -> str:
 
 
 def table(name: str, found: dict[str, Any]) -> Any:
-    """Ratios of times first; quartiles of the first ratio, which are those of the machine's moods."""
+    """Builds the table of times: ratios first, with the quartiles of the first ratio, which show the noise."""
     bases = bases_of(found["cases"])
     rows = [[case, *_cells(one, bases)] for case, one in found["cases"].items()]
     columns = ["case", *(f"of {SHORT.get(base, base)}" for base in bases), "tokens/s", "ms"]
@@ -310,7 +310,7 @@ def _cells(one: dict[str, Any], bases: Sequence[str]) -> list[str]:
 
 
 def remarks(found: dict[str, Any]) -> list[str]:
-    """Which cases meet the aim, and what is left out and why."""
+    """Lists the cases that meet the aim, and the reasons for cases that are left out."""
     lines = [f"{case} is left out: {why}" for case, why in found["left_out"].items()]
     ours = {case: one["ratios"] for case, one in found["cases"].items() if case.startswith("ours")}
     if not ours or AIM_OF not in found["cases"]:
@@ -321,7 +321,7 @@ def remarks(found: dict[str, Any]) -> list[str]:
 
 
 def draw(path: Path, name: str, found: dict[str, Any]) -> None:
-    """Left: time over that of jit with its quartiles. Right: tokens per second."""
+    """Draws the time relative to the base case with quartiles (left), and tokens per second (right)."""
     cases = found["cases"]
     words = textwrap.wrap(names_in_words(cases, STEP_WORDS), LETTERS_IN_A_LINE)
     figure = Figure(

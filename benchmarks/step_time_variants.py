@@ -1,10 +1,10 @@
-"""The steps that ``step_time`` runs: how each is built for the devices at hand, and started from the same parameters.
+"""Cases of ``step_time``: builders of the steps for the local devices, started from the same parameters.
 
     started(model, CASES["jit"], devices, start) -> run            run(3) takes three steps and returns the last loss
 
-The cases are those of ``cases``, with two differences. Everything is computed, gathered and scattered in the dtype of
-the ``Model``: float32 on CPU devices, which have nothing narrower that is fast. And parameters are split over one axis,
-as links of simulated devices and of the GPUs of one host have no shape that several axes would follow; but for HSDP.
+The cases correspond to the cases of ``cases``, with two differences. Computation, gathers and reduce-scatters use the
+dtype of the ``Model``: float32 on CPU devices, where narrower dtypes are slow. And parameters are split over a single
+axis (except for HSDP), because the links of simulated devices, and of the GPUs of a host, have no torus shape.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ CASES: dict[str, Case] = {
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained: sizes, tokens in a sequence, sequences for each device, dtype of computation and wire."""
+    """Model to train: sizes, tokens per sequence, sequences per device, dtype of computation and communication."""
 
     size: Size
     context: int
@@ -54,7 +54,7 @@ class Model:
     dtype: Any = jnp.float32
 
     def why_not(self, case: str) -> str | None:
-        """Why there is no such case of the model; None where there is one."""
+        """Returns the reason why the model does not support a case; None for a supported case."""
         if not isinstance(self.size, DecoderSize):
             return None
         if case in TORCH_CASES:
@@ -72,14 +72,14 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Start:
-    """What all cases begin with: the parameters, path -> array, of the model without sharding, and a batch."""
+    """Common start of the cases: unsharded parameters, path -> array, and a batch."""
 
     params: dict[str, np.ndarray]
     tokens: np.ndarray
 
 
 def start_of(model: Model, devices: int) -> Start:
-    """The same for every call."""
+    """Creates the start of a model, equal for every call."""
     plain = workload(model, devices).model
     example = jnp.zeros((1, model.context), jnp.int32)
     params = jax.jit(plain.init)(jax.random.key(0), example)["params"]
@@ -89,7 +89,7 @@ def start_of(model: Model, devices: int) -> Start:
 
 
 def workload(model: Model, devices: int, **options: Any) -> Workload:
-    """The training of the model; ``options`` are those of ``language_model`` or ``decoder``."""
+    """Creates the workload of a model; ``options`` are passed to ``language_model`` or ``decoder``."""
     options = {"min_weight_size": threshold(model.size), "gather_dtype": model.dtype} | options
     if isinstance(model.size, DecoderSize):
         sizes = {"devices": devices, "rows": model.rows, "context": model.context, "dtype": model.dtype}
@@ -100,10 +100,10 @@ def workload(model: Model, devices: int, **options: Any) -> Workload:
 
 
 def build(model: Model, case: Case, devices: Sequence[jax.Device]) -> tuple[Any, tuple[PyTree, ...]]:
-    """The step of a case and its abstract arguments.
+    """Builds the step of a case and its abstract arguments.
 
     Raises:
-      ValueError: the case has no mesh of so many devices, or cannot shard the model.
+      ValueError: the case has no mesh for the number of devices, or cannot shard the model.
     """
     sizes = mesh_axes(case, device_shape(len(devices)))
     mesh, options = mesh_of(sizes, devices), dict(case.options)
@@ -121,7 +121,7 @@ def build(model: Model, case: Case, devices: Sequence[jax.Device]) -> tuple[Any,
 
 
 def started(model: Model, case: Case, devices: Sequence[jax.Device], start: Start) -> Callable[[int], float]:
-    """The case compiled, with its state on the devices: a function that takes steps and waits for them.
+    """Compiles a case and puts its state on the devices; returns a function that runs steps and waits for them.
 
     Raises:
       ValueError: see ``build``.
@@ -142,7 +142,7 @@ def started(model: Model, case: Case, devices: Sequence[jax.Device], start: Star
 
 
 def state_of(abstract: PyTree, params: Mapping[str, np.ndarray]) -> PyTree:
-    """The abstract state with these parameters and zeros for the rest, which is what AdamW begins with."""
+    """Fills an abstract state with parameters, and with zeros elsewhere, the initial state of AdamW."""
 
     def placed(leaf, value):
         like = leaf_of(leaf).value

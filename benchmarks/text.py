@@ -2,12 +2,11 @@
 
     files  -- load_text -->  Text(train, held_out: uint8[bytes])  -- random_windows -->  uint8[batch, context + 1]
 
-The default is the source of Python's standard library, which every machine that runs this has. Whole files are held
-out, chosen by a hash of their relative path, and exact copies of a file count once, so that held-out text is unseen
-text; a zero byte ends every file.
+The default is the source of Python's standard library, which is available on every machine. Complete files are held
+out, chosen by a hash of their relative path, and exact copies of a file count once, so that held-out text does not
+occur in the training text. A zero byte ends every file.
 
-A byte-frequency model, which knows how often each byte occurs and nothing about order, is the baseline that a language
-model must beat.
+The baseline for a language model is a byte-frequency model, which ignores the order of bytes.
 """
 
 import sysconfig
@@ -19,14 +18,14 @@ from pathlib import Path
 import numpy as np
 
 HELD_OUT_SHARE = 0.05
-FEW_FILES = 20  # below this many files, one of them is more than HELD_OUT_SHARE of the text
+FEW_FILES = 20  # with fewer files, a single file is more than HELD_OUT_SHARE of the text
 FOLDERS_LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "node_modules"})
 END_OF_FILE = b"\0"
 
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes to train on and bytes never trained on; ``summary`` says in words where they come from."""
+    """Training bytes and held-out bytes; ``summary`` describes their source."""
 
     train: np.ndarray
     held_out: np.ndarray
@@ -36,8 +35,8 @@ class Text:
 def load_text(paths: Sequence[str | Path] = ()) -> Text:
     """Reads the text under ``paths`` (files and folders) or, without paths, the sources of the standard library.
 
-    Of ``FEW_FILES`` or more files, ``HELD_OUT_SHARE`` are held out whole; of fewer, the last ``HELD_OUT_SHARE`` of each
-    file's bytes. Within a folder, hidden files and what is not UTF-8 text are passed over.
+    With ``FEW_FILES`` or more files, a fraction ``HELD_OUT_SHARE`` of the files is held out; with fewer files, the last
+    ``HELD_OUT_SHARE`` of the bytes of each file. Hidden files and files without UTF-8 text in a folder are skipped.
 
     Raises:
         ValueError: a path does not exist, a named file is not text, or no text is found.
@@ -56,20 +55,20 @@ def load_text(paths: Sequence[str | Path] = ()) -> Text:
 
 
 def random_windows(data: np.ndarray, count: int, context: int, seed: Sequence[int]) -> np.ndarray:
-    """``[count, context + 1]`` bytes: windows that start anywhere, the same ones for the same seed."""
+    """Draws windows with random starts, determined by the seed: ``[count, context + 1]`` bytes."""
     last = _last_start(data, context)
     starts = np.random.default_rng(seed).integers(0, last, count, endpoint=True)
     return data[starts[:, None] + np.arange(context + 1)]
 
 
 def fixed_windows(data: np.ndarray, count: int, context: int) -> np.ndarray:
-    """``[count, context + 1]`` bytes: windows that start evenly spaced from the first byte to the last possible one."""
+    """Returns windows with evenly spaced starts, from the first to the last possible byte: ``[count, context + 1]``."""
     starts = np.linspace(0, _last_start(data, context), count).astype(np.int64)
     return data[starts[:, None] + np.arange(context + 1)]
 
 
 def byte_frequency_loss(train: np.ndarray, held_out: np.ndarray) -> float:
-    """Cross-entropy, in nats per byte, of ``held_out`` under the byte frequencies of ``train`` (add-one)."""
+    """Computes the cross-entropy, in nats per byte, of ``held_out`` under (add-one) byte frequencies of ``train``."""
     counts = np.bincount(train, minlength=256) + 1.0
     log_frequency = np.log(counts / counts.sum())
     return -float(np.bincount(held_out, minlength=256) @ log_frequency) / len(held_out)
@@ -94,7 +93,7 @@ def _collect(paths: Sequence[str | Path]) -> Iterator[tuple[str, bytes]]:
 
 
 def _folder(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Relative path and content of the text files below ``folder``, in sorted order."""
+    """Yields relative path and content of the text files below ``folder``, in sorted order."""
     for path in sorted(folder.rglob("*")):
         parts = path.relative_to(folder).parts
         if FOLDERS_LEFT_OUT.intersection(parts) or any(part.startswith(".") for part in parts) or not path.is_file():
@@ -118,7 +117,7 @@ def _without_copies(files: Sequence[tuple[str, bytes]]) -> list[tuple[str, bytes
 
 
 def _split(files: Sequence[tuple[str, bytes]]) -> tuple[bytes, bytes, str]:
-    """Training bytes, held-out bytes, and in words which the latter are."""
+    """Returns training bytes, held-out bytes, and a description of the held-out bytes."""
     if len(files) < FEW_FILES:
         cuts = [round(len(content) * (1 - HELD_OUT_SHARE)) for _, content in files]
         train = _joined(content[:cut] for cut, (_, content) in zip(cuts, files, strict=True))

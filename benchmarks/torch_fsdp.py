@@ -1,15 +1,15 @@
-"""One of several processes that train the Transformer of ``models`` with PyTorch's FSDP2 on the CPU.
+"""Script of a process that trains the Transformer of ``models`` with PyTorch's FSDP2 on the CPU.
 
     python -m benchmarks.torch_fsdp FOLDER RANK PROCESSES LIMIT_S        started by ``torch_processes``
 
-Same parameters (names are those of the Flax model; matrices lie the other way round), same batch, same AdamW. Each
-block and the whole model are handed to ``fully_shard``, float32 throughout, gloo on this machine between processes.
+Parameters (with the names of the Flax model; matrices are transposed), batch and AdamW are equal to the other cases.
+Each block and the model are passed to ``fully_shard``, in float32; processes communicate by gloo on this machine.
 
-A process reads one line of JSON from its standard input, {"case": ..., "steps": ...}, takes so many steps and answers
-with a line, {"loss": ...}; between lines it waits in ``read`` and takes no time from others. It ends where its input
-does, and in any case after LIMIT_S seconds. The first line that it writes is {"torch": version}.
+A process reads a line of JSON from standard input, {"case": ..., "steps": ...}, runs the steps and writes a line,
+{"loss": ...}. Between lines it waits in ``read`` without using processor time. The process ends at the end of its
+input, and at the latest after LIMIT_S seconds. The first output line is {"torch": version}.
 
-This file does not import JAX, whose threads would be in the way, and needs ``pip install -e .[torch]``.
+This file does not import JAX, because the threads of JAX would interfere. It needs ``pip install -e .[torch]``.
 """
 
 import faulthandler
@@ -30,9 +30,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
-EPSILON = 1e-6  # Linen's, in its norms
+EPSILON = 1e-6  # default of Linen's norms
 ROTARY_BASE = 10_000.0
-# What optax.adamw(3e-4) stands for.
+# Options equivalent to optax.adamw(3e-4).
 ADAMW = {"lr": 3e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-4}
 # Name of a case -> reshard_after_forward.
 CASES = {"FSDP2": True, "FSDP2, weights kept": False}
@@ -42,7 +42,7 @@ CASES = {"FSDP2": True, "FSDP2, weights kept": False}
 
 
 def rotary(x: torch.Tensor) -> torch.Tensor:
-    """Rotary positions for ``x[..., t, d]``: the two halves of the features are the parts that turn."""
+    """Applies rotary positions to ``x[..., t, d]``; the two halves of the features form the rotated pairs."""
     half = x.shape[-1] // 2
     angle = torch.arange(x.shape[-2])[:, None] * ROTARY_BASE ** (-torch.arange(half) / half)
     cos, sin = angle.cos(), angle.sin()
@@ -71,7 +71,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Logits ``[b, t, vocab_size]`` of the next token for ``tokens[b, t]``."""
+    """Transformer that returns next-token logits ``[b, t, vocab_size]`` for ``tokens[b, t]``."""
 
     def __init__(self, dim: int, layers: int, heads: int, vocab_size: int):
         super().__init__()
@@ -88,7 +88,7 @@ class Transformer(nn.Module):
 
 
 def state_dict(params: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """The parameters of the Flax model, path -> array, layers stacked, under the names they have here."""
+    """Converts the parameters of the Flax model, path -> array with stacked layers, to a PyTorch state dict."""
     found = {}
     for path, value in params.items():
         *modules, kind = path.split("/")
@@ -102,7 +102,7 @@ def state_dict(params: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
 
 
 def model_of(params: Mapping[str, np.ndarray], heads: int) -> Transformer:
-    """The model with these parameters; its dims are theirs."""
+    """Creates the model from parameters; the dims are taken from their shapes."""
     vocab_size, dim = params["embed/embedding"].shape
     model = Transformer(dim, len(params["blocks/up/kernel"]), heads, vocab_size)
     model.load_state_dict({name: value.contiguous() for name, value in state_dict(params).items()})
@@ -113,7 +113,7 @@ def model_of(params: Mapping[str, np.ndarray], heads: int) -> Transformer:
 
 
 def make_step(model: nn.Module, tokens: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """A step on this process's rows; returns the mean loss of all processes."""
+    """Returns a step on the local rows, which returns the mean loss over processes."""
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW, fused=True)
     labels = tokens[:, 1:].flatten()
 
@@ -130,14 +130,14 @@ def make_step(model: nn.Module, tokens: torch.Tensor) -> Callable[[], torch.Tens
 
 
 def sharded(model: Transformer, mesh: Any, reshard_after_forward: bool) -> Transformer:
-    """The model split over the processes, a block at a time."""
+    """Applies ``fully_shard`` to each block and to the model."""
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
     return fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
 
 
 def serve(folder: Path, rank: int, processes: int, answer: Callable[[dict[str, Any]], None]) -> None:
-    """Takes the steps that the lines of the standard input ask for."""
+    """Runs the steps requested by lines of standard input, and passes results to ``answer``."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes, timeout=timedelta(minutes=2)
@@ -158,7 +158,7 @@ def serve(folder: Path, rank: int, processes: int, answer: Callable[[dict[str, A
 def main() -> None:
     folder, rank, processes, limit_s = sys.argv[1:]
     faulthandler.dump_traceback_later(float(limit_s), exit=True)
-    out = os.dup(1)  # for answers alone: what libraries print goes where errors go
+    out = os.dup(1)  # only for answers; output of libraries is redirected to stderr
     os.dup2(2, 1)
 
     def answer(found):

@@ -1,11 +1,11 @@
-"""Processes that train with PyTorch, and wait in between: started once, told by pipes when to run.
+"""PyTorch training processes that are started once and controlled by pipes.
 
     with torch_processes(8, params, heads, tokens) as (run, version):
-        loss = run("FSDP2", 3)                           three steps; all processes wait again afterwards
+        loss = run("FSDP2", 3)                           three steps; afterwards the processes wait again
 
-So they can take turns with what runs in this process. Each has one thread, talks to the others by gloo on this
-machine only (``torch_fsdp``), and is gone behind the ``with``, also after an error; should this process be killed,
-they see the end of their input and leave.
+The processes take turns with computations in this process. Each process has a single thread, communicates by gloo on
+this machine (``torch_fsdp``), and ends with the ``with`` block, even after an error. If this process is killed, the
+processes reach the end of their input and exit.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ Run = Callable[[str, int], float]
 
 
 def is_installed() -> bool:
-    """Whether there is a PyTorch to start."""
+    """Whether PyTorch is installed."""
     return importlib.util.find_spec("torch") is not None
 
 
@@ -41,19 +41,19 @@ def is_installed() -> bool:
 def torch_processes(
     count: int, params: Mapping[str, np.ndarray], heads: int, tokens: np.ndarray, *, lifetime_s: float = LIFETIME_S
 ) -> Iterator[tuple[Run, str]]:
-    """Starts the processes, and ends them.
+    """Starts the processes, and ends them after the block.
 
     Args:
-      count: how many; each takes its part of the rows of ``tokens``.
-      params: of the Flax Transformer, path -> array, layers stacked.
-      heads: of its attention.
-      tokens: [rows, length], the same in every step.
-      lifetime_s: after which a process ends itself, whatever happens.
+      count: the number of processes; each process trains on its part of the rows of ``tokens``.
+      params: parameters of the Flax Transformer, path -> array, with stacked layers.
+      heads: attention heads of the model.
+      tokens: [rows, length], equal in every step.
+      lifetime_s: time limit after which a process exits.
     Returns:
-      ``run(case, steps)``, which returns the loss of the last step, and PyTorch's version.
+      ``run(case, steps)``, which returns the loss of the last step, and the version of PyTorch.
     Raises:
-      RuntimeError: a process has ended; with the last lines that it wrote.
-      TimeoutError: one does not answer.
+      RuntimeError: a process has ended; contains the last lines of its stderr.
+      TimeoutError: a process does not respond.
     """
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
@@ -84,19 +84,19 @@ def _loopback() -> str:
 
 
 def _end(child: subprocess.Popen) -> None:
-    child.kill()  # there is nothing to save
+    child.kill()  # the process has no results to save
     child.wait()
     child.stdin.close()
     child.stdout.close()
 
 
 def _ask(child: subprocess.Popen, what: dict[str, Any]) -> None:
-    with contextlib.suppress(BrokenPipeError):  # it has ended; waiting for its answer says so
+    with contextlib.suppress(BrokenPipeError):  # the process has ended; `_answer` raises
         child.stdin.write((json.dumps(what) + "\n").encode())
 
 
 def _answers(children: Sequence[subprocess.Popen], folder: Path, timeout_s: float) -> list[dict[str, Any]]:
-    """A line from each, in their order."""
+    """Reads a line from each process, in order."""
     deadline, waiting, found = time.monotonic() + timeout_s, dict(enumerate(children)), {}
     while waiting:
         ready, _, _ = select.select([c.stdout for c in waiting.values()], [], [], max(0, deadline - time.monotonic()))
@@ -110,5 +110,5 @@ def _answers(children: Sequence[subprocess.Popen], folder: Path, timeout_s: floa
 def _answer(rank: int, child: subprocess.Popen, folder: Path) -> dict[str, Any]:
     if line := child.stdout.readline():
         return json.loads(line)
-    told = (folder / f"errors_{rank}").read_text(errors="replace").strip().splitlines()[-ERROR_LINES:]
-    raise RuntimeError(f"process {rank} of PyTorch has ended with exit code {child.wait()}: {' | '.join(told)}")
+    lines = (folder / f"errors_{rank}").read_text(errors="replace").strip().splitlines()[-ERROR_LINES:]
+    raise RuntimeError(f"process {rank} of PyTorch has ended with exit code {child.wait()}: {' | '.join(lines)}")

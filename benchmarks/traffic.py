@@ -1,22 +1,22 @@
-"""What a step sends over the links: every case, compiled for TPUs or GPUs, beside the least of FSDP.
+"""Bytes that a training step sends, for cases compiled for TPUs or GPUs, compared with the lower limit of FSDP.
 
     python -m benchmarks.traffic                                 1.3B on three topologies, all cases
     python -m benchmarks.traffic --topologies h100:32x8          GPUs, their cases: two networks, what is hidden
     python -m benchmarks.traffic --sizes small --topologies v5e:4x4 --cases jit flat ours --detail ours
 
-For each model it writes ``<out>/<size>.json`` and ``<out>/<size>.png``. All of it is read from the scheduled program
-(``forecasts``): each collective with its kind, dtype, mesh axes, how often it runs with loops multiplied out, the bytes
-that each device sends by the ring algorithm, and whether the schedule goes on meanwhile. Nothing comes from
-``cost_analysis()``, which counts the body of a loop once.
+Writes ``<out>/<size>.json`` and ``<out>/<size>.png`` for each model. The values are read from the scheduled program
+(``forecasts``): kind, dtype and mesh axes of each collective, the number of executions including loops, the bytes that
+each device sends by the ring algorithm, and whether the collective is asynchronous. ``cost_analysis()`` is not used,
+because it counts the body of a loop once.
 
   limit          ``limits.wire_bytes`` in bfloat16: blocks gathered twice, gradients scattered once
-  all-reduced    the share of the bytes that all-reduces send: above what small parameters and copies need, they stand
-                 in for a gather or a scatter, and send twice its bytes
-  per NIC        of GPUs, what the adapter of each carries to other hosts
-  hidden         of GPUs, the share beside matrix products that take as long by rooflines; beside: beside any
-  waited         of GPUs, how long the schedule waits for collectives, with NCCL's latencies
-  busiest axis   what each device sends along the mesh axis with the most; what runs over several axes at once counts
-                 in equal parts for each. One flat axis has no parts to tell.
+  all-reduced    fraction of bytes sent by all-reduces: beyond small parameters and replicas, an all-reduce replaces a
+                 gather or a scatter, and sends twice the bytes
+  per NIC        GPUs only: bytes that each network adapter sends to other hosts
+  hidden         GPUs only: fraction of bytes beside matrix products that take as long by rooflines; beside: any product
+  waited         GPUs only: time that the schedule waits for collectives, with NCCL's latencies
+  busiest axis   bytes that each device sends along the mesh axis with the most bytes; a collective over several axes
+                 counts in equal parts for each axis. Empty for a mesh with a single axis.
 """
 
 import argparse
@@ -50,7 +50,7 @@ KINDS = {"all-gather": "#5b9bd5", "reduce-scatter": "#1f4e79", "all-reduce": "#d
 
 
 def measured(name: str, topology: str, cases: dict[str, Any]) -> dict[str, Any]:
-    """What of the kept forecasts is about traffic, with ratios: by case, in bytes per device and step."""
+    """Extracts traffic and ratios from the stored forecasts: by case, in bytes per device and step."""
     least = limit(SIZES[name], parse_topology(topology).num_devices)
     there = compiled(cases)
     rows = {
@@ -82,7 +82,7 @@ def _of_case(found: dict[str, Any], cases: dict[str, Any], least: float) -> dict
 
 
 def _of_gpus(found: dict[str, Any], name: str, topology: str) -> dict[str, Any]:
-    """Networks, overlap and waiting; nothing of TPUs."""
+    """Returns the values of networks, overlap and waiting for GPUs; {} for TPUs."""
     if "network_bytes" not in found:
         return {}
     total, nic = found["wire_bytes"]["total"], found["network_bytes"]["nic"]
@@ -101,7 +101,7 @@ def _of_gpus(found: dict[str, Any], name: str, topology: str) -> dict[str, Any]:
 
 
 def axis_loads(found: dict[str, Any]) -> dict[str, float]:
-    """What each device sends along each axis of the mesh."""
+    """Returns the bytes that each device sends along each mesh axis."""
     loads = dict.fromkeys(found["mesh"], 0.0)
     for one in found["collectives"]:
         over = loads if one["axes"] is None else one["axes"]
@@ -111,14 +111,14 @@ def axis_loads(found: dict[str, Any]) -> dict[str, float]:
 
 
 def all_reduced_share(found: dict[str, Any]) -> float:
-    """The share of the bytes that all-reduces send."""
+    """Returns the fraction of bytes sent by all-reduces."""
     total = found["wire_bytes"]["total"]
     reduced = sum(one["wire_bytes"] for one in found["collectives"] if one["kind"] == "all-reduce")
     return reduced / total if total else 0.0
 
 
 def by_kind(found: dict[str, Any]) -> dict[str, float]:
-    """Bytes sent by the kind of collective, those of other kinds as one."""
+    """Sums the bytes sent by kind of collective, with rare kinds as "other"."""
     sums = dict.fromkeys(KINDS, 0.0)
     for one in found["collectives"]:
         sums[one["kind"] if one["kind"] in sums else "other"] += one["wire_bytes"]
@@ -126,7 +126,7 @@ def by_kind(found: dict[str, Any]) -> dict[str, float]:
 
 
 def by_dtype(found: dict[str, Any]) -> dict[str, float]:
-    """Bytes sent by dtype, the largest first."""
+    """Sums the bytes sent by dtype, largest first."""
     sums: dict[str, float] = defaultdict(float)
     for one in found["collectives"]:
         sums[one["dtype"]] += one["wire_bytes"]
@@ -137,7 +137,7 @@ def by_dtype(found: dict[str, Any]) -> dict[str, float]:
 
 
 def table(name: str, topology: str, found: dict[str, Any]) -> Any:
-    """Ratios first."""
+    """Builds the table of a topology, with ratios in the first columns."""
     columns = ["case", "of jit", "of flat", "of limit", "sent", "async", "all-reduced", "busiest axis"]
     title = f"{name} on {topology}: sent per device and step; limit {format_bytes(found['limit_bytes']['total'])}"
     return rich_table(title, columns, [_row(*item) for item in found["cases"].items()], right=1)
@@ -159,7 +159,7 @@ def _row(case: str, found: dict[str, Any]) -> list[str]:
 
 
 def gpu_tables(name: str, topology: str, found: dict[str, Any]) -> tuple[Any, Any]:
-    """What the network between hosts carries, and collectives of each layer; and what is hidden."""
+    """Builds two tables: traffic between hosts and collectives per layer; hidden bytes and waiting time."""
     there = compiled(found["cases"])
     networks = [
         [
@@ -193,7 +193,7 @@ def gpu_tables(name: str, topology: str, found: dict[str, Any]) -> tuple[Any, An
 
 
 def detail_table(name: str, topology: str, case: str, found: dict[str, Any]) -> Any:
-    """Every kind of collective of one case."""
+    """Builds the table of the collectives of a case."""
     rows = [
         [
             one["kind"] + (f" (for {one['stands_for']})" if one["stands_for"] else ""),
@@ -211,11 +211,11 @@ def detail_table(name: str, topology: str, case: str, found: dict[str, Any]) -> 
 
 
 def draw(path: Path, name: str, topologies: dict[str, Any]) -> None:
-    """Bytes by kind beside the limit, and how much is asynchronous: for each topology."""
+    """Draws bytes by kind with the limit, and the asynchronous fraction, for each topology."""
     there = drawn({topology: found["cases"] for topology, found in topologies.items()})
     names = list(next(iter(there.values())))
     if not names:
-        return  # no case is there for all topologies; the tables have what there is
+        return  # no case exists for every topology; the tables show the existing cases
     limits = {topology: found["limit_bytes"]["total"] / GIB for topology, found in topologies.items()}
     blocks = {
         "GiB, and in units of the limit": {
@@ -243,7 +243,7 @@ def _draw_kinds(axes: Any, cases: dict[str, Any], least: float) -> None:
 
 
 def _draw_overlap(axes: Any, cases: dict[str, Any]) -> None:
-    """Of GPUs: hidden by rooflines, beside something shorter, beside no matrix product."""
+    """Draws the fractions for GPUs: hidden by rooflines, beside shorter products, beside no matrix product."""
     shares = [
         (100 * found["hidden_share"], 100 * max(found["hidden_share"], found["beside_share"]))
         for found in cases.values()
@@ -312,7 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def write(
     out: Path, name: str, suffix: str, topologies: dict[str, Any], detail: Sequence[str], console: Console
 ) -> None:
-    """Tables on the console, JSON and a picture in the folder."""
+    """Prints the tables, and writes the JSON and the picture to the folder."""
     for topology, found in topologies.items():
         console.print(table(name, topology, found))
         if any("nic_bytes" in case for case in found["cases"].values()):

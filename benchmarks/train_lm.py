@@ -2,19 +2,19 @@
 
     TrainConfig  -- prepare -->  Job(text, mesh, model)  -- run -->  Result, and a folder with metrics.csv and pictures
 
-The mesh decides how. Axes whose name begins with "fsdp" split parameters, gradients and optimizer state; every axis
-splits the batch. ``--replicated`` trains the same model from the same initial values on the same batches without
-wrapping anything: the loss curve is the same, the bytes per device are not.
+Mesh axes whose name begins with "fsdp" split parameters, gradients and optimizer state; every axis splits the batch.
+``--replicated`` trains the same model from the same initial values on the same batches without sharding: the loss curve
+is equal, the bytes per device differ.
 
-With ``--generate N`` it continues N pieces of held-out text too, on the shards, with a cache.
+``--generate N`` also continues N pieces of held-out text with a cache, on the sharded parameters.
 
-Before training the bytes that each kind of state takes on one device are read off the live arrays; at the end the
-model is compared with one that knows only the frequency of bytes, and writes some text of its own.
+Before training the bytes per device are measured on the live arrays, for each kind of state. At the end the model is
+compared with a model of byte frequencies, and generates a sample text.
 
-``--processes N`` starts N processes on this machine, which share its devices; a cluster's own launcher starts the same
-program without it. Checkpoints go to the run's folder, or to ``--checkpoint-dir``. With ``--resume`` the same command,
-given again after whatever happened, goes on where the newest good one is, with the losses that an undisturbed run would
-have.
+``--processes N`` starts N processes on this machine, which share its devices; a cluster launcher starts the same
+program without the option. Checkpoints are saved to the folder of the run, or to ``--checkpoint-dir``. After an
+interruption the same command with ``--resume`` continues from the newest sound checkpoint, with the losses of an
+uninterrupted run.
 """
 
 import argparse
@@ -58,17 +58,20 @@ from xlstm_jax.distributed.checkpoint.checkpointer import CheckpointError
 
 SAMPLE_PROMPT = "def "
 SAMPLE_TEMPERATURE = 0.8
-SAMPLING_S = 3600.0  # at most, compilation included
+SAMPLING_S = 3600.0  # time limit of sampling, including compilation
 EXIT_STOPPED = 75  # after SIGTERM, with a checkpoint: "try again" in sysexits.h
 LAUNCHER = "TRAIN_LM_LAUNCHER"  # environment variable with its process id
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
-LEAVING_S = 30.0  # that other processes are given to end, once one has
+PR_SET_PDEATHSIG = 1  # option of Linux's prctl
+LEAVING_S = 30.0  # time that processes have to end after a process has failed
 
 
 @dataclass(frozen=True)
 class Result:
-    """``rows`` has what ``metrics.csv`` has, a dict for every logged step; losses are in nats per byte. ``texts`` are
-    pieces of held-out text, each with how the model went on."""
+    """Result of a training run.
+
+    ``rows`` are the rows of ``metrics.csv``, a dict per logged step; losses are in nats per byte. ``texts`` are pieces
+    of held-out text, each with the continuation by the model.
+    """
 
     rows: list[dict[str, float]]
     held_out_loss: float
@@ -85,12 +88,12 @@ class Result:
 
 
 def train(config: TrainConfig, console: Console | None = None) -> Result | None:
-    """Prepares and runs a training; ``console=None`` shows nothing. Raises as ``prepare`` does."""
+    """Prepares and runs a training; ``console=None`` prints nothing. Raises the errors of ``prepare``."""
     return run(prepare(config), console or Console(quiet=True))
 
 
 def run(job: Job, console: Console) -> Result | None:
-    """Trains from the start, or from the newest checkpoint; None where SIGTERM has ended it before its last step."""
+    """Trains from the start, or from the newest checkpoint; returns None if SIGTERM stopped the run early."""
     config, out = job.config, Path(str(job.config.out))
     console = console if jax.process_index() == 0 else Console(quiet=True)
     with checkpointer_of(job) as checkpointer, LoopGuard(step_timeout_s=config.step_timeout) as guard:
@@ -123,7 +126,7 @@ def run(job: Job, console: Console) -> Result | None:
 
 
 def how_to_go_on(config: TrainConfig, step: int) -> str:
-    """What SIGTERM has left of a run, and the options that go on with it."""
+    """Describes where SIGTERM stopped a run, and the options to continue the run."""
     stopped = f"stopped after step {step} by SIGTERM"
     if config.checkpoint_dir is None:
         return (
@@ -137,9 +140,9 @@ def how_to_go_on(config: TrainConfig, step: int) -> str:
 
 
 def generate(job: Job, params: Any, prompt: str, rng: jax.Array) -> bytes:
-    """Draws bytes one by one after the prompt, each from the model's view of the last ``context`` bytes.
+    """Samples bytes one by one after the prompt, each given the last ``context`` bytes.
 
-    Outside ``shard_map`` the sharded parameters are global arrays, and the wrapped model is the plain one.
+    Outside ``shard_map`` the sharded parameters are global arrays, and the wrapped model acts as the plain model.
     """
     context, count = job.config.context, job.config.sample_bytes
     if not count:
@@ -167,9 +170,10 @@ def generate(job: Job, params: Any, prompt: str, rng: jax.Array) -> bytes:
 
 
 def continued_texts(job: Job, params: Any, rng: jax.Array) -> list[tuple[bytes, bytes]]:
-    """``--generate`` windows of held-out text: the first half of each, and how the model goes on to ``context`` bytes.
+    """Continues ``--generate`` windows of held-out text; returns (first half of the window, continuation) pairs.
 
-    Inside ``shard_map``: each device writes its own texts, with weights gathered as ``--generate-gather`` says.
+    Inside ``shard_map`` each device generates its texts up to ``context`` bytes; ``--generate-gather`` sets when
+    weights are gathered.
     """
     config, half = job.config, job.config.context // 2
     if not config.generate:
@@ -188,9 +192,9 @@ def continued_texts(job: Job, params: Any, rng: jax.Array) -> list[tuple[bytes, 
 
 
 def memory_per_device(job: Job, state: TrainState) -> dict[str, dict[str, int]]:
-    """Bytes of each kind of state on one device: as this run holds it, and as a whole copy.
+    """Computes the bytes of each kind of state on one device: in this run, and replicated.
 
-    Gradients live only within a step, with the shapes, dtypes and places of the parameters.
+    Gradients exist only within a step, with the shapes, dtypes and shardings of the parameters.
     """
     kinds = {"parameters": state.params, "gradients": state.params, "optimizer state": state.opt_state}
     here = {kind: _bytes_on(job.mesh.local_devices[0], tree) for kind, tree in kinds.items()}
@@ -208,7 +212,7 @@ def parameter_count(state: TrainState) -> int:
 
 
 def write_config(path: Path, job: Job, state: TrainState) -> None:
-    """The options, with what the defaults turned out to be, and where the run took place."""
+    """Writes the options with resolved defaults, and facts about the model, the text and the machine."""
     facts = {
         "mesh": dict(job.mesh.shape),
         "out": str(path.parent),
@@ -249,7 +253,7 @@ def conclude(result: Result, console: Console) -> None:
 
 
 def speed_in_words(tokens_per_s: Sequence[float], mfu: Sequence[float]) -> str:
-    """The middle interval, and of chips whose peak is known its share."""
+    """Formats the median rate, and the median MFU if the peak of the chip is known."""
     share = f", {np.median(mfu):.1%} of the chips' peak (MFU)" if mfu else ""
     return f"{np.median(tokens_per_s):,.0f} tokens/s{share}"
 
@@ -325,19 +329,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if run(job, Console()) is not None else EXIT_STOPPED
     except FileExistsError as error:
         return _fail(error, 2)
-    except ImportError as error:  # of what checkpoints are made with
+    except ImportError as error:  # orbax, needed for checkpoints
         return _fail(f"{error} (or give --checkpoint-every 0)", 2)
-    except (CheckpointError, NonFiniteError, OSError) as error:  # of the system: a checkpoint could not be read
+    except (CheckpointError, NonFiniteError, OSError) as error:  # OSError: a system error while reading a checkpoint
         return _fail(error, 1)
 
 
 def spawn(arguments: Sequence[str], processes: int) -> int:
-    """Runs the same command as N processes on the CPU that talk over loopback; process 0 shows what it does.
+    """Runs the same command as N processes on the CPU, connected over loopback; only process 0 prints.
 
-    SIGTERM is passed on to them; they get it, too, when this process is killed.
+    SIGTERM is forwarded to the processes. On Linux the processes also receive SIGTERM if this process is killed.
 
     Returns:
-      0, or the exit status of a process that failed, 128 + n where signal n has ended it.
+      0, or the exit status of a failed process, 128 + n after signal n.
     """
     children: list[subprocess.Popen] = []
     signal.signal(signal.SIGTERM, lambda *_: [child.terminate() for child in children])
@@ -357,17 +361,17 @@ def spawn(arguments: Sequence[str], processes: int) -> int:
 
 
 def _end_with_launcher() -> None:
-    """Asks the kernel to send SIGTERM to this process when the one that ``spawn``ed it ends, however; on Linux."""
+    """Requests SIGTERM from the Linux kernel for the time when the process that called ``spawn`` ends or is killed."""
     launcher = os.environ.get(LAUNCHER)
     if launcher is None or sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(launcher):  # it has ended already
+    if os.getppid() != int(launcher):  # the launcher has already ended
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _wait(children: list[subprocess.Popen]) -> int:
-    """Waits for all, but not long for the others once one has failed."""
+    """Waits for the processes, at most ``LEAVING_S`` after the first failure; returns the exit status."""
     failed, deadline = 0, float("inf")
     while any(child.poll() is None for child in children) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,9 +1,9 @@
-"""A vision transformer as its users write it, in plain Flax with its layers in a Python loop, and sharded from outside.
+"""Vision transformer in plain Flax, as a user would write it, with layers in a Python loop, sharded from outside.
 
     images[b, h, w, 3] -- patches, positions --> x[b, p, d] -- blocks_0, blocks_1, ... --> mean, head --> logits
 
-Flax's own attention (kernels of rank 3), LayerNorm and GELU, each block in ``nn.remat``, computed in bfloat16 with
-float32 parameters. The model knows nothing of devices but ``constrain``, which ``jit`` needs.
+Flax's attention (kernels of rank 3), LayerNorm and GELU, each block in ``nn.remat``, computed in bfloat16 with float32
+parameters. The model has no code for devices except ``constrain``, which ``jit`` needs.
 
   size       layers x d   heads   parameters
   vit_L16    24 x 1024    16      0.30e9
@@ -28,7 +28,7 @@ PATCH, SIDE = 16, 224  # pixels
 
 @dataclass(frozen=True, kw_only=True)
 class VisionSize(Size):
-    """The dims of a vision transformer; ``vocab_size`` counts the classes."""
+    """Dims of a vision transformer; ``vocab_size`` is the number of classes."""
 
     block: str = "vision"
 
@@ -41,7 +41,7 @@ SIZES = {"vit_L16": VisionSize(1024, 24, 16, 1000), "vit_small": VisionSize(128,
 
 
 class Block(nn.Module):
-    """Attention over all patches of an image, then an MLP, each on the normed stream."""
+    """Pre-norm attention over the patches of an image, then a pre-norm MLP."""
 
     heads: int
     attention: Attention | None = None
@@ -57,10 +57,10 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Logits of the classes, float32 ``[b, classes]``, for ``images[b, h, w, 3]``."""
+    """Vision transformer that returns class logits, float32 ``[b, classes]``, for ``images[b, h, w, 3]``."""
 
     size: VisionSize
-    attention: Attention | None = None  # a kernel, or None: Flax's own
+    attention: Attention | None = None  # a kernel; None for Flax's attention
     remat: Any = True  # or a policy of nn.remat, or False
     constrain: Callable[[jax.Array], jax.Array] | None = None
 
@@ -79,7 +79,7 @@ class VisionTransformer(nn.Module):
 
 
 def class_loss(params, apply_fn, batch, rng):
-    """Mean cross-entropy of the classes."""
+    """Computes the mean cross-entropy of the classes."""
     del rng
     logits = apply_fn({"params": params}, batch["images"])
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
@@ -96,14 +96,14 @@ def vision_transformer(
     min_weight_size: int = 2**18,
     **sharding: Any,
 ) -> Workload:
-    """A vision transformer as a workload, trained by AdamW; without ``shard_axes`` nothing is sharded.
+    """Creates the workload of a vision transformer with AdamW; without ``shard_axes`` the model is not wrapped.
 
     Args:
       size: see ``SIZES``.
-      devices: each has so many ``images``.
+      devices: the number of devices; the batch has ``images`` images per device.
       shard_axes: the ``axis_name`` of ``shard_modules``.
-      attention, remat: of ``VisionTransformer``.
-      min_weight_size, **sharding: further options of ``shard_modules``; gathered in bfloat16 unless they differ.
+      attention, remat: fields of ``VisionTransformer``.
+      min_weight_size, **sharding: further options of ``shard_modules``; the default gather dtype is bfloat16.
     """
     model: nn.Module = VisionTransformer(size, attention, remat)
     if shard_axes:
@@ -118,5 +118,5 @@ def vision_transformer(
 
 
 def _is_unit(path: str, module: nn.Module) -> bool:
-    """What is gathered at once: a layer, the patches, the head."""
+    """Whether a module is gathered as a unit: a layer, the patch embedding, the head."""
     return isinstance(module, Block) or path in ("embed", "head")

@@ -1,25 +1,25 @@
-"""When is a bfloat16 reduce-scatter safe? Its error on the sum over many devices, and its effect on a training.
+"""Safety of a bfloat16 reduce-scatter: error of the sum over many devices, and effect on a training.
 
     python -m benchmarks.wire_dtypes                  a few minutes on the CPU
-    python -m benchmarks.wire_dtypes --steps 0        the sums alone
-    python -m benchmarks.wire_dtypes --redraw         tables and picture from the JSON that is there
+    python -m benchmarks.wire_dtypes --steps 0        only the sums
+    python -m benchmarks.wire_dtypes --redraw         tables and picture from the stored JSON
 
-*Sums.* N devices hold gradients x_i; what is wanted is their mean. A ring passes a partial sum from device to device,
-each adds its own, and what travels is rounded to the dtype on the wire: N - 1 hops, N - 1 roundings. Staged over a
-torus of a x b devices they are (a - 1) + (b - 1). NumPy does exactly that here, for N devices that are not there,
-beside the mean in float64. Bounds, relative to the mean of |x_i|, with u the unit roundoff and one rounding more on the
-way in:
+*Sums.* N devices hold gradients x_i, and the result is the mean. A ring passes a partial sum from device to device,
+each device adds its value, and the partial sum is rounded to the communication dtype: N - 1 hops, N - 1 roundings. With
+stages over a torus of a x b devices the number is (a - 1) + (b - 1). NumPy simulates the ring for N absent devices, and
+compares it with the mean in float64. Bounds, relative to the mean of |x_i|, with u the unit roundoff and an additional
+rounding of the first value:
 
-  worst case   (hops + 1) u          all roundings in the same direction
-  expected     sqrt(hops + 1) u      of independent roundings (Higham and Mary, doi:10.1137/18M1226312)
+  worst case   (hops + 1) u          every rounding in the same direction
+  expected     sqrt(hops + 1) u      independent roundings (Higham and Mary, doi:10.1137/18M1226312)
 
-The simulation is compared, bit by bit, with what 8 simulated devices compute.
+The simulation is compared, bit by bit, with the results on 8 simulated devices.
 
-*Training.* The training job's Transformer on 8 simulated devices, every matrix split, with float32 and with bfloat16
-gradients on the wire, from the same seeds. CPUs sum bfloat16 in float32 and round once; a ring of ``ppermute`` does
-what links do, and with fewer bits than bfloat16 has it errs on 8 devices as one flat ring of 256 would. Trainings that
-differ in a rounding drift apart, so float32 summed in another order (2 x 4) stands beside them, the spread of seeds,
-and a ring of a single bit: how much rounding a training takes.
+*Training.* The Transformer of the training job on 8 simulated devices, with every matrix split, is trained with float32
+and with bfloat16 gradient communication, from the same seeds. CPUs sum bfloat16 in float32 and round once; a ring of
+``ppermute`` rounds as links do, and with fewer bits than bfloat16 its error on 8 devices equals the error of a flat
+ring of 256. Trainings that differ in a rounding diverge, so the comparison includes float32 summed in a different order
+(2 x 4), the spread over seeds, and a ring with a single bit, to show how much rounding a training tolerates.
 """
 
 import argparse
@@ -58,7 +58,7 @@ from xlstm_jax.distributed.training.cross_entropy import LMHead
 from xlstm_jax.wording import rich_table
 
 OUT = Path(__file__).parent / "results" / "wire_dtypes"
-BFLOAT16_BITS = 7  # of the mantissa, without the leading one
+BFLOAT16_BITS = 7  # mantissa bits without the leading bit
 SIMULATED_DEVICES = 8
 SEEDS = (0, 1, 2, 3, 4)
 CONFIG = TrainConfig(
@@ -71,9 +71,9 @@ COLORS = {"float32": "#4c78a8", "bfloat16": "#e45756", "float16": "#f2a65a"}
 
 
 def ring_reduce_scatter(value: jax.Array, dim: int, axes: Sequence[str], *, bits: int = BFLOAT16_BITS) -> jax.Array:
-    """``collectives.reduce_scatter`` as links do it: every hop of a ring rounds to ``bits`` of mantissa.
+    """Computes ``collectives.reduce_scatter`` as links do, with rounding to ``bits`` mantissa bits at every ring hop.
 
-    Only of bfloat16 values; wider ones are summed as they always are. XLA's CPU backend would sum bfloat16 in float32.
+    Applies only to bfloat16 values, which XLA's CPU backend would sum in float32; wider values are summed as usual.
     """
     if value.dtype != jnp.bfloat16:
         return _reduce_scatter(value, dim, axes)
@@ -87,7 +87,7 @@ _reduce_scatter = collectives.reduce_scatter
 
 
 def _ring(value: jax.Array, dim: int, axis: str, bits: int) -> jax.Array:
-    """Piece k starts at device k + 1 and arrives, complete, at device k."""
+    """Reduces and scatters in a ring: piece k starts at device k + 1, and is complete at device k."""
     devices, here = lax.axis_size(axis), lax.axis_index(axis)
     pieces = jnp.stack(jnp.split(value, devices, axis=dim))
     to_next = [(i, (i + 1) % devices) for i in range(devices)]
@@ -95,7 +95,7 @@ def _ring(value: jax.Array, dim: int, axis: str, bits: int) -> jax.Array:
     def own(piece):
         return lax.dynamic_index_in_dim(pieces, piece % devices, keepdims=False)
 
-    def rounded(x):  # a cast to bfloat16 and back is what XLA may leave out
+    def rounded(x):  # XLA may optimise away a cast to bfloat16 and back
         return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=bits)
 
     sent = rounded(own(here - 1))
@@ -105,7 +105,7 @@ def _ring(value: jax.Array, dim: int, axis: str, bits: int) -> jax.Array:
 
 
 def agreement() -> dict[str, float]:
-    """The share of values that the simulation and 8 simulated devices have in common, bit by bit; flat and 2 x 4."""
+    """Computes the fraction of values that are bitwise equal in simulation and on 8 devices; flat and 2 x 4."""
     found, x = {}, gradients("noisy", SIMULATED_DEVICES)
     for shape in ((SIMULATED_DEVICES,), (2, 4)):
         for dtype in WIRE:
@@ -135,7 +135,7 @@ def _on_devices(reduce: Callable[..., jax.Array], x: np.ndarray, dtype: str, sha
 
 
 def _expected(x: np.ndarray, dtype: str, shape: Sequence[int]) -> np.ndarray:
-    """The simulation in the order of the devices: from the first for ``psum_scatter``, from the next for a ring."""
+    """Simulates the mean in the order of addition: from the first device for ``psum_scatter``, the next for a ring."""
     if dtype != "bfloat16":
         return reduced_mean(x, dtype, shape)
     pieces = np.split(x, SIMULATED_DEVICES, axis=1)
@@ -152,7 +152,7 @@ def _expected(x: np.ndarray, dtype: str, shape: Sequence[int]) -> np.ndarray:
 
 
 def bits_like(devices: int) -> int:
-    """Of mantissa, with which a ring of 8 errs about as much as one of so many devices in bfloat16."""
+    """Returns the mantissa bits for which a ring of 8 has about the error of a bfloat16 ring of ``devices``."""
     few, many = (gradients("noisy", n) for n in (SIMULATED_DEVICES, devices))
     factor = relative_error(many, reduced_mean(many, "bfloat16", (devices,))) / relative_error(
         few, reduced_mean(few, "bfloat16", (SIMULATED_DEVICES,))
@@ -161,8 +161,11 @@ def bits_like(devices: int) -> int:
 
 
 class Training(NamedTuple):
-    """One way to train: the mesh, options of ``shard_module_params``, bits if gradients are reduced by a ring that
-    rounds, the ``dot_general_cls`` of the model's projections, and other options for embedding and head."""
+    """Variant of a training.
+
+    ``options`` are for ``shard_module_params``, and ``edges`` replaces them for embedding and head. With ``bits``
+    gradients are reduced by a rounding ring. ``product`` is the ``dot_general_cls`` of the projections.
+    """
 
     mesh: dict[str, int]
     options: Mapping[str, Any] = MappingProxyType({})
@@ -172,7 +175,7 @@ class Training(NamedTuple):
 
 
 def trainings() -> dict[str, Training]:
-    """By name; the first is what the others are compared with."""
+    """Returns the trainings by name; the first training is the baseline."""
     flat, narrow, few = {"fsdp": SIMULATED_DEVICES}, {"grad_scatter_dtype": jnp.bfloat16}, bits_like(DEVICES)
     return {
         "float32": Training(flat),
@@ -184,14 +187,14 @@ def trainings() -> dict[str, Training]:
 
 
 def train(config: TrainConfig, training: Training, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """For each seed the losses of all steps and the held-out loss at the end."""
+    """Trains from each seed; yields the losses of the steps and the final held-out loss."""
     job = _with_options(prepare(dataclasses.replace(config, mesh=training.mesh)), training)
     step, evaluate, first = make_train_step(_loss, job.mesh, job.batch_axes), None, None
     for seed in seeds:
         job = dataclasses.replace(job, config=dataclasses.replace(job.config, seed=seed))
         state, _, _, rng = fitting.begin(job, None)
         first, evaluate = first or state, evaluate or fitting.make_evaluate(job)
-        # One program for all seeds: jit knows the functions that a state carries by their identity.
+        # One program for every seed: jit compares the functions in a state by identity.
         state, losses = state.replace(apply_fn=first.apply_fn, tx=first.tx), []
         with _rings(training.bits):
             for index in range(config.steps):
@@ -217,7 +220,7 @@ def _loss(params: Any, apply_fn: Callable[..., Any], batch: jax.Array, rng: jax.
 
 @contextmanager
 def _rings(bits: int | None) -> Iterator[None]:
-    """Within it the library's reduce-scatter is a ring that rounds at every hop."""
+    """Replaces the reduce-scatter of the library by a ring that rounds at every hop, within the context."""
     if bits is None:
         yield
         return
@@ -226,7 +229,7 @@ def _rings(bits: int | None) -> Iterator[None]:
 
 
 def compared(runs: dict[str, list[dict]], base: str = "float32") -> list[dict[str, Any]]:
-    """Each training beside ``base`` from the same seed: its held-out loss, and the spread of the seeds."""
+    """Compares held-out losses with ``base`` from the same seed; returns rows with the spread over seeds."""
     of_base = np.array([run["held_out"] for run in runs[base]])
     rows = []
     for name, found in runs.items():
@@ -268,11 +271,11 @@ def tables(found: dict[str, Any]) -> Iterator[Any]:
 def _sum_row(values: str, shape: str, rows: list[dict[str, Any]]) -> list[str]:
     by_dtype = {row["dtype"]: row for row in rows if (row["values"], row["shape"]) == (values, shape)}
     narrow = by_dtype["bfloat16"]
-    told = [by_dtype[dtype]["error"] for dtype in ("bfloat16", "float16", "float32")] + [
+    errors = [by_dtype[dtype]["error"] for dtype in ("bfloat16", "float16", "float32")] + [
         narrow["expected"],
         narrow["worst case"],
     ]
-    return [values, shape, f"{narrow['error'] / narrow['chance']:.1%}", *(f"{error:.0e}" for error in told)]
+    return [values, shape, f"{narrow['error'] / narrow['chance']:.1%}", *(f"{error:.0e}" for error in errors)]
 
 
 def _training_row(row: dict[str, Any], spread: float) -> list[str]:
@@ -287,7 +290,7 @@ def _training_row(row: dict[str, Any], spread: float) -> list[str]:
 
 
 def draw(path: Path, found: dict[str, Any]) -> None:
-    """Errors by number of devices, by scale, and the loss curves' distance from float32."""
+    """Draws errors by number of devices and by scale, and the distance of the loss curves from float32."""
     figure = Figure(figsize=(PAGE_WIDTH, 5), dpi=PAGE_DPI, layout="constrained")
     by_devices, by_scale, curves = figure.subplots(1, 3)
     _draw_devices(by_devices, found["sums"]["by devices"])
@@ -361,9 +364,9 @@ def _axes(axes: Any, title: str, x: str, y: str) -> None:
 
 
 def compute(config: TrainConfig, seeds: Sequence[int], progress: Progress) -> dict[str, Any]:
-    """Everything, as it is kept."""
+    """Computes sums, agreement and trainings; returns the content of the JSON file."""
     task = progress.add_task("sums over devices that are not there", total=1 + len(seeds) * len(trainings()))
-    available_devices(SIMULATED_DEVICES)  # before anything else has made JAX look for devices
+    available_devices(SIMULATED_DEVICES)  # before JAX initialises its devices
     found = {"sums": sums(), "agreement": agreement(), "steps": config.steps, "runs": {}, "training": []}
     progress.advance(task)
     for name, training in trainings().items() if config.steps else ():

@@ -1,4 +1,4 @@
-"""XLA's options for GPUs that ``xla_options`` tries, by what they do; and what it has found to be best."""
+"""XLA options for GPUs that ``xla_options`` compares, by their effect; and the best options found."""
 
 from typing import Any
 
@@ -10,19 +10,19 @@ MIB = 2**20
 
 
 def at_once(count: int) -> dict[str, Any]:
-    """So many collectives may be under way at a time; without it, one."""
+    """Allows ``count`` collectives at a time; XLA's default is 1."""
     return {"xla_gpu_experimental_parallel_collective_overlap_limit": count}
 
 
 def pipelined(kind: str) -> dict[str, Any]:
-    """Collectives of a kind in a loop begin an iteration ahead, or end one later."""
+    """Pipelines the collectives of a kind in a loop: they start an iteration earlier, or end an iteration later."""
     if jax.__version_info__ >= PIPELINES_BY_MODE:
         return {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON"}
     return {f"xla_gpu_enable_pipelined_{kind}": True}
 
 
 def combined(size: int) -> dict[str, Any]:
-    """Gathers, and scatters, of up to so many bytes together become one."""
+    """Combines gathers, and reduce-scatters, up to a total of ``size`` bytes."""
     return {f"xla_gpu_{kind}_combine_threshold_bytes": size for kind in ("all_gather", "reduce_scatter")}
 
 
@@ -54,8 +54,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "latencies of kernels": {"xla_gpu_enable_analytical_latency_estimator": True},
 }
 
-# With which a step waits least, by results/options: that of the library, and that of ``jit``, whose flat rings over all
-# GPUs have so much latency that fewer and larger collectives win.
+# Options with the least waiting, according to results/options: for the library, and for ``jit``, whose flat rings over
+# every GPU have a latency so high that fewer and larger collectives are faster.
 BEST_FOR_OURS = compiler_options("NVIDIA H100 80GB HBM3")
 BEST_AHEAD = compiler_options("NVIDIA H100 80GB HBM3", pipelined=False)  # with scan_layers
 BEST_FOR_JIT = OPTIONS["8, pipelined, to 128 MiB"]

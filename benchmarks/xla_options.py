@@ -1,16 +1,16 @@
-"""What each of XLA's options for GPUs does to a step: bytes hidden, time waited for, memory, time to compile.
+"""Effect of XLA options for GPUs on a training step: hidden bytes, waiting time, memory, compile time.
 
     python -m benchmarks.xla_options                                1.3B on 256 H100, every option, jit and ours
     python -m benchmarks.xla_options --topologies b200:32x8 --options default "8 at once" --cases ours
 
-A row of the table is the same step, compiled with one option more than none ("default"), or with several. What the
-compiler refuses, or does not survive, is a row too. Results go to ``<out>/<size>_<topology>_jax<version>.json``; what
-is kept there is taken again as long as program, options and versions are the same.
+A row of the table is the same step, compiled without options ("default"), or with one or several options. A compilation
+that fails or crashes is a row, too. Results are stored in ``<out>/<size>_<topology>_jax<version>.json``, and reused
+while program, options and versions are unchanged.
 
-  hidden    the share of the bytes that travel beside matrix products which take at least as long, by rooflines
-  beside    the share that travels beside any matrix product, however short
-  waited    how long the schedule waits for collectives in a step, with NCCL's latencies
-  held      temporaries
+  hidden    fraction of bytes sent beside matrix products that take at least as long, by rooflines
+  beside    fraction of bytes sent beside any matrix product
+  waited    time per step that the schedule waits for collectives, with NCCL's latencies
+  held      bytes of temporaries
 """
 
 import argparse
@@ -34,14 +34,14 @@ TOPOLOGIES = ("h100:32x8",)
 
 
 def measured(name: str, topology: str, case: str, option: str, known: dict[str, Any] | None) -> dict[str, Any]:
-    """The row of an option: ``known``, where that is of the same program, else made by compiling."""
+    """Returns the row of an option: ``known`` if it belongs to the same program, else the result of compiling."""
     chosen = dataclasses.replace(CASES[case], tuned=False, xla_options=OPTIONS[option])
     found = forecast_case(SIZES[name], chosen, topology, known)
     return found if found is known or "problem" in found else row_of(found)
 
 
 def row_of(found: dict[str, Any]) -> dict[str, Any]:
-    """What of a kept forecast is about overlap: shares, bytes and seconds of a device and step."""
+    """Extracts the overlap from a stored forecast: fractions, bytes and seconds per device and step."""
     sent = found["wire_bytes"]["total"]
     return {
         "program": found["program"],
@@ -64,12 +64,12 @@ def path_of(out: Path, name: str, topology: str) -> Path:
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
-    """case -> option -> row"""
+    """Reads the stored rows: case -> option -> row."""
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def compute(path: Path, name: str, topology: str, cases: Sequence[str], options: Sequence[str], console: Any) -> None:
-    """Makes the rows that are not kept yet; each is written as soon as it is there."""
+    """Computes the rows that are not stored yet; writes each row immediately."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for case, option in ((case, option) for case in cases for option in options):
         rows = read(path)
@@ -80,7 +80,7 @@ def compute(path: Path, name: str, topology: str, cases: Sequence[str], options:
 
 
 def table(name: str, topology: str, case: str, rows: dict[str, Any]) -> Any:
-    """Options as rows, what hides most beside those that hide less."""
+    """Builds the table with options as rows, and a table of failed compilations if there are failures."""
     title = f"{name} on {topology}, {case}"
     columns = ["option", "hidden", "beside", "waited", "held", "compiled"]
     cells = [_cells(option, row) for option, row in rows.items()]

@@ -1,10 +1,10 @@
-"""Processes with checkpoints: ``python -m tests.checkpoint_process MODE FOLDER [RANK PORT]``; prints what came of it.
+"""Processes with checkpoints: ``python -m tests.checkpoint_process MODE FOLDER [RANK PORT]``; prints the results.
 
-two     one of two processes with two devices each: saves, suffers damage on one of them, restores
-writer  saves, says so, and stays until it is killed; so does a child that it forks
-ends    ends while a save is under way, without closing anything
-fails   the same, and that save fails
-hangs   the same, and the rename of that save never returns
+two     one of two processes with two devices each: saves, gets damage on one process, restores
+writer  saves, prints a line, and stays until it is killed; so does a forked child
+ends    ends during a save, without closing the checkpointer
+fails   as ends, and the save fails
+hangs   as ends, and the rename of the save never returns
 """
 
 import json
@@ -38,7 +38,7 @@ def state_of(step, mesh):
 
 
 def same(a, b):
-    """Whether the shards that this process holds are equal."""
+    """Whether the local shards of two trees are equal."""
 
     def parts(x):
         x = jax.random.key_data(x) if hasattr(x, "dtype") and str(x.dtype).startswith("key") else x
@@ -49,7 +49,7 @@ def same(a, b):
 
 
 def damage_what_only_process_1_reads(step):
-    """Cuts the files that process 1 has written; process 0 reads its own rows as if nothing had happened."""
+    """Truncates the files written by process 1; process 0 can still read its rows."""
     for path in (FOLDER / str(step) / "state" / "ocdbt.process_1" / "d").iterdir():
         if path.stat().st_size > 1000:
             path.write_bytes(path.read_bytes()[:100])

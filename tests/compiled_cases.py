@@ -1,4 +1,4 @@
-"""Cases of the benchmarks, compiled once for all tests of a run, whichever worker needs them first."""
+"""Benchmark cases that are compiled once per test run, by the first worker that needs them."""
 
 import contextlib
 import fcntl
@@ -11,7 +11,7 @@ from benchmarks import forecasts
 
 
 class NoProgress:
-    """Where progress would be shown."""
+    """Progress bar stub that shows nothing."""
 
     def add_task(self, *args: Any, **options: Any) -> int:
         del args, options
@@ -21,7 +21,7 @@ class NoProgress:
 
 
 def kept_folder(tmp_path_factory: Any) -> Path:
-    """Where compiled cases of this run are kept; all workers share it."""
+    """Returns the folder of the cases compiled in this run, shared by the workers."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled_cases"
     folder.mkdir(exist_ok=True)
@@ -29,7 +29,7 @@ def kept_folder(tmp_path_factory: Any) -> Path:
 
 
 def compiled(kept: Path, size: str, topology: str, cases: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What is kept of each case, compiled now where it is not there yet."""
+    """Returns the stored result of each case; compiles cases without a stored result."""
     with _alone(kept):
         forecasts.compute([size], [topology], cases, kept, NoProgress())
     return forecasts.read(forecasts.path_of(kept, size, topology))
@@ -37,7 +37,7 @@ def compiled(kept: Path, size: str, topology: str, cases: Sequence[str]) -> dict
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """One worker at a time: a second would compile the same once more."""
+    """Locks the folder for one worker at a time, so that a case is compiled only once."""
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

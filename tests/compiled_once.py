@@ -1,7 +1,7 @@
-"""Keeps compiled programs of this process, for the test suite and for the pages of the site.
+"""In-memory cache of the programs compiled by this process, for the test suite and the pages of the site.
 
-Tests and pages make new functions of the same steps and models, and JAX compiles each of them. Nothing is read from a
-disk, where programs for simulated devices are not safe (docs/architecture.md).
+Tests and pages create new functions of the same steps and models, and JAX compiles each function again. Programs are
+not cached on disk, because programs for simulated devices are unsafe to load (docs/architecture.md).
 """
 
 import hashlib
@@ -16,12 +16,12 @@ NAMED = re.compile(r'loc\("([^"]*/[^"]*"\(|[^"]*"\))')  # operations and argumen
 
 
 def keep_compiled_programs():
-    """Has JAX keep the last programs that this process has compiled."""
+    """Installs the cache in JAX's compiler."""
     compiler.backend_compile_and_load = compiled_once(compiler.backend_compile_and_load)
 
 
 def compiled_once(compile_module):
-    """Returns JAX's function that compiles, with the last programs kept: a seventh of a test worker's time."""
+    """Wraps JAX's compile function with a cache of recent programs, which saves a seventh of a test worker's time."""
     kept = OrderedDict()
 
     @wraps(compile_module)

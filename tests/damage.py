@@ -1,4 +1,4 @@
-"""Damage to checkpoints on disk, as disks, crashes and people do it; and what a restore made of it."""
+"""Damage to checkpoints on disk, as caused by disks, crashes and users; and the outcome of a restore."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ NEWEST, OLDER = 20, 10
 
 
 def state_of(step):
-    """A small state with one leaf of each kind, its values depending on the step."""
+    """Returns a small state with one leaf of each kind and values that depend on the step."""
     rng = np.random.default_rng(step)
     mesh = mesh_of(2, 4)
 
@@ -36,7 +36,7 @@ def state_of(step):
 
 
 def bits(state):
-    """Every leaf as NumPy, keys as their data."""
+    """Converts every leaf to a NumPy array, PRNG keys to their key data."""
 
     def plain(x):
         is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
@@ -51,7 +51,7 @@ def same(a, b):
 
 
 def written(folder, content=state_of):
-    """Two steps in a folder."""
+    """Saves two steps in a folder and returns the folder."""
     with Checkpointer(folder, 10) as checkpointer:
         for step in (OLDER, NEWEST):
             checkpointer.save(step, content(step))
@@ -64,7 +64,7 @@ def files_of(folder, step, data_only=False):
 
 
 def any_data_file(folder, step, rng):
-    """Every byte is as likely as any other, so that most of what is hit are values and not the index of them."""
+    """Draws a data file in proportion to its size, so that damage mostly affects values instead of their index."""
     files = files_of(folder, step, data_only=True)
     sizes = np.array([path.stat().st_size for path in files])
     return files[rng.choice(len(files), p=sizes / sizes.sum())]
@@ -130,14 +130,14 @@ def flip_both(folder, rng):
 
 
 def swap_steps(folder, rng):
-    """The data of one step under the record of the other."""
+    """Replaces the data of the newest step by the data of the older step, and keeps the record."""
     del rng
     shutil.rmtree(folder / str(NEWEST) / "state")
     shutil.copytree(folder / str(OLDER) / "state", folder / str(NEWEST) / "state")
 
 
 def copy_older(folder, rng):
-    """A copy of the older step as the newest of all."""
+    """Copies the older step to a folder with the highest number."""
     del rng
     shutil.copytree(folder / str(OLDER), folder / str(NEWEST + 10))
 
@@ -148,13 +148,13 @@ def link_older(folder, rng):
 
 
 def renamed_lower(folder, rng):
-    """The newest step under the number of an old one."""
+    """Renames the folder of the newest step to a lower number."""
     del rng
     (folder / str(NEWEST)).rename(folder / "5")
 
 
 def linked_nowhere(folder, rng):
-    """As where the disk that a step was moved to is not mounted."""
+    """Replaces the newest step by a broken link, as if it had been moved to a disk that is not mounted."""
     del rng
     (folder / str(NEWEST)).rename(folder / "elsewhere")
     (folder / str(NEWEST)).symlink_to("nowhere")
@@ -166,7 +166,7 @@ def loop_of_links(folder, rng):
 
 
 def loop_within(folder, rng):
-    """The data of a step, or its record, is a link to itself."""
+    """Replaces the data or the record of the newest step by a link to itself."""
     within = folder / str(NEWEST) / ["state", "leaves"][rng.integers(2)]
     shutil.rmtree(within)
     within.symlink_to(within.name)
@@ -191,7 +191,7 @@ WRONG_ENTRIES = (
 
 
 def wrong_record(folder, rng):
-    """A record whose digests are right, as of a release that writes it otherwise."""
+    """Writes an invalid record with correct digests, as a release with a different format would."""
     path = folder / str(NEWEST) / "leaves" / "metadata"
     leaves = json.loads(path.read_text())["leaves"]
     change = WRONG_ENTRIES[rng.integers(len(WRONG_ENTRIES))]
@@ -201,7 +201,7 @@ def wrong_record(folder, rng):
 
 
 def exchange_steps(folder, rng):
-    """The folders of the two steps, each under the number of the other."""
+    """Exchanges the folder names of the two steps."""
     del rng
     (folder / str(OLDER)).rename(folder / "between")
     (folder / str(NEWEST)).rename(folder / str(OLDER))
@@ -209,7 +209,7 @@ def exchange_steps(folder, rng):
 
 
 def outcome(folder, sound):
-    """What a restore does: the step whose values it gave, or "refused"; fails on wrong values and on silence."""
+    """Restores and returns the step of the restored values, or "refused"; asserts correct values and a warning."""
     with Checkpointer(folder, 10) as checkpointer, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -219,7 +219,7 @@ def outcome(folder, sound):
             return "refused"
     step = next((step for step, state in sound.items() if same(got, state)), None)
     assert step is not None, "wrong values, and no error"
-    told = [str(w.message) for w in caught if "is damaged and was passed over" in str(w.message)]
+    warned = [str(w.message) for w in caught if "is damaged and was passed over" in str(w.message)]
     named = f"step {NEWEST} in {folder} is damaged", f"was saved as step {NEWEST}"
-    assert step == NEWEST or any(name in text for text in told for name in named), told
+    assert step == NEWEST or any(name in text for text in warned for name in named), warned
     return step

@@ -1,6 +1,7 @@
-"""One of several processes that goes wrong, or ends: ``python -m tests.leaving_process MODE RANK COUNT PORT FOLDER``.
+"""Script of a process that fails or ends: ``python -m tests.leaving_process MODE RANK COUNT PORT FOLDER``.
 
-Process 0 is the stuck one where MODE says so, else the last is; lines on stdout say when what happened.
+The failing process is process 0 if MODE ends in "first", else the last process. Lines on stdout contain the time of
+each event.
 """
 
 import os
@@ -45,7 +46,7 @@ def steps(mesh):
 
 
 def save_that_hangs():
-    """From the second save on no rename of process 0 ends."""
+    """Saves twice; from the second save on, every rename of process 0 hangs."""
     split = NamedSharding(DeviceMeshManager.create_device_mesh({"data": -1}), P("data"))
     state = {"w": jax.jit(lambda: jnp.arange(8.0), out_shardings=split)()}
     checkpointer = Checkpointer(FOLDER, async_timeout_s=2)

@@ -1,9 +1,9 @@
-"""How much of the library a reader must hold: ``python -m tests.measures`` prints a table.
+"""Measures of size and coupling of the library: ``python -m tests.measures`` prints a table.
 
-Two rows say how large the library is. The others say how tangled it is: what the smallest training enters (two
-``Dense`` layers over one axis), how many files know a feature (``tests/deletion/features.py``), which files must be
-read to understand a step, who reads frames and closures of other libraries, and which features can be deleted. What
-tracing and dispatch of a step cost beside ``jit`` ``python -m benchmarks.compile_time`` measures.
+Two rows measure size. The remaining rows measure coupling: the files entered by the smallest training (two ``Dense``
+layers over one axis), the number of files that refer to a feature (``tests/deletion/features.py``), the lines to read
+to understand a step, the files that read frames and closures of other libraries, and the features that can be deleted.
+``python -m benchmarks.compile_time`` measures the cost of tracing and dispatch of a step compared with ``jit``.
 """
 
 import ast
@@ -23,17 +23,17 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def module_of(path: Path, root: Path = PACKAGE.parent) -> str:
-    """Returns the dotted name of a module of the library, in a tree that begins at ``root``."""
+    """Returns the dotted name of a module of the library in a tree with root ``root``."""
     return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
 
 
 def sources() -> dict[Path, str]:
-    """The text of each file of the library."""
+    """Reads the source text of each file of the library."""
     return {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def code_lines(text: str) -> int:
-    """Lines that are neither blank, nor comments alone, nor part of a docstring or an import."""
+    """Counts the lines without blank lines, comment lines, docstrings and imports."""
     other: set[int] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -45,9 +45,9 @@ def code_lines(text: str) -> int:
 
 
 def cycles_of_entries(package: Path = PACKAGE) -> list[list[str]]:
-    """Entries of a folder, files or folders, that import each other, directly or not; at any depth.
+    """Returns the import cycles between entries (files or folders) of a folder, for every folder of the package.
 
-    What an ``__init__`` hands on is no import of its folder's entries by each other.
+    Imports may be indirect. Imports of an ``__init__.py`` do not count as imports between entries of its folder.
     """
     files = {".".join(path.relative_to(package.parent).with_suffix("").parts): path for path in package.rglob("*.py")}
     arrows = {
@@ -83,7 +83,7 @@ def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
 
 
 def names_imported(source: str) -> Iterator[str]:
-    """Everything that a file imports, by its full name, wherever in the file it does."""
+    """Yields the full name of every import in a source text, also inside functions."""
     for node in ast.walk(ast.parse(source)):
         module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -91,9 +91,10 @@ def names_imported(source: str) -> Iterator[str]:
 
 
 def calls(run: Callable[[], Any], values: tuple[Any, ...] = ()) -> list[CodeType]:
-    """The library's functions in the order in which ``run`` calls them.
+    """Returns the library functions that ``run`` calls, in call order.
 
-    With ``values``, those alone that are given one of them: as an argument, in a tuple, or in an object that holds it.
+    With ``values``, returns only functions that receive a value of ``values``: as an argument, in a tuple, or in an
+    attribute of an object.
     """
     seen: list[CodeType] = []
 
@@ -114,7 +115,7 @@ def calls(run: Callable[[], Any], values: tuple[Any, ...] = ()) -> list[CodeType
 
 
 def _has(argument: Any, values: tuple[Any, ...], depth: int = 2) -> bool:
-    """Whether an argument is one of the values, or holds one: a ``StepCall`` has a tuple of them."""
+    """Whether an argument is, or contains, a value of ``values``; for example a ``StepCall`` contains a tuple."""
     if any(argument is value for value in values):
         return True
     is_object = dataclasses.is_dataclass(argument) and not isinstance(argument, type)
@@ -123,7 +124,7 @@ def _has(argument: Any, values: tuple[Any, ...], depth: int = 2) -> bool:
 
 
 def climbs(run: Callable[[], Any], *values: Any) -> int:
-    """How often one of ``values`` comes back to a file that has had one, after another file has had one."""
+    """Counts how often ``values`` are passed back to a file that received them before, via a different file."""
     files = [file for file, _ in itertools.groupby(code.co_filename for code in calls(run, values=values))]
     return len(files) - len(set(files))
 
@@ -143,7 +144,7 @@ FOREIGN = re.compile(r"_getframe|f_locals|__closure__|getclosurevars|cell_conten
 
 
 def of_the_source() -> dict[str, float]:
-    """Returns the rows that are read off the source."""
+    """Returns the rows that are computed from the source."""
     from tests.deletion.features import FEATURES, NOT_YET, WITHOUT_ROW
 
     texts = sources()
@@ -170,7 +171,7 @@ def of_the_source() -> dict[str, float]:
 
 
 def of_what_runs() -> dict[str, float]:
-    """Returns the rows that are read off the smallest training, on eight simulated devices."""
+    """Returns the rows that are measured by tracing the smallest training on eight simulated devices."""
     from xlstm_jax.distributed import simulate_cpu_devices
 
     simulate_cpu_devices(8)

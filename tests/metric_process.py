@@ -1,6 +1,6 @@
-"""One of two processes with two devices each: ``python -m tests.metric_process ID PORT``.
+"""Script of one of two processes with two devices each: ``python -m tests.metric_process ID PORT``.
 
-It prints what it computed.
+Prints the computed metrics.
 """
 
 import json

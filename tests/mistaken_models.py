@@ -1,4 +1,4 @@
-"""Models with which a user makes a mistake, for the table of errors and for tests of what works in their place."""
+"""Models with user mistakes, for the table of errors and for tests of the corrected models."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def with_statistics(params, apply_fn, batch, rng, kept):
 
 
 class Stacked(nn.Module):
-    """Blocks of a scan, whose biases have two dims, and a Dense."""
+    """Scanned blocks, with stacked biases of two dims, and a Dense."""
 
     @nn.compact
     def __call__(self, x):
@@ -41,7 +41,7 @@ class Stacked(nn.Module):
 
 
 class OwnScan(nn.Module):
-    """An LSTM cell in a scan of the model's own; ``cast`` as the error says."""
+    """LSTM cell in a scan written in the model; ``cast`` applies the cure from the error text."""
 
     cast: bool = False
 

@@ -1,7 +1,7 @@
-"""A small language model to trace, compile and count: tokens[b, t] -> logits[b, t, vocab].
+"""Small language model to trace, compile and count: tokens[b, t] -> logits[b, t, vocab].
 
-One skeleton, with attention or with a recurrence in its blocks: embedding, one block scanned over layers, norm, head.
-A parameter W[d, f] of the block is stacked to W[layers, d, f]. ``wrap`` shards the classes, or does nothing.
+The skeleton has attention or a recurrence in its blocks: embedding, one block scanned over layers, norm, head. A
+parameter W[d, f] of the block is stacked to W[layers, d, f]. ``wrap`` shards the classes, or leaves them unchanged.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from tests.support import plain
 
 
 class Block(nn.Module):
-    """What both blocks share; a block returns (x, None), the (carry, output) pair of ``nn.scan``."""
+    """Base class of both blocks; a block returns (x, None), the (carry, output) pair of ``nn.scan``."""
 
     num_heads: int
     dtype: Any = jnp.float32
@@ -27,7 +27,7 @@ class Block(nn.Module):
         return nn.RMSNorm(dtype=self.dtype, name=name)(x)
 
     def heads(self, x):
-        """[b, t, h * d] -> [b, h, t, d]"""
+        """Splits the heads: [b, t, h * d] -> [b, h, t, d]."""
         return x.reshape(*x.shape[:2], self.num_heads, -1).swapaxes(1, 2)
 
 
@@ -48,7 +48,7 @@ class TransformerBlock(Block):
 
 
 class RecurrentBlock(Block):
-    """A memory per head that forgets, token after token; with parameters and a bias of its own, some of them small."""
+    """Recurrent memory per head with a forget gate, token by token; has a scale parameter, a bias and small leaves."""
 
     @nn.compact
     def __call__(self, x):
@@ -63,7 +63,7 @@ class RecurrentBlock(Block):
             memory = keep[..., None, None] * memory + k[..., :, None] * v[..., None, :]
             return memory, jnp.einsum("bhd,bhde->bhe", q, memory)
 
-        # Zeros that vary over the mesh axes that the inputs vary over, as shard_map wants it of the carry of a scan.
+        # Zeros that vary over the same mesh axes as the inputs, as shard_map requires for the carry of a scan.
         start = 0 * k[:, :, 0, :, None] * v[:, :, 0, None, :]
         by_token = [jnp.moveaxis(y, 2, 0) for y in (q, k, v, keep)]
         _, h = jax.lax.scan(token, start, tuple(by_token))
@@ -75,7 +75,7 @@ BLOCKS: dict[str, type[Block]] = {"transformer": TransformerBlock, "recurrent": 
 
 
 class LanguageModel(nn.Module):
-    """``block`` is a key of ``BLOCKS``; ``num_heads`` divides ``dim``."""
+    """Language model; ``block`` is a key of ``BLOCKS``, and ``num_heads`` divides ``dim``."""
 
     block: str
     dim: int

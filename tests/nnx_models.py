@@ -1,6 +1,6 @@
-"""The models of the parity tests in Flax NNX: twins of those of ``support`` and ``models``, and the map of their names.
+"""NNX versions of the models of ``support`` and ``models`` for the parity tests, and a map of leaf names.
 
-The map leads from the path of a Linen leaf to that of the NNX leaf with the same values.
+The map goes from the path of a Linen leaf to the path of the NNX leaf with the same values.
 """
 
 import jax
@@ -13,7 +13,7 @@ NAMES_OF_SCAN = NAMES | {f"blocks/{old}": f"blocks/{new}" for old, new in NAMES_
 
 
 class Block(nnx.Module):
-    """The twin of ``support.Block``."""
+    """NNX version of ``support.Block``."""
 
     def __init__(self, rngs, width=16):
         self.norm = nnx.LayerNorm(width, rngs=rngs)
@@ -25,7 +25,7 @@ class Block(nnx.Module):
 
 
 class Model(nnx.Module):
-    """The twin of ``support.Model``: Linear, three blocks (a scan or a loop), Linear."""
+    """NNX version of ``support.Model``: Linear, three blocks (a scan or a loop), Linear."""
 
     def __init__(self, rngs, scan=True, remat=False):
         self.first = nnx.Linear(8, 16, rngs=rngs)
@@ -49,7 +49,7 @@ class Model(nnx.Module):
 
 
 class LanguageModelBlock(nnx.Module):
-    """What the twins of ``models.TransformerBlock`` and ``models.RecurrentBlock`` share."""
+    """Base class of the NNX versions of ``models.TransformerBlock`` and ``models.RecurrentBlock``."""
 
     def __init__(self, rngs, dim, num_heads):
         self.dim, self.num_heads = dim, num_heads
@@ -59,12 +59,12 @@ class LanguageModelBlock(nnx.Module):
         return nnx.Linear(din, dout, use_bias=False, rngs=rngs)
 
     def heads(self, x):
-        """[b, t, h * d] -> [b, h, t, d]"""
+        """Splits the heads: [b, t, h * d] -> [b, h, t, d]."""
         return x.reshape(*x.shape[:2], self.num_heads, -1).swapaxes(1, 2)
 
 
 class TransformerBlock(LanguageModelBlock):
-    """The twin of ``models.TransformerBlock``."""
+    """NNX version of ``models.TransformerBlock``."""
 
     def make(self, rngs):
         dim = self.dim
@@ -84,7 +84,7 @@ class TransformerBlock(LanguageModelBlock):
 
 
 class RecurrentBlock(LanguageModelBlock):
-    """The twin of ``models.RecurrentBlock``."""
+    """NNX version of ``models.RecurrentBlock``."""
 
     def make(self, rngs):
         dim, width = self.dim, 2 * self.dim
@@ -113,7 +113,7 @@ BLOCKS = {"transformer": TransformerBlock, "recurrent": RecurrentBlock}
 
 
 class LanguageModel(nnx.Module):
-    """The twin of ``models.LanguageModel``; its leaves have the names of that."""
+    """NNX version of ``models.LanguageModel``, with the same leaf names."""
 
     def __init__(self, rngs, block, dim, num_layers, num_heads, remat=False, vocab_size=256):
         self.embed = nnx.Embed(vocab_size, dim, rngs=rngs)

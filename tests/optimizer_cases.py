@@ -1,6 +1,7 @@
-"""The optax optimizers and wrappers that the tests put on sharded parameters, one row each.
+"""Table of the optax optimizers and wrappers that the tests apply to sharded parameters.
 
-``lookahead`` (parameters in pairs), ``sam`` (its own ``grad_fn``) and what is refused are in ``test_extra_args.py``.
+``lookahead`` (parameters in pairs), ``sam`` (a ``grad_fn`` argument) and rejected optimizers are in
+``test_extra_args.py``.
 """
 
 from collections.abc import Callable
@@ -20,15 +21,16 @@ RIGHT = "right"
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration.
+    """Configuration of an optimizer.
 
     Attributes:
-      name: the test's id.
-      build: makes the transform; called anew for every use.
-      on_shards: ``RIGHT`` where slices suffice, else a regex for what the guard must name as guilty.
-      tolerance: between one device and eight, relative to the largest entry of each leaf, after four steps.
-      cache_entries: of the jitted step, at most. Two come of one compilation where the state holds a PRNG key, the
-        sharding of which JAX spells in two ways.
+      name: the test id.
+      build: creates the transform; called again for every use.
+      on_shards: ``RIGHT`` if the update of shards is exact, else a regex for the transform that the guard must name.
+      tolerance: largest difference between one device and eight after four steps, relative to the largest entry of
+        each leaf.
+      cache_entries: maximum number of cache entries of the jitted step. Two, from a single compilation, if the state
+        contains a PRNG key, whose sharding JAX represents in two ways.
     """
 
     name: str
@@ -39,12 +41,12 @@ class Case:
 
 
 def matrices(params):
-    """True for every matrix: a mask, as people write it for weight decay."""
+    """Returns a mask that is True for matrices, as commonly used for weight decay."""
     return jax.tree.map(lambda p: p.ndim > 1, params)
 
 
 def labels(params):
-    """'kernel' or 'rest' for every leaf, read off its path."""
+    """Labels every leaf 'kernel' or 'rest' by its path."""
 
     def label(path, leaf):
         del leaf
@@ -129,7 +131,7 @@ CASES = [
         "adaptive_grad_clip",
     ),
     Case("centralize", lambda: optax.chain(optax.centralize(), optax.sgd(0.1)), "centralize"),
-    # Factored moments and whole matrices.
+    # Factored moments and full matrices.
     Case("adafactor", lambda: optax.adafactor(0.01), "clip_by_block_rms"),
     Case("adafactor-factored", lambda: optax.adafactor(0.01, min_dim_size_to_factor=2), "scale_by_factored_rms"),
     Case(
@@ -139,7 +141,7 @@ CASES = [
     Case("sm3", lambda: optax.sm3(0.1), "scale_by_sm3"),
     Case("muon", lambda: contrib.muon(0.01), "scale_by_muon"),
     Case("galore", lambda: contrib.galore(0.01, rank=2, update_proj_gap=2), "galore"),
-    # Step sizes that are found from the whole tree.
+    # Step sizes computed from the full tree.
     Case("lbfgs", lambda: optax.lbfgs(), "scale_by_lbfgs"),
     Case("lbfgs-no-linesearch", lambda: optax.lbfgs(0.05, linesearch=None), "scale_by_lbfgs"),
     Case(
@@ -161,7 +163,7 @@ CASES = [
     Case("dadapt-adamw", lambda: contrib.dadapt_adamw(1.0, estim_lr0=1e-2), "dadapt_adamw"),
     Case("mechanize", lambda: contrib.mechanize(optax.adamw(0.01), s_init=1e-1), "mechanize"),
     Case("reduce-on-plateau", lambda: optax.chain(optax.sgd(0.1), contrib.reduce_on_plateau(patience=1))),
-    # Noise: every shard would draw the same.
+    # Noise: every shard would draw the same values.
     Case("noisy-sgd", lambda: optax.noisy_sgd(0.1, key=jax.random.key(3)), "add_noise", cache_entries=2),
     Case(
         "add-noise",

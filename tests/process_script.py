@@ -1,6 +1,6 @@
-"""One of several real processes: ``python -m tests.process_script PART RANK COUNT PORT``.
+"""Script of one of several processes: ``python -m tests.process_script PART RANK COUNT PORT``.
 
-It prints one JSON object at the end: for every step by its name what it returned or raised, and how long it took.
+Prints a JSON object at the end: for every step, by name, the result or error and the duration.
 """
 
 import functools
@@ -57,7 +57,7 @@ def step(name, fn, *args, **kwargs):
 
 
 def whole(mesh, x):
-    """All of a global array, and the shards that this process's devices hold."""
+    """Returns the unsharded global array and the local shards."""
     copy = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))(x)
     return {
         "all": np.asarray(copy.addressable_data(0)).tolist(),
@@ -66,13 +66,13 @@ def whole(mesh, x):
 
 
 def listening_addresses():
-    """Hexadecimal local addresses that some process listens on at our port, IPv4 and IPv6."""
+    """Returns the hexadecimal local addresses, IPv4 and IPv6, on which a process listens at PORT."""
     lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
     return [line[1] for line in lines if line[1].endswith(f":{int(PORT):04X}") and line[3] == "0A"]
 
 
 def own_code(text):
-    """A module whose source is ``text``."""
+    """Imports a module with the source ``text``."""
     path = Path(tempfile.mkdtemp()) / "model.py"
     path.write_text(text)
     spec = importlib.util.spec_from_file_location("model", path)
@@ -82,7 +82,7 @@ def own_code(text):
 
 
 def agreement():
-    """Before any device is started."""
+    """Runs the agreement checks before a device is started."""
     config = {"model": {"width": 64, "act": jnp.tanh}, "lr": 1e-3, "data": np.arange(1000)}
     step("same", assert_same_everywhere, config)
     step("seed", assert_same_everywhere, {**config, "seed": 17 + (RANK == COUNT - 2)}, "seed and configuration")
@@ -100,7 +100,7 @@ def agreement():
 
 
 def two_meshes_in_turn(mesh, batch):
-    """Counts the comparisons of two rounds over ``mesh``, which has seen such a batch, and another one."""
+    """Counts the comparisons in two rounds that alternate between a new mesh and ``mesh``, which has seen the batch."""
     other, OUT["comparisons"] = DeviceMeshManager.create_data_parallel_mesh(), {}
     for i, name in enumerate(["first round", "second round"]):
         with mock.patch.object(batches, "compare", wraps=batches.compare) as compare:
@@ -131,10 +131,10 @@ def batches_of_two():
     step("different rows", shard_batch, {"x": [rows[:2], rows.repeat(2, 0)][RANK]}, dp, both)
     step("different dtype", shard_batch, {"x": rows.astype([np.float32, np.int32][RANK])}, dp, both)
     step("different scalar", shard_batch, {"x": rows, "n": RANK}, dp, both)
-    # The batch is split over "fsdp", which stays within a process: both hand in the same rows.
+    # The batch is split over "fsdp", which stays within a process: both processes pass the same rows.
     OUT["shared"] = whole(dp, shard_batch({"x": rows - 100 * RANK}, dp, "fsdp")["x"])
     step("shared, but different", shard_batch, {"x": rows[:2]}, dp, "fsdp")
-    # Both hand in whole rows, where the tokens of a row lie on both, and where each has rows of its own.
+    # Both processes pass full rows: first the tokens of a row are on both, then each process has different rows.
     for name, shape in {"tokens of both": {"cp": 2, "dp": 2}, "tokens of one": {"dp": 2, "cp": 2}}.items():
         mesh = DeviceMeshManager.create_device_mesh(shape)
         whole_rows = np.arange(8).reshape(2, 4) + 100 * RANK * (name == "tokens of one")
@@ -171,7 +171,7 @@ def four():
 
 
 def restores():
-    """What one of two processes does wrong as they restore, or does not do at all: process 1, each time."""
+    """Runs restores in which process 1 of two processes makes a mistake or does not take part."""
     simulate_cpu_devices(1)
     initialize_distributed(ADDRESS, COUNT, RANK)
     mesh = DeviceMeshManager.create_device_mesh({"fsdp": 2})
@@ -216,7 +216,7 @@ def mean_loss(params, apply_fn, batch, rng):
 
 
 def first_batches(mesh, axis, cases):
-    """The first batch of a new step for each case, and what it raised or warned of."""
+    """Runs the first batch of a new train step for each case; records the error or warnings."""
     make = functools.partial(create_train_state, Net(axis), optax.sgd(0.1), mesh, batch_axes=axis, whole_ok=True)
     step("seeds", lambda: bool(make(jax.random.key(RANK), jnp.ones((12, 3)))))
     for name, batch in cases.items():
@@ -261,7 +261,7 @@ def batches_of_own_rows():
 
 
 def batches_of_four():
-    """Processes 0 and 1 hold the same rows, and so do 2 and 3."""
+    """Runs cases in which processes 0 and 1 hold the same rows, and processes 2 and 3 as well."""
     mesh, rows = DeviceMeshManager.create_device_mesh({"dp": 2, "tp": 2}), np.arange(18.0).reshape(6, 3)
 
     def put(rows):
@@ -272,7 +272,7 @@ def batches_of_four():
 
 
 def slurm():
-    """The environment that srun makes; no argument at all."""
+    """Joins from the environment of srun, without arguments."""
     simulate_cpu_devices(1)
     initialize_distributed()
     OUT["joined"] = [jax.process_index(), jax.process_count(), jax.device_count()]

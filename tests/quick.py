@@ -1,11 +1,11 @@
-"""The tests that see every mutation of the catalogue, enter nearly every function, and hold the promises.
+"""Selection of the quick tests: they detect every mutation, enter nearly every function, and check the promises.
 
-``make test`` runs them. A test is in the set if the measurement has chosen it (``tests/cover/chosen.txt``, case by
-case), if ``PROMISES`` names it, or if a mutation names it that the measurement does not know. ``make test-all`` runs
-all tests.
+``make test`` runs the quick tests. A test is quick if the coverage measurement has chosen it (case by case, in
+``tests/cover/chosen.txt``), if ``PROMISES`` names the test, or if a mutation that was not measured names the test.
+``make test-all`` runs every test.
 
-    pytest --quick                    this set
-    python -m tests.quick             what the set has: tests by folder, and the promises
+    pytest --quick                    runs the quick tests
+    python -m tests.quick             prints the number of tests by folder, and the promises
 """
 
 from collections import Counter
@@ -31,7 +31,7 @@ PROMISES = {
 
 @cache
 def chosen() -> set[str]:
-    """Returns the tests of the set below ``tests/``: files, functions, and single cases with their parameters."""
+    """Returns the quick tests below ``tests/``: files, functions, and single cases with their parameters."""
     seen = data.read_seen()
     named = {test for mutant in all_mutants() if mutant.name not in seen for test in mutant.tests}
     return set(data.chosen()) | named | set(PROMISES)
@@ -39,19 +39,19 @@ def chosen() -> set[str]:
 
 @cache
 def files() -> set[str]:
-    """Returns the files of the set below ``tests/``, and those of the library whose examples are in it."""
+    """Returns the files of the quick tests below ``tests/``, and the library files with quick doctests."""
     return {test.partition("::")[0] for test in chosen()}
 
 
 def missing(nodeids: Collection[str]) -> list[str]:
-    """Returns the chosen cases that are not among the tests of the files that were collected."""
+    """Returns the chosen cases that are missing from the collected tests of the collected files."""
     cases = {nodeid.removeprefix("tests/") for nodeid in nodeids}
     collected = {case.partition("::")[0] for case in cases}
     return sorted(case for case in set(data.chosen()) - cases if case.partition("::")[0] in collected)
 
 
 def is_chosen(nodeid: str, tests: set[str]) -> bool:
-    """Returns whether a test of pytest's, such as ``tests/plan/test_plan.py::test_name[case]``, is in the set.
+    """Returns whether a pytest node id, such as ``tests/plan/test_plan.py::test_name[case]``, is in ``tests``.
 
     >>> is_chosen("tests/plan/test_plan.py::test_name[case]", {"plan/test_plan.py::test_name"})
     True

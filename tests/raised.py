@@ -1,6 +1,6 @@
-"""What the library raises and warns, read from its source: the text of each message, with ``…`` for what varies.
+"""Texts of the errors and warnings of the library, extracted from the source, with ``…`` for variable parts.
 
-And what docs/troubleshooting.md has of these messages: their first words.
+Also the first words of the messages listed in docs/troubleshooting.md.
 """
 
 import ast
@@ -20,7 +20,7 @@ PASSED_ON = {"distributed/optimizers/elementwise.py:check": "_verdict"}  # who s
 
 
 class Message(NamedTuple):
-    """One text of one ``raise``, which stands in the lines ``line`` to ``end``; ``where`` is ``file.py:function``."""
+    """Text of a ``raise`` in the lines ``line`` to ``end``; ``where`` is ``file.py:function``."""
 
     where: str
     line: int
@@ -36,7 +36,7 @@ def modules() -> dict[Path, ast.Module]:
 
 @cache
 def functions() -> dict[str, list[tuple[Path, ast.FunctionDef]]]:
-    """The functions and methods of the package by name."""
+    """Returns the functions and methods of the package by name."""
     found: dict[str, list[tuple[Path, ast.FunctionDef]]] = {}
     for path, tree in modules().items():
         for node in ast.walk(tree):
@@ -47,7 +47,7 @@ def functions() -> dict[str, list[tuple[Path, ast.FunctionDef]]]:
 
 @cache
 def constants(path: Path) -> dict[str, str]:
-    """The strings at the top of a file, and those that it imports, by name."""
+    """Returns the module-level and imported string constants of a file, by name."""
     found = {}
     for node in modules()[path].body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
@@ -60,7 +60,7 @@ def constants(path: Path) -> dict[str, str]:
 
 
 def texts(node: ast.AST, path: Path, around: ast.AST, depth: int = 0) -> list[str]:
-    """The texts that an expression may be; HOLE where that cannot be read off the source."""
+    """Returns the possible texts of an expression; HOLE if the source does not determine the text."""
     if depth > 6:
         return [HOLE]
     deeper = (path, around, depth + 1)
@@ -101,7 +101,7 @@ def _assigns(node: ast.AST, name: str) -> bool:
 
 
 def _called(name: str, path: Path) -> list[tuple[Path, ast.FunctionDef]]:
-    """The functions of this name: that of the same file, where there is one."""
+    """Returns the functions called ``name``, preferably the function in the same file."""
     found = functions().get(name, [])
     return [one for one in found if one[0] == path] or found
 
@@ -113,7 +113,7 @@ def _returned(function: ast.FunctionDef, path: Path, depth: int) -> list[str]:
 
 @cache
 def messages() -> tuple[Message, ...]:
-    """Each message of each ``raise`` and warning; the text is HOLE for one that cannot be read."""
+    """Returns the messages of every ``raise`` and warning; HOLE for a text that the source does not determine."""
     return tuple(_messages())
 
 
@@ -140,7 +140,7 @@ def _messages() -> Iterator[Message]:
 
 
 def is_read(text: str) -> bool:
-    """Whether the source says anything of the text."""
+    """Whether a text contains letters, and so is determined at least in part by the source."""
     return any(letter.isalpha() for letter in text)
 
 
@@ -201,16 +201,16 @@ EXCUSED = {
 
 @cache
 def heads() -> list[str]:
-    """The first words of messages that the page has."""
+    """Returns the first words of the messages listed on the page."""
     return [" ".join(row.split()) for row in ROW.findall(PAGE.read_text())]
 
 
 def begins(text: str, head: str) -> bool:
-    """Whether a row is of this message; one of few letters is so only of a message that says no more."""
+    """Whether a message starts with ``head``; a head of at most 3 letters must be the full message."""
     text = " ".join(text.split())
     return text.startswith(head) if sum(map(str.isalpha, head)) > 3 else text.rstrip(".") == head
 
 
 def excused(said: Message) -> bool:
-    """Whether the source does not say the text, and EXCUSED has the reason."""
+    """Whether the source does not determine the text of a message, with a reason in EXCUSED."""
     return said.where in EXCUSED and not is_read(said.text)

@@ -1,6 +1,6 @@
-"""One process of a run with two devices each: ``python -m tests.resilience_process MODE RANK PROCESSES PORT``.
+"""Process of a run with two devices each: ``python -m tests.resilience_process MODE RANK PROCESSES PORT``.
 
-It trains a small model, writes a line to stdout for each step, and goes wrong as MODE says. FAULT lines have the time.
+Trains a small model, writes a line to stdout for each step, and fails according to MODE. FAULT lines contain the time.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ def say(*words):
 
 
 def go_wrong(step):
-    """What MODE does to the last process, after the fifth step."""
+    """Causes the fault of MODE in the last process, after the fifth step."""
     if not LAST or step != FAULT_STEP:
         return
     say("FAULT", time.time())
@@ -51,7 +51,7 @@ def go_wrong(step):
 
 
 def fill_stderr():
-    """Makes stderr a pipe that nobody reads, and that is full."""
+    """Replaces stderr by a full pipe without a reader."""
     _, writer = os.pipe()
     os.dup2(writer, 2)
     os.set_blocking(2, False)
@@ -72,7 +72,7 @@ def loss_fn(params, apply_fn, batch, rng):
 
 
 def train(guard):
-    """Bad batches: in the third step, and (MODE "nonfinite") from the sixth on."""
+    """Trains with bad batches in the third step and, for MODE "nonfinite", from the sixth step on."""
     tx = skip_nonfinite(optax.sgd(0.01))
     params = {"w": place(np.ones(3, np.float32), P())}
     state = TrainState(
@@ -100,7 +100,7 @@ def train(guard):
 
 
 def replicas():
-    """A leaf whose copy on the last device of all differs in one value; each process prints the error."""
+    """Checks a leaf whose replica on the last device differs; each process prints the error."""
     last = jax.devices()[-1]
 
     def copy(device, bad):

@@ -1,11 +1,11 @@
-"""What ``check_step`` says of each step of the corpus, in every setting.
+"""Runs ``check_step`` on each step of the corpus, in every setting.
 
     python -m tests.step_verdicts [--only REGEX] [--rounds N] [--jobs 1]
 
-A round runs each entry once, in another setting than the rounds before; four have every rate of dropout, and over the
-entries every mode and API. Writes ``tests/step_corpus/outcomes.json`` after each entry, prints a table by kind, and
-ends with 1 where a verdict is false, no finding names the cause, or a label is not what one device says. ``--only``
-keeps the outcomes of the others.
+A round runs each entry once, each round in a new setting; four rounds cover every dropout rate and, over the entries,
+every mode and API. Writes ``tests/step_corpus/outcomes.json`` after each entry and prints a table by kind. The exit
+code is 1 if a verdict is false, if no finding names the cause, or if a label disagrees with the result on one device.
+``--only`` keeps the stored outcomes of entries that do not match.
 """
 
 import os
@@ -40,7 +40,11 @@ Outcome = dict[str, Any]
 
 
 def outcome_of(entry: Entry, setting: Setting) -> Outcome:
-    """The verdict in one setting, whether it is false and names the cause; and, without dropout, the label's proof."""
+    """Runs an entry in one setting.
+
+    Returns the verdict, whether the verdict is false, whether a finding names the cause and, without dropout, whether
+    the label of the entry is proved on one device.
+    """
     started = time.monotonic()
     case = entry.make(entry, setting)
     try:
@@ -59,7 +63,7 @@ def outcome_of(entry: Entry, setting: Setting) -> Outcome:
 
 
 def in_rounds(index: int) -> list[Setting]:
-    """The settings of an entry, those first that differ in dropout; each begins with others than its neighbour."""
+    """Orders the settings of an entry so that dropout rates alternate; neighbouring entries start differently."""
     by_dropout: dict[float, list[Setting]] = defaultdict(list)
     for setting in ENTRIES[index].settings():
         by_dropout[setting.dropout].append(setting)
@@ -74,13 +78,13 @@ def _from(start: int, items: list[Any]) -> list[Any]:
 
 
 def outcomes_of(index: int, rounds: int | None) -> tuple[int, dict[str, Outcome]]:
-    """Of one entry, in a process that may have no devices yet."""
+    """Runs an entry in the first ``rounds`` settings, in a process that may not have devices yet."""
     simulate_cpu_devices(8)
     return index, {str(setting): outcome_of(ENTRIES[index], setting) for setting in in_rounds(index)[:rounds]}
 
 
 def column(outcome: Outcome) -> str:
-    """Where an outcome is counted; a mistake that the library refuses is called wrong."""
+    """Returns the table column of an outcome; a mistake that the library rejects counts as wrong."""
     if not outcome["proved"]:
         return "unproved"
     if outcome["false"]:
@@ -106,7 +110,7 @@ def table_of(outcomes: dict[str, dict[str, Outcome]]) -> Table:
 
 
 def written(outcomes: dict[str, dict[str, Outcome]]) -> str:
-    """One line for each setting."""
+    """Formats outcomes as JSON with one line per setting."""
     blocks = []
     for title, of_settings in outcomes.items():
         lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(found)}" for name, found in of_settings.items())

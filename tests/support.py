@@ -1,4 +1,4 @@
-"""What the tests share: meshes by shape, small models to wrap, and comparison to the rounding of float32."""
+"""Shared helpers of the tests: meshes by shape, small models to wrap, and comparisons up to float32 rounding."""
 
 import re
 from collections.abc import Callable
@@ -24,28 +24,28 @@ KINDS = "all.reduce|all.gather|reduce.scatter|all.to.all|collective.permute|coll
 
 @cache
 def mesh_of(dp: int, fsdp: int):
-    """A dp x fsdp mesh on the first dp * fsdp devices."""
+    """Returns a dp x fsdp mesh on the first dp * fsdp devices."""
     return DeviceMeshManager.create_device_mesh({"dp": dp, "fsdp": fsdp}, devices=jax.devices()[: dp * fsdp])
 
 
 def on_mesh(fn: Callable, mesh, check_vma: bool, in_specs: Any, out_specs: Any) -> Callable:
-    """``jit(shard_map(fn))``."""
+    """Returns ``jit(shard_map(fn))``."""
     return jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma))
 
 
 def fsdp(cls=None, *, axis_name: Any = "fsdp", min_weight_size: int = 32, **options):
-    """``shard_module_params`` with a threshold that suits small models; usable with the class left out."""
+    """Applies ``shard_module_params`` with a threshold for small models; without ``cls`` returns a decorator."""
     wrap = partial(shard_module_params, axis_name=axis_name, min_weight_size=min_weight_size, **options)
     return wrap if cls is None else wrap(cls)
 
 
 def plain(cls):
-    """The wrapper that does nothing."""
+    """Returns ``cls`` unchanged, as a wrapper for unsharded models."""
     return cls
 
 
 class Block(nn.Module):
-    """A residual MLP block with a bias whose gradient is not small and a scale that stays replicated."""
+    """Residual MLP block with a bias of large gradient and a scale that stays replicated."""
 
     width: int = 16
 
@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Dense, three blocks (a scan or a loop), Dense; every part is wrapped with ``wrap``, and only that."""
+    """Dense, three blocks (a scan or a loop), Dense; ``wrap`` is applied to each part, but not to the model."""
 
     wrap: Callable = plain
     scan: bool = True
@@ -79,7 +79,10 @@ class Model(nn.Module):
 
 
 def data(batch: int = 16, features: int = 8, seed: int = 1):
-    """Inputs [b, 8], targets [b, 4] and uneven weights [b]; examples differ in scale, so that no share is the mean."""
+    """Returns inputs [b, 8], targets [b, 4] and uneven weights [b].
+
+    Examples differ in scale, so that the mean over a shard differs from the mean over the batch.
+    """
     keys = jax.random.split(jax.random.key(seed), 2)
     x = jax.random.normal(keys[0], (batch, features)) * (1 + jnp.arange(batch) % 7)[:, None] / 4
     y = jax.random.normal(keys[1], (batch, 4))
@@ -88,26 +91,26 @@ def data(batch: int = 16, features: int = 8, seed: int = 1):
 
 
 def mean_loss(params, apply_fn, batch, rng=None):
-    """Mean squared error over the batch at hand."""
+    """Returns the mean squared error over the local batch."""
     del rng
     return jnp.mean((apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2)
 
 
 def weighted_loss(params, apply_fn, batch, rng=None):
-    """(weighted sum of errors, sum of weights) over the batch at hand."""
+    """Returns (weighted sum of errors, sum of weights) over the local batch."""
     del rng
     error = jnp.mean((apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2, axis=-1)
     return jnp.sum(error * batch["weight"]), jnp.sum(batch["weight"])
 
 
-# An optimizer that changes nothing, and whose state is the gradients of the last step.
+# An optimizer that leaves parameters unchanged, and whose state is the gradients of the last step.
 KEPT = optax.GradientTransformation(
     lambda params: jax.tree.map(jnp.zeros_like, params), lambda updates, state, params=None: (updates, updates)
 )
 
 
 def train_on_one_device(model, tx, params, loss_fn, batch, steps: int = 1):
-    """Parameters, optimizer state and losses after some steps; ``loss_fn`` returns a mean, or (sum, weight)."""
+    """Returns parameters, optimizer state and losses after ``steps``; ``loss_fn`` returns a mean, or (sum, weight)."""
 
     def mean(params):
         loss = loss_fn(params, model.apply, batch, None)
@@ -127,7 +130,7 @@ def train_on_one_device(model, tx, params, loss_fn, batch, steps: int = 1):
 
 
 def gradients_are_those_of_one_device(model, plain_model, loss_fn, mesh, axes, *batch, check_vma):
-    """Asserts it of a step on the mesh, and of the initial values; returns the parameters of the state, boxed."""
+    """Asserts that initial values and gradients on the mesh equal those on one device; returns the boxed parameters."""
     start = jax.jit(plain_model.init)(jax.random.key(0), *batch)["params"]
     state = create_train_state(model, KEPT, mesh, jax.random.key(0), *batch, batch_axes=axes, whole_ok=True)
     params = jax.tree.map(jnp.copy, state.params)
@@ -140,9 +143,10 @@ def gradients_are_those_of_one_device(model, plain_model, loss_fn, mesh, axes, *
 
 
 def assert_same_params(got: Any, want: Any, tolerance: float = FLOAT32_ROUNDING) -> None:
-    """Every leaf within ``tolerance`` of its largest entry.
+    """Asserts that every leaf agrees within ``tolerance``, relative to the largest entry of the leaf.
 
-    A leaf whose true value vanishes is compared at the scale of the tree instead: its entries are rounding alone.
+    A leaf whose true value vanishes is compared relative to the largest entry of the tree, because its entries are
+    rounding errors.
     """
     got, want = unbox(got), unbox(want)
     assert jax.tree.structure(got) == jax.tree.structure(want)
@@ -156,7 +160,7 @@ def assert_same_params(got: Any, want: Any, tolerance: float = FLOAT32_ROUNDING)
 
 
 def equations(jaxpr: Any, within: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
-    """All equations of a jaxpr and of those in its equations' parameters, each with the primitives around it."""
+    """Returns the equations of a jaxpr and of nested jaxprs, each with the names of the enclosing primitives."""
     found = []
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         found.append((within, eqn))
@@ -167,9 +171,9 @@ def equations(jaxpr: Any, within: tuple[str, ...] = ()) -> list[tuple[tuple[str,
 
 
 def bytes_by_axis(plan, axis_sizes):
-    """Bytes over each axis in one gather of every leaf of a plan, by walking through its stages.
+    """Computes the bytes over each axis in one gather of every leaf of a plan, stage by stage.
 
-    A table of which rows are looked up does not travel.
+    A lookup table is excluded, because only its looked-up rows are sent.
     """
     load = dict.fromkeys(axis_sizes, 0.0)
     for row in (row for row in plan.rows if not row.row_bytes):
@@ -182,7 +186,7 @@ def bytes_by_axis(plan, axis_sizes):
 
 
 def as_called(text: str) -> str:
-    """A StableHLO text with each function as often as it is called: equal leaves share those that communicate."""
+    """Inlines each function of a StableHLO text once per call, because equal leaves share communicating functions."""
     functions = dict(re.findall(r"func\.func \w+ @(\w+)\((.*?)(?=func\.func|\Z)", text, re.DOTALL))
 
     def body(name: str) -> str:
@@ -192,7 +196,7 @@ def as_called(text: str) -> str:
 
 
 def count_collectives(text: str) -> int:
-    """In StableHLO or in compiled HLO, where some are asynchronous; one over several operands is one."""
+    """Counts the collectives in StableHLO or in compiled HLO (asynchronous too); several operands count once."""
     return len(
         re.findall(
             rf"stablehlo\.(?:{KINDS})\b|\s(?:{KINDS})(?:-start)?\(", as_called(text) if "func.func" in text else text
@@ -201,5 +205,5 @@ def count_collectives(text: str) -> int:
 
 
 def blocks_of(page: Path, language: str = "python") -> list[str]:
-    """The blocks of a page that begin with this language, in their order."""
+    """Returns the code blocks of a page in ``language``, in order."""
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)

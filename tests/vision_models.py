@@ -1,7 +1,7 @@
 """Two small vision models: a residual network with batch statistics, and a diffusion U-Net with attention.
 
-Images [b, h, w, c]; kernels of convolutions have rank 4, those of attention rank 3. ``wrap`` shards the blocks, or does
-nothing.
+Images are [b, h, w, c]; convolution kernels have rank 4, attention kernels rank 3. ``wrap`` shards the blocks, or
+leaves them unchanged.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class ResNetBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Images [b, h, w, c] -> logits [b, 4]. ``axis_name`` are the axes over which statistics are those of the batch."""
+    """Residual network: images [b, h, w, c] -> logits [b, 4]; batch statistics are averaged over ``axis_name``."""
 
     axis_name: Any = None
     wrap: Callable[[Any], Any] = plain
@@ -50,14 +50,14 @@ class ResNet(nn.Module):
 
 
 def time_embedding(t, features: int):
-    """Noise levels t[b] -> sines and cosines [b, features] of geometric frequencies."""
+    """Embeds noise levels t[b] as sines and cosines [b, features] of geometric frequencies."""
     frequencies = jnp.exp(-jnp.log(1e3) * jnp.arange(features // 2) / (features // 2))
     angles = 100.0 * t[:, None] * frequencies
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
 
 
 class UNetBlock(nn.Module):
-    """GroupNorm and a convolution, shifted by the time; then attention over all places of the image."""
+    """GroupNorm and a convolution, shifted by the time embedding; then attention over the pixels of the image."""
 
     features: int
 
@@ -70,7 +70,7 @@ class UNetBlock(nn.Module):
 
 
 class UNet(nn.Module):
-    """Noisy images [b, h, w, c] and noise levels [b] -> the noise [b, h, w, c]; down, and up again beside a skip."""
+    """U-Net: noisy images [b, h, w, c] and noise levels [b] -> noise [b, h, w, c]; one level with a skip connection."""
 
     wrap: Callable[[Any], Any] = plain
     remat: bool = False

@@ -199,7 +199,7 @@ def test_too_many_bad_steps_end_all_processes_with_one_message(start):
     codes = [process.end() for process in processes]
     assert EXIT_FAILED in codes and set(codes) <= {EXIT_FAILED, -signal.SIGABRT}
     text = "step 8: the loss or a gradient was not finite in 3 steps in a row (4 in all), more than"
-    assert any(text in process.errors() and "those of step 5" in process.errors() for process in processes)
+    assert any(text in process.errors() and "that of step 5" in process.errors() for process in processes)
     assert not any("STEP 9" in process.lines for process in processes)
 
 
@@ -208,7 +208,7 @@ def test_replicas_of_another_process_are_compared_and_all_processes_hear_of_it(s
     assert [process.end() for process in processes] == [0, 0], processes[0].errors()[-3000:]
     first, second = (process.line("ERROR") for process in processes)
     assert first == second
-    assert "1 of 2 leaves" in first and "'layer/bias', float32[6]" in first and "of process 1. Usual" in first
+    assert "1 of 2 leaves" in first and "'layer/bias', float32[6]" in first and "of process 1. Look" in first
 
 
 # ------------------------------------------------------------------------------------------------------- the guard

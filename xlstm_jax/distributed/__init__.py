@@ -1,4 +1,4 @@
-"""The public face of the library: the names that training needs, in groups.
+"""Public names of the library that training needs, in groups.
 
   devices          DeviceMeshManager, initialize_distributed, simulate_cpu_devices, assert_same_everywhere, shard_batch,
                    abstract_batch
@@ -16,8 +16,8 @@
 
 Metrics are in ``xlstm_jax.distributed.metrics``; forecasts in ``xlstm_jax.forecast``, fits and the lint in
 ``xlstm_jax.forecast.training``.
-Names that fewer trainings need are in the packages below: ``data_parallel``, ``device_mesh``, ``optimizers``, ``plan``,
-``processes``, ``training``.
+Less common names are in the subpackages ``data_parallel``, ``device_mesh``, ``optimizers``, ``plan``, ``processes``
+and ``training``.
 """
 
 from xlstm_jax.accelerators import compiler_options
@@ -139,5 +139,5 @@ _PACKAGES = ["data_parallel", "device_mesh", "metrics", "optimizers", "plan", "p
 
 
 def __dir__() -> list[str]:
-    """The names above, and the packages that have the others."""
+    """Lists the public names and the subpackages."""
     return [*__all__, *_PACKAGES]

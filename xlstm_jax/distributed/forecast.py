@@ -1,4 +1,4 @@
-"""A place that has moved: ``xlstm_jax.forecast``."""
+"""Former location of ``xlstm_jax.forecast``; importing this module raises a ``ModuleNotFoundError``."""
 
 raise ModuleNotFoundError(
     "xlstm_jax.distributed.forecast is xlstm_jax.forecast now; "

@@ -1,4 +1,4 @@
-"""Checkpoints that outlive the mesh they were written on, and are read only if they are what was written."""
+"""Checkpoints that can be restored onto a different mesh, with checksums of every array; safetensors files."""
 
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer
 from xlstm_jax.distributed.checkpoint.errors import CheckpointError

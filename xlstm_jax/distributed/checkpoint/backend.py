@@ -1,13 +1,14 @@
-"""The interface between a ``Checkpointer`` and the storage library that writes its steps, such as orbax.
+"""Interface between a ``Checkpointer`` and the storage library that writes the steps, such as orbax.
 
-  Checkpointer   which step is due, sound, of the same tree; that all processes do and raise the same
-  Backend        the bytes: arrays by path and a record (JSON) for each step, in <directory>/<step>/
+  Checkpointer   decides which step is due, checks soundness and tree, and keeps the processes in agreement
+  Backend        stores bytes: arrays by path and a record (JSON) per step, in <directory>/<step>/
 
-This library has one backend, ``OrbaxBackend``. To store steps otherwise, write a class with the methods of ``Backend``
-and pass it, ``Checkpointer(directory, backend=MyBackend)``; tests/checkpoint/test_backend.py stores NumPy's files so.
+The library has one backend, ``OrbaxBackend``. For different storage write a class with the methods of ``Backend`` and
+pass the class: ``Checkpointer(directory, backend=MyBackend)``. tests/checkpoint/test_backend.py has an example that
+stores NumPy files.
 
-A step that is missing or damaged raises a ``ValueError`` or an ``OSError`` when it is read. An error of the system (no
-memory, no answer from a server; see ``errors``) may be raised as it comes.
+Reading a step that is missing or damaged must raise a ``ValueError`` or an ``OSError``. System errors (no memory, no
+answer from a server; see ``errors``) may be raised unchanged.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,59 +17,63 @@ from typing import Any, Protocol
 import jax
 
 Directory = Any  # an ``etils.epath.Path``: a local folder, or the URL of an object store
-Json = Any  # as ``json.loads`` returns it
-Arrays = Mapping[str, Any]  # by path: a ``jax.Array``, or a NumPy array that all processes have and process 0 writes
+Json = Any  # a value that ``json.loads`` returns
+Arrays = Mapping[str, Any]  # by path: a ``jax.Array``, or a NumPy array, equal in all processes, that process 0 writes
 
 
 class Backend(Protocol):
-    """Stores the steps below one directory. All processes make one, and call ``open`` and ``save`` together."""
+    """Storage of the steps below a directory.
+
+    Every process creates a backend, and every process must call ``open`` and ``save`` together.
+    """
 
     record_file: str
-    """Where in the folder of a step the JSON of its record lies."""
+    """Path of the record's JSON file, relative to the folder of a step."""
 
     def open(self) -> None:
-        """Prepares to write: removes what a killed job left half written, and looks at the directory.
+        """Prepares to write: removes incomplete steps of a killed job, and lists the directory.
 
-        Called before the first save, and again when folders of steps were moved away. Reading needs no ``open``.
+        Called before the first save, and again after step folders were moved away. Reading works without ``open``.
         """
 
     def check_dtypes(self, arrays: Arrays) -> None:
-        """Raises a ``TypeError`` that names the array whose dtype cannot be stored."""
+        """Raises a ``TypeError``, with the path of the array, if a dtype cannot be stored."""
 
     def save(self, step: int, arrays: Arrays, record: Callable[[], Json]) -> None:
-        """Starts to write a step; returns when the arrays' buffers may be donated.
+        """Starts to write a step; returns when the buffers of ``arrays`` may be donated.
 
-        No array is empty. ``record`` is called in each process while the save goes on in the background; process 0
-        writes the JSON that it returns. A step is there whole or not at all.
+        Every array has at least one entry. Each process calls ``record`` in the background during the save; process 0
+        writes the returned JSON. The commit of a step must be atomic.
         """
 
     def is_saving(self) -> bool:
-        """Whether the last save still goes on, its commit and the removal of old steps included."""
+        """Whether the last save is still running, including its commit and the removal of old steps."""
         ...
 
     def wait(self) -> None:
-        """Waits until the last save is on disk; raises whatever made it fail."""
+        """Waits until the last save is on disk; raises the error of a failed save."""
 
     def close(self) -> None:
-        """Ends what ``open`` began, if it was called."""
+        """Releases the resources of ``open``; does nothing if ``open`` was not called."""
 
     def latest_step(self) -> int | None:
-        """The newest step, as ``open`` and the saves since have found it."""
+        """Returns the newest step found by ``open`` or saved since; None without steps."""
 
     def steps(self) -> list[int]:
-        """All committed steps in a directory that is a URL; local folders are listed without the backend."""
+        """Returns the committed steps of a directory that is a URL; local folders are listed without the backend."""
         ...
 
     def read_record(self, step: int) -> Json:
-        """The JSON that was written as the record of a step."""
+        """Returns the JSON record of a step."""
 
     def read_arrays(self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Arrays:
-        """The wanted arrays of a step; no process waits for another.
+        """Reads the wanted arrays of a step, without waiting for other processes.
 
-        With a ``sharding`` each device reads its shard; without one the process reads the array whole, into NumPy.
+        A struct with a ``sharding`` is read shard by shard onto the devices; a struct without ``sharding`` is read in
+        full into a NumPy array.
         """
         ...
 
 
 MakeBackend = Callable[[Directory, int | None, int], Backend]
-"""Makes a backend from the directory, the number of steps to keep (None: all), and the seconds that a save may take."""
+"""Constructor of a backend: directory, number of steps to keep (None keeps every step), time limit of a save in s."""

@@ -1,15 +1,15 @@
-"""Checkpoints that outlive the mesh they were written on, and are read only if they are what was written.
+"""``Checkpointer``: checkpoints that can be restored onto a different mesh, verified by checksums.
 
   save      state  -- without boxes -->  arrays by path, in shards   <directory>/<step>/state    (orbax, in background)
                    -- checksums of the shards -->                    <directory>/<step>/leaves   (JSON, in background)
-  restore   each device reads its shards of each leaf, as the target is split; checksums of what was read are compared
-            with those that were saved; each leaf gets the box that it has in the target
+  restore   each device reads its shards of each leaf, in the sharding of the target; checksums of the restored arrays
+            are compared with the saved checksums; each leaf gets the box of the target
 
-``restore`` takes the newest step that is sound, and passes over a damaged one with a warning, in all processes together
-(``fail_together``). A step that is sound but holds another tree is a mistake of the caller, and raises at once.
+``restore`` reads the newest sound step, and skips damaged steps with a warning, with the same outcome in every process
+(``fail_together``). A sound step with a different tree is a mistake of the caller, and raises immediately.
 
-A job that only reads changes nothing in the directory. With its first ``save`` it becomes the directory's ``Writer``:
-it takes the lock, clears what a killed job left half written, and moves damaged steps out of the way.
+A job that only reads changes nothing in the directory. At the first ``save`` the job becomes the ``Writer`` of the
+directory: it takes the lock, removes incomplete steps of a killed job, and renames damaged steps.
 """
 
 import json
@@ -37,28 +37,31 @@ from xlstm_jax.wording import listed
 DEFAULT_SAVE_INTERVAL_STEPS = 1
 DEFAULT_MAX_TO_KEEP = 3
 DEFAULT_ASYNC_TIMEOUT_S = 60
-_MISTAKES = ValueError, TypeError  # of the caller, perhaps in one process alone
+_MISTAKES = ValueError, TypeError  # mistakes of the caller, perhaps in a single process
 Result = TypeVar("Result")
-_read_from: set[str] = set()  # real paths of directories from which this process goes on
+_read_from: set[str] = set()  # real paths of directories from which this process has restored
 
 
 class Checkpointer:
-    """Saves and restores states in a directory, one folder for each step.
+    """Saves and restores of states in a directory, one folder per step.
 
-    All processes make it with the same arguments, and call each of its methods together. Use it in a ``with`` block, or
-    call ``close``. (A program that ends without waits for the last save.)
+    Every process must create the ``Checkpointer`` with equal arguments and call each method together. Use a ``with``
+    block, or call ``close``. (A program that exits without ``close`` waits for the last save.)
 
     Args:
-      directory: a local path, or a URL that orbax understands (``gs://...``); the same directory in all processes.
-      save_interval_steps: ``save`` writes the steps that this divides, and passes over others.
-      max_to_keep: the newest steps to keep; None keeps all. Falling back to an older step takes at least 2.
-      async_timeout_s: how long a save may take in the background, its commit and the removal of old steps included,
-        before it fails on all processes; whole seconds.
-      peer_timeout_s: how long to wait, in each method, for a process that is alive but does not come; ``TimeoutError``
-        then says which. A process that reads its shards so much slower than another is taken for one.
-      backend: the class that stores steps: see ``xlstm_jax.distributed.checkpoint.backend``.
+      directory: a local path, or a URL that orbax supports (``gs://...``); the same directory in every process.
+      save_interval_steps: ``save`` writes a step if this number divides the step, and skips other steps.
+      max_to_keep: the number of newest steps to keep; None keeps every step. Falling back to an older step needs at
+        least 2.
+      async_timeout_s: time limit of a save in the background, in integer seconds, including its commit and the removal
+        of old steps. After the limit the save fails in every process.
+      peer_timeout_s: seconds to wait, in each method, for a process that is alive but does not arrive; the
+        ``TimeoutError`` then names the process. A process that reads its shards slower than another process by this
+        time counts as missing.
+      backend: the class that stores steps; see ``xlstm_jax.distributed.checkpoint.backend``.
     Raises:
-      ValueError, TypeError: a number is below 1 or no whole number; or the directory is no place for folders.
+      ValueError: a number is below 1, or folders cannot be created at ``directory``.
+      TypeError: a number is not an integer.
 
     >>> import tempfile
     >>> with Checkpointer(tempfile.mkdtemp()) as checkpointer:
@@ -86,9 +89,9 @@ class Checkpointer:
         self.peer_timeout_s = peer_timeout_s
         self.directory = steps.directory_path(directory)
         self._backend = backend(self.directory, self.max_to_keep, self.async_timeout_s)
-        self._writer: Writer | None = None  # made by the first save
-        self._place = ""  # the directory's name in process 0, of which all processes learn at the first save
-        self._own_steps: set[int] = set()  # saved or restored here
+        self._writer: Writer | None = None  # created by the first save
+        self._place = ""  # real path of the directory in process 0, exchanged at the first save
+        self._own_steps: set[int] = set()  # saved or restored by this object
         self._damaged: set[int] = set()
 
     def __enter__(self) -> Self:
@@ -98,21 +101,23 @@ class Checkpointer:
         self.close()
 
     def latest_step(self) -> int | None:
-        """The newest step in the directory, as process 0 sees it; only ``restore`` finds out whether it is sound.
+        """Returns the newest step in the directory as listed by process 0, without checking its content; None if empty.
 
-        It warns of later steps that are lost: an empty folder, a link that leads nowhere, a folder that was renamed.
-        It raises a ``CheckpointError`` if all steps are lost, or if a save has failed in the background.
+        Warns about later steps that are lost: an empty folder, a broken link, a renamed folder.
+
+        Raises:
+          CheckpointError: every step is lost, or a save has failed in the background.
         """
         self._together(lambda: self._check(place=True), CheckpointError, "look for the newest step")
         found = self._steps_of_process_0()
         newest = steps.newest(found)
         if found and newest is None:
             raise CheckpointError(
-                f"no sound checkpoint in {self.directory}: {_all_of(found)}. Remove them to start anew."
+                f"no sound checkpoint in {self.directory}: {_lost_text(found)}. Remove them to start anew."
             )
         if newest is not None and (lost := steps.lost_after(found, newest)):
             warnings.warn(
-                f"step {newest} is the newest in {self.directory} that may be restored: {_told(lost)}.", stacklevel=2
+                f"step {newest} is the newest in {self.directory} that may be restored: {_damage(lost)}.", stacklevel=2
             )
         return newest
 
@@ -120,19 +125,20 @@ class Checkpointer:
         """Starts to save a state; returns when its buffers may be donated, while files are still being written.
 
         Args:
-          step: its number, at least 0 and greater than all in the directory.
+          step: the step number, at least 0 and greater than every step in the directory.
           state: any pytree of arrays, NumPy arrays, Python numbers and PRNG keys, boxed or not. Process 0 saves the
-            local leaves (those that are no global arrays), which must be the same in all processes.
-          force: save also where ``save_interval_steps`` does not divide ``step``.
+            local leaves (leaves that are not global arrays), which must be equal in every process.
+          force: save even if ``save_interval_steps`` does not divide ``step``.
         Returns:
-          Whether the step is being saved: False if it is not due, or if this object has saved or restored it before.
+          Whether the step is being saved: False if the step is not due, or if this object has already saved or restored
+          the step.
         Raises:
-          CheckpointError: this save failed, or the save before it (told also if this step is not due); or another job,
-            or another object of this process, writes in the directory.
-          ValueError: the directory holds a newer step, or its newest step has another tree and this process has
-            restored nothing from the directory; or processes hold different values of a local leaf.
-          TypeError: a leaf is something else than numbers.
-          TimeoutError: a process did not come to save this step within ``peer_timeout_s``.
+          CheckpointError: this save or the preceding save failed (also raised if this step is not due); or a second
+            job, or a second object of this process, writes the directory.
+          ValueError: ``step`` is negative; the directory has a newer step; the newest step has a different tree and
+            this process has not restored from the directory; or a local leaf differs between processes.
+          TypeError: a leaf is not numeric.
+          TimeoutError: a process did not call ``save`` for this step within ``peer_timeout_s``.
         """
         step = operator.index(step)
         if step < 0:
@@ -141,38 +147,38 @@ class Checkpointer:
             self._check()
             return False
         check_alive(state, f"save of step {step}")
-        # What follows waits for ever for a process that does not come; this meeting has a limit.
+        # The calls below would wait forever for a missing process; this exchange has a time limit.
         self._together(self.wait, CheckpointError, f"save step {step}")
-        # Before `_is_new`, which asks the backend for its newest step, and needs it open.
+        # Before `_is_new`, which reads the newest step from the backend and needs an open backend.
         writer = self._become_writer()
         if not self._is_new(step):
             return False
         leaves = record.bare_leaves(state)
         arrays = record.stored_arrays(leaves)
         self._backend.check_dtypes(arrays)
-        # Copied, since the caller may overwrite a NumPy array while the save goes on.
+        # Copied, because the caller may overwrite a NumPy array during the save.
         local = {path: np.array(array) for path, array in arrays.items() if not isinstance(array, jax.Array)}
         local_sums = checksum_each(local)
         described = record.record_without_sums(leaves, state)
         self._check_same_everywhere(record.with_sums(described, local_sums))
         self._check_same_experiment(described)
         placed = {path: array for path, array in arrays.items() if path not in local}
-        # The bits are held before the save begins: when it returns the caller may donate the buffers.
+        # Captures the bits before the save: after `save` returns the caller may donate the buffers.
         sums = SavedSums(placed, self.async_timeout_s, self._place)
 
         def content() -> Json:
             return record.to_json(record.with_sums(described, local_sums | sums.result()), step)
 
         try:
-            # Orbax refuses arrays without values; the record alone has their shapes.
+            # Orbax rejects empty arrays; only the record stores their shapes.
             writer.save(step, {path: array for path, array in {**arrays, **local}.items() if array.size}, content)
         finally:
-            # After a failure, too: a background thread that already waits in `content` would wait for ever.
+            # Also after a failure: a background thread may already wait in `content`, and would wait forever.
             sums.begin()
         return True
 
     def wait(self) -> None:
-        """Waits until the last save is on disk; raises a ``CheckpointError`` if it failed."""
+        """Waits until the last save is on disk; raises a ``CheckpointError`` if the save failed."""
         if self._writer is not None:
             self._writer.wait()
 
@@ -200,9 +206,9 @@ class Checkpointer:
         )
 
     def _check_same_experiment(self, entries: record.Record) -> None:
-        """Checks, before the first save, that the newest step has the same tree.
+        """Raises a ``ValueError``, before the first save, if the newest step has a different tree.
 
-        A process that has restored from the directory goes on from there, and may change the tree.
+        A process that has restored from the directory continues its run, and may change the tree.
         """
         newest = self._backend.latest_step()
         if newest is None or newest in self._own_steps or steps.real_path(self.directory) in _read_from:
@@ -211,14 +217,14 @@ class Checkpointer:
         def check() -> None:
             try:
                 there = self._read_record(newest)
-            except (ValueError, OSError):  # damage must not keep a new run from saving; `restore` reports it
+            except (ValueError, OSError):  # damage must not prevent a new run from saving; `restore` reports damage
                 return
             record.check_same_tree(entries, there, f"step {newest} in {self.directory}")
 
         self._together(check, _MISTAKES, "compare a state with the newest step")
 
     def _check_same_everywhere(self, local: record.Record) -> None:
-        """Checks that all processes have the same local leaves, since only those of process 0 are written."""
+        """Raises a ``ValueError`` if local leaves differ between processes, because only process 0 writes them."""
         if jax.process_count() == 1 or not local:
             return
         first, *others = [
@@ -229,26 +235,27 @@ class Checkpointer:
             if unlike:
                 raise ValueError(
                     f"{listed(unlike)}: processes 0 and {process} have different values, and only "
-                    "one would be saved. Save what differs as a global array, with "
-                    "jax.make_array_from_process_local_data, one row for each process."
+                    "one would be saved. Save different values as a global array with one row per process, made by "
+                    "jax.make_array_from_process_local_data."
                 )
 
     def restore(self, abstract_state: PyTree, step: int | None = None) -> PyTree:
-        """Reads a state, bit for bit as it was saved, into the structure, shardings and boxes of another.
+        """Restores a state, bit for bit, into the structure, shardings and boxes of a target.
+
+        Warns if the state was saved with a different optimizer of the same shapes.
 
         Args:
           abstract_state: the target: ``ShapeDtypeStruct`` with shardings (see ``abstract_train_state``), or a state of
-            arrays. A leaf comes back as the kind that it has in the target: an array with the same sharding, a NumPy
-            array, a Python number, a PRNG key. Fields that are no leaves (``apply_fn``, ``tx``) come from the target.
-          step: the step to restore; None: the newest sound step, with a warning if newer steps are damaged. (Another
-            warning says that the state was saved with another optimizer than the target's, of the same shapes.)
+            arrays. Each leaf is restored as the type of the target leaf: an array with the same sharding, a NumPy
+            array, a Python number, a PRNG key. Fields without leaves (``apply_fn``, ``tx``) are taken from the target.
+          step: the step to restore; None restores the newest sound step, with a warning if newer steps are damaged.
         Raises:
-          CheckpointError: there is no such step, or the step (with None: every step) is damaged; says how.
-          ValueError: a step is sound but holds another tree; names the leaf, and both shapes or dtypes. Or processes
-            restore different steps. (Both are raised in all processes.)
+          CheckpointError: the step does not exist, or the step (with None: every step) is damaged; names the damage.
+          ValueError: a sound step has a different tree; names the leaf, and both shapes or dtypes. Or processes
+            restore different steps. (Both are raised in every process.)
           OSError: the system could not read a step (too many open files, no answer from a server); the step is not
             damaged.
-          TimeoutError: a process did not come, or did not finish reading, within ``peer_timeout_s`` of another.
+          TimeoutError: a process did not arrive, or did not finish reading, within ``peer_timeout_s`` of another.
         """
         with interruptions_go_on():
             restored, entries, number = self._newest_sound(abstract_state, step, lambda *_: "")
@@ -258,19 +265,19 @@ class Checkpointer:
         return record.boxed_like(abstract_state, restored)
 
     def restore_params(self, abstract_params: PyTree, step: int | None = None, *, path: str | None = None) -> PyTree:
-        """Reads only the parameters of a saved state, whatever its optimizer: to evaluate, or to begin a new run.
+        """Restores only the parameters of a state, saved with any optimizer, for evaluation or to start a new run.
 
-        The optimizer's state is not read. The parameters are checked as ``restore`` checks a state.
+        The optimizer state is not read. The parameters are checked as ``restore`` checks a state.
 
         Args:
           abstract_params: the target: parameters of the plain or of a sharded model, arrays or ``ShapeDtypeStruct``
             with shardings. (``abstract_train_state(model, optax.identity(), ...).params`` needs no memory.)
           step: as for ``restore``.
-          path: where the parameters are in the saved state, as ``"train/params"``; None: in the part called ``params``,
-            or the state is the parameters.
+          path: path of the parameters in the saved state, as ``"train/params"``; None for the part called ``params``,
+            or for a state that consists of the parameters.
         Raises:
           CheckpointError, OSError, TimeoutError: as ``restore``.
-          ValueError: a step is sound but has other parameters, or several parts called ``params``; names them.
+          ValueError: a sound step has different parameters, or several parts called ``params``; names them.
 
         >>> import tempfile
         >>> with Checkpointer(tempfile.mkdtemp()) as checkpointer:
@@ -291,15 +298,15 @@ class Checkpointer:
     def _newest_sound(
         self, target: PyTree, step: int | None, part_of: Callable[[record.Record, str], str], part: str = ""
     ) -> tuple[record.Leaves, record.Record, int]:
-        """The leaves of ``step``, or of the newest sound step, with the step's record and number.
+        """Reads the leaves of ``step``, or of the newest sound step; returns the leaves, the record and the step.
 
-        Only the part of the state is read that ``part_of`` finds in the record; ``part`` names it in errors.
+        ``part_of`` returns the path prefix of the part of the state to read; ``part`` names the part in errors.
         """
         what = f"restore {part}{'the newest step' if step is None else f'step {step}'}"
         self._together(self.wait, CheckpointError, what)
         likes = self._together(lambda: record.target_leaves(target), _MISTAKES, what)
         problems: dict[int, str] = {}
-        # The list of process 0 for all: with lists of their own, processes could try different steps and mix them.
+        # Every process uses the listing of process 0; with local listings processes could read different steps.
         found = self._steps_of_process_0()
         for candidate in self._candidates(step, found):
             try:
@@ -312,15 +319,15 @@ class Checkpointer:
             for number, problem in problems.items():
                 warnings.warn(
                     f"step {number} in {self.directory} is damaged and was passed over: {problem}. Restored step "
-                    f"{candidate} instead. (The next save moves the damaged one out of the way.)",
+                    f"{candidate} instead. (The next save renames the folder of step {number}.)",
                     stacklevel=3,
                 )
             return restored, entries, candidate
-        raise CheckpointError(f"no sound checkpoint in {self.directory}: {_told(problems)}. Nothing was restored.")
+        raise CheckpointError(f"no sound checkpoint in {self.directory}: {_damage(problems)}. Nothing was restored.")
 
     def _candidates(self, step: int | None, found: Mapping[int, steps.StepFolder]) -> list[int]:
-        """The steps to try, newest first."""
-        sound, lost = sorted((n for n in found if not found[n].problem), reverse=True), _all_of(found)
+        """Returns the steps to try, newest first; raises a ``CheckpointError`` if no step is left."""
+        sound, lost = sorted((n for n in found if not found[n].problem), reverse=True), _lost_text(found)
         if step is None and sound:
             return sound
         if step is not None and operator.index(step) in sound:
@@ -335,7 +342,10 @@ class Checkpointer:
     def _read(
         self, step: int, likes: record.Leaves, part_of: Callable[[record.Record, str], str]
     ) -> tuple[record.Leaves, record.Record]:
-        """The leaves of a part of one step, checked, and their record; raises in all processes if it does in one."""
+        """Reads and checks the leaves of a part of a step; returns leaves and record entries.
+
+        An error in one process is raised in every process.
+        """
         where, reads = f"step {step} in {self.directory}", f"read step {step}"
         everything = self._read_together(lambda: self._read_record(step), where, reads)
 
@@ -347,8 +357,8 @@ class Checkpointer:
             return entries, wanted
 
         entries, wanted = self._together(part, _MISTAKES, reads)
-        # Reading and checking are two steps: checksums are programs with collectives, so that a process which could not
-        # read its shards would leave the others waiting in them.
+        # Reading and checking are separate exchanges: checksums are programs with collectives, in which the processes
+        # would wait for a process that could not read its shards.
         arrays = self._read_together(lambda: self._read_arrays(step, entries, wanted), where, reads)
         self._read_together(lambda: record.check_sound(entries, arrays), where, reads)
         found = (record.as_like(arrays[at], entries[at], like, at) for at, like in wanted.items())
@@ -358,7 +368,7 @@ class Checkpointer:
         if not steps.is_url(self.directory):
             folder = self.directory / str(step)
             steps.check_file(folder / self._backend.record_file)
-            # Of the other files, which are read later, process 0 looks for all: a large job has many.
+            # Process 0 checks the remaining files for every process: a large job has many files.
             if jax.process_index() == 0:
                 steps.check_files(folder)
         try:
@@ -368,14 +378,14 @@ class Checkpointer:
             raise ValueError(f"{file} cannot be read: {error}") from None
 
     def _read_arrays(self, step: int, entries: record.Record, likes: record.Leaves) -> Arrays:
-        """The stored array of each leaf. Arrays without values are not stored, and made here."""
+        """Reads the stored array of each leaf; creates empty arrays, which are not stored."""
         structs = record.read_structs(entries, likes)
         empty = {path: np.zeros(struct.shape, struct.dtype) for path, struct in structs.items() if not struct.size}
         wanted = {path: struct for path, struct in structs.items() if struct.size}
         return {**empty, **self._backend.read_arrays(step, wanted)}
 
     def _steps_of_process_0(self) -> dict[int, steps.StepFolder]:
-        """``steps_in`` as process 0 sees it. Network file systems cache: another process may see other folders."""
+        """Returns ``steps_in`` of process 0. Network file systems cache, so listings may differ between processes."""
 
         def listing() -> str:
             if jax.process_index() != 0:
@@ -395,7 +405,7 @@ class Checkpointer:
         return read_together(work, where, what, self.peer_timeout_s)
 
     def _become_writer(self) -> Writer:
-        """Opens the directory for writing, or again after a restore has found damaged steps."""
+        """Opens the directory for writing; opens it again after a restore has found damaged steps."""
         if self._writer is not None and self._writer.is_open and not self._damaged:
             return self._writer
 
@@ -409,11 +419,11 @@ class Checkpointer:
                 steps.clear(self.directory, self._backend, self._damaged)
             return self._writer
 
-        # First the lock, then the clearing, then the backend. Only the holder of the lock may move or remove folders,
-        # and orbax lists the steps when it is opened: it must not list a step that is moved away afterwards.
+        # Order: lock, clear, open the backend. Only the holder of the lock may move or remove folders; and orbax lists
+        # the steps at opening, so a step must not be moved away afterwards.
         writer = self._together(locked_and_cleared, CheckpointError, "open a directory of checkpoints for writing")
         self._damaged.clear()
-        # Processes may see the directory under other paths, by a link or a mount of their own.
+        # The path of the directory may differ between processes, because of a local link or mount.
         place = steps.real_path(self.directory)
         self._place = allgather_text(place, "name a directory of checkpoints", self.peer_timeout_s)[0]
         writer.open()
@@ -430,9 +440,9 @@ def at_least_1(name: str, value: int) -> int:
     return number
 
 
-def _told(problems: Mapping[int, str]) -> str:
+def _damage(problems: Mapping[int, str]) -> str:
     return "; ".join(f"step {number} is damaged: {problem}" for number, problem in problems.items())
 
 
-def _all_of(found: Mapping[int, steps.StepFolder]) -> str:
-    return _told({number: lost.problem for number, lost in sorted(found.items(), reverse=True) if lost.problem})
+def _lost_text(found: Mapping[int, steps.StepFolder]) -> str:
+    return _damage({number: lost.problem for number, lost in sorted(found.items(), reverse=True) if lost.problem})

@@ -1,24 +1,24 @@
-"""Checksums of arrays, computed on the devices that hold them.
+"""Checksums of arrays, computed on the devices of the arrays.
 
-The words of an array, 32 bits each, are scrambled together with their positions, and summed modulo 2^32:
+The 32-bit words of an array are scrambled together with their positions, and summed modulo 2^32:
 
     checksum = sum_i  scramble(word_i, i)      scramble(., i) is one-to-one, so one changed word changes the sum
 
-A sum modulo 2^32 is exact in every order. So the checksum does not depend on how an array is split over devices: each
-device sums its own shard, and only this sum travels. Two sums with different scrambles make 64 bits: other changes
-(words exchanged, several words changed) go unseen in one of 2^64 cases. It guards against accidents, not intent.
+A sum modulo 2^32 is exact in every order. So the checksum does not depend on the sharding of an array: each device
+sums its shard, and only the sum is sent. Two sums with different scrambles make 64 bits: a change of several words
+(for example two exchanged words) is missed with probability 2^-64. The checksum guards against accidents, not intent.
 
-``checksum_each`` is for arrays that nobody donates. ``SavedSums`` sums the arrays of a save without holding up the
-training thread:
+``checksum_each`` is for arrays that are not donated during the call. ``SavedSums`` sums the arrays of a save without
+blocking the training thread:
 
-  in save        the bits of each shard that this process stores are held as they are now
-                   on an accelerator   the device starts to compute the checksum, and ends before any later step
-                   on a CPU            a view of its memory: no donation overwrites memory that has a view
-  in background  the checksums of the views; the sum of all checksums of this process, modulo 2^32; process 0 adds up
-                 the sums of all processes, and writes the record
+  in save        captures the bits of each shard that this process stores
+                   on an accelerator   the device starts to compute the checksum, and finishes before any later step
+                   on a CPU            a view of the memory: donation does not overwrite memory that has a view
+  in background  computes the checksums of the views and sums the checksums of this process, modulo 2^32; process 0
+                 adds the sums of every process, and writes the record
 
-Each part of an array has one copy with ``replica_id`` 0, and the process that holds this copy sums it. There is no
-collective: the devices may be in the next step, whose collectives wait for each other.
+Each shard of an array has one copy with ``replica_id`` 0, which is summed by the process of the copy. No collective is
+used: the devices may already run the next step, with whose collectives a concurrent collective could deadlock.
 """
 
 import json
@@ -43,37 +43,38 @@ from xlstm_jax.private_names import job
 
 Sums = dict[str, list[int]]  # by path
 
-# The finalizer of MurmurHash3 (Austin Appleby, public domain), and a second one with the constants of "lowbias32" by
-# Chris Wellons (public domain): (shift, factor, shift, factor, shift), each step one-to-one on 32 bits.
+# The finalizer of MurmurHash3 (Austin Appleby, public domain), and the same steps with the constants of "lowbias32" by
+# Chris Wellons (public domain): (shift, factor, shift, factor, shift). Each step is one-to-one on 32 bits.
 _SCRAMBLES = ((16, 0x85EBCA6B, 13, 0xC2B2AE35, 16), (16, 0x21F0AAAD, 15, 0x735A2D97, 15))
-_STRIDE = 0x9E3779B9  # 2^32 over the golden ratio: it moves neighbouring positions far apart
+_STRIDE = 0x9E3779B9  # 2^32 divided by the golden ratio, to spread neighbouring positions
 
 
 def checksum(x: Any) -> jax.Array:
-    """The checksum of an array of any dtype, typed PRNG keys included: uint32 [2]. Works on shards and global arrays.
+    """Computes the checksum of an array of any dtype, PRNG keys included: uint32 [2]. For shards and global arrays.
 
-    It depends on the bits: 0.0 and -0.0 differ, as do two NaN with different payloads. An array of no values has 0.
+    The checksum depends on the bits: 0.0 and -0.0 differ, and so do two NaN with different payloads. The checksum of an
+    empty array is 0.
     """
     return checksum_of_part(x, np.zeros(jnp.ndim(x), np.uint32), _strides(jnp.shape(x)))
 
 
 def checksum_of_part(x: Any, origin: Any, strides: Any) -> jax.Array:
-    """What a part of an array (a shard, say) adds to the checksum of the whole array.
+    """Computes the summand of a part, such as a shard, in the checksum of the global array.
 
     Args:
-      x: the part; it may have further dims for the words of an entry.
-      origin: where in the array the part begins, uint32 [ndim].
-      strides: those of the whole array, in entries modulo 2^32.
+      x: the part; trailing dims beyond ``origin.size`` contain the words of an entry.
+      origin: index of the first entry of the part in the global array, uint32 [ndim].
+      strides: row-major strides of the global array, in entries modulo 2^32.
     """
     words = _words(x)
-    own = words.shape[origin.size :]  # the dims of the words of one entry
-    begins = [*origin, *[jnp.uint32(0) for _ in own]]
-    strides = [*(strides * np.uint32(math.prod(own))), *_strides(own)]
+    word_dims = words.shape[origin.size :]  # dims of the words of one entry
+    begins = [*origin, *[jnp.uint32(0) for _ in word_dims]]
+    strides = [*(strides * np.uint32(math.prod(word_dims))), *_strides(word_dims)]
     positions = jnp.zeros(words.shape, jnp.uint32)  # in row-major order, modulo 2^32
     for dim in range(words.ndim):
         positions += (lax.broadcasted_iota(jnp.uint32, words.shape, dim) + begins[dim]) * strides[dim]
-    # With positions 0, 1, ... the words (5, 5) and (6, 4) would have one checksum, since both give {5, 6} as `word +
-    # position`.
+    # With positions 0, 1, ... the words (5, 5) and (6, 4) would have equal checksums: `word + position` is {5, 6} for
+    # both.
     positions = positions * jnp.uint32(_STRIDE)
     return jnp.stack([jnp.sum(_scrambled(words + positions, steps), dtype=jnp.uint32) for steps in _SCRAMBLES])
 
@@ -83,9 +84,9 @@ def _strides(shape: Sequence[int]) -> np.ndarray:
 
 
 def _scrambled(words: jax.Array, steps: tuple[int, ...]) -> jax.Array:
-    """A mapping of uint32 to uint32 that is one-to-one."""
+    """Maps uint32 to uint32 one-to-one."""
     first, factor, second, other, last = steps
-    # Without this line a word of 0 at position 0 would add nothing, and its loss would go unseen.
+    # Without this line a word 0 at position 0 would contribute 0, and its loss would be undetected.
     words = words ^ jnp.uint32(factor)
     words = (words ^ (words >> first)) * jnp.uint32(factor)
     words = (words ^ (words >> second)) * jnp.uint32(other)
@@ -93,9 +94,9 @@ def _scrambled(words: jax.Array, steps: tuple[int, ...]) -> jax.Array:
 
 
 def _words(x: Any) -> jax.Array:
-    """The bits of an array as uint32, with one dim more where an entry has several words."""
+    """Converts an array to uint32 words, with an extra trailing dim if an entry has several words."""
     x = jnp.asarray(x)
-    # XLA computes in device memory only, and the arrays of an offloaded optimizer lie in host memory.
+    # XLA computes only in device memory, and the arrays of an offloaded optimizer are in host memory.
     x = jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
@@ -106,26 +107,26 @@ def _words(x: Any) -> jax.Array:
     bits = jnp.iinfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo(x.dtype).bits
     if bits >= 32:
         return lax.bitcast_convert_type(x, jnp.uint32)
-    # Through integers of the same width: a bitcast from 8 or 16 to 32 bits would take several values together.
+    # Through integers of the same width: a bitcast from 8 or 16 to 32 bits would combine several values.
     return lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}")).astype(jnp.uint32)
 
 
 def checksum_each(arrays: Arrays) -> Sums:
-    """The checksum of every array, from shards where they are; [] where devices have read copies that differ."""
-    # One program for each dtype, shape and sharding, run one after the other. A single program for all leaves would
-    # compile each leaf of a deep model anew; several in flight can wait for each other for ever on simulated devices.
+    """Computes the checksum of every array on its devices; [] for an array whose replicas differ between devices."""
+    # One program per dtype, shape and sharding, run one after the other. A single program for every leaf would compile
+    # each leaf of a deep model separately; several programs in flight can deadlock on simulated devices.
     sums: Sums = {}
     for path, array in arrays.items():
-        found = checksum_program(array)(_as_words(array))
-        # Each device sums the copy that it has read itself, perhaps from the disk of its own host.
-        first, *others = [np.asarray(shard.data).tolist() for shard in found.addressable_shards]
+        checksums = checksum_program(array)(_as_words(array))
+        # Each device sums its local copy, which may have been read from a local disk of its host.
+        first, *others = [np.asarray(shard.data).tolist() for shard in checksums.addressable_shards]
         sums[path] = [] if any(other != first for other in others) else first
     return sums
 
 
 def checksum_program(array: Any) -> Callable[[Any], jax.Array]:
-    """``checksum``, compiled for an array: its result goes to all devices of the array."""
-    # To all, since each process reads the result on its own devices.
+    """Returns ``checksum`` jitted for the sharding of an array, with a replicated result."""
+    # Replicated, because each process reads the result from its local devices.
     sharding = array.sharding if isinstance(array, jax.Array) else None
     return _checksum_to(
         NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
@@ -138,7 +139,7 @@ def _checksum_to(sharding: Sharding | None) -> Callable[[Any], jax.Array]:
 
 
 def _as_words(array: Any) -> Any:
-    """A NumPy array of 64-bit values as pairs of 32 bits: JAX would cut the values, unless it has 64 bits enabled."""
+    """Converts a NumPy array of 64-bit values to pairs of 32-bit words, because JAX without x64 truncates values."""
     if isinstance(array, jax.Array) or array.dtype.itemsize <= 4:
         return array
     return np.ascontiguousarray(array[..., None]).view(np.uint32)
@@ -149,22 +150,22 @@ def _as_words(array: Any) -> Any:
 
 class _Part(NamedTuple):
     path: str
-    held: Any  # a view of memory, or a checksum that a device computes
+    held: Any  # a view of memory, or a (pending) checksum on a device
     origin: np.ndarray
     strides: np.ndarray
     is_view: bool
 
 
 class SavedSums:
-    """The checksums of arrays as they are when this object is made, whatever becomes of their buffers afterwards.
+    """Checksums of arrays at construction time; later donation of the buffers does not change the checksums.
 
-    The save's background thread calls ``result``, which waits until the training thread has called ``begin``.
+    The background thread of the save calls ``result``, which waits until the training thread has called ``begin``.
 
     Args:
       arrays: placed arrays, by path.
-      timeout_s: how long processes wait for the sums of the others.
-      place: where the arrays are saved, by a name that all processes have. Saves to several places go on at once, and
-        not in the same order in all processes; those to one place go on one after the other.
+      timeout_s: seconds to wait for the sums of other processes.
+      place: name of the target directory, equal in every process. Saves to different places run concurrently, and in
+        an order that may differ between processes; saves to the same place run one after the other.
     """
 
     def __init__(self, arrays: Mapping[str, jax.Array], timeout_s: float, place: str) -> None:
@@ -176,35 +177,41 @@ class SavedSums:
         self._begun = threading.Event()
 
     def begin(self) -> None:
-        """Lets ``result`` go on. Earlier it would take cores from the thread that copies shards to the host."""
+        """Unblocks ``result``. Before, ``result`` would compete for cores with the copies of shards to the host."""
         self._begun.set()
 
     def result(self) -> Sums:
-        """The checksums: in process 0 of the arrays, elsewhere of the shards held there. All call it, once."""
+        """Returns the checksums: of the global arrays in process 0, of the local shards in every other process.
+
+        Every process must call ``result``, once.
+
+        Raises:
+          TimeoutError: in process 0, the sums of a process did not arrive in time.
+        """
         self._begun.wait()
         sums = {path: [0, 0] for path in self._paths}
         while self._parts:
-            # Popped, to let go of the view: JAX cannot reuse a buffer's memory while it has one.
+            # Popped, to release the view: JAX cannot reuse the memory of a buffer that has a view.
             part = self._parts.pop()
-            found = _sums_of_part(_as_words(part.held), part.origin, part.strides) if part.is_view else part.held
-            _add(sums, part.path, np.asarray(found).tolist())
+            summand = _sums_of_part(_as_words(part.held), part.origin, part.strides) if part.is_view else part.held
+            _add(sums, part.path, np.asarray(summand).tolist())
         return sums if self._store is None else self._of_all(sums, self._store)
 
-    def _of_all(self, own: Sums, store: KeyValueStore) -> Sums:
-        # Through the job's store, not a collective: training steps with collectives of their own are in flight.
+    def _of_all(self, sums: Sums, store: KeyValueStore) -> Sums:
+        # Through the key-value store of the job, because training steps with collectives are in flight.
         deadline = time.monotonic() + self._timeout_s
 
         if store.me != 0:
-            store.post(f"sums/{store.me}", json.dumps(own))
-            return own
+            store.post(f"sums/{store.me}", json.dumps(sums))
+            return sums
         for process in store.processes[1:]:
             text = store.read(f"sums/{process}", deadline)
             if text is None:
                 raise TimeoutError(f"the checksums of {named([process])} did not come within {self._timeout_s:g} s.")
             for path, found in json.loads(text).items():
-                _add(own, path, found)
+                _add(sums, path, found)
         store.delete_previous()
-        return own
+        return sums
 
 
 def _add(sums: Sums, path: str, found: list[int]) -> None:
@@ -221,9 +228,9 @@ def is_in_host_memory(device: Device) -> bool:
 def _parts(path: str, array: jax.Array) -> list[_Part]:
     parts, strides = [], _strides(array.shape)
     for shard in array.addressable_shards:
-        # Of all copies of a shard the one with replica_id 0 counts, so that each word is summed once in the job.
+        # Only the copy of a shard with replica_id 0 counts, so that each word is summed once in the job.
         if shard.replica_id == 0 and shard.data.size:
-            # Cut modulo 2^32, as positions are: NumPy refuses to make a uint32 of a larger number.
+            # Modulo 2^32, like positions: NumPy raises for a uint32 of a larger Python number.
             origin = np.array([place.start or 0 for place in shard.index], np.uint64).astype(np.uint32)
             is_view = is_in_host_memory(shard.device)
             held = np.asarray(shard.data) if is_view else _sums_of_part(shard.data, origin, strides)

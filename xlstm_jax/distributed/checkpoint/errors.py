@@ -1,8 +1,9 @@
-"""Tells damage to a step, after which a restore takes an older step, from errors of the system, which end the restore.
+"""Errors of reading a checkpoint, classified as damage or as system errors.
 
-Damage is an error that intact files cannot cause: a file is missing or cut, values do not have their checksum. An error
-of the system says nothing about the files: no file descriptor is free, a server does not answer, memory is full. A step
-that could not be read because of the system is neither passed over nor moved away.
+Damage is an error that intact files cannot cause: a file is missing or truncated, or values do not match their
+checksum. After damage, a restore falls back to an older step. A system error says nothing about the files: no file
+descriptor is free, a server does not answer, memory is full. A system error ends the restore; the step is neither
+skipped nor moved away.
 """
 
 import errno
@@ -12,11 +13,11 @@ from typing import TypeVar
 
 from xlstm_jax.distributed.processes.together import cause_of, fail_together
 
-# The numbers of an OSError that mean damage: a file is not there, or is something else; or the system was passed a
-# wrong length or offset that stood in a damaged file.
+# OSError numbers that mean damage: a file is missing or is not a regular file, or a damaged file contained a wrong
+# length or offset that was passed to the system.
 _OF_DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EOVERFLOW, errno.EFBIG, errno.ENAMETOOLONG}
-_OF_DAMAGE |= {errno.ELOOP}  # links that lead to each other
-# TensorStore raises a ValueError and XLA a RuntimeError, whose texts begin with one of Abseil's status codes.
+_OF_DAMAGE |= {errno.ELOOP}  # cyclic links
+# TensorStore raises a ValueError and XLA a RuntimeError; the texts begin with a status code of Abseil.
 _STATUS_OF_SYSTEM = re.compile(
     r"\s*(RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|ABORTED|CANCELLED)\b"
 )
@@ -25,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or none could be read; says which step, and what is wrong with it.
+    """Error of writing a checkpoint, or of reading every candidate step; names the steps and their problems.
 
     >>> try:
     ...     Checkpointer("no_such_folder").restore({"step": 0})
@@ -36,18 +37,18 @@ class CheckpointError(RuntimeError):
 
 
 class _SystemError(Exception):
-    """An error of the system, in this process."""
+    """System error in this process."""
 
 
 def is_of_the_system(error: BaseException) -> bool:
-    """Whether an error of reading files, or a cause of it, is of the system and says nothing about the files."""
+    """Whether an error of reading files, or a cause of the error, is a system error instead of damage."""
     if error.__cause__ is not None and is_of_the_system(error.__cause__):
         return True
     text = str(error)
     if isinstance(error, MemoryError | TimeoutError) or "can't start new thread" in text:
         return True
     if isinstance(error, OSError):
-        # An OSError without a number comes from a library, about the content of a file.
+        # An OSError without a number comes from a library and is about the content of a file.
         return error.errno is not None and error.errno not in _OF_DAMAGE
     if numbers := _OS_ERROR.findall(text):
         return any(int(number) not in _OF_DAMAGE for number in numbers)
@@ -55,12 +56,14 @@ def is_of_the_system(error: BaseException) -> bool:
 
 
 def read_together(work: Callable[[], Result], where: str, what: str, timeout_s: float) -> Result:
-    """The result of ``work``, which reads files. All processes call this function; if ``work`` fails in one, all raise.
+    """Returns the result of ``work``, which reads files; raises in every process if ``work`` fails in any process.
+
+    Every process must call this function.
 
     Raises:
-      OSError: an error of the system in one process, whatever the others report; names ``where``.
-      CheckpointError: else, damage.
-      TimeoutError: a process has not done its work within ``timeout_s`` of this one; says which.
+      OSError: ``work`` had a system error in at least one process; names ``where``. Takes precedence over damage.
+      CheckpointError: ``work`` found damage, and no process had a system error.
+      TimeoutError: a process did not finish within ``timeout_s`` of this process; names the process.
     """
 
     def read() -> Result:
@@ -71,11 +74,11 @@ def read_together(work: Callable[[], Result], where: str, what: str, timeout_s: 
             raise kind(cause_of(error)) from error
 
     try:
-        # The last kind of these wins. A storage that fails may look like damage in one process and like an error of the
-        # system in another; if damage won, an older step would be taken although the newest is sound.
+        # The last kind in the tuple takes precedence. Failing storage may look like damage in one process and like a
+        # system error in another; with damage first, an older step would be restored although the newest is sound.
         return fail_together(read, (CheckpointError, _SystemError), what, timeout_s)
     except _SystemError as error:
         raise OSError(
             f"{where} could not be read: {error}. That is an error of the system and no damage, so no older step was "
-            "tried. Try again when the system is well; or restore an older step by its number."
+            "tried. Try again when the system works, or restore an older step by its number."
         ) from error

@@ -1,4 +1,4 @@
-"""The backend that writes and reads steps with orbax: ``<step>/state`` has the arrays, ``<step>/leaves`` the record."""
+"""Backend that stores steps with orbax: the arrays in ``<step>/state``, the record in ``<step>/leaves``."""
 
 import asyncio
 import dataclasses
@@ -15,17 +15,17 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from xlstm_jax.distributed.checkpoint.backend import Arrays, Directory, Json
 from xlstm_jax.wording import how_to_install
 
-# A device reads whole chunks. With small chunks it reads little more than its shard, also of a leaf saved whole.
+# A device reads full chunks. With small chunks it reads little more than its shard, even of a leaf saved unsharded.
 CHUNK_BYTES = 2**24
-# What a save holds beside the shards: leaves that are being encoded, and files that are being written. Orbax by itself
-# would hold up to 96 GB of leaves, and files of up to 2 GB.
+# Host memory of a save in addition to the shards: leaves being encoded, and files being written. The defaults of orbax
+# are up to 96 GB of leaves, and files of up to 2 GB.
 ENCODED_BYTES = 2**26
 FILE_BYTES = 2**26
-OTHER_READS_TIMEOUT_S = 10.0  # how long a read that failed waits for the others
+OTHER_READS_TIMEOUT_S = 10.0  # time that a failed read waits for concurrent reads
 
 
 def orbax() -> Any:
-    """The module ``orbax.checkpoint``, which takes a second to import, and which not everybody has."""
+    """Imports ``orbax.checkpoint``, an optional dependency that takes a second to import."""
     try:
         import orbax.checkpoint
     except ImportError as error:
@@ -34,13 +34,13 @@ def orbax() -> Any:
 
 
 class OrbaxBackend:
-    """A ``Backend``. Saves go through orbax's ``CheckpointManager``, which writes in the background.
+    """A ``Backend`` that saves with orbax's ``CheckpointManager``, which writes in the background.
 
-    Reads go through orbax's handlers, in each process alone: the manager would wait at a barrier for all processes,
-    and a process that could not read its shards never comes there.
+    Reads use orbax's handlers directly, independently in each process: the manager would wait for every process at a
+    barrier, which a process that could not read its shards never reaches.
     """
 
-    record_file = "leaves/metadata"  # as orbax's handler of JSON names it
+    record_file = "leaves/metadata"  # named by orbax's JSON handler
 
     def __init__(self, directory: Directory, max_to_keep: int | None, timeout_s: int) -> None:
         self._directory, self._max_to_keep, self._timeout_s = directory, max_to_keep, timeout_s
@@ -53,7 +53,7 @@ class OrbaxBackend:
         options = orbax().CheckpointManagerOptions(
             max_to_keep=self._max_to_keep,
             cleanup_tmp_directories=True,
-            # The manager need not read the steps' metadata: nothing here uses it, and a damaged step may lack it.
+            # Step metadata is not used here, and may be missing in a damaged step, so the manager need not read it.
             lightweight_initialize=True,
             async_options=orbax().options.AsyncOptions(timeout_secs=self._timeout_s),
         )
@@ -62,8 +62,8 @@ class OrbaxBackend:
         self._manager = orbax().CheckpointManager(self._directory, options=options, item_handlers=handlers)
 
     def check_dtypes(self, arrays: Arrays) -> None:
-        """Orbax itself would refuse a dtype later, in the background."""
-        import tensorstore  # which orbax brings along
+        """Raises a ``TypeError`` for a dtype that TensorStore cannot store; orbax would raise in the background."""
+        import tensorstore  # a dependency of orbax
 
         for path, array in arrays.items():
             try:
@@ -76,7 +76,7 @@ class OrbaxBackend:
         chunks = jax.tree.map(lambda _: orbax().SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
         state = args.PyTreeSave(tree, save_args=chunks, ocdbt_target_data_file_size=FILE_BYTES)
         parts = args.Composite(state=state, leaves=_late_json().args(record))
-        # The checkpointer decides which steps are due; without `force` the manager might leave a step out.
+        # The checkpointer decides which steps are due; without `force` the manager might skip a step.
         self._manager.save(step, args=parts, force=True)
 
     def is_saving(self) -> bool:
@@ -107,14 +107,14 @@ class OrbaxBackend:
         if not wanted:
             return {}
 
-        def how(struct: jax.ShapeDtypeStruct) -> Any:
+        def restore_args(struct: jax.ShapeDtypeStruct) -> Any:
             if struct.sharding is None:
                 return orbax().RestoreArgs(restore_type=np.ndarray)
-            # With a sharding given orbax takes none from the checkpoint, whose mesh may not exist here.
+            # Without a sharding orbax would use the sharding in the checkpoint, whose mesh may not exist here.
             return orbax().ArrayRestoreArgs(sharding=struct.sharding, global_shape=struct.shape, dtype=struct.dtype)
 
         tree = unflatten_dict(wanted, sep="/")
-        restore = orbax().args.PyTreeRestore(tree, restore_args=jax.tree.map(how, tree), partial_restore=True)
+        restore = orbax().args.PyTreeRestore(tree, restore_args=jax.tree.map(restore_args, tree), partial_restore=True)
         handler = orbax().PyTreeCheckpointHandler(type_handler_registry=_patient_readers())
         return flatten_dict(handler.restore(self._directory / str(step) / "state", args=restore), sep="/")
 
@@ -126,9 +126,9 @@ class _LateJson(NamedTuple):
 
 @cache
 def _late_json() -> _LateJson:
-    """Orbax's handler and arguments for a JSON that is not known yet: a function makes it in the background.
+    """Returns an orbax handler, and its arguments, for JSON that a function creates in the background.
 
-    The record holds checksums, for which ``save`` would otherwise have to wait.
+    The record contains checksums, for which ``save`` would otherwise have to wait.
     """
     ocp = orbax()
     json_handler: type[Any] = ocp.JsonCheckpointHandler
@@ -147,11 +147,11 @@ def _late_json() -> _LateJson:
 
 
 class _Reads:
-    """The reads that go on in one event loop."""
+    """Concurrent reads in an event loop."""
 
     def __init__(self) -> None:
-        self.others = asyncio.all_tasks()  # which wait for the readers
-        self.readers = 0  # that have not failed, and may begin to read more
+        self.others = asyncio.all_tasks()  # tasks that wait for the readers
+        self.readers = 0  # number of running readers, which may start further reads
 
     async def finish(self) -> None:
         deadline = time.monotonic() + OTHER_READS_TIMEOUT_S
@@ -161,11 +161,11 @@ class _Reads:
 
 @cache
 def _patient_readers() -> Any:
-    """Orbax's readers of arrays; a reader that fails waits for the reads that go on beside it.
+    """Returns orbax's array readers, changed so that a failing reader waits for concurrent reads.
 
-    Orbax itself closes the event loop while other reads go on, and each of these writes to stderr: one damaged file
-    that many leaves share gave a hundred lines. It does not suffice to wait for the tasks that exist at the failure:
-    the other reader may begin further tasks.
+    Orbax closes the event loop while other reads are running, and each running read then writes to stderr: a damaged
+    file shared by many leaves produced a hundred lines. Waiting for the tasks that exist at the failure is not enough,
+    because the second reader may start further tasks.
     """
     handlers, reads_of = orbax().type_handlers, WeakKeyDictionary[asyncio.AbstractEventLoop, _Reads]()
 
@@ -190,14 +190,14 @@ def _patient_readers() -> Any:
 
 
 class _InFlight:
-    """Lets a leaf be written when those that are being written leave room for it, or when there is none."""
+    """Byte limiter: a leaf waits until the leaves in flight leave room for it, or until no leaf is in flight."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._bytes, self._changed = limit, 0, asyncio.Condition()
 
     async def wait_for_bytes(self, size: int) -> None:
         async with self._changed:
-            # Orbax's own limiter refuses a leaf that is larger than the limit.
+            # Orbax's limiter rejects a leaf larger than the limit.
             await self._changed.wait_for(lambda: not self._bytes or self._bytes + size <= self._limit)
             self._bytes += size
 
@@ -209,7 +209,7 @@ class _InFlight:
 
 @cache
 def _sparing_writers() -> Any:
-    """Orbax's writers of arrays, which encode a few leaves at a time."""
+    """Returns orbax's array writers, limited to ``ENCODED_BYTES`` of leaves that are encoded at a time."""
     handlers = orbax().type_handlers
     writer: type[Any] = handlers.ArrayHandler
 

@@ -1,21 +1,23 @@
-"""What a checkpoint stores of a state: arrays by path, without boxes, and a record that describes each array.
+"""Content of a checkpoint: the arrays of a state by path, without boxes, and a record that describes each array.
 
   state    {"train": TrainState(params={"w": box(W)}), "rng": key, "data": {"position": 7}}
 
   arrays   train/params/w  W            rng  uint32 [2]          data/position  int64 []
   record   train/params/w  shape, dtype, checksum    ...
 
-Boxes and padding are not saved; a PRNG key is saved as its data. Paths are the paths of the plain model, so a state can
-be restored with another sharding than it was saved with. The record is a JSON object with two digests: one shows damage
-to the record, the other, of the step's number, shows that a folder was renamed or copied.
+Boxes and padding are not saved; a PRNG key is saved as its key data. Paths are the paths of the plain model, so a state
+can be restored with a sharding different from the saved sharding. The record is a JSON object with two digests: the
+first digest detects damage to the record; the second digest, which covers the step number, detects a folder that was
+renamed or copied.
 
-A leaf that is *placed* (a committed ``jax.Array``) is stored and read shard by shard. All other leaves are *local*:
-Python numbers, NumPy arrays, uncommitted ``jax.Array``, and, in a run of several processes, arrays on devices of one of
-them. Every process has them whole, and process 0 stores them.
+A *placed* leaf (a committed ``jax.Array``) is stored and read shard by shard. Every other leaf is *local*: Python
+numbers, NumPy arrays, uncommitted ``jax.Array`` and, in a run of several processes, arrays on the devices of a single
+process. Every process has a full copy of each local leaf, and process 0 stores the copy.
 
-Adam's moments have the paths and shapes of NAdam's, RAdam's or Yogi's, so a restore could mix them up. The record
-therefore names the optimizer, at the first leaf of each ``opt_state``: ``chain(scale_by_adam, scale) of optax 0.2.6``.
-Two experiments are told apart by their trees: one directory holds steps of one tree.
+The moments of Adam have the same paths and shapes as the moments of NAdam, RAdam or Yogi, so a restore could mix them
+up. Therefore the record names the optimizer at the first leaf of each ``opt_state``:
+``chain(scale_by_adam, scale) of optax 0.2.6``. Two experiments are distinguished by their trees: a directory contains
+steps with equal trees.
 """
 
 import hashlib
@@ -41,27 +43,32 @@ from xlstm_jax.distributed.optimizers.inside import name_of
 from xlstm_jax.distributed.processes.together import interruptions_go_on
 from xlstm_jax.wording import listed
 
-PARTS_SHOWN = 8  # of a state, in an error
+PARTS_SHOWN = 8  # number of parts of a state that an error lists
 ALIGNMENT = 64  # bytes
 OPTIMIZER = "optimizer"
-Entry = dict[str, Any]  # of a record: "shape", "dtype", "checksum"; "impl" of keys; OPTIMIZER of one leaf of its state
+Entry = dict[str, Any]  # "shape", "dtype", "checksum"; "impl" for PRNG keys; OPTIMIZER for the first opt_state leaf
 Record = dict[str, Entry]
 Leaves = Mapping[str, Any]  # by path: arrays, abstract arrays, NumPy arrays, Python numbers and PRNG keys
-USERS_LINE = 3  # the caller of restore, for warnings.warn
+USERS_LINE = 3  # stacklevel of the caller of restore, for warnings.warn
 
 PYTHON_DTYPES = {"bool": np.bool_, "int": np.int64, "float": np.float64, "complex": np.complex128}
 _KINDS = {"bool": np.bool_, "int": jnp.integer, "float": jnp.floating, "complex": jnp.complexfloating}
 
 
 def bare_leaves(state: PyTree) -> Leaves:
-    """The leaves without boxes, by path; refuses leaves that are no numbers, and two leaves with one name on disk."""
+    """Returns the unboxed, unpadded leaves by path.
+
+    Raises:
+      TypeError: a leaf is not numeric.
+      ValueError: the state has no leaves, an integer needs more than 64 bits, or two leaves have the same name on disk.
+    """
     pairs = sharded_leaves(state)
     leaves = {path: _checked(path, _unpadded(leaf)) for path, leaf in pairs}
     if not leaves:
         raise ValueError("the state has no leaves; there is nothing to save or restore.")
     if len(leaves) < len(pairs):
         raise ValueError("two leaves of the state have the same path (the keys 0 and '0' of a dict, say); rename one.")
-    # Orbax names the files of a leaf by its path with dots for slashes: {"a": {"b": x}} and {"a.b": y} meet there.
+    # Orbax names the files of a leaf by its path with dots for slashes, so {"a": {"b": x}} and {"a.b": y} collide.
     names = {path.replace("/", "."): path for path in leaves}
     for path in leaves:
         if (other := names[path.replace("/", ".")]) != path:
@@ -72,25 +79,25 @@ def bare_leaves(state: PyTree) -> Leaves:
 
 
 def _above(path: str) -> list[str]:
-    """The paths that a path lies beneath: a/b/c -> [a, a/b]."""
+    """Returns the proper prefixes of a path: a/b/c -> [a, a/b]."""
     parts = path.split("/")
     return ["/".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def _unpadded(leaf: Sharded) -> Any:
-    """The value in its true shape; where another array is stored, whole on every device."""
-    # Whole, since the axes may not divide the true shape: JAX has no sharding for it.
+    """Returns the value in its true shape; a value that is stored in a different form is returned replicated."""
+    # Replicated, because the axes may not divide the true shape, for which JAX has no sharding.
     if leaf.stores_value:
         return leaf.value
     sharding = leaf.value.sharding
-    whole = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
+    replicated = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
     if isinstance(leaf.value, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(leaf.true_shape, leaf.value.dtype, sharding=whole)
-    return jax.jit(true_value, out_shardings=whole)(leaf)
+        return jax.ShapeDtypeStruct(leaf.true_shape, leaf.value.dtype, sharding=replicated)
+    return jax.jit(true_value, out_shardings=replicated)(leaf)
 
 
 def boxed_like(target: PyTree, leaves: Leaves) -> PyTree:
-    """The inverse of ``bare_leaves``: the leaves in the structure and boxes of ``target``, stored as there."""
+    """Puts leaves into the structure, boxes and storage form of ``target``; the inverse of ``bare_leaves``."""
 
     def stored(path: str, like: Sharded) -> Any:
         if like.stores_value:
@@ -110,7 +117,7 @@ def _checked(path: str, leaf: Any) -> Any:
     if dtype is None or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
         raise TypeError(
             f"'{path}' is {f'an array of {dtype}' if dtype is not None else type(leaf).__name__}; a checkpoint holds "
-            "numbers, arrays of numbers and PRNG keys. Keep other things beside it, or out of the pytree."
+            "numbers, arrays of numbers and PRNG keys. Save other objects separately, or keep them out of the pytree."
         )
     if isinstance(leaf, np.ma.MaskedArray):
         raise TypeError(
@@ -120,7 +127,7 @@ def _checked(path: str, leaf: Any) -> Any:
 
 
 def is_local(leaf: object) -> bool:
-    """Whether every process has a leaf whole, for itself; see the top of this file."""
+    """Whether every process has a full copy of a leaf; see the module docstring."""
     if isinstance(leaf, jax.Array):
         return not leaf.committed or (jax.process_count() > 1 and leaf.is_fully_addressable)
     sharding = getattr(leaf, "sharding", None)
@@ -128,7 +135,7 @@ def is_local(leaf: object) -> bool:
 
 
 def stored_arrays(leaves: Leaves) -> Arrays:
-    """What is written for each leaf: a ``jax.Array`` for a placed leaf, a NumPy array for a local one."""
+    """Converts each leaf to the array to write: a ``jax.Array`` for a placed leaf, a NumPy array for a local leaf."""
 
     def stored(leaf: Any) -> Any:
         if (kind := type(leaf).__name__) in PYTHON_DTYPES:
@@ -143,10 +150,10 @@ def stored_arrays(leaves: Leaves) -> Arrays:
 
 
 def record_without_sums(leaves: Leaves, state: PyTree = None) -> Record:
-    """The record of a state without checksums; it names the optimizers, and holds on to no array."""
+    """Builds the record of a state without checksums; the record names the optimizers and references no array."""
     record = {path: _description(leaf) for path, leaf in leaves.items()}
     for path, leaf in leaves.items():
-        if is_prng_key(leaf):  # JAX names the implementation of real keys only; the dtype of abstract keys tells theirs
+        if is_prng_key(leaf):  # `key_impl` takes only concrete keys; the dtype of abstract keys has the implementation
             record[path]["impl"] = str(jax.random.key_impl(leaf))
     for begin, name in _optimizers_of(state).items():
         if (first := _first(record, begin)) is not None:
@@ -161,21 +168,21 @@ def _description(leaf: Any) -> Entry:
 
 
 def with_sums(record: Record, sums: Mapping[str, list[int]]) -> Record:
-    """The entries of a record whose paths are in ``sums``, with their checksums added."""
+    """Returns the record entries whose paths are in ``sums``, with checksums added."""
     return {path: entry | {"checksum": sums[path]} for path, entry in record.items() if path in sums}
 
 
 def to_json(record: Record, step: int) -> Json:
-    """The record of a step, with a digest of the record, and a digest of the step's number and the first digest."""
+    """Returns the JSON of a record: the record, its digest, the step, and a digest of the step and the first digest."""
     digest = _digest(record)
     return {"leaves": record, "digest": digest, "step": step, "step_digest": _digest([step, digest])}
 
 
 def from_json(content: Json, step: int) -> Record:
-    """The inverse of ``to_json``.
+    """Reads a record from JSON; the inverse of ``to_json``.
 
     Raises:
-      ValueError: a digest is wrong, the record is that of another step, or an entry is none that ``to_json`` writes.
+      ValueError: a digest is wrong, the record belongs to a different step, or an entry is invalid.
     """
     record = content.get("leaves") if isinstance(content, dict) else None
     if record is None or content.get("digest") != _digest(record):
@@ -189,26 +196,26 @@ def from_json(content: Json, step: int) -> Record:
 
 
 def saved_as(content: Json) -> int | None:
-    """The number of the step that a record was saved as; None if it is not there with its digest."""
+    """Returns the step number in a record; None if the number or its digest is missing or wrong."""
     if not isinstance(content, dict) or type(number := content.get("step")) is not int:
         return None
     return number if content.get("step_digest") == _digest([number, content.get("digest")]) else None
 
 
 def check_number(number: int | None, name: int) -> None:
-    """Raises a ``ValueError`` if a folder called ``name`` was saved as another step ``number``."""
+    """Raises a ``ValueError`` if the recorded step ``number`` is None or differs from the folder name ``name``."""
     if number is None:
         raise ValueError("the record's number of the step does not have its digest")
     if number != name:
         raise ValueError(
-            f"it was saved as step {number}, and its folder was renamed, copied or linked to {name}; give it its own "
-            "number back"
+            f"it was saved as step {number}, and its folder was renamed, copied or linked to {name}; rename the folder "
+            f"to {number}"
         )
 
 
 def _is_entry(entry: Json) -> bool:
-    """Whether shape, dtype, checksum and the kind of a key are there, and make sense together."""
-    # Checked although the digest is right: another program, or another version, may have written the record.
+    """Whether an entry has a valid shape, dtype and checksum and, for a PRNG key, an implementation."""
+    # Checked even with a correct digest: a different program or version may have written the record.
     try:
         with interruptions_go_on():
             names, numbers = entry.keys() - {OPTIMIZER}, [*entry["shape"], *entry["checksum"]]
@@ -216,7 +223,7 @@ def _is_entry(entry: Json) -> bool:
             is_described = names == wanted and all(type(number) is int and number >= 0 for number in numbers)
             data_struct(entry)
             return is_described and len(entry["checksum"]) == 2 and isinstance(entry.get(OPTIMIZER, ""), str)
-    except Exception:  # NumPy and JAX raise whatever they like of a dtype or a kind of key that they do not know
+    except Exception:  # NumPy and JAX raise errors of various types for an unknown dtype or key implementation
         return False
 
 
@@ -225,7 +232,7 @@ def _digest(content: Json) -> str:
 
 
 def check_sound(record: Record, arrays: Arrays) -> None:
-    """Compares arrays that were read with the record; raises a ``ValueError`` that names the arrays that differ."""
+    """Compares restored arrays with the record; raises a ``ValueError`` with the paths of arrays that differ."""
     sums = checksum_each(arrays)
 
     def is_sound(path: str, entry: Entry) -> bool:
@@ -241,14 +248,14 @@ def check_sound(record: Record, arrays: Arrays) -> None:
 
 @runtime_checkable
 class HasOptimizer(Protocol):
-    """A ``TrainState``, ours or Flax's."""
+    """A ``TrainState`` of this library or of Flax."""
 
     tx: optax.GradientTransformation
     opt_state: PyTree
 
 
 def _optimizers_of(state: PyTree) -> dict[str, str]:
-    """The name of each optimizer in a state, by the path of its ``opt_state``, such as ``"train/opt_state/"``."""
+    """Returns the name of each optimizer in a state by the path of its ``opt_state``, as ``"train/opt_state/"``."""
     found, _ = flatten_with_path(state, lambda node: isinstance(node, HasOptimizer))
     nodes = {path: node for path, node in found if isinstance(node, HasOptimizer) and hasattr(node.tx, "update")}
     begin = {path: "opt_state/" if path == "." else f"{path}/opt_state/" for path in nodes}
@@ -260,31 +267,31 @@ def _first(entries: Record, begin: str) -> str | None:
 
 
 def warn_if_other_optimizer(where: str, entries: Record, state: PyTree) -> None:
-    """Warns if the saved ``opt_state`` has the name of another optimizer than the target's."""
+    """Warns if an ``opt_state`` was saved with a different optimizer than the optimizer of the target ``state``."""
     for begin, wanted in _optimizers_of(state).items():
         saved = entries.get(_first(entries, begin) or "", {}).get(OPTIMIZER, wanted)
         one, other = (name.rpartition(" of optax ")[0] for name in (saved, wanted))
-        # Our `muon` and optax's exchange states.
+        # The states of this library's `muon` and of optax's `muon` are interchangeable.
         if one != other and not ("muon" in one and "muon" in other):
             warnings.warn(
                 f"{where}: '{_first(entries, begin)}' was saved with the optimizer {saved}, and is read into the state "
-                f"of {wanted}, whose moments may mean something else. To begin the optimizer anew, read the parameters "
-                "alone, by restore_params.",
+                f"of {wanted}, whose moments may mean something else. To start with a new optimizer state, read only "
+                "the parameters, with restore_params.",
                 stacklevel=USERS_LINE,
             )
 
 
 def check_same_tree(entries: Record, newest: Record, where: str) -> None:
-    """Raises a ``ValueError`` if a step to be saved has another tree than the newest step in its directory."""
+    """Raises a ``ValueError`` if the tree of a step to save differs from the newest step in the directory."""
     paths = sorted(entries.keys() | newest.keys())
     unlike = [path for path in paths if not (path in entries and path in newest and fits(newest[path], entries[path]))]
     if unlike:
-        of_both = [of.get(unlike[0]) for of in (newest, entries)]
-        saved, new = ("nothing" if entry is None else f"{entry['dtype']}{entry['shape']}" for entry in of_both)
+        both = [record.get(unlike[0]) for record in (newest, entries)]
+        saved, new = ("nothing" if entry is None else f"{entry['dtype']}{entry['shape']}" for entry in both)
         raise ValueError(
             f"{where} is of another state than the one to save: at {listed(unlike)}, first {saved} there and {new} "
-            "here. Steps of two experiments in one directory push each other out, and restore takes either. Take "
-            "another directory; to go on from that step, restore it first, or its parameters by restore_params."
+            "here. Use a different directory for each experiment; to continue from that step, restore it first, or "
+            "its parameters with restore_params."
         )
 
 
@@ -292,12 +299,11 @@ def check_same_tree(entries: Record, newest: Record, where: str) -> None:
 
 
 def check_fits(record: Record, likes: Leaves, where: str) -> None:
-    """Checks that the leaves of a target have the paths, shapes and dtypes of a record; a ``ValueError`` names both."""
+    """Raises a ``ValueError`` if the paths, shapes or dtypes of a target differ from the record; the error has both."""
     if problem := names_problem(record.keys(), likes.keys(), "the abstract state has"):
         raise ValueError(
-            f"{where} does not fit the abstract state: {problem}. Restore into a state of the structure "
-            "that was saved (same model, optimizer and frozen parameters). Parameters without an optimizer are read by "
-            "restore_params."
+            f"{where} does not fit the abstract state: {problem}. Restore into a state of the saved structure (same "
+            "model, optimizer and frozen parameters), or read only the parameters with restore_params."
         )
     unlike = [path for path, like in likes.items() if not fits(record[path], _description(like))]
     if unlike:
@@ -305,16 +311,19 @@ def check_fits(record: Record, likes: Leaves, where: str) -> None:
         saved, wanted = (f"{entry['dtype']}{entry['shape']}" for entry in entries)
         raise ValueError(
             f"{where} does not fit the abstract state: '{unlike[0]}' was saved as {saved}, and the abstract state has "
-            f"{wanted}{f' (and {len(unlike) - 1} more)' if unlike[1:] else ''}. Was it another model, "
-            "optimizer or frozen_dtype? "
-            "A metric's Local state has a row for each device: save metric.sync of it."
+            f"{wanted}{f' (and {len(unlike) - 1} more)' if unlike[1:] else ''}. Restore into the same model, optimizer "
+            "and frozen_dtype; save metric.sync of a metric's Local state, which has a row per device."
         )
 
 
 def part_of(record: Record, where: str, *, names: Set[str], path: str | None) -> str:
-    """The prefix that the paths of the parameters ``names`` have in a record: ``path`` and a slash, or "" for none.
+    """Returns the prefix of the parameters ``names`` in a record: ``path`` and a slash, or "".
 
-    If ``path`` is None, the parameters are the part called "params" with exactly these leaves, or the whole record.
+    If ``path`` is None, the parameters are the part called "params" with exactly the leaves ``names``, or the full
+    record. ``where`` names the step in errors.
+
+    Raises:
+      ValueError: no part, or more than one part, fits.
     """
     if path is not None:
         part = f"{path.strip('/')}/" if path else ""
@@ -325,23 +334,25 @@ def part_of(record: Record, where: str, *, names: Set[str], path: str | None) ->
     fitting = [
         part for part in ("", *called) if {part + name for name in names} == {p for p in record if p.startswith(part)}
     ]
-    # No part fits: a single part called "params" is taken all the same, so that the error names the leaves that differ.
-    found = fitting or called
-    if len(found) != 1:
-        several = f"more than one part called 'params': {listed(found, PARTS_SHOWN)}" if found else "no part 'params'"
+    # If no part fits, a single part called "params" is returned, so that `check_fits` names the leaves that differ.
+    candidates = fitting or called
+    if len(candidates) != 1:
+        problem = "no part 'params'"
+        if candidates:
+            problem = f"more than one part called 'params': {listed(candidates, PARTS_SHOWN)}"
         raise ValueError(
-            f"{where} has {several}. Say with path= which part to read, of {listed(_parts(record), PARTS_SHOWN)}."
+            f"{where} has {problem}. Say with path= which part to read, of {listed(_parts(record), PARTS_SHOWN)}."
         )
-    return found[0]
+    return candidates[0]
 
 
 def _parts(record: Record) -> list[str]:
-    """The paths of all inner nodes, which have leaves below them, the outermost first."""
+    """Returns the paths of the inner nodes of a record, outermost first."""
     return sorted({above for path in record for above in _above(path)}, key=lambda path: (path.count("/"), path))
 
 
 def names_problem(saved: Set[str], wanted: Set[str], target_has: str) -> str:
-    """A text: which wanted names were not saved, and which saved names are not wanted; "" if both sets are equal."""
+    """Returns a text that lists names missing from ``saved`` and names missing from ``wanted``; "" for equal sets."""
     missing, extra = sorted(wanted - saved), sorted(saved - wanted)
     problems = [f"it has no {listed(missing)}"] if missing else []
     problems += [f"it has {listed(extra)}, which {target_has} not"] if extra else []
@@ -349,8 +360,10 @@ def names_problem(saved: Set[str], wanted: Set[str], target_has: str) -> str:
 
 
 def fits(saved: Entry, like: Entry) -> bool:
-    """Whether a saved leaf can be read into a leaf of the target: same shape and dtype, with one exception."""
-    # A Python number fits any dtype of its kind: a step counter is an int before the first step, then an array.
+    """Whether a saved leaf can be read into a leaf of the target: equal shape, and equal dtype or kind of number.
+
+    Only Python numbers may differ in dtype: a step counter is an int before the first step, and an array afterwards.
+    """
     names = {saved["dtype"], like["dtype"]}
     same_kind = bool(names & PYTHON_DTYPES.keys()) and len(set(map(_kind, names))) == 1
     return saved["shape"] == like["shape"] and (len(names) == 1 or same_kind)
@@ -363,7 +376,12 @@ def _kind(dtype: str) -> str:
 
 
 def target_leaves(target: PyTree) -> Leaves:
-    """``bare_leaves`` of a target; checks that shardings are given, if there are several devices, and divide."""
+    """Returns ``bare_leaves`` of a target and checks its shardings.
+
+    Raises:
+      ValueError: an abstract leaf has no sharding in a run with several devices; or a sharding does not divide the
+        shape of a leaf.
+    """
     likes = bare_leaves(target)
     for path, like in likes.items():
         if isinstance(like, jax.ShapeDtypeStruct) and like.sharding is None and jax.device_count() > 1:
@@ -378,14 +396,14 @@ def target_leaves(target: PyTree) -> Leaves:
 
 
 def reads_whole(entry: Entry, like: Any) -> bool:
-    """Whether each process reads a leaf whole, into NumPy: a local leaf, or a saved value that has no shards."""
-    # "bool" is a Python number's dtype and an array's; only an array has dims.
+    """Whether each process reads a leaf in full into NumPy: a local leaf, a saved Python number, or an empty array."""
+    # "bool" is the dtype of both a Python bool and a bool array; only an array has dims.
     is_number = entry["dtype"] in PYTHON_DTYPES and not entry["shape"]
     return is_local(like) or is_number or 0 in entry["shape"]
 
 
 def data_struct(entry: Entry) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of what is stored for a leaf, as ``stored_arrays`` makes it."""
+    """Returns shape and dtype of the stored array of a leaf, as made by ``stored_arrays``."""
     shape = tuple(entry["shape"])
     if "impl" in entry:
         data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=entry["impl"])))
@@ -394,7 +412,7 @@ def data_struct(entry: Entry) -> jax.ShapeDtypeStruct:
 
 
 def read_structs(record: Record, likes: Leaves) -> dict[str, jax.ShapeDtypeStruct]:
-    """The array that is read for each leaf: with a sharding, shard by shard; without, whole (see ``Backend``)."""
+    """Returns the struct to read for each leaf; without a sharding the array is read in full (see ``Backend``)."""
     return {
         path: data_struct(entry).update(sharding=None if reads_whole(entry, likes[path]) else likes[path].sharding)
         for path, entry in record.items()
@@ -402,7 +420,11 @@ def read_structs(record: Record, likes: Leaves) -> dict[str, jax.ShapeDtypeStruc
 
 
 def as_like(array: Any, entry: Entry, like: Any, path: str) -> Any:
-    """An array that was read, as the kind of leaf of the target: a Python number, NumPy array, ``jax.Array`` or key."""
+    """Converts a restored array to the type of the target leaf: Python number, NumPy array, ``jax.Array`` or PRNG key.
+
+    Raises:
+      ValueError: the dtype of the target cannot represent a saved Python number.
+    """
     if type(like).__name__ in PYTHON_DTYPES:
         return type(like)(array.item())
     if "impl" in entry:
@@ -411,7 +433,7 @@ def as_like(array: Any, entry: Entry, like: Any, path: str) -> Any:
         return jax.jit(wrap, out_shardings=data.sharding if data.committed else None)(data)
     if not reads_whole(entry, like):
         return array
-    # A Python number may be read into a narrower dtype, if that holds its value. (Overflow is an error below.)
+    # A Python number may be read into a narrower dtype that represents the value. (Overflow raises below.)
     with np.errstate(all="ignore"):
         cast = array.astype(like.dtype)
     if array.dtype != like.dtype and not np.array_equal(cast, array, equal_nan=True):
@@ -420,28 +442,29 @@ def as_like(array: Any, entry: Entry, like: Any, path: str) -> Any:
 
 
 def placed_like(array: Any, like: Any) -> Any:
-    """A copy of an array of the host: as a NumPy array where ``like`` is one, else with the sharding of ``like``.
+    """Copies a host array to a NumPy array if ``like`` is a NumPy array, else to the sharding of ``like``.
 
-    ``array`` may be anything that is indexed like an array.
+    ``array`` may be any object that supports array indexing.
     """
     return read_like(array, like)()
 
 
 def read_like(array: Any, like: Any) -> Callable[[], Any]:
-    """Reads what ``placed_like`` needs of an array, in any thread; the result places it.
+    """Reads the entries that ``placed_like`` needs, in any thread; returns a function that places them.
 
-    Placing depends on settings that JAX has for each thread: the default device, 64 bits.
+    The returned function must be called in the caller's thread, because placing depends on thread-local settings of
+    JAX: the default device, 64 bits.
     """
     if isinstance(like, np.ndarray | np.generic):
         value = np.array(array) if isinstance(like, np.ndarray) else array[()]
         return lambda: value
-    # Copies, since JAX on a CPU may use a NumPy array's own memory, here perhaps that of a mapped file.
-    # Uncommitted as the target is: committed to one device, it could not be used beside arrays on others.
+    # Copies, because JAX on a CPU may alias the memory of a NumPy array, which may be a memory-mapped file.
+    # An uncommitted target stays uncommitted: a committed array could not be combined with arrays on other devices.
     if like.sharding is None or not getattr(like, "committed", True):
         copy = _aligned_copy(array)
         return lambda: jnp.asarray(copy)
     indices = [*like.sharding.addressable_devices_indices_map(array.shape).values()]
-    # A copy for each device, which takes it over; JAX itself asks once for what is the same on all.
+    # One copy per device, whose memory JAX takes over; for a replicated sharding JAX calls the callback once.
     shards: dict[str, list[np.ndarray]] = {}
     for index in indices[:1] if like.sharding.is_fully_replicated else indices:
         shards.setdefault(str(index), []).append(_aligned_copy(array[index]))
@@ -449,7 +472,7 @@ def read_like(array: Any, like: Any) -> Callable[[], Any]:
 
 
 def _aligned_copy(values: Any) -> np.ndarray:
-    """A copy that JAX takes over on a CPU; it would copy once more what does not begin at a multiple of 64 bytes."""
+    """Copies values to memory aligned to 64 bytes, which JAX takes over on a CPU without a second copy."""
     values = np.asarray(values)
     room = np.empty(values.nbytes + ALIGNMENT, np.uint8)
     begin = -room.ctypes.data % ALIGNMENT

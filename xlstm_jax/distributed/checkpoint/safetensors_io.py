@@ -1,21 +1,22 @@
-"""Parameters as safetensors files, the format in which models are passed on.
+"""Export and import of parameters as safetensors files, the common format for publishing models.
 
   export   leaf by leaf:  gather to the hosts -> process 0 writes
-  import   leaf by leaf:  each device's shard <- its bytes of the file
+  import   leaf by leaf:  each device reads the bytes of its shard from the file
 
-A model that is larger than a limit goes to several files, with an index of which tensor is in which file, named as
-Hugging Face names them::
+A model above a size limit is written to several files, with an index that maps each tensor to its file. File names are
+as in Hugging Face models::
 
   model.safetensors      or      model-00001-of-00002.safetensors, model-00002-of-00002.safetensors
                                  model.safetensors.index.json
 
-Files are written under hidden names and renamed at the end, the index last: after a crash no reader finds half a model.
+Files are written under hidden names and renamed at the end, the index last: after a crash no reader finds a partial
+model.
 
-A file holds a length (8 bytes, little-endian), a JSON header of that length with the dtype, the shape and the offsets
-of each tensor, and the values. The header is written and read here: the safetensors library would need all tensors of a
-file in memory at once, and has no float8 for NumPy. A file may come from anybody. So a header is read only from a
-regular file, up to a length, as UTF-8, with each name once and whole numbers as sizes; and no memory is allocated
-because a header asks for it.
+A file consists of a length (8 bytes, little-endian), a JSON header of this length with the dtype, the shape and the
+offsets of each tensor, and the values. The header is written and read here, because the safetensors library needs every
+tensor of a file in memory at once, and has no float8 for NumPy. A file may come from an untrusted source. So a header
+is read only from a regular file, up to a maximum length, as UTF-8, with unique names and integer sizes; and no memory
+is allocated according to sizes in a header.
 """
 
 import json
@@ -51,15 +52,15 @@ from xlstm_jax.wording import is_unicode, listed
 
 DEFAULT_MAX_FILE_BYTES = 5 * 10**9
 DEFAULT_NAME = "model.safetensors"
-READERS = 4  # threads, each with one leaf at a time; as many leaves are read and not yet placed
+READERS = 4  # number of threads that read leaves ahead, and maximum number of leaves that are read but not placed
 SUFFIX = ".safetensors"
-METADATA = "__metadata__"  # the one name of a header that is no tensor's
-REASON_CHARS = 200  # of an error in an error
+METADATA = "__metadata__"  # the only name in a header that is not a tensor
+REASON_CHARS = 200  # maximum length of a nested error message
 _WRONG_JSON = ValueError, KeyError, TypeError, AttributeError, RecursionError
-MAX_JSON_BYTES = 100_000_000  # of a header, as the safetensors library has it, and of an index
-MAX_DIMS = 64  # as NumPy has it
+MAX_JSON_BYTES = 100_000_000  # limit for a header, equal to the limit of the safetensors library, and for an index
+MAX_DIMS = 64  # limit of NumPy
 Result = TypeVar("Result")
-_ALIGNMENT = 8  # of the values, which begin behind the header
+_ALIGNMENT = 8  # alignment of the values after the header, in bytes
 
 CODES = (
     {f"{kind}int{bits}": f"{code}{bits}" for kind, code in (("", "I"), ("u", "U")) for bits in (8, 16, 32, 64)}
@@ -77,25 +78,27 @@ def export_safetensors(
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
     names: NameMap | None = None,
 ) -> None:
-    """Writes whole parameters to safetensors files, under the names of the plain model, or under others.
+    """Writes unsharded parameters to safetensors files, under the names of the plain model or mapped by ``names``.
 
-    All processes must call it; process 0 writes. One leaf at a time is whole in the memory of each host, and, if there
-    are several processes, of each device.
+    Every process must call this function; process 0 writes. One leaf at a time is unsharded in the memory of each host
+    and, in a run of several processes, of each device.
 
     Args:
-      params: a pytree of arrays, boxed or not, on any mesh. A tensor's name is its path, as ``blocks/mlp/kernel``.
-      path: a folder, where ``model.safetensors`` is made, or a file ending in ``.safetensors``.
-      max_file_bytes: values of more bytes go to several files, ``model-00001-of-00003.safetensors`` and so on, with an
-        index. A leaf is never cut: a larger one has a file of its own.
-      names: the tensors' names and layouts by patterns of paths, if a reader wants others than the tree has:
-        ``{r"(.+)/kernel": Stored(r"\\1.weight", "i o -> o i"), ...}``. ``TRANSFORMERS`` has those of Hugging Face's
+      params: a pytree of arrays, boxed or not, on any mesh. The default tensor name is the path of the leaf, as
+        ``blocks/mlp/kernel``.
+      path: a folder, for the file ``model.safetensors`` in the folder; or a file ending in ``.safetensors``.
+      max_file_bytes: above this size the values are split into several files, ``model-00001-of-00003.safetensors`` and
+        so on, with an index. A leaf is never split: a larger leaf gets a separate file.
+      names: a map from path patterns to tensor names and layouts, if the reader expects different ones:
+        ``{r"(.+)/kernel": Stored(r"\\1.weight", "i o -> o i"), ...}``. ``TRANSFORMERS`` is the map for Hugging Face
         models.
     Raises:
-      FileExistsError: a model of this name is there already.
-      TypeError: a leaf has a dtype that the format does not know; names it. Or ``max_file_bytes`` is no whole number.
-      ValueError: a leaf has a name that no reader takes (``__metadata__``, half a surrogate pair), has no name in
-        ``names``, or would have the name of another leaf; or ``max_file_bytes`` is below 1.
-      OSError: a file cannot be written; no model is there then.
+      FileExistsError: a model exists at ``path``.
+      TypeError: the format does not support the dtype of a leaf (the error names the leaf); or ``max_file_bytes`` is
+        not an integer.
+      ValueError: a leaf has an invalid name (``__metadata__``, half a surrogate pair), no pattern in ``names`` matches
+        a leaf, or two leaves have the same name; or ``max_file_bytes`` is below 1.
+      OSError: a file cannot be written. No model exists at ``path`` afterwards.
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()
@@ -123,7 +126,7 @@ def export_safetensors(
 
     fail_together(check_free, FileExistsError)
     files = _files(leaves, target, max_file_bytes)
-    # A generator: each leaf is gathered when it is written, and the memory is used again for the next.
+    # A generator: each leaf is gathered when it is written, and its memory is reused for the next leaf.
     arrays = (leaves[name].values() for names in files.values() for name in names)
 
     def write() -> None:
@@ -131,8 +134,8 @@ def export_safetensors(
             if jax.process_index() == 0:
                 _write_files(files, leaves, arrays, _index_file(target))
         finally:
-            # A gather is a collective. The other processes gather all leaves, so process 0 takes part to the end even
-            # if it could not write.
+            # A gather is a collective. Every process gathers every leaf, so process 0 must gather the remaining leaves
+            # even if a write failed.
             for _ in arrays:
                 pass
 
@@ -140,7 +143,7 @@ def export_safetensors(
 
 
 class _ToBeStored(NamedTuple):
-    """A tensor to write: its leaf, which layer of the leaf (None: all of it), and the layout of the tensor's dims."""
+    """Tensor to write: the leaf, the layer of the leaf (None for the full leaf), and the layout of the tensor."""
 
     leaf: Any
     place: StoredAt
@@ -159,13 +162,13 @@ class _ToBeStored(NamedTuple):
         return math.prod(self.shape) * self.leaf.dtype.itemsize
 
     def values(self) -> np.ndarray:
-        """The whole tensor, in every process."""
+        """Gathers the unsharded tensor, in every process."""
         leaf = self.leaf if self.layer is None else self.leaf[self.layer]
         return np.ascontiguousarray(self.place.to_tensor(_whole(leaf)))
 
 
 def _as_stored(leaves: Leaves, names: NameMap | None) -> dict[str, _ToBeStored]:
-    """The tensors to write, by name; refuses two tensors with one name."""
+    """Returns the tensors to write, by name; raises a ``ValueError`` if two tensors have the same name."""
     found: dict[str, _ToBeStored] = {}
     paths: dict[str, str] = {}
     for path, leaf in leaves.items():
@@ -174,7 +177,7 @@ def _as_stored(leaves: Leaves, names: NameMap | None) -> dict[str, _ToBeStored]:
             if name in found:
                 raise ValueError(
                     f"'{path}' and '{paths[name]}' would both be the tensor '{name}'; leave one of them out, or give "
-                    "them names of their own."
+                    "them different names."
                 )
             found[name], paths[name] = _ToBeStored(leaf, place, layer if place.in_layers else None), path
     return found
@@ -198,7 +201,7 @@ def _hidden(file: Path) -> Path:
 
 
 def _files(leaves: Mapping[str, _ToBeStored], target: Path, max_file_bytes: int) -> dict[Path, list[str]]:
-    """The tensors of each file: in the order of the tree, a new file where one would be too large."""
+    """Assigns tensors to files, in the order of the tree; starts a new file before a file would exceed the limit."""
     groups: list[list[str]] = []
     bytes_left = 0
     for name, leaf in leaves.items():
@@ -207,7 +210,7 @@ def _files(leaves: Mapping[str, _ToBeStored], target: Path, max_file_bytes: int)
             bytes_left = max_file_bytes
         groups[-1].append(name)
         bytes_left -= leaf.nbytes
-    # Wide dtypes first: each tensor then begins at a multiple of its entries' size, as memory-mapping readers need it.
+    # Wide dtypes first: each tensor then starts at a multiple of its item size, as memory-mapping readers require.
     for names in groups:
         names.sort(key=lambda name: (-leaves[name].dtype.itemsize, name))
     if len(groups) == 1:
@@ -231,36 +234,36 @@ def _whole(leaf: Any) -> np.ndarray:
 
 
 def _on_host(shard: jax.Array) -> np.ndarray:
-    # `np.asarray(shard)` would be kept by the shard: after an export the whole model would lie in host memory. A new
-    # jax.Array of the same buffer is dropped with its NumPy array after its turn.
+    # The shard would cache the result of `np.asarray(shard)`: after an export the full model would be in host memory. A
+    # new jax.Array of the same buffer is freed with its NumPy array after the write.
     return np.asarray(jax.make_array_from_single_device_arrays(shard.shape, shard.sharding, [shard]))
 
 
 def _write_files(
     files: Mapping[Path, list[str]], leaves: Mapping[str, _ToBeStored], arrays: Iterator[np.ndarray], index_file: Path
 ) -> None:
-    """Writes the files under hidden names, and renames them when all are on disk; the index comes last."""
+    """Writes the files under hidden names and, after the last write, renames the files; the index is renamed last."""
     weight_map = {name: file.name for file, names in files.items() for name in names}
     index = {"metadata": {"total_size": sum(leaf.nbytes for leaf in leaves.values())}, "weight_map": weight_map}
     written = [*files, index_file] if len(files) > 1 else [*files]
     try:
-        # The first loop writes, the second renames: a full disk shows before any file has its name.
+        # The first loop writes, the second renames: a full disk raises before any file has its final name.
         for file, names in files.items():
             with _new_file(_hidden(file)) as opened, ThreadPoolExecutor(1) as syncing:
                 opened.write(_header_of({name: leaves[name] for name in names}))
                 synced: Future[None] | None = None
                 for _ in names:
-                    # As bytes: bfloat16 and float8 arrays have no buffer that Python can write.
+                    # As bytes, because Python cannot write the buffers of bfloat16 and float8 arrays.
                     opened.write(next(arrays).reshape(-1).view(np.uint8).data)
-                    # The disk works while the next leaf is gathered; all at once at the end would take longer.
+                    # Syncs to disk while the next leaf is gathered; a single sync at the end would take longer.
                     if synced is None or synced.done():
-                        _ = synced and synced.result()  # raises its error, if it has one
+                        _ = synced and synced.result()  # raises the error of a failed sync
                         synced = syncing.submit(os.fsync, opened.fileno())
                 _ = synced and synced.result()
         if index_file in written:
             with _new_file(_hidden(index_file)) as opened:
                 opened.write(json.dumps(index, indent=2, sort_keys=True).encode())
-        # Readers look for the index: until it is renamed, last, they find no model.
+        # Readers look for the index: until the index is renamed, last, they find no model.
         for file in written:
             os.replace(_hidden(file), file)
     finally:
@@ -269,7 +272,7 @@ def _write_files(
 
 
 def _header_of(leaves: Mapping[str, _ToBeStored]) -> bytes:
-    """The length and the header of a file with these tensors, in this order."""
+    """Returns the length and the header of a file with the tensors ``leaves``, in order."""
     entries, end = {}, 0
     for name, leaf in leaves.items():
         begin, end = end, end + leaf.nbytes
@@ -283,11 +286,11 @@ def _header_of(leaves: Mapping[str, _ToBeStored]) -> bytes:
 @contextmanager
 def _new_file(path: Path) -> Iterator[BinaryIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)  # left by a killed job, or a link, which would lead into another file
+    path.unlink(missing_ok=True)  # left by a killed job, or a link to a different file
     with open(path, "xb") as file:
         yield file
         file.flush()
-        # Before the rename: after a crash a file system may have the new name and not the bytes.
+        # Before the rename: after a crash a file system may have the new name without the bytes.
         os.fsync(file.fileno())
 
 
@@ -297,19 +300,19 @@ def _new_file(path: Path) -> Iterator[BinaryIO]:
 def import_safetensors(
     path: str | os.PathLike[str], abstract_params: PyTree, *, names: NameMap | None = None, ignore: str = ""
 ) -> PyTree:
-    """Reads parameters from safetensors files; each device reads its own shards.
+    """Reads parameters from safetensors files; each device reads only its shards.
 
     Args:
-      path: as in ``export_safetensors``; a model in several files is found by its index. All processes read it.
+      path: as in ``export_safetensors``; a model in several files is found by its index. Every process reads the files.
       abstract_params: a tree of arrays, or of ``ShapeDtypeStruct`` with shardings, boxed where leaves are split (such
         as ``abstract_train_state(...).params``). The result has the same shardings and boxes.
-      names: as in ``export_safetensors``. Two leaves may read one tensor (tied weights).
-      ignore: a pattern of tensors' names that no leaf needs, as ``r".*\\.rotary_emb\\.inv_freq"``; "": none.
+      names: as in ``export_safetensors``. Two leaves may read the same tensor (tied weights).
+      ignore: a pattern of tensor names to skip, as ``r".*\\.rotary_emb\\.inv_freq"``; "" skips no tensor.
     Raises:
-      ValueError: names are missing or left over, a shape differs, a dtype differs (a narrower float in the file is
-        read, if the wider dtype has all of its values), a pattern is no regular expression, a tensor lies in two files,
-        or a file is damaged; says which.
-      FileNotFoundError: there is no model at ``path``.
+      ValueError: names are missing or left over; a shape differs; a dtype differs (except a float in the file whose
+        values the wider dtype represents exactly); a pattern is not a regular expression; a tensor is in two files; or
+        a file is damaged. The error names the leaf, tensor or file.
+      FileNotFoundError: no model exists at ``path``.
 
     >>> import_safetensors("no_such_folder", {"kernel": np.zeros((2, 3))})
     Traceback (most recent call last):
@@ -317,7 +320,7 @@ def import_safetensors(
     """
     likes = target_leaves(abstract_params)
     places = {leaf: stored_at(leaf, np.shape(like), names) for leaf, like in likes.items()}
-    # "" ignores nothing; as a pattern it would match a tensor without a name.
+    # "" skips no tensor; as a pattern it would match a tensor with an empty name.
     ignored = compiled("ignore", ignore).fullmatch if ignore else lambda name: None
     tensors = {name: tensor for name, tensor in _tensors(_target(path)).items() if not ignored(name)}
     _check_fits(tensors, likes, places, path)
@@ -336,7 +339,7 @@ def import_safetensors(
 
 
 def _ahead(read: Callable[[str], Result], leaves: Iterable[str]) -> Iterator[Result]:
-    """What ``read`` returns for each leaf, in order; ``READERS`` threads are so many leaves ahead."""
+    """Yields the result of ``read`` for each leaf, in order; threads read up to ``READERS`` leaves ahead."""
     with ThreadPoolExecutor(READERS) as readers:
         waiting: deque[Future[Result]] = deque()
         for leaf in leaves:
@@ -348,22 +351,22 @@ def _ahead(read: Callable[[str], Result], leaves: Iterable[str]) -> Iterator[Res
 
 
 class _StoredTensor(NamedTuple):
-    """Where a tensor lies in a file."""
+    """Position, shape and dtype of a tensor in a file."""
 
     file: Path
-    offset: int  # from the beginning of the file
+    offset: int  # bytes from the start of the file
     shape: tuple[int, ...]
     dtype: np.dtype
 
     def values(self) -> np.ndarray:
-        """The values, mapped into memory: only the entries that are indexed are read. Booleans come as bytes."""
+        """Maps the values into memory, so that only indexed entries are read. Booleans are returned as bytes."""
         dtype = np.dtype(np.uint8) if self.dtype == np.bool_ else self.dtype
-        if not math.prod(self.shape):  # NumPy maps no empty range
+        if not math.prod(self.shape):  # NumPy cannot map an empty range
             return np.zeros(self.shape, dtype)
         return np.memmap(self.file, dtype, "r", self.offset, self.shape)
 
     def converted(self, name: str, dtype: Any, values: np.ndarray) -> np.ndarray:
-        """Converts entries of ``values()`` to a dtype that holds them; ``name`` is for the error."""
+        """Casts entries of ``values()`` to ``dtype``; raises a ``ValueError`` with ``name`` for an invalid boolean."""
         if self.dtype == np.bool_ and (wrong := values[values > 1]).size:
             raise ValueError(
                 f"{self.file} is damaged: '{name}' is BOOL and has the byte {wrong.flat[0]}, and a boolean is 0 or 1. "
@@ -416,7 +419,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _json(content: bytes) -> Json:
-    """Reads JSON in UTF-8; refuses an object with a name twice, of which readers would take one or the other."""
+    """Parses UTF-8 JSON; raises a ``ValueError`` for a repeated name, which readers would resolve differently."""
 
     def once_each(pairs: list[tuple[str, Json]]) -> Json:
         found = dict(pairs)
@@ -428,7 +431,7 @@ def _json(content: bytes) -> Json:
 
 
 def _tensors_of(path: Path) -> dict[str, _StoredTensor]:
-    """The tensors of a file by its header, which must account for every byte of the file."""
+    """Reads the tensors from the header of a file; raises a ``ValueError`` unless they cover every byte of the file."""
     with _opened(path) as opened:
         size = os.fstat(opened.fileno()).st_size
         try:
@@ -443,8 +446,8 @@ def _tensors_of(path: Path) -> dict[str, _StoredTensor]:
             raise ValueError(
                 f"{path} is damaged, or no safetensors file: its header cannot be read ({reason})."
             ) from error
-    # One after the other without gaps: overlapping tensors could stand for more memory than the file has bytes, and a
-    # gap could hide something else.
+    # Tensors must be contiguous: overlapping tensors could need more memory than the file size, and a gap could hide
+    # other content.
     end = 8 + length
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
         if tensor.offset != end:
@@ -458,7 +461,7 @@ def _tensors_of(path: Path) -> dict[str, _StoredTensor]:
 def _tensor(path: Path, start: int, entry: dict[str, Any]) -> _StoredTensor:
     begin, end = entry["data_offsets"]
     for size in (begin, end, *entry["shape"]):
-        # `type`, since True is an instance of int; the bound, since NumPy's sizes have 64 bits.
+        # `type`, because True is an instance of int; the bound, because NumPy sizes have 64 bits.
         if type(size) is not int or not 0 <= size < 2**63:
             raise ValueError(f"{size!r} is no size")
     if len(entry["shape"]) > MAX_DIMS:
@@ -472,7 +475,7 @@ def _tensor(path: Path, start: int, entry: dict[str, Any]) -> _StoredTensor:
 
 
 def _holds(wanted: Any, stored: np.dtype) -> bool:
-    """Whether the dtype ``wanted`` holds values of ``stored`` exactly: it is the same, or a wider float."""
+    """Whether the dtype ``wanted`` represents every value of ``stored``: equal dtypes, or a wider float."""
     floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (wanted, stored))
     return wanted == stored or (floats and _holds_floats(np.dtype(wanted), stored))
 
@@ -481,7 +484,7 @@ def _holds(wanted: Any, stored: np.dtype) -> bool:
 def _holds_floats(wanted: np.dtype, stored: np.dtype) -> bool:
     if wanted.itemsize <= stored.itemsize or stored.itemsize > 2:
         return wanted.itemsize > stored.itemsize
-    # JAX promotes no float8. There are at most 65,536 values: each is tried, NaN and infinities included.
+    # JAX does not promote float8. There are at most 65,536 values: each value is tried, NaN and infinities included.
     values = np.arange(2 ** (8 * stored.itemsize), dtype=f"uint{8 * stored.itemsize}").view(stored)
     with np.errstate(all="ignore"):
         want, got = values.astype(np.float64), values.astype(wanted).astype(np.float64)

@@ -1,12 +1,11 @@
-"""The steps in a directory of checkpoints, which is a local folder or the URL of an object store.
+"""Listing of the steps in a checkpoint directory: a local folder or the URL of an object store.
 
-  30/              step 30, if the record in the folder says so too
-  30/, empty       step 30 is lost; so it is if 30 is a link that leads to no folder
-  5/, of step 30   a folder that was renamed, copied or linked; step 30 is lost unless another folder holds it
+  30/              step 30, if the record in the folder has the number 30
+  30/, empty       step 30 is lost; likewise if 30 is a broken link
+  5/, of step 30   a folder that was renamed, copied or linked; step 30 is lost unless a folder 30/ exists as well
 
-A restore of the newest step must not go on from step 20 in silence because the folder of step 30 was renamed. So the
-number in each record is read and compared with the folder's name. An object store cannot rename folders; there the
-names are enough.
+A restore of the newest step must not silently continue from step 20 because the folder of step 30 was renamed. So the
+number in each record is compared with the folder name. An object store cannot rename folders; the names suffice.
 """
 
 import json
@@ -28,13 +27,13 @@ def is_url(directory: str | os.PathLike[str]) -> bool:
 
 
 def real_path(directory: str | os.PathLike[str]) -> str:
-    """Returns one name for a directory, whichever links lead to it."""
+    """Returns the path of a directory with links resolved; a URL is returned unchanged."""
     return os.fspath(directory) if is_url(directory) else os.path.realpath(directory)
 
 
 def directory_path(directory: str | os.PathLike[str]) -> Directory:
-    """The directory as the path class of orbax; refuses a path where no folders can be made."""
-    from etils import epath  # which orbax brings along; it has no types
+    """Converts a directory to orbax's path class; raises a ValueError if no folder can be created at the path."""
+    from etils import epath  # a dependency of orbax; untyped
 
     if not os.fspath(directory):
         raise ValueError("the directory of the checkpoints is ''; name a folder ('.' for the working directory).")
@@ -49,7 +48,7 @@ def directory_path(directory: str | os.PathLike[str]) -> Directory:
             ) from None
     path = Path(os.path.abspath(directory))
     for link in (path, *path.parents):
-        # A disk that is not mounted leaves such a link. The run would find no steps there, and start anew in silence.
+        # An unmounted disk leaves a broken link. The run would find no steps, and silently start from scratch.
         if link.is_symlink() and not link.exists():
             raise ValueError(
                 f"the directory {path} is not to be found: {link} is a link to {os.readlink(link)}, which leads "
@@ -63,11 +62,11 @@ def directory_path(directory: str | os.PathLike[str]) -> Directory:
 
 
 class StepFolder(NamedTuple):
-    """The folder of a step.
+    """Folder of a step.
 
     Attributes:
-      saved_as: the step's number in its record; if no record can be read, the number that is the folder's name.
-      problem: why the step must not be restored; "" if nothing is known against it.
+      saved_as: the step number in the record; the number in the folder name if the record cannot be read.
+      problem: the reason why the step must not be restored; "" without a known problem.
     """
 
     saved_as: int
@@ -75,20 +74,20 @@ class StepFolder(NamedTuple):
 
 
 def steps_in(directory: Directory, backend: Backend, *, read_records: bool) -> dict[int, StepFolder]:
-    """The folders that are named like a committed step, by number; records, if they are read, show renamed folders."""
+    """Lists the folders named like a committed step, by number; ``read_records`` also detects renamed folders."""
     if is_url(directory):
         return {number: StepFolder(number) for number in backend.steps()}
     found = {}
     with suppress(FileNotFoundError, NotADirectoryError):
         for name in os.listdir(directory):
-            # "007" is no name that the library writes; a step that is being written has a suffix.
+            # The library never writes a name such as "007"; an incomplete step has a suffix.
             if name.isdecimal() and name == str(int(name)):
                 found[int(name)] = _folder(Path(directory, name), backend.record_file if read_records else "")
     return {number: folder for number, folder in found.items() if folder is not None}
 
 
 def _folder(path: Path, record_file: str) -> StepFolder | None:
-    """The folder of a step; None for a file, and for a folder that another job has removed since it was listed."""
+    """Examines the folder of a step; returns None for a file, or if a concurrent job has removed the folder."""
     number, record = int(path.name), path / record_file  # the folder itself if record_file is ""
     if not os.path.isdir(path):
         return StepFolder(number, NO_FOLDER) if path.is_symlink() else None
@@ -98,10 +97,10 @@ def _folder(path: Path, record_file: str) -> StepFolder | None:
     except FileNotFoundError:
         return None
     saved = number
-    # A record that cannot be read is not judged here: a restore reads it again, and tells damage from a failing system.
+    # An unreadable record is ignored here: a restore reads the record again and classifies damage and system errors.
     with suppress(OSError, ValueError, RecursionError):
         content = json.loads(record.read_bytes()) if record.is_file() else None
-        saved = number if (told := saved_as(content)) is None else told
+        saved = number if (recorded := saved_as(content)) is None else recorded
     try:
         check_number(saved, number)
     except ValueError as error:
@@ -110,14 +109,14 @@ def _folder(path: Path, record_file: str) -> StepFolder | None:
 
 
 def check_file(path: Directory) -> None:
-    """Raises a ``ValueError`` if a local path is there and is neither a file nor a folder."""
-    # Opening a pipe waits for a writer without end, and a device may have no end.
+    """Raises a ``ValueError`` if a local path exists and is neither a file nor a folder."""
+    # Opening a pipe would wait for a writer forever, and reading a device may never end.
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise ValueError(f"{path} is no regular file.")
 
 
 def check_files(folder: Directory) -> None:
-    """Calls ``check_file`` with all that is in a local folder of a step."""
+    """Calls ``check_file`` for every file below a local step folder."""
     for parent, _, names in os.walk(folder):
         for name in names:
             check_file(os.path.join(parent, name))
@@ -128,14 +127,14 @@ def newest(steps: Mapping[int, StepFolder]) -> int | None:
 
 
 def lost_after(steps: Mapping[int, StepFolder], number: int) -> dict[int, str]:
-    """The problems of folders that are, or were, of a step later than ``number``, by the folders' names."""
+    """Returns the problems of folders whose name or recorded step is above ``number``, by folder name."""
     problems = {name: found.problem for name, found in steps.items() if max(name, found.saved_as) > number}
     return {name: problem for name, problem in problems.items() if problem}
 
 
 def clear(directory: Directory, backend: Backend, damaged: set[int]) -> None:
-    """Removes empty folders; renames the folders of ``damaged`` steps, and links that lead nowhere."""
-    # Renamed, not removed: damage may be mended by hand, and a mounted disk mends a link.
+    """Removes empty folders; renames the folders of ``damaged`` steps, and broken links."""
+    # Renamed, not removed: damage may be repaired by hand, and mounting a disk repairs a link.
     for number, found in steps_in(directory, backend, read_records=False).items():
         folder = directory / str(number)
         if found.problem == EMPTY and not os.path.islink(folder):

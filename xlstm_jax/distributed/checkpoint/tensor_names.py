@@ -1,15 +1,15 @@
-"""Leaves of a tree as tensors of a file with other names and layouts, such as Hugging Face's.
+"""Mapping between the leaves of a tree and the tensors of a file with different names and layouts (Hugging Face).
 
-A map of names goes from patterns of leaves' paths to the tensors in which such leaves are stored:
+A name map has patterns of leaf paths as keys, and tensor names (and layouts) as values:
 
     {"embed/embedding": "model.embed_tokens.weight",
      r"layer_(\\d+)/(q|k|v)/kernel": Stored(r"model.layers.\\1.self_attn.\\2_proj.weight", "d h w -> (h w) d"),
      r"blocks/(up|down)/kernel": Stored(r"model.layers.{layer}.mlp.\\1_proj.weight", "i o -> o i")}
 
-The first pattern that matches the whole path counts. Groups of the pattern go into the name (``\\1``), with dots for
-slashes. A name with ``{layer}`` stands for several tensors, one for each layer of a scan; the layers are the leaf's
-first dim. The dims say, in the notation of einops, how the leaf's dims (without layers) become the tensor's; without
-such a text they are the same.
+The first pattern that matches the full path is used. Groups of the pattern are inserted into the name (``\\1``), with
+dots for slashes. A name with ``{layer}`` denotes several tensors, one per layer of a scan; the layers are the first dim
+of the leaf. The dims map the dims of the leaf (without layers) to the dims of the tensor, in the notation of einops;
+by default the dims are equal.
 """
 
 import re
@@ -27,12 +27,12 @@ LAYER = "{layer}"
 
 @dataclass(frozen=True)
 class Stored:
-    """The name and layout of a leaf's tensor in a file.
+    """Name and layout of the tensor of a leaf in a file.
 
     Attributes:
-      name: the tensor's name; may hold groups of the pattern and ``{layer}``, see the top of this file.
-      dims: the leaf's dims and the tensor's, as ``"d h w -> (h w) d"``; or several such texts, for leaves of different
-        ranks.
+      name: the tensor name; may contain groups of the pattern and ``{layer}``, see the module docstring.
+      dims: the dims of the leaf and of the tensor, as ``"d h w -> (h w) d"``; or a tuple of such strings, for leaves of
+        different ranks. A leaf whose rank has no string in the tuple keeps its dims.
 
     >>> Stored("head.weight", "i o -> o i")
     Stored(name='head.weight', dims='i o -> o i')
@@ -44,8 +44,9 @@ class Stored:
 
 NameMap = Mapping[str, "str | Stored"]
 
-# Models of Hugging Face's transformers (Llama, Mistral, Gemma, GPT-2, BERT, ViT, ...): from their Flax parameters to
-# their PyTorch tensors. A kernel has its features out last, a weight first; a convolution's window is first, or last.
+# Models of Hugging Face's transformers (Llama, Mistral, Gemma, GPT-2, BERT, ViT, ...), from Flax parameters to PyTorch
+# tensors. Output features are the last dim of a kernel and the first dim of a weight; the window dims of a convolution
+# are first in a kernel and last in a weight.
 TRANSFORMERS: NameMap = {
     r"(.+)/kernel": Stored(r"\1.weight", ("i o -> o i", "x i o -> o i x", "y x i o -> o i y x")),
     r"(.+)/(?:scale|embedding)": r"\1.weight",
@@ -54,20 +55,21 @@ TRANSFORMERS: NameMap = {
 
 
 class StoredAt(NamedTuple):
-    """A leaf's place in a file: one tensor, or one for each layer, and how the leaf's dims become a tensor's."""
+    """Storage of a leaf in a file: a single tensor or one tensor per layer, and the conversion of dims."""
 
     tensors: tuple[str, ...]
     in_layers: bool
-    shape: tuple[int, ...]  # of a tensor
-    to_tensor: Callable[[Any], Any]  # of the leaf, or of one layer
-    to_leaf: Callable[[Any], Any]  # its inverse; both are views, where the tensor is contiguous
+    shape: tuple[int, ...]  # shape of each tensor
+    to_tensor: Callable[[Any], Any]  # leaf, or one layer of the leaf, to tensor
+    to_leaf: Callable[[Any], Any]  # inverse of to_tensor; both return views if the tensor is contiguous
 
 
 def stored_at(path: str, shape: tuple[int, ...], names: NameMap | None) -> StoredAt:
-    """The place in a file of the leaf at ``path`` with this shape; without a map, its name is its path.
+    """Returns the storage of the leaf at ``path``; without a name map, the tensor name is the path.
 
     Raises:
-      ValueError: no pattern matches the whole path, or the dims do not fit the leaf's rank; names the leaf.
+      ValueError: no pattern matches the full path, a name has an unknown group or ``{layer}`` for a scalar, or the dims
+        do not fit the rank of the leaf; names the leaf.
     """
     if names is None:
         return StoredAt((path,), False, shape, _same, _same)
@@ -85,7 +87,7 @@ def stored_at(path: str, shape: tuple[int, ...], names: NameMap | None) -> Store
             f"the name {stored.name!r} does not fit '{path}' of shape {shape}: its pattern has {len(groups)} groups, "
             f"\\1 the first, and {LAYER} stands for the first dim of a leaf."
         )
-    # Not `found.expand(name)`: groups have dots for slashes, and a group that took no part is "".
+    # Not `found.expand(name)`: groups have dots for slashes, and an unmatched group is "".
     name = re.sub(r"\\(\d)", lambda digit: groups[int(digit[1]) - 1], stored.name)
     in_layers = LAYER in name
     tensors = tuple(name.replace(LAYER, str(layer)) for layer in range(shape[0])) if in_layers else (name,)
@@ -93,13 +95,13 @@ def stored_at(path: str, shape: tuple[int, ...], names: NameMap | None) -> Store
 
 
 def compiled(option: str, pattern: str) -> re.Pattern[str]:
-    """Returns a user's pattern, compiled; errors name the ``option`` of which it is."""
+    """Compiles a pattern given by the caller as ``option``, which errors name."""
     try:
         return re.compile(pattern)
     except re.error as error:
         raise ValueError(
-            f"{option}: {pattern!r} is no regular expression ({error}). Write \\ before a bracket or another sign that "
-            "is meant as itself."
+            f"{option}: {pattern!r} is no regular expression ({error}). Write \\ before a bracket or another special "
+            "character that is meant literally."
         ) from None
     except TypeError:
         raise TypeError(f"{option}: {pattern!r} is a {type(pattern).__name__}; a pattern is a text.") from None
@@ -110,11 +112,11 @@ def _same(array: Any) -> Any:
 
 
 def _layout(path: str, shape: tuple[int, ...], dims: str | tuple[str, ...]) -> tuple[Any, Any, Any]:
-    """The tensor's shape, a function from the leaf to the tensor, and its inverse."""
+    """Returns the shape of the tensor, a function from leaf to tensor, and the inverse function."""
     texts = [dims] if isinstance(dims, str) else list(dims)
     by_rank = {len(text.partition("->")[0].split()): text for text in texts}
-    # Several texts are choices by rank, and a bias has none. A single text is meant for its leaf: another rank is an
-    # error, below.
+    # Several texts are alternatives by rank; a bias keeps its dims. A single text must fit the leaf: a different rank
+    # raises below.
     if not texts or (not isinstance(dims, str) and len(shape) not in by_rank):
         return shape, _same, _same
     text = by_rank.get(len(shape), texts[0])
@@ -143,7 +145,7 @@ def _layout(path: str, shape: tuple[int, ...], dims: str | tuple[str, ...]) -> t
 
 
 class StoredPart(NamedTuple):
-    """A tensor of a leaf in a file, in the leaf's layout; ``converted`` gives entries the leaf's dtype."""
+    """Tensor of a file in the layout of the leaf; ``converted`` casts entries to the dtype of the leaf."""
 
     values: Any
     converted: Callable[[np.ndarray], np.ndarray]
@@ -153,9 +155,9 @@ class StoredPart(NamedTuple):
 
 
 class StoredLeaf:
-    """A leaf in a file, indexed like an array in the leaf's layout: it reads only the entries that are indexed.
+    """Leaf in a file, indexed like an array in the layout of the leaf; indexing reads only the indexed entries.
 
-    ``parts`` are the leaf's layers if it is ``in_layers``, else one tensor.
+    ``parts`` has one tensor per layer if ``in_layers``, else a single tensor.
     """
 
     def __init__(self, parts: list[StoredPart], in_layers: bool):

@@ -1,12 +1,14 @@
-"""Lets one job, and one ``Checkpointer`` of its processes, write a directory, and sees its last save to the end.
+"""Exclusive writer of a checkpoint directory: a lock against a second job, and completion of the last save at exit.
 
-A second job is refused until the first has ended, however it ends: by a lock of ``flock``, which belongs to the open
-file and not to the process. (A process loses a POSIX record lock as soon as it closes any descriptor of the file, after
-copying the folder, say. On network file systems Linux turns ``flock`` into a lock on the server.)
+Only one job, and one ``Checkpointer`` per process of the job, may write a directory. A second job is rejected until the
+first job has ended, cleanly or not, by a ``flock`` lock, which is bound to the open file instead of the process. (A
+process loses a POSIX record lock as soon as it closes any descriptor of the file, for example after copying the folder.
+On network file systems Linux turns ``flock`` into a lock on the server.)
 
-A save goes on in the background, up to a time limit that includes its commit. If it fails, the next call raises. At the
-end of the program there is no next call: the exit waits for the save, at a point where orbax can still start threads
-(after it, Python 3.12 starts none). If the save fails there, the exit says which step is lost, and the exit code is 1.
+A save runs in the background, up to a time limit that includes its commit. If the save fails, the next call raises. At
+the end of the program no call follows: the exit waits for the save, at a point where orbax can still start threads
+(Python 3.12 and later start no threads after the point). If the save fails at exit, the exit reports the lost step on
+stderr, and the exit code is 1.
 """
 
 import atexit
@@ -30,25 +32,25 @@ from xlstm_jax.distributed.processes.leaving import leave
 from xlstm_jax.distributed.processes.together import cause_of, interruptions_go_on
 from xlstm_jax.private_names import register_atexit
 
-_COMMIT_GRACE_S = 1.0  # beyond the limit: orbax's own error, which says more, comes within it
+_COMMIT_GRACE_S = 1.0  # added to the limit, so that orbax raises its more detailed timeout error first
 _LOOK_EVERY_S = 0.005
 LOCK_FILE = ".writer"
-_NAME_BYTES = 200  # of the lock's file, which names the job that holds it
-_JUMP_S = 1.0  # if the system's clock jumped further, the jump is taken for the cause of a timeout
+_NAME_BYTES = 200  # read from the lock file, which names the job that holds the lock
+_JUMP_S = 1.0  # a larger jump of the system clock is reported as the likely cause of a timeout
 
 
 class Writer:
-    """The directory's lock, and the save that is under way in the backend.
+    """Lock of a directory, and the running save of a backend.
 
     Args:
-      directory: it exists.
-      backend: stores the steps; the writer opens and closes it.
-      owner: the object that saves. While it lives, no other object of this process can write the directory.
-      steps: numbers of saved steps; ``save`` adds a step, and a failure takes it away again.
+      directory: an existing directory.
+      backend: storage of the steps; the writer opens and closes the backend.
+      owner: the object that saves. While ``owner`` is alive, no second object of this process can write the directory.
+      steps: numbers of saved steps; ``save`` adds a step, and a failed save removes the step.
       locks: whether this process locks the directory for the job.
-      timeout_s: how long a save may take in the background, its commit and the removal of old steps included.
+      timeout_s: time limit of a save in the background, including its commit and the removal of old steps.
     Raises:
-      CheckpointError: another object of this process, or another job, writes there.
+      CheckpointError: a second object of this process, or a second job, writes the directory.
     """
 
     def __init__(
@@ -57,9 +59,9 @@ class Writer:
         self.directory, self._backend, self._steps, self._timeout_s = directory, backend, steps, timeout_s
         self.is_open = False
         self._lock: DirectoryLock | None = None
-        self._saving: int | None = None  # the step
-        self._begun = 0.0, 0.0  # when that save began: by the system's clock, and by the monotonic clock
-        # Two paths may lead to one directory, and must not get two writers.
+        self._saving: int | None = None  # the step being saved
+        self._begun = 0.0, 0.0  # start of the save: system clock, monotonic clock
+        # Two paths to the same directory must not get two writers.
         self._key = real_path(directory)
         self._take_over(owner)
         if locks and not is_url(directory):
@@ -68,7 +70,7 @@ class Writer:
         _writers[self._key] = (weakref.ref(owner), self)
 
     def _take_over(self, owner: object) -> None:
-        """Closes the writer of an owner that is gone; raises if another owner lives."""
+        """Closes the writer of an owner that was garbage collected; raises if a different owner is still alive."""
         if self._key not in _writers:
             return
         other, writer = _writers[self._key]
@@ -80,12 +82,12 @@ class Writer:
         writer.close()
 
     def open(self) -> None:
-        """Lets the backend look at the directory, before the first save and when steps were moved; all processes."""
+        """Opens the backend before the first save, or again after steps were moved; every process must call it."""
         self._backend.open()
         self.is_open = True
 
     def save(self, step: int, arrays: Arrays, record: Callable[[], Json]) -> None:
-        """Starts to save a step; returns when its buffers may be donated."""
+        """Starts to save a step; returns when the buffers of ``arrays`` may be donated."""
         self._begun = time.time(), time.monotonic()
         with self._failing_as(step):
             self._backend.save(step, arrays, record)
@@ -93,11 +95,14 @@ class Writer:
         self._steps.add(step)
 
     def wait(self) -> None:
-        """Waits until the last save is on disk, no longer than its limit; raises a ``CheckpointError`` if it failed."""
+        """Waits until the last save is on disk, up to its time limit; raises a ``CheckpointError`` if the save failed.
+
+        Also checks that the path still leads to the locked directory, as ``check_place`` does.
+        """
         if (step := self._saving) is not None:
             with self._failing_as(step):
                 self._wait_for_commit()
-                # Before an error can come: each failure is told once, and the next save may try again.
+                # Reset before `wait` can raise: each failure is reported once, and the next save may try again.
                 self._saving = None
                 self._backend.wait()
             self._steps.add(step)
@@ -105,11 +110,11 @@ class Writer:
 
     @property
     def hangs(self) -> bool:
-        """Whether the last save goes on beyond its limit, as when a file system does not answer to a rename."""
+        """Whether the last save is still running after its time limit, for example in a rename that never returns."""
         return self._saving is not None and time.monotonic() >= self._deadline and self._backend.is_saving()
 
     def _wait_for_commit(self) -> None:
-        # Not by the backend's `wait`: it would wait without end for a rename that hangs.
+        # Polls, because the backend's `wait` would never return if a rename hangs.
         while self._backend.is_saving():
             if time.monotonic() >= self._deadline:
                 raise TimeoutError(
@@ -123,28 +128,28 @@ class Writer:
         return self._begun[1] + self._timeout_s + _COMMIT_GRACE_S
 
     def check_place(self) -> None:
-        """Raises a ``CheckpointError`` if the path no longer leads to the locked directory: a link was moved, say."""
+        """Raises a ``CheckpointError`` if the path no longer leads to the locked directory (a link was moved)."""
         if self._lock is not None:
             self._lock.check_place()
 
     def check(self) -> None:
-        """Raises a ``CheckpointError`` if the last save has failed by now; does not wait."""
+        """Raises a ``CheckpointError`` if the last save has already failed; does not wait for a running save."""
         if self._saving is not None and not self._backend.is_saving():
             self.wait()
 
     def close(self) -> None:
         """Waits for the last save, as ``wait`` does, and unlocks the directory."""
         with ExitStack() as at_last:
-            # Also if `wait` raises: a failed save must not leave the directory locked.
+            # Runs even if `wait` raises: a failed save must not leave the directory locked.
             at_last.callback(self._close_unless_it_hangs)
             self.wait()
 
     def _close_unless_it_hangs(self) -> None:
         """Closes the backend and unlocks the directory; does nothing if the last save hangs."""
-        # A save that hangs may still be committed. The directory stays locked, so that no other job writes there.
+        # A hanging save may still be committed. The directory stays locked, so that no second job writes to it.
         if self.hangs:
             return
-        # Callbacks run in reverse, each whatever the other raises: the backend is closed before the lock is released.
+        # Callbacks run in reverse order, even after an exception: the backend is closed before the lock is released.
         with ExitStack() as at_last:
             if self._lock is not None:
                 at_last.callback(self._lock.close)
@@ -163,13 +168,13 @@ class Writer:
             raise CheckpointError(message + "Steps saved before it are untouched.") from error
 
     def _hints(self, error: Exception) -> str:
-        """What may have made a save fail, and does not show in its error."""
+        """Returns likely causes that the error of a failed save does not contain: a clock jump, little disk space."""
         hints = ""
-        # Orbax measures its timeout by the system's clock.
+        # Orbax measures its timeout by the system clock.
         jump = time.time() - self._begun[0] - (time.monotonic() - self._begun[1])
         if isinstance(error, TimeoutError) and jump >= _JUMP_S:
             hints = f"The system's clock jumped ahead by {jump:.0f} s in the meantime; save again. "
-        # Of a full disk the processes that could write see a timeout only.
+        # If the disk is full, processes that finished their writes only see a timeout.
         if not is_url(self.directory) and Path(self.directory).exists():
             hints += f"The disk has {shutil.disk_usage(self.directory).free / 1e6:.1f} MB left. "
         return hints
@@ -179,10 +184,10 @@ class Writer:
 
 
 class DirectoryLock:
-    """Locks a local directory from ``__init__`` to ``close``; has no effect if the file system has no locks.
+    """Lock of a local directory, held from ``__init__`` to ``close``; no effect if the file system has no locks.
 
     Raises:
-      CheckpointError: another job has locked it; says which. Or a link or folder has the name of the lock's file.
+      CheckpointError: a second job holds the lock (the error names the job); or the lock file is a link or a folder.
     """
 
     def __init__(self, directory: Directory) -> None:
@@ -190,7 +195,7 @@ class DirectoryLock:
 
         self._path = os.path.join(directory, LOCK_FILE)
         self._file: int | None = _opened(self._path)
-        # Before it locks: another thread may fork a child right after, which would inherit the lock for good.
+        # Registered before locking: a fork in a different thread must find the lock and close the child's copy.
         _open_locks.add(self)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -202,12 +207,12 @@ class DirectoryLock:
             ) from None
         except OSError:  # this file system has no locks
             pass
-        # Once it is locked: a job that was refused must not overwrite the name of the job that holds the lock.
+        # Written after locking: a rejected job must not overwrite the name of the job that holds the lock.
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
 
     def check_place(self) -> None:
-        """Raises a ``CheckpointError`` if the path leads to another file than the locked file by now."""
+        """Raises a ``CheckpointError`` if the path no longer leads to the locked file."""
         try:
             held = os.path.samestat(os.stat(self._path, follow_symlinks=False), os.fstat(self._file or 0))
         except (FileNotFoundError, NotADirectoryError):
@@ -230,8 +235,8 @@ _open_locks: set[DirectoryLock] = set()
 
 
 def _opened(path: str) -> int:
-    """Opens the lock's file; refuses a link, since the file that it leads to would be overwritten."""
-    # O_NONBLOCK: a pipe or a device under this name must not be waited for.
+    """Opens the lock file; raises a ``CheckpointError`` for a link, because the target would be overwritten."""
+    # O_NONBLOCK: opening a pipe or a device of the same name must not block.
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
         if stat.S_ISREG(os.fstat(file).st_mode):
@@ -245,13 +250,13 @@ def _opened(path: str) -> int:
 
 # ----------------------------------------------------------------------------------------------- the end of the program
 
-_writers: dict[str, tuple[weakref.ref[object], Writer]] = {}  # by directory; all that are not closed
-_lost: list[str] = []  # at the exit
+_writers: dict[str, tuple[weakref.ref[object], Writer]] = {}  # open writers and their owners, by directory
+_lost: list[str] = []  # errors of saves that failed at exit
 
 
 def _leave_to_the_parent() -> None:
-    """In a child made by ``fork``: closes its copies of the locks' files, and forgets the writers."""
-    # A lock of `flock` holds as long as any copy of its file is open: a child that outlives its parent would keep it.
+    """Closes the lock files and drops the writers in a child process after ``fork``."""
+    # A `flock` lock is held while any copy of the file is open: a child that outlives its parent would keep the lock.
     for lock in list(_open_locks):
         lock.close()
     _writers.clear()
@@ -263,9 +268,9 @@ if hasattr(os, "register_at_fork"):
 
 @cache
 def _finish_at_exit() -> None:
-    """Has the open writers closed at the end of the program, before the pools of threads with which orbax writes."""
-    # Functions that are registered last are called first, and orbax registered its pools when it was imported. Python
-    # has no public name for `register_atexit`; functions of `atexit` are called too late, when the pools are gone.
+    """Registers the closing of open writers at the end of the program, before orbax's thread pools shut down."""
+    # The function registered last is called first, and orbax registered its pools at import. Python has no public name
+    # for `register_atexit`; functions of `atexit` run too late, after the pools have shut down.
     register_atexit(_close_all)
 
 
@@ -273,21 +278,21 @@ def _close_all() -> None:
     for _, writer in list(_writers.values()):
         try:
             writer.close()
-        except BaseException as error:  # nobody is left to catch it, nor a KeyboardInterrupt
+        except BaseException as error:  # no caller is left to catch an error or a KeyboardInterrupt
             _lost.append(str(error) if isinstance(error, CheckpointError) else cause_of(error))
     cure = "The program ended before the save was on disk. Call Checkpointer.close, or use it in a with block."
     if _lost and sys.stderr is not None:
-        with suppress(OSError, ValueError):  # of a stream that nobody reads, or that is closed
+        with suppress(OSError, ValueError):  # the stream has no reader, or is closed
             sys.stderr.write("\n".join([*_lost, cure, ""]))
-    if any(writer.hangs for _, writer in _writers.values()):  # Python would wait for its threads.
+    if any(writer.hangs for _, writer in _writers.values()):  # Python would wait for the hanging threads
         leave(1, "; ".join(_lost))
 
 
 @atexit.register
 def _exit_with_an_error() -> None:
-    """Makes the exit code 1 if a save was lost."""
-    # Python has no other way to change the exit code so late. `os._exit` skips the exit functions that would follow;
-    # this function was registered at an import, so that most others have been called.
+    """Exits with code 1 if a save was lost."""
+    # Only `os._exit` can change the exit code at this point. It skips the remaining exit functions; this function was
+    # registered at import, so most exit functions have already run.
     if not _lost:
         return
     logging.shutdown()

@@ -2,14 +2,14 @@
 
   reductions      dictionaries of arrays -> one value per name, now; ``DistributedMetrics`` has them as methods
   pure_metric     states for the training step, as pure functions: empty -> update ... update -> sync -> compute
-  stateful        metrics that keep such a state themselves, for loops outside of the step
+  stateful        metrics with an internal state, for loops outside of the step
   sums_and_means, classification, ranking    the metrics
 
-Below them: ``cells`` are values that merge without losing count, ``layout`` puts the cells of a state into one vector
-per dtype, and ``mesh_state`` is the state of a stateful metric.
+Lower layers: ``cells`` are accumulators that merge without losing counts, ``layout`` packs the cells of a state into
+one vector per dtype, and ``mesh_state`` is the state of a stateful metric on a mesh.
 """
 
-from xlstm_jax.distributed.metrics.cells import Count, Maximum, Minimum, Total  # noqa: F401 older code has them here
+from xlstm_jax.distributed.metrics.cells import Count, Maximum, Minimum, Total  # noqa: F401 imported by older code
 from xlstm_jax.distributed.metrics.classification import (
     Accuracy,
     Binary,

@@ -1,22 +1,22 @@
-"""The cells of metric states: values that are merged, in any order and grouping, without losing count.
+"""Cells of metric states: accumulators that merge in any order and grouping without losing counts.
 
   Total     sum of floats       pair (high, low): the rounding error of every addition is kept and added to the next
   Count     sum of integers     two 32-bit limbs of one 64-bit integer
   Maximum   largest value
   Minimum   smallest value
 
-``X.identity(shape)`` is the cell of nothing. ``X.of(values, weight)`` is the cell of observed values, reduced over all
-dims, or over all but the last ``keep``. ``a.merge(b)`` is the cell of both, and ``a.value`` its value. Cells that
-are too large to be gathered from all devices are merged by plain all-reduces: of ``pieces``, arrays to be summed or
-maximized, from whose results ``from_pieces`` makes a cell.
+``X.identity(shape)`` is the neutral cell. ``X.of(values, weight)`` reduces observed values to a cell, over every dim
+except the last ``keep`` dims. ``a.merge(b)`` combines two cells, and ``a.value`` is the accumulated value. A cell too
+large to gather from every device is merged by plain all-reduces: ``pieces`` splits the cell into arrays to be summed
+or maximized, and ``from_pieces`` builds a cell from the reduced arrays.
 
-Why not a float32: it stops at 2^24 = 16 777 216, where adding 1 changes nothing. An int32 wraps at 2^31, half an hour
-of tokens on a larger cluster. Where x64 is on, floats are float64, still in pairs.
+A float32 sum stops at 2^24 = 16 777 216, where adding 1 changes nothing. An int32 wraps at 2^31: half an hour of
+tokens on a larger cluster. With ``jax_enable_x64`` floats are float64, also in pairs.
 
-Error of a Total: merging is commutative to the bit; each merge is off by at most 3 u^2 (|a| + |b|), u = 2^-24 (Knuth's
-two-sum of the high parts, to which the low parts are added: "SloppyDWPlusDW" of Joldes, Muller and Popescu, "Tight and
-rigorous error bounds for basic building blocks of double-word arithmetic", 2017). Its value is off by u, the rounding
-to float32.
+Error of a ``Total``: merging is commutative to the bit. Each merge is off by at most 3 u^2 (|a| + |b|), u = 2^-24: the
+high parts are added by Knuth's two-sum and the low parts are added to its error ("SloppyDWPlusDW" of Joldes, Muller
+and Popescu, "Tight and rigorous error bounds for basic building blocks of double-word arithmetic", 2017). The relative
+error of the value is u, from rounding to float32.
 """
 
 from abc import ABC, abstractmethod
@@ -32,26 +32,30 @@ from jax.typing import ArrayLike, DTypeLike
 
 __all__ = ["Count", "Maximum", "Minimum", "Total"]
 
-Pieces = list[tuple[str, jax.Array]]  # each with the operation of its all-reduce: "sum", "max" or "min"
+Pieces = list[tuple[str, jax.Array]]  # (operation of the all-reduce: "sum", "max" or "min"; array)
 
 HALF_LIMB = 16
 HALF_LIMB_MASK = 0xFFFF
-# Low bits of a significand that are cleared to halve it: 24 = 12 + 12 bits, 53 = 26 + 27 bits.
+# Number of low significand bits to clear for the upper half: 24 = 12 + 12 bits, 53 = 26 + 27 bits.
 _LOW_BITS = {np.dtype(np.float32): (jnp.uint32, 12), np.dtype(np.float64): (jnp.uint64, 27)}
 
 
 def wide_float() -> np.dtype:
-    """float32, or float64 where ``jax_enable_x64`` is on."""
+    """Returns float32, or float64 with ``jax_enable_x64``."""
     return jax.dtypes.canonicalize_dtype(jnp.float64)
 
 
 def masked(values: jax.Array, weight: jax.Array, empty: ArrayLike) -> jax.Array:
-    """``values`` where the weight is not 0, else ``empty``: padding may hold anything, NaN included."""
+    """Replaces values of weight 0 by ``empty``, because padding may contain anything, NaN included."""
     return jnp.where(weight != 0, values, empty)
 
 
 def like_rows(weight: ArrayLike, values: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
-    """The weight with dims of size 1 appended, so that it broadcasts over the dims that it does not have."""
+    """Appends dims of size 1 to ``weight``, so that it broadcasts over the trailing dims of ``values``.
+
+    Raises:
+      ValueError: the shape of ``weight`` is not a prefix of the shape of ``values``.
+    """
     weight = jnp.asarray(weight)
     if weight.shape != values.shape[: weight.ndim]:
         raise ValueError(
@@ -62,15 +66,15 @@ def like_rows(weight: ArrayLike, values: jax.Array | jax.ShapeDtypeStruct) -> ja
 
 
 class Cell(ABC):
-    """Arrays of one shape, which are merged entry by entry."""
+    """Base class of cells: arrays of equal shape that are merged entry by entry."""
 
     @classmethod
     @abstractmethod
     def identity(cls, shape: tuple[int, ...] = ()) -> Self:
-        """The cell of nothing: merged with another cell, it gives the other cell."""
+        """Returns the neutral cell: ``identity(shape).merge(cell)`` is ``cell``."""
 
     def merged(self, dims: tuple[int, ...]) -> Self:
-        """All entries along ``dims`` merged into one, by one ``lax.reduce`` over all arrays of the cell."""
+        """Merges the entries along ``dims``, in a single ``lax.reduce`` over the arrays of the cell."""
         if not dims:
             return self
         # XLA reduces in any order, and `merge` allows it: commutative to the bit, associative up to rounding.
@@ -88,7 +92,7 @@ class Cell(ABC):
 
 @struct.dataclass
 class Total(Cell):
-    """A sum of floats as the pair high + low, arrays of one shape. Infinities and NaN show in the value.
+    """Sum of floats as the pair high + low of equal shape. Infinities and NaN propagate to the value.
 
     >>> total = Total.of(2.0**24)
     >>> float(total.merge(Total.of(1.0)).merge(Total.of(1.0)).value)  # a float32 would stay at 16777216
@@ -104,8 +108,8 @@ class Total(Cell):
 
     @classmethod
     def of(cls, values: ArrayLike, weight: ArrayLike | None = None, *, keep: int = 0) -> "Total":
-        """The sum of ``values * weight`` over all dims but the last ``keep``; the weight has the leading dims."""
-        # A metric may be observed within a loss, but is no part of it: no gradient goes through its merges.
+        """Sums ``values * weight`` over every dim except the last ``keep``; ``weight`` has the leading dims."""
+        # A metric may be observed inside a loss function; no gradient may flow through its merges.
         values = lax.stop_gradient(jnp.asarray(values).astype(wide_float()))
         if weight is not None:
             weight = like_rows(weight, values).astype(values.dtype)
@@ -114,12 +118,12 @@ class Total(Cell):
 
     @classmethod
     def of_halves(cls, weights: jax.Array, add: Callable[[jax.Array], jax.Array]) -> "Total":
-        """The sum of weights by ``add``, a plain sum or scatter-add, which gets their upper and their lower halves.
+        """Sums the upper halves and the lower halves of ``weights`` by ``add``, a plain sum or a scatter-add.
 
-        Much cheaper than ``of`` where each weight goes into one of many sums. Exact for up to 2^12 weights of similar
-        size in one sum, and for up to 2^24 weights of 0 or 1.
+        Much cheaper than ``of`` for a histogram, where each weight is added to a single bin of many. Exact for up to
+        2^12 weights of similar size per sum, and for up to 2^24 weights of 0 or 1.
         """
-        # A half has 12 of the 24 bits of a float32, which leaves 12 for carries.
+        # A half has 12 of the 24 bits of a float32; the other 12 bits are free for carries.
         upper, lower = halves(weights.astype(wide_float()))
         return cls._plain(add(upper)).merge(cls._plain(add(lower)))
 
@@ -128,13 +132,13 @@ class Total(Cell):
         return cls(values, jnp.zeros_like(values))
 
     def merge(self, other: "Total") -> "Total":
-        # Knuth's two-sum: no branch on which is larger. XLA does not reassociate floats, so it survives compilation.
+        # Knuth's two-sum needs no branch on the larger term. XLA does not reassociate floats, so it stays intact.
         high = self.high + other.high
         other_part = high - self.high
         lost = (self.high - (high - other_part)) + (other.high - other_part)  # high + lost is the exact sum
         lost = lost + (self.low + other.low)
         rounded = high + lost
-        finite = jnp.isfinite(rounded)  # of an infinite sum, inf - inf would make NaN
+        finite = jnp.isfinite(rounded)  # in an infinite sum, inf - inf would be NaN
         return Total(jnp.where(finite, rounded, high), jnp.where(finite, lost - (rounded - high), 0))
 
     @property
@@ -142,8 +146,8 @@ class Total(Cell):
         return self.high + self.low
 
     def pieces(self) -> Pieces:
-        # A half of 12 bits leaves the sum over 2^12 devices of similar size exact. `low` is 2^-24 of the value at most,
-        # so the rounding of its own sum does not show.
+        # Halves of 12 bits sum exactly over 2^12 devices with values of similar size. `low` is at most 2^-24 of the
+        # value, so the rounding of the summed `low` is negligible.
         return [("sum", half) for half in halves(self.high)] + [("sum", self.low)]
 
     def from_pieces(self, pieces: list[jax.Array]) -> "Total":
@@ -152,9 +156,9 @@ class Total(Cell):
 
 
 def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(upper, lower) with upper + lower = x, each with half of its significant bits, so that many add up exactly."""
-    # With low bits cleared, upper has the exponent of x, so x - upper is exact: the bits that were cleared.
-    # Of NaN and infinity only x itself is right: cleared bits would turn NaN into inf, and inf - inf is NaN.
+    """Splits x into (upper, lower), x = upper + lower, with half of the significand each, for exact sums of many x."""
+    # `upper` keeps the exponent of x, so x - upper is exact: the cleared bits.
+    # NaN and infinity stay in `upper` unchanged: clearing bits would turn NaN into inf, and inf - inf is NaN.
     unsigned, bits = _LOW_BITS[np.dtype(x.dtype)]
     integer = lax.bitcast_convert_type(x, unsigned)
     upper = lax.bitcast_convert_type((integer >> bits) << bits, x.dtype)
@@ -164,7 +168,7 @@ def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @struct.dataclass
 class Count(Cell):
-    """A sum of integers as the 64-bit integer high * 2^32 + low in two's complement; uint32 arrays of one shape.
+    """Sum of integers as the 64-bit integer high * 2^32 + low in two's complement; uint32 arrays of equal shape.
 
     >>> int(Count.of(2**31 - 1).merge(Count.of(1)).exact())  # an int32 would wrap
     2147483648
@@ -179,14 +183,16 @@ class Count(Cell):
 
     @classmethod
     def of(cls, values: ArrayLike, weight: ArrayLike | None = None, *, keep: int = 0) -> "Count":
-        """The sum of integers or bools over all dims but the last ``keep``; ``weight`` 0 leaves a row out.
+        """Sums integers or bools over every dim except the last ``keep``.
 
+        Args:
+          weight: integers in 0..65535; 0 excludes a row.
         Raises:
-          TypeError: values or weight are floats, which a count of integers would cut off.
+          TypeError: values or weights are floats, which a count of integers would truncate.
         """
-        for what, x in (("values", values), ("weight", weight)):
+        for argument, x in (("values", values), ("weight", weight)):
             if x is not None and jnp.issubdtype(dtype := jnp.result_type(x), jnp.inexact):
-                raise TypeError(f"a count of integers got {what} of dtype {dtype}; use a sum of floats.")
+                raise TypeError(f"a count of integers got {argument} of dtype {dtype}; use a sum of floats.")
         cells = cls._split(values)
         if weight is not None:
             cells = cells._times(like_rows(weight, cells.low))
@@ -194,7 +200,7 @@ class Count(Cell):
 
     @classmethod
     def _split(cls, values: ArrayLike) -> "Count":
-        # A Python integer has any size, while JAX would cut it to 32 bits where x64 is off.
+        # A Python integer has arbitrary size; without x64 JAX would truncate it to 32 bits.
         if isinstance(values, int) and not isinstance(values, bool):
             return cls(jnp.uint32((values >> 32) & 0xFFFFFFFF), jnp.uint32(values & 0xFFFFFFFF))
         values = jnp.asarray(values)
@@ -207,22 +213,22 @@ class Count(Cell):
         return cls(sign, values.astype(jnp.uint32))
 
     def _times(self, weight: jax.Array) -> "Count":
-        """Rows times an integer weight in 0..65535; a mask is 0 or 1."""
-        # A quarter of 16 bits times a weight of 16 bits fits into 32.
+        """Multiplies each row by its integer weight in 0..65535; a mask has weights 0 and 1."""
+        # A quarter of 16 bits times a weight of 16 bits fits into 32 bits.
         return self.from_pieces([quarter * weight.astype(jnp.uint32) for _, quarter in self.pieces()])
 
     def merge(self, other: "Count") -> "Count":
         low = self.low + other.low
-        # An unsigned sum that has wrapped is smaller than each of its terms.
+        # A wrapped unsigned sum is smaller than either term.
         carry = (low < self.low).astype(jnp.uint32)
         return Count(self.high + other.high + carry, low)
 
     @property
     def value(self) -> jax.Array:
-        """int64 where x64 is on; else float32, exact up to 2^24 and rounded beyond. See ``exact``."""
+        """Returns the sum as int64 with x64; otherwise as float32, rounded above 2^24. See ``exact``."""
         if wide_float() == jnp.float64:
             return (self.high.astype(jnp.int64) << 32) | self.low.astype(jnp.int64)
-        # Of a small negative number both limbs are near 2^32: the sign is taken out before they are rounded.
+        # Both limbs of a small negative number are near 2^32, so the sign is removed before rounding to float32.
         negative = self.high >> 31 == 1
         size = Count(~self.high, ~self.low).merge(Count._split(1))
         high, low = (jnp.where(negative, a, b) for a, b in ((size.high, self.high), (size.low, self.low)))
@@ -230,19 +236,19 @@ class Count(Cell):
         return jnp.where(negative, -number, number)
 
     def exact(self) -> np.ndarray:
-        """The integers themselves, int64, on the host."""
+        """Returns the exact integers as a NumPy int64 array."""
         high, low = np.asarray(self.high).astype(np.int64), np.asarray(self.low).astype(np.int64)
         return (high << 32) | low
 
     def pieces(self) -> Pieces:
-        # Four quarters of 16 bits, the lowest first: their sums over up to 65 536 devices stay below 2^32.
+        # Four quarters of 16 bits, lowest first: the sum of a quarter over up to 65 536 devices stays below 2^32.
         limbs = (self.low, self.high)
         return [("sum", half) for limb in limbs for half in (limb & HALF_LIMB_MASK, limb >> HALF_LIMB)]
 
     def from_pieces(self, pieces: list[jax.Array]) -> "Count":
         carry, digits = jnp.uint32(0), []
         for quarter in pieces:
-            # A quarter may have all 32 bits set, so the carry is added to its lower half.
+            # A summed quarter may use all 32 bits, so the carry is added to its lower half.
             low = (quarter & HALF_LIMB_MASK) + (carry & HALF_LIMB_MASK)
             digits.append(low & HALF_LIMB_MASK)
             carry = (quarter >> HALF_LIMB) + (carry >> HALF_LIMB) + (low >> HALF_LIMB)
@@ -251,7 +257,9 @@ class Count(Cell):
 
 @struct.dataclass
 class Maximum(Cell):
-    """The largest value in its own dtype; -inf, the dtype's minimum, or False where there was none. NaN stays NaN.
+    """Largest value, in the dtype of the values. NaN stays NaN.
+
+    Before any value is observed: -inf, the minimum of an integer dtype, or False.
 
     >>> float(Maximum.of(jnp.array([-3.0, 5.0]), weight=jnp.array([1, 0])).value)
     -3.0
@@ -267,12 +275,12 @@ class Maximum(Cell):
 
     @classmethod
     def of(cls, values: ArrayLike, weight: ArrayLike | None = None, *, keep: int = 0) -> Self:
-        """The extremum over all dims but the last ``keep``; rows with weight 0 are left out."""
+        """Reduces to the extremum over every dim except the last ``keep``; excludes rows with weight 0."""
         values = jnp.asarray(values)
         neutral = jnp.asarray(cls._neutral(values.dtype), values.dtype)
         if weight is not None:
             values = masked(values, like_rows(weight, values), neutral)
-        # `initial` makes an empty batch the identity, where a reduction without it raises.
+        # With `initial` an empty batch gives the identity; without it the reduction raises.
         reduce = jnp.max if cls.operation == "max" else jnp.min
         return cls(reduce(values, axis=tuple(range(values.ndim - keep)), initial=neutral))
 
@@ -293,7 +301,7 @@ class Maximum(Cell):
         return type(self)(merge(self.value, other.value.astype(self.value.dtype)))
 
     def pieces(self) -> Pieces:
-        # All-reduces take numbers: True and False travel as 1 and 0.
+        # All-reduces take numbers: bools are sent as 1 and 0.
         value = self.value.astype(jnp.int32) if self.value.dtype == bool else self.value
         return [(self.operation, value)]
 
@@ -303,7 +311,9 @@ class Maximum(Cell):
 
 @struct.dataclass
 class Minimum(Maximum):
-    """The smallest value in its own dtype; +inf, the dtype's maximum, or True where there was none.
+    """Smallest value, in the dtype of the values. NaN stays NaN.
+
+    Before any value is observed: +inf, the maximum of an integer dtype, or True.
 
     >>> float(Minimum.of(jnp.array([-3.0, 5.0])).value)
     -3.0

@@ -1,27 +1,28 @@
-"""Accuracy, precision, recall and F-scores of classifiers, all from one confusion matrix per class.
+"""Accuracy, precision, recall and F-scores of classifiers, computed from one confusion matrix per class.
 
-A task turns scores into decisions. The state counts them by outcome, and a statistic is a fraction of them::
+A task turns scores into decisions. The state counts decisions by outcome, and a statistic is a ratio of counts::
 
     task        Binary | Multiclass | Multilabel          scores, labels -> predicted, actual: bools [b..., C]
 
                               is the class   is not
-    state       predicted         tp           fp         each the weight of its decisions, [C]
+    state       predicted         tp           fp         total weight of the decisions, [C]
                 not predicted     fn           tn
 
-    statistic   Accuracy   (tp + tn) / all                of every class, or averaged over the classes
+    statistic   Accuracy   (tp + tn) / all                per class, or averaged over the classes
                 Precision  tp / (tp + fp)
                 Recall     tp / (tp + fn)
                 FBeta      (1 + beta^2) tp / ((1 + beta^2) tp + beta^2 fn + fp)
 
-One state serves all statistics. In the examples ``metric.result(metric.observe(scores, labels))`` is the value of one
-batch on one device; in a training step take ``empty``, ``update``, ``sync`` and ``compute``.
+A single state serves every statistic. In the examples ``metric.result(metric.observe(scores, labels))`` is the value of
+one batch on one device; in a training step use ``empty``, ``update``, ``sync`` and ``compute``.
 
-Averages are those of scikit-learn: "micro" adds up the decisions of all classes first, "macro" is the mean over
-classes, "weighted" the mean by support (tp + fn, the weight of the rows of a class), and "per_class" no average: [C].
-Balanced accuracy is ``Recall(average="macro")``, with ``zero_division=nan`` where some class may not occur at all.
+Averages are defined as in scikit-learn: "micro" adds up the counts over classes before the division, "macro" is the
+mean over classes, "weighted" is the mean weighted by support (tp + fn, the weight of the rows of a class), and
+"per_class" returns the values per class, [C]. Balanced accuracy is ``Recall(average="macro")``; set
+``zero_division=nan`` if some class may not occur.
 
-A NaN score makes every statistic NaN that its row counts in. Rows with weight 0 (padding) are ignored, whatever they
-hold.
+A NaN score makes every statistic NaN in which the row of the score counts. Rows with weight 0 (padding) are ignored,
+NaN included.
 """
 
 import math
@@ -45,9 +46,10 @@ AVERAGES = ("micro", "macro", "weighted", "per_class")
 
 @dataclass(frozen=True)
 class Decisions:
-    """What was predicted and what is true, bools [b..., C]; and where either is unknown, [b..., C] or [b..., 1].
+    """Predicted and actual classes of a batch, as masks.
 
-    ``weighted`` is the shape that weights may have: [b...], or [b..., C] where single decisions have weights.
+    ``predicted`` and ``actual`` are bools [b..., C]; ``unknown`` is true where a score is NaN or a label is invalid,
+    [b..., C] or [b..., 1]. ``weighted`` is the full shape of weights: [b...], or [b..., C] for weights per decision.
     """
 
     predicted: jax.Array
@@ -57,21 +59,22 @@ class Decisions:
 
 
 class Task(Protocol):
-    """How decisions are made of scores, for C = ``num_classes`` confusion matrices."""
+    """Rule that turns scores and labels into decisions, for C = ``num_classes`` confusion matrices."""
 
     @property
     def num_classes(self) -> int: ...
 
     def decide(self, scores: jax.Array, labels: jax.Array) -> Decisions:
-        """Raises a ValueError where the task does not take these shapes or dtypes."""
+        """Returns the decisions of a batch; raises a ValueError if shapes or dtypes do not fit the task."""
         ...
 
 
 @dataclass(frozen=True)
 class Binary:
-    """Yes or no: scores [b...] and labels [b...]; yes is predicted where ``score >= threshold``. C = 1.
+    """Binary classification: scores [b...] and labels [b...]; positive where ``score >= threshold``. C = 1.
 
-    Statistics are of the positive class, whatever their average. Label 1 is positive; others, as 0 or -1, are negative.
+    Statistics describe the positive class for every ``average``. Label 1 is positive; any other label, such as 0 or -1,
+    is negative.
 
     >>> Binary(threshold=0.5).decide(jnp.array([0.9, 0.2]), jnp.array([1, 1])).predicted.tolist()
     [[True], [False]]
@@ -88,9 +91,9 @@ class Binary:
 
 @dataclass(frozen=True)
 class Multilabel:
-    """Several yes or no at once: scores [b..., L] and labels [b..., L] in {0, 1}; C = L.
+    """Multilabel classification: scores [b..., L] and labels [b..., L] in {0, 1}; C = L.
 
-    Weights are of rows, [b...], or of single labels, [b..., L].
+    Weights are per row, [b...], or per label, [b..., L].
 
     >>> Multilabel(3).decide(jnp.array([[0.9, 0.2, 0.7]]), jnp.array([[1, 0, 0]])).predicted.tolist()
     [[True, False, True]]
@@ -116,17 +119,17 @@ class Multilabel:
 
 @dataclass(frozen=True)
 class Multiclass:
-    """One of C classes: scores [b..., C] and labels; the highest score is the prediction.
+    """Multiclass classification: scores [b..., C] and labels; the highest score is the prediction.
 
-    Labels are integers [b...] or [b..., 1], or with floating scores one-hot [b..., C], of any dtype. With ``top_k`` > 1
-    the prediction is the label if it is among the k highest scores, else the class of the highest score. Of equal
-    scores the lower class counts as the higher. With ``top_k`` 1 the scores may be integer predictions of the labels'
-    shape.
+    Labels are integers [b...] or [b..., 1] or, for floating scores, one-hot [b..., C] of any dtype. With ``top_k`` > 1
+    the prediction is the label if the label is among the k highest scores, else the class of the highest score. Ties
+    are resolved in favour of the lower class. With ``top_k`` 1 the scores may be integer predictions in the shape of
+    the labels.
 
-    A label outside of 0..C-1 (an ignore index such as -1), or a one-hot row without a 1, matches no class: its row is a
-    false positive of the predicted class and no false negative. Give such rows weight 0 to leave them out. An integer
-    prediction outside of 0..C-1 is a false negative only. Rows of [b..., C] labels that are not one-hot (smoothed
-    labels, probabilities) show as NaN.
+    A label outside of 0..C-1 (an ignore index such as -1), or a one-hot row without a 1, matches no class: the row
+    counts as a false positive of the predicted class and never as a false negative. Give the row weight 0 to exclude
+    it. An integer prediction outside of 0..C-1 counts only as a false negative. Rows of [b..., C] labels that are not
+    one-hot (smoothed labels, probabilities) make the statistics NaN.
 
     >>> Multiclass(3).decide(jnp.array([[0.1, 0.7, 0.2]]), jnp.array([2])).predicted.tolist()
     [[False, True, False]]
@@ -159,8 +162,8 @@ class Multiclass:
         return Decisions(predictions[..., None] == classes, labels[..., None] == classes, unknown, labels.shape)
 
     def _class_numbers(self, scores: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array | bool]:
-        """The labels as class numbers [b...], -1 for none; and where one-hot labels are not one-hot, [b..., 1]."""
-        # Integer scores are predictions, so labels of their shape are class numbers, whatever the last dim.
+        """Returns class numbers [b...], -1 for a one-hot row without a 1, and a mask of invalid rows [b..., 1]."""
+        # Integer scores are predictions, so labels of the same shape are class numbers, for any last dim.
         *rows, last = scores.shape or (None,)
         if last != self.num_classes or jnp.issubdtype(scores.dtype, jnp.integer):
             return labels, False
@@ -168,7 +171,7 @@ class Multiclass:
             return labels[..., 0], False
         if labels.shape != scores.shape:
             return labels, False
-        # An argmax of smoothed labels would pass for a label, so only true one-hot rows count.
+        # The argmax of smoothed labels would be a valid class number, so rows that are not one-hot are marked.
         ones = labels == 1
         is_one_hot = (ones | (labels == 0)).all(-1) & (ones.sum(-1) <= 1)
         return jnp.where(ones.any(-1), jnp.argmax(ones, -1), -1), ~is_one_hot[..., None]
@@ -176,19 +179,19 @@ class Multiclass:
     def _predictions(self, scores: jax.Array, labels: jax.Array) -> jax.Array:
         if self.top_k == 1:
             return jnp.argmax(scores, axis=-1)
-        # Top-k accuracy is the plain accuracy of this prediction.
+        # With this prediction, plain accuracy is top-k accuracy.
         _, highest = lax.top_k(scores, self.top_k)
         among = (highest == labels[..., None]).any(-1)
         return jnp.where(among, labels, highest[..., 0])
 
 
 def _at_least(scores: jax.Array, threshold: float) -> jax.Array:
-    """``scores >= threshold``, compared in float32: in a narrow dtype the threshold would be rounded to it."""
+    """Compares scores with the threshold in float32; a narrow dtype would round the threshold."""
     return scores.astype(wide_float()) >= threshold
 
 
 def check_labels(labels: jax.Array) -> None:
-    """Raises ValueError where labels are not integers or bools, but probabilities or one-hot floats."""
+    """Raises a ValueError if labels are not integers or bools (probabilities, one-hot floats)."""
     if not (jnp.issubdtype(labels.dtype, jnp.integer) or jnp.issubdtype(labels.dtype, jnp.bool_)):
         raise ValueError(
             f"labels of dtype {labels.dtype}: they are integers or bools. Scores come first, labels second."
@@ -196,16 +199,19 @@ def check_labels(labels: jax.Array) -> None:
 
 
 def check_one_score_per_label(scores: jax.Array, labels: jax.Array, caller: str) -> None:
-    """Raises ValueError where labels are not integers or bools, or scores have another shape."""
+    """Raises a ValueError if labels are not integers or bools, or if the shapes of scores and labels differ."""
     check_labels(labels)
     if scores.shape != labels.shape:
         raise ValueError(f"scores of shape {scores.shape}, labels of shape {labels.shape}: {caller} has one per label.")
 
 
 def total_of(which: jax.Array, unknown: jax.Array | bool, weight: jax.Array) -> Total:
-    """By class the weight of the rows where ``which`` [b..., C] is true; NaN where a row that counts is unknown."""
+    """Sums, per class, the weight of the rows where ``which`` [b..., C] is true.
+
+    A class is NaN if ``unknown`` is true in a row of nonzero weight.
+    """
     counted = like_rows(weight, which) != 0
-    # Where single decisions have weights, the last dim of the weight is the classes, which stay apart.
+    # With weights per decision the last dim of the weight is the class dim, which is not summed.
     rows = tuple(range(weight.ndim)) if weight.ndim < which.ndim else tuple(range(which.ndim - 1))
 
     def add(half: jax.Array) -> jax.Array:
@@ -216,19 +222,19 @@ def total_of(which: jax.Array, unknown: jax.Array | bool, weight: jax.Array) -> 
 
 
 def weight_per_label(weight: ArrayLike | None, shape: tuple[int, ...]) -> jax.Array:
-    """The weight, which has leading dims of ``shape``, broadcast to [*shape]; 1 for each label without a weight."""
+    """Broadcasts ``weight``, a scalar or an array with leading dims of ``shape``, to ``shape``; None means 1."""
     labels = jax.ShapeDtypeStruct(shape, jnp.bool_)
     return jnp.broadcast_to(like_rows(1 if weight is None else weight, labels), shape)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Statistic(ABC):
-    """A fraction of decisions, by class or averaged. A subclass says which (``terms``).
+    """Base class of statistics: a fraction per class, or an average over classes. A subclass implements ``terms``.
 
     Args:
-      average: one of ``AVERAGES``; see the module.
-      zero_division: the fraction where its denominator is 0. NaN leaves such classes out of "macro" and "weighted", and
-        is the average where all classes are left out.
+      average: an entry of ``AVERAGES``; see the module docstring.
+      zero_division: the fraction where the denominator is 0. NaN excludes a class with denominator 0 from "macro" and
+        "weighted" averages; the average is NaN if every class is excluded.
     """
 
     average: str = "macro"
@@ -240,10 +246,10 @@ class Statistic(ABC):
 
     @abstractmethod
     def terms(self, tp: Total, fp: Total, fn: Total, tn: Total) -> tuple[jax.Array, jax.Array]:
-        """(numerator, denominator), of every class [C] or of all classes as one []."""
+        """Returns (numerator, denominator), per class [C] or for counts summed over classes []."""
 
     def of(self, cells: Cells, task: Task) -> jax.Array:
-        """The value: [C] for "per_class", else []."""
+        """Computes the statistic: [C] for "per_class", else []."""
         del task
         if self.average == "micro":
             return ratio(*self.terms(**_over_classes(cells)), self.zero_division)
@@ -252,9 +258,9 @@ class Statistic(ABC):
         if self.average == "per_class":
             return by_class
         weight = cells["tp"].merge(cells["fn"]).value if self.average == "weighted" else jnp.ones_like(by_class)
-        # A class that is left out has the value NaN and gets weight 0, with which `Total.of` ignores it.
+        # An excluded class has the value NaN and weight 0, and `Total.of` ignores values of weight 0.
         defined = (denominator != 0) | (not math.isnan(self.zero_division))
-        # As in scikit-learn: where no weight is left, the plain mean of the classes that are defined.
+        # As in scikit-learn: if the total weight is 0, the average is the plain mean over the defined classes.
         weight = jnp.where(jnp.any(defined & (weight != 0)), weight, 1)
         weight = jnp.where(defined, weight, 0)
         return ratio(Total.of(by_class, weight).value, Total.of(weight).value, self.zero_division)
@@ -262,11 +268,11 @@ class Statistic(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy(Statistic):
-    """The fraction of right decisions; of nothing it is ``zero_division``.
+    """Fraction of correct decisions; ``zero_division`` before any decision is observed.
 
-    "micro" is the fraction of rows (Binary, Multiclass) or of single labels (Multilabel) that are right. The other
-    averages are over "this class against the rest", in which most decisions of many classes are true negatives: for
-    balanced accuracy take ``Recall(average="macro")``.
+    "micro" is the fraction of correct rows (Binary, Multiclass) or correct labels (Multilabel). "macro", "weighted" and
+    "per_class" score each class against the rest; with many classes most of these decisions are true negatives. For
+    balanced accuracy use ``Recall(average="macro")``.
 
     >>> metric = ConfusionMatrix(Binary(), {"accuracy": Accuracy()})
     >>> metric.result(metric.observe(jnp.array([0.9, 0.8, 0.2, 0.7]), jnp.array([1, 0, 0, 1])))
@@ -281,7 +287,7 @@ class Accuracy(Statistic):
 
     def of(self, cells: Cells, task: Task) -> jax.Array:
         if self.average == "micro" and isinstance(task, Multiclass):
-            # A row is one decision among C, not C decisions. Every class has counted all rows: the first will do.
+            # A row is one decision among C classes, not C decisions. Every class counts every row: read class 0.
             _, rows = self.terms(**cells)
             return ratio(_over_classes(cells)["tp"].value, rows[0], self.zero_division)
         return super().of(cells, task)
@@ -289,7 +295,7 @@ class Accuracy(Statistic):
 
 @dataclass(frozen=True, kw_only=True)
 class Precision(Statistic):
-    """The fraction of a class's predictions that are right; ``zero_division`` for a class that was never predicted.
+    """Fraction of the predictions of a class that are correct; ``zero_division`` for a class never predicted.
 
     >>> metric = ConfusionMatrix(Binary(), {"precision": Precision()})
     >>> metric.result(metric.observe(jnp.array([0.9, 0.8, 0.2, 0.7]), jnp.array([1, 0, 0, 0])))
@@ -302,7 +308,7 @@ class Precision(Statistic):
 
 @dataclass(frozen=True, kw_only=True)
 class Recall(Statistic):
-    """The fraction of a class's rows that were predicted as it; ``zero_division`` for a class without rows.
+    """Fraction of the rows of a class that are predicted correctly; ``zero_division`` for a class without rows.
 
     >>> metric = ConfusionMatrix(Binary(), {"recall": Recall()})
     >>> metric.result(metric.observe(jnp.array([0.9, 0.8, 0.2, 0.7]), jnp.array([1, 0, 1, 0])))
@@ -315,9 +321,10 @@ class Recall(Statistic):
 
 @dataclass(frozen=True)
 class FBeta(Statistic):
-    """The harmonic mean of precision and recall, in which recall counts ``beta`` times as much; F1 by default.
+    """Weighted harmonic mean of precision and recall; recall counts ``beta`` times as much. F1 by default.
 
-    ``zero_division`` where a class was neither predicted nor occurred, so that precision and recall are both undefined.
+    The value is ``zero_division`` for a class that neither occurs nor is predicted, so that precision and recall are
+    both undefined.
 
     >>> metric = ConfusionMatrix(Binary(), {"f1": FBeta()})
     >>> metric.result(metric.observe(jnp.array([0.9, 0.8, 0.2]), jnp.array([1, 0, 1])))
@@ -333,23 +340,23 @@ class FBeta(Statistic):
 
     def terms(self, tp: Total, fp: Total, fn: Total, tn: Total) -> tuple[jax.Array, jax.Array]:
         square = self.beta**2
-        # (1 + b^2) P R / (b^2 P + R), multiplied out: 0 instead of 0 / 0 where P and R are both 0.
+        # (1 + b^2) P R / (b^2 P + R), expanded into counts: 0 instead of 0 / 0 where P and R are both 0.
         return (1 + square) * tp.value, square * tp.merge(fn).value + tp.merge(fp).value
 
 
 def _over_classes(cells: Cells) -> Cells:
-    """[C] -> []: the sum over classes, of both parts of the pairs."""
+    """Sums high and low parts over classes: [C] -> []."""
     return {name: Total.of(total.high).merge(Total.of(total.low)) for name, total in cells.items()}
 
 
 # eq=False hashes by identity, as for `Compose`.
 @dataclass(frozen=True, eq=False)
 class ConfusionMatrix(PureMetric):
-    """Statistics of the decisions of a task (``Binary``, ``Multiclass``, ``Multilabel``) by name; the value is a dict.
+    """Named statistics for a task (``Binary``, ``Multiclass``, ``Multilabel``); the value is a dict by name.
 
-    ``update(state, scores, labels, weight=None)``: the weight has one number for all or the leading dims of the labels,
-    and may be fractional; a ``ValueError`` where they do not fit each other or the task. The state's cells are the
-    counts themselves, ``Total`` of shape [C].
+    ``update(state, scores, labels, weight=None)``: the weight is a scalar or has the leading dims of the labels, and
+    may be fractional. Raises a ``ValueError`` if scores, labels, weight and task do not fit together. The cells of the
+    state are the counts "tp", "fp", "fn" and "tn", each a ``Total`` of shape [C].
 
     >>> metric = ConfusionMatrix(Multiclass(3), {"top1": Accuracy(), "recall": Recall(average="per_class")})
     >>> values = metric.result(metric.observe(jnp.array([0, 1, 1, 2]), jnp.array([0, 1, 2, 2])))

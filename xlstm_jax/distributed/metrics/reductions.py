@@ -1,13 +1,13 @@
-"""Metric dictionaries reduced to one value per name: three places to do it, one set of names.
+"""Reductions of metric dictionaries to one value per name.
 
   on global arrays, in plain jit     reduce_mean, reduce_sum, reduce_max, reduce_min, reduce_custom
   inside shard_map or pmap           the same names with _collective, and all_gather
   outside, on gathered arrays        collect_from_devices
 
-Dictionaries may be nested. Values other than ``jax.Array`` (a name, a Python number, a NumPy array, a key) pass through
-untouched, unless ``reduce_fn`` names an operation for them. However many metrics there are, a call issues one
-collective per operation and dtype; means are sums that are divided afterwards, and values narrower than 32 bits are
-summed in float32.
+Dictionaries may be nested. Python numbers and NumPy arrays are returned unchanged unless ``reduce_fn`` names an
+operation for them; strings, PRNG keys and other objects are always returned unchanged. A call issues one collective
+per operation and dtype, for any number of metrics. A mean is a sum that is divided after the collective; floats
+narrower than 32 bits are summed in float32.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,16 +25,16 @@ from xlstm_jax.distributed.data_parallel.wire.dtypes import common_dtype, is_prn
 
 DEFAULT_AXIS = "batch"
 OPERATIONS = ("mean", "sum", "max", "min")
-# A metric that ``reduce_fn`` does not name: arrays are averaged, numbers pass through.
+# Operation of a metric that ``reduce_fn`` does not name: arrays are averaged, numbers are returned unchanged.
 UNNAMED = ""
 NUMBERS = (int, float, np.number, np.bool_)  # bool is an int
-Operations = Mapping[str, "str | Operations | None"]  # by the names of the metrics, nested like them
+Operations = Mapping[str, "str | Operations | None"]  # metric name -> operation, nested like the metrics
 
 
 def reduce_mean(metrics: Metrics) -> Metrics:
-    """The mean over all entries of each array; the mean of integers or bools is a float32. Scalars stay.
+    """Returns the mean over the entries of each array; scalars are returned unchanged.
 
-    For global arrays, under plain ``jit`` or outside of it.
+    For global arrays, under plain ``jit`` or outside of ``jit``. The mean of integers or bools is a float32.
 
     >>> reduce_mean({"loss": jnp.arange(4.0), "run": "a"})
     {'loss': Array(1.5, dtype=float32), 'run': 'a'}
@@ -43,7 +43,7 @@ def reduce_mean(metrics: Metrics) -> Metrics:
 
 
 def reduce_sum(metrics: Metrics) -> Metrics:
-    """The sum over all entries of each array; see ``reduce_mean``. The sum of bools is a count.
+    """Returns the sum over the entries of each array; see ``reduce_mean``. The sum of bools is a count.
 
     >>> reduce_sum({"hits": jnp.array([True, False, True])})
     {'hits': Array(2, dtype=int32)}
@@ -52,7 +52,7 @@ def reduce_sum(metrics: Metrics) -> Metrics:
 
 
 def reduce_max(metrics: Metrics) -> Metrics:
-    """The largest entry of each array; see ``reduce_mean``.
+    """Returns the largest entry of each array; see ``reduce_mean``.
 
     >>> reduce_max({"norm": jnp.arange(4.0)})
     {'norm': Array(3., dtype=float32)}
@@ -61,7 +61,7 @@ def reduce_max(metrics: Metrics) -> Metrics:
 
 
 def reduce_min(metrics: Metrics) -> Metrics:
-    """The smallest entry of each array; see ``reduce_mean``.
+    """Returns the smallest entry of each array; see ``reduce_mean``.
 
     >>> reduce_min({"norm": jnp.arange(4.0)})
     {'norm': Array(0., dtype=float32)}
@@ -70,24 +70,24 @@ def reduce_min(metrics: Metrics) -> Metrics:
 
 
 def reduce_custom(metrics: Metrics, reduce_fn: Operations | None = None) -> Metrics:
-    """Each metric by an operation of its own, on global arrays as for ``reduce_mean``.
+    """Reduces each metric by the operation that ``reduce_fn`` names, on global arrays as ``reduce_mean`` does.
 
     >>> reduce_custom({"loss": jnp.arange(4.0), "tokens": jnp.arange(4)}, {"tokens": "sum"})
     {'loss': Array(1.5, dtype=float32), 'tokens': Array(6, dtype=int32)}
 
     Args:
-      reduce_fn: name -> "mean", "sum", "max", "min", or None, which leaves the metric alone. Metrics that it does not
-        name are averaged. A nested dictionary takes one operation for all its metrics, or a dictionary.
+      reduce_fn: name -> "mean", "sum", "max", "min", or None to return the metric unchanged. Metrics missing from
+        ``reduce_fn`` are averaged. A nested dictionary of metrics takes a single operation or a dictionary.
     Raises:
-      ValueError: an unknown operation; a name that the metrics do not have; or "sum" for a Python number, which has no
-        entries to sum. Nothing has been reduced then.
+      ValueError: an operation is unknown; a name is missing from the metrics; or the operation is "sum" for a Python
+        number, which has no entries to sum. Raised before anything is reduced.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(metrics):
         if isinstance(leaf, NUMBERS) and _operation_at(path, reduce_fn or {}) == "sum":
             raise ValueError(
                 f"reduce_fn[{jax.tree_util.keystr(path, simple=True, separator='/')!r}] is 'sum', but that metric is "
-                f"{leaf!r}, a number with no entries to be summed. Pass an array that has one for each device or row, "
-                "or None to leave it alone. (Inside shard_map reduce_custom_collective sums numbers over devices.)"
+                f"{leaf!r}, a number with no entries to be summed. Pass an array with one entry per device or row, or "
+                "None to keep the number. (Inside shard_map, reduce_custom_collective sums numbers over devices.)"
             )
     return _reduce_each(metrics, reduce_fn, _reduce_global)
 
@@ -104,18 +104,18 @@ def _is_metric(value: object) -> bool:
 def _reduce_each(
     metrics: Metrics, reduce_fn: Operations | None, reduce: Callable[[list[Any], str], list[Any]]
 ) -> Metrics:
-    """Sorts the leaves by operation and calls ``reduce(leaves, operation)`` once for each."""
+    """Groups the leaves by operation and calls ``reduce(leaves, operation)`` once per group."""
     chosen = {} if reduce_fn is None else reduce_fn
     _check_operations(metrics, chosen, "")
     with_paths, structure = jax.tree_util.tree_flatten_with_path(metrics)
     named = [_operation_at(path, chosen) for path, _ in with_paths]
-    # A number or NumPy array is reduced only under its own name: unnamed it is a label, such as an epoch.
+    # A number or NumPy array is reduced only if `reduce_fn` names it; otherwise it is a label, such as an epoch.
     leaves = [
         jnp.asarray(leaf) if operation and isinstance(leaf, (*NUMBERS, np.ndarray)) else leaf
         for (_, leaf), operation in zip(with_paths, named, strict=True)
     ]
     operations = ["mean" if operation is UNNAMED else operation for operation in named]
-    # One call for each operation, not for each leaf: a call is one collective per dtype.
+    # One call per operation instead of per leaf: each call issues one collective per dtype.
     for operation in OPERATIONS:
         indices = [i for i, name in enumerate(operations) if name == operation]
         for i, value in zip(indices, reduce([leaves[i] for i in indices], operation), strict=True):
@@ -124,12 +124,12 @@ def _reduce_each(
 
 
 def _check_operations(metrics: PyTree, chosen: object, path: str) -> None:
-    """Raises where ``chosen`` has an unknown operation, or a name that the metrics do not have."""
+    """Raises if ``chosen`` has an unknown operation, or a name that is missing from the metrics."""
     if not isinstance(chosen, Mapping):
         if chosen is not None and chosen not in OPERATIONS:
             raise ValueError(
                 f"reduce_fn[{path!r}] is {chosen!r}; the operations are {', '.join(map(repr, OPERATIONS))}, and None "
-                "for a metric that is to be left alone."
+                "for a metric to keep unchanged."
             )
         return
     if not isinstance(metrics, Mapping):
@@ -139,17 +139,17 @@ def _check_operations(metrics: PyTree, chosen: object, path: str) -> None:
         if name not in metrics:
             raise ValueError(
                 f"reduce_fn has {inner!r}, which the metrics do not have: {sorted(metrics, key=str)}. "
-                "(A metric that is not named is averaged, so a misspelt name would be averaged in silence.)"
+                "(A metric missing from reduce_fn is averaged, so a misspelt name would be averaged silently.)"
             )
         _check_operations(metrics[name], operation, inner)
 
 
 def _operation_at(path: Sequence[Any], chosen: Any) -> str | None:
-    """The operation for the leaf at a key path: ``UNNAMED`` if it has none, None if the leaf is to stay."""
+    """Returns the operation for the leaf at a key path: ``UNNAMED`` by default, None to keep the leaf unchanged."""
     for key in path:
-        # One operation for a nested dictionary holds for all leaves below it.
+        # A single operation for a nested dictionary applies to every leaf below it.
         if isinstance(chosen, Mapping):
-            # A list has no keys: `_check_operations` refuses a dictionary of operations for it.
+            # A list has no keys: `_check_operations` rejects a dictionary of operations for a list.
             chosen = chosen.get(getattr(key, "key", None), UNNAMED)
     return chosen
 
@@ -157,29 +157,31 @@ def _operation_at(path: Sequence[Any], chosen: Any) -> str | None:
 def reduce_mean_collective(
     metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS, *, weight: ArrayLike | None = None
 ) -> Metrics:
-    """The mean over devices of each metric, elementwise; inside ``shard_map`` or ``pmap``.
+    """Averages each metric over devices, elementwise; inside ``shard_map`` or ``pmap``.
 
     >>> split, step = jax.P(("dp", "fsdp")), lambda x: reduce_mean_collective({"loss": x}, ("dp", "fsdp"))
     >>> jax.shard_map(step, mesh=mesh, in_specs=split, out_specs=jax.P())(jnp.arange(8.0))["loss"]
     Array([3.5], dtype=float32)
 
     Args:
-      metrics: this device's values, of any shape.
+      metrics: values of this device, of any shape.
       axis_name: the axis or the tuple of axes that the batch is split over.
-      weight: a scalar, the number of examples or tokens behind this device's means; by default all devices count the
-        same. The result is sum(weight * value) / sum(weight), and 0 if all weights are 0. Values of devices with
-        weight 0 are ignored, NaN included.
+      weight: a scalar, the number of examples or tokens behind the means of this device; equal for every device by
+        default. The result is sum(weight * value) / sum(weight), and 0 if the sum of weights is 0. Values of devices
+        with weight 0 are ignored, NaN included.
     Returns:
-      The means, equal on all devices (by type, too); integers and bools as float32, other dtypes kept.
+      The means, replicated along ``axis_name`` (also in their types); integers and bools become float32, other dtypes
+      are kept.
     """
     return _over_devices(metrics, "mean", collectives.bound_axes(axis_name, caller="reduce_mean_collective"), weight)
 
 
 def reduce_sum_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS) -> Metrics:
-    """The sum over devices of each metric, elementwise, as by ``psum``; inside ``shard_map`` or ``pmap``.
+    """Sums each metric over devices, elementwise, as ``psum`` does; inside ``shard_map`` or ``pmap``.
 
-    Every device counts, in both ``check_vma`` modes. So name only the axes that the batch is split over: along a tensor
-    parallel axis devices hold equal values, which would be counted several times. Dtypes are those of ``jnp.sum``.
+    Every device counts, in both ``check_vma`` modes. So name only the axes that the batch is split over: along a
+    tensor parallel axis devices hold equal values, which would be counted several times. Result dtypes are as for
+    ``jnp.sum``.
 
     >>> jax.pmap(lambda x: reduce_sum_collective({"n": x}), axis_name="batch")(jnp.arange(8))["n"][0]
     Array(28, dtype=int32)
@@ -188,7 +190,7 @@ def reduce_sum_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS)
 
 
 def reduce_max_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS) -> Metrics:
-    """The largest over devices of each metric, elementwise; inside ``shard_map`` or ``pmap``.
+    """Returns the maximum over devices of each metric, elementwise; inside ``shard_map`` or ``pmap``.
 
     >>> jax.pmap(lambda x: reduce_max_collective({"peak": x}), axis_name="batch")(jnp.arange(8))["peak"][0]
     Array(7, dtype=int32)
@@ -197,7 +199,7 @@ def reduce_max_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS)
 
 
 def reduce_min_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS) -> Metrics:
-    """The smallest over devices of each metric, elementwise; inside ``shard_map`` or ``pmap``.
+    """Returns the minimum over devices of each metric, elementwise; inside ``shard_map`` or ``pmap``.
 
     >>> jax.pmap(lambda x: reduce_min_collective({"least": x}), axis_name="batch")(jnp.arange(8))["least"][0]
     Array(0, dtype=int32)
@@ -212,10 +214,11 @@ def reduce_custom_collective(
     *,
     weight: ArrayLike | None = None,
 ) -> Metrics:
-    """Each metric by an operation of its own over devices; ``reduce_fn`` and errors as in ``reduce_custom``.
+    """Reduces each metric over devices by the operation that ``reduce_fn`` names.
 
-    A Python number or NumPy array that ``reduce_fn`` names is every device's value: the sum of 2 over 8 devices is 16.
-    ``weight`` is the weight of the means; see ``reduce_mean_collective``.
+    ``reduce_fn`` and errors are as in ``reduce_custom``, except that a Python number or NumPy array in ``reduce_fn``
+    counts as the value of every device: the sum of 2 over 8 devices is 16. ``weight`` is the weight of the means; see
+    ``reduce_mean_collective``.
 
     >>> step = lambda x: reduce_custom_collective({"loss": x, "peak": x, "n": 2}, {"peak": "max", "n": "sum"}, "batch")
     >>> {name: float(x[0]) for name, x in jax.pmap(step, axis_name="batch")(jnp.arange(8.0)).items()}
@@ -226,9 +229,9 @@ def reduce_custom_collective(
 
 
 def all_gather(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS) -> Metrics:
-    """Every device's values: [...] -> [n, ...], equal on all devices; inside ``shard_map`` or ``pmap``.
+    """Gathers the metrics of every device: [...] -> [n, ...], replicated; inside ``shard_map`` or ``pmap``.
 
-    For a tuple of axes n is the product of their sizes, the first axis being the outermost.
+    For a tuple of axes n is the product of the axis sizes, and the first axis is the outermost.
 
     >>> jax.pmap(lambda x: all_gather({"loss": x}), axis_name="batch")(jnp.arange(8))["loss"][0]
     Array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32)
@@ -239,7 +242,7 @@ def all_gather(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS) -> Metrics
 
 
 def _on_arrays(tree: PyTree, fn: Callable[[list[jax.Array]], list[jax.Array]]) -> PyTree:
-    """``fn`` on all the arrays of a tree together; the rest stays."""
+    """Calls ``fn`` once with the list of arrays of a tree; other leaves are returned unchanged."""
     leaves, structure = jax.tree.flatten(tree)
     indices = [i for i, leaf in enumerate(leaves) if _is_metric(leaf)]
     for i, value in zip(indices, fn([leaves[i] for i in indices]), strict=True):
@@ -248,11 +251,11 @@ def _on_arrays(tree: PyTree, fn: Callable[[list[jax.Array]], list[jax.Array]]) -
 
 
 def _over_devices(tree: PyTree, operation: str, axes: tuple[str, ...], weight: ArrayLike | None = None) -> PyTree:
-    """The arrays of a tree reduced over devices, sums in the dtype of ``jnp.sum``; the rest stays."""
+    """Reduces the arrays of a tree over devices, sums in the dtype of ``jnp.sum``; other leaves are unchanged."""
 
     def reduced(arrays: list[jax.Array]) -> list[jax.Array]:
         dtypes = [_sum_dtype(array.dtype) if operation == "sum" else array.dtype for array in arrays]
-        # Extrema would survive a narrow dtype. Widened, they share one collective with the float32 arrays.
+        # Extrema are exact in a narrow dtype. They are widened to share one collective with the float32 arrays.
         wide = [array.astype(wide_dtype(_sum_dtype(array.dtype))) for array in arrays]
         out = collectives.all_reduce([operation] * len(wide), wide, axes)
         return [value.astype(dtype) for value, dtype in zip(out, dtypes, strict=True)]
@@ -261,46 +264,47 @@ def _over_devices(tree: PyTree, operation: str, axes: tuple[str, ...], weight: A
 
 
 def _sum_dtype(dtype: DTypeLike) -> np.dtype:
-    """The dtype of ``jnp.sum``: bools and integers narrower than 32 bits are summed as 32 bits."""
+    """Returns the dtype of ``jnp.sum``: bools and integers narrower than 32 bits are summed as 32 bits."""
     return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((), dtype)).dtype
 
 
 def _means(arrays: list[jax.Array], axes: tuple[str, ...], weight: ArrayLike | None) -> list[jax.Array]:
-    """Weighted means, the weights travelling with the sums; with equal weights the plain mean."""
+    """Averages arrays over devices; weights are summed in the same collective as the weighted arrays."""
     if not arrays:
         return []
     dtypes = [array.dtype if jnp.issubdtype(array.dtype, jnp.inexact) else jnp.dtype(jnp.float32) for array in arrays]
     values = [array.astype(wide_dtype(dtype)) for array, dtype in zip(arrays, dtypes, strict=True)]
-    # Sums divided at the end, not `pmean`: with a weight the divisor travels in the collective of the sums.
+    # Sums divided at the end instead of `pmean`: the sum of weights is computed in the collective of the sums.
     total: jax.Array | int = collectives.axis_size(axes)
     if weight is None:
         sums = collectives.all_reduce(["sum"] * len(values), values, axes)
     else:
         if jnp.shape(weight) != ():
             raise ValueError(
-                f"weight has the shape {jnp.shape(weight)}; it is one number per device, the weight of all that its "
-                "means are over. Pass the sum of the weights."
+                f"weight has the shape {jnp.shape(weight)}; it is one number per device, the weight of the examples "
+                "behind the means of the device. Pass the sum of the weights."
             )
-        # In the dtype of the sums, so that it joins their collective; float32 counts tokens exactly up to 2^24.
+        # In the dtype of the sums, to share their collective; float32 counts tokens exactly up to 2^24.
         weight = jnp.asarray(weight, wide_dtype(common_dtype(jnp.result_type(weight), jnp.float32)))
-        # Not by the product alone: a device without weight may hold NaN, and 0 * NaN is NaN.
+        # `where` as well as the product: a device of weight 0 may hold NaN, and 0 * NaN is NaN.
         weighted = [jnp.where(weight != 0, x * weight.astype(x.dtype), 0) for x in values]
         *sums, weights = collectives.all_reduce(["sum"] * (len(values) + 1), [*weighted, weight], axes)
-        # Without any weight the sums are 0, and 0 / 1 is the promised 0, where 0 / 0 would be NaN.
+        # If every weight is 0 the sums are 0: dividing by 1 gives the documented 0, where 0 / 0 would be NaN.
         total = jnp.where(weights != 0, weights, 1)
     return [(value / total).astype(dtype) for value, dtype in zip(sums, dtypes, strict=True)]
 
 
 def collect_from_devices(metrics: Metrics) -> Metrics:
-    """Arrays with a leading device dim, as ``pmap`` and ``all_gather`` return, become lists of n values.
+    """Converts arrays with a leading device dim, as from ``pmap`` or ``all_gather``, to lists of n values.
 
-    Scalars and values other than ``jax.Array`` stay. Call it outside of ``shard_map`` and ``pmap``.
+    Scalars and values other than ``jax.Array`` are returned unchanged. Call the function outside of ``shard_map`` and
+    ``pmap``.
 
     >>> [float(loss) for loss in collect_from_devices({"loss": jnp.array([0.5, 1.5])})["loss"]]
     [0.5, 1.5]
 
     Raises:
-      ValueError: an array lies on other processes too and differs between devices, so that it cannot be read here.
+      ValueError: an array spans several processes and differs between devices, so this process cannot read all of it.
     """
 
     def as_list(path: Any, value: Any) -> Any:
@@ -308,7 +312,7 @@ def collect_from_devices(metrics: Metrics) -> Metrics:
             return value
         if value.is_fully_addressable:
             return list(value)
-        # JAX does not iterate over arrays of several processes, but any one copy has all the values.
+        # JAX does not iterate over arrays of several processes, but each local copy has every value.
         if value.is_fully_replicated:
             return list(value.addressable_data(0))
         raise ValueError(

@@ -1,21 +1,22 @@
-"""Metrics that keep their own state, for code outside of the training step: evaluation loops, counters, your own.
+"""Metrics with an internal state, for code outside of the training step: evaluation loops, counters, custom metrics.
 
-A program that drives n devices has n local values, one per device. They live split over the mesh, as one array with a
-leading device dim; row i lies on device i::
+A program on n devices has n local values, one per device, stored as one array with a leading device dim that is split
+over the mesh; row i is on device i::
 
                      device 0   device 1   device 2   device 3
   MetricAccumulator(jnp.float32(0))
       local   [4]      0.0        0.0        0.0        0.0
-  update(5.0)                                                    a number of this process: its first device has it
+  update(5.0)                                                    a number: added on the first device of the process
       local   [4]      5.0        0.0        0.0        0.0
-  update(per_device), per_device [4] = 1 2 3 4                   one value per device: each adds its own
+  update(per_device), per_device [4] = 1 2 3 4                   one value per device: added row by row
       local   [4]      6.0        2.0        3.0        4.0      <- local_values: an array [4]
-                      15.0                                       <- value, before sync: what this process has seen
-  sync()                                                         one collective over all devices of all processes
-      synchronized    15.0       15.0       15.0       15.0      <- value, after sync: what all have
+                      15.0                                       <- value, before sync: the total of this process
+  sync()                                                         one collective over the devices of every process
+      synchronized    15.0       15.0       15.0       15.0      <- value, after sync: the total of every process
 
-So a number counts once, whatever the number of devices; each of two processes adds its own number. ``update`` never
-communicates and waits for nothing: a value may still be in computation. A process may update while the others do not.
+So a number counts once per process, for any number of devices; with two processes, each process adds the number that
+it passes. ``update`` never communicates and never blocks, even if the value is still being computed. A process may
+update while other processes do not.
 """
 
 import enum
@@ -46,11 +47,13 @@ from xlstm_jax.distributed.metrics.mesh_state import (
 )
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric, Synced
 
-Value = TypeVar("Value")  # what the compute of a metric returns
+Value = TypeVar("Value")  # return type of Metric.compute
 
 
 class MetricReduceOp(enum.StrEnum):
-    """How values are merged. There is no mean: means over different counts cannot be merged; keep a sum and a weight.
+    """Operation that merges values: sum, max or min.
+
+    "mean" is rejected, because means over different counts cannot be merged: accumulate a sum and a weight.
 
     >>> MetricAccumulator(-jnp.inf, MetricReduceOp.max).reduce_op == "max"
     True
@@ -64,15 +67,15 @@ class MetricReduceOp(enum.StrEnum):
     def _missing_(cls, value: object) -> "MetricReduceOp":
         if value in ("mean", "avg", "average"):
             raise ValueError(
-                f"reduce_op={value!r} cannot be merged: the mean of means is not the mean where counts differ. "
-                "Keep two sums, of values times weights and of weights, and divide in compute, as WeightedMean does."
+                f"reduce_op={value!r} cannot be merged: the mean of means is not the mean if counts differ. Accumulate "
+                "the sum of values times weights and the sum of weights, and divide in compute, as WeightedMean does."
             )
         raise ValueError(f"reduce_op={value!r} is none of {', '.join(repr(str(op)) for op in cls)}.")
 
 
 @dataclass(frozen=True)
 class _Entrywise(PureMetric):
-    """Values of one shape and dtype, merged entry by entry. Equal metrics share compiled functions."""
+    """Metric of arrays with fixed shape and dtype, merged entry by entry. Equal metrics share compiled functions."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -97,16 +100,16 @@ class _Entrywise(PureMetric):
 
     def result(self, cells: Cells) -> jax.Array:
         if isinstance(cells, Count):
-            # The low limb is the sum modulo 2^32, all that 32 bits hold; `_checked` refuses a sum that needs more.
+            # The low limb is the sum modulo 2^32; `_checked` raises if the sum needs more than 32 bits.
             return (cells.value if self.dtype.itemsize == 8 else cells.low).astype(self.dtype)
         return cells.value.astype(self.dtype)
 
 
 class MetricAccumulator(MeshState):
-    """A value that is accumulated without communication, and reduced over devices and processes by ``sync``.
+    """Accumulator without communication in ``update``; ``sync`` reduces the value over devices and processes.
 
-    The module's docstring shows what "local" means. Sums are kept compensated (floats) or in 64 bits (integers), so
-    that they neither stop at 2^24 nor wrap unseen.
+    The module docstring explains "local". Float sums are compensated and integer sums have 64 bits, so a sum neither
+    stops at 2^24 nor wraps silently.
 
     >>> total = MetricAccumulator(jnp.float32(0))
     >>> total.update(5)  # a number counts once
@@ -124,16 +127,18 @@ class MetricAccumulator(MeshState):
         mesh: Mesh | None = None,
         axes: AxisNames | None = None,
     ) -> None:
-        """
+        """Creates an accumulator with the shape and dtype of ``initial_value``.
+
         Args:
-          initial_value: an array or number, which gives the accumulator its shape and dtype. It counts once, whatever
-            the number of devices: 0 for a sum, -inf for a maximum.
+          initial_value: an array or number, such as 0 for a sum or -inf for a maximum. The initial value counts once,
+            for any number of devices.
           reduce_op: "sum", "max" or "min", for updates and for ``sync``.
-          mesh: the devices that have a local value each; all devices of all processes by default.
-          axes: the axes of the mesh along which devices count; all by default. Along other axes they hold equal values.
+          mesh: the devices with a local value each; by default the devices of every process.
+          axes: the mesh axes along which devices count; by default every axis. Along the remaining axes devices hold
+            equal values.
         Raises:
-          ValueError: ``reduce_op`` is "mean", which cannot be merged, or unknown.
-          TypeError: a sum of bools, or a dtype that is no number.
+          ValueError: ``reduce_op`` is unknown, or is "mean".
+          TypeError: a sum of bools, or a dtype that is not numeric.
         """
         self.reduce_op = MetricReduceOp(reduce_op)
         initial = jnp.asarray(initial_value)
@@ -146,15 +151,16 @@ class MetricAccumulator(MeshState):
         super().__init__(metric, metric.observe(initial), mesh, axes)
 
     def update(self, value: ArrayLike) -> None:
-        """Merges a value into the local values; never communicates, nor waits for a value that is being computed.
+        """Merges a value into the local values; never communicates, and never waits for pending computations.
 
         Args:
-          value: a number, or an array of the accumulator's shape, which counts once as this process's value. (A global
-            array that is equal on all devices of several processes counts once in all.) Or one value for each device,
-            [n, *shape]. Every operation takes numbers and bools.
+          value: a number or an array of shape ``self.shape``, which counts once for this process; or one value per
+            device, [n, *shape]. (A global array that is replicated over several processes counts once in total.)
+            Bools are accepted by every operation.
         Raises:
-          ValueError: another shape.
-          TypeError: a dtype that the accumulator's cannot hold, such as a float for an integer.
+          ValueError: the shape does not fit, or an array of shape ``self.shape`` is split over several processes.
+          TypeError: the accumulator dtype cannot hold the dtype of ``value``, such as a float for an integer.
+          OverflowError: an integer of ``value`` on the host is outside of the accumulator dtype.
         """
         _check_holds(self.dtype, value)
         shape = np.shape(value)
@@ -163,7 +169,7 @@ class MetricAccumulator(MeshState):
         elif shape in (self.shape, ()):
             if not is_readable(value):
                 raise ValueError(f"a value of shape {shape} lies on several processes; pass one per device, [n, ...].")
-            # Readable here, but with copies on other processes: they all pass this array, and it counts once.
+            # Readable here, but replicated over processes: every process passes the same array, which counts once.
             on_all_processes = isinstance(value, jax.Array) and not value.is_fully_addressable
             seen = on_one_device(self._seen(value))
             self.add_own(_observe_batch_on_device(self.metric, ((seen,), {})), on_all_processes)
@@ -174,15 +180,15 @@ class MetricAccumulator(MeshState):
             )
 
     def _seen(self, value: ArrayLike) -> jax.Array | np.ndarray:
-        """The value as it is observed: a host value in the accumulator's dtype."""
-        # Cast by NumPy: jit would first cut a host value of 64 bits to 32.
+        """Casts a host value to the accumulator dtype; a ``jax.Array`` is returned unchanged."""
+        # Cast by NumPy: jit would first truncate a host value of 64 bits to 32 bits.
         return value if isinstance(value, jax.Array) else np.asarray(value).astype(self.dtype)
 
     @property
     def value(self) -> jax.Array:
-        """[*shape] in the accumulator's dtype: the synchronized value if in sync, else this process's own value.
+        """Returns the synchronized value, or the value of this process if values were added since the last ``sync``.
 
-        The initial value counts in the value of the first process.
+        The shape and dtype are those of the initial value, which counts in the value of the first process.
 
         Raises:
           OverflowError: an integer sum is outside of its dtype.
@@ -191,7 +197,7 @@ class MetricAccumulator(MeshState):
 
     @property
     def local_values(self) -> jax.Array:
-        """[n, *shape]: what each device has seen since the last ``reset``, in the accumulator's dtype.
+        """Returns the value per device since the last ``reset``, [n, *shape], in the accumulator dtype.
 
         Raises:
           OverflowError: an integer sum is outside of its dtype.
@@ -225,7 +231,7 @@ def _check_holds(dtype: DTypeLike, value: ArrayLike) -> None:
             raise OverflowError(f"update got {value}, beyond the accumulator's {dtype} ({bounds.min} to {bounds.max}).")
 
 
-# Each kind of dtype holds the values of the kinds before it.
+# Kinds of dtypes; each kind can hold the values of the preceding kinds.
 RANKS: tuple[DTypeLike, ...] = (jnp.bool_, jnp.integer, jnp.floating)
 
 
@@ -239,10 +245,10 @@ def _observe_rows(metric: PureMetric, value: jax.Array) -> Vectors:
 
 
 class Metric(ABC, Generic[Value]):
-    """A metric with a state of its own, ``Metric[T]`` where ``compute`` returns a ``T``.
+    """Base class of metrics with an internal state; ``Metric[T]`` if ``compute`` returns a ``T``.
 
-    A subclass makes accumulators (or other metrics) its attributes, alone or in lists, tuples and dicts. ``sync``,
-    ``reset``, ``to``, ``state_dict`` and ``load_state_dict`` reach all of them.
+    A subclass stores accumulators (or nested metrics) as attributes, bare or in lists, tuples and dicts. ``sync``,
+    ``reset``, ``to``, ``state_dict`` and ``load_state_dict`` apply to every accumulator.
 
     >>> class MaxMetric(Metric):
     ...     def __init__(self):
@@ -264,35 +270,35 @@ class Metric(ABC, Generic[Value]):
 
     @abstractmethod
     def compute(self) -> Value:
-        """The value of the metric; after ``sync`` the value of all devices and processes."""
+        """Computes the value of the metric; after ``sync`` the value over every device and process."""
 
     def sync(self) -> None:
-        """Synchronizes all states in the same collectives, as ``PureMetric.sync``; every process must call it."""
+        """Synchronizes the states in shared collectives, as ``PureMetric.sync`` does; every process must call it."""
         sync_together([state for _, state in self._states()])
 
     def reset(self) -> None:
-        """Forgets everything but the initial values."""
+        """Resets every state to its initial value."""
         for _, state in self._states():
             state.reset()
 
     def to(self, device: Place) -> None:
-        """Moves all states to one device, or to another mesh; see ``MetricAccumulator.to``."""
+        """Moves the states to a single device or to a different mesh; see ``MetricAccumulator.to``."""
         for _, state in self._states():
             state.to(device)
 
     def state_dict(self) -> StateDict:
-        """The states by the names of their attributes, as nested dicts of arrays."""
+        """Returns the states by attribute name, as nested dicts of arrays."""
         return {name: state.state_dict() for name, state in self._states()}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Takes up what ``state_dict`` returned, also on another number of devices; see ``MetricAccumulator``."""
+        """Loads a dict from ``state_dict``, also for a different number of devices; see ``MetricAccumulator``."""
         states = dict(self._states())
         check_entries(state_dict, states)
         for name, state in states.items():
             state.load_state_dict(state_dict[name])
 
     def _states(self) -> Iterator[tuple[str, MeshState]]:
-        # States and metrics are no pytrees to JAX, so they come out as leaves, also of lists and dicts.
+        # States and metrics are not registered as pytrees, so JAX returns them as leaves, also inside lists and dicts.
         for path, value in jax.tree_util.tree_leaves_with_path(vars(self)):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             if isinstance(value, MeshState):
@@ -302,7 +308,7 @@ class Metric(ABC, Generic[Value]):
 
 
 class StatefulMetric(Metric[PyTree]):
-    """Any metric of the catalogue with a state of its own; ``mesh`` and ``axes`` as for ``MetricAccumulator``.
+    """Wrapper that gives a pure metric an internal state; ``mesh`` and ``axes`` are as for ``MetricAccumulator``.
 
     >>> from xlstm_jax.distributed.metrics import WeightedMean
     >>> mean = StatefulMetric(WeightedMean())
@@ -317,18 +323,19 @@ class StatefulMetric(Metric[PyTree]):
         self.state = MeshState(metric, metric.identity(), mesh, axes)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Adds a batch; never communicates, nor waits for arrays that are being computed.
+        """Adds a batch; never communicates, and never waits for pending computations.
 
-        Of global arrays that are split over devices every device adds its shard along the first dim. Other values
-        (numbers, NumPy arrays, arrays of one device), of any length, are this process's and count once; so does an
-        array that is equal on all devices.
+        If an array of the batch is split over devices, every device adds its shard of each array along the first dim,
+        and every device observes each scalar.
+        Otherwise the batch (numbers, NumPy arrays, single-device or replicated arrays, of any length) counts once for
+        this process; a batch with an array that is replicated over several processes counts once in total.
 
         Raises:
-          ValueError: the number of devices does not divide the first dim of global arrays.
+          ValueError: an array is split over devices, and the number of devices does not divide a first dim.
         """
         arguments = (args, kwargs)
         arrays = [x for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array)]
-        # JAX calls an array on one device fully replicated, too: that one is this process's.
+        # JAX reports a single-device array as fully replicated, too; it counts once for this process.
         if any(not x.is_fully_replicated for x in arrays):
             count = self.state.num_devices
             for shape in (np.shape(x) for x in jax.tree.leaves(arguments)):
@@ -344,17 +351,17 @@ class StatefulMetric(Metric[PyTree]):
         self.state.add_own(observe(self.metric, jax.tree.map(on_one_device, arguments)), on_all_processes)
 
     def compute(self) -> PyTree:
-        """The value of all that all devices have seen, computed under ``jit``.
+        """Computes the value over every device, under ``jit``.
 
         Raises:
-          RuntimeError: something was added since the last ``sync``.
+          RuntimeError: a batch was added since the last ``sync``.
         """
         if self.state.synced is None:
             raise RuntimeError("compute reads the value of all devices: sync() first, or compute_local() for each.")
         return _compute(self.metric, self.state.synced)
 
     def compute_local(self) -> PyTree:
-        """Each device's own value, [n, ...]."""
+        """Computes the value per device, [n, ...]."""
         return _compute(self.metric, self.state.local)
 
 
@@ -363,8 +370,8 @@ def _observe_batch(metric: PureMetric, arguments: PyTree) -> Vectors:
     return metric.state_of(metric.observe(*args, **kwargs)).vectors
 
 
-# One program: of many small ones each would wait for the one before. Python numbers alone are observed without jit,
-# which refuses integers beyond its 32 bits.
+# A single program, because each of many small programs would wait for the preceding program. A batch without arrays is
+# observed without jit, which rejects Python integers above 32 bits.
 _observe_batch_on_device = jax.jit(_observe_batch, static_argnums=0)
 
 

@@ -1,10 +1,10 @@
-"""Sums, extrema, means, norms, rates, and several metrics under one name.
+"""Sums, extrema, means, norms, rates, and ``Compose`` for several metrics in one state.
 
-Every metric takes values of any shape, [b, ...], and ``weight``: one number for all, or one per row of the leading
-dims, [b] or [b, ...]. Rows with weight 0 (padding) are not looked at, whatever they hold.
+Every metric takes values of any shape, [b, ...], and ``weight``: a scalar, or an array with the leading dims of the
+values, [b] or [b, ...]. Rows with weight 0 (padding) are ignored, NaN included.
 
 In the examples ``metric.result(metric.observe(values))`` is the value of one batch on one device. In a training step
-take ``empty``, ``update``, ``sync`` and ``compute``.
+use ``empty``, ``update``, ``sync`` and ``compute``.
 """
 
 import math
@@ -28,10 +28,10 @@ from xlstm_jax.distributed.metrics.pure_metric import PureMetric
 
 @dataclass(frozen=True)
 class Sum(PureMetric):
-    """The sum of all values: a float, compensated, or with an integer ``dtype`` an exact 64-bit integer.
+    """Sum of values: a compensated float sum or, with an integer ``dtype``, an exact 64-bit integer sum; initially 0.
 
-    Of nothing it is 0. The value of an integer sum is an int64 where x64 is on, else a float32 rounded beyond 2^24;
-    ``synced.cells.exact()`` is the integer itself, on the host.
+    The value of an integer sum is an int64 with x64, otherwise a float32 that is rounded above 2^24;
+    ``synced.cells.exact()`` returns the exact integer on the host.
 
     >>> float(Sum().result(Sum().observe(jnp.array([1.0, 2.5, jnp.nan]), weight=jnp.array([1, 1, 0]))))
     3.5
@@ -70,7 +70,7 @@ class _Extremum(PureMetric):
 
 @dataclass(frozen=True)
 class Max(_Extremum):
-    """The largest value in ``dtype``; of nothing it is -inf, or the dtype's minimum. A NaN among the values shows.
+    """Largest value in ``dtype``; initially -inf, or the minimum of an integer dtype. NaN propagates.
 
     >>> float(Max().result(Max().observe(jnp.array([-1.0, -5.0]))))
     -1.0
@@ -81,7 +81,7 @@ class Max(_Extremum):
 
 @dataclass(frozen=True)
 class Min(_Extremum):
-    """The smallest value in ``dtype``; of nothing it is +inf, or the dtype's maximum. A NaN among the values shows.
+    """Smallest value in ``dtype``; initially +inf, or the maximum of an integer dtype. NaN propagates.
 
     >>> float(Min().result(Min().observe(jnp.array([-1.0, -5.0]))))
     -5.0
@@ -92,7 +92,7 @@ class Min(_Extremum):
 
 @dataclass(frozen=True)
 class WeightedMean(PureMetric):
-    """sum(weight * value) / sum(weight) over everything seen; ``empty_value`` where the weight is 0.
+    """Weighted mean sum(weight * value) / sum(weight) over the observed values; ``empty_value`` if the weight is 0.
 
     >>> mean = WeightedMean()
     >>> float(mean.result(mean.observe(jnp.array([1.0, 4.0]), weight=jnp.array([3, 1]))))
@@ -107,7 +107,7 @@ class WeightedMean(PureMetric):
     def observe(self, values: ArrayLike, weight: ArrayLike | None = None) -> Cells:
         total, shape = Total.of(values, weight), jnp.shape(values)
         if weight is None:
-            # Shapes are known while tracing, so nothing is summed at run time.
+            # The sum of weights is the static number of values, so nothing is summed at run time.
             weights = jnp.asarray(math.prod(shape), wide_float())
         else:
             weights = jnp.broadcast_to(like_rows(weight, jnp.asarray(values)).astype(wide_float()), shape)
@@ -118,15 +118,15 @@ class WeightedMean(PureMetric):
 
 
 def ratio(numerator: jax.Array, denominator: jax.Array, empty_value: float) -> jax.Array:
-    """numerator / denominator, and ``empty_value`` where the denominator is 0."""
-    # Two `where`: a 0 / 0 in the branch not taken would still stop `jax_debug_nans` and make gradients NaN.
+    """Returns numerator / denominator, and ``empty_value`` where the denominator is 0."""
+    # Two `where`: a 0 / 0 in the unselected branch would still trigger `jax_debug_nans` and make gradients NaN.
     some = denominator != 0
     return jnp.where(some, numerator / jnp.where(some, denominator, 1), empty_value)
 
 
 @dataclass(frozen=True)
 class Perplexity(WeightedMean):
-    """exp of the weighted mean of losses in nats per token; of nothing it is exp(empty_value) = 1.
+    """Perplexity: exp of the weighted mean of losses in nats per token; initially exp(empty_value) = 1.
 
     >>> float(Perplexity().result(Perplexity().observe(jnp.log(jnp.full(10, 2.0)))))
     2.0
@@ -138,11 +138,11 @@ class Perplexity(WeightedMean):
 
 @dataclass(frozen=True)
 class Throughput(PureMetric):
-    """Items per second: ``devices`` * sum(items) / sum(seconds), both sums over all devices; of nothing it is 0.
+    """Items per second: ``devices`` * sum(items) / sum(seconds), both sums over every device; initially 0.
 
-    Every device adds its items and its seconds, so their ratio is the rate of one device; with ``devices=mesh.size`` it
-    is the rate of all devices. Time is measured on the host: pass the duration of the previous step as an argument of
-    the step.
+    Every device adds local items and seconds, so the ratio of the sums is the rate of one device; with
+    ``devices=mesh.size`` the value is the rate of the full mesh. Time is measured on the host: pass the duration of the
+    previous step as an argument of the step.
 
     >>> tokens = Throughput(devices=8)
     >>> float(tokens.result(tokens.observe(4096, 0.5)))
@@ -163,12 +163,12 @@ class Throughput(PureMetric):
 
 @dataclass(frozen=True)
 class GlobalNorm(PureMetric):
-    """The root of the sum of squares of all entries of all trees seen: the L2 norm of the vector that they make up.
+    """L2 norm over the entries of every observed tree: the root of the sum of squares; initially 0.
 
-    Without ``axes`` the devices observe different entries of the vector. For parameters and gradients name the axes of
-    the state: a boxed leaf is then a shard along the axes of its box, and whole along the other axes, where it counts
-    once. A leaf without a box is whole along all axes. The norm of nothing is 0. Squares are taken in float32: entries
-    beyond 1e19 overflow to inf.
+    Without ``axes`` the devices observe different entries of the vector. For parameters and gradients set ``axes`` to
+    the axes of the state: a boxed leaf is then a shard along the axes of its box, and replicated along the remaining
+    axes, where it counts once. A leaf without a box is replicated along every axis, except the axes that its type
+    varies over. Squares are computed in float32: entries above 1e19 overflow to inf.
 
     >>> norm = GlobalNorm()
     >>> float(norm.result(norm.observe({"kernel": jnp.array([3.0]), "bias": jnp.array([4.0])})))
@@ -186,15 +186,15 @@ class GlobalNorm(PureMetric):
         def square(leaf: Sharded) -> jax.Array:
             value = jnp.asarray(leaf.value).astype(wide_float())
             split = set(leaf.axes) | collectives.varying_axes(leaf.value)
-            # All devices along these axes observe the same entries: a share of each adds up to one whole.
-            whole_along = [axis for axis in axes if axis not in split]
-            return Total.of(jnp.abs(value) ** 2).value / collectives.axis_size(whole_along)
+            # Devices along the replicated axes observe equal entries: each adds an equal share of the square.
+            replicated = [axis for axis in axes if axis not in split]
+            return Total.of(jnp.abs(value) ** 2).value / collectives.axis_size(replicated)
 
         squares = jax.tree.leaves(map_sharded(square, tree))
         return Total.of(jnp.stack(squares)) if squares else Total.identity()
 
     def check_observed(self, observed: PyTree, axes: tuple[str, ...]) -> None:
-        # With axes, `observe` divides by the devices that hold the same, so a declared axis counts nothing twice.
+        # With axes, `observe` divides by the number of devices with equal entries, so each entry counts once.
         if not self.axes:
             super().check_observed(observed, axes)
 
@@ -205,11 +205,11 @@ class GlobalNorm(PureMetric):
 # eq=False hashes by identity: a metric is a static argument of jitted functions, and a dict has no hash.
 @dataclass(frozen=True, eq=False)
 class Compose(PureMetric):
-    """Several metrics by name, in one state that is synchronized at once.
+    """Named metrics in a single state that is synchronized at once; the value is a dict by name.
 
-    ``update(state, loss=losses, accuracy=(scores, labels), mean={"values": v, "weight": w})``: a tuple holds the
-    positional arguments of that metric, a dict its keyword arguments, and anything else is its one argument. Metrics
-    that are not named stay as they are; an unknown name is a ``ValueError``. The value is a dict.
+    ``update(state, loss=losses, accuracy=(scores, labels), mean={"values": v, "weight": w})``: a tuple contains the
+    positional arguments of the named metric, a dict contains keyword arguments, and any other value is the only
+    argument. Metrics missing from the call are unchanged; an unknown name raises a ``ValueError``.
 
     >>> metric = Compose({"loss": WeightedMean(), "peak": Max()})
     >>> metric.result(metric.observe(loss=(jnp.arange(4.0), jnp.ones(4)), peak=jnp.arange(4.0)))
@@ -219,14 +219,14 @@ class Compose(PureMetric):
     metrics: Mapping[str, PureMetric]
 
     def __getitem__(self, name: str) -> PureMetric:
-        """The metric of this name."""
+        """Returns the metric called ``name``."""
         return self.metrics[name]
 
     def identity(self) -> Cells:
         return {name: metric.identity() for name, metric in self.metrics.items()}
 
     def check_observed(self, observed: PyTree, axes: tuple[str, ...]) -> None:
-        # `observed` is (args, kwargs), and metrics are named by keyword. Each has its own rule for its axes.
+        # `observed` is (args, kwargs), and metrics are named by keyword. Each metric has a different rule for axes.
         for name, arguments in observed[1].items():
             if name in self.metrics:
                 self.metrics[name].check_observed(arguments, axes)

@@ -1,13 +1,13 @@
-"""A guard around the training loop: a fault ends every process soon, and little of the run is lost.
+"""Fault handling in the training loop: a fault ends every process quickly, so that little of the run is lost.
 
-What can go wrong in a run, what happens then, and how soon:
+Faults, reactions and reaction times:
 
-  a step hangs in one process         the watchdog writes all stacks, and ends the process         within the timeout
-  an exception in one process         it is printed and the process ends; the others get an error  < 3 s
-  a process is killed                 the others get an error in their collective                  < 3 s
-  SIGTERM to any process              ``should_stop`` is True in all, after the same step          some steps
-  a loss or gradient is not finite    ``skip_nonfinite`` skips the update on all devices; too many end the run
-  copies of a leaf are not equal      ``check_replicas`` names the leaf and the devices
+  a step hangs in one process         the watchdog writes every stack and ends the process         within the timeout
+  an exception in one process         printed, then the process ends; other processes raise        < 3 s
+  a process is killed                 other processes raise in their collective                    < 3 s
+  SIGTERM to any process              ``should_stop`` is True in every process after the same step some steps
+  a loss or gradient is not finite    ``skip_nonfinite`` skips the update on every device; too many skips end the run
+  replicas of a leaf differ           ``check_replicas`` names the leaf and the devices
 """
 
 from xlstm_jax.distributed.optimizers.nonfinite import skip_counts, skip_nonfinite

@@ -1,14 +1,17 @@
-"""The guard around the training loop: the clock of the steps, the values of their losses, signals, and the way out.
+"""Guard around the training loop: step timeouts, checks of the loss, signals, and a fast exit after errors.
 
-``step_done(n, metrics)`` starts the copy of step n's loss and counters to the host, reads those of step n - 1, and
-starts the watchdog's clock anew. While it waits for step n - 1 the device has step n to do, so the device never waits
-for the host. All processes learn of a bad step one step later, at the same step: they read the same replicated values.
+``step_done(n, metrics)`` starts the host transfer of the loss and counters of step n, reads the values of step n - 1,
+and restarts the clock of the watchdog. During the wait for step n - 1 the device already has step n to compute, so the
+device never waits for the host. Every process detects a bad step one step later, at the same step, because every
+process reads the same replicated values.
 
-After an exception a process tells the others and ends with ``os._exit`` (``processes/leaving.py``). JAX's ``atexit``
-would wait in a barrier for the other processes, which wait in a collective for this one, until a heartbeat times out.
+After an exception a process notifies the other processes and ends with ``os._exit`` (``processes/leaving.py``). The
+``atexit`` function of JAX would wait in a barrier for the other processes, which wait in a collective for this process,
+until a heartbeat times out.
 
-The watchdog looks at every shard of the loss. If a process is gone, the collective fails on the devices that talk to
-that process, while other devices wait for their neighbours. A read of the loss would see the first device alone.
+The watchdog checks every local shard of the loss. If a process has died, the collective fails on the devices that
+communicate with the dead process, while other devices wait for their neighbours. Reading the loss would only check the
+first device.
 """
 
 import math
@@ -39,7 +42,7 @@ LOSS = "loss"
 
 
 class NonFiniteError(ArithmeticError):
-    """The update of a loss that is not finite was applied, or too many steps in a row were skipped.
+    """Error: the update of a non-finite loss was applied, or too many consecutive steps were skipped.
 
     >>> try:
     ...     with LoopGuard() as guard:
@@ -51,28 +54,28 @@ class NonFiniteError(ArithmeticError):
 
 
 class LoopGuard:
-    """Guards a training loop: a watchdog, a fast exit, preemption, and an end to non-finite steps.
+    """Context manager for a training loop: watchdog, fast exit, preemption, and a stop after non-finite steps.
 
-    Every process of a run makes a guard and calls the same methods. In a single process an exception propagates as
-    usual. If an exception leaves the block in a run of several processes, the process ends at once with code 13 (130
-    after Ctrl-C, its own code after ``sys.exit``): an enclosing ``with`` or ``finally`` does not run. So put a
-    checkpointer, which waits for other processes as it closes, outside of the guard, and a writer of metrics, which
+    Every process of a run creates a guard and calls the same methods. With a single process an exception propagates as
+    usual. With several processes an exception that leaves the block ends the process immediately with code 13 (130
+    after Ctrl-C, the given code after ``sys.exit``): an enclosing ``with`` or ``finally`` does not run. So put a
+    checkpointer, which waits for other processes when it closes, outside of the guard, and a metrics writer, which
     closes files, inside.
 
-    Ctrl-C works as SIGTERM does: ``should_stop`` is True, the loop saves and leaves the block, and the block ends the
-    program by ``SystemExit(130)``. A second Ctrl-C is a ``KeyboardInterrupt``; so is the first in a loop that never
-    calls ``should_stop``.
+    Ctrl-C acts as SIGTERM does: ``should_stop`` is True, the loop saves and leaves the block, and the block ends the
+    program by ``SystemExit(130)``. A second Ctrl-C raises a ``KeyboardInterrupt``. If the loop never calls
+    ``should_stop``, the second ``step_done`` after Ctrl-C raises the ``KeyboardInterrupt``.
 
     Args:
-      step_timeout_s: a step that takes longer, from one ``step_done`` to the next, ends the process with code 14 after
-        the stacks of all threads were written to stderr. The time covers all that the loop does between steps: data, an
-        evaluation that is not ``paused``. None watches nothing, for a debugger.
-      first_step_timeout_s: the limit up to the first ``step_done``, a time in which the step is compiled.
-      max_skipped_in_a_row: with ``skip_nonfinite`` around the optimizer: more skipped steps than this, one after the
-        other, raise ``NonFiniteError``. 0 stops at the first.
+      step_timeout_s: time limit from one ``step_done`` to the next. After the limit the stacks of every thread are
+        written to stderr and the process ends with code 14. The time includes everything between steps: data loading,
+        an evaluation that is not ``paused``. None disables the limit, for a debugger.
+      first_step_timeout_s: time limit up to the first ``step_done``, which includes compilation.
+      max_skipped_in_a_row: with ``skip_nonfinite`` around the optimizer, the largest number of consecutive skipped
+        steps; one more raises ``NonFiniteError``. 0 raises at the first skipped step.
     Raises:
-      ValueError: a limit is not positive, or is longer than 292 years; or a single process enters the guard in another
-        thread than the main thread, which alone hears SIGTERM.
+      ValueError: a time limit is not positive or is above 292 years; ``max_skipped_in_a_row`` is negative; or, in a
+        single process, the guard is entered outside of the main thread, which is the only thread that receives SIGTERM.
 
     >>> with LoopGuard(step_timeout_s=60) as guard:
     ...     for step in range(1, 4):
@@ -93,17 +96,17 @@ class LoopGuard:
         if max_skipped_in_a_row < 0:
             raise ValueError(f"max_skipped_in_a_row={max_skipped_in_a_row}: it is 0 (stop at the first) or more.")
         self._max_skipped_in_a_row = max_skipped_in_a_row
-        self._watchdog: Watchdog | None = None  # from the entry on
+        self._watchdog: Watchdog | None = None  # created on entry of the block
         self._watching: tuple[str, float | None] = ("", None)
-        self._pending: tuple[int, dict[str, Any]] | None = None  # the last step, with its values
-        self._in_flight: list[Any] = []  # losses that may not have been computed
+        self._pending: tuple[int, dict[str, Any]] | None = None  # the last step and its values
+        self._in_flight: list[Any] = []  # losses that may still be computed
         self._sigterm_seen = self._interrupted = self._unheard = False
         self._previous_handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
         if self._watchdog is not None:
             raise ValueError("this LoopGuard is in use, or was; make one for each loop.")
-        # Signals first: entering in the wrong thread raises here, before any thread is started.
+        # Signals first: entering in the wrong thread raises here, before a thread is started.
         self._listen()
         leave_with_others()
         self._watchdog = Watchdog(f"process {jax.process_index()} of {jax.process_count()}", self._failed_shard)
@@ -113,7 +116,7 @@ class LoopGuard:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         del kind, trace
-        # The last step has no step after it, in which its loss would be looked at.
+        # No step follows the last step, so its loss is checked here.
         try:
             if error is None:
                 self._check_pending()
@@ -125,48 +128,52 @@ class LoopGuard:
             raise SystemExit(EXIT_INTERRUPTED)
 
     def step_done(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
-        """Says that a step was dispatched, and checks the loss and the counters of the step before.
+        """Registers that a step was dispatched, and checks the loss and the counters of the preceding step.
 
         Args:
-          step: its number.
-          metrics: what ``make_train_step`` returned: ``loss``, and ``skipped_steps`` and ``skipped_in_a_row`` where
-            the optimizer has ``skip_nonfinite`` around it (in a step of your own: ``skip_counts(opt_state)``). None:
-            no loss is checked.
+          step: the step number.
+          metrics: the metrics from a step of ``make_train_step``: ``loss`` and, with ``skip_nonfinite`` around the
+            optimizer, ``skipped_steps`` and ``skipped_in_a_row`` (in a custom step add ``skip_counts(opt_state)``).
+            None skips the check of the loss.
         Raises:
-          NonFiniteError: too many steps in a row were skipped; or, without ``skip_nonfinite``, a loss is not finite.
-          ValueError: ``metrics`` have no ``loss``; or the guard is outside of its ``with`` block.
+          NonFiniteError: too many consecutive steps were skipped; or, without ``skip_nonfinite``, a loss is not finite.
+          ValueError: ``metrics`` has no ``loss``; the loss of the preceding step was donated; or the guard is outside
+            of its ``with`` block.
+          KeyboardInterrupt: Ctrl-C was pressed, and the loop does not call ``should_stop``.
         """
         self._entered("step_done")
-        # Ctrl-C came before the step before, and `should_stop` was not called since: nobody would ever hear it.
+        # Ctrl-C was pressed before the preceding step, and `should_stop` was not called since: the loop ignores it.
         if self._unheard:
             raise KeyboardInterrupt("a step after Ctrl-C, and the loop has not called should_stop since")
         self._unheard = self._interrupted
         held = None if metrics is None else (step, _values_to_check(metrics))
-        # Before the wait for the step before, in which the watchdog must see both losses. The clock starts anew after
-        # that wait, since the wait is where a step that hangs is noticed.
+        # Set before the wait for the preceding step, in which the watchdog must check both losses. The clock restarts
+        # after the wait, because a hanging step is detected during the wait.
         self._in_flight = [values[LOSS] for _, values in filter(None, (self._pending, held))]
         self._check_pending()
         self._pending = held
         self._watch(f"step {step + 1}", self._step_timeout_s)
 
     def should_stop(self, step: int) -> bool:
-        """Whether to save a checkpoint and leave: some process has got SIGTERM, or Ctrl-C.
+        """Whether to save a checkpoint and leave the loop, because a process received SIGTERM or Ctrl-C.
 
-        Call it in every process after every step, with the step's number. It is True in all processes after the same
-        step. They agree on that step through JAX's preemption service, without a collective.
+        Call ``should_stop`` in every process after every step, with the step number. The result becomes True in every
+        process after the same step, which the processes agree on through JAX's preemption service, without a
+        collective.
         """
         self._entered("should_stop")
         self._unheard = False
-        # The process that got the signal must not stop by itself: the others would wait in the next step's collectives.
+        # The signalled process must not stop alone: other processes would wait in the collectives of the next step.
         if jax.distributed.is_initialized():
             return multihost_utils.reached_preemption_sync_point(step)
         return self._sigterm_seen
 
     @contextmanager
     def paused(self, timeout_s: float | None = None) -> Iterator[None]:
-        """A section that is no step and may take long, as an evaluation, or the wait for a checkpoint.
+        """Suspends the step timeout in a long section, such as an evaluation or the wait for a checkpoint.
 
-        ``timeout_s`` is the section's own limit; by default there is none. The step's clock starts anew after it.
+        ``timeout_s`` limits the section; None (the default) sets no limit. The clock of the step restarts after the
+        section.
         """
         self._entered("paused")
         before = self._watching
@@ -181,21 +188,21 @@ class LoopGuard:
         self._entered("watch").watch(what, timeout_s)
 
     def _entered(self, method: str) -> Watchdog:
-        """The watchdog; raises an error that names ``method`` if the ``with`` block was not entered."""
+        """Returns the watchdog; raises a ``ValueError`` that names ``method`` if the ``with`` block was not entered."""
         if self._watchdog is None:
             raise ValueError(f"{method} of a LoopGuard outside of its block; write 'with LoopGuard(...) as guard:'.")
         return self._watchdog
 
     def _check_pending(self) -> None:
-        """Waits for the values of the step before, and raises if training must not go on with them."""
+        """Waits for the values of the pending step, and raises if training must not continue with its update."""
         if self._pending is None:
             return
         (step, held), self._pending = self._pending, None
-        # Checked before the read, whose own error ("Array has been deleted") would not say what deleted it.
+        # Checked before the read, because JAX's error ("Array has been deleted") does not name the cause.
         if isinstance(decisive := _decisive(held), jax.Array) and decisive.is_deleted():
             raise ValueError(
                 f"the loss of step {step} was donated before it could be looked at, one step later, most likely to a "
-                "running mean. Hand the guard a copy of it (jnp.copy), or donate the mean alone."
+                "running mean. Pass a copy of the loss (jnp.copy) to step_done, or donate only the mean."
             )
         self._entered("step_done").rename(f"the wait for the loss of step {step}")
         if SKIPPED_IN_A_ROW in held:
@@ -203,24 +210,29 @@ class LoopGuard:
         elif not np.all(np.isfinite(loss := np.asarray(held[LOSS]))):
             raise NonFiniteError(
                 f"the loss of step {step} is {loss}, and its update was applied, so the parameters are spoiled "
-                f"from step {step} on, or from one before. Restore a checkpoint of an earlier step, and put "
-                "skip_nonfinite(...) around the optimizer: it applies no such update. (If the metrics come from a step "
-                "of your own that has it, add skip_counts(opt_state) to them.)"
+                f"since step {step} or earlier. Restore an earlier checkpoint, and put skip_nonfinite(...) around the "
+                "optimizer (in a custom step, also add skip_counts(opt_state) to the metrics)."
             )
 
     def _failed_shard(self) -> str | None:
-        """The error of a device of this process that could not compute a loss; None with a single process."""
+        """Returns the error of a local device that failed to compute a loss; always None in a single process."""
         if jax.process_count() == 1:
             return None
         losses = [loss for loss in self._in_flight if isinstance(loss, jax.Array)]
         return next(filter(None, map(_failure_of, losses)), None)
 
     def _listen(self) -> None:
-        """Installs handlers for SIGTERM and Ctrl-C. With several processes JAX hears SIGTERM, and tells all of them."""
+        """Installs handlers for SIGTERM and Ctrl-C.
+
+        In a run of several processes JAX's preemption service handles SIGTERM and notifies every process.
+        """
         several = jax.distributed.is_initialized()
         in_main_thread = threading.current_thread() is threading.main_thread()
         if not several and not in_main_thread:
-            raise ValueError("LoopGuard was entered outside of the main thread, but only that one can hear SIGTERM.")
+            raise ValueError(
+                "LoopGuard was entered outside of the main thread, but only the main thread receives SIGTERM. Enter it "
+                "in the main thread."
+            )
 
         def stop(number: int, frame: FrameType | None) -> None:
             del number, frame
@@ -230,9 +242,9 @@ class LoopGuard:
             if self._interrupted:
                 signal.default_int_handler(number, frame)
             self._interrupted = self._sigterm_seen = True
-            # A handler may interrupt a print, whose lock `sys.stderr` would then wait for.
+            # Not `sys.stderr`: the handler may interrupt a print, and would wait for the lock of the print.
             os.write(2, INTERRUPTED)
-            # JAX's preemption service hears SIGTERM, in C++, and nothing else.
+            # JAX's preemption service, in C++, handles only SIGTERM.
             if several:
                 os.kill(os.getpid(), signal.SIGTERM)
 
@@ -243,8 +255,11 @@ class LoopGuard:
             self._previous_handlers[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
 
     def _close(self, error: BaseException | None) -> None:
-        """Ends the process if others would wait for it; else stops the watchdog and restores the handlers."""
-        # `leave` never returns: the error, which Python would print at the end, is printed first.
+        """Stops the watchdog and restores the handlers; after an error in a run of several processes, ends the process.
+
+        The process ends because other processes would wait for it.
+        """
+        # `leave` never returns, so the error is printed here.
         if error is not None and jax.process_count() > 1 and (code := _exit_code(error)):
             traceback.print_exception(error)
             leave(code, f"{type(error).__name__}: {error}")
@@ -254,15 +269,15 @@ class LoopGuard:
 
 
 def _failure_of(loss: jax.Array) -> str | None:
-    """The error of a device that could not compute a loss; None if there is none, or the loss was donated."""
+    """Returns the error of a device that failed to compute a loss; None without an error or for a donated loss."""
     shard = None
     try:
         for shard in loss.addressable_shards:
-            # A shard whose computation failed is ready, too; `block_until_ready` then raises the error.
+            # A shard whose computation failed is also ready; `block_until_ready` then raises the error.
             if shard.data.is_ready():
                 shard.data.block_until_ready()
     except Exception as error:
-        # The main thread may donate the loss between any two of these lines, which is no failure.
+        # The main thread may donate the loss during these checks; a donated loss is not a failure.
         if shard is None or loss.is_deleted() or shard.data.is_deleted():
             return None
         return f"device {shard.device.id} failed ({error})"
@@ -281,7 +296,7 @@ def _checked_timeout(name: str, timeout_s: float | None) -> float | None:
 
 
 def _values_to_check(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The loss and the counters; starts to copy the decisive value to the host."""
+    """Selects the loss and the skip counters, and starts the host transfer of the decisive value."""
     if LOSS not in metrics:
         raise ValueError(
             f"step_done: the metrics have no {LOSS!r}, their names are {sorted(metrics)}. Pass {{{LOSS!r}: value}}, "
@@ -294,8 +309,8 @@ def _values_to_check(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _decisive(held: Mapping[str, Any]) -> Any:
-    """The value that is waited for: the counter of skipped steps, or, without this counter, the loss."""
-    # With the counter, a loss that is not finite is no error: its update was skipped.
+    """Returns the value to wait for: the counter of skipped steps or, without this counter, the loss."""
+    # With the counter a non-finite loss is not an error: the update was skipped.
     return held.get(SKIPPED_IN_A_ROW, held[LOSS])
 
 
@@ -305,15 +320,14 @@ def _check_skipped(step: int, values: dict[str, Any], limit: int) -> None:
         raise NonFiniteError(
             f"step {step}: the loss or a gradient was not finite in {in_a_row} steps in a row "
             f"({np.asarray(values[SKIPPED_STEPS])} in all), more than max_skipped_in_a_row={limit}; its loss is "
-            f"{np.asarray(values[LOSS])}. None of these updates was applied: parameters and optimizer are those of "
-            f"step {step - in_a_row}. Look at the batches of these steps, lower the learning rate or clip gradients, "
-            "and go on from the last checkpoint."
+            f"{np.asarray(values[LOSS])}, and the state is that of step {step - in_a_row}. Check these batches, lower "
+            "the learning rate or clip gradients, and continue from the last checkpoint."
         )
 
 
 def _exit_code(error: BaseException) -> int:
-    """The code to leave with after an exception; 0 for a ``sys.exit()`` that means success."""
-    # Success is what all processes reach together: the process ends as usual then, through JAX's barrier.
+    """Returns the exit code after an exception; 0 for a successful ``sys.exit()``."""
+    # With code 0 the process ends as usual, through JAX's barrier, which every process reaches after success.
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED
     if isinstance(error, SystemExit):

@@ -1,12 +1,12 @@
-"""Checks that the copies of a shard are equal in every bit.
+"""Bitwise comparison of the replicas of each shard.
 
-JAX does not check it. If a sharding says that devices hold the same values and they do not, each device goes on with
-its own values, a read on the host returns those of the first device, and training drifts. Here devices compute
-checksums, and hosts compare them:
+JAX does not check replicas. If the sharding of a leaf declares equal values on several devices and the values differ,
+each device continues with its local values, a read on the host returns the values of the first device, and training
+drifts. Here devices compute checksums, and processes compare the checksums:
 
-  each device       copies of leaves -> checksums [leaves, 2]; one program, no collective
-  each process      exchanges the checksums of its devices with the other processes: some bytes for each leaf
-  for each leaf     devices that hold the same shard, by the leaf's sharding, must have the same checksum
+  each device       local shards of leaves -> checksums [leaves, 2]; one program, no collective
+  each process      exchanges the checksums of its devices with the other processes: some bytes per leaf
+  for each leaf     devices with the same shard, according to the sharding of the leaf, must have equal checksums
 """
 
 from collections import defaultdict
@@ -32,7 +32,7 @@ _DEVICE = "device"
 
 
 class ReplicaError(RuntimeError):
-    """Devices that should hold the same values do not.
+    """Error: replicas of a leaf differ between devices.
 
     >>> options = {"in_specs": (), "out_specs": PartitionSpec(), "check_vma": False}
     >>> unequal = jax.shard_map(lambda: jax.lax.axis_index("dp"), mesh=mesh, **options)()
@@ -45,7 +45,7 @@ class ReplicaError(RuntimeError):
 
 
 class _Copied(NamedTuple):
-    """A leaf with copies; ``holders`` has one list for each shard with copies: the devices that hold the shard."""
+    """Leaf with replicas; ``holders`` has one list of devices for each replicated shard."""
 
     path: str
     value: jax.Array
@@ -53,16 +53,16 @@ class _Copied(NamedTuple):
 
 
 def check_replicas(tree: PyTree) -> None:
-    """Compares all copies of each shard, in every bit (0.0 is not -0.0, a NaN is itself).
+    """Raises a ``ReplicaError`` if the replicas of a shard differ in a bit (0.0 and -0.0 differ, equal NaN bits agree).
 
-    A replicated leaf has a copy on every device; a sharded leaf has copies along the axes that do not split it. Every
-    process calls it, with the same tree; all of them raise, or none.
+    A replicated leaf has a replica on every device; a sharded leaf has replicas along the axes that do not split it.
+    Every process must call this function with the same tree; either every process raises, or no process raises.
 
     Args:
-      tree: arrays, in boxes or not, as a ``TrainState``; leaves that are no ``jax.Array`` are passed over.
+      tree: arrays, boxed or not, such as a ``TrainState``; leaves that are not a ``jax.Array`` are skipped.
     Raises:
-      ReplicaError: names the leaves, and which devices of which processes agree with each other.
-      TimeoutError: a process did not come within ``PEER_TIMEOUT_S``, 600 s; says which.
+      ReplicaError: names the leaves, and groups the devices of each leaf by equal values.
+      TimeoutError: a process did not call this function within ``PEER_TIMEOUT_S``, 600 s; names the process.
 
     >>> check_replicas({"w": jax.device_put(np.ones(3), NamedSharding(mesh, PartitionSpec()))})
     """
@@ -75,18 +75,17 @@ def check_replicas(tree: PyTree) -> None:
     if wrong:
         named = "; ".join(wrong[:NAMED_AT_MOST]) + ("; ..." if len(wrong) > NAMED_AT_MOST else "")
         raise ReplicaError(
-            f"{len(wrong)} of {len(copied)} leaves are declared equal on several devices and are not: {named}. Usual "
-            "causes: a seed or batch that differs by process; a value that every device computed for itself (gradients "
-            "or batch statistics nobody averaged) but out_specs declare equal, under check_vma=False; a faulty device. "
-            "Restore a checkpoint from before."
+            f"{len(wrong)} of {len(copied)} leaves are declared equal on several devices and are not: {named}. Look "
+            "for a seed or batch that differs by process, for gradients or statistics that were not averaged under "
+            "check_vma=False, and for a faulty device; restore an earlier checkpoint."
         )
 
 
 def _copied(path: str, value: Any) -> list[_Copied]:
-    """The leaf, if several devices hold the same shard of it."""
+    """Returns the leaf in a list if several devices hold the same shard of the leaf, else an empty list."""
     if not isinstance(value, jax.Array) or value.size == 0:
         return []
-    # By the sharding, not by the shards at hand: copies may be on devices of other processes.
+    # By the sharding instead of the addressable shards: replicas may be on devices of other processes.
     holders = defaultdict(list)
     for device, index in value.sharding.devices_indices_map(value.shape).items():
         holders[tuple(dim.indices(size) for dim, size in zip(index, value.shape, strict=True))].append(device)
@@ -95,13 +94,13 @@ def _copied(path: str, value: Any) -> list[_Copied]:
 
 
 def _local_table(values: list[jax.Array]) -> np.ndarray:
-    """The checksums of the leaves on this process's devices: uint32 [local device, leaf, 2], 0 if it is not there."""
-    # One program for each set of devices: all arrays of a program must be on the same devices.
+    """Computes the checksums on the local devices: uint32 [local device, leaf, 2], 0 for a leaf on other devices."""
+    # One program per set of devices: the arrays of a program must be on the same devices.
     groups = defaultdict(list)
     for index, value in enumerate(values):
         groups[tuple(sorted(value.sharding.device_set, key=attrgetter("id")))].append(index)
     local = jax.local_devices()
-    # As many rows in every process, which the gather of the tables needs.
+    # The number of rows is equal in every process, as the gather of the tables requires.
     most = max(len(jax.local_devices(process_index=process)) for process in range(jax.process_count()))
     table = np.zeros((most, len(values), 2), np.uint32)
     for devices, indices in groups.items():
@@ -113,9 +112,9 @@ def _local_table(values: list[jax.Array]) -> np.ndarray:
 
 
 def _side_by_side(value: jax.Array, mesh: Mesh) -> jax.Array:
-    """The buffers of all devices as the shards of one array, which is split over all devices."""
-    # Declared as different values: of an array that is declared replicated the compiler may assume that all copies are
-    # equal, which is what is to be checked.
+    """Combines the buffers of the devices into an array that is split over the devices, one buffer per device."""
+    # Declared as split: the compiler may assume that the replicas of a replicated array are equal, which this module
+    # must check.
     buffers = [shard.data for shard in value.addressable_shards]
     if is_prng_key(value):
         buffers = [jax.random.key_data(buffer) for buffer in buffers]
@@ -126,7 +125,7 @@ def _side_by_side(value: jax.Array, mesh: Mesh) -> jax.Array:
 
 @partial(jax.jit, static_argnums=0)
 def _checksums(mesh: Mesh, values: list[jax.Array]) -> jax.Array:
-    """The checksums of each device's buffers, uint32 [device, leaf, 2]: one program without collectives."""
+    """Computes the checksums of the buffers per device, uint32 [device, leaf, 2], without collectives."""
 
     def on_device(values: list[jax.Array]) -> jax.Array:
         return jnp.stack([checksum(value) for value in values])[None]
@@ -136,8 +135,8 @@ def _checksums(mesh: Mesh, values: list[jax.Array]) -> jax.Array:
 
 
 def _on_all_processes(table: np.ndarray) -> dict[Device, np.ndarray]:
-    """Each device's row of the table, those of other processes included."""
-    # A meeting with a time limit: the next line waits for ever for a process that does not come.
+    """Gathers the tables of every process; returns the row of each device."""
+    # An exchange with a time limit, because the next line would wait forever for a missing process.
     allgather_text("", "check_replicas")
     tables = multihost_utils.process_allgather(table) if jax.process_count() > 1 else table[None]
     return {
@@ -148,7 +147,7 @@ def _on_all_processes(table: np.ndarray) -> dict[Device, np.ndarray]:
 
 
 def _disagreement(leaf: _Copied, sums: dict[Device, np.ndarray], index: int) -> list[str]:
-    """For the first shard whose copies differ, a text that says which devices agree."""
+    """Describes, for the first shard whose replicas differ, which devices agree; [] if every replica is equal."""
 
     def names(devices: list[Device]) -> str:
         return ", ".join(f"{device.id} of process {device.process_index}" for device in devices)

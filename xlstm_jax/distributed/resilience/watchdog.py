@@ -1,17 +1,19 @@
-"""A watchdog that ends the process when something takes too long.
+"""Watchdog that ends the process after a timeout.
 
-JAX notices a process that died, but not a process that is stuck: the others wait in a collective, in C, and no Python
-code of their main threads runs any more. Two clocks run beside the main thread:
+JAX detects a dead process, but not a stuck process: the other processes wait in a collective, in C, and no Python code
+of their main threads runs. Two clocks run beside the main thread:
 
-  a daemon thread   looks some times a second. Past the limit it writes what took how long and the stacks of all threads
-                    to stderr, and ends the process with code 14; with code 13 if ``find_failure`` has found a failure
-  faulthandler      a timer in C that the thread restarts each time it looks. If a C call holds the lock of the
-                    interpreter the thread cannot run; the timer then writes the stacks and ends the process with code 1
+  a daemon thread   polls several times a second. After the limit it writes the name and duration of the step and the
+                    stacks of every thread to stderr, and ends the process with code 14; with code 13 if
+                    ``find_failure`` has found a failure
+  faulthandler      a timer in C that the thread restarts at each poll. If a C call holds the interpreter lock, the
+                    thread cannot run; the timer then writes the stacks and ends the process with code 1
 
-Both write to file descriptor 2, not to Python's ``sys.stderr``, whose lock the stuck thread may hold. Neither waits for
-a reader: a pipe that nobody reads (the launcher hangs) is full after 64 KiB, and a write to it never returns. So the
-daemon thread hands its text to a second thread, for which it does not wait long, and the timer writes to a descriptor
-of its own that does not block. Text that does not fit is lost; the exit code is not.
+Both clocks write to file descriptor 2 instead of Python's ``sys.stderr``, because the stuck thread may hold the lock of
+``sys.stderr``. Neither clock waits for a reader: a pipe without a reader (the launcher hangs) is full after 64 KiB, and
+a write to a full pipe never returns. So the daemon thread passes its text to a second thread and waits only briefly,
+and the timer writes to a separate non-blocking descriptor. Text beyond the capacity of the pipe is lost; the exit code
+is kept.
 """
 
 import contextlib
@@ -27,9 +29,9 @@ from xlstm_jax.distributed.processes.leaving import EXIT_FAILED, in_time, leave
 
 EXIT_HUNG = 14
 LOOK_EVERY_S = 0.25
-TIMER_GRACE_S = 1.0  # the timer in C waits so much longer than the thread, whose message says more
-MAX_TIMEOUT_S = threading.TIMEOUT_MAX - TIMER_GRACE_S  # the longest limit that the timer can take; 292 years
-WRITE_TIMEOUT_S = 2.0  # the time that a reader of stderr has to take the stacks
+TIMER_GRACE_S = 1.0  # extra time of the timer in C, so that the thread writes its more detailed message first
+MAX_TIMEOUT_S = threading.TIMEOUT_MAX - TIMER_GRACE_S  # the longest limit that the timer supports; 292 years
+WRITE_TIMEOUT_S = 2.0  # time limit of writing the stacks to stderr
 _STDERR = 2
 
 
@@ -40,11 +42,13 @@ class _Watched(NamedTuple):
 
 
 class Watchdog:
-    """Ends the process if ``watch`` is not called again in time. Use one at a time: faulthandler has one timer.
+    """Watchdog that ends the process if ``watch`` is not called again in time.
+
+    Use only one watchdog at a time, because faulthandler has a single timer.
 
     Args:
       name: the name of this process in messages.
-      find_failure: returns a text if something has failed; must not wait.
+      find_failure: returns the text of a failure, or None; must not block.
     """
 
     def __init__(self, name: str, find_failure: Callable[[], str | None]) -> None:
@@ -57,24 +61,24 @@ class Watchdog:
         self._thread = threading.Thread(target=self._look, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread; nothing is watched yet."""
+        """Starts the thread, without a time limit until the first ``watch``."""
         self._timer_stderr = _stderr_that_does_not_block()
         self._thread.start()
 
     def watch(self, what: str, timeout_s: float | None) -> None:
-        """From now on ``what`` may take ``timeout_s`` seconds; None: for ever."""
+        """Starts the clock for ``what`` with a limit of ``timeout_s`` seconds; None disables the limit."""
         before, self._watched = self._watched, _Watched(what, time.monotonic(), timeout_s)
-        # With the same limit the thread restarts the timer at its next look, and a step costs no call into C.
+        # With an unchanged limit the thread restarts the timer at its next poll, and a step needs no call into C.
         if timeout_s != before.timeout_s:
             self._restart_timer()
 
     def rename(self, what: str) -> None:
-        """Changes what is watched; the clock runs on."""
+        """Renames the watched operation without restarting the clock."""
         self._watched = self._watched._replace(what=what)
 
     def stop(self) -> None:
         """Ends the thread and the timer."""
-        # In this order: the thread would start the timer again.
+        # The thread ends first, because a running thread would restart the timer.
         self._stopped.set()
         self._thread.join()
         self._restart_timer()
@@ -89,7 +93,8 @@ class Watchdog:
             if left <= 0:
                 took = f"has taken {time.monotonic() - watched.since:.1f} s, more than its {watched.timeout_s:g} s"
                 self._end(f"{watched.what} {took}", EXIT_HUNG)
-            # A failure ends the process at the second look only: a main thread that is not stuck has raised it by then.
+            # A failure ends the process only at the second poll: a main thread that is not stuck has raised the error
+            # by then.
             failed, failure = failure, self._find_failure()
             if failed and failure and not self._stopped.is_set():
                 self._end(f"{failure}, and {self._watched.what} did not end", EXIT_FAILED)
@@ -117,10 +122,11 @@ class Watchdog:
 
 
 def _stderr_that_does_not_block() -> int:
-    """A new descriptor for stderr that does not block, if stderr is a pipe or a terminal on Linux; else descriptor 2.
+    """Opens a non-blocking descriptor for stderr if stderr is a pipe or terminal on Linux; else returns descriptor 2.
 
-    It is opened anew: a copy (``os.dup``) shares its flags with all other copies, in other processes too. Files never
-    block. Sockets, and pipes of another user, cannot be opened anew: there the timer may block, as Python's does.
+    A copy (``os.dup``) would share its flags with every copy, also in other processes, so the descriptor is opened
+    again. Files never block. Sockets, and pipes of a different user, cannot be opened again: the timer may then block,
+    as Python's timer does.
     """
     mode = os.fstat(_STDERR).st_mode
     if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
@@ -130,9 +136,9 @@ def _stderr_that_does_not_block() -> int:
 
 
 def _stacks() -> bytes:
-    """The stacks of all threads, as faulthandler writes them."""
-    # Through a pipe, since faulthandler writes to descriptors only. Nobody reads meanwhile: what is beyond the pipe's
-    # 64 KiB is dropped, since its end does not block.
+    """Returns the stacks of every thread in the format of faulthandler."""
+    # Through a pipe, because faulthandler only writes to descriptors. The pipe is read afterwards: text beyond its
+    # 64 KiB is dropped, because the write end does not block.
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     faulthandler.dump_traceback(file=writer, all_threads=True)
