@@ -128,7 +128,7 @@ STRIDE = 8
 # without MLIR, which only the XLA of JAX 0.10 can do, a quarter.
 SIMPLE_LOOPS = "xla_cpu_disable_tiled_emitter=true,xla_cpu_disable_new_fusion_emitters=true"
 # Most programs of pages run a few times, and take longer to compile. On these pages they run often, or are timed.
-OPTIMIZED = {"tutorials/generation", "tutorials/muon", "howto/profile", "howto/slow_step"}
+OPTIMIZED = {"tutorials/generation", "howto/profile", "howto/slow_step"}
 
 
 @cache
