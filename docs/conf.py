@@ -124,8 +124,8 @@ PAGE = re.compile(r"(?:``)?docs/([\w/]+)\.md(?:``)?")  # a link, in a docstring
 MESH = 'mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 4})'
 USES_MESH, MAKES_MESH = re.compile(r"\bmesh\b(?!=)"), re.compile(r"\bmesh(, \w+)* = |\bas mesh\b")
 STRIDE = 8
-# XLA compiles each loop of a program through MLIR, and cuts some into tiles. Without tiles compiling takes a sixth less;
-# without MLIR, which only the XLA of JAX 0.10 can do, a quarter.
+# XLA compiles each loop of a program through MLIR, and cuts some into tiles. Without tiles compiling takes a sixth
+# less; without MLIR, which only the XLA of JAX 0.10 can do, a quarter of the time.
 SIMPLE_LOOPS = "xla_cpu_disable_tiled_emitter=true,xla_cpu_disable_new_fusion_emitters=true"
 # Most programs of pages run a few times, and take longer to compile. On these pages they run often, or are timed.
 OPTIMIZED = {"tutorials/generation", "howto/profile", "howto/slow_step"}
