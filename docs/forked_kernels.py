@@ -3,23 +3,36 @@
 Jupyter starts a new interpreter for each page, which imports JAX, Flax and optax again. The build has imported them
 already, to read docstrings, and a fork has what its parent imported. A fork does not have its parent's threads, so the
 build itself must not ask JAX for a device: that would start them.
+
+Pages initialise the same small models and draw the same numbers, so a page reads from a folder what another has
+compiled. Programs that communicate are not kept there: read from a disk, simulated devices may wait for each other in
+them (docs/architecture.md).
 """
 
 import gc
+import hashlib
 import logging
 import multiprocessing
 import os
+import re
+import shutil
 import warnings
+from functools import wraps
+from pathlib import Path
 
 import flax.linen  # noqa: F401  what pages import is imported here, once
 import jax
 import matplotlib.pyplot  # noqa: F401
 import optax  # noqa: F401
 from ipykernel.kernelapp import IPKernelApp
+from jax._src import compiler
 from jupyter_client.provisioning import KernelProvisionerFactory, LocalProvisioner
 
 import xlstm_jax.forecast  # noqa: F401
-from tests.compiled_once import keep_compiled_programs
+from tests.compiled_once import digest_of, keep_compiled_programs
+
+PROGRAMS = Path(__file__).parent / "_build" / "programs"  # of this build
+COMMUNICATES = re.compile(r"\b(all-|reduce-scatter|collective-)")
 
 
 class ForkedProvisioner(LocalProvisioner):
@@ -61,8 +74,37 @@ def _serve(sockets, cwd, env):
     logging.root.handlers.clear()
     warnings.filterwarnings("ignore", "IProgress not found")  # tqdm would draw its bars by widgets
     jax._src.pretty_printer.CAN_USE_COLOR = True  # JAX looks for a notebook only while it is imported
+    compiler.backend_compile_and_load = shared_by_pages(compiler.backend_compile_and_load)
     keep_compiled_programs()
     IPKernelApp.launch_instance(argv=["-f", sockets, f"--IPKernelApp.parent_handle={os.getppid()}"])
+
+
+def shared_by_pages(compile_module):
+    """Returns JAX's function that compiles, which first looks for what another page has compiled."""
+
+    @wraps(compile_module)
+    def compiled(backend, module, devices, options, callbacks):
+        if callbacks:
+            return compile_module(backend, module, devices, options, callbacks)
+        surroundings = os.environ["XLA_FLAGS"], backend.device_count(), [device.id for device in devices]
+        file = PROGRAMS / hashlib.sha256(repr((digest_of(module, options), *surroundings)).encode()).hexdigest()
+        if file.exists():
+            return backend.deserialize_executable(file.read_bytes(), devices, options)
+        program = compile_module(backend, module, devices, options, callbacks)
+        if not COMMUNICATES.search(program.hlo_modules()[0].to_string()):
+            unfinished = file.with_name(f"{os.getpid()}.unfinished")
+            unfinished.write_bytes(program.serialize())
+            unfinished.rename(file)
+        return program
+
+    return compiled
+
+
+def forget_programs(app):
+    """Another compiler, or another processor, may have made those of an earlier build."""
+    del app
+    shutil.rmtree(PROGRAMS, ignore_errors=True)
+    PROGRAMS.mkdir(parents=True)
 
 
 class _EntryPoint:
@@ -73,7 +115,7 @@ class _EntryPoint:
 
 def setup(app):
     """Called by Sphinx."""
-    del app
+    app.connect("builder-inited", forget_programs)
     KernelProvisionerFactory.provisioners["forked"] = _EntryPoint()
     os.environ[KernelProvisionerFactory.default_provisioner_name_env] = "forked"
     return {"parallel_read_safe": True}

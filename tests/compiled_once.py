@@ -26,9 +26,7 @@ def compiled_once(compile_module):
 
     @wraps(compile_module)
     def compiled(backend, module, devices, options, callbacks):
-        names = NAMED.findall(module.operation.get_asm(enable_debug_info=True))
-        text = "\n".join([str(module), *names]).encode() + options.SerializeAsString()
-        key = backend, devices, hashlib.sha256(text).digest()
+        key = backend, devices, digest_of(module, options)
         if callbacks or key not in kept:
             program = compile_module(backend, module, devices, options, callbacks)
             if callbacks:
@@ -40,3 +38,9 @@ def compiled_once(compile_module):
         return kept[key]
 
     return compiled
+
+
+def digest_of(module, options):
+    """Returns a name that two programs share if they compute the same, with the same names of operations."""
+    names = NAMED.findall(module.operation.get_asm(enable_debug_info=True))
+    return hashlib.sha256("\n".join([str(module), *names]).encode() + options.SerializeAsString()).hexdigest()

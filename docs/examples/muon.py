@@ -25,8 +25,8 @@ from xlstm_jax.distributed import (
     simulate_cpu_devices,
 )
 
-simulate_cpu_devices(8)
-mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 4})
+simulate_cpu_devices(4)
+mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 2})
 AXES = ("dp", "fsdp")
 
 BYTES = np.frombuffer(inspect.getsource(argparse).encode("ascii"), np.uint8)

@@ -87,10 +87,10 @@ step = make_train_step(loss_fn, mesh, batch_axes=AXES)
 
 
 # ---- Weights that are there already
-from xlstm_jax.distributed import shardings
+from xlstm_jax.distributed import shardings, unbox
 from xlstm_jax.distributed.data_parallel import box_like
 
-pretrained = jax.jit(theirs.init)(jax.random.key(7), inputs)["params"]
+pretrained = jax.tree.map(lambda x: 0.9 * np.asarray(x), unbox(state.params))
 params = box_like(pretrained, state.params)
 params = jax.device_put(params, shardings(params, mesh))
 state = state.replace(params=params)
@@ -99,7 +99,7 @@ print(params["layers_0"]["up"]["kernel"].names)
 
 # ---- Training
 losses = []
-for number in range(40):
+for number in range(36):
     state, metrics = step(state, text(number), jax.random.key(1))
     losses.append(float(metrics["loss"]))
 print(f"loss {losses[0]:.3f} at first, {losses[-1]:.3f} at last")
