@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+DISTRIBUTED = Path(__file__).parents[2] / "xlstm_jax" / "distributed"
+
 
 @dataclass(frozen=True)
 class Feature:
@@ -19,6 +21,11 @@ class Feature:
     files: tuple[str, ...]
     knows: str
     own: tuple[str, ...] = ()
+
+    def without_own(self, texts: Mapping[Path, str]) -> dict[Path, str]:
+        """Returns the files that a deletion of the feature leaves."""
+        own = [(DISTRIBUTED / name).resolve() for name in self.files]
+        return {path: text for path, text in texts.items() if not any(path.is_relative_to(place) for place in own)}
 
     def known_in(self, texts: Mapping[Path, str]) -> int:
         """Returns how many files know the feature: faces and comments only name a feature."""

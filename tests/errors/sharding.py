@@ -357,7 +357,7 @@ OPTIONS = [
         dtypes,
         "…=…: … travels in blocks",
         "grad_scatter_dtype=int8: int8 travels in blocks ",
-        "cannot add up",
+        "a reduce-scatter cannot sum",
     ),
     (
         "scatter-bool",
@@ -646,7 +646,7 @@ ROWS = [
         ValueError,
         "'…' is boxed with names",
         "no 'mlp'",
-        "initialise under nn.logical_axis_rules",
+        "initialise a model with logical names under nn.logical_axis_rules",
     ),
     wrapping(
         "box-does-not-divide",
@@ -882,7 +882,7 @@ ROWS = [
         ValueError,
         "'…' is split as …, and gathered over",
         "'up/kernel' is split as ",
-        "only where one dim is split",
+        "only if these axes split one dim",
     ),
     *[
         layers(f"stack-{name}", lambda tree=tree: stack_layers(tree, LOOP, SCAN), ValueError, words, *says)

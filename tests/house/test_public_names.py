@@ -82,7 +82,7 @@ def test_the_source_the_help_and_the_reference_show_the_same_groups():
     tables = [re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) for table in in_reference[1::2]]
     assert dict(zip(map(str.lower, in_reference[::2]), tables, strict=True)) == groups
 
-    packages = re.split("Names that fewer trainings need are in the packages below: ", face.__doc__)[1]
+    packages = re.split("Less common names are in the subpackages ", face.__doc__)[1]
     assert set(dir(face)) == {*face.__all__, *re.findall(r"``(\w+)``", packages), "metrics"}
 
 
