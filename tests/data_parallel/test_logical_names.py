@@ -88,7 +88,10 @@ def test_a_plan_reads_them_too_and_without_rules_they_are_refused():
         plan = plan_sharding(Model(fsdp), {"dp": 2, "fsdp": 4}, X)
     rows = {row.path: row.names for row in plan.rows}
     assert rows["blocks/Dense_0/kernel"] == (None, "fsdp", None) and rows["first/kernel"] == (None, "fsdp")
-    with pytest.raises(ValueError, match=r"boxed with names .* and no 'mlp'.*initialise under nn\.logical_axis_rules"):
+    with pytest.raises(
+        ValueError,
+        match=r"boxed with names .* and no 'mlp'.*initialise a model with logical names under nn\.logical_axis_rules",
+    ):
         init_sharded(Block(), mesh_of(2, 4), jax.random.key(0), jnp.ones((8, 16)), batch_axes=AXES)
 
 
