@@ -15,7 +15,7 @@ from tests.cover import data
 from tests.cover.choose import as_bits, cover
 from tests.cover.record import Recorded, recorded
 from tests.measures import PACKAGE
-from tests.mutants.catalogue import all_mutants
+from tests.mutants.catalogue import all_mutants, functions_of
 
 CASES_OF_A_FUNCTION = 24
 Entering = Mapping[tuple[str, str], Sequence[str]]  # by file and function the cases that enter the function
@@ -143,7 +143,10 @@ def with_added(before: Entering, new: Entering) -> dict[tuple[str, str], list[st
 
     A function that has moved to another file of the library keeps its cases, if one file alone has the function.
     """
-    functions = {str(path.relative_to(PACKAGE)): functions_in(path) for path in sorted(PACKAGE.rglob("*.py"))}
+    functions = {
+        str(path.relative_to(PACKAGE)): {name for name, _, _ in functions_of(ast.parse(path.read_text()))}
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
     kept: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for (path, name), cases in [*new.items(), *before.items()]:
         if name not in functions.get(path, ()):
@@ -153,22 +156,6 @@ def with_added(before: Entering, new: Entering) -> dict[tuple[str, str], list[st
             some = kept[path, name]
             some += [case for case in cases if case not in some and data.is_there(case)]
     return {function: cases[:CASES_OF_A_FUNCTION] for function, cases in kept.items() if cases}
-
-
-def functions_in(path: Path) -> set[str]:
-    """Returns the functions and methods of a file by their qualified names, without ``<locals>``."""
-    found: set[str] = set()
-
-    def look(node: ast.AST, within: str) -> None:
-        for child in ast.iter_child_nodes(node):
-            is_named = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-            name = f"{within}{child.name}" if is_named else within
-            if is_named:
-                found.add(name)
-            look(child, f"{name}." if is_named else within)
-
-    look(ast.parse(path.read_text()), "")
-    return found
 
 
 if __name__ == "__main__":

@@ -49,6 +49,11 @@ class Extension:
     modules: ClassVar[tuple[type[Any], ...]] = ()
     collections: ClassVar[tuple[str, ...]] = ()
 
+    @classmethod
+    def takes(cls, module: Any) -> bool:
+        """Returns whether hooks run for this module."""
+        return not cls.modules or isinstance(module, cls.modules)
+
     def wires(self, policy: ShardPolicy, variables: PyTree, module: ModulePath) -> Mapping[str, Wire]:
         """Returns the wires of leaves that are not sent as their boxes say, by path in ``variables``."""
         return {}
@@ -120,12 +125,12 @@ def with_hook(name: str) -> list[type[Extension]]:
 
 def with_hook_for(name: str, module: Any) -> list[type[Extension]]:
     """Returns the registered extensions that write the hook of this name, and take modules of this class."""
-    return [cls for cls in with_hook(name) if not cls.modules or isinstance(module, cls.modules)]
+    return [cls for cls in with_hook(name) if cls.takes(module)]
 
 
-def extensions_of(variables: Mapping[str, PyTree]) -> list[Extension]:
-    """Returns an instance of each registered extension for a unit that has these collections of variables."""
-    return [cls() for cls in EXTENSIONS if not cls.collections or not variables.keys().isdisjoint(cls.collections)]
+def extensions_of(has_collection: Callable[[str], bool]) -> list[Extension]:
+    """Returns an instance of each registered extension for a unit, given which collections the unit has."""
+    return [cls() for cls in EXTENSIONS if not cls.collections or any(map(has_collection, cls.collections))]
 
 
 def passing_collections() -> list[str]:
@@ -194,16 +199,15 @@ def computed_from_shards(module: Any, method: str, policy: ShardPolicy, args: An
 
 def called(module: Any, method: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns the keyword arguments for a method of a module that no unit has entered yet."""
-    return kwargs_from(extensions_of(module.variables), module, method, args, kwargs)
+    return kwargs_from(extensions_of(lambda collection: False), module, method, args, kwargs)
 
 
 def kwargs_from(
     extensions: Sequence[Extension], module: Any, method: str, args: Any, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """Returns the keyword arguments for a method of a module, as the hooks ``called`` of these extensions make them."""
-    seeing = with_hook_for("called", module)
     for extension in extensions:
-        if type(extension) in seeing:
+        if extension.takes(module):
             kwargs = extension.called(module, method, args, kwargs)
     return kwargs
 

@@ -102,8 +102,6 @@ def balanced_over_model(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree
       params: boxed arrays, or abstract arrays, of global shapes.
       axis_sizes: the axes of the mesh, in its order, with their sizes.
     """
-    if sum(size > 1 for size in axis_sizes.values()) < 2:
-        return params
     found, slow_axes = {}, set()
     for path, leaf in leaves_with_path(params):
         box = leaf_of(leaf)

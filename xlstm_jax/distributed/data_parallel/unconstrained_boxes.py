@@ -24,21 +24,36 @@ def boxes_without_constraints() -> Iterator[None]:
         yield
 
 
-class _Named(meta.Partitioned[Any]):
-    """A box of mesh axes as ``nn.with_partitioning`` makes it, but read without a constraint."""
+class Unconstrained:
+    """Mixin of boxes that are read without a constraint."""
+
+    value: Any
 
     def unbox(self, apply_constraint: bool = True) -> Any:
         del apply_constraint
         return self.value
 
 
-# The class without constraints of each class of boxes. A feature with boxes of its own adds a line.
-WITHOUT_CONSTRAINTS: dict[type[Any], type[Any]] = {nn.Partitioned: _Named}
+class _Named(Unconstrained, meta.Partitioned[Any]):
+    """Box of mesh axes as ``nn.with_partitioning`` makes it, but read without a constraint."""
+
+
+# For each class of boxes the class without constraints, and the other way round.
+_WITHOUT_CONSTRAINTS: dict[type[Any], type[Any]] = {}
+_AS_FLAX_HAS_IT: dict[type[Any], type[Any]] = {}
+
+
+def read_without_constraints(boxes: type[Any], unconstrained: type[Any]) -> None:
+    """Registers the class of boxes that stand for boxes of Flax, or of a feature, while a model runs."""
+    _WITHOUT_CONSTRAINTS[boxes], _AS_FLAX_HAS_IT[unconstrained] = unconstrained, boxes
+
+
+read_without_constraints(nn.Partitioned, _Named)
 
 
 def as_flax_has_it(leaf: Any) -> Any:
     """Returns a leaf that is in a box without constraints in the box of Flax; any other leaf as it is."""
-    return _in_box_of(leaf, {ours: flax for flax, ours in WITHOUT_CONSTRAINTS.items()})
+    return _in_box_of(leaf, _AS_FLAX_HAS_IT)
 
 
 def _in_box_of(leaf: Any, classes: dict[type[Any], type[Any]]) -> Any:
@@ -56,7 +71,7 @@ class _Initialiser:
     plain: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _in_box_of(self.plain(*args, **kwargs), WITHOUT_CONSTRAINTS)
+        return _in_box_of(self.plain(*args, **kwargs), _WITHOUT_CONSTRAINTS)
 
 
 def _boxing_without_constraints(

@@ -20,16 +20,12 @@ from flax.linen.partitioning import AxisMetadata
 from flax.linen.spmd import logical_to_mesh_axes
 
 from xlstm_jax.distributed.data_parallel.dim_names import READERS, DimNames
-from xlstm_jax.distributed.data_parallel.unconstrained_boxes import WITHOUT_CONSTRAINTS
+from xlstm_jax.distributed.data_parallel.unconstrained_boxes import Unconstrained, read_without_constraints
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
 
 
-class _LogicallyNamed(nn.LogicallyPartitioned):
-    """A box of logical names, read without a constraint."""
-
-    def unbox(self, apply_constraint: bool = True) -> Any:
-        del apply_constraint
-        return self.value
+class _LogicallyNamed(Unconstrained, nn.LogicallyPartitioned):
+    """Box of logical names, read without a constraint."""
 
 
 class LogicalNames(DimNames):
@@ -86,7 +82,7 @@ class LogicalNames(DimNames):
 
 
 READERS.append(LogicalNames())
-WITHOUT_CONSTRAINTS[nn.LogicallyPartitioned] = _LogicallyNamed
+read_without_constraints(nn.LogicallyPartitioned, _LogicallyNamed)
 
 
 def _on_mesh(entry: AxisEntry, sizes: Mapping[str, int]) -> AxisEntry:

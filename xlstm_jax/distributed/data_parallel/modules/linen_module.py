@@ -298,8 +298,10 @@ def inside_unit(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
     """Marks a unit as running. Replaces Linen's shape error if the cause is a full array in place of a shard."""
     for stacks in watching(Stacks):
         stacks.units_entered += 1
+    scope: Any = module.scope
+    extensions = extensions_of(lambda collection: not scope.is_collection_empty(collection))
     try:
-        with nn.intercept_methods(RunningUnit(module.path, extensions_of(module.variables)).intercept):
+        with nn.intercept_methods(RunningUnit(module.path, extensions).intercept):
             yield
     except ScopeParamShapeError as error:
         params = module.variables.get("params", {}) if running(axes) == "manual" else {}
