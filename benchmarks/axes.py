@@ -47,7 +47,7 @@ from xlstm_jax.accelerators import compiler_options
 from xlstm_jax.distributed import DeviceMeshManager, partition_specs, shard_modules, value_and_grad
 from xlstm_jax.distributed.model_parallel import (
     Experts,
-    LaidOut,
+    ReorderedTokens,
     SplitAttention,
     SplitEmbed,
     SwiGLU,
@@ -70,7 +70,7 @@ from xlstm_jax.forecast.training.model_axes import (
     ranked,
 )
 from xlstm_jax.forecast.training.workload import in_a_line
-from xlstm_jax.wording import format_bytes, format_mesh, rich_table
+from xlstm_jax.formatting import format_bytes, format_mesh, rich_table
 
 OUT = Path(__file__).parent / "results" / "axes"
 MIXTURE = DecoderSize(4096, 32, 32, 32_000, hidden=14_336, kv_heads=8, tied=False, rotary_base=1e6, experts=8)
@@ -242,7 +242,7 @@ def build(row: Row) -> tuple[Any, tuple[Any, ...]]:
     model, tx = sharded(row), optax.adamw(3e-4)
     tokens = jax.ShapeDtypeStruct((row.rows, row.context), jnp.int32)
     rng = jax.eval_shape(lambda: jax.random.key(0))
-    state = abstract_train_state(model, tx, mesh, rng, tokens, tokens, batch_axes=row.row_axes, whole_ok=True)
+    state = abstract_train_state(model, tx, mesh, rng, tokens, tokens, batch_axes=row.row_axes, allow_replicated=True)
     split, specs = jax.P(row.row_axes, CP), partition_specs(state.params, mesh)
     on_tpus = parse_topology(row.topology).chip.torus_axes > 0
 
@@ -259,7 +259,7 @@ def build(row: Row) -> tuple[Any, tuple[Any, ...]]:
         batch = tokens, labels
         if row.ring:
             # The batch is laid out before the step, so the step exchanges no tokens.
-            batch = tuple(LaidOut(x, "zigzag", row.sizes[CP]) for x in batch)
+            batch = tuple(ReorderedTokens(x, "zigzag", row.sizes[CP]) for x in batch)
         with in_layout(batch, "zigzag" if row.ring else "contiguous", CP) as batch:
             return of_device(params, *batch)
 

@@ -29,7 +29,7 @@ from benchmarks.report import bars, panels
 from xlstm_jax.distributed import Offload, with_ema
 from xlstm_jax.forecast import CompileError, Forecast, forecast, parse_topology
 from xlstm_jax.forecast.training import Workload
-from xlstm_jax.wording import format_bytes, rich_table
+from xlstm_jax.formatting import format_bytes, rich_table
 
 OUT = Path(__file__).parent / "results" / "beyond_hbm"
 TOPOLOGIES = ("v5e:4x4", "h100:1x8")

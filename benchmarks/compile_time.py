@@ -43,7 +43,7 @@ from benchmarks.report import ACCENT, QUIET, STRONG, save
 from xlstm_jax.distributed import shard_modules
 from xlstm_jax.forecast import CompileError, parse_topology
 from xlstm_jax.forecast.compiling.compile import compile_for_topology
-from xlstm_jax.wording import format_bytes, rich_table
+from xlstm_jax.formatting import format_bytes, rich_table
 
 OUT = Path(__file__).parent / "results" / "compile_time"
 CHIPS = {8: "v5e:2x4", 64: "v5e:8x8", 256: "v5e:16x16", 512: "v5p:8x8x8"}

@@ -189,7 +189,7 @@ def begin(job: Job, checkpointer: Checkpointer | None) -> Run:
     """Returns a new run, or with ``resume`` the run in the newest sound checkpoint."""
     init_key, step_key, _ = keys(job)
     tokens = jax.ShapeDtypeStruct((job.config.batch_size, job.config.context), jnp.int32)
-    where = {"batch_axes": job.batch_axes, "whole_ok": job.config.replicated}
+    where = {"batch_axes": job.batch_axes, "allow_replicated": job.config.replicated}
     if job.config.resume and checkpointer.latest_step() is not None:
         state = abstract_train_state(job.model, optimizer(job.config), job.mesh, init_key, tokens, **where)
         whole = NamedSharding(job.mesh, PartitionSpec())
@@ -225,7 +225,7 @@ class Programs(NamedTuple):
 def traced_step(job: Job, run: Run) -> tuple[jax.stages.Traced, float]:
     """Traces the step; returns the traced step and its model FLOP, as in ``Programs.flops``."""
     metric, mesh, axes = train_metric(), job.mesh, job.batch_axes
-    options = {"metric": metric, "whole_ok": job.config.replicated}
+    options = {"metric": metric, "allow_replicated": job.config.replicated}
     step = make_train_step(loss_fn, mesh, axes, job.config.num_minibatches, **options)
     traced = step.trace(run.state, draw_batch(job, 0), run.rng, metric.empty(axes, mesh))
     flops = count_flops(traced.jaxpr, mesh.size).by_direction()

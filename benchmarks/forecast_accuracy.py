@@ -41,7 +41,7 @@ from xlstm_jax.distributed import (
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.processes import available_devices
 from xlstm_jax.forecast import Forecast, forecast
-from xlstm_jax.wording import rich_table
+from xlstm_jax.formatting import rich_table
 
 DEVICES = 8
 CASES = {  # name -> block, axes of the mesh as shares of the devices, remat
@@ -81,11 +81,13 @@ def build(case: str, devices: Sequence[Any]) -> tuple[Any, Any, Any, tuple[Any, 
     # A replicated model has no wrapper with a threshold; the plan gets a threshold above the size of every leaf.
     threshold = {} if wrap else {"min_weight_size": 2**62}
     plan = plan_sharding(model, sizes, batch, tx=tx, **threshold)
-    state = create_train_state(model, tx, mesh, jax.random.key(1), batch, batch_axes=axes, whole_ok=wrap is None)
+    state = create_train_state(
+        model, tx, mesh, jax.random.key(1), batch, batch_axes=axes, allow_replicated=wrap is None
+    )
     return (
         plan,
         mesh,
-        make_train_step(next_token_loss, mesh, axes, whole_ok=wrap is None),
+        make_train_step(next_token_loss, mesh, axes, allow_replicated=wrap is None),
         (state, batch, jax.random.key(2)),
     )
 

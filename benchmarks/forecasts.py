@@ -41,8 +41,8 @@ from xlstm_jax.forecast import CompileError, Forecast, Topology, forecast, parse
 from xlstm_jax.forecast.compiling.compile_process import PLUGIN
 from xlstm_jax.forecast.cost.collective_traffic import Collective
 from xlstm_jax.forecast.cost.memory import Memory
-from xlstm_jax.forecast.hardware.cudnn import answered_for
-from xlstm_jax.wording import format_bytes, rich_table
+from xlstm_jax.forecast.hardware.cudnn import traced_for_chip
+from xlstm_jax.formatting import format_bytes, rich_table
 
 FORMAT = 2  # version of the stored results
 GPU_FORMAT = 2  # version of the additional results for GPUs
@@ -167,7 +167,7 @@ def forecast_case(size: Size, case: Case, topology: str, known: dict[str, Any] |
     """Returns the result of a case: ``known`` if it belongs to the same program, else the result of compiling."""
     place = parse_topology(topology)
     options = options_of(case, place)
-    with answered_for(place.chip):  # so that cuDNN attention can be traced without a GPU
+    with traced_for_chip(place.chip):  # so that cuDNN attention can be traced without a GPU
         step, args = build(size, case, place.shape, gpus=on_gpus(place))
         program = fingerprint(step, args, place, options)
     if known is not None and known["program"] == program:

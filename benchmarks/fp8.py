@@ -24,7 +24,7 @@ from rich.console import Console
 
 from benchmarks.wire_dtypes import CONFIG, OUT, SEEDS, Training, compared, train, versions
 from xlstm_jax.distributed.processes import available_devices
-from xlstm_jax.wording import rich_table
+from xlstm_jax.formatting import rich_table
 
 FILE = OUT / "fp8.json"
 BASE = "bfloat16"

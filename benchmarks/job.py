@@ -23,7 +23,7 @@ from benchmarks.models import LanguageModel
 from benchmarks.text import Text, fixed_windows, load_text
 from xlstm_jax.distributed import DeviceMeshManager, assert_same_everywhere, initialize_distributed, shard_module_params
 from xlstm_jax.distributed.processes import available_devices
-from xlstm_jax.distributed.processes.together import allgather_text
+from xlstm_jax.distributed.processes.collective_errors import allgather_text
 
 SIMULATED_DEVICES = 8
 SHARD_AXIS_PREFIX = "fsdp"

@@ -40,7 +40,7 @@ from xlstm_jax.distributed import (
     typed_kernel,
 )
 from xlstm_jax.forecast import CompileError, Forecast, forecast, parse_topology
-from xlstm_jax.wording import rich_table
+from xlstm_jax.formatting import rich_table
 
 ROOT = Path(__file__).parents[1]
 PAGE, OUT = ROOT / "docs" / "kernels.md", ROOT / "benchmarks" / "results" / "kernels"
@@ -186,12 +186,12 @@ def tracer(kernel: bool, wrapped: bool, check_vma: bool) -> Callable[[], int]:
     tokens = jax.ShapeDtypeStruct((DEVICES, 257), jnp.int32)
     model = shard_modules(InALoop(attention), (Block, nn.Embed), "fsdp", 2**10)
     state = abstract_train_state(
-        model, optax.adamw(1e-3), mesh, rng, inputs_of(tokens), batch_axes="fsdp", whole_ok=True
+        model, optax.adamw(1e-3), mesh, rng, inputs_of(tokens), batch_axes="fsdp", allow_replicated=True
     )
     batch = abstract_batch(tokens, mesh, "fsdp")
 
     def calls() -> int:
-        step, count = make_train_step(next_token_loss, mesh, "fsdp", check_vma=check_vma, whole_ok=True), [0]
+        step, count = make_train_step(next_token_loss, mesh, "fsdp", check_vma=check_vma, allow_replicated=True), [0]
 
         def counted(frame: Any, event: str, arg: Any) -> None:
             count[0] += event in ("call", "c_call")

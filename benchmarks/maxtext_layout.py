@@ -39,9 +39,9 @@ from benchmarks.xla_flags import BEST_FOR_JIT
 from xlstm_jax.accelerators import compiler_options
 from xlstm_jax.distributed import DeviceMeshManager
 from xlstm_jax.forecast import CompileError, forecast, parse_topology
-from xlstm_jax.forecast.hardware.cudnn import answered_for
+from xlstm_jax.forecast.hardware.cudnn import traced_for_chip
 from xlstm_jax.forecast.training.workload import in_a_line
-from xlstm_jax.wording import format_bytes, format_mesh, rich_table
+from xlstm_jax.formatting import format_bytes, format_mesh, rich_table
 
 TOPOLOGY, CONTEXT = "h100:8x8", 8192
 OURS = Row("8 x 7B", CONTEXT, TOPOLOGY, {"fsdp_host": 8, "ep": 8}, 64)
@@ -119,7 +119,7 @@ def build_jit(sizes: dict[str, int]) -> tuple[Any, tuple[Any, ...]]:
         spec = spec_of(jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape, c)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place(spec))
 
-    with answered_for(parse_topology(TOPOLOGY).chip):
+    with traced_for_chip(parse_topology(TOPOLOGY).chip):
         shapes = jax.eval_shape(init, jax.random.key(0))
     state = jax.tree_util.tree_map_with_path(placed, shapes)
     places = jax.tree.map(lambda leaf: leaf.sharding, state)

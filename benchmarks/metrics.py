@@ -39,7 +39,7 @@ from rich.table import Table
 from benchmarks.metrics_variants import NAIVE_BUDGET, OURS, Measurement, measure
 from benchmarks.options import positive
 from benchmarks.report import ACCENT, LETTERS, PAGE_DPI, PAGE_WIDTH, QUIET, STRONG, number
-from xlstm_jax.wording import rich_table
+from xlstm_jax.formatting import rich_table
 
 SYNC_EVERY = 100  # steps, for the amortised row
 CLU_MISSING = "clu.metrics is left out: it is not installed. pip install clu"

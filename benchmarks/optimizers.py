@@ -35,7 +35,7 @@ from benchmarks.run_log import read_rows
 from xlstm_jax.distributed import muon
 from xlstm_jax.distributed.optimizers import matrix_dimensions
 from xlstm_jax.forecast import CompileError, Forecast, forecast, parse_topology
-from xlstm_jax.wording import format_bytes, rich_table
+from xlstm_jax.formatting import format_bytes, rich_table
 
 RATE = 1e-3
 OUT = Path(__file__).parent / "results" / "optimizers"

@@ -41,7 +41,7 @@ from benchmarks.forecasts import GIB, compiled
 from benchmarks.report import LETTERS, PAGE_DPI, PAGE_WIDTH, save
 from benchmarks.traffic import axis_loads
 from xlstm_jax.forecast import parse_topology
-from xlstm_jax.wording import rich_table
+from xlstm_jax.formatting import rich_table
 
 OUT = Path(__file__).parent / "results" / "peers"
 MODELS = {

@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from xlstm_jax.wording import format_bytes, rich_table
+from xlstm_jax.formatting import format_bytes, rich_table
 
 STATE_COLORS = ("#1f4e79", "#5b9bd5", "#f2a65a")
 QUIET, STRONG, ACCENT = "#b9cde0", "#1f4e79", "#d1495b"

@@ -57,7 +57,7 @@ from benchmarks.forecasts import installed_versions
 from xlstm_jax.distributed import DeviceMeshManager, import_safetensors, initialize_distributed, simulate_cpu_devices
 from xlstm_jax.distributed.checkpoint import Stored
 from xlstm_jax.distributed.checkpoint.tensor_names import NameMap, stored_at
-from xlstm_jax.wording import rich_table
+from xlstm_jax.formatting import rich_table
 
 DEVICES = 8
 AXIS = "fsdp"

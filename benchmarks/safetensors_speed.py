@@ -31,7 +31,7 @@ from rich.console import Console
 
 from benchmarks.forecasts import installed_versions
 from xlstm_jax.distributed import DeviceMeshManager, export_safetensors, import_safetensors, simulate_cpu_devices
-from xlstm_jax.wording import rich_table
+from xlstm_jax.formatting import rich_table
 
 DEVICES = 8
 LEAVES = 16

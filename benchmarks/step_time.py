@@ -64,7 +64,7 @@ from xlstm_jax.distributed import DeviceMeshManager, shard_modules
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.processes import available_devices
 from xlstm_jax.forecast.training import Workload
-from xlstm_jax.wording import rich_table
+from xlstm_jax.formatting import rich_table
 
 OUT = Path(__file__).parent / "results" / "step_time"
 SIMULATED_DEVICES = 8
@@ -142,7 +142,7 @@ def _runs(
     tell: Callable[..., None],
 ) -> Iterator[tuple[str, Run]]:
     """Yields the cases that can run, with their run functions; adds reasons for other cases to ``left_out``."""
-    left_out |= {case: why for case in cases if (why := model.why_not(case))}
+    left_out |= {case: why for case in cases if (why := model.init_failure(case))}
     cases = [case for case in cases if case not in left_out]
     for case in (case for case in cases if case in CASES):
         tell(f"compiling {case}")

@@ -53,7 +53,7 @@ class Model:
     rows: int
     dtype: Any = jnp.float32
 
-    def why_not(self, case: str) -> str | None:
+    def init_failure(self, case: str) -> str | None:
         """Returns the reason why the model does not support a case; None for a supported case."""
         if not isinstance(self.size, DecoderSize):
             return None

@@ -39,7 +39,7 @@ from benchmarks.limits import crossing_bytes
 from benchmarks.options import add_forecast_options, complete
 from benchmarks.report import ACCENT, QUIET, STRONG, clean, number, panels, ratio
 from xlstm_jax.forecast import parse_topology
-from xlstm_jax.wording import format_bytes, rich_table
+from xlstm_jax.formatting import format_bytes, rich_table
 
 MODELS = ("1.3B",)
 TOPOLOGIES = ("v5e:16x16", "v5p:4x4x8", "v6e:16x16")

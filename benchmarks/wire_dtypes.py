@@ -55,7 +55,7 @@ from xlstm_jax.distributed import DeviceMeshManager, make_train_step
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.processes import available_devices
 from xlstm_jax.distributed.training.cross_entropy import LMHead
-from xlstm_jax.wording import rich_table
+from xlstm_jax.formatting import rich_table
 
 OUT = Path(__file__).parent / "results" / "wire_dtypes"
 BFLOAT16_BITS = 7  # mantissa bits without the leading bit

@@ -27,7 +27,7 @@ from rich.console import Console
 from benchmarks.cases import CASES, SIZES
 from benchmarks.forecasts import compiled, forecast_case
 from benchmarks.xla_flags import OPTIONS
-from xlstm_jax.wording import format_bytes, rich_table
+from xlstm_jax.formatting import format_bytes, rich_table
 
 OUT = Path(__file__).parent / "results" / "options"
 TOPOLOGIES = ("h100:32x8",)

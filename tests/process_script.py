@@ -217,11 +217,13 @@ def mean_loss(params, apply_fn, batch, rng):
 
 def first_batches(mesh, axis, cases):
     """Runs the first batch of a new train step for each case; records the error or warnings."""
-    make = functools.partial(create_train_state, Net(axis), optax.sgd(0.1), mesh, batch_axes=axis, whole_ok=True)
+    make = functools.partial(
+        create_train_state, Net(axis), optax.sgd(0.1), mesh, batch_axes=axis, allow_replicated=True
+    )
     step("seeds", lambda: bool(make(jax.random.key(RANK), jnp.ones((12, 3)))))
     for name, batch in cases.items():
         state = make(jax.random.key(0), jnp.ones((12, 3)))
-        train_step = make_train_step(mean_loss, mesh, axis, whole_ok=True)
+        train_step = make_train_step(mean_loss, mesh, axis, allow_replicated=True)
 
         def run(state=state, batch=batch, train_step=train_step):
             with warnings.catch_warnings(record=True) as caught:

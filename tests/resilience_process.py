@@ -78,7 +78,10 @@ def train(guard):
     state = TrainState(
         step=place(np.int32(0), P()), apply_fn=None, params=params, tx=tx, opt_state=jax.jit(tx.init)(params)
     )
-    step_fn, key = make_train_step(loss_fn, MESH, "data", whole_ok=True), place(np.asarray(jax.random.PRNGKey(0)), P())
+    step_fn, key = (
+        make_train_step(loss_fn, MESH, "data", allow_replicated=True),
+        place(np.asarray(jax.random.PRNGKey(0)), P()),
+    )
     for step in range(1, STEPS + 1):
         batch = np.ones((8, 3), np.float32)
         if step == 3 or (MODE == "nonfinite" and step > 5):

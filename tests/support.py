@@ -132,10 +132,10 @@ def train_on_one_device(model, tx, params, loss_fn, batch, steps: int = 1):
 def gradients_are_those_of_one_device(model, plain_model, loss_fn, mesh, axes, *batch, check_vma):
     """Asserts that initial values and gradients on the mesh equal those on one device; returns the boxed parameters."""
     start = jax.jit(plain_model.init)(jax.random.key(0), *batch)["params"]
-    state = create_train_state(model, KEPT, mesh, jax.random.key(0), *batch, batch_axes=axes, whole_ok=True)
+    state = create_train_state(model, KEPT, mesh, jax.random.key(0), *batch, batch_axes=axes, allow_replicated=True)
     params = jax.tree.map(jnp.copy, state.params)
     assert_same_params(params, start, 1e-6)
-    step = make_train_step(loss_fn, mesh, axes, check_vma=check_vma, whole_ok=True)
+    step = make_train_step(loss_fn, mesh, axes, check_vma=check_vma, allow_replicated=True)
     inputs = batch[0] if len(batch) == 1 else batch
     grads = train_on_one_device(plain_model, KEPT, unbox(start), loss_fn, inputs)[1]
     assert_same_params(step(state, inputs, jax.random.key(0))[0].opt_state, grads)

@@ -1,7 +1,7 @@
 """DPO: walks that wander at random learn which paths are preferred.
 
 The loss compares the policy with its own start. The frozen copy goes to each step by
-others=, split as the parameters are, and has neither gradients nor moments.
+extra_trees=, split as the parameters are, and has neither gradients nor moments.
 """
 
 import jax
@@ -83,7 +83,7 @@ for number in steps(300):
     pair = np.stack([walk(reference, key) for key in keys])
     nearer = (np.abs(pair - WANTED).sum(-1).argmin(0), np.arange(256))
     batch = {"chosen": pair[nearer], "rejected": pair[1 - nearer[0], nearer[1]]}
-    state, metrics = step(state, batch, key, others={"reference": reference})
+    state, metrics = step(state, batch, key, extra_trees={"reference": reference})
     losses.append(float(metrics["loss"]))
 
 before, after = (

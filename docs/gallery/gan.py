@@ -1,7 +1,7 @@
 """GAN: two networks compete, and one of them learns to draw.
 
 Generator and discriminator have a state and a step each. Each step gets the other's
-parameters by others=: gathered where they are used, without gradient, not taken over.
+parameters by extra_trees=: gathered where they are used, no gradient, not taken over.
 """
 
 import jax
@@ -79,8 +79,8 @@ train_d = make_train_step(discriminator_loss, mesh, AXES)
 train_g = make_train_step(generator_loss, mesh, AXES)
 for number in steps(2500):
     batch = batch_of(number)
-    d, of_d = train_d(d, batch, keys[0], others={"generator": g.params})
-    g, of_g = train_g(g, batch, keys[0], others={"discriminator": d.params})
+    d, of_d = train_d(d, batch, keys[0], extra_trees={"generator": g.params})
+    g, of_g = train_g(g, batch, keys[0], extra_trees={"discriminator": d.params})
 
 new = batch_of(10**6, rows=600)
 drawn = np.array(jax.jit(generate)(g.params, new["noise"]))

@@ -90,12 +90,12 @@ def test_the_decoder_runs_beside_jit_with_its_layers_recomputed():
     for case in ("jit, remat", "ours, remat"):
         step, arguments = build(decoder, CASES[case], jax.devices())
         assert "remat" in str(step.trace(*arguments).jaxpr)
-        assert decoder.why_not(case) is None
+        assert decoder.init_failure(case) is None
     with pytest.raises(ValueError, match="FSDP by hand wraps modules in their source"):
         build(decoder, CASES["flat"], jax.devices())
-    assert str(decoder.why_not("flat")).startswith("FSDP by hand wraps modules in their source")
-    assert str(decoder.why_not("FSDP2")).startswith("PyTorch has the Transformer alone")
-    assert not any(map(MODEL.why_not, [*CASES, "FSDP2"]))
+    assert str(decoder.init_failure("flat")).startswith("FSDP by hand wraps modules in their source")
+    assert str(decoder.init_failure("FSDP2")).startswith("PyTorch has the Transformer alone")
+    assert not any(map(MODEL.init_failure, [*CASES, "FSDP2"]))
 
 
 # -------------------------------------------------------------------------------------------------------------- PyTorch

@@ -22,7 +22,7 @@ from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer, Checkpoi
 from xlstm_jax.distributed.checkpoint.checksums import SavedSums
 from xlstm_jax.distributed.checkpoint.errors import read_together
 from xlstm_jax.distributed.checkpoint.orbax_backend import OrbaxBackend
-from xlstm_jax.distributed.processes import together
+from xlstm_jax.distributed.processes import collective_errors
 
 ROOT = Path(__file__).parents[2]
 SMALL, LARGE = {"w": np.arange(3)}, {"w": np.random.default_rng(0).normal(size=(100, 1000))}
@@ -362,7 +362,7 @@ def test_an_error_of_the_system_in_one_process_wins_over_damage_in_another(monke
         def work():
             raise error
 
-        monkeypatch.setattr(together, "allgather_text", lambda text, *_: told.append(text) or [text, *others])
+        monkeypatch.setattr(collective_errors, "allgather_text", lambda text, *_: told.append(text) or [text, *others])
         read_together(work, "step 2", "read step 2", 1)
 
     told = []

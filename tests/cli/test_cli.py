@@ -36,7 +36,7 @@ from xlstm_jax.forecast.compiling import compile_process
 from xlstm_jax.forecast.cost.host import HostTraffic
 from xlstm_jax.forecast.training import Workload, fitting
 from xlstm_jax.forecast.training.fitting import Options
-from xlstm_jax.wording import how_to_install
+from xlstm_jax.formatting import how_to_install
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(sys.executable).parent / "xlstm-jax"

@@ -36,7 +36,7 @@ from xlstm_jax.forecast.report import _array, owners_of
 from xlstm_jax.forecast.training.fitting import Fit, Options, Trial
 from xlstm_jax.forecast.training.linting.lint import Finding
 from xlstm_jax.forecast.training.linting.lint import table as lint_table
-from xlstm_jax.wording import MIN_WIDTH, rich_table
+from xlstm_jax.formatting import MIN_WIDTH, rich_table
 
 ROOT = Path(__file__).parents[2]
 WIDTHS = [60, 80, 100, 140]
@@ -343,4 +343,4 @@ def test_one_helper_makes_all_tables(folder):
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Table", "Table.grid")
     }
-    assert calls <= {"wording"}
+    assert calls <= {"formatting"}

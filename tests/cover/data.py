@@ -76,8 +76,8 @@ def write_matrix(seconds: Mapping[str, float], entering: Mapping[tuple[str, str]
 def path_of(case: str) -> str:
     """Returns what pytest is given to run a case or a file of the data.
 
-    >>> path_of("plan/test_plan.py::test_name"), path_of("xlstm_jax/wording.py::xlstm_jax.wording.number")
-    ('tests/plan/test_plan.py::test_name', 'xlstm_jax/wording.py::xlstm_jax.wording.number')
+    >>> path_of("plan/test_plan.py::test_name"), path_of("xlstm_jax/formatting.py::xlstm_jax.formatting.number")
+    ('tests/plan/test_plan.py::test_name', 'xlstm_jax/formatting.py::xlstm_jax.formatting.number')
     """
     return case if case.startswith("xlstm_jax/") else f"tests/{case}"
 

@@ -25,12 +25,14 @@ X = jax.random.normal(jax.random.key(1), (16, 16))
 
 
 def state_of(model, *inputs):
-    return create_train_state(model, KEPT, mesh_of(2, 4), jax.random.key(0), *inputs, batch_axes=AXES, whole_ok=True)
+    return create_train_state(
+        model, KEPT, mesh_of(2, 4), jax.random.key(0), *inputs, batch_axes=AXES, allow_replicated=True
+    )
 
 
 def gradients(model, loss_fn, batch, inputs, check_vma):
     """Of the ready step."""
-    step = make_train_step(loss_fn, mesh_of(2, 4), AXES, check_vma=check_vma, whole_ok=True)
+    step = make_train_step(loss_fn, mesh_of(2, 4), AXES, check_vma=check_vma, allow_replicated=True)
     return unbox(step(state_of(model, *inputs), batch, jax.random.key(2))[0].opt_state)
 
 

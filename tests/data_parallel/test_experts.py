@@ -84,7 +84,7 @@ def wrapped(**options):
 
 
 def state_of(model, mesh, tx=KEPT):
-    return create_train_state(model, tx, mesh, jax.random.key(0), X, batch_axes=AXES, whole_ok=True)
+    return create_train_state(model, tx, mesh, jax.random.key(0), X, batch_axes=AXES, allow_replicated=True)
 
 
 def close(got, want):
@@ -115,7 +115,7 @@ READY = {
 @pytest.mark.parametrize("case, check_vma", [("split", False), *zip(READY, [True, True, False] * 3, strict=True)])
 def test_the_ready_steps_gradients_are_those_of_one_device(case, check_vma, mesh, params):
     model, options = READY[case]
-    step = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma, whole_ok=True, **options)
+    step = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma, allow_replicated=True, **options)
     state, metrics = step(state_of(model, mesh), X, jax.random.key(2))
     loss, want = jax.value_and_grad(loss_fn)(params, PLAIN.apply, X, None)
     close(unbox(state.opt_state), want)
@@ -125,7 +125,7 @@ def test_the_ready_steps_gradients_are_those_of_one_device(case, check_vma, mesh
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 def test_with_weights_and_clipped_a_step_is_that_of_one_device(check_vma, mesh, params):
     tx = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0))
-    step = make_train_step(weighted_loss, mesh, AXES, weighted=True, check_vma=check_vma, whole_ok=True)
+    step = make_train_step(weighted_loss, mesh, AXES, weighted=True, check_vma=check_vma, allow_replicated=True)
     state, _ = step(state_of(wrapped(), mesh, tx), (X, WEIGHTS), jax.random.key(2))
 
     def of_one(params):
@@ -176,7 +176,7 @@ def gathered_by_hand(params, apply_fn, x, rng):
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 def test_where_the_loss_gathers_them_after_all_gradients_are_means_of_that_gather(check_vma, mesh, params):
-    step = make_train_step(gathered_by_hand, mesh, AXES, check_vma=check_vma, whole_ok=True)
+    step = make_train_step(gathered_by_hand, mesh, AXES, check_vma=check_vma, allow_replicated=True)
     state, _ = step(state_of(MoE(), mesh), X, jax.random.key(2))
     close(unbox(state.opt_state), jax.grad(loss_fn)(params, PLAIN.apply, X, None))
 
@@ -240,7 +240,7 @@ class NNXMoE(nnx.Module):
 def test_experts_of_nnx_are_told_apart_too(threshold, mesh):
     plain = nnx_model(partial(NNXMoE, names=()))
     model = shard_modules(nnx_model(NNXMoE), lambda path, module: path == "", "fsdp", threshold)
-    step = make_train_step(loss_fn, mesh, AXES, whole_ok=True)
+    step = make_train_step(loss_fn, mesh, AXES, allow_replicated=True)
     state, _ = step(state_of(model, mesh), X, jax.random.key(2))
     close(unbox(state.opt_state), jax.grad(loss_fn)(plain.init(jax.random.key(0), X)["params"], plain.apply, X, None))
 

@@ -425,12 +425,14 @@ def test_two_trees_are_merged_in_the_loss():
 def test_a_loss_that_closes_over_frozen_parameters_is_refused_with_the_way(check_vma):
     frozen = init_sharded(Model(fsdp()), MESH, KEY, X, batch_axes=AXES, trainable=is_trained)["params"]
 
-    def closed_over(head, apply_fn, batch, rng):
+    def closed_over_error(head, apply_fn, batch, rng):
         return mean_loss({**frozen, "Dense_1": head}, apply_fn, batch)
 
     state = TrainState.create(apply_fn=Model(fsdp()).apply, params=unbox(frozen["Dense_1"]), tx=SGD)
     with pytest.raises(ValueError, match=r"kernel' is split .* closes over it.* frozen.*trainable=.*freeze_params"):
-        make_train_step(closed_over, MESH, AXES, check_vma=check_vma, whole_ok=True).lower(state, BATCH, KEY)
+        make_train_step(closed_over_error, MESH, AXES, check_vma=check_vma, allow_replicated=True).lower(
+            state, BATCH, KEY
+        )
 
 
 def test_checkpoints_have_all_parameters_and_another_choice_of_what_is_frozen_is_refused_by_name(tmp_path):

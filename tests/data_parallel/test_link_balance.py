@@ -56,7 +56,9 @@ def trained(model, mesh, axes):
         return jnp.mean(apply_fn({"params": params}, batch) ** 2)
 
     x = jax.random.normal(jax.random.key(0), (8, 32))
-    state = create_train_state(model, optax.sgd(1.0), mesh, jax.random.key(1), x, batch_axes=axes, whole_ok=True)
+    state = create_train_state(
+        model, optax.sgd(1.0), mesh, jax.random.key(1), x, batch_axes=axes, allow_replicated=True
+    )
     names = {path: leaf_of(leaf).names for path, leaf in leaves_with_path(state.params)}
     before = jax.tree.map(np.array, unbox(state.params))
     after = make_train_step(loss, mesh, axes)(state, x, jax.random.key(2))[0]
@@ -102,7 +104,7 @@ def test_a_table_that_is_looked_up_by_rows_counts_as_nothing(tied, planned):
     else:
         mesh = DeviceMeshManager.create_device_mesh(sizes, devices=jax.devices()[:4])
         state = create_train_state(
-            model, optax.sgd(1.0), mesh, jax.random.key(1), tokens, batch_axes=("x", "y"), whole_ok=True
+            model, optax.sgd(1.0), mesh, jax.random.key(1), tokens, batch_axes=("x", "y"), allow_replicated=True
         )
         names = {path: leaf_of(leaf).names for path, leaf in leaves_with_path(state.params)}
     outermost = {entry_axes(next(filter(None, names[f"{name}/kernel"])))[0] for name in ("up", "down")}

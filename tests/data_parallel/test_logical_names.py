@@ -70,17 +70,19 @@ def test_a_model_with_logical_names_trains_as_on_one_device(wrap, check_vma):
     """Also where the rules are in force in the step: constraints of activations have nothing to do there."""
     mesh = mesh_of(2, 4)
     with nn.logical_axis_rules(RULES):
-        state = create_train_state(Model(wrap), KEPT, mesh, jax.random.key(0), X, batch_axes=AXES, whole_ok=True)
+        state = create_train_state(
+            Model(wrap), KEPT, mesh, jax.random.key(0), X, batch_axes=AXES, allow_replicated=True
+        )
     names = jax.tree.map(lambda leaf: leaf_of(leaf).names, state.params, is_leaf=lambda leaf: hasattr(leaf, "names"))
     assert names["blocks"]["Dense_0"]["kernel"] == (None, "fsdp", None)  # the axis of "embed", and no other
     assert names["first"]["kernel"] == (None, "fsdp")
     start, want = one_device()
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), unbox(state.params), start)
-    step = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma, whole_ok=True)
+    step = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma, allow_replicated=True)
     state, _ = step(state, X, jax.random.key(0))
     assert_same_params(state.opt_state, want)
     with nn.logical_axis_rules(RULES):
-        make_train_step(loss_fn, mesh, AXES, check_vma=check_vma, whole_ok=True)(state, X, jax.random.key(0))
+        make_train_step(loss_fn, mesh, AXES, check_vma=check_vma, allow_replicated=True)(state, X, jax.random.key(0))
 
 
 def test_a_plan_reads_them_too_and_without_rules_they_are_refused():
@@ -113,10 +115,10 @@ def test_a_collection_beside_the_parameters_is_whole():
 
     mesh = mesh_of(2, 4)
     with nn.logical_axis_rules(RULES):
-        state = create_train_state(WithMean(), KEPT, mesh, jax.random.key(0), X, batch_axes=AXES, whole_ok=True)
+        state = create_train_state(WithMean(), KEPT, mesh, jax.random.key(0), X, batch_axes=AXES, allow_replicated=True)
     assert state.collections["stats"]["mean"].shape == (16,) and state.collections["stats"]["mean"].is_fully_replicated
     assert leaf_of(state.params["Dense_0"]["kernel"]).names == (None, "fsdp")  # guard: that of parameters is split
-    _, metrics = make_train_step(loss, mesh, AXES, whole_ok=True)(state, X, jax.random.key(0))
+    _, metrics = make_train_step(loss, mesh, AXES, allow_replicated=True)(state, X, jax.random.key(0))
     assert np.isfinite(metrics["loss"])
 
 
@@ -147,13 +149,17 @@ class Layers(nn.Module):
 def test_attention_of_flax_with_logical_names_trains_as_on_one_device(wrap, check_vma):
     mesh = mesh_of(2, 4)
     with nn.logical_axis_rules(RULES):
-        state = create_train_state(Layers(wrap), KEPT, mesh, jax.random.key(0), X, batch_axes=AXES, whole_ok=True)
+        state = create_train_state(
+            Layers(wrap), KEPT, mesh, jax.random.key(0), X, batch_axes=AXES, allow_replicated=True
+        )
     kernel = leaf_of(state.params["blocks"]["MultiHeadDotProductAttention_0"]["query"]["kernel"])
     assert kernel.names == (None, "fsdp", None, None) and kernel.value.shape == (2, 8, 4, 2)
     start = unbox(jax.jit(Layers().init)(jax.random.key(0), X)["params"])
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), unbox(state.params), start)
     want = jax.jit(jax.grad(loss_fn), static_argnums=1)(start, Layers().apply, X, None)
-    state, _ = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma, whole_ok=True)(state, X, jax.random.key(0))
+    state, _ = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma, allow_replicated=True)(
+        state, X, jax.random.key(0)
+    )
     assert_same_params(state.opt_state, want)
 
 
@@ -161,7 +167,7 @@ def test_a_layer_that_makes_a_flat_matrix_in_a_box_is_initialised_in_a_mesh():
     """``nn.DenseGeneral`` reads a box of three names around a matrix, which Flax would constrain by these names."""
     init = nn.with_partitioning(nn.initializers.lecun_normal(), ("fsdp", None, None))
     layer = nn.DenseGeneral((2, 4), kernel_init=init, use_bias=False)
-    options = {"batch_axes": AXES, "whole_ok": True}
+    options = {"batch_axes": AXES, "allow_replicated": True}
     state = abstract_train_state(layer, KEPT, mesh_of(2, 4), jax.random.key(0), X, **options)
     kernel = leaf_of(state.params["kernel"])
     assert kernel.names == ("fsdp", None, None) and kernel.value.shape == (8, 2, 4)
@@ -207,11 +213,11 @@ def test_names_in_a_collection_split_parameters_by_the_rules(where):
     model, mesh = ScanInTheStyleOfT5X(), mesh_of(2, 4)
     made = model if where is None else shard_modules(model, where, "fsdp", min_weight_size=8)
     with nn.logical_axis_rules(RULES):
-        state = create_train_state(made, KEPT, mesh, jax.random.key(0), X, batch_axes=AXES, whole_ok=True)
+        state = create_train_state(made, KEPT, mesh, jax.random.key(0), X, batch_axes=AXES, allow_replicated=True)
     assert not state.collections and leaf_of(state.params["blocks"]["InTheStyleOfT5X_0"]["w"]).axes == ("fsdp",)
     start = jax.jit(model.init)(jax.random.key(0), X)["params"]
     want = jax.jit(jax.grad(loss_fn), static_argnums=1)(start, model.apply, X, None)
-    state, _ = make_train_step(loss_fn, mesh, AXES, whole_ok=True)(state, X, jax.random.key(0))
+    state, _ = make_train_step(loss_fn, mesh, AXES, allow_replicated=True)(state, X, jax.random.key(0))
     assert_same_params(state.opt_state, want)
 
 
@@ -232,9 +238,9 @@ def test_names_of_nnx_variables_are_read_by_the_rules():
     want = jax.jit(jax.grad(loss_fn), static_argnums=1)(start, model.apply, X, None)
     for made in (model, sharded):  # "kv" has no rule
         with nn.logical_axis_rules(RULES):
-            state = create_train_state(made, KEPT, mesh, jax.random.key(0), X, batch_axes=AXES, whole_ok=True)
+            state = create_train_state(made, KEPT, mesh, jax.random.key(0), X, batch_axes=AXES, allow_replicated=True)
         assert leaf_of(state.params["up"]["kernel"]).names == ("fsdp", None, None)
-        state, _ = make_train_step(loss_fn, mesh, AXES, whole_ok=True)(state, X, jax.random.key(0))
+        state, _ = make_train_step(loss_fn, mesh, AXES, allow_replicated=True)(state, X, jax.random.key(0))
         assert_same_params(state.opt_state, want)
 
 

@@ -91,8 +91,8 @@ def test_the_initial_values_are_those_of_the_plain_module():
 
 def lowered_step(model, mesh, batch, loss, check_vma=True, inputs=None):
     key = jax.eval_shape(lambda: jax.random.key(0))
-    state = abstract_train_state(model, optax.sgd(0.1), mesh, key, inputs, batch_axes=AXES, whole_ok=True)
-    step = make_train_step(loss, mesh, AXES, check_vma=check_vma, whole_ok=True)
+    state = abstract_train_state(model, optax.sgd(0.1), mesh, key, inputs, batch_axes=AXES, allow_replicated=True)
+    step = make_train_step(loss, mesh, AXES, check_vma=check_vma, allow_replicated=True)
     return step.lower(state, abstract_batch(batch, mesh, AXES), key).as_text()
 
 
@@ -585,11 +585,11 @@ def test_tracing_costs_little_more_than_the_plain_module():
 
     def seconds(model):
         state = abstract_train_state(
-            model, optax.sgd(0.1), mesh_of(2, 4), KEY, BATCH["x"], batch_axes=AXES, whole_ok=True
+            model, optax.sgd(0.1), mesh_of(2, 4), KEY, BATCH["x"], batch_axes=AXES, allow_replicated=True
         )
         taken = []
         for _ in range(3):
-            step = make_train_step(mean_loss, mesh_of(2, 4), AXES, whole_ok=True)
+            step = make_train_step(mean_loss, mesh_of(2, 4), AXES, allow_replicated=True)
             start = time.process_time()
             step.trace(state, BATCH, KEY)
             taken.append(time.process_time() - start)

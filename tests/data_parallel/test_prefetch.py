@@ -24,7 +24,7 @@ from xlstm_jax.distributed.data_parallel.prefetch import prefetched_scan
 from xlstm_jax.distributed.data_parallel.wire.collectives import to_varying
 from xlstm_jax.forecast.cost.collective_traffic import find_collectives
 from xlstm_jax.forecast.hlo.program import parse
-from xlstm_jax.foreign import scans_over_params
+from xlstm_jax.introspection import scans_over_params
 
 LAYERS, WIDTH = 4, 16
 P = jax.P

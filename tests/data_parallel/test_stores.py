@@ -27,7 +27,7 @@ from xlstm_jax.distributed import (
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.extensions.padding import ZeroPadding
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
-from xlstm_jax.distributed.data_parallel.store import AS_IT_IS, UNEVEN, Kept, Store
+from xlstm_jax.distributed.data_parallel.store import AS_IT_IS, UNEVEN, LeafToSplit, Store
 
 BATCH, TX = data(), optax.adam(0.1)
 
@@ -76,7 +76,7 @@ class Transpose:
             return leaf
         abstract = isinstance(value, jax.ShapeDtypeStruct)
         value = jax.ShapeDtypeStruct(value.shape[::-1], value.dtype) if abstract else value.T
-        return Kept(value, leaf.names[::-1], 1 - leaf.dim, Transposed())
+        return LeafToSplit(value, leaf.names[::-1], 1 - leaf.dim, Transposed())
 
 
 @pytest.fixture(autouse=True)

@@ -124,8 +124,8 @@ def unit_type(cls, policy):
 
 def step_of(model, check_vma):
     mesh = mesh_of(2, 4)
-    state = create_train_state(model, optax.sgd(0.1), mesh, KEY, BATCH["x"], batch_axes=AXES, whole_ok=True)
-    return state, make_train_step(mean_loss, mesh, AXES, check_vma=check_vma, whole_ok=True)
+    state = create_train_state(model, optax.sgd(0.1), mesh, KEY, BATCH["x"], batch_axes=AXES, allow_replicated=True)
+    return state, make_train_step(mean_loss, mesh, AXES, check_vma=check_vma, allow_replicated=True)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_a_ragged_exchange_is_the_padded_one(monkeypatch, check_vma):
         return jax.jit(jax.shard_map(lambda *args: there_and_back(*args), mesh=mesh, **how))(rows, SENT)
 
     padded = run()
-    monkeypatch.setattr(transposes, "rows_travel_alone", lambda: True)
+    monkeypatch.setattr(transposes, "has_ragged_all_to_all", lambda: True)
     monkeypatch.setattr(lax, "ragged_all_to_all", like_a_tpus)
     jax.tree.map(np.testing.assert_array_equal, run(), padded)
     arrived, back, grad = padded

@@ -306,9 +306,11 @@ def test_a_step_with_kernels_for_norm_and_loss_is_that_of_the_formulas(check_vma
 
     model = Classifier(typed_kernel(fused_norm), typed_kernel(fused_cross_entropy))
     mesh, model = mesh_of(2, 4), shard_modules(model, nn.Dense, "fsdp", 2**6)
-    state = create_train_state(model, optax.sgd(1.0), mesh, jax.random.key(1), batch, batch_axes=AXES, whole_ok=True)
+    state = create_train_state(
+        model, optax.sgd(1.0), mesh, jax.random.key(1), batch, batch_axes=AXES, allow_replicated=True
+    )
     before = jax.tree.map(np.asarray, state.params)
-    step = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma, whole_ok=True)
+    step = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma, allow_replicated=True)
     after, metrics = step(state, batch, jax.random.key(2))
     np.testing.assert_allclose(metrics["loss"], want, rtol=1e-6)
     found = jax.tree.map(lambda a, b: a - np.asarray(b), before, after.params)
@@ -337,9 +339,9 @@ def test_a_kernel_of_what_does_not_vary_is_right_in_a_scan_and_on_one_device(dp,
     for check_vma in (True, False):
         mesh, model = mesh_of(dp, fsdp), shard_modules(stack, nn.Dense, "fsdp", 2**6)
         state = create_train_state(
-            model, optax.sgd(0.5), mesh, jax.random.key(1), x, None, batch_axes=AXES, whole_ok=True
+            model, optax.sgd(0.5), mesh, jax.random.key(1), x, None, batch_axes=AXES, allow_replicated=True
         )
-        step = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma, whole_ok=True)
+        step = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma, allow_replicated=True)
         losses[check_vma] = []
         for _ in range(2):
             state, metrics = step(state, x, jax.random.key(2))
@@ -393,8 +395,8 @@ def test_a_step_with_kernels_of_tokamax_lowers_for_tpus(monkeypatch, loss):
 
     def lowered(wrap):
         model = shard_modules(OfTokamax(wrap, loss), nn.DenseGeneral, "fsdp", 2**8)
-        state = abstract_train_state(model, optax.sgd(0.1), mesh, rng, x, batch_axes=AXES, whole_ok=True)
-        step = make_train_step(loss_fn, mesh, AXES, whole_ok=True)
+        state = abstract_train_state(model, optax.sgd(0.1), mesh, rng, x, batch_axes=AXES, allow_replicated=True)
+        step = make_train_step(loss_fn, mesh, AXES, allow_replicated=True)
         traced = step.trace(state, abstract_batch(x, mesh, AXES), rng)
         return traced.lower(lowering_platforms=("tpu",)).as_text()
 

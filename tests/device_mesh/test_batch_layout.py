@@ -96,9 +96,9 @@ NO_SPEC = "a PartitionSpec of names of axes and None is needed"
 
 
 def test_a_step_refuses_a_batch_that_lies_otherwise(mesh):
-    state = create_train_state(Scale(), optax.sgd(0.1), mesh, jax.random.key(0), batch_axes=ROWS, whole_ok=True)
+    state = create_train_state(Scale(), optax.sgd(0.1), mesh, jax.random.key(0), batch_axes=ROWS, allow_replicated=True)
     loss_fn = lambda params, apply_fn, batch, rng: (params["w"] * batch["tokens"]).mean()  # noqa: E731
-    step = make_train_step(loss_fn, mesh, batch_spec=SPEC, whole_ok=True)
+    step = make_train_step(loss_fn, mesh, batch_spec=SPEC, allow_replicated=True)
     placed = jax.device_put(BATCH["tokens"], NamedSharding(mesh, P("dp", "fsdp")))
     with pytest.raises(ValueError, match=r"batch\['tokens'\] of shape \(4, 16\) is placed as .* over \('fsdp',\)"):
         step(state, BATCH | {"tokens": placed}, jax.random.key(0))

@@ -32,7 +32,7 @@ from xlstm_jax.distributed.model_parallel import (
     split_modules,
     split_tokens,
 )
-from xlstm_jax.distributed.model_parallel.sequence_layout import LaidOut
+from xlstm_jax.distributed.model_parallel.sequence_layout import ReorderedTokens
 
 tensor, contexts, names = map(Section, ["Tensor and sequence parallelism", "Long contexts and experts", "Axis names"])
 SGD, WHOLE, SPLIT = optax.sgd(0.1), P(), P("dp", "cp")
@@ -72,8 +72,10 @@ def two_roles(layer):
         mesh, x, axes = DeviceMeshManager.create_abstract_mesh({"fsdp": 2, "tp": 4}), jnp.ones((8, 8)), ("fsdp", "tp")
         model = shard_modules(nn.Sequential([layer]), type(layer), axes, 8)
         of_batch = axes if isinstance(layer, Experts) else "fsdp"
-        state = abstract_train_state(model, SGD, mesh, KEY, x, batch_axes=of_batch, whole_ok=True)
-        step = make_train_step(lambda p, apply, x, rng: apply({"params": p}, x).sum(), mesh, of_batch, whole_ok=True)
+        state = abstract_train_state(model, SGD, mesh, KEY, x, batch_axes=of_batch, allow_replicated=True)
+        step = make_train_step(
+            lambda p, apply, x, rng: apply({"params": p}, x).sum(), mesh, of_batch, allow_replicated=True
+        )
         jax.eval_shape(step, state, x, KEY)
 
     return call
@@ -88,9 +90,9 @@ def tokens_split(spec, dim):
 
 def batch_over_tp():
     x = jnp.ones((8, 4, 6))
-    state = abstract_train_state(ColumnDense(16), SGD, PAIRS, KEY, x, batch_axes="fsdp", whole_ok=True)
+    state = abstract_train_state(ColumnDense(16), SGD, PAIRS, KEY, x, batch_axes="fsdp", allow_replicated=True)
     loss_fn = lambda params, apply_fn, x, rng: apply_fn({"params": params}, x).mean()  # noqa: E731
-    make_train_step(loss_fn, PAIRS, ("fsdp", "tp"), whole_ok=True).trace(state, x, KEY)
+    make_train_step(loss_fn, PAIRS, ("fsdp", "tp"), allow_replicated=True).trace(state, x, KEY)
 
 
 def unbound():
@@ -169,7 +171,7 @@ def laid_out(layout="zigzag", spec=SPLIT, **leaves):
             return jnp.zeros(())
 
     arrays = {name: (jnp.zeros((2, size)), how, devices) for name, (how, devices, size) in leaves.items()}
-    batch = {name: LaidOut(x, how, devices) if how else x for name, (x, how, devices) in arrays.items()}
+    batch = {name: ReorderedTokens(x, how, devices) if how else x for name, (x, how, devices) in arrays.items()}
     return lambda: shaped(local, batch, mesh=SEQUENCE, in_specs=spec, check_vma=False)
 
 
@@ -198,9 +200,9 @@ def stepped(model, batch=BATCH, check_vma=True, **options):
     loss_fn = lambda params, apply_fn, batch, rng: apply_fn({"params": params}, batch["x"])  # noqa: E731
 
     def call():
-        step = make_train_step(loss_fn, CP, whole_ok=True, check_vma=check_vma, **options)
+        step = make_train_step(loss_fn, CP, allow_replicated=True, check_vma=check_vma, **options)
         given = jax.ShapeDtypeStruct((4, 8), jnp.float32)
-        state = abstract_train_state(OfTokens(), SGD, CP, KEY, given, batch_axes=("fsdp",), whole_ok=True)
+        state = abstract_train_state(OfTokens(), SGD, CP, KEY, given, batch_axes=("fsdp",), allow_replicated=True)
         step.trace(state.replace(apply_fn=model.apply), batch, KEY)
 
     return call
@@ -241,8 +243,8 @@ def experts_in_a_step(**options):
     loss_fn = lambda params, apply_fn, x, rng: jnp.mean(apply_fn({"params": params}, x) ** 2)  # noqa: E731
 
     def call():
-        state = abstract_train_state(model, SGD, mesh, KEY, X, batch_axes=("dp", "ep"), whole_ok=True)
-        make_train_step(loss_fn, mesh, ("dp", "ep"), check_vma=False, whole_ok=True).trace(state, X, KEY)
+        state = abstract_train_state(model, SGD, mesh, KEY, X, batch_axes=("dp", "ep"), allow_replicated=True)
+        make_train_step(loss_fn, mesh, ("dp", "ep"), check_vma=False, allow_replicated=True).trace(state, X, KEY)
 
     return call
 
@@ -742,14 +744,14 @@ ROWS = [
     ),
     contexts(
         "laid-out-as-an-array",
-        within(lambda x: jnp.sin(LaidOut(x, "zigzag", 4))),
+        within(lambda x: jnp.sin(ReorderedTokens(x, "zigzag", 4))),
         ValueError,
         "an array of shape … in … order",
         "(1, 4, 8, 4) in zigzag order is used as",
     ),
     contexts(
         "laid-out-indexed",
-        within(lambda x: LaidOut(x, "zigzag", 4)[0]),
+        within(lambda x: ReorderedTokens(x, "zigzag", 4)[0]),
         ValueError,
         "an array of shape … in … order",
         "in zigzag order is used as an array",

@@ -41,7 +41,7 @@ from xlstm_jax.distributed.optimizers import (
     ema_params,
     global_norm,
     muon,
-    on_whole_matrices,
+    on_unsharded_matrices,
     skip_counts,
     skip_nonfinite,
     slow_params,
@@ -153,7 +153,7 @@ def flax_state(tx):
     from flax.training.train_state import TrainState as FlaxTrainState
 
     state = FlaxTrainState.create(apply_fn=None, params={"kernel": jnp.ones(3)}, tx=tx)
-    return lambda: make_train_step(mean_loss, MESH, AXES, whole_ok=True).trace(state, BATCH, KEY)
+    return lambda: make_train_step(mean_loss, MESH, AXES, allow_replicated=True).trace(state, BATCH, KEY)
 
 
 IN_STEP = {
@@ -190,7 +190,7 @@ def monitored():
 
 def uneven_owners():
     shampoo = optax.scale(1.0)
-    tx = on_whole_matrices(shampoo, {"w": MuonDimensionNumbers(1, 2)})
+    tx = on_unsharded_matrices(shampoo, {"w": MuonDimensionNumbers(1, 2)})
     params = {"w": Sharded(jnp.ones((6, 8, 8)), ("dp", "fsdp", None))}
     return shaped(tx.init, params, in_specs=(P("dp", "fsdp"),), check_vma=False)
 
@@ -538,7 +538,7 @@ ROWS = [
         "matrix-uneven-owners",
         uneven_owners,
         ValueError,
-        "on_whole_matrices: … has",
+        "on_unsharded_matrices: … has",
         "'w' has 3 matrices on each of 2 parts",
         "the 4 devices",
     ),

@@ -149,12 +149,12 @@ class Logical(nn.Module):
         return x @ self.param("kernel", init, (8, 16))
 
 
-def closed_over(check_vma=True):
+def closed_over_error(check_vma=True):
     """A loss that closes over parameters in boxes."""
     params = init_sharded(fsdp(nn.Dense)(4), MESH, KEY, X, batch_axes=AXES)["params"]
     loss = lambda scale, apply_fn, batch, rng: scale["s"] * mean_loss(params, apply_fn, batch)  # noqa: E731
     state = TrainState.create(apply_fn=fsdp(nn.Dense)(4).apply, params={"s": jnp.ones(())}, tx=SGD)
-    make_train_step(loss, MESH, AXES, check_vma=check_vma, whole_ok=True).trace(state, BATCH, KEY)
+    make_train_step(loss, MESH, AXES, check_vma=check_vma, allow_replicated=True).trace(state, BATCH, KEY)
 
 
 def closed_over_in_jit():
@@ -682,7 +682,7 @@ ROWS = [
     # ----- reads, gathers
     wrapping(
         "closed-over",
-        closed_over,
+        closed_over_error,
         ValueError,
         "… is split over … by its box, and its value",
         "'kernel' is split over ('fsdp',)",
@@ -690,7 +690,7 @@ ROWS = [
     ),
     wrapping(
         "closed-over-without-types",
-        lambda: closed_over(False),
+        lambda: closed_over_error(False),
         ValueError,
         "… is split over … by its box, and its value",
         "closes over it",

@@ -27,9 +27,9 @@ def state():
     return create_train_state(MODEL, optax.adam(1e-3), MESH, KEY, BATCH["x"], batch_axes=AXES)
 
 
-def trace(given=None, batch=BATCH, rng=KEY, *local, loss=mean_loss, mesh=MESH, axes=AXES, others=None, **options):
+def trace(given=None, batch=BATCH, rng=KEY, *local, loss=mean_loss, mesh=MESH, axes=AXES, extra_trees=None, **options):
     """Traces a step of a loss on a batch, with the shared state unless another is given."""
-    named = {} if others is None else {"others": others}
+    named = {} if extra_trees is None else {"extra_trees": extra_trees}
     step = make_train_step(loss, mesh, axes, **options)
     return step.trace(state() if given is None else given, batch, rng, *local, **named)
 

@@ -131,11 +131,13 @@ def evaluate(
     local=True,
     mesh=MESH,
     metric=MEAN,
-    others=None,
+    extra_trees=None,
 ):
     step = make_eval_step(fn, mesh, AXES, metric=metric)
     local = metric.empty(AXES, mesh) if local is True else local
-    return step.trace(dense() if of is None else of, batch, local, **({} if others is None else {"others": others}))
+    return step.trace(
+        dense() if of is None else of, batch, local, **({} if extra_trees is None else {"extra_trees": extra_trees})
+    )
 
 
 STEP = make_train_step(mean_loss, MESH, AXES)
@@ -169,9 +171,9 @@ def in_a_branch():
 
 def of_rows(model, loss, mesh=MESH, **options):
     """Traces a step of a model of sequences, of which nothing is split."""
-    whole = {"batch_axes": AXES, "whole_ok": True}
+    whole = {"batch_axes": AXES, "allow_replicated": True}
     of = abstract_train_state(model, SGD, mesh, KEY, ROWS3, **whole)
-    return lambda: make_train_step(loss, mesh, AXES, whole_ok=True, **options).trace(of, ROWS3, KEY)
+    return lambda: make_train_step(loss, mesh, AXES, allow_replicated=True, **options).trace(of, ROWS3, KEY)
 
 
 def of_dense(change):
@@ -239,7 +241,7 @@ def whole(collections=None, shape=(8, 4)):
 def differs_along_tp():
     mesh = create({"fsdp": 2, "tp": 2}, jax.devices()[:4])
     loss = lambda params, _, batch, rng: error_of(params, batch) * (1.0 + lax.axis_index("tp"))  # noqa: E731
-    make_train_step(loss, mesh, "fsdp", whole_ok=True, check_vma=False).trace(whole(), BATCH, KEY)
+    make_train_step(loss, mesh, "fsdp", allow_replicated=True, check_vma=False).trace(whole(), BATCH, KEY)
 
 
 # ----- others
@@ -251,7 +253,7 @@ def through(params, apply_fn, batch, rng, *, teacher):
 
 def given(others, loss=through, of=None, batch=BATCH):
     return lambda: make_train_step(loss, MESH, AXES)(
-        of or dense(), batch, KEY, others=others() if callable(others) else others
+        of or dense(), batch, KEY, extra_trees=others() if callable(others) else others
     )
 
 
@@ -525,7 +527,7 @@ ROWS = [
             TrainState.create(apply_fn=PLAIN.apply, params={"w": jnp.ones(3)}, tx=optax.sgd(0.1)).replace(
                 tx=optax.lookahead(optax.sgd(0.1), 5, 0.5)
             ),
-            whole_ok=True,
+            allow_replicated=True,
         ),
         ValueError,
         "the step: state.tx is optax.lookahead",
@@ -620,7 +622,7 @@ ROWS = [
         TypeError,
         "… was called with … arguments",
         "was called with 5 arguments",
-        "others=",
+        "extra_trees=",
     ),
     calls("call-twice", lambda: STEP(dense(), BATCH, KEY, rng=KEY), TypeError, "… was given … twice", "'rng'"),
     calls(
@@ -778,7 +780,7 @@ ROWS = [
         ValueError,
         "… is a parameter in a box",
         "batch['teacher/kernel'] is a parameter in a box",
-        "step(..., others={'teacher': params})",
+        "step(..., extra_trees={'teacher': params})",
     ),
     calls(
         "step-batch-placed-otherwise",
@@ -831,22 +833,22 @@ ROWS = [
         "others-no-dict",
         given([1]),
         TypeError,
-        "others is …",
-        "others is a list of 1; ",
-        "others={'teacher': teacher_state.params}",
+        "extra_trees is …",
+        "extra_trees is a list of 1; ",
+        "extra_trees={'teacher': teacher_state.params}",
     ),
     calls(
         "others-no-dict-and-batch",
         given([1], batch=jax.tree.map(lambda x: x[:3], BATCH)),
         TypeError,
-        "others is …",
-        "others is a list of 1; pass a dict",
+        "extra_trees is …",
+        "extra_trees is a list of 1; pass a dict",
     ),
     calls(
         "others-unknown",
         given({"teacher": 1.0, "techer": 2.0}),
         TypeError,
-        "the step was given others with",
+        "the step was given extra_trees with",
         "the name 'techer', and loss_fn takes [",
         "'teacher']. Write loss_fn(",
         "rng, *, techer)",
@@ -857,14 +859,14 @@ ROWS = [
         TypeError,
         "… takes … by name, and",
         "takes 'teacher' by name",
-        "step(..., others={'teacher': tree})",
+        "step(..., extra_trees={'teacher': tree})",
     ),
     calls(
         "others-without-boxes",
         given(lambda: {"teacher": unbox(other_values().params)}),
         ValueError,
         "… of shape … has no box and is split as",
-        "others['teacher/kernel'] of shape (8, 4)",
+        "extra_trees['teacher/kernel'] of shape (8, 4)",
         "box_like(tree, params)",
     ),
     calls(
@@ -872,17 +874,19 @@ ROWS = [
         given(lambda: {"teacher": other_mesh().params}),
         ValueError,
         "'…' lies on a mesh …, and the step was made",
-        "'others/teacher/bias' lies on a mesh {'dp': 4, 'fsdp': 2}",
+        "'extra_trees/teacher/bias' lies on a mesh {'dp': 4, 'fsdp': 2}",
     ),
     calls(
         "others-of-the-state",
         given(lambda: {"teacher": dense().params}),
         ValueError,
         "… is a leaf of the state too",
-        "others['teacher/bias'] is a leaf",
+        "extra_trees['teacher/bias'] is a leaf",
         "jnp.copy, state.params",
     ),
-    calls("others-deleted", deleted, ValueError, "… was deleted: a step has", "others['teacher/bias'] was deleted"),
+    calls(
+        "others-deleted", deleted, ValueError, "… was deleted: a step has", "extra_trees['teacher/bias'] was deleted"
+    ),
     # ----- what a loss returns
     *[
         losses(f"loss-returns-{name}", returned(out, **options), TypeError, words, *says)
@@ -1048,7 +1052,7 @@ ROWS = [
     ),
     collections(
         "collection-by-a-branch",
-        lambda: make_train_step(counting, MESH, AXES, whole_ok=True).trace(whole(STATS), BATCH, KEY),
+        lambda: make_train_step(counting, MESH, AXES, allow_replicated=True).trace(whole(STATS), BATCH, KEY),
         ValueError,
         "the collections … would differ",
         "'stats/n' would differ from device to device along ",
@@ -1102,7 +1106,7 @@ ROWS = [
     ),
     collections(
         "collections-taken-without",
-        lambda: make_train_step(net_loss, MESH, AXES, whole_ok=True).trace(whole(), BATCH, KEY),
+        lambda: make_train_step(net_loss, MESH, AXES, allow_replicated=True).trace(whole(), BATCH, KEY),
         TypeError,
         "… takes collections as argument",
         "loss_fn takes collections as argument 5, and the state has none",
@@ -1130,7 +1134,7 @@ ROWS = [
             KEY,
             BATCH["x"],
             batch_axes=AXES,
-            whole_ok=True,
+            allow_replicated=True,
         ),
         ValueError,
         "the model's collection … holds",
@@ -1305,7 +1309,7 @@ ROWS = [
         UserWarning,
         "no parameter is split: each of the",
         "8 devices of the mesh dp=2,fsdp=4",
-        "whole_ok=True",
+        "allow_replicated=True",
     ),
     models(
         "warned-part-whole",
@@ -1317,11 +1321,11 @@ ROWS = [
     calls(
         "warned-whole-others",
         lambda: make_train_step(lambda *args, teacher: through(*args, teacher=args[0]), MESH, AXES).trace(
-            dense(), BATCH, KEY, others={"teacher": {"kernel": jnp.zeros((512, 512))}}
+            dense(), BATCH, KEY, extra_trees={"teacher": {"kernel": jnp.zeros((512, 512))}}
         ),
         UserWarning,
-        "others['…'], …, is replicated on each",
-        "others['teacher/kernel'], 1 MiB, is replicated on each of the 8 devices",
+        "extra_trees['…'], …, is replicated on each",
+        "extra_trees['teacher/kernel'], 1 MiB, is replicated on each of the 8 devices",
     ),
     Section("Layers in loops and scans")(
         "warned-gathered-stack",

@@ -288,10 +288,12 @@ def program(case: Case, sizes: Mapping[str, int], check_vma: bool) -> tuple[Call
 
     def create(make=create_train_state):
         with nn.logical_axis_rules(RULES) if case.parts.named else nullcontext():
-            return make(model, transform(case), mesh, KEY, batch(), batch_axes=rows, whole_ok=True, **case.making)
+            return make(
+                model, transform(case), mesh, KEY, batch(), batch_axes=rows, allow_replicated=True, **case.making
+            )
 
     split = {"batch_spec": jax.P(rows, "cp"), "layout": "zigzag"} if "cp" in sizes else {"batch_axes": rows}
-    how = {"weighted": case.weighted, "check_vma": check_vma, "whole_ok": True, **split, **case.stepping}
+    how = {"weighted": case.weighted, "check_vma": check_vma, "allow_replicated": True, **split, **case.stepping}
     return create, make_train_step(loss_with_collections if kept else loss_fn, mesh, **how)
 
 

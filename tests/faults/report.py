@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from xlstm_jax.wording import rich_table
+from xlstm_jax.formatting import rich_table
 
 COLUMNS = ("fault", "rounds", "detected after", "lost", "result")
 

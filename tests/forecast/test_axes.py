@@ -428,7 +428,7 @@ def mlp_step(sizes, rows_axis, width, tokens, rows):
     mesh = DeviceMeshManager.create_abstract_mesh(sizes)
     model, x = MLP(width), jax.ShapeDtypeStruct((rows, tokens, width), jnp.bfloat16)
     rng = jax.eval_shape(lambda: jax.random.key(0))
-    state = abstract_train_state(model, optax.sgd(0.1), mesh, rng, x, batch_axes=rows_axis, whole_ok=True)
+    state = abstract_train_state(model, optax.sgd(0.1), mesh, rng, x, batch_axes=rows_axis, allow_replicated=True)
     specs, split = partition_specs(state.params, mesh), P(rows_axis, "tp")
 
     def gradient(params, x):

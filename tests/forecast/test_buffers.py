@@ -182,8 +182,10 @@ def loss_of(params, apply_fn, batch, rng):
 
 
 def lowered_step(model, batch, mesh, tx, batch_axes=("dp", "fsdp")):
-    state = abstract_train_state(model, tx, mesh, jax.random.key(0), batch, batch_axes=batch_axes, whole_ok=True)
-    step = make_train_step(loss_of, mesh, batch_axes=batch_axes, whole_ok=True)
+    state = abstract_train_state(
+        model, tx, mesh, jax.random.key(0), batch, batch_axes=batch_axes, allow_replicated=True
+    )
+    step = make_train_step(loss_of, mesh, batch_axes=batch_axes, allow_replicated=True)
     return step, (state, batch, jax.ShapeDtypeStruct((), jax.random.key(0).dtype))
 
 

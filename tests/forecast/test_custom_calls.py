@@ -17,7 +17,7 @@ from xlstm_jax.forecast.cost.clock import Cycles, Kernels
 from xlstm_jax.forecast.cost.cycles import count_hbm_bytes
 from xlstm_jax.forecast.cost.flops import count_flops
 from xlstm_jax.forecast.cost.products import executed_flops, unknown_calls
-from xlstm_jax.forecast.hardware.cudnn import answered_for
+from xlstm_jax.forecast.hardware.cudnn import traced_for_chip
 from xlstm_jax.forecast.hlo.program import parse
 
 B, T, S, N, D = 4, 512, 256, 8, 64
@@ -37,7 +37,7 @@ def arrays(mesh=None, features=D, heads=N):
 
 
 def flops_of(function, *args):
-    with answered_for(H100):
+    with traced_for_chip(H100):
         return count_flops(jax.jit(function).trace(*args).jaxpr).total
 
 
@@ -58,13 +58,13 @@ def test_flop_of_cudnns_attention_are_those_of_the_products_that_it_stands_for(o
 
 def test_jax_is_answered_within_and_for_the_chip_that_is_meant():
     run = jax.jit(partial(attend, scale=1.0))
-    with answered_for(CHIPS["a100"]), pytest.raises(NotImplementedError, match="head dim must be <= 128"):
+    with traced_for_chip(CHIPS["a100"]), pytest.raises(NotImplementedError, match="head dim must be <= 128"):
         run.trace(*arrays(features=256))
-    with answered_for(H100):
+    with traced_for_chip(H100):
         run.trace(*arrays(features=256))
     with pytest.raises(RuntimeError, match="cuDNN"):  # as before: nothing is left behind
         run.trace(*arrays(features=128))
-    with answered_for(CHIPS["v5e"]), pytest.raises(RuntimeError, match="cuDNN"):
+    with traced_for_chip(CHIPS["v5e"]), pytest.raises(RuntimeError, match="cuDNN"):
         run.trace(*arrays(features=192))
 
 

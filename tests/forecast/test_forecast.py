@@ -76,9 +76,9 @@ def workload(rows=ROWS, **options):
 def live(mesh, model):
     """The step with real arguments on real (simulated) devices."""
     x = shard_batch(np.zeros((ROWS, WIDTH), np.float32), mesh, AXES)
-    where = {"batch_axes": AXES, "whole_ok": True}
+    where = {"batch_axes": AXES, "allow_replicated": True}
     state = create_train_state(model, optax.adam(1e-3), mesh, jax.random.key(0), x, **where)
-    return make_train_step(loss_fn, mesh, AXES, whole_ok=True), (state, x, jax.random.key(1))
+    return make_train_step(loss_fn, mesh, AXES, allow_replicated=True), (state, x, jax.random.key(1))
 
 
 @cache

@@ -102,8 +102,8 @@ def mean_square(params, apply_fn, batch, rng=None):
 def compiled(model, mesh, loss=mean_square, topology=None, batch=BATCH, **options) -> Forecast:
     """The forecast of a training step on a mesh of simulated devices, or on one without devices for a topology."""
     axes, rng = tuple(mesh.shape), jax.eval_shape(lambda: jax.random.key(0))
-    state = abstract_train_state(model, optax.sgd(1e-3), mesh, rng, batch, batch_axes=axes, whole_ok=True)
-    step = make_train_step(loss, mesh, axes, whole_ok=True, **options)
+    state = abstract_train_state(model, optax.sgd(1e-3), mesh, rng, batch, batch_axes=axes, allow_replicated=True)
+    step = make_train_step(loss, mesh, axes, allow_replicated=True, **options)
     return forecast(step, state, abstract_batch(batch, mesh, axes), rng, topology=topology)
 
 

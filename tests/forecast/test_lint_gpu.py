@@ -55,8 +55,8 @@ def findings(width, tokens, sizes=STAGED, min_weight_size=2**10, options=()):
     model, axes = Model(width, tuple(sizes), min_weight_size), tuple(sizes)
     batch, mesh = jax.ShapeDtypeStruct((8 * tokens, width), jnp.bfloat16), DeviceMeshManager.create_abstract_mesh(sizes)
     rng = jax.eval_shape(lambda: jax.random.key(0))
-    state = abstract_train_state(model, optax.sgd(1e-3), mesh, rng, batch, batch_axes=axes, whole_ok=True)
-    step = make_train_step(mean_square, mesh, axes, whole_ok=True)
+    state = abstract_train_state(model, optax.sgd(1e-3), mesh, rng, batch, batch_axes=axes, allow_replicated=True)
+    step = make_train_step(mean_square, mesh, axes, allow_replicated=True)
     args = (state, abstract_batch(batch, mesh, axes), rng)
     found = forecast(step, *args, topology=TOPOLOGY, compiler_options=dict(options))
     return lint(found, plan_sharding(model, sizes, batch)), found

@@ -16,7 +16,7 @@ from xlstm_jax.distributed.training.step_check.report import StepCheck
 from xlstm_jax.forecast import forecast
 from xlstm_jax.forecast.training import Fit, Options
 from xlstm_jax.forecast.training.fitting import Trial
-from xlstm_jax.wording import MOST_BARS, Bar, format_bytes, notebook_html
+from xlstm_jax.formatting import MOST_BARS, Bar, format_bytes, notebook_html
 
 BLUE, ORANGE = "#3f87d0", "#e2803a"
 

@@ -35,7 +35,7 @@ def loss_fn(params, apply_fn, batch, rng=None):
 def compiled_step(model, *, tx=None, loss=loss_fn, **options):
     """(text of the compiled step, the abstract training state) on a 2 x 4 mesh."""
     mesh, batch = mesh_of(2, 4), jax.eval_shape(lambda: data(32))
-    where = {"batch_axes": AXES, "whole_ok": True}
+    where = {"batch_axes": AXES, "allow_replicated": True}
     state = abstract_train_state(model, tx or optax.sgd(1e-3), mesh, jax.random.key(0), batch["x"], **where)
     step = make_train_step(loss, mesh, **where, **options)
     rng = jax.ShapeDtypeStruct((), jax.random.key(0).dtype)

@@ -17,8 +17,8 @@ def trained(wrap, learning_rate=1e-2):
     mesh = DeviceMeshManager.create_device_mesh({"fsdp": 1}, devices=jax.devices()[:1])
     batch, key = data(), jax.random.key(0)
     tx = optax.adamw(learning_rate)
-    state = create_train_state(Model(wrap=wrap), tx, mesh, key, batch["x"], batch_axes="fsdp", whole_ok=True)
-    step = make_train_step(mean_loss, mesh, "fsdp", whole_ok=True)
+    state = create_train_state(Model(wrap=wrap), tx, mesh, key, batch["x"], batch_axes="fsdp", allow_replicated=True)
+    step = make_train_step(mean_loss, mesh, "fsdp", allow_replicated=True)
     losses = []
     for _ in range(STEPS):
         state, metrics = step(state, batch, key)

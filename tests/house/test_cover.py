@@ -58,14 +58,17 @@ def test_every_mutation_is_seen_by_a_quick_test():
 
 
 def test_data_are_read_as_they_were_written(tmp_path, monkeypatch):
-    case, other = "plan/test_plan.py::test_name[two words-{'a': 1}]", "xlstm_jax/wording.py::xlstm_jax.wording.number"
+    case, other = (
+        "plan/test_plan.py::test_name[two words-{'a': 1}]",
+        "xlstm_jax/formatting.py::xlstm_jax.formatting.number",
+    )
     monkeypatch.setattr(data, "MATRIX", tmp_path / "matrix.txt")
     monkeypatch.setattr(data, "CHOSEN", tmp_path / "chosen.txt")
-    data.write_matrix({case: 0.25, other: 1.5}, {("wording.py", "number"): [other, case], ("a.py", "A.f"): [case]})
+    data.write_matrix({case: 0.25, other: 1.5}, {("formatting.py", "number"): [other, case], ("a.py", "A.f"): [case]})
     data.write_chosen({case: 0.25})
     assert data.matrix.__wrapped__() == (
         {case: 0.25, other: 1.5},
-        {("a.py", "A.f"): [case], ("wording.py", "number"): [other, case]},
+        {("a.py", "A.f"): [case], ("formatting.py", "number"): [other, case]},
     )
     assert data.chosen.__wrapped__() == {case: 0.25}
     data.add_seen(tmp_path / "seen.txt", "plan: a size is off", case, 2.0)

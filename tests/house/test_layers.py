@@ -13,7 +13,7 @@ from tests.measures import FOREIGN, MOVED, module_of, names_imported
 
 PACKAGE = Path(__file__).parents[2] / "xlstm_jax"
 
-ORDER = """common_types, private_names, quiet_import, program_names < wording, equations, accelerators, foreign
+ORDER = """common_types, private_names, quiet_import, program_names < formatting, equations, accelerators, introspection
     < data_parallel < processes, optimizers, model_parallel < device_mesh, checkpoint < metrics, plan, resilience
     < training < forecast < cli"""
 LEVEL = {name.strip(): level for level, names in enumerate(ORDER.split("<")) for name in names.split(",")}
@@ -70,7 +70,7 @@ def test_no_files_import_each_other():
 def test_the_check_sees_an_upward_import():
     source = "from xlstm_jax.distributed.training import step\nfrom xlstm_jax.distributed.plan.table import plan_table"
     assert [folder_of(name) for name in imported(source)] == ["training", "plan"]
-    assert LEVEL["training"] > LEVEL["plan"] > LEVEL["data_parallel"] > LEVEL["wording"]
+    assert LEVEL["training"] > LEVEL["plan"] > LEVEL["data_parallel"] > LEVEL["formatting"]
 
 
 def definitions(path):
@@ -113,7 +113,7 @@ def test_linen_is_known_where_modules_are_lifted_and_nowhere_else():
     split = {"attention", "dense", "embedding", "experts", "split_input", "splitting"}
     assert who_imports("flax.linen") == in_modules | beside | split | {
         "cross_entropy",
-        "foreign",
+        "introspection",
         "private_names",
         "self_test",
     }
@@ -122,7 +122,7 @@ def test_linen_is_known_where_modules_are_lifted_and_nowhere_else():
 @pytest.mark.parametrize("path", FILES, ids=module_of)
 def test_frames_and_closures_of_other_libraries_are_read_in_one_place(path):
     found = FOREIGN.findall(path.read_text())
-    assert bool(found) == (path.stem == "foreign") or path.stem in READS_ERRORS, f"{path.stem} reads {found}"
+    assert bool(found) == (path.stem == "introspection") or path.stem in READS_ERRORS, f"{path.stem} reads {found}"
 
 
 READS_ERRORS = {"jax_errors"}  # the frames of an error that was raised, for its text

@@ -37,19 +37,19 @@ def test_code_is_what_is_neither_blank_nor_said_about_it():
 
 
 def test_calls_are_those_of_the_library():
-    from xlstm_jax import wording
+    from xlstm_jax import formatting
 
-    names = [code.co_name for code in calls(lambda: wording.format_bytes(2048))]
+    names = [code.co_name for code in calls(lambda: formatting.format_bytes(2048))]
     assert names[0] == "format_bytes"
-    assert calls(lambda: wording.format_bytes(2048), values=(names,)) == []
+    assert calls(lambda: formatting.format_bytes(2048), values=(names,)) == []
 
 
 def test_values_are_followed_into_tuples_and_objects_that_hold_them():
-    from xlstm_jax import wording
+    from xlstm_jax import formatting
     from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
 
     given = {"fsdp": 8}
-    assert calls(lambda: wording.format_mesh(given), values=(given,))[0].co_name == "format_mesh"
+    assert calls(lambda: formatting.format_mesh(given), values=(given,))[0].co_name == "format_mesh"
     assert _has(Held(("other", given)), (given,)) and not _has(Held(({"fsdp": 8},)), (given,))
-    assert climbs(lambda: [wording.format_mesh(given), wording.format_mesh(given)], given) == 0  # in one file
-    assert climbs(lambda: [wording.format_mesh(given), entry_axes(given), wording.format_mesh(given)], given) == 1
+    assert climbs(lambda: [formatting.format_mesh(given), formatting.format_mesh(given)], given) == 0  # in one file
+    assert climbs(lambda: [formatting.format_mesh(given), entry_axes(given), formatting.format_mesh(given)], given) == 1

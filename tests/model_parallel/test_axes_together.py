@@ -165,11 +165,11 @@ def test_ten_accumulated_steps_on_a_mesh_are_those_of_one_device(shape, optimize
     )
     batch = TOKENS, LABELS
     state = create_train_state(
-        model, CLIPPED[optimizer], mesh, jax.random.key(0), *batch, batch_axes=BATCH_AXES[:-1], whole_ok=True
+        model, CLIPPED[optimizer], mesh, jax.random.key(0), *batch, batch_axes=BATCH_AXES[:-1], allow_replicated=True
     )
     params, opt_state, losses = ten_steps_of_one_device(optimizer)
     how = {"batch_spec": BATCH_SPEC, "layout": "zigzag", "num_minibatches": 2, "weighted": True, "check_vma": check_vma}
-    step = make_train_step(loss_fn, mesh, **how, whole_ok=True)
+    step = make_train_step(loss_fn, mesh, **how, allow_replicated=True)
     for want in losses:
         state, metrics = step(state, batch, jax.random.key(0))
         assert float(metrics["loss"]) == pytest.approx(want, rel=1e-5)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from tests.support import FLOAT32_ROUNDING, equations, on_mesh
 from xlstm_jax.distributed import DeviceMeshManager, value_and_grad
 from xlstm_jax.distributed.device_mesh.zigzag import from_zigzag, to_zigzag, zigzag_order
-from xlstm_jax.distributed.model_parallel import LaidOut, context, in_layout
+from xlstm_jax.distributed.model_parallel import ReorderedTokens, context, in_layout
 from xlstm_jax.distributed.model_parallel.context import context_attention, context_positions
 from xlstm_jax.distributed.model_parallel.sequence_layout import LAYOUTS
 from xlstm_jax.forecast.compiling.compile import compile_for_topology
@@ -224,7 +224,7 @@ def test_on_tpus_the_ring_permutes_beside_its_products_and_keeps_no_logits():
     x = jax.ShapeDtypeStruct((1, tokens, heads, size), jnp.bfloat16, sharding=jax.NamedSharding(mesh, split))
 
     def local(*arrays):
-        with in_layout(tuple(LaidOut(x, "zigzag", devices) for x in arrays), "zigzag") as arrays:
+        with in_layout(tuple(ReorderedTokens(x, "zigzag", devices) for x in arrays), "zigzag") as arrays:
             return gradients(*arrays, impl="ring")
 
     step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split))

@@ -71,9 +71,9 @@ def step_on(shape, axes, check_vma, tx=KEPT, **options):
     said = {} if check_vma or "ep" in axes else {"batch_axes": axes}
     model = Experts(MLP(), COUNT, block_size=4, **said, **options)
     model = shard_modules(model, Experts, "fsdp", 8) if "fsdp" in shape else model
-    state = create_train_state(model, tx, mesh, jax.random.key(0), X, batch_axes=axes, whole_ok=True)
+    state = create_train_state(model, tx, mesh, jax.random.key(0), X, batch_axes=axes, allow_replicated=True)
     before = jax.tree.map(np.asarray, unbox(state.params))
-    step = make_train_step(loss_fn, mesh, axes, check_vma=check_vma, whole_ok=True)
+    step = make_train_step(loss_fn, mesh, axes, check_vma=check_vma, allow_replicated=True)
     return *step(state, X, jax.random.key(2)), before
 
 
@@ -129,8 +129,8 @@ def test_ten_clipped_steps_of_adamw_are_those_of_one_device():
     (shape, axes), options = MESHES[0], OPTIONS["top 2"]
     mesh = DeviceMeshManager.create_device_mesh(shape)
     model = shard_modules(Experts(MLP(), COUNT, **options), Experts, "fsdp", 8)
-    state = create_train_state(model, tx, mesh, jax.random.key(0), X, batch_axes=axes, whole_ok=True)
-    step = make_train_step(loss_fn, mesh, axes, whole_ok=True)
+    state = create_train_state(model, tx, mesh, jax.random.key(0), X, batch_axes=axes, allow_replicated=True)
+    step = make_train_step(loss_fn, mesh, axes, allow_replicated=True)
     params, *_ = of_one_device(**options)
     for number in range(10):
         state, _ = step(state, X, jax.random.key(number))
@@ -142,7 +142,7 @@ def test_in_a_step_of_ones_own_sync_gradients_knows_the_experts():
     (shape, axes), options = MESHES[0], OPTIONS["top 2"]
     mesh = DeviceMeshManager.create_device_mesh(shape)
     model = Experts(MLP(), COUNT, batch_axes=axes, **options)
-    state = create_train_state(model, KEPT, mesh, jax.random.key(0), X, batch_axes=axes, whole_ok=True)
+    state = create_train_state(model, KEPT, mesh, jax.random.key(0), X, batch_axes=axes, allow_replicated=True)
     specs = partition_specs(state.params, mesh)
 
     def local(params, x):
@@ -169,11 +169,11 @@ def test_what_is_chosen_or_wrapped_within_an_expert_is_split_with_it(expert, whe
         return jnp.mean((apply_fn({"params": params}, x) - x) ** 2)
 
     model = shard_modules(Model(expert), where, "fsdp", 8)
-    state = create_train_state(model, KEPT, mesh, jax.random.key(0), X, batch_axes=axes, whole_ok=True)
+    state = create_train_state(model, KEPT, mesh, jax.random.key(0), X, batch_axes=axes, allow_replicated=True)
     assert state.params["mixture"]["experts"]["Dense_0"]["kernel"].axes == ("ep", "fsdp")
     params = unbox(state.params)
     want = jax.jit(jax.grad(lambda params: loss_fn(params, Model(MLP).apply, X, None)))(params)
-    state, _ = make_train_step(loss_fn, mesh, axes, whole_ok=True)(state, X, jax.random.key(2))
+    state, _ = make_train_step(loss_fn, mesh, axes, allow_replicated=True)(state, X, jax.random.key(2))
     assert_same_params(state.opt_state, want)
 
 
@@ -227,8 +227,12 @@ def test_layers_within_an_expert_may_be_split_over_a_further_axis(axes, check_vm
     params = jax.jit(plain.init)(jax.random.key(0), X)["params"]
     grads = jax.jit(jax.grad(lambda params: loss(params, plain.apply, X, None)))(params)
     want = jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
-    state = create_train_state(model, optax.sgd(0.5), mesh, jax.random.key(0), X, batch_axes=axes, whole_ok=True)
-    state, _ = make_train_step(loss, mesh, axes, check_vma=check_vma, whole_ok=True)(state, X, jax.random.key(2))
+    state = create_train_state(
+        model, optax.sgd(0.5), mesh, jax.random.key(0), X, batch_axes=axes, allow_replicated=True
+    )
+    state, _ = make_train_step(loss, mesh, axes, check_vma=check_vma, allow_replicated=True)(
+        state, X, jax.random.key(2)
+    )
     assert_same_params(state.params, want)
     moved = jax.tree.map(lambda p, q: np.abs(p - q).max(), params, want)
     assert min(jax.tree.leaves(moved)) > 1e-4  # guard: every leaf was trained
@@ -261,7 +265,7 @@ def evaluated(axes, **options):
     """What ``make_eval_step`` finds without types on the mesh fsdp=2, ep=2; and the parameters."""
     mesh = DeviceMeshManager.create_device_mesh({"fsdp": 2, "ep": 2}, devices=jax.devices()[:4])
     model, metric = Experts(MLP(), COUNT, 2, capacity_factor=0.8, **options), WeightedMean()
-    state = create_train_state(model, KEPT, mesh, jax.random.key(0), X, batch_axes=axes, whole_ok=True)
+    state = create_train_state(model, KEPT, mesh, jax.random.key(0), X, batch_axes=axes, allow_replicated=True)
     local = make_eval_step(on_rows, mesh, axes, metric=metric, check_vma=False)(state, X, metric.empty(axes, mesh))
     return make_log_step(metric, mesh, axes)(local)[0], unbox(state.params)
 
@@ -304,8 +308,8 @@ def test_tokens_of_sequence_parallelism_are_refused_without_types():
         ("fsdp", "tp"): "the step's batch",
     }.items():
         model = Model(said)
-        state = create_train_state(model, KEPT, mesh, jax.random.key(0), X, batch_axes="fsdp", whole_ok=True)
-        step = make_train_step(error, mesh, "fsdp", check_vma=False, whole_ok=True)
+        state = create_train_state(model, KEPT, mesh, jax.random.key(0), X, batch_axes="fsdp", allow_replicated=True)
+        step = make_train_step(error, mesh, "fsdp", check_vma=False, allow_replicated=True)
         with pytest.raises(ValueError, match=match):
             jax.eval_shape(step, state, X, jax.random.key(2))
 
@@ -569,9 +573,9 @@ def test_three_steps_with_other_features_are_those_of_one_device(feature):
     wrapping, making, stepping, tx = FEATURES[feature]
     mesh, axes = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 2, "ep": 2}), ("dp", "fsdp", "ep")
     model = shard_modules(Layers(), Experts, "fsdp", **{"min_weight_size": 8, **wrapping})
-    state = create_train_state(model, tx, mesh, jax.random.key(0), X, batch_axes=axes, whole_ok=True, **making)
+    state = create_train_state(model, tx, mesh, jax.random.key(0), X, batch_axes=axes, allow_replicated=True, **making)
     params = jax.tree.map(np.asarray, unbox(state.params))
-    step, opt_state = make_train_step(error, mesh, axes, whole_ok=True, **stepping), tx.init(params)
+    step, opt_state = make_train_step(error, mesh, axes, allow_replicated=True, **stepping), tx.init(params)
 
     @jax.jit
     def step_of_one(params, opt_state):
@@ -597,8 +601,12 @@ def test_narrow_gathers_of_experts_are_near():
     for how in ({}, {"gather_dtype": "int8"}):
         mesh, axes = DeviceMeshManager.create_device_mesh({"fsdp": 4, "ep": 2}), ("fsdp", "ep")
         model = shard_modules(Experts(MLP(), COUNT, 2), Experts, "fsdp", 8, **how)
-        state = create_train_state(model, optax.adam(1e-2), mesh, jax.random.key(0), X, batch_axes=axes, whole_ok=True)
-        losses.append(make_train_step(loss_fn, mesh, axes, whole_ok=True)(state, X, jax.random.key(0))[1]["loss"])
+        state = create_train_state(
+            model, optax.adam(1e-2), mesh, jax.random.key(0), X, batch_axes=axes, allow_replicated=True
+        )
+        losses.append(
+            make_train_step(loss_fn, mesh, axes, allow_replicated=True)(state, X, jax.random.key(0))[1]["loss"]
+        )
     np.testing.assert_allclose(losses[1], losses[0], rtol=0.02)
     assert losses[0] != losses[1]
 

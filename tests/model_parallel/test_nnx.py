@@ -102,10 +102,12 @@ def loss_fn(params, apply_fn, x, rng):
 def test_a_step_of_an_nnx_model_is_that_of_one_device(shape, check_vma):
     mesh = DeviceMeshManager.create_device_mesh({"fsdp": 1, "tp": 1, "ep": 1, "cp": 1} | shape)
     model = shard_modules(nnx_model(Net), (nnx.Linear, Mixture), "fsdp", 16)
-    state = create_train_state(model, KEPT, mesh, jax.random.key(0), X, batch_axes=("fsdp", "ep"), whole_ok=True)
+    state = create_train_state(
+        model, KEPT, mesh, jax.random.key(0), X, batch_axes=("fsdp", "ep"), allow_replicated=True
+    )
     start = jax.tree.map(np.asarray, unbox(state.params))
     loss, grads = jax.jit(jax.value_and_grad(lambda params: loss_fn(params, nnx_model(Net).apply, X, None)))(start)
-    step = make_train_step(loss_fn, mesh, batch_spec=SPEC, layout="zigzag", check_vma=check_vma, whole_ok=True)
+    step = make_train_step(loss_fn, mesh, batch_spec=SPEC, layout="zigzag", check_vma=check_vma, allow_replicated=True)
     state, metrics = step(state, X, jax.random.key(2))
     np.testing.assert_allclose(metrics["loss"], loss, rtol=FLOAT32_ROUNDING)
     assert_same_params(state.opt_state, grads)

@@ -129,7 +129,7 @@ def on(name):
 def state_of(name, kv_heads=2, split=None, tx=TX):
     mesh, axes = on(name)
     model = Model(kv_heads, split, partial(fsdp, min_weight_size=16))
-    return create_train_state(model, tx, mesh, jax.random.key(0), *BATCH, batch_axes=axes, whole_ok=True)
+    return create_train_state(model, tx, mesh, jax.random.key(0), *BATCH, batch_axes=axes, allow_replicated=True)
 
 
 RUNS = [
@@ -152,7 +152,7 @@ def test_ten_steps_of_adamw_with_clipping_are_those_of_one_device(name, kv_heads
     state = state_of(name, kv_heads, split)
     start, params, grads, losses = one_device(kv_heads)
     jax.tree.map(np.testing.assert_array_equal, unbox(state.params), start)  # bit for bit
-    step = make_train_step(loss_fn, mesh, axes, weighted=True, check_vma=check_vma, whole_ok=True)
+    step = make_train_step(loss_fn, mesh, axes, weighted=True, check_vma=check_vma, allow_replicated=True)
     for want in losses:
         state, metrics = step(state, BATCH, jax.random.key(0))
         assert float(metrics["loss"]) == pytest.approx(want, rel=1e-5)

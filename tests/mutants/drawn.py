@@ -42,7 +42,7 @@ KINDS = ("compare", "bound", "axis", "dtype", "call", "logic", "swap", "none")
 # Files of texts for people, below xlstm_jax/; and what runs before tests do.
 SKIPPED = (
     "cli/",
-    "wording.py",
+    "formatting.py",
     "equations.py",
     "quiet_import.py",
     "private_names.py",

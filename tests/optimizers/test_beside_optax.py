@@ -29,7 +29,7 @@ from xlstm_jax.distributed import (
     skip_nonfinite,
     unbox,
 )
-from xlstm_jax.distributed.optimizers import matrix_dimensions, on_whole_matrices
+from xlstm_jax.distributed.optimizers import matrix_dimensions, on_unsharded_matrices
 
 KEY, MESH, LIMIT, RATE = jax.random.key(0), mesh_of(2, 4), 2, 0.02
 NEVER = np.iinfo(np.int32).max  # errors in a row after which optax's applies them
@@ -46,14 +46,14 @@ def loss_fn(params, apply_fn, batch, rng):
 
 def first_state(tx, model=None, **options):
     return create_train_state(
-        model or fsdp(nn.Dense)(4), tx, MESH, KEY, GOOD["x"], batch_axes=AXES, whole_ok=True, **options
+        model or fsdp(nn.Dense)(4), tx, MESH, KEY, GOOD["x"], batch_axes=AXES, allow_replicated=True, **options
     )
 
 
 def trained(tx, batches, model=None, num_minibatches=1, **options):
     """The last state; and for each step its metrics, and whether it changed the parameters."""
     state = first_state(tx, model, **options)
-    step, seen = make_train_step(loss_fn, MESH, AXES, num_minibatches, whole_ok=True), []
+    step, seen = make_train_step(loss_fn, MESH, AXES, num_minibatches, allow_replicated=True), []
     for batch in batches:
         before = jax.device_get(unbox(state.params))
         state, metrics = step(state, batch, KEY)
@@ -97,7 +97,9 @@ EQUAL = {
     "minibatches": (CLIPPED, CLIPPED, {"num_minibatches": 2}),
     "muon": (muon(RATE), optax_muon(), {}),
     "whole matrices": (
-        optax.chain(on_whole_matrices(optax.chain(optax.trace(0.9), optax.contrib.normalize())), optax.scale(-RATE)),
+        optax.chain(
+            on_unsharded_matrices(optax.chain(optax.trace(0.9), optax.contrib.normalize())), optax.scale(-RATE)
+        ),
         optax.chain(by_matrix(optax.chain(optax.trace(0.9), optax.stateless(normalized))), optax.scale(-RATE)),
         {},
     ),
@@ -140,7 +142,7 @@ def test_a_limit_that_is_never_reached_is_equal_there():
 
 
 def test_the_counts_of_optax_are_in_no_metric_and_the_guard_ends_a_run_that_skips():
-    step, batches = make_train_step(loss_fn, MESH, AXES, whole_ok=True), [GOOD, BAD, GOOD, GOOD]
+    step, batches = make_train_step(loss_fn, MESH, AXES, allow_replicated=True), [GOOD, BAD, GOOD, GOOD]
 
     def run(wrapper, counts=lambda state: {}):
         state, seen = first_state(wrapper(optax.sgd(RATE))), []
@@ -179,7 +181,7 @@ def with_statistics(params, apply_fn, batch, rng, collections):
 @BOTH
 def test_statistics_of_a_batch_that_is_skipped_are_left_out_by_ours_alone(wrapper):
     state = first_state(wrapper(CLIPPED), Normalized(fsdp()))
-    step = make_train_step(with_statistics, MESH, AXES, whole_ok=True)
+    step = make_train_step(with_statistics, MESH, AXES, allow_replicated=True)
     state, _ = step(state, GOOD, KEY)
     before = jax.device_get((unbox(state.params), state.collections))
     state, _ = step(state, BAD, KEY)
@@ -223,7 +225,7 @@ def rates(tx, kept, learning_rate=None, batches=(GOOD,) * 3, **options):
     """Of each step what the program reads of the state after it, the metric, and the length of its update by that of
     its gradient."""
     state, seen = first_state(tx), []
-    step = make_train_step(loss_fn, MESH, AXES, learning_rate=learning_rate, whole_ok=True, **options)
+    step = make_train_step(loss_fn, MESH, AXES, learning_rate=learning_rate, allow_replicated=True, **options)
     for batch in batches:
         before = jax.device_get(unbox(state.params))
         state, metrics = step(state, batch, KEY)
@@ -264,7 +266,7 @@ def test_a_step_that_is_skipped_keeps_the_rate_that_was_used_and_reports_the_rat
 
 
 def test_a_jit_around_the_step_puts_the_rate_among_the_metrics():
-    step = make_train_step(loss_fn, MESH, AXES, whole_ok=True)
+    step = make_train_step(loss_fn, MESH, AXES, allow_replicated=True)
 
     @partial(jax.jit, donate_argnums=0)
     def with_rate(state, batch):
@@ -280,7 +282,7 @@ def test_a_jit_around_the_step_puts_the_rate_among_the_metrics():
 
 def test_a_rate_in_the_state_is_gone_after_the_next_step_and_a_metric_is_not():
     def first_of_two(read):
-        state, step = first_state(INJECTED(0.25)), make_train_step(loss_fn, MESH, AXES, whole_ok=True)
+        state, step = first_state(INJECTED(0.25)), make_train_step(loss_fn, MESH, AXES, allow_replicated=True)
         state, _ = step(state, GOOD, KEY)
         rate = read(state.opt_state)
         step(state, GOOD, KEY)
@@ -297,7 +299,7 @@ def test_the_name_of_the_rate_finds_it_in_no_state_with_a_schedule(tx):
     state = tx.init({"kernel": jnp.ones((4, 4))})
     found = optax.tree.get_all_with_path(state, "learning_rate")
     assert len(found) == (2 if hasattr(state, "hyperparams") else 0)
-    step = make_train_step(loss_fn, MESH, AXES, learning_rate=DOWN, whole_ok=True)
+    step = make_train_step(loss_fn, MESH, AXES, learning_rate=DOWN, allow_replicated=True)
     assert step(first_state(tx), GOOD, KEY)[1]["learning_rate"] == DOWN(0)
 
 

@@ -29,7 +29,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.optimizers import slow_params, with_slow_params
 from xlstm_jax.distributed.optimizers.extra_args import OF_A_STEP, REFUSED, taking_extra_args
-from xlstm_jax.distributed.optimizers.inside import name_of, parts
+from xlstm_jax.distributed.optimizers.optax_introspection import name_of, parts
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"  # not there where mutations run
 STEPS = 4

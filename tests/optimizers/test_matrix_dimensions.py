@@ -15,12 +15,12 @@ from tests.models import LanguageModel
 from tests.support import Model, data, fsdp, mesh_of, on_mesh
 from xlstm_jax.distributed import muon, plan_sharding, shard_params
 from xlstm_jax.distributed.optimizers import matrix_dimensions
-from xlstm_jax.distributed.optimizers.matrices.dimensions import choose_matrices, whole_shapes
+from xlstm_jax.distributed.optimizers.matrices.dimensions import choose_matrices, full_shapes
 from xlstm_jax.distributed.plan import ShardingPlan
 
 
 def shapes_of(model, *inputs):
-    return whole_shapes(jax.eval_shape(model.init, jax.random.key(0), *inputs)["params"])
+    return full_shapes(jax.eval_shape(model.init, jax.random.key(0), *inputs)["params"])
 
 
 def chosen(shapes, overrides=None):

@@ -94,12 +94,12 @@ def reference(model, **options):
 
 
 def first_state(model, mesh, tx):
-    return create_train_state(model, tx, mesh, jax.random.key(0), data()["x"], batch_axes=AXES, whole_ok=True)
+    return create_train_state(model, tx, mesh, jax.random.key(0), data()["x"], batch_axes=AXES, allow_replicated=True)
 
 
 def trained(model, mesh, tx, steps=STEPS, **options):
     state = first_state(model, mesh, tx)
-    step = make_train_step(mean_loss, mesh, AXES, whole_ok=True, **options)
+    step = make_train_step(mean_loss, mesh, AXES, allow_replicated=True, **options)
     for _ in range(steps):
         state, _ = step(state, data(), jax.random.key(1))
     return state
@@ -257,12 +257,12 @@ def test_what_travels_narrow_is_rounded_once_each_way(exchange_dtype, differ):
 
 def abstract_state(mesh, tx):
     x = data()["x"]
-    return abstract_train_state(Model(fsdp), tx, mesh, jax.random.key(0), x, batch_axes=AXES, whole_ok=True)
+    return abstract_train_state(Model(fsdp), tx, mesh, jax.random.key(0), x, batch_axes=AXES, allow_replicated=True)
 
 
 def primitives_of_a_step(tx):
     mesh = mesh_of(2, 4)
-    step = make_train_step(mean_loss, mesh, AXES, whole_ok=True)
+    step = make_train_step(mean_loss, mesh, AXES, allow_replicated=True)
     jaxpr = step.trace(abstract_state(mesh, tx), data(), jax.random.key(1)).jaxpr
     return [eqn.primitive.name for _, eqn in equations(jaxpr)]
 
@@ -285,7 +285,7 @@ def test_a_checkpoint_goes_to_and_from_optax_on_another_mesh(tmp_path):
     """A training that the other optimizer goes on with after five of ten steps is that of one device."""
     model, x = Model(wrap=fsdp), data()["x"]
     runs = {"ours": (mesh_of(2, 4), muon(RATE)), "theirs": (mesh_of(1, 1), optax_muon(started(Model())))}
-    steps = {name: make_train_step(mean_loss, mesh, AXES, whole_ok=True) for name, (mesh, _) in runs.items()}
+    steps = {name: make_train_step(mean_loss, mesh, AXES, allow_replicated=True) for name, (mesh, _) in runs.items()}
 
     def five_steps(name, state):
         for _ in range(STEPS // 2):
@@ -309,7 +309,7 @@ def test_a_step_that_is_not_finite_is_skipped():
     state = first_state(Model(wrap=fsdp), mesh, tx)
     before = jax.tree.map(np.asarray, unbox(state.params))
     bad = {**data(), "x": data()["x"].at[0, 0].set(jnp.nan)}
-    state, metrics = make_train_step(mean_loss, mesh, AXES, whole_ok=True)(state, bad, jax.random.key(1))
+    state, metrics = make_train_step(mean_loss, mesh, AXES, allow_replicated=True)(state, bad, jax.random.key(1))
     assert metrics["skipped_steps"] == 1
     jax.tree.map(np.testing.assert_array_equal, unbox(state.params), before)
 
@@ -386,7 +386,7 @@ def test_compiled_there_are_two_all_to_alls_and_the_work_of_one_share(topology, 
 def test_forms_of_fewer_matrices_than_devices_are_worked_on_side_by_side():
     """On 8 devices six of 16 x 32 by six, and each of the two others by one: a step takes as long as the largest."""
     state = abstract_state(mesh_of(1, 8), muon(RATE))
-    step = make_train_step(mean_loss, mesh_of(1, 8), AXES, whole_ok=True)
+    step = make_train_step(mean_loss, mesh_of(1, 8), AXES, allow_replicated=True)
     work = forecast(step, state, data(), jax.random.key(1)).flops.by_module()
     (name,) = (name for name in work if "muon" in name)
     assert name == "muon_16x32_8x16_4x16"

@@ -17,7 +17,7 @@ from xlstm_jax.distributed import (
     skip_nonfinite,
 )
 from xlstm_jax.distributed.data_parallel.trees import stored_values
-from xlstm_jax.distributed.optimizers import on_whole_matrices
+from xlstm_jax.distributed.optimizers import on_unsharded_matrices
 
 RATE = 0.02
 
@@ -43,7 +43,7 @@ def _inverse_fourth_root(gram):
 
 
 def transform(rule):
-    return optax.chain(on_whole_matrices(rule()), optax.scale(-RATE))
+    return optax.chain(on_unsharded_matrices(rule()), optax.scale(-RATE))
 
 
 def by_hand(rule, steps=3):
@@ -75,8 +75,8 @@ def by_hand(rule, steps=3):
 @cache
 def three_steps_of_shampoo():
     mesh, tx, x = mesh_of(2, 4), skip_nonfinite(transform(shampoo)), data()["x"]
-    state = create_train_state(Model(wrap=fsdp), tx, mesh, jax.random.key(0), x, batch_axes=AXES, whole_ok=True)
-    step = make_train_step(mean_loss, mesh, AXES, whole_ok=True)
+    state = create_train_state(Model(wrap=fsdp), tx, mesh, jax.random.key(0), x, batch_axes=AXES, allow_replicated=True)
+    step = make_train_step(mean_loss, mesh, AXES, allow_replicated=True)
     for _ in range(3):
         state, _ = step(state, data(), jax.random.key(1))
     return state
@@ -102,7 +102,7 @@ def test_owners_keep_the_state_of_their_matrices_alone(tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(3, state)
         model, x, tx = Model(wrap=fsdp), data()["x"], skip_nonfinite(transform(shampoo))
-        on_eight = {"batch_axes": AXES, "whole_ok": True}
+        on_eight = {"batch_axes": AXES, "allow_replicated": True}
         restored = checkpointer.restore(
             abstract_train_state(model, tx, mesh_of(1, 8), jax.random.key(0), x, **on_eight)
         )

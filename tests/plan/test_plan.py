@@ -51,7 +51,7 @@ from xlstm_jax.distributed.plan.leaf_plan import ByteCount
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 from xlstm_jax.forecast.training import Workload
-from xlstm_jax.wording import format_bytes, format_fraction
+from xlstm_jax.formatting import format_bytes, format_fraction
 
 KEY = jax.random.key(0)
 X = jnp.ones((16, 16))
@@ -174,7 +174,7 @@ def placed(model, tx, mesh, x):
     """Variables and optimizer state as they lie on the mesh."""
     variables = dict(init_sharded(model, mesh, KEY, x, batch_axes=AXES))
     if set(variables) == {"params"}:
-        state = create_train_state(model, tx, mesh, KEY, x, batch_axes=AXES, whole_ok=True)
+        state = create_train_state(model, tx, mesh, KEY, x, batch_axes=AXES, allow_replicated=True)
         return {"params": state.params}, state.opt_state
     params = unbox(variables["params"])
     places = optimizer_state_shardings(jax.eval_shape(tx.init, params), variables["params"], mesh)

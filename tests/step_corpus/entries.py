@@ -157,7 +157,9 @@ def _state(model: str, mesh: str, dropout: float, api: str, tx: Any, wrap: tuple
     whole = model == "split_experts"
     units = lambda path, _: (path == "") == whole and "/" not in path  # noqa: E731
     sharded = shard_modules(plain, units, axis_name, min_weight_size=64, **(options | dict(wrap)))
-    how: dict[str, Any] = {"batch_axes": axes, "whole_ok": True} | ({"trainable": trainable} if trainable else {})
+    how: dict[str, Any] = {"batch_axes": axes, "allow_replicated": True} | (
+        {"trainable": trainable} if trainable else {}
+    )
     inputs = inputs_of(model, batch_on_mesh(model))
     return create_train_state(sharded, tx, mesh_of(mesh), jax.random.key(3), *inputs, **how)
 

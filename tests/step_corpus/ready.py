@@ -27,7 +27,7 @@ BFLOAT16 = {"gather_dtype": "bfloat16", "grad_scatter_dtype": "bfloat16"}
 def ready(entry: Entry, setting: Setting) -> Case:
     mesh, options = mesh_of(entry.mesh), dict(entry.options)
     rest = (options["metric"].empty(entry.axes, mesh),) if "metric" in options else ()
-    step = make_train_step(entry.loss, mesh, entry.axes, check_vma=setting.check_vma, whole_ok=True, **options)
+    step = make_train_step(entry.loss, mesh, entry.axes, check_vma=setting.check_vma, allow_replicated=True, **options)
     return Case(step, entry.state(setting), batch_on_mesh(entry.model), jax.random.key(5), {}, rest)
 
 
@@ -38,7 +38,7 @@ def closes_over(entry: Entry, setting: Setting) -> Case:
     def loss(params: Any, *rest: Any) -> jax.Array:
         return losses.mean(outer, *rest)
 
-    step = make_train_step(loss, mesh_of(entry.mesh), entry.axes, check_vma=setting.check_vma, whole_ok=True)
+    step = make_train_step(loss, mesh_of(entry.mesh), entry.axes, check_vma=setting.check_vma, allow_replicated=True)
     return Case(step, entry.state(setting), batch_on_mesh(entry.model), jax.random.key(5), {})
 
 

@@ -63,7 +63,7 @@ def laid_out_but_positions(batch: Any) -> Any:
 
 def ready(entry: Entry, setting: Setting, given: Any = natural, **split: Any) -> Case:
     split = split or {"batch_spec": SPEC}
-    options = {"check_vma": setting.check_vma, "whole_ok": True, **split, **entry.options}
+    options = {"check_vma": setting.check_vma, "allow_replicated": True, **split, **entry.options}
     step = make_train_step(entry.loss, mesh_of(entry.mesh), **options)
     return Case(step, entry.state(setting), given(batch_on_mesh(entry.model)), jax.random.key(5), {})
 

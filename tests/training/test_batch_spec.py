@@ -229,7 +229,7 @@ def test_a_teacher_reads_split_sequences_too(check_vma):
     want, grads = jax.jit(jax.value_and_grad(loss))(params)
     step = make_train_step(distilled, mesh, batch_spec=spec, weighted=True, check_vma=check_vma)
     batch = shard_batch(to_zigzag(BATCH, 2), mesh, batch_spec=spec)
-    state, metrics = step(student, batch, KEY, others={"teacher": teacher})
+    state, metrics = step(student, batch, KEY, extra_trees={"teacher": teacher})
     assert_allclose(metrics["loss"], want, rtol=FLOAT32_ROUNDING)
     assert_same_params(state.opt_state, grads)
     assert want > 1e-3 and norm_of(grads) > 1e-3  # guard
@@ -362,7 +362,7 @@ def test_an_axis_that_splits_a_layer_is_none_of_the_batch():
     mesh, metric = DeviceMeshManager.create_device_mesh({"fsdp": 4, "tp": 2}), WeightedMean()
     x, spec = jnp.ones((8, 4, 6)), P("fsdp", "tp")
     state = create_train_state(
-        ColumnDense(16, axis_name="tp"), optax.sgd(0.1), mesh, KEY, x, batch_axes="fsdp", whole_ok=True
+        ColumnDense(16, axis_name="tp"), optax.sgd(0.1), mesh, KEY, x, batch_axes="fsdp", allow_replicated=True
     )
     loss_fn = lambda params, apply_fn, x, rng: apply_fn({"params": params}, x).mean()  # noqa: E731
     eval_fn = lambda params, apply_fn, x: {"values": apply_fn({"params": params}, x)}  # noqa: E731

@@ -98,7 +98,7 @@ def lowered(name):
     mesh, x = mesh_of(2, 4), jnp.ones((32, 16))
     state = create_train_state(make_model(), optax.sgd(0.1), mesh, jax.random.key(0), x, batch_axes=AXES)
     last = [options["metric"].empty(AXES, mesh)] if options else []
-    step = make_train_step(loss_fn, mesh, AXES, 2, whole_ok=True, **options)
+    step = make_train_step(loss_fn, mesh, AXES, 2, allow_replicated=True, **options)
     return step.lower(state, x, jax.random.key(1), *last).as_text(), state
 
 

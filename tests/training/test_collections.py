@@ -397,7 +397,7 @@ class WithSlowParams(TrainState):
 
 def test_states_without_collections_are_what_they_were(tmp_path):
     """A plain Flax state trains, and its checkpoint is one of ours; a subclass keeps its fields."""
-    ours = state_of(Block(8), whole_ok=True)
+    ours = state_of(Block(8), allow_replicated=True)
     fields = {name: getattr(ours, name) for name in ("step", "apply_fn", "params", "tx", "opt_state")}
     flaxs = train_state.TrainState(**fields)
     with Checkpointer(tmp_path) as checkpointer:
@@ -407,7 +407,7 @@ def test_states_without_collections_are_what_they_were(tmp_path):
     def loss(params, apply_fn, batch, rng):
         return jnp.mean(apply_fn({"params": params}, batch["x"])[0] ** 2)
 
-    step = make_train_step(loss, mesh_of(2, 4), AXES, whole_ok=True)
+    step = make_train_step(loss, mesh_of(2, 4), AXES, allow_replicated=True)
     assert type(step.eval_shape(flaxs, BATCH, KEY)[0]) is train_state.TrainState
     slow = step.eval_shape(WithSlowParams(**fields, slow=fields["params"]), BATCH, KEY)[0]
     assert jax.tree.structure(slow.slow) == jax.tree.structure(fields["params"]) and slow.collections == {}

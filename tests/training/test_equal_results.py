@@ -108,7 +108,7 @@ EQUAL = {
 
 
 def trace(loss, state, check_vma, mesh=None, axes=AXES, **options):
-    make_train_step(loss, mesh or mesh_of(2, 4), axes, check_vma=check_vma, whole_ok=True, **options).trace(
+    make_train_step(loss, mesh or mesh_of(2, 4), axes, check_vma=check_vma, allow_replicated=True, **options).trace(
         state, X, KEY
     )
 
@@ -183,7 +183,12 @@ def test_a_result_that_differs_along_another_axis_is_refused_by_name(name, check
     mesh = DeviceMeshManager.create_device_mesh(WITH_TP, devices=jax.devices()[:4])
     local = [options["metric"].empty("fsdp", mesh)] if "metric" in options else []
     step = make_train_step(
-        lambda params, _, batch, rng: fn(params, batch), mesh, "fsdp", check_vma=check_vma, whole_ok=True, **options
+        lambda params, _, batch, rng: fn(params, batch),
+        mesh,
+        "fsdp",
+        check_vma=check_vma,
+        allow_replicated=True,
+        **options,
     )
     with pytest.raises(ValueError, match=rf"'{name}'.* would differ from device to device along \('tp',\)"):
         step.trace(state_of({}), X, KEY, *local)
@@ -223,6 +228,6 @@ def test_numbers_beside_the_loss_that_go_by_the_rows_are_averaged(check_vma):
     def loss(params, _, batch, rng):
         return mean_loss(params, batch), {"share": lax.cond(batch[0, 0] > 3, lambda: 1.0, lambda: 0.0)}
 
-    step = make_train_step(loss, mesh_of(2, 4), AXES, has_aux=True, check_vma=check_vma, whole_ok=True)
+    step = make_train_step(loss, mesh_of(2, 4), AXES, has_aux=True, check_vma=check_vma, allow_replicated=True)
     batch = np.repeat(np.arange(8.0, dtype=np.float32), 2)[:, None] * np.ones(4, np.float32)
     assert step(state_of({}), batch, KEY)[1]["share"] == 0.5

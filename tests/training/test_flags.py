@@ -38,7 +38,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.metrics import WeightedMean
 from xlstm_jax.distributed.metrics.cells import Count, Maximum, Total
-from xlstm_jax.distributed.optimizers import on_whole_matrices
+from xlstm_jax.distributed.optimizers import on_unsharded_matrices
 
 FLAGS = {
     "strict": lambda: jax.numpy_dtype_promotion("strict"),
@@ -202,7 +202,7 @@ CASES = {
     "another learning rate": Case(step={"learning_rate": {"all": optax.cosine_decay_schedule(0.1, 100)}}),
     "all of ours": Case(tx=ALL_OF_OURS),
     "muon": Case(tx=muon(LINEAR, adaptive=True, exchange_dtype="bfloat16", consistent_rms=0.2, weight_decay=0.1)),
-    "whole matrices": Case(tx=optax.chain(on_whole_matrices(optax.contrib.normalize()), optax.scale(-0.1))),
+    "whole matrices": Case(tx=optax.chain(on_unsharded_matrices(optax.contrib.normalize()), optax.scale(-0.1))),
     "line search": Case(tx=optax.lbfgs()),
     "offload": Case(tx=ALL_OF_OURS, state={"offload": Offload()}),
     "frozen": Case(Net(dtype=jnp.bfloat16), state={"trainable": is_last, "frozen_dtype": "bfloat16"}),
@@ -226,10 +226,12 @@ CASES = {
 def trace(case):
     mesh, inputs = mesh_of(2, 4), [case.batch[name] for name in case.inputs]
     key = jax.eval_shape(lambda: jax.random.key(0))
-    state = abstract_train_state(case.model, case.tx, mesh, key, *inputs, batch_axes=AXES, whole_ok=True, **case.state)
+    state = abstract_train_state(
+        case.model, case.tx, mesh, key, *inputs, batch_axes=AXES, allow_replicated=True, **case.state
+    )
     metric = case.step.get("metric")
     local = [] if metric is None else [jax.eval_shape(lambda: metric.empty(AXES, mesh))]
-    step = make_train_step(case.loss, mesh, AXES, whole_ok=True, **case.step)
+    step = make_train_step(case.loss, mesh, AXES, allow_replicated=True, **case.step)
     return jax.eval_shape(step, state, case.batch, key, *local)[0]
 
 
@@ -253,10 +255,10 @@ def test_layers_over_axes_of_their_own_are_traced_under_each_flag(axis, flag):
     model = together.Decoder(axis == "ep", axis == "sp", stacked=True, wrap=wrap)
     with FLAGS[flag]():
         state = abstract_train_state(
-            model, optax.sgd(0.1), mesh, key, tokens, tokens, batch_axes=together.BATCH_AXES[:-1], whole_ok=True
+            model, optax.sgd(0.1), mesh, key, tokens, tokens, batch_axes=together.BATCH_AXES[:-1], allow_replicated=True
         )
         step = make_train_step(
-            of_layers, mesh, batch_spec=together.BATCH_SPEC, weighted=True, whole_ok=True, **ACCUMULATED
+            of_layers, mesh, batch_spec=together.BATCH_SPEC, weighted=True, allow_replicated=True, **ACCUMULATED
         )
         assert jax.eval_shape(step, state, (tokens, tokens), key)[0].params
 

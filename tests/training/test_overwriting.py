@@ -277,7 +277,7 @@ def test_a_teacher_in_fp8_is_not_trained():
     step = make_train_step(loss, mesh, AXES)
     for params in (teacher.params, freeze_params(teacher.params, lambda path: False)):
         others = {"teacher": {"params": params, **teacher.collections}}
-        assert "all_gather" in step.lower(student, X, jax.random.key(2), others=others).as_text()
+        assert "all_gather" in step.lower(student, X, jax.random.key(2), extra_trees=others).as_text()
 
 
 def test_a_scale_that_differs_between_devices_is_refused():

@@ -34,7 +34,7 @@ from xlstm_jax.distributed.data_parallel.extensions.padding import ZeroPadding
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication
 from xlstm_jax.distributed.training.cross_entropy import LMHead, chunked_cross_entropy
-from xlstm_jax.wording import format_bytes
+from xlstm_jax.formatting import format_bytes
 
 VOCAB, DIM, ROWS, LENGTH = 48, 16, 16, 3
 BATCH = ("x", "y")

@@ -12,7 +12,7 @@ from xlstm_jax.distributed import DeviceMeshManager, create_train_state, make_ev
 from xlstm_jax.distributed.device_mesh import to_zigzag
 from xlstm_jax.distributed.metrics import WeightedMean
 from xlstm_jax.distributed.model_parallel import (
-    LaidOut,
+    ReorderedTokens,
     context_attention,
     context_positions,
     recurrence_over_axis,
@@ -50,10 +50,10 @@ class Model(nn.Module):
 def traced(mesh, model, batch, is_evaluation=False, check_vma=True, **options):
     """The step with the model, traced for the batch."""
     key, split = jax.random.key(0), {"batch_spec": SPEC, "check_vma": check_vma} | options
-    state = create_train_state(model, optax.sgd(0.1), mesh, key, BATCH["x"], batch_axes="fsdp", whole_ok=True)
+    state = create_train_state(model, optax.sgd(0.1), mesh, key, BATCH["x"], batch_axes="fsdp", allow_replicated=True)
     if not is_evaluation:
         loss = lambda params, apply_fn, batch, rng: apply_fn({"params": params}, batch["x"]).mean()  # noqa: E731
-        return make_train_step(loss, mesh, whole_ok=True, **split).trace(state, batch, key)
+        return make_train_step(loss, mesh, allow_replicated=True, **split).trace(state, batch, key)
     metric = WeightedMean()
     eval_fn = lambda params, apply_fn, batch: {"values": apply_fn({"params": params}, batch["x"])}  # noqa: E731
     step = make_eval_step(eval_fn, mesh, metric=metric, **split)
@@ -109,7 +109,7 @@ REFUSED = {
     ),
     "a leaf that is not split": (
         Model(),
-        {**BATCH, "of_row": LaidOut(np.ones((4, 16)), "zigzag", 2)},
+        {**BATCH, "of_row": ReorderedTokens(np.ones((4, 16)), "zigzag", 2)},
         {},
         r"batch\['of_row'\] .* for 2 devices, and its dim 1 is not split \(its spec is .*'fsdp'",
     ),

@@ -8,7 +8,7 @@ import optax
 
 from tests.support import AXES, Model, data, fsdp, mesh_of
 from xlstm_jax.distributed import TrainState, abstract_train_state, bytes_per_device, create_train_state
-from xlstm_jax.wording import format_bytes
+from xlstm_jax.formatting import format_bytes
 
 ARGUMENTS = (Model(fsdp()), optax.adam(1e-3), mesh_of(1, 8), jax.random.key(0), data()["x"])
 

@@ -15,8 +15,10 @@ X = jnp.ones((16, 3, 4))
 
 def trace(model, loss, mesh=None, **options):
     mesh = mesh or mesh_of(2, 4)
-    state = abstract_train_state(model, optax.sgd(0.1), mesh, jax.random.key(0), X, batch_axes=AXES, whole_ok=True)
-    make_train_step(loss, mesh, AXES, whole_ok=True, **options).trace(state, X, jax.random.key(1))
+    state = abstract_train_state(
+        model, optax.sgd(0.1), mesh, jax.random.key(0), X, batch_axes=AXES, allow_replicated=True
+    )
+    make_train_step(loss, mesh, AXES, allow_replicated=True, **options).trace(state, X, jax.random.key(1))
 
 
 def of_dense(change):

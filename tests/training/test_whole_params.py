@@ -56,7 +56,7 @@ CAUSES = {
 @pytest.mark.parametrize("model, says", CAUSES.values(), ids=CAUSES)
 def test_a_state_that_is_whole_everywhere_is_told_once_with_cause_and_cure(model, says):
     mesh = mesh_of(2, 4)
-    with pytest.warns(UserWarning, match=f"{NOTHING}.*{says}.*pass whole_ok=True") as told:
+    with pytest.warns(UserWarning, match=f"{NOTHING}.*{says}.*pass allow_replicated=True") as told:
         state = create(model, mesh)
     assert len(told) == 1 and told[0].filename == __file__
     create(model, mesh)  # has been told
@@ -85,7 +85,7 @@ def test_it_is_silent_where_parameters_are_split_or_one_device_has_all_or_the_us
         (fsdp(nn.Dense)(4), mesh, {}),
         (fsdp(nn.Dense)(4), mesh_of(8, 1), {}),
         (nn.Dense(4), mesh_of(1, 1), {}),
-        (nn.Dense(4), mesh, {"whole_ok": True}),
+        (nn.Dense(4), mesh, {"allow_replicated": True}),
     ]:
         traced(create(model, where, **options), where, **options)
     with pytest.warns(UserWarning, match=NOTHING):  # guard
@@ -165,7 +165,7 @@ def test_a_good_part_that_is_replicated_is_told_once_with_the_classes_to_wrap(mo
     assert text.startswith(f"{of_all:.0%} of the parameters' bytes are not split, ")
     why = "" if by_hand else r" \(no wrapped module owns it\)"
     assert re.search(rf"8 devices of the mesh dp=2,fsdp=4 .* The largest: 'embed/embedding', 128 KiB{why}; ", text)
-    assert f"shard_modules(model, ({classes}), axis_name). If it is meant, pass whole_ok=True" in text
+    assert f"shard_modules(model, ({classes}), axis_name). If it is meant, pass allow_replicated=True" in text
     assert not told_by(lambda: step.trace(make(model), TOKENS, KEY))  # has been told
 
 
@@ -187,7 +187,7 @@ def test_frozen_leaves_count_and_those_of_a_model_axis_do_not():
 
 SILENT = {
     "the cure": ((nn.Dense, nn.DenseGeneral, nn.Embed), 64, (2, 4), {}),
-    "it is meant": (nn.Dense, 64, (2, 4), {"whole_ok": True}),
+    "it is meant": (nn.Dense, 64, (2, 4), {"allow_replicated": True}),
     "fsdp=1": (nn.Dense, 64, (8, 1), {}),
     "a toy": (nn.Dense, 8, (2, 4), {}),
     "little beside the rest": ((nn.Dense, nn.Embed), 512, (2, 4), {}),

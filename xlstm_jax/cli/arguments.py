@@ -6,7 +6,7 @@ import re
 from typing import Any, NamedTuple, NoReturn
 
 from xlstm_jax import __version__
-from xlstm_jax.wording import shortened
+from xlstm_jax.formatting import shortened
 
 MAX_SIZE, MAX_BYTES = 10**9, 2**63  # largest axis size and number of minibatches; largest budget
 MAX_SHOWN = 80  # characters of a wrong argument in an error

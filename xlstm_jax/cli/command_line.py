@@ -24,7 +24,7 @@ WIDTH = 120  # columns, if stdout is no terminal
 MAX_ERROR = 1000  # characters
 
 if TYPE_CHECKING:  # the module imports jax, which takes seconds; --help must not wait for it
-    from xlstm_jax.cli.commands import Report, Say
+    from xlstm_jax.cli.commands import Report, ShowProgress
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     return BAD_NEWS if report.refusals else 0
 
 
-def _report(args: argparse.Namespace, say: "Say") -> "Report":
+def _report(args: argparse.Namespace, say: "ShowProgress") -> "Report":
     """Returns the report of the command. The library is imported here, so that ``--help`` does not wait for jax."""
     import jax
 
@@ -106,7 +106,7 @@ def _report(args: argparse.Namespace, say: "Say") -> "Report":
 def error_line(error: Exception) -> str:
     """Formats an error in one line; errors from outside of the library also have a type and the user's line."""
     from xlstm_jax.forecast.training.workload import in_a_line, is_own
-    from xlstm_jax.wording import shortened
+    from xlstm_jax.formatting import shortened
 
     text = in_a_line(error) + ("" if is_own(error) else "; --traceback shows the way there")
     return shortened(text, MAX_ERROR, " [... --traceback shows all of it ...] ")
@@ -118,7 +118,7 @@ def console(**options: Any) -> Console:
 
 
 @contextmanager
-def progress() -> "Iterator[Say]":
+def progress() -> "Iterator[ShowProgress]":
     """Shows the current activity with a timer on a terminal. A text that ``stays`` is printed in any case."""
     on_terminal = sys.stderr.isatty()
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()

@@ -36,10 +36,10 @@ from xlstm_jax.forecast.training.fitting import SHARD_AXIS_PREFIX, Options, Tria
 from xlstm_jax.forecast.training.linting.lint import lint, table
 from xlstm_jax.forecast.training.linting.rules import RULES
 from xlstm_jax.forecast.training.workload import Workload
-from xlstm_jax.wording import format_bytes, format_mesh, one_line, shortened
+from xlstm_jax.formatting import format_bytes, format_mesh, one_line, shortened
 
 
-class Say(Protocol):
+class ShowProgress(Protocol):
     """Callback that shows the current activity; a text that ``stays`` becomes a separate line, on a terminal or not."""
 
     def __call__(self, text: str, *, stays: bool = False) -> None: ...
@@ -129,7 +129,7 @@ def _meshes_to_try(topology: Topology, factory: Factory) -> list[dict[str, int]]
     return default_meshes(topology) if factory.axes_name else [{SHARD_AXIS_PREFIX: topology.num_devices}]
 
 
-def _say_what_it_ignores(factory: Factory, varied: Sequence[str], say: Say) -> None:
+def _say_what_it_ignores(factory: Factory, varied: Sequence[str], say: ShowProgress) -> None:
     """Reports, before anything is compiled, the options that do not reach the factory."""
     if ignored := [what for what in factory.not_varied if what in varied]:
         say(
@@ -150,7 +150,7 @@ def _plan(workload: Workload, mesh: dict[str, int]) -> ShardingPlan:
         return plan_sharding(workload.model, mesh, *workload.init_inputs, **how)
 
 
-def _forecast(args: Namespace, say: Say) -> tuple[Forecast, ShardingPlan, list[str]]:
+def _forecast(args: Namespace, say: ShowProgress) -> tuple[Forecast, ShardingPlan, list[str]]:
     """Returns the forecast, the plan, and notes on the cache."""
     factory = load_factory(args.factory)
     mesh, cache = _mesh(args, factory), _cache(args)
@@ -197,7 +197,7 @@ def _kept(cache: ReportCache | None) -> list[str]:
 # ------------------------------------------------------------------------------------------------------- the commands
 
 
-def run_plan(args: Namespace, say: Say) -> Report:
+def run_plan(args: Namespace, say: ShowProgress) -> Report:
     """Runs ``xlstm-jax plan``."""
     factory = load_factory(args.factory)
     mesh = _mesh(args, factory)
@@ -235,7 +235,7 @@ def _read_plan(path: str) -> ShardingPlan:
         raise ValueError(f"--diff {path} is not what `xlstm-jax plan --json` writes: {why}. {cure}.") from error
 
 
-def run_forecast(args: Namespace, say: Say) -> Report:
+def run_forecast(args: Namespace, say: ShowProgress) -> Report:
     """Runs ``xlstm-jax forecast``."""
     compiled, plan, notes = _forecast(args, say)
     if args.out:
@@ -250,7 +250,7 @@ def run_forecast(args: Namespace, say: Say) -> Report:
     return Report(lambda: [compiled.table()], compiled.to_json, refusals, tuple(notes))
 
 
-def run_lint(args: Namespace, say: Say) -> Report:
+def run_lint(args: Namespace, say: ShowProgress) -> Report:
     """Runs ``xlstm-jax lint``."""
     # Checked before the compilation, which takes minutes.
     rules = args.rules or list(RULES)
@@ -272,7 +272,7 @@ def run_lint(args: Namespace, say: Say) -> Report:
     )
 
 
-def run_fit(args: Namespace, say: Say) -> Report:
+def run_fit(args: Namespace, say: ShowProgress) -> Report:
     """Runs ``xlstm-jax fit``."""
     factory, chosen = load_factory(args.factory), dict(args.set)
     meshes = [_mesh(args, factory)] if args.mesh else _meshes_to_try(parse_topology(args.topology), factory)
@@ -312,7 +312,7 @@ def run_fit(args: Namespace, say: Say) -> Report:
     return Report(lambda: [found.table(), again], found.to_json, (), tuple(_kept(cache)))
 
 
-def run_doctor(args: Namespace, say: Say) -> Report:
+def run_doctor(args: Namespace, say: ShowProgress) -> Report:
     """Runs ``xlstm-jax doctor``: a failed check counts as bad news, a missing extra does not."""
     del args
     found = examine(say)
@@ -320,7 +320,7 @@ def run_doctor(args: Namespace, say: Say) -> Report:
     return Report(found.tables, found.to_json, (f"failed: {', '.join(failed)}.",) if failed else ())
 
 
-COMMANDS: dict[str, Callable[[Namespace, Say], Report]] = {
+COMMANDS: dict[str, Callable[[Namespace, ShowProgress], Report]] = {
     "plan": run_plan,
     "forecast": run_forecast,
     "fit": run_fit,

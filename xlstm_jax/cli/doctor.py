@@ -34,7 +34,7 @@ from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
 from xlstm_jax.forecast.compiling.compile import StepCall, begin_for_topology
 from xlstm_jax.forecast.compiling.compile_process import CompileError, Pending, installed_version
 from xlstm_jax.forecast.hardware.topologies import parse_topology
-from xlstm_jax.wording import how_to_install, one_line, rich_table
+from xlstm_jax.formatting import how_to_install, one_line, rich_table
 
 NEEDED = ("xlstm_jax", "jax", "jaxlib", "flax", "optax", "numpy", "rich")
 USED = ("orbax-checkpoint", "flatbuffers", "libtpu", "matplotlib")  # optional packages

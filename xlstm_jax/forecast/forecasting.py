@@ -42,7 +42,7 @@ from xlstm_jax.forecast.hardware.nccl import NVLINK_FRACTION, network_fraction
 from xlstm_jax.forecast.hardware.topologies import Topology, parse_topology
 from xlstm_jax.forecast.hlo.op_names import in_shard_map
 from xlstm_jax.forecast.hlo.program import Program, parse
-from xlstm_jax.wording import notebook_html, plain_text, read_json
+from xlstm_jax.formatting import notebook_html, plain_text, read_json
 
 FORMAT, DERIVED = 2, "step_time"
 CPU_NOTE = (

@@ -16,7 +16,7 @@ from rich.text import Text
 from xlstm_jax.forecast.cost.collective_traffic import Collective, executions, sum_wire_bytes
 from xlstm_jax.forecast.cost.memory import Moment
 from xlstm_jax.forecast.hlo.text import split_outside
-from xlstm_jax.wording import TIMES, Bar, format_bytes, how_to_install, rich_table
+from xlstm_jax.formatting import TIMES, Bar, format_bytes, how_to_install, rich_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

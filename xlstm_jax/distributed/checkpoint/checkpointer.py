@@ -6,7 +6,7 @@
             are compared with the saved checksums; each leaf gets the box of the target
 
 ``restore`` reads the newest sound step, and skips damaged steps with a warning, with the same outcome in every process
-(``fail_together``). A sound step with a different tree is a mistake of the caller, and raises immediately.
+(``raise_on_all``). A sound step with a different tree is a mistake of the caller, and raises immediately.
 
 A job that only reads changes nothing in the directory. At the first ``save`` the job becomes the ``Writer`` of the
 directory: it takes the lock, removes incomplete steps of a killed job, and renames damaged steps.
@@ -30,9 +30,9 @@ from xlstm_jax.distributed.checkpoint.errors import CheckpointError, read_togeth
 from xlstm_jax.distributed.checkpoint.orbax_backend import OrbaxBackend
 from xlstm_jax.distributed.checkpoint.writer import Writer
 from xlstm_jax.distributed.data_parallel.trees import check_alive
+from xlstm_jax.distributed.processes.collective_errors import allgather_text, interruptions_go_on, raise_on_all
 from xlstm_jax.distributed.processes.store import PEER_TIMEOUT_S
-from xlstm_jax.distributed.processes.together import allgather_text, fail_together, interruptions_go_on
-from xlstm_jax.wording import listed
+from xlstm_jax.formatting import listed
 
 DEFAULT_SAVE_INTERVAL_STEPS = 1
 DEFAULT_MAX_TO_KEEP = 3
@@ -399,7 +399,7 @@ class Checkpointer:
     def _together(
         self, work: Callable[[], Result], failure: type[Exception] | tuple[type[Exception], ...], what: str
     ) -> Result:
-        return fail_together(work, failure, what, self.peer_timeout_s)
+        return raise_on_all(work, failure, what, self.peer_timeout_s)
 
     def _read_together(self, work: Callable[[], Result], where: str, what: str) -> Result:
         return read_together(work, where, what, self.peer_timeout_s)

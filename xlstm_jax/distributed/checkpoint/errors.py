@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import TypeVar
 
-from xlstm_jax.distributed.processes.together import cause_of, fail_together
+from xlstm_jax.distributed.processes.collective_errors import cause_of, raise_on_all
 
 # OSError numbers that mean damage: a file is missing or is not a regular file, or a damaged file contained a wrong
 # length or offset that was passed to the system.
@@ -76,7 +76,7 @@ def read_together(work: Callable[[], Result], where: str, what: str, timeout_s: 
     try:
         # The last kind in the tuple takes precedence. Failing storage may look like damage in one process and like a
         # system error in another; with damage first, an older step would be restored although the newest is sound.
-        return fail_together(read, (CheckpointError, _SystemError), what, timeout_s)
+        return raise_on_all(read, (CheckpointError, _SystemError), what, timeout_s)
     except _SystemError as error:
         raise OSError(
             f"{where} could not be read: {error}. That is an error of the system and no damage, so no older step was "

@@ -13,7 +13,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from xlstm_jax.distributed.checkpoint.backend import Arrays, Directory, Json
-from xlstm_jax.wording import how_to_install
+from xlstm_jax.formatting import how_to_install
 
 # A device reads full chunks. With small chunks it reads little more than its shard, even of a leaf saved unsharded.
 CHUNK_BYTES = 2**24

@@ -39,9 +39,9 @@ from xlstm_jax.distributed.checkpoint.checksums import checksum_each
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, stored_value, true_value
 from xlstm_jax.distributed.data_parallel.trees import flatten_with_path, map_values_with_path, sharded_leaves
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
-from xlstm_jax.distributed.optimizers.inside import name_of
-from xlstm_jax.distributed.processes.together import interruptions_go_on
-from xlstm_jax.wording import listed
+from xlstm_jax.distributed.optimizers.optax_introspection import name_of
+from xlstm_jax.distributed.processes.collective_errors import interruptions_go_on
+from xlstm_jax.formatting import listed
 
 PARTS_SHOWN = 8  # number of parts of a state that an error lists
 ALIGNMENT = 64  # bytes
@@ -395,7 +395,7 @@ def target_leaves(target: PyTree) -> Leaves:
     return likes
 
 
-def reads_whole(entry: Entry, like: Any) -> bool:
+def reads_full_array(entry: Entry, like: Any) -> bool:
     """Whether each process reads a leaf in full into NumPy: a local leaf, a saved Python number, or an empty array."""
     # "bool" is the dtype of both a Python bool and a bool array; only an array has dims.
     is_number = entry["dtype"] in PYTHON_DTYPES and not entry["shape"]
@@ -414,7 +414,7 @@ def data_struct(entry: Entry) -> jax.ShapeDtypeStruct:
 def read_structs(record: Record, likes: Leaves) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the struct to read for each leaf; without a sharding the array is read in full (see ``Backend``)."""
     return {
-        path: data_struct(entry).update(sharding=None if reads_whole(entry, likes[path]) else likes[path].sharding)
+        path: data_struct(entry).update(sharding=None if reads_full_array(entry, likes[path]) else likes[path].sharding)
         for path, entry in record.items()
     }
 
@@ -428,10 +428,10 @@ def as_like(array: Any, entry: Entry, like: Any, path: str) -> Any:
     if type(like).__name__ in PYTHON_DTYPES:
         return type(like)(array.item())
     if "impl" in entry:
-        data = placed_like(array, like) if reads_whole(entry, like) else array
+        data = placed_like(array, like) if reads_full_array(entry, like) else array
         wrap = partial(jax.random.wrap_key_data, impl=entry["impl"])
         return jax.jit(wrap, out_shardings=data.sharding if data.committed else None)(data)
-    if not reads_whole(entry, like):
+    if not reads_full_array(entry, like):
         return array
     # A Python number may be read into a narrower dtype that represents the value. (Overflow raises below.)
     with np.errstate(all="ignore"):

@@ -47,8 +47,8 @@ from xlstm_jax.distributed.checkpoint.record import (
     target_leaves,
 )
 from xlstm_jax.distributed.checkpoint.tensor_names import NameMap, StoredAt, StoredLeaf, StoredPart, compiled, stored_at
-from xlstm_jax.distributed.processes.together import fail_together
-from xlstm_jax.wording import is_unicode, listed
+from xlstm_jax.distributed.processes.collective_errors import raise_on_all
+from xlstm_jax.formatting import is_unicode, listed
 
 DEFAULT_MAX_FILE_BYTES = 5 * 10**9
 DEFAULT_NAME = "model.safetensors"
@@ -124,7 +124,7 @@ def export_safetensors(
             if file.exists():
                 raise FileExistsError(f"{file} exists; remove it with its files, or choose another path")
 
-    fail_together(check_free, FileExistsError)
+    raise_on_all(check_free, FileExistsError)
     files = _files(leaves, target, max_file_bytes)
     # A generator: each leaf is gathered when it is written, and its memory is reused for the next leaf.
     arrays = (leaves[name].values() for names in files.values() for name in names)
@@ -139,7 +139,7 @@ def export_safetensors(
             for _ in arrays:
                 pass
 
-    fail_together(write, OSError)
+    raise_on_all(write, OSError)
 
 
 class _ToBeStored(NamedTuple):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.typing import DTypeLike
 
-from xlstm_jax.wording import listed
+from xlstm_jax.formatting import listed
 
 LAYER = "{layer}"
 

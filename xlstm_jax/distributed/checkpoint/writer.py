@@ -28,8 +28,8 @@ from pathlib import Path
 from xlstm_jax.distributed.checkpoint.backend import Arrays, Backend, Directory, Json
 from xlstm_jax.distributed.checkpoint.errors import CheckpointError
 from xlstm_jax.distributed.checkpoint.steps import is_url, real_path
-from xlstm_jax.distributed.processes.leaving import leave
-from xlstm_jax.distributed.processes.together import cause_of, interruptions_go_on
+from xlstm_jax.distributed.processes.collective_errors import cause_of, interruptions_go_on
+from xlstm_jax.distributed.processes.exit import leave
 from xlstm_jax.private_names import register_atexit
 
 _COMMIT_GRACE_S = 1.0  # added to the limit, so that orbax raises its more detailed timeout error first

@@ -12,7 +12,7 @@ unit is a hook of ``Extension``:
   before    collections  names the collections that pass through the unit, beside "params"
             named_wires  returns the names of the wires of ``wires``, for plans and for ``check_step``
             avoids_gather  says whether a leaf is normally not gathered at all
-            noting_parts   collects leaves that modules gather in successive parts
+            recording_parts   collects leaves that modules gather in successive parts
 
 Two more hooks choose the order of the axes in the gather of a leaf: ``axis_orders``, when the leaves of a unit are
 split, and ``arranged``, when the leaves of the entire model are available.
@@ -99,7 +99,7 @@ class Extension:
         """Returns whether the leaf is normally not gathered, so that links carry almost no bytes of the leaf."""
         return False
 
-    def noting_parts(self, found: dict[str, "PartialGather"]) -> AbstractContextManager[None]:
+    def recording_parts(self, found: dict[str, "PartialGather"]) -> AbstractContextManager[None]:
         """Returns a context for a model's initialisation that adds leaves gathered in parts to ``found``, by path."""
         return nullcontext()
 
@@ -172,12 +172,12 @@ def avoids_gather(box: Sharded) -> bool:
 
 
 @contextmanager
-def noting_parts() -> Iterator[dict[str, PartialGather]]:
+def recording_parts() -> Iterator[dict[str, PartialGather]]:
     """Yields a dict to be filled with the leaves that modules gather in parts, by path, during initialisation."""
     found: dict[str, PartialGather] = {}
     with ExitStack() as stack:
-        for cls in with_hook("noting_parts"):
-            stack.enter_context(cls().noting_parts(found))
+        for cls in with_hook("recording_parts"):
+            stack.enter_context(cls().recording_parts(found))
         yield found
 
 

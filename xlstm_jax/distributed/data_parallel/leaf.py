@@ -32,7 +32,7 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.distributed.data_parallel.dim_names import reader
 from xlstm_jax.distributed.data_parallel.quick_box import QuickBox
-from xlstm_jax.distributed.data_parallel.store import AS_IT_IS, Kept, Store
+from xlstm_jax.distributed.data_parallel.store import AS_IT_IS, LeafToSplit, Store
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication
@@ -143,7 +143,7 @@ class Sharded(QuickBox):
             return read_value(self)
         is_whole = isinstance(self.value, jax.Array | np.ndarray) and not isinstance(self.value, Tracer)
         if is_whole and (spread := collectives.spread_axes(axes)):
-            raise whole_value("a parameter that is read", np.shape(self.value), spread)
+            raise full_value_error("a parameter that is read", np.shape(self.value), spread)
         collectives.check_bound(self.communication.copied_axes, caller="a parameter that is read, replicas of it")
         with jax.named_scope(GATHER_SCOPE):
             found = gather_leaf(self, axes, self.communication)
@@ -348,7 +348,7 @@ def with_last_names(leaf: Any, ndim: int) -> Any:
     return leaf.replace(names=tuple(leaf.names)[-ndim:]) if is_box(leaf) else leaf
 
 
-def split_along(box: Sharded, kept: Kept, axes: tuple[str, ...], communication: Communication) -> Sharded:
+def split_along(box: Sharded, kept: LeafToSplit, axes: tuple[str, ...], communication: Communication) -> Sharded:
     """Returns the leaf ``box``, stored as ``kept``, in a box that splits dim ``kept.dim`` over ``axes``."""
     names = list(kept.names)
     names[kept.dim] = axes_entry(axes)
@@ -448,7 +448,7 @@ def as_gathered(
     )
 
 
-def whole_value(what: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> ValueError:
+def full_value_error(what: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> ValueError:
     """Returns the error for a leaf whose box says "split" and whose value is the full array; ``what`` is the leaf."""
     return ValueError(
         f"{what} is split over {axes} by its box, and its value of shape {shape} is whole on each device: a function "

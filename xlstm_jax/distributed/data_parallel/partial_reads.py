@@ -10,7 +10,7 @@ from jax.core import Tracer
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
-from xlstm_jax.foreign import inside_branch, is_batched
+from xlstm_jax.introspection import inside_branch, is_batched
 
 
 def gives_parts(box: Sharded) -> bool:

@@ -63,11 +63,11 @@ class _Decisions(tuple[Decision, ...]):
 class Planned(Sharded, repr=False):
     """Box of a leaf in a plan, split or not. ``decisions``: an entry per wrapper of the leaf, in call order.
 
-    ``stands_for`` is the class of the box that the leaf has when the model is initialised; ``None`` without a box.
+    ``box_type`` is the class of the box that the leaf has when the model is initialised; ``None`` without a box.
     """
 
     decisions: tuple[Decision, ...] = struct.field(default=_Decisions(), pytree_node=False)
-    stands_for: type[Any] | None = struct.field(default=None, pytree_node=False)
+    box_type: type[Any] | None = struct.field(default=None, pytree_node=False)
 
     @classmethod
     def of(cls, leaf: Any, boxed: Any, decision: Decision) -> "Planned":
@@ -77,7 +77,7 @@ class Planned(Sharded, repr=False):
         was, box = leaf_of(leaf), leaf_of(boxed)
         is_boxed = decision.choice.dim is not None or not box.trainable
         own = boxed if reader().has_rules_for(leaf) else leaf
-        stands_for = before.stands_for if before else type(own) if is_box(own) else None
+        box_type = before.box_type if before else type(own) if is_box(own) else None
         return cls(
             box.value,
             box.names,
@@ -87,7 +87,7 @@ class Planned(Sharded, repr=False):
             trainable=box.trainable,
             marks=was.marks,
             decisions=_Decisions((*(before.decisions if before else ()), decision)),
-            stands_for=Sharded if is_boxed else stands_for,
+            box_type=Sharded if is_boxed else box_type,
         )
 
     def gathered(self, axes: tuple[str, ...]) -> "Planned":
@@ -99,9 +99,9 @@ class Planned(Sharded, repr=False):
         kept = (tuple(axis for axis in entry_axes(entry) if axis not in axes) for entry in self.names)
         stored = tuple(map(axes_entry, kept))
         names = self.store.of_value(stored)
-        stands_for = self.stands_for if any(names) else None
-        return self.replace(value=true_value(self), store=AS_IT_IS, names=names, stands_for=stands_for)
+        box_type = self.box_type if any(names) else None
+        return self.replace(value=true_value(self), store=AS_IT_IS, names=names, box_type=box_type)
 
     def _get_partition_name(self, params: dict[Any, Any]) -> str | None:  # type: ignore[override]  # Flax: no None
         # A box records a name for an added layer dim; a leaf without a box records none.
-        return None if self.stands_for is None else self.stands_for._get_partition_name(self, params)
+        return None if self.box_type is None else self.box_type._get_partition_name(self, params)

@@ -25,7 +25,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
 from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
-from xlstm_jax.wording import kind_of, listed
+from xlstm_jax.formatting import kind_of, listed
 
 NUMBER = "{}"  # placeholder in the layer name of a loop
 WHOLE_LAYER_DIM = {meta.PARTITION_NAME: None}

@@ -23,7 +23,7 @@ from xlstm_jax.distributed.data_parallel.policy import (
     next_multiple,
 )
 from xlstm_jax.distributed.data_parallel.reasons import PrngKeys
-from xlstm_jax.distributed.data_parallel.store import UNEVEN, Kept
+from xlstm_jax.distributed.data_parallel.store import UNEVEN, LeafToSplit
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key, value_dtype
 
@@ -94,7 +94,7 @@ def box_params(
         if path not in dims:
             return leaf
         box, axes = leaf_of(leaf), order_of[path]
-        kept = Kept(box.value, box.names, dims[path], box.store)
+        kept = LeafToSplit(box.value, box.names, dims[path], box.store)
         if mode := UNEVEN[policy.uneven]:
             kept = mode.stored(kept, math.prod(axis_sizes.values()))
         return split_along(box, kept._replace(value=take(kept.value, kept.dim, axes)), axes, how)

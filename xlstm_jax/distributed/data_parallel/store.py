@@ -79,7 +79,7 @@ def with_zeros_behind(value: jax.Array, shape: Shape) -> jax.Array:
     return jnp.pad(value, [(0, size - true) for size, true in zip(shape, value.shape, strict=True)])
 
 
-class Kept(NamedTuple):
+class LeafToSplit(NamedTuple):
     """Leaf before it is split: the array, the axes of each dim, the dim to split, and the store."""
 
     value: Any  # an array, or a ``ShapeDtypeStruct``
@@ -95,7 +95,7 @@ class Uneven(Protocol):
         """Returns why to split a leaf along its largest dim, not divided by ``parts``; ``None``: do not split."""
         ...
 
-    def stored(self, leaf: Kept, parts: int) -> Kept:
+    def stored(self, leaf: LeafToSplit, parts: int) -> LeafToSplit:
         """Returns the leaf as it is stored in ``parts`` parts."""
         ...
 

@@ -21,7 +21,7 @@ from xlstm_jax.distributed.data_parallel.leaf import (
     stored_value,
     true_value,
 )
-from xlstm_jax.distributed.data_parallel.unconstrained_boxes import as_flax_has_it
+from xlstm_jax.distributed.data_parallel.unconstrained_boxes import with_flax_box
 
 OneLeaf = Callable[[Any], bool]  # returns whether a node counts as one leaf although it is a pytree
 
@@ -116,7 +116,7 @@ def with_mesh_names(variables: PyTree) -> PyTree:
 
     def named(leaf: Any, is_param: bool) -> Any:
         if not reader().has_rules_for(leaf):
-            return as_flax_has_it(leaf)
+            return with_flax_box(leaf)
         return split_by_model(leaf) if is_param else leaf.unbox()
 
     found = reader().names_from_collections(variables)

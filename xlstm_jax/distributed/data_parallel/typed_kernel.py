@@ -24,8 +24,8 @@ from jax.core import eval_jaxpr
 from xlstm_jax.distributed.data_parallel.trees import split_arrays
 from xlstm_jax.distributed.data_parallel.wire.collectives import is_bound, to_varying, varying_axes
 from xlstm_jax.equations import COLLECTIVES, all_equations, named_axes
+from xlstm_jax.formatting import one_line
 from xlstm_jax.private_names import batching, core, mlir, types_are_checked
-from xlstm_jax.wording import one_line
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -3,7 +3,7 @@
 Where a mesh is set, Flax constrains the value of a box whenever the box is read. Some layers read a box before its
 value has the shape that its names are for: ``nn.DenseGeneral`` initialises a flat matrix, in a box of the names of the
 kernel, and reshapes it. JAX refuses that constraint (and inside ``shard_map`` any along a manual axis). So while a
-model runs, its initialisers make boxes that are read without a constraint, and ``as_flax_has_it`` takes them back.
+model runs, its initialisers make boxes that are read without a constraint, and ``with_flax_box`` takes them back.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ def read_without_constraints(boxes: type[Any], unconstrained: type[Any]) -> None
 read_without_constraints(nn.Partitioned, _Named)
 
 
-def as_flax_has_it(leaf: Any) -> Any:
+def with_flax_box(leaf: Any) -> Any:
     """Returns a leaf that is in a box without constraints in the box of Flax; any other leaf as it is."""
     return _in_box_of(leaf, _AS_FLAX_HAS_IT)
 

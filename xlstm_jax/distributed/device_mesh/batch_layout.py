@@ -32,7 +32,7 @@ from xlstm_jax.distributed.device_mesh.checks import check_mesh, mesh_axes
 from xlstm_jax.distributed.model_parallel.sequence_layout import (
     CONTIGUOUS,
     ZIGZAG,
-    LaidOut,
+    ReorderedTokens,
     SequenceLayout,
     check_even,
     check_laid_out,
@@ -43,7 +43,7 @@ from xlstm_jax.distributed.model_parallel.sequence_layout import (
     said,
     zigzag_order,
 )
-from xlstm_jax.wording import kind_of, listed
+from xlstm_jax.formatting import kind_of, listed
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,17 +103,17 @@ class BatchLayout:
         return jax.tree.map(own, batch, self.specs(batch))
 
     def of_batch(self, batch: PyTree) -> "BatchLayout":
-        """Returns the layout with ``tokens`` set: as given, else zigzag for ``LaidOut`` leaves, else contiguous.
+        """Returns the layout with ``tokens`` set: as given, else zigzag for ``ReorderedTokens``, else contiguous.
 
         Raises:
           ValueError: a leaf has another token layout, or was laid out for another number of devices than split it; or a
             sequence does not divide into two chunks of equal size per device.
         """
         leaves = flatten_with_path(batch, one_leaf=is_laid_out)[0]
-        is_zigzag = any(isinstance(leaf, LaidOut) and leaf.devices > 1 for _, leaf in leaves)
+        is_zigzag = any(isinstance(leaf, ReorderedTokens) and leaf.devices > 1 for _, leaf in leaves)
         tokens = self.tokens or (ZIGZAG if is_zigzag else CONTIGUOUS)
         for (path, leaf), spec in zip(leaves, self._by_leaf(batch), strict=True):
-            if isinstance(leaf, LaidOut):
+            if isinstance(leaf, ReorderedTokens):
                 entry = dict(enumerate(spec)).get(leaf.dim % leaf.ndim)
                 split = f"its spec is {spec}"
                 check_laid_out(named_leaf("batch", path), leaf, tokens, num_shards(self.mesh, entry_axes(entry)), split)
@@ -136,10 +136,10 @@ class BatchLayout:
     def entered(self, batch: PyTree) -> Iterator[PyTree]:
         """Yields, inside ``shard_map``, the local batch in the layout ``tokens``, which layers inside can query."""
         leaves, treedef = flatten_with_path(batch, one_leaf=is_laid_out)
-        values = [leaf.value if isinstance(leaf, LaidOut) else leaf for _, leaf in leaves]
+        values = [leaf.value if isinstance(leaf, ReorderedTokens) else leaf for _, leaf in leaves]
         if self.tokens == ZIGZAG:
             dims = [
-                None if isinstance(leaf, LaidOut) else dim
+                None if isinstance(leaf, ReorderedTokens) else dim
                 for (_, leaf), dim in zip(leaves, self._token_dims(batch), strict=True)
             ]
             values = exchanged(values, dims, self.sequence.axes)

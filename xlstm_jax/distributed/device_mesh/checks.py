@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from xlstm_jax.common_types import AxisNames
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
-from xlstm_jax.wording import shortened
+from xlstm_jax.formatting import shortened
 
 SHOWN_CHARS = 100  # length of the wrong argument in an error
 USUAL_AXES = {1: ("fsdp",), 2: ("dp", "fsdp")}

@@ -10,7 +10,7 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.trees import named_leaf
 from xlstm_jax.distributed.model_parallel.sequence_layout import (
     ZIGZAG,
-    LaidOut,
+    ReorderedTokens,
     is_laid_out,
     reordered,
     zigzag_order,
@@ -26,9 +26,9 @@ def to_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
     >>> to_zigzag(np.arange(8)[None], devices=2).value  # the first device gets chunks 0 and 3 of 4, the second 1 and 2
     array([[0, 1, 6, 7, 2, 3, 4, 5]])
 
-    Arrays become ``LaidOut`` leaves, which ready-made steps accept and ``shard_batch`` splits like arrays. The step
-    reorders leaves of the batch that are still in natural order (positions added afterwards, say). Shift labels before.
-    Leaves without the dim (scalars, a number per row) stay unchanged.
+    Arrays become ``ReorderedTokens`` leaves, which ready-made steps accept and ``shard_batch`` splits like arrays. The
+    step reorders leaves of the batch that are still in natural order (positions added afterwards, say). Shift labels
+    before. Leaves without the dim (scalars, a number per row) stay unchanged.
 
     Args:
       batch: a tree of NumPy or JAX arrays, before they are split over the mesh.
@@ -39,26 +39,26 @@ def to_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
         out; names the leaf.
     """
     for path, leaf in trees.flatten_with_path(batch, one_leaf=is_laid_out)[0]:
-        if isinstance(leaf, LaidOut):
+        if isinstance(leaf, ReorderedTokens):
             raise ValueError(
                 f"to_zigzag: {named_leaf('batch', path)} of shape {leaf.shape} is laid out in {leaf.layout} for "
                 f"{leaf.devices} devices already. Hand it to the step as it is."
             )
 
-    def laid_out(array: Any, length: int) -> LaidOut:
-        return LaidOut(reordered(array, zigzag_order(length, devices), dim), ZIGZAG, devices, dim)
+    def laid_out(array: Any, length: int) -> ReorderedTokens:
+        return ReorderedTokens(reordered(array, zigzag_order(length, devices), dim), ZIGZAG, devices, dim)
 
     return _of_tokens(batch, laid_out, dim)
 
 
 def from_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
-    """Inverts ``to_zigzag``, for its ``LaidOut`` leaves or for arrays in zigzag order, such as results.
+    """Inverts ``to_zigzag``, for its ``ReorderedTokens`` leaves or for arrays in zigzag order, such as results.
 
     >>> from_zigzag(np.array([[0, 1, 6, 7, 2, 3, 4, 5]]), devices=2)
     array([[0, 1, 2, 3, 4, 5, 6, 7]])
     """
     for path, leaf in trees.flatten_with_path(batch, one_leaf=is_laid_out)[0]:
-        if isinstance(leaf, LaidOut) and leaf.devices != devices:
+        if isinstance(leaf, ReorderedTokens) and leaf.devices != devices:
             raise ValueError(
                 f"from_zigzag(batch, {devices}): {named_leaf('batch', path)} of shape {leaf.shape} is laid out for "
                 f"{leaf.devices} devices. Pass that number."
@@ -67,7 +67,7 @@ def from_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
     def natural(array: Any, length: int) -> Any:
         return reordered(array, np.argsort(zigzag_order(length, devices)), dim)
 
-    arrays = trees.map_leaves(lambda x: x.value if isinstance(x, LaidOut) else x, batch, one_leaf=is_laid_out)
+    arrays = trees.map_leaves(lambda x: x.value if isinstance(x, ReorderedTokens) else x, batch, one_leaf=is_laid_out)
     return _of_tokens(arrays, natural, dim)
 
 

@@ -39,14 +39,14 @@ from xlstm_jax.distributed.model_parallel.experts import (
 )
 from xlstm_jax.distributed.model_parallel.recurrence import recurrence_over_axis, scan_over_axis
 from xlstm_jax.distributed.model_parallel.router import Routing, load_balancing_loss, route_tokens, router_z_loss
-from xlstm_jax.distributed.model_parallel.sequence_layout import LaidOut, in_layout
+from xlstm_jax.distributed.model_parallel.sequence_layout import ReorderedTokens, in_layout
 from xlstm_jax.distributed.model_parallel.split_input import on_split_input
 from xlstm_jax.distributed.model_parallel.splitting import split_modules
 
 __all__ = [
     "ColumnDense",
     "Experts",
-    "LaidOut",
+    "ReorderedTokens",
     "Routing",
     "RowDense",
     "SplitAttention",

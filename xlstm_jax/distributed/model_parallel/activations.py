@@ -121,7 +121,7 @@ def leave_split(x: Array, axis_name: str, *, caller: str = "leave_split") -> Arr
 
 def check_differs(x: Array, axis_name: str, n: int, caller: str) -> None:
     """Raises if ``x`` is replicated over the axis by its type, because a sum would then count ``x`` n times."""
-    if collectives.types_tell(axis_name, x) and axis_name not in collectives.varying_axes(x):
+    if collectives.type_shows_varying(axis_name, x) and axis_name not in collectives.varying_axes(x):
         raise ValueError(
             f"{caller}: an input of shape {x.shape} is equal along {axis_name!r} by its type, and would count {n} "
             "times in the sum over its devices. Pass the output of a column-split layer, in which each device has "
@@ -203,7 +203,7 @@ def join_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "join_token
 def check_own_tokens(x: Array, dim: int, axis_name: str, caller: str, *, features: int = 1) -> None:
     """Raises if ``dim`` is not a dim of tokens, or if ``x`` is replicated over the axis by its type."""
     _check_dim(x, dim, caller, features)
-    if collectives.types_tell(axis_name, x) and axis_name not in collectives.varying_axes(x):
+    if collectives.type_shows_varying(axis_name, x) and axis_name not in collectives.varying_axes(x):
         raise ValueError(
             f"{caller}: an input of shape {x.shape} is equal along {axis_name!r} by its type, so each device has all "
             f"tokens, and the gather would repeat them {collectives.axis_size((axis_name,))} times. Apply "

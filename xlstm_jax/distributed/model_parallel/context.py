@@ -475,7 +475,7 @@ def _check(
         )
     for name, array in {"query": query, "key": key, "value": value}.items():
         for axis in collectives.spread_axes(how.axes):
-            if collectives.types_tell(axis, array) and axis not in collectives.varying_axes(array):
+            if collectives.type_shows_varying(axis, array) and axis not in collectives.varying_axes(array):
                 raise ValueError(
                     f"context_attention: the {name} does not vary over {axis!r} (its type is {jax.typeof(array)}): all "
                     "devices have the same tokens. Split the sequence over that axis, as in_specs=P('fsdp', 'cp') of a "

@@ -45,7 +45,7 @@ from xlstm_jax.distributed.model_parallel.activations import (
     parts_of_params,
     scatter_tokens,
 )
-from xlstm_jax.wording import joined
+from xlstm_jax.formatting import joined
 
 DEFAULT_AXIS = "tp"
 Product = Callable[[Array, Array], Array]

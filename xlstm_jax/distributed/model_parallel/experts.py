@@ -458,7 +458,7 @@ class Experts(nn.Module):
     def _token_axes(self, rows: Array, among: tuple[str, ...]) -> tuple[str, ...]:
         """Returns the axes in ``among`` along which tokens differ."""
         varying = collectives.varying_axes(rows)
-        tracked = [axis for axis in among if collectives.types_tell(axis, rows)]
+        tracked = [axis for axis in among if collectives.type_shows_varying(axis, rows)]
         if self.batch_axes is None:
             said = tuple(varying) if tracked else running_loss().batch_axes or among
         else:

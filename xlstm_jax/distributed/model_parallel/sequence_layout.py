@@ -5,8 +5,8 @@
 
 A batch comes in natural order. If a step has another layout, devices exchange chunks at the start of the step
 (``in_layout``), and a context stores the layout while the step is traced: ``context_attention``, ``context_positions``
-and the recurrences read the context. Data reordered before the step are ``LaidOut`` leaves, not arrays, and store their
-layout.
+and the recurrences read the context. Data reordered before the step are ``ReorderedTokens`` leaves, not arrays, and
+store their layout.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from xlstm_jax.distributed.data_parallel.trees import named_leaf
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
-from xlstm_jax.wording import format_axes
+from xlstm_jax.formatting import format_axes
 
 LAYOUTS = CONTIGUOUS, ZIGZAG = "contiguous", "zigzag"
 
@@ -71,13 +71,13 @@ def check_even(length: int, devices: int, named: str = "to_zigzag") -> None:
 
 @partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["layout", "devices", "dim"])
 @dataclass(frozen=True, eq=False)
-class LaidOut:
+class ReorderedTokens:
     """Array whose tokens were put into a layout before the step, with the layout. In JAX a pytree with a single leaf.
 
-    ``to_zigzag`` makes ``LaidOut`` leaves. A ready step accepts them beside arrays in natural order, without an
+    ``to_zigzag`` makes ``ReorderedTokens`` leaves. A ready step accepts them beside arrays in natural order, without an
     exchange. In a custom ``shard_map``, ``in_layout`` returns the arrays. Data reordered by hand must also be wrapped:
 
-    >>> LaidOut(np.array([[0, 1, 6, 7, 2, 3, 4, 5]]), "zigzag", devices=2).shape
+    >>> ReorderedTokens(np.array([[0, 1, 6, 7, 2, 3, 4, 5]]), "zigzag", devices=2).shape
     (1, 8)
 
     Attributes:
@@ -116,15 +116,15 @@ class LaidOut:
 
 
 def is_laid_out(node: Any) -> bool:
-    """Returns whether a node of a tree is a ``LaidOut``."""
-    return isinstance(node, LaidOut)
+    """Returns whether a node of a tree is a ``ReorderedTokens``."""
+    return isinstance(node, ReorderedTokens)
 
 
 def in_natural_order(batch: PyTree) -> PyTree:
-    """Returns a global batch with the arrays of ``LaidOut`` leaves in natural order, and unchanged further leaves."""
+    """Returns a global batch with ``ReorderedTokens`` leaves as arrays in natural order, further leaves unchanged."""
 
     def natural(leaf: Any) -> Any:
-        if not isinstance(leaf, LaidOut):
+        if not isinstance(leaf, ReorderedTokens):
             return leaf
         return reordered(leaf.value, np.argsort(zigzag_order(leaf.shape[leaf.dim], leaf.devices)), leaf.dim)
 
@@ -245,15 +245,15 @@ def in_layout(batch: PyTree, layout: str = ZIGZAG, axis: AxisNames = "cp", *, di
 
     Args:
       batch: a tree of arrays with an entry for each token of this device; leaves without dim ``dim`` stay unchanged.
-        Arrays are contiguous, in natural order. ``LaidOut`` leaves must have this layout, and are returned as arrays.
+        Arrays are contiguous, in natural order. ``ReorderedTokens`` leaves must have this layout, and return as arrays.
       layout: "zigzag" or "contiguous".
       axis: the mesh axis of the sequence, or a tuple of axes, outermost first.
       dim: the dim of the sequence.
     Yields:
       The batch in this layout, after two exchanges of half a device's tokens for each dtype.
     Raises:
-      ValueError: an unknown layout; a ``LaidOut`` leaf with another layout; tokens that do not divide into two chunks
-        on each device; or leaves with different numbers of tokens.
+      ValueError: an unknown layout; a ``ReorderedTokens`` leaf with another layout; tokens that do not divide into two
+        chunks on each device; or leaves with different numbers of tokens.
     """
     check_layout(layout)
     axes = collectives.bound_or_none(as_axis_names(axis), caller="in_layout")
@@ -263,11 +263,11 @@ def in_layout(batch: PyTree, layout: str = ZIGZAG, axis: AxisNames = "cp", *, di
     lengths: dict[str, int] = {}
     for path, leaf in leaves:
         has_tokens = -np.ndim(leaf) <= dim < np.ndim(leaf)
-        if isinstance(leaf, LaidOut):
+        if isinstance(leaf, ReorderedTokens):
             check_laid_out(named_leaf("batch", path), leaf, layout, devices, format_axes(axes) if axes else "no axis")
         elif has_tokens:
             lengths[path] = leaf.shape[dim]
-        places.append(dim if has_tokens and not isinstance(leaf, LaidOut) else None)
+        places.append(dim if has_tokens and not isinstance(leaf, ReorderedTokens) else None)
     for path, length in lengths.items():
         if length != (of_first := next(iter(lengths.values()))):
             raise ValueError(
@@ -276,7 +276,7 @@ def in_layout(batch: PyTree, layout: str = ZIGZAG, axis: AxisNames = "cp", *, di
             )
         if layout == ZIGZAG and devices > 1:
             check_even(length * devices, devices, f"in_layout: {named_leaf('batch', path)}")
-    values = [leaf.value if isinstance(leaf, LaidOut) else leaf for _, leaf in leaves]
+    values = [leaf.value if isinstance(leaf, ReorderedTokens) else leaf for _, leaf in leaves]
     spread = collectives.spread_axes(axes)
     if layout == ZIGZAG:
         values = exchanged(values, places, spread)
@@ -284,7 +284,7 @@ def in_layout(batch: PyTree, layout: str = ZIGZAG, axis: AxisNames = "cp", *, di
         yield jax.tree.unflatten(treedef, values)
 
 
-def check_laid_out(name: str, leaf: LaidOut, layout: str, devices: int, axes: str) -> None:
+def check_laid_out(name: str, leaf: ReorderedTokens, layout: str, devices: int, axes: str) -> None:
     """Raises a ``ValueError`` if the layout of a leaf, or its number of devices, differs from the sequence's."""
     if leaf.devices == devices == 1:
         return

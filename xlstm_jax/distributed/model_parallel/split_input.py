@@ -19,7 +19,7 @@ from xlstm_jax.distributed.data_parallel.modules.linen_module import MapOfLeaves
 from xlstm_jax.distributed.data_parallel.trees import map_values
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.model_parallel.activations import devices_here, enter_split
-from xlstm_jax.wording import kind_of
+from xlstm_jax.formatting import kind_of
 
 Target = TypeVar("Target", bound=Callable[..., nn.Module])
 _MARK = "_on_split_input"

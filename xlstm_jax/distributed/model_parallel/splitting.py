@@ -15,7 +15,7 @@ from flax import linen as nn
 from jax import Array
 
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.modules.linen_module import is_nnx, methods_to_lift, taken_apart, watching
+from xlstm_jax.distributed.data_parallel.modules.linen_module import class_and_fields, is_nnx, methods_to_lift, watching
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, ShardsItself
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.model_parallel.activations import devices_here, join_tokens, parts_of_params
@@ -29,7 +29,7 @@ from xlstm_jax.distributed.model_parallel.dense import (
 )
 from xlstm_jax.distributed.model_parallel.embedding import SplitEmbed
 from xlstm_jax.distributed.model_parallel.split_input import is_on_split_input, on_split_input
-from xlstm_jax.wording import kind_of, listed
+from xlstm_jax.formatting import kind_of, listed
 
 Model = TypeVar("Model", bound=nn.Module | type[nn.Module])
 
@@ -102,7 +102,7 @@ def split_modules(model: Model, split: Mapping[str, str], axis_name: str = DEFAU
     if wrong := [kind for kind in split.values() if kind not in (*KINDS, *BETWEEN)]:
         raise ValueError(f"split_modules: {wrong[0]!r} is none of 'column', 'row', 'vocabulary', 'inside' and 'whole'.")
     if isinstance(model, nn.Module):
-        cls, fields = taken_apart(model, "split_modules({}, split)")
+        cls, fields = class_and_fields(model, "split_modules({}, split)")
         return _subclass(cls, splitting)(**fields)
     if isinstance(model, type) and issubclass(model, nn.Module):
         return _subclass(model, splitting)

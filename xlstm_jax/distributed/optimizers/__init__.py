@@ -9,8 +9,8 @@ gives a different result on each device, without an error, and replicated leaves
   clip_by_global_norm   optax's clipping with that norm
   elementwise_only      a guard for any transform: compares runs on a small tree, unsharded and in shards
   muon                  Muon, with AdamW for non-matrices: each device updates some unsharded matrices; anywhere
-  on_whole_matrices     any optax rule for unsharded matrices, run in the same way
-  matrix_dimensions     the leaves that ``muon`` and ``on_whole_matrices`` update as matrices, and the dims
+  on_unsharded_matrices     any optax rule for unsharded matrices, run in the same way
+  matrix_dimensions     the leaves that ``muon`` and ``on_unsharded_matrices`` update as matrices, and the dims
   with_ema              keeps an average of the weights (EMA) in the optimizer state; anywhere
   with_slow_params      keeps the slow weights of optax.lookahead in the optimizer state; slow_params reads them
   Offload               the parts of a training state to keep in host memory
@@ -27,7 +27,7 @@ from xlstm_jax.distributed.optimizers.lookahead import slow_params, with_slow_pa
 from xlstm_jax.distributed.optimizers.matrices.dimensions import matrix_dimensions
 from xlstm_jax.distributed.optimizers.matrices.layout import with_layout
 from xlstm_jax.distributed.optimizers.matrices.muon import muon
-from xlstm_jax.distributed.optimizers.matrices.whole_matrices import on_whole_matrices
+from xlstm_jax.distributed.optimizers.matrices.unsharded_matrices import on_unsharded_matrices
 from xlstm_jax.distributed.optimizers.nonfinite import skip_counts, skip_nonfinite, with_skipped_collections
 from xlstm_jax.distributed.optimizers.norms import clip_by_global_norm, global_norm
 from xlstm_jax.distributed.optimizers.offload import Offload
@@ -49,7 +49,7 @@ __all__ = [
     "global_norm",
     "matrix_dimensions",
     "muon",
-    "on_whole_matrices",
+    "on_unsharded_matrices",
     "optimizer_state_shardings",
     "skip_counts",
     "skip_nonfinite",

@@ -19,9 +19,9 @@ from typing import Any
 import optax
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.optimizers import inside
-from xlstm_jax.distributed.optimizers.inside import around_lookahead
-from xlstm_jax.wording import joined
+from xlstm_jax.distributed.optimizers import optax_introspection
+from xlstm_jax.distributed.optimizers.optax_introspection import around_lookahead
+from xlstm_jax.formatting import joined
 
 VALUE, GRAD, VALUE_FN, GRAD_FN = "value", "grad", "value_fn", "grad_fn"
 OF_A_STEP = (VALUE, GRAD, VALUE_FN, GRAD_FN)
@@ -75,7 +75,7 @@ def taking_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransfo
                 refused = UNEXPECTED.search(str(error)) or UNCONSUMED.search(str(error))
                 if refused is None or refused[1] not in given:
                     raise _with_names(error, extra_args, given) from error
-                if refused[1] == VALUE and any(part.name == "skip_nonfinite" for part in inside.parts(tx)):
+                if refused[1] == VALUE and any(part.name == "skip_nonfinite" for part in optax_introspection.parts(tx)):
                     raise ValueError(
                         "a transform beside skip_nonfinite takes no value=, so skip_nonfinite would not see the loss. "
                         "Put it around the whole optimizer: skip_nonfinite(optax.chain(...))."
@@ -132,20 +132,20 @@ def _needs_more(who: str, needed: str) -> str:
     )
 
 
-def check_callable(tx: optax.GradientTransformation, caller: str) -> list[inside.Part]:
+def check_callable(tx: optax.GradientTransformation, caller: str) -> list[optax_introspection.Part]:
     """Checks, before tracing, that a training step can call the optimizer; returns the optimizer's parts.
 
     Raises:
       ValueError: a transform, at any depth, needs an argument that a step does not have; names both. Or
         ``optax.lookahead`` is inside a transform that does not pass its pairs of parameters on.
     """
-    found = inside.parts(tx)
+    found = optax_introspection.parts(tx)
     for part in found:
         if part.name in REFUSED and part.made_by.startswith("optax"):
             raise ValueError(f"{caller}: optax's {part.name} {REFUSED[part.name]}.")
         if needed := _required(part.update):
             raise ValueError(f"{caller}: {_needs_more(part.name, joined([f'{name}=' for name in needed]))}")
-    if inside.LOOKAHEAD in {part.name for part in found} and (around := around_lookahead(tx)):
+    if optax_introspection.LOOKAHEAD in {part.name for part in found} and (around := around_lookahead(tx)):
         raise ValueError(
             f"{caller}: optax.lookahead stands in {around}, which does not pass on the pairs of fast and slow "
             f"parameters that it needs. Write {around}(with_slow_params(optax.lookahead(...)), ...), from "

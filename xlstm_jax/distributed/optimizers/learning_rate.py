@@ -13,7 +13,7 @@ import optax
 from jax.tree_util import DictKey
 
 from xlstm_jax.common_types import Metrics, PyTree
-from xlstm_jax.wording import kind_of
+from xlstm_jax.formatting import kind_of
 
 LEARNING_RATE = "learning_rate"
 # The states that count the updates of a schedule: in a chain, and within `optax.inject_hyperparams`.

@@ -17,7 +17,7 @@ import optax
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.optimizers.extra_args import taking_extra_args
-from xlstm_jax.distributed.optimizers.inside import check_transform, sees_pairs
+from xlstm_jax.distributed.optimizers.optax_introspection import check_transform, sees_pairs
 from xlstm_jax.distributed.optimizers.state import as_parameters, states_of
 
 

@@ -16,7 +16,7 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.dtypes import wide_dtype
-from xlstm_jax.wording import kind_of
+from xlstm_jax.formatting import kind_of
 
 AxesOfEach = tuple[tuple[str, ...], ...]
 

@@ -14,7 +14,7 @@ from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.model_parallel.experts import Experts
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, LeafPlan
 from xlstm_jax.distributed.plan.section import Section
-from xlstm_jax.wording import format_axes, format_bytes, path_pattern, rich_table
+from xlstm_jax.formatting import format_axes, format_bytes, path_pattern, rich_table
 
 
 @dataclass(frozen=True)

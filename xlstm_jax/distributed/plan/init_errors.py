@@ -17,7 +17,7 @@ import numpy as np
 from xlstm_jax.accelerators import absent_device
 from xlstm_jax.common_types import Model, PyTree
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
-from xlstm_jax.wording import joined, one_line
+from xlstm_jax.formatting import joined, one_line
 
 LIBRARY = str(Path(__file__).parents[2]) + os.sep
 MISSING = re.compile(r"missing \d+ required .*arguments?: (.*)$")
@@ -58,7 +58,7 @@ def known_cure(
             f"Pass {names} too: behind the inputs, {call.format('x, y')}, or, where no array, by keyword: {by_keyword}."
         )
     fewer = one_token_less(inputs)
-    if fewer is not None and why_not(model, fewer, kwargs) is None:
+    if fewer is not None and init_failure(model, fewer, kwargs) is None:
         shape, dtype = fewer[0].shape, fewer[0].dtype
         return (
             f"It takes {described_inputs(fewer)}, as a loss does that cuts inputs and next tokens from each row: pass "
@@ -75,7 +75,7 @@ def any_cure(call: str, by_keyword: str) -> str:
     )
 
 
-def why_not(model: Model, inputs: Sequence[PyTree], kwargs: Mapping[str, Any]) -> Exception | None:
+def init_failure(model: Model, inputs: Sequence[PyTree], kwargs: Mapping[str, Any]) -> Exception | None:
     """Returns the exception that tracing ``model.init`` on these inputs raises; None if tracing succeeds."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     try:

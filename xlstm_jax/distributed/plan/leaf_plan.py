@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from xlstm_jax.distributed.data_parallel.reasons import Reason, reason_from_json
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_itemsize
-from xlstm_jax.wording import format_axes, format_bytes, joined
+from xlstm_jax.formatting import format_axes, format_bytes, joined
 
 PARAMETERS, OPTIMIZER = "params", "optimizer"  # collections of rows; further ones are the model's, as batch_stats
 COUNTED = ("parameters", "gradients", "optimizer", "other")  # the fields of a row that count bytes

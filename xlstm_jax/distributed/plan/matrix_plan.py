@@ -8,10 +8,10 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from xlstm_jax.distributed.optimizers.matrices.layout import MatrixReport, noting_matrices
+from xlstm_jax.distributed.optimizers.matrices.layout import MatrixReport, recording_matrices
 from xlstm_jax.distributed.plan.leaf_plan import LeafPlan
 from xlstm_jax.distributed.plan.section import Section
-from xlstm_jax.wording import listed, path_pattern, rich_table
+from xlstm_jax.formatting import listed, path_pattern, rich_table
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class MatrixSection(Section[MatrixPlan]):
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        with noting_matrices() as self.reports:
+        with recording_matrices() as self.reports:
             yield
 
     def entries(self, axis_sizes: Mapping[str, int], rows: Sequence[LeafPlan]) -> tuple[MatrixPlan, ...]:

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.accelerators import absent_device
 from xlstm_jax.common_types import AxisNames, Model, PyTree
-from xlstm_jax.distributed.data_parallel.extension import PartialGather, arranged, avoids_gather, noting_parts
+from xlstm_jax.distributed.data_parallel.extension import PartialGather, arranged, avoids_gather, recording_parts
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.placement import check_divides, partition_specs
@@ -37,12 +37,12 @@ from xlstm_jax.distributed.data_parallel.wire.formats import sent_bytes
 from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
 from xlstm_jax.distributed.optimizers.sharded_optimizer import ON_DEVICES, Placement, sharded_optimizer
 from xlstm_jax.distributed.optimizers.state import owner_of_state
-from xlstm_jax.distributed.plan.init_errors import init_error, is_the_librarys, why_not
+from xlstm_jax.distributed.plan.init_errors import init_error, init_failure, is_the_librarys
 from xlstm_jax.distributed.plan.leaf_plan import NO_BYTES, OPTIMIZER, PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.section import SECTIONS, noting
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
+from xlstm_jax.formatting import format_axes
 from xlstm_jax.program_names import HOST_MEMORY
-from xlstm_jax.wording import format_axes
 
 
 def plan_sharding(
@@ -92,7 +92,7 @@ def plan_sharding(
     sections = [section() for section in SECTIONS]
     # Calls of modules are recorded, since parameters show neither how a head reads its kernel nor most entries of the
     # sections.
-    with noting(sections), noting_parts() as parts:
+    with noting(sections), recording_parts() as parts:
         freeze = partial(with_frozen, trainable=trainable, frozen_dtype=frozen_dtype)
         variables = _planned_init(model, mesh, rng, inputs, kwargs, freeze)
         variables, assumed = _decided(model, variables, axis_name, min_weight_size, sizes)
@@ -160,7 +160,7 @@ def _planned_init(
     except Exception as error:
         # Wrappers, axis names and frozen leaves raise errors with a cure. An error of the inputs is raised by the
         # plain model, too, without mesh and boxes.
-        if (plain := why_not(model, inputs, kwargs)) is None or type(plain) is not type(error):
+        if (plain := init_failure(model, inputs, kwargs)) is None or type(plain) is not type(error):
             raise
         if is_the_librarys(plain):
             raise
@@ -256,7 +256,7 @@ def _reason(leaf: Sharded) -> Reason:
 
 
 def _gathering(path: str, leaf: Sharded, sizes: dict[str, int], part: PartialGather | None) -> dict[str, Any]:
-    """Returns the fields of a row about gathers of the leaf; ``part`` is its entry of ``noting_parts``."""
+    """Returns the fields of a row about gathers of the leaf; ``part`` is its entry of ``recording_parts``."""
     shape = tuple(leaf.value.shape)
     decisions = leaf.decisions if isinstance(leaf, Planned) else ()
     splits = [(decision, dim) for decision in decisions if (dim := decision.choice.dim) is not None]

@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from xlstm_jax.distributed.plan.leaf_plan import COUNTED, PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.section import SECTIONS
 from xlstm_jax.distributed.plan.table import plan_bars, plan_table
-from xlstm_jax.wording import format_bytes, format_fraction, format_mesh, notebook_html, plain_text, read_json
+from xlstm_jax.formatting import format_bytes, format_fraction, format_mesh, notebook_html, plain_text, read_json
 
 FORMAT_VERSION = 3
 MAX_REPLICATED_FRACTION = 0.02

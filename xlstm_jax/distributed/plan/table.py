@@ -13,7 +13,7 @@ from rich.text import Text
 from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.section import SECTIONS
-from xlstm_jax.wording import TIMES, Bar, format_bytes, format_fraction, path_pattern, rich_table
+from xlstm_jax.formatting import TIMES, Bar, format_bytes, format_fraction, path_pattern, rich_table
 
 COLUMNS = ("leaf", "shape", "split", "in all", "per device", "its gradient", "optimizer state", "gathered")
 HOST = "on its host"  # a further column, with offload

@@ -4,7 +4,7 @@
   initialize_distributed(address, n, id)      anywhere else
 
 Every wait is bounded: a job with a missing or lost process should end soon, so that the scheduler restarts the job. A
-process that gives up sends the reason to the rest of the job, and ends it (``leaving.py``).
+process that gives up sends the reason to the rest of the job, and ends it (``exit.py``).
 """
 
 import contextlib
@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import jax
 
-from xlstm_jax.distributed.processes.leaving import leave_with_others
+from xlstm_jax.distributed.processes.exit import leave_with_others
+from xlstm_jax.formatting import named_values
 from xlstm_jax.private_names import ClusterEnv, job
-from xlstm_jax.wording import named_values
 
 INITIALIZATION_TIMEOUT_S = 60
 HEARTBEAT_TIMEOUT_S = 600  # the default limit of a step: a process that pauses for less is not dead

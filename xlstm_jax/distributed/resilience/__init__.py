@@ -11,7 +11,7 @@ Faults, reactions and reaction times:
 """
 
 from xlstm_jax.distributed.optimizers.nonfinite import skip_counts, skip_nonfinite
-from xlstm_jax.distributed.processes.leaving import EXIT_FAILED
+from xlstm_jax.distributed.processes.exit import EXIT_FAILED
 from xlstm_jax.distributed.resilience.loop_guard import LoopGuard, NonFiniteError
 from xlstm_jax.distributed.resilience.replica_check import ReplicaError, check_replicas
 from xlstm_jax.distributed.resilience.watchdog import EXIT_HUNG

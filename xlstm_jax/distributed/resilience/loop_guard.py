@@ -5,7 +5,7 @@ and restarts the clock of the watchdog. During the wait for step n - 1 the devic
 device never waits for the host. Every process detects a bad step one step later, at the same step, because every
 process reads the same replicated values.
 
-After an exception a process notifies the other processes and ends with ``os._exit`` (``processes/leaving.py``). The
+After an exception a process notifies the other processes and ends with ``os._exit`` (``processes/exit.py``). The
 ``atexit`` function of JAX would wait in a barrier for the other processes, which wait in a collective for this process,
 until a heartbeat times out.
 
@@ -28,7 +28,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from xlstm_jax.distributed.processes.leaving import EXIT_FAILED, EXIT_INTERRUPTED, leave, leave_with_others
+from xlstm_jax.distributed.processes.exit import EXIT_FAILED, EXIT_INTERRUPTED, leave, leave_with_others
 from xlstm_jax.distributed.resilience.watchdog import MAX_TIMEOUT_S, Watchdog
 from xlstm_jax.program_names import SKIPPED_IN_A_ROW, SKIPPED_STEPS
 

@@ -24,8 +24,8 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checkpoint.checksums import checksum
 from xlstm_jax.distributed.data_parallel.trees import check_alive, sharded_leaves
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
+from xlstm_jax.distributed.processes.collective_errors import allgather_text
 from xlstm_jax.distributed.processes.devices import Device
-from xlstm_jax.distributed.processes.together import allgather_text
 
 NAMED_AT_MOST = 5
 _DEVICE = "device"

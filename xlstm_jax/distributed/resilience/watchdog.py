@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from xlstm_jax.distributed.processes.leaving import EXIT_FAILED, in_time, leave
+from xlstm_jax.distributed.processes.exit import EXIT_FAILED, in_time, leave
 
 EXIT_HUNG = 14
 LOOK_EVERY_S = 0.25

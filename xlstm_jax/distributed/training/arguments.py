@@ -23,7 +23,7 @@ from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout
 from xlstm_jax.distributed.device_mesh.batch_leaves import why_no_array
 from xlstm_jax.distributed.metrics.pure_metric import Local
-from xlstm_jax.wording import kind_of
+from xlstm_jax.formatting import kind_of
 
 STEP = "a step takes (state, batch, rng)"
 STATE_FIELDS = ("step", "apply_fn", "params", "tx", "opt_state", "replace")
@@ -35,7 +35,7 @@ GIVEN = {  # values to pass to a step, by argument name
     "rng": "a key, jax.random.key(0); it may be the same in all steps",
     "local": "the state of the metric: metric.empty(batch_axes, mesh), or the last one that the step returned",
 }
-Others = Mapping[str, PyTree] | None  # further trees of a step, passed to the loss function by name
+ExtraTrees = Mapping[str, PyTree] | None  # further trees of a step, passed to the loss function by name
 WEIGHTED = "weighted=True"  # cure for padded rows of a training batch
 PADDING = "which shard_batch(..., pad=True) returns"  # cure for padded rows of an evaluation batch
 
@@ -93,16 +93,18 @@ def check_loss_fn(loss_fn: Any, taker: str = "make_train_step", called: Called =
     raise TypeError(f"{taker} takes first a function {called.written()}, not {kind_of(loss_fn)}; {cure}.")
 
 
-def check_takes(function: Callable[..., Any], called: Called, collections: Mapping[str, PyTree], others: Any) -> None:
+def check_takes(
+    function: Callable[..., Any], called: Called, collections: Mapping[str, PyTree], extra_trees: Any
+) -> None:
     """Raises a ``TypeError`` if a function does not accept the arguments of the step.
 
-    ``collections`` of the state come after the arguments of ``called``; ``others`` are passed by name.
+    ``collections`` of the state come after the arguments of ``called``; ``extra_trees`` are passed by name.
     """
     takes, count, further = _signature(function), len(called.arguments), bool(collections)
-    if takes is None or _binds(takes, count + further, others):
+    if takes is None or _binds(takes, count + further, extra_trees):
         return
-    _check_names(takes, called, collections, others)
-    if not _binds(takes, count + (not further), others):
+    _check_names(takes, called, collections, extra_trees)
+    if not _binds(takes, count + (not further), extra_trees):
         return
     if collections:
         raise TypeError(
@@ -114,21 +116,21 @@ def check_takes(function: Callable[..., Any], called: Called, collections: Mappi
     )
 
 
-def _check_names(takes: inspect.Signature, called: Called, collections: Mapping[str, PyTree], others: Any) -> None:
-    """Raises if ``others`` lacks a required keyword argument, or has a name that the function does not take."""
-    if missing := [one for one in _by_name(takes) if one not in others]:
+def _check_names(takes: inspect.Signature, called: Called, collections: Mapping[str, PyTree], extra_trees: Any) -> None:
+    """Raises if ``extra_trees`` lacks a required keyword argument, or has a name that the function does not take."""
+    if missing := [one for one in _by_name(takes) if one not in extra_trees]:
         raise TypeError(
             f"{called.name} takes {missing[0]!r} by name, and the step was not given it: "
-            f"step(..., others={{{missing[0]!r}: tree}})."
+            f"step(..., extra_trees={{{missing[0]!r}: tree}})."
         )
     count, every = len(called.arguments) + bool(collections), [*takes.parameters.values()]
     # Exclude arguments that the step fills by position: a tree of such a name would be passed twice.
     further = {one.name for i, one in enumerate(every) if one.kind is one.KEYWORD_ONLY or i >= count}
-    unknown = [name for name in others if name not in further]
+    unknown = [name for name in extra_trees if name not in further]
     if unknown and inspect.Parameter.VAR_KEYWORD not in [one.kind for one in every]:
         written = called.written(*["collections"] * bool(collections), "*", unknown[0])
         raise TypeError(
-            f"the step was given others with the name {unknown[0]!r}, and {called.name} takes "
+            f"the step was given extra_trees with the name {unknown[0]!r}, and {called.name} takes "
             f"{sorted(further) or 'no further trees'}. Write {written}."
         )
 
@@ -190,17 +192,17 @@ def collections_of(state: Any) -> Mapping[str, PyTree]:
     return getattr(state, "collections", {})
 
 
-def frozen_trees(others: Mapping[str, PyTree]) -> Mapping[str, PyTree]:
+def frozen_trees(extra_trees: Mapping[str, PyTree]) -> Mapping[str, PyTree]:
     """Prepares further trees of a step for a loss function inside ``shard_map``: boxes are kept, leaves are frozen."""
 
     def still(leaf: Any) -> Any:
         return frozen(split_by_model(leaf)) if is_box(leaf) else jax.lax.stop_gradient(leaf)
 
-    return trees.map_leaves(still, others)
+    return trees.map_leaves(still, extra_trees)
 
 
 def check_call(
-    state: Any, rng: PyTree, local: PyTree, mesh: Mesh | AbstractMesh, metric: object | None, others: PyTree
+    state: Any, rng: PyTree, local: PyTree, mesh: Mesh | AbstractMesh, metric: object | None, extra_trees: PyTree
 ) -> None:
     """Checks the arguments of a step except the batch, during tracing; ``local`` is the state of ``metric``.
 
@@ -218,7 +220,7 @@ def check_call(
         )
     of_state = {name: getattr(state, name) for name in ("step", "params", "opt_state")}
     of_state["collections"] = collections_of(state)
-    check_mesh_of({"state": of_state, "rng": rng, "local": local, "others": others}, mesh)
+    check_mesh_of({"state": of_state, "rng": rng, "local": local, "extra_trees": extra_trees}, mesh)
     if (local is None) != (metric is None):
         raise ValueError(f"make_train_step has {metric=}, and its step was given local={kind_of(local)}.")
 
@@ -303,7 +305,7 @@ def check_batch(batch: PyTree, count: int, divisor: str, padding: str = WEIGHTED
             raise ValueError(
                 f"{named_leaf('batch', path)} is a parameter in a box, split as {leaf.names}, and a batch "
                 "is split by its rows. Pass parameters of a second model (a teacher, a reference) by name: "
-                f"step(..., others={{'{name}': params}}), for loss_fn(params, apply_fn, batch, rng, *, {name})."
+                f"step(..., extra_trees={{'{name}': params}}), for loss_fn(params, apply_fn, batch, rng, *, {name})."
             )
         if reason := why_no_array(leaf):
             raise TypeError(f"{named_leaf('batch', path)} is {reason}")

@@ -24,7 +24,7 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.training.loss import Loss
 from xlstm_jax.distributed.training.varying import Axes, differing_args, differing_axes, marked
-from xlstm_jax.wording import kind_of, listed
+from xlstm_jax.formatting import kind_of, listed
 
 OF_EXAMPLES = {"cache": "what decoding keeps", "intermediates": "activations", "perturbations": "activations"}
 

@@ -15,7 +15,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.metrics.pure_metric import Local
 from xlstm_jax.distributed.training.varying import Axes, Equations
-from xlstm_jax.wording import listed
+from xlstm_jax.formatting import listed
 
 
 def check_equal_results(

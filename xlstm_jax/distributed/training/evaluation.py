@@ -25,7 +25,7 @@ from xlstm_jax.distributed.device_mesh.checks import auto_mesh
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
 from xlstm_jax.distributed.training.arguments import (
     EVAL_FN,
-    Others,
+    ExtraTrees,
     check_loss_fn,
     collections_of,
     frozen_trees,
@@ -35,7 +35,7 @@ from xlstm_jax.distributed.training.gradients import explained, traced_call
 from xlstm_jax.distributed.training.loss import ApplyFn
 from xlstm_jax.distributed.training.moments import EvaluationTrace, Results, run_checks
 from xlstm_jax.distributed.training.padded_rows import OBSERVED, counting_padding, with_names
-from xlstm_jax.wording import kind_of
+from xlstm_jax.formatting import kind_of
 
 ARGUMENTS = ("state", "batch", "local")
 
@@ -47,14 +47,14 @@ class EvalFn(Protocol):
     """
 
     def __call__(
-        self, params: PyTree, apply_fn: ApplyFn, batch: PyTree, /, *collections: Any, **others: Any
+        self, params: PyTree, apply_fn: ApplyFn, batch: PyTree, /, *collections: Any, **extra_trees: Any
     ) -> Mapping[str, Any]: ...
 
 
 class EvalStep(jax.stages.Wrapped, Protocol):
     """Type of the step that ``make_eval_step`` returns: a ``jax.jit`` function with ``lower`` and ``trace``."""
 
-    def __call__(self, state: Any, batch: PyTree, local: Local, /, *, others: Others = None) -> Local: ...
+    def __call__(self, state: Any, batch: PyTree, local: Local, /, *, extra_trees: ExtraTrees = None) -> Local: ...
 
 
 def make_eval_step(
@@ -91,7 +91,7 @@ def make_eval_step(
       eval_fn: ``eval_fn(params, apply_fn, batch)`` on this device's shard of the batch, returning a dict of keyword
         arguments for ``metric.update``: values per row and the weights of the rows, rather than means. If
         ``state.collections`` is not empty, ``eval_fn(params, apply_fn, batch, collections)``. Trees passed as
-        ``step(..., others={"teacher": params})`` arrive by name: ``eval_fn(params, apply_fn, batch, *, teacher)``.
+        ``step(..., extra_trees={"teacher": params})`` arrive by name: ``eval_fn(params, apply_fn, batch, *, teacher)``.
       mesh, batch_axes, batch_spec, layout, check_vma, compiler_options: as in ``make_train_step``.
       metric: updated on each device with the local observations, without communication. Combine several metrics in a
         ``Compose``.
@@ -103,7 +103,7 @@ def make_eval_step(
       ValueError: (at the call) the devices do not divide a leaf of the batch, or leaves have different numbers of rows;
         state or ``local`` are on a mesh of other axes, or were donated to an earlier step. Names leaf and both numbers.
       TypeError: ``eval_fn`` is not a function, ``metric`` not a ``PureMetric``; or (at the call) the state has no
-        parameters, or ``eval_fn`` did not return a dict, or its keyword arguments do not match ``others``.
+        parameters, or ``eval_fn`` did not return a dict, or its keyword arguments do not match ``extra_trees``.
     """
     mesh = auto_mesh(mesh)
     of_batch = batch_layout(mesh, batch_axes, batch_spec, layout)
@@ -135,11 +135,11 @@ class _Evaluation:
     check_vma: bool
     is_watched: bool = False
 
-    def step(self, state: Any, batch: PyTree, local: Local, *, others: Others = None) -> Local:
-        others = {} if others is None else others
-        trace = EvaluationTrace(self.eval_fn, self.layout, state, batch, local, others)
+    def step(self, state: Any, batch: PyTree, local: Local, *, extra_trees: ExtraTrees = None) -> Local:
+        extra_trees = {} if extra_trees is None else extra_trees
+        trace = EvaluationTrace(self.eval_fn, self.layout, state, batch, local, extra_trees)
         run_checks("trace of an evaluation", trace)
-        variables = {"params": state.params, "collections": collections_of(state), "others": others}
+        variables = {"params": state.params, "collections": collections_of(state), "extra_trees": extra_trees}
         # Each device has a local metric state, so the state is split over every axis of the batch.
         mesh, of_local = self.layout.mesh, PartitionSpec(self.layout.axes)
         layout = self.layout.of_batch(batch)
@@ -164,7 +164,7 @@ class _Evaluation:
         # With check_vma=False, layers look up the axes of the batch here, as in training.
         with explained(), inside_loss(RunningLoss(evaluated_axes=self.layout.axes)), boxes_without_constraints():
             observed = self.eval_fn(
-                variables["params"], apply_fn, batch, *collections, **frozen_trees(variables["others"])
+                variables["params"], apply_fn, batch, *collections, **frozen_trees(variables["extra_trees"])
             )
         if not isinstance(observed, Mapping):
             raise TypeError(

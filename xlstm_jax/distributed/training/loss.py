@@ -30,7 +30,7 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.dtypes import common_dtype
 from xlstm_jax.distributed.metrics.cells import Cell
 from xlstm_jax.distributed.metrics.pure_metric import all_reduce_cells
-from xlstm_jax.wording import kind_of
+from xlstm_jax.formatting import kind_of
 
 P = ParamSpec("P")
 ApplyFn = Callable[..., PyTree]
@@ -49,7 +49,9 @@ class MinibatchLossFn(Protocol):
     ``rng`` is None if the caller passed None; collections, if any, come last.
     """
 
-    def __call__(self, params: PyTree, minibatch: PyTree, rng: PyTree, /, *collections: Any, **others: Any) -> Any: ...
+    def __call__(
+        self, params: PyTree, minibatch: PyTree, rng: PyTree, /, *collections: Any, **extra_trees: Any
+    ) -> Any: ...
 
 
 class LossFn(Protocol):
@@ -59,7 +61,7 @@ class LossFn(Protocol):
     """
 
     def __call__(
-        self, params: PyTree, apply_fn: ApplyFn, batch: PyTree, rng: jax.Array, /, *collections: Any, **others: Any
+        self, params: PyTree, apply_fn: ApplyFn, batch: PyTree, rng: jax.Array, /, *collections: Any, **extra_trees: Any
     ) -> Any: ...
 
 

@@ -25,18 +25,18 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, leaf_of
 from xlstm_jax.distributed.data_parallel.modules import Stacks
-from xlstm_jax.distributed.data_parallel.modules.holders import noting_holders
+from xlstm_jax.distributed.data_parallel.modules.holders import recording_holders
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.data_parallel.reasons import Indivisible, Reason, TooSmall, Unwrapped
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.device_mesh.batches import padded_rows_of
-from xlstm_jax.distributed.optimizers import inside
+from xlstm_jax.distributed.optimizers import optax_introspection
 from xlstm_jax.distributed.optimizers.extra_args import check_callable
 from xlstm_jax.distributed.optimizers.learning_rate import LearningRate
 from xlstm_jax.distributed.optimizers.state import trainable
 from xlstm_jax.distributed.training.varying import Axes, all_named_axes
+from xlstm_jax.formatting import format_bytes, format_fraction, format_mesh, joined, listed
 from xlstm_jax.private_names import core
-from xlstm_jax.wording import format_bytes, format_fraction, format_mesh, joined, listed
 
 USERS_LINE = 4  # stacklevel of create_train_state's caller, for warnings.warn
 CALLERS_LINE = 6  # stacklevel of the caller for warnings of the table of checks
@@ -132,7 +132,7 @@ def check_optimizer(tx: optax.GradientTransformation, caller: str) -> None:
                         "optimizer sees parameters without boxes. Pass a function of parameters, lambda params: "
                         f"jax.tree.map(..., params), or unbox the tree: {argument}=unbox(tree)."
                     )
-    if "with_ema" in {part.name for part in found} and (after := inside.after_average(tx)):
+    if "with_ema" in {part.name for part in found} and (after := optax_introspection.after_average(tx)):
         raise ValueError(
             f"with_ema stands in an optax.chain before {after}, which changes the updates once more: it would average "
             "weights that no step has. Put it around the whole: with_ema(optax.chain(...), decay)."
@@ -147,7 +147,7 @@ def check_optimizer_of_step(tx: optax.GradientTransformation) -> None:
         parameters.
     """
     found = check_callable(tx, "the step")
-    if inside.LOOKAHEAD in {part.name for part in found} and inside.sees_pairs(tx):
+    if optax_introspection.LOOKAHEAD in {part.name for part in found} and optax_introspection.sees_pairs(tx):
         raise ValueError(
             "the step: state.tx is optax.lookahead, which needs pairs of fast and slow parameters, and state.params "
             "is a single tree. Make the state with create_train_state(model, optax.lookahead(...), ...), which keeps "
@@ -170,7 +170,7 @@ def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
         )
     shapes = jax.eval_shape(trainable, params)
     ndim = {path: leaf.ndim for path, leaf in trees.leaves_with_path(shapes)}
-    for taken in filter(None, (inside.decay_mask(part, shapes) for part in inside.parts(tx))):
+    for taken in filter(None, (optax_introspection.decay_mask(part, shapes) for part in optax_introspection.parts(tx))):
         if not any(taken.values()):
             _warn(
                 f"the mask of weight decay is False for all {len(taken)} parameters, {listed(taken)}: nothing decays. "
@@ -191,7 +191,7 @@ def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
 
 def warn_of_options(tx: optax.GradientTransformation, weighted: bool, learning_rate: LearningRate | None) -> None:
     """Warns of step options that do not fit the optimizer."""
-    found = inside.parts(tx)
+    found = optax_introspection.parts(tx)
     for part in found:
         if weighted and part.name == "MultiSteps" and (count := _at(part.held["_every_k_schedule"], 0)) > 1:
             _warn(
@@ -200,7 +200,7 @@ def warn_of_options(tx: optax.GradientTransformation, weighted: bool, learning_r
                 f"{count:.0f}, weighted=True) on batches of {count:.0f} times the rows, which averages by weight."
             )
     given = [*learning_rate.values()] if isinstance(learning_rate, Mapping) else [learning_rate]
-    own = inside.schedules(found)
+    own = optax_introspection.schedules(found)
     # With several schedules in a chain the user may report any of them, or their product.
     product = [lambda count: math.prod(schedule(count) for schedule in own)]
     for schedule in filter(callable, given):
@@ -270,7 +270,7 @@ def warn_of_replicated(params: PyTree, mesh: AnyMesh, look: Callable[[], ModelFa
     cures = _cures({path: nbytes[path] for path in replicated}, leaves, facts)
     rest = (
         f"and as much for gradients and each moment of the optimizer. The largest: {'; '.join(named + more)}. "
-        f"{' '.join(cures)} If it is meant, pass whole_ok=True."
+        f"{' '.join(cures)} If it is meant, pass allow_replicated=True."
     )
     if len(replicated) == len(leaves):
         _warn(
@@ -323,21 +323,21 @@ def _cures(replicated: Mapping[str, int], leaves: Mapping[str, Sharded], facts: 
     return said
 
 
-def warn_of_whole_trees(others: PyTree, mesh: AnyMesh) -> None:
-    """Warns of a leaf in ``others`` without a box that a wrapper would split by default."""
-    for path, leaf in trees.leaves_with_path(others):
+def warn_of_replicated_trees(extra_trees: PyTree, mesh: AnyMesh) -> None:
+    """Warns of a leaf in ``extra_trees`` without a box that a wrapper would split by default."""
+    for path, leaf in trees.leaves_with_path(extra_trees):
         if mesh.size > 1 and not is_box(leaf) and np.size(leaf) >= DEFAULT_MIN_WEIGHT_SIZE:
             _warn(
-                f"others['{path}'], {format_bytes(leaf_of(leaf).stored_bytes)}, is replicated on each of the "
+                f"extra_trees['{path}'], {format_bytes(leaf_of(leaf).stored_bytes)}, is replicated on each of the "
                 f"{mesh.size} devices. Make it by init_sharded or create_train_state of a wrapped model, or restore it "
-                "into parameters of a wrapped model. If it is meant, pass whole_ok=True."
+                "into parameters of a wrapped model. If it is meant, pass allow_replicated=True."
             )
             return
 
 
 def facts_of_step(apply_fn: Callable[..., Any], trace: Callable[[], None]) -> ModelFacts:
     """Returns the classes of the modules that run while ``trace()`` traces a step."""
-    with noting_holders(getattr(apply_fn, "__self__", None)) as holders:
+    with recording_holders(getattr(apply_fn, "__self__", None)) as holders:
         trace()
     return ModelFacts({}, holders)
 
@@ -352,7 +352,7 @@ def warn_of_gathered_stacks(stacks: Stacks, mesh: AnyMesh) -> None:
     _warn(
         f"{named} within a module that shard_module_params wraps: it gathers the weights of all layers at once. To "
         f"gather a layer at a time, wrap the scanned module, nn.scan(shard_module_params({next(iter(new.values()))}, "
-        "...), ...). If it is meant, pass whole_ok=True.",
+        "...), ...). If it is meant, pass allow_replicated=True.",
         stacklevel=CALLERS_LINE,
     )
 

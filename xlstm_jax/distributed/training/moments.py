@@ -84,7 +84,7 @@ class CreatedState(NamedTuple):
     params: PyTree
     collections: Mapping[str, PyTree]
     stacks: Stacks
-    whole_ok: bool
+    allow_replicated: bool
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,12 @@ class StepTrace:
     num_minibatches: int
     metric: PureMetric | None
     learning_rate: LearningRate | None
-    whole_ok: bool
+    allow_replicated: bool
     state: Any
     batch: PyTree
     rng: PyTree
     local: PyTree
-    others: Mapping[str, PyTree]
+    extra_trees: Mapping[str, PyTree]
 
     @property
     def mesh(self) -> Mesh | AbstractMesh:
@@ -129,7 +129,7 @@ class EvaluationTrace(NamedTuple):
     state: Any
     batch: PyTree
     local: PyTree
-    others: Mapping[str, PyTree]
+    extra_trees: Mapping[str, PyTree]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from xlstm_jax.distributed.data_parallel import placement, trees
 from xlstm_jax.distributed.data_parallel.extension import arranged
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, split_by_model, true_value
-from xlstm_jax.distributed.data_parallel.modules import noting_stacks
+from xlstm_jax.distributed.data_parallel.modules import recording_stacks
 from xlstm_jax.distributed.data_parallel.unconstrained_boxes import boxes_without_constraints
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
@@ -35,7 +35,7 @@ from xlstm_jax.distributed.optimizers.sharded_optimizer import ON_DEVICES, Place
 from xlstm_jax.distributed.optimizers.state import given_state, trainable
 from xlstm_jax.distributed.training.arguments import collections_of, why_not_its_state
 from xlstm_jax.distributed.training.moments import CreatedState, NewModel, NewVariables, run_checks
-from xlstm_jax.wording import TIMES, Bar, format_bytes, notebook_html, rich_table
+from xlstm_jax.formatting import TIMES, Bar, format_bytes, notebook_html, rich_table
 
 PARTS = ("params", "opt_state", "collections")
 FlaxTrainState = train_state.TrainState
@@ -212,7 +212,7 @@ def create_train_state(
     rng: PyTree,
     *inputs: PyTree,
     batch_axes: AxisNames,
-    whole_ok: bool = False,
+    allow_replicated: bool = False,
     trainable: Trainable | None = None,
     frozen_dtype: DTypeLike | None = None,
     offload: Placement = ON_DEVICES,
@@ -230,8 +230,8 @@ def create_train_state(
       tx: any optax optimizer except those that docs/optimizers.md lists as refused. Its state is initialised from the
         parameters as global arrays without boxes. The slow weights of ``optax.lookahead`` are stored in this state: see
         ``slow_params``.
-      whole_ok: suppresses the warnings about replicated parameters (no parameter is split, or at least 5 % of the bytes
-        are not) and about a wrapper that gathers every layer of a scan at once.
+      allow_replicated: suppresses the warnings about replicated parameters (no parameter is split, or at least 5 % of
+        the bytes are not) and about a wrapper that gathers every layer of a scan at once.
       offload: which parts are stored in host memory; steps read this off the state, and need no option.
     Returns:
       ``TrainState(step=0, apply_fn=model.apply, params, tx, opt_state, collections)``: ``params`` boxed where split,
@@ -245,11 +245,11 @@ def create_train_state(
     tx = with_plain_params(tx)
     mesh = auto_mesh(mesh)
     # A wrapper that gathers several layers at once is noticed only while the model is initialised.
-    with noting_stacks() as stacks:
+    with recording_stacks() as stacks:
         freezing: dict[str, Any] = {"trainable": trainable, "frozen_dtype": frozen_dtype}
         variables = dict(init_sharded(model, mesh, rng, *inputs, batch_axes=batch_axes, **freezing, **kwargs))
     params = variables.pop("params", {})
-    run_checks("state", CreatedState(model, tx, mesh, rng, inputs, kwargs, params, variables, stacks, whole_ok))
+    run_checks("state", CreatedState(model, tx, mesh, rng, inputs, kwargs, params, variables, stacks, allow_replicated))
     # Place the step counter on the mesh now: a step returns it there, and another sharding would compile step 2 again.
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, PartitionSpec()))
     opt_state = sharded_opt_state(tx, params, mesh, offload)

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from xlstm_jax.accelerators import resolved_on
 from xlstm_jax.common_types import AxisNames, Metrics, PyTree
 from xlstm_jax.distributed.data_parallel import placement
-from xlstm_jax.distributed.data_parallel.modules import noting_stacks
+from xlstm_jax.distributed.data_parallel.modules import recording_stacks
 from xlstm_jax.distributed.data_parallel.wire.dtypes import common_dtype
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_layout
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh
@@ -20,7 +20,7 @@ from xlstm_jax.distributed.optimizers.learning_rate import LearningRate, check_l
 from xlstm_jax.distributed.optimizers.norms import global_norm
 from xlstm_jax.distributed.optimizers.state import trainable, with_trainable
 from xlstm_jax.distributed.training.accumulation import DEFAULT_ACCUMULATION, Accumulation, accumulated
-from xlstm_jax.distributed.training.arguments import Others, check_loss_fn, collections_of, frozen_trees
+from xlstm_jax.distributed.training.arguments import ExtraTrees, check_loss_fn, collections_of, frozen_trees
 from xlstm_jax.distributed.training.carries.carry import BatchResult
 from xlstm_jax.distributed.training.checked_step import CheckedStep
 from xlstm_jax.distributed.training.gradients import fold_rng_over_axis, traced_call
@@ -35,11 +35,11 @@ class TrainStep(jax.stages.Wrapped, Protocol):
 
     @overload
     def __call__(
-        self, state: State, batch: PyTree, rng: jax.Array, /, *, others: Others = None
+        self, state: State, batch: PyTree, rng: jax.Array, /, *, extra_trees: ExtraTrees = None
     ) -> tuple[State, Metrics]: ...
     @overload
     def __call__(
-        self, state: State, batch: PyTree, rng: jax.Array, local: Local, /, *, others: Others = None
+        self, state: State, batch: PyTree, rng: jax.Array, local: Local, /, *, extra_trees: ExtraTrees = None
     ) -> tuple[State, Metrics, Local]: ...
 
 
@@ -58,7 +58,7 @@ def make_train_step(
     accumulation: str = DEFAULT_ACCUMULATION,
     learning_rate: LearningRate | None = None,
     compiler_options: str | Mapping[str, Any] | None = None,
-    whole_ok: bool = False,
+    allow_replicated: bool = False,
 ) -> TrainStep:
     """Returns the training step: forward and backward inside ``shard_map``, the optimizer outside, in one ``jit``.
 
@@ -96,25 +96,25 @@ def make_train_step(
       learning_rate: adds the ``learning_rate`` of this update to the metrics. Pass the schedule of the optimizer, or
         for groups of parameters a dict of schedules by group name, reported as ``learning_rate/<name>``.
       compiler_options: XLA options for ``jax.jit``; "auto" takes ``compiler_options`` for the mesh's chips and slice.
-      whole_ok: as for ``create_train_state``.
+      allow_replicated: as for ``create_train_state``.
     Returns:
       ``step(state, batch, rng) -> (state, metrics)``, a ``jax.jit`` function, so that ``step.lower`` works. ``state``
       is donated and keeps its shardings. ``batch`` has global leaves [b, ...]; its scalars are passed to every device
       and minibatch (and must be equal in every process). ``rng`` is folded with step and device, so a single key serves
-      the entire run and dropout differs everywhere. ``step(..., others={"teacher": params})`` passes further trees to
-      ``loss_fn(params, apply_fn, batch, rng, *, teacher)`` by name: parameters of a second model, gathered as their
-      boxes describe, without gradient and not donated. Metrics are ``loss`` and ``grad_norm``, the norm over every
-      parameter before the optimizer, float32 scalars; and the counters of ``skip_nonfinite``, if used.
+      the entire run and dropout differs everywhere. ``step(..., extra_trees={"teacher": params})`` passes further
+      trees to ``loss_fn(params, apply_fn, batch, rng, *, teacher)`` by name: parameters of a second model, gathered as
+      their boxes describe, without gradient and not donated. Metrics are ``loss`` and ``grad_norm``, the norm over
+      every parameter before the optimizer, float32 scalars; and the counters of ``skip_nonfinite``, if used.
     Raises:
       ValueError: ``has_aux`` and ``metric`` together; ``batch_axes`` and ``batch_spec`` together, or an axis missing
         from the mesh. At the call: devices times minibatches do not divide a leaf of the batch, devices do not divide
         another dim of it, a leaf has fewer dims than its spec, or leaves have different numbers of examples; the state
-        is on a mesh of other axes, belongs to another optimizer, or was donated before; a leaf of ``others`` is a shard
-        without a box, or belongs to the donated state. Names the leaf and both numbers. Or processes disagree in their
-        first batch (scalars, shapes, arrays that are not global): every process raises; if they pass equal rows as
-        different parts of the batch, every process warns.
+        is on a mesh of other axes, belongs to another optimizer, or was donated before; a leaf of ``extra_trees`` is a
+        shard without a box, or belongs to the donated state. Names the leaf and both numbers. Or processes disagree in
+        their first batch (scalars, shapes, arrays that are not global): every process raises; if they pass equal rows
+        as different parts of the batch, every process warns.
       TypeError: ``loss_fn`` is not a function. At the call: state, batch or rng has another type, or the names of
-        ``others`` are not the keyword arguments of ``loss_fn``.
+        ``extra_trees`` are not the keyword arguments of ``loss_fn``.
     """
     mesh = auto_mesh(mesh)
     of_batch = batch_layout(mesh, batch_axes, batch_spec, layout)
@@ -131,7 +131,7 @@ def make_train_step(
         check_vma=check_vma,
         metric=metric,
         learning_rate=learning_rate,
-        whole_ok=whole_ok,
+        allow_replicated=allow_replicated,
     )
     watched = replace(options, loss=MarkedLoss(options.loss.fn, options.loss.weighted, options.loss.has_aux))
     return CheckedStep(
@@ -153,24 +153,24 @@ class StepOptions:
     check_vma: bool
     metric: PureMetric | None
     learning_rate: LearningRate | None
-    whole_ok: bool
+    allow_replicated: bool
 
     def step(
-        self, state: Any, batch: PyTree, rng: jax.Array, local: PyTree = None, *, others: Others = None
+        self, state: Any, batch: PyTree, rng: jax.Array, local: PyTree = None, *, extra_trees: ExtraTrees = None
     ) -> tuple[Any, ...]:
         """Returns ``(state, metrics)``, and the metric's state if there is a metric; traced by ``jit``."""
-        others = {} if others is None else others
-        count, options = self.accumulation.num_minibatches, (self.metric, self.learning_rate, self.whole_ok)
-        trace = StepTrace(self.loss, self.layout, count, *options, state, batch, rng, local, others)
+        extra_trees = {} if extra_trees is None else extra_trees
+        count, options = self.accumulation.num_minibatches, (self.metric, self.learning_rate, self.allow_replicated)
+        trace = StepTrace(self.loss, self.layout, count, *options, state, batch, rng, local, extra_trees)
         run_checks("trace", trace)
         # A single key serves the entire run: fold in the step here, the device index in on_device.
-        rest = (batch, jax.random.fold_in(rng, state.step), local, collections_of(state), others)
-        on_mesh = self._on_mesh(state, batch, others)
-        with noting_stacks() as stacks:
+        rest = (batch, jax.random.fold_in(rng, state.step), local, collections_of(state), extra_trees)
+        on_mesh = self._on_mesh(state, batch, extra_trees)
+        with recording_stacks() as stacks:
             result, jaxpr = traced_call(on_mesh, (state.params, *rest))
 
         def trace_again() -> None:
-            jax.eval_shape(self._on_mesh(state, batch, others), state.params, *rest)
+            jax.eval_shape(self._on_mesh(state, batch, extra_trees), state.params, *rest)
 
         run_checks("results", Results(result, jaxpr, self.layout.mesh, self.accumulation.axes, collections_of(state)))
         run_checks("traced", TracedStep(trace, jaxpr, stacks, trace_again))
@@ -187,29 +187,36 @@ class StepOptions:
             return after, metrics, result.aux
         return after, metrics | (_checked_aux(result.aux, metrics) if self.loss.has_aux else {})
 
-    def _on_mesh(self, state: Any, batch: PyTree, others: Mapping[str, PyTree]) -> Callable[..., BatchResult]:
-        """Returns the ``shard_map`` of a step, a function of (params, batch, rng, local, collections, others)."""
+    def _on_mesh(self, state: Any, batch: PyTree, extra_trees: Mapping[str, PyTree]) -> Callable[..., BatchResult]:
+        """Returns the ``shard_map`` of a step, a function of (params, batch, rng, local, collections, extra_trees)."""
         # `axes` are the batch axes; `whole` is the spec of replicated values.
         kept, axes, whole, mesh = collections_of(state), self.accumulation.axes, PartitionSpec(), self.layout.mesh
         layout = self.layout.of_batch(batch)
-        specs, of_kept, of_others = [placement.partition_specs(tree, mesh) for tree in (state.params, kept, others)]
+        specs, of_kept, of_extra_trees = [
+            placement.partition_specs(tree, mesh) for tree in (state.params, kept, extra_trees)
+        ]
         # Auxiliary numbers are replicated; each device has a local state of a metric.
         of_aux = whole if self.metric is None else PartitionSpec(axes)
 
         def on_device(
-            params: PyTree, batch: PyTree, rng: jax.Array, local: PyTree, kept: Mapping[str, PyTree], others: PyTree
+            params: PyTree,
+            batch: PyTree,
+            rng: jax.Array,
+            local: PyTree,
+            kept: Mapping[str, PyTree],
+            extra_trees: PyTree,
         ) -> BatchResult:
-            rng, others = fold_rng_over_axis(rng, axes), frozen_trees(others)
+            rng, extra_trees = fold_rng_over_axis(rng, axes), frozen_trees(extra_trees)
 
             def loss_fn(params: PyTree, *rest: PyTree) -> LossOutput:
-                return self.loss.fn(params, state.apply_fn, *rest, **others)
+                return self.loss.fn(params, state.apply_fn, *rest, **extra_trees)
 
             # Only now is known whether the state has collections: options are made before there is a state.
             loss = replace(self.loss, fn=loss_fn, has_collections=bool(kept))
             with layout.entered(batch) as batch:
                 return accumulated(loss, params, batch, rng, self.accumulation, local, kept)
 
-        in_specs = specs, layout.in_specs(batch), whole, of_aux, of_kept, of_others
+        in_specs = specs, layout.in_specs(batch), whole, of_aux, of_kept, of_extra_trees
         out_specs = BatchResult._make((whole, of_aux, specs, of_kept))
         return jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma)
 

@@ -36,11 +36,11 @@ from xlstm_jax.forecast.compiling.compile_process import (
     CompileError,
     Pending,
     check_compiler,
+    compiler_message,
     may_be_too_large,
-    said_of_step,
 )
 from xlstm_jax.forecast.compiling.report_cache import ReportCache, Texts
-from xlstm_jax.forecast.hardware.cudnn import ALLOWED, answered_for
+from xlstm_jax.forecast.hardware.cudnn import ALLOWED, traced_for_chip
 from xlstm_jax.forecast.hardware.topologies import Topology, parse_topology
 from xlstm_jax.private_names import in_shardings_of, traceback_in_locations_limit
 from xlstm_jax.program_names import HOST_MEMORY
@@ -134,7 +134,7 @@ class StepCall:
                 "jax.jit(step)."
             )
         # While tracing, JAX queries the GPU at hand about cuDNN. For an absent GPU the chip's table entry answers.
-        with answered_for(self.topology.chip) if self.topology else nullcontext():
+        with traced_for_chip(self.topology.chip) if self.topology else nullcontext():
             return self.step.trace(*self.args, **self.kwargs)
 
     @cached_property
@@ -235,7 +235,7 @@ def compile_here(call: StepCall) -> Compiled:
     try:
         compiled = call.traced.lower().compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
-        said = said_of_step("the devices at hand", error, options)
+        said = compiler_message("the devices at hand", error, options)
         raise CompileError(f"the compiler refuses the step for {said}") from error
     seconds = time.monotonic() - start
     # The arguments may be on no mesh, so the devices come from the compiled program.
@@ -337,7 +337,7 @@ def _export(call: StepCall, topology: Topology) -> export.Exported:
     program.
     """
     try:
-        with traceback_in_locations_limit(0), answered_for(topology.chip):
+        with traceback_in_locations_limit(0), traced_for_chip(topology.chip):
             exporting = export.export(call.step, platforms=[topology.platform], disabled_checks=[*ALLOWED, RAGGED])
             exported = exporting(*call.args, **call.kwargs)
     except ValueError as error:
@@ -362,7 +362,7 @@ def _read_texts(texts: Texts, topology: Topology, settings: Mapping[str, Any], a
     """Returns the program that the compiler wrote. After an error only a program that may be too large counts."""
     result = json.loads(texts[RESULT])
     error = result["error"]
-    said = said_of_step(topology.name, error or "it wrote no program", settings["options"])
+    said = compiler_message(topology.name, error or "it wrote no program", settings["options"])
     if not (texts.get("hlo") and texts.get("buffers")) or (error and not may_be_too_large(error)):
         raise CompileError(f"the compiler refuses the step for {said}")
 

@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 
 from xlstm_jax.forecast.compiling import child as compile_child
 from xlstm_jax.forecast.compiling.report_cache import ReportCache, Texts
-from xlstm_jax.wording import how_to_install, one_line
+from xlstm_jax.formatting import how_to_install, one_line
 
 # Without these variables libtpu queries the cloud for its slice, and takes a lock. Any accelerator type works, since
 # the topology overrides it. JAX's compilation cache is off: a program read from that cache would write no texts.
@@ -102,10 +102,10 @@ class CompileError(RuntimeError):
     """
 
 
-def said_of_step(where: str, error: object, options: Mapping[str, Any] | None) -> str:
+def compiler_message(where: str, error: object, options: Mapping[str, Any] | None) -> str:
     """Formats a compiler's message about a step in one line, with the compiler options that may have caused it.
 
-    >>> said_of_step("v5e:8x8", "UNIMPLEMENTED: not supported", {"xla_tpu_option": True})
+    >>> compiler_message("v5e:8x8", "UNIMPLEMENTED: not supported", {"xla_tpu_option": True})
     "v5e:8x8, given {'xla_tpu_option': True}: UNIMPLEMENTED: not supported"
     """
     given = f", given {dict(options)}" if options else ""

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
-from xlstm_jax.wording import one_line
+from xlstm_jax.formatting import one_line
 
 FOLDER_VARIABLE = "XLSTM_JAX_CACHE_DIR"  # a folder; empty: no cache
 MAX_CACHE_BYTES = 2**30

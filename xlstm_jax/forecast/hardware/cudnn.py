@@ -15,6 +15,6 @@ TARGETS = [f"__cudnn${kind}{way}{dtype}" for kind in _KINDS for way in ("", "Bac
 ALLOWED = [export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
 
 
-def answered_for(chip: Chip) -> AbstractContextManager[None]:
+def traced_for_chip(chip: Chip) -> AbstractContextManager[None]:
     """Returns a context in which JAX traces and lowers as on this chip."""
     return absent_device(chip.device_kinds[0], None if chip.torus_axes else compute_capability(chip))

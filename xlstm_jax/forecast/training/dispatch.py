@@ -19,7 +19,7 @@ from xlstm_jax.forecast.cost.axis_traffic import total_seconds
 from xlstm_jax.forecast.cost.collective_traffic import RAGGED, Collective, sum_wire_bytes
 from xlstm_jax.forecast.forecasting import Forecast
 from xlstm_jax.forecast.hardware.chips import peak_rate
-from xlstm_jax.wording import format_bytes, format_fraction
+from xlstm_jax.formatting import format_bytes, format_fraction
 
 ALL_TO_ALL = "all-to-all", RAGGED
 # FLOP per kernel value and row: 2 forward, 2 for recomputation in the backward pass, and 4 for two gradients.

@@ -45,7 +45,7 @@ from xlstm_jax.forecast.compiling.compile_process import CompileError, Pending
 from xlstm_jax.forecast.compiling.report_cache import ReportCache, chosen_cache
 from xlstm_jax.forecast.compiling.side_by_side import room_for_jobs, side_by_side
 from xlstm_jax.forecast.forecasting import Forecast, begin_forecast
-from xlstm_jax.forecast.hardware.cudnn import answered_for
+from xlstm_jax.forecast.hardware.cudnn import traced_for_chip
 from xlstm_jax.forecast.hardware.topologies import Topology, parse_topology
 from xlstm_jax.forecast.training.model_axes import (
     Considered,
@@ -57,7 +57,7 @@ from xlstm_jax.forecast.training.model_axes import (
     ranked,
 )
 from xlstm_jax.forecast.training.workload import in_a_line
-from xlstm_jax.wording import (
+from xlstm_jax.formatting import (
     Bar,
     format_axes,
     format_bytes,
@@ -333,7 +333,7 @@ def fit(
         raise ValueError(f"jobs={jobs}: at least 1 must run at once; None takes as many as this machine has room for.")
 
     def build(options: Options) -> StepCall:
-        with answered_for(chip):
+        with traced_for_chip(chip):
             step, args = build_step(options)
         call = StepCall(step, tuple(args), topology=parsed, cache=kept)
         batch_specs[format_mesh(options.mesh)] = batch_spec_of(call)
@@ -362,7 +362,7 @@ def _considered(
     found: list[tuple[dict[str, int], Estimate | str]] = []
     for mesh in model_meshes(topology, model_axes):
         try:
-            with answered_for(topology.chip):
+            with traced_for_chip(topology.chip):
                 step, args = build_step(Options(mesh, keep_gathered=False, remat=True))
             call = StepCall(step, tuple(args), topology=topology)
             _ = call.traced  # runs the user's loss; the trace is cached

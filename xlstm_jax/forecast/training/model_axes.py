@@ -30,9 +30,9 @@ from xlstm_jax.forecast.cost.live_values import live_bytes
 from xlstm_jax.forecast.hardware.chips import peak_rate
 from xlstm_jax.forecast.hardware.links import Links
 from xlstm_jax.forecast.hardware.topologies import Topology
+from xlstm_jax.formatting import format_bytes, format_mesh
 from xlstm_jax.private_names import core
 from xlstm_jax.program_names import HOST_AXIS
-from xlstm_jax.wording import format_bytes, format_mesh
 
 
 def model_meshes(topology: Topology, limits: Mapping[str, int]) -> list[dict[str, int]]:

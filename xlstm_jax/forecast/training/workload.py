@@ -33,14 +33,14 @@ from xlstm_jax.distributed.plan.init_errors import (
     InitError,
     any_cure,
     described_inputs,
+    init_failure,
     is_the_librarys,
     known_cure,
-    why_not,
 )
 from xlstm_jax.distributed.training.loss import LossFn
 from xlstm_jax.distributed.training.state import abstract_train_state
 from xlstm_jax.distributed.training.step import TrainStep, make_train_step
-from xlstm_jax.wording import one_line
+from xlstm_jax.formatting import one_line
 
 LIBRARY = str(Path(__file__).parents[2]) + os.sep
 INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
@@ -119,7 +119,7 @@ class Workload:
             if is_the_librarys(error) and not isinstance(error, InitError):
                 raise
             inputs = self.init_inputs
-            raised = why_not(self.model, inputs, self.init_kwargs)
+            raised = init_failure(self.model, inputs, self.init_kwargs)
             if raised is None or is_the_librarys(raised):
                 raise
             call, by_keyword = "Workload(..., inputs=({},))", "init_kwargs={'train': False}"
@@ -171,7 +171,12 @@ class Workload:
         # The arguments are abstract: the key has only a type, the state only shapes.
         rng = jax.eval_shape(lambda: jax.random.key(0))
         # Plan and forecast list replicated leaves, so no warning is needed here.
-        where: dict[str, Any] = {"batch_axes": layout.axes, "whole_ok": True, "offload": self.offload, **self.freezing}
+        where: dict[str, Any] = {
+            "batch_axes": layout.axes,
+            "allow_replicated": True,
+            "offload": self.offload,
+            **self.freezing,
+        }
         with self.explaining_init():
             state = abstract_train_state(self.model, self.tx, made, rng, *self.init_inputs, **where, **self.init_kwargs)
         step = make_train_step(
@@ -180,7 +185,7 @@ class Workload:
             num_minibatches=num_minibatches,
             weighted=self.weighted,
             layout=self.layout,
-            whole_ok=True,
+            allow_replicated=True,
             **split,
         )
         return step, (state, abstract_batch(self.batch, made, **split), rng)

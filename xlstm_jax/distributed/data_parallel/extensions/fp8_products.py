@@ -148,7 +148,7 @@ recording.defvjp(_recording_fwd, _recording_bwd)
 
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True)
-class OfProduct:
+class ProductWire:
     """Wire of a kernel: codes of the product's format, with the product's scale [1]."""
 
     # Rounding a value of the format again with the same scale does not change it.
@@ -170,7 +170,7 @@ class OfProduct:
         return (self.scale,), self.dtype
 
     @classmethod
-    def tree_unflatten(cls, dtype: DType, children: tuple[jax.Array]) -> "OfProduct":
+    def tree_unflatten(cls, dtype: DType, children: tuple[jax.Array]) -> "ProductWire":
         return cls(*children, dtype)
 
 
@@ -220,7 +220,7 @@ class Fp8Products(Extension):
                     "value. This loss is differentiated by its parameters alone, and scales would stay as they are. "
                     "Keep the collection in the state, and train by make_train_step; or pass it to "
                     "accumulate_gradients(..., collections=...), which returns the next one. A teacher is to be "
-                    "frozen: others={'teacher': freeze_params(params, lambda path: False)}."
+                    "frozen: extra_trees={'teacher': freeze_params(params, lambda path: False)}."
                 )
             here = is_gathered_here(product.kernel, kernel) and bool(split_over(kernel, policy.axes))
             if not here or not quantises_products(how):
@@ -233,7 +233,7 @@ class Fp8Products(Extension):
                 )
             self.products[product.kernel] = path_in_model(module, product.path.replace(OVERWRITTEN, "params", 1))
             self.shards[product.history] = sent = kernel.value.astype(how.dtypes(kernel.value)[0])
-            found[product.kernel] = OfProduct(next_scale(scale.value, history.value), sent.dtype)
+            found[product.kernel] = ProductWire(next_scale(scale.value, history.value), sent.dtype)
         return found
 
     def replaced(self) -> Mapping[str, Callable[[Any], Any]]:

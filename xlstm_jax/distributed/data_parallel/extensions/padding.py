@@ -12,7 +12,7 @@ import jax
 
 from xlstm_jax.distributed.data_parallel.policy import next_multiple
 from xlstm_jax.distributed.data_parallel.reasons import Reason
-from xlstm_jax.distributed.data_parallel.store import AS_IT_IS, UNEVEN, Kept, Shape, Store, with_zeros_behind
+from xlstm_jax.distributed.data_parallel.store import AS_IT_IS, UNEVEN, LeafToSplit, Shape, Store, with_zeros_behind
 
 Sizes = tuple[int | None, ...]
 
@@ -62,7 +62,7 @@ class Pad:
     def reason(self, dim: int, size: int, parts: int) -> Reason:
         return Padded(dim, size, next_multiple(size, parts), parts)
 
-    def stored(self, leaf: Kept, parts: int) -> Kept:
+    def stored(self, leaf: LeafToSplit, parts: int) -> LeafToSplit:
         value, dim = leaf.value, leaf.dim
         size = value.shape[dim]
         if size % parts == 0:

@@ -18,7 +18,7 @@ from xlstm_jax.distributed.data_parallel.partial_reads import gives_parts, split
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.pieces import Pieces
-from xlstm_jax.foreign import is_unchanged
+from xlstm_jax.introspection import is_unchanged
 
 Piece = tuple[int, int]  # the dim of a parameter that is cut into pieces, and the number of its entries per piece
 
@@ -79,7 +79,7 @@ class PieceReaders(Extension):
         return type(module).from_shards(module, method, shards, *args, **kwargs)
 
     @contextmanager
-    def noting_parts(self, found: dict[str, PartialGather]) -> Iterator[None]:
+    def recording_parts(self, found: dict[str, PartialGather]) -> Iterator[None]:
         def note(method: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
             module = context.module
             if isinstance(module, ReadsShards) and any(reads_shards(module, name) for name in module.read_by):

@@ -21,7 +21,7 @@ from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
 from xlstm_jax.distributed.data_parallel.wire.lookup import by_rows, look_up
-from xlstm_jax.foreign import is_unchanged
+from xlstm_jax.introspection import is_unchanged
 from xlstm_jax.program_names import LOOKUP_SCOPE
 
 TABLE = "embedding"  # name of the parameter of an ``nn.Embed``

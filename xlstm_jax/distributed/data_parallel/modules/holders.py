@@ -25,7 +25,7 @@ class HasModules(Protocol):
 
 
 @contextmanager
-def noting_holders(model: object) -> Iterator[dict[str, str]]:
+def recording_holders(model: object) -> Iterator[dict[str, str]]:
     """Yields a dict that receives module classes by path, as ``{"blocks/mlp": "nn.Dense"}``, while a model runs.
 
     Classes of Flax have the name that users write, ``nn.Dense`` or ``nnx.Linear``. The path of the model itself is "".

@@ -34,10 +34,10 @@ from xlstm_jax.distributed.data_parallel.modules.unit import Method, ModuleSyste
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, DEFAULT_UNEVEN, ShardPolicy
 from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
-from xlstm_jax.foreign import scans_over_params
+from xlstm_jax.formatting import kind_of
+from xlstm_jax.introspection import scans_over_params
 from xlstm_jax.private_names import linen_callers, linen_interceptors
 from xlstm_jax.program_names import INTER_HOST_AXES
-from xlstm_jax.wording import kind_of
 
 Target = TypeVar("Target", bound=nn.Module | Callable[..., Any])
 Watcher = TypeVar("Watcher")
@@ -120,7 +120,7 @@ def shard_module_params(
         inter_host_axes=inter_host_axes,
     )
     if isinstance(target, nn.Module):
-        cls, fields = taken_apart(target, "shard_module_params({}, axis_name)")
+        cls, fields = class_and_fields(target, "shard_module_params({}, axis_name)")
         return as_unit(cls, policy)(**fields)
     return as_unit(target, policy)
 
@@ -241,7 +241,7 @@ def enter(
         return unit.entered(LINEN, module.name or type(module).__name__, run, module, args, kwargs)
 
 
-def taken_apart(module: nn.Module, call: str) -> tuple[type[nn.Module], dict[str, Any]]:
+def class_and_fields(module: nn.Module, call: str) -> tuple[type[nn.Module], dict[str, Any]]:
     """Returns the class of an instance, and the fields from which a wrapped class makes the same instance.
 
     ``call`` is the user's call for errors, with braces in place of the module.
@@ -308,7 +308,7 @@ def inside_unit(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
         for path, leaf in sharded_leaves(params):
             # Linen's text contains the shape of the parameter, and not its name.
             if unit.split_over(leaf, axes) and f"generate shape {np.shape(leaf.value)}," in str(error):
-                raise unit.closed_over("/".join((*module.path, path)), leaf, axes) from None
+                raise unit.closed_over_error("/".join((*module.path, path)), leaf, axes) from None
         raise
 
 
@@ -372,7 +372,7 @@ class Stacks:
 
 
 @contextmanager
-def noting_stacks() -> Iterator[Stacks]:
+def recording_stacks() -> Iterator[Stacks]:
     """Yields a ``Stacks`` for models that run inside the context: it records stacks gathered at once."""
     stacks = Stacks()
     with nn.intercept_methods(stacks.look):

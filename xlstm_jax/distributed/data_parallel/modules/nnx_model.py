@@ -39,7 +39,7 @@ from xlstm_jax.distributed.data_parallel.modules.nnx_module import (
 from xlstm_jax.distributed.data_parallel.modules.unit import as_predicate, carry_axes, shard_here
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
-from xlstm_jax.wording import kind_of
+from xlstm_jax.formatting import kind_of
 
 NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm)  # these may take means over mesh axes
 _Seen = tuple[tuple[int, ...], bool]  # a parameter's shape in its unit; whether exactly one lookup reads the parameter

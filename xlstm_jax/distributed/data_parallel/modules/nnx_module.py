@@ -89,7 +89,7 @@ class _Split(_Changed, SplitVariable):
         if not hasattr(self.get_raw_value(), "ndim"):  # NNX prints a variable with a text in place of the array
             return self.get_raw_value()
         with jax.named_scope("read.sharded"):
-            (whole,) = _whole_values({".": self}).values()
+            (whole,) = _full_values({".": self}).values()
         # The plain type has the model's own hooks (on_get_value).
         return _plain_type(self).from_metadata(whole, self.get_metadata()).get_value(**index)
 
@@ -148,7 +148,7 @@ def is_split(variable: Any) -> bool:
     return issubclass(type(variable), _Split)
 
 
-def _whole_values(variables: Mapping[str, Any]) -> dict[str, Any]:
+def _full_values(variables: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the gathered values of split variables by path; splits over other axes (tensor parallel) remain."""
     whole: dict[str, Any] = {}
     # Units sharded by different ``shard_modules`` calls have different policies, with different axes and dtypes.
@@ -168,7 +168,7 @@ def gathered(variables: Mapping[str, Any]) -> Iterator[None]:
             _turn_into(variable, state)
 
     shards = {path: variable.get_raw_value() for path, variable in variables.items()}
-    write(_whole_values(variables), _Whole)
+    write(_full_values(variables), _Whole)
     try:
         yield
     finally:

@@ -18,8 +18,8 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.modules.linen_module import RunningUnit, inside_unit, watching
 from xlstm_jax.distributed.data_parallel.prefetch import leaves_of_layer, prefetched_scan, route_of
 from xlstm_jax.distributed.data_parallel.trees import split_arrays
-from xlstm_jax.foreign import recomputes
-from xlstm_jax.wording import kind_of
+from xlstm_jax.formatting import kind_of
+from xlstm_jax.introspection import recomputes
 
 Layer = TypeVar("Layer", bound=type[nn.Module])
 

@@ -26,22 +26,22 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_gathered_here
 from xlstm_jax.distributed.data_parallel.modules.linen_module import (
     LINEN,
     MapOfLeaves,
+    class_and_fields,
     enter,
     gathers_one_layer,
     inside_unit,
     is_nnx,
     lifted,
     methods_to_lift,
-    taken_apart,
     watching,
 )
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, Predicate, ShardsItself, as_predicate, is_public
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, DEFAULT_UNEVEN, ShardPolicy
 from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
-from xlstm_jax.foreign import inside_map_variables
+from xlstm_jax.formatting import kind_of, path_pattern
+from xlstm_jax.introspection import inside_map_variables
 from xlstm_jax.program_names import INTER_HOST_AXES
-from xlstm_jax.wording import kind_of, path_pattern
 
 Model = TypeVar("Model", bound=nn.Module | Callable[..., Any] | ShardsItself)
 
@@ -159,7 +159,7 @@ def _sharded(model: Any, sharding: _Sharding) -> Any:
     if isinstance(model, functools.partial):
         return functools.partial(_sharded(model.func, sharding), *model.args, **model.keywords)
     if isinstance(model, nn.Module):
-        cls, fields = taken_apart(model, "shard_modules({}, where, axis_name)")
+        cls, fields = class_and_fields(model, "shard_modules({}, where, axis_name)")
         return _subclass(cls, sharding)(**fields)
     return _subclass(model, sharding)
 

@@ -30,13 +30,13 @@ from xlstm_jax.distributed.data_parallel.extension import Extension, named_wires
 from xlstm_jax.distributed.data_parallel.leaf import (
     BOXES,
     Sharded,
+    full_value_error,
     gather_leaf,
     is_box,
     is_gathered_here,
     leaf_of,
     path_in_model,
     read_value,
-    whole_value,
 )
 from xlstm_jax.distributed.data_parallel.planned import Planned, is_planning
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
@@ -44,8 +44,8 @@ from xlstm_jax.distributed.data_parallel.regather import keeping_no_weights
 from xlstm_jax.distributed.data_parallel.shard import box_params, box_shards, plan_params, with_unit
 from xlstm_jax.distributed.data_parallel.trees import map_leaves, map_leaves_with_path, sharded_leaves, split_arrays
 from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.formatting import kind_of
 from xlstm_jax.program_names import BLOCK_INPUT, GATHER_SCOPE
-from xlstm_jax.wording import kind_of
 
 EVERYTHING_ELSE = keeping_no_weights(jax.checkpoint_policies.everything_saveable)
 Method = Callable[..., Any]
@@ -189,7 +189,7 @@ def gather_here(
         # A concrete global array was not passed through the shard_map. Global arrays of an outer jit are tracers, whose
         # types get lost in a scan of Linen; ``linen_module`` recognises those by their shapes.
         if isinstance(value, jax.Array) and not isinstance(value, Tracer) and split_over(box, policy.axes):
-            raise closed_over(path, box, policy.axes)
+            raise closed_over_error(path, box, policy.axes)
         extension, wire = wires.get(stored, (None, None))
         whole = gather_leaf(box, policy.axes, how, path, wire)
         if extension is not None:
@@ -236,9 +236,9 @@ def split_over(leaf: Sharded, axes: tuple[str, ...]) -> tuple[str, ...]:
     return collectives.spread_axes([axis for axis in leaf.axes if axis in axes])
 
 
-def closed_over(path: str, leaf: Sharded, axes: tuple[str, ...]) -> ValueError:
+def closed_over_error(path: str, leaf: Sharded, axes: tuple[str, ...]) -> ValueError:
     """Returns the error for a leaf whose box says "split" and whose value is the full array."""
-    return whole_value(f"'{path}'", np.shape(leaf.value), split_over(leaf, axes))
+    return full_value_error(f"'{path}'", np.shape(leaf.value), split_over(leaf, axes))
 
 
 def carry_axes(tree: PyTree) -> list[str]:

@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 from xlstm_jax.common_types import AxisNames, DType, PyTree
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.data_parallel.wire.dtypes import widened
-from xlstm_jax.foreign import is_for_shapes
+from xlstm_jax.introspection import is_for_shapes
 
 Key = TypeVar("Key")
 
@@ -144,7 +144,7 @@ class _InThisTrace(threading.local):
 _in_this_trace = _InThisTrace()
 
 
-def types_tell(axis: str, value: Any) -> bool:
+def type_shows_varying(axis: str, value: Any) -> bool:
     """Returns whether the type of ``value`` shows if the value varies along ``axis``; errors may then rely on the type.
 
     ``nn.scan`` traces a layer twice, first for the shapes; in the first trace arguments have the type "equal on every

@@ -21,8 +21,8 @@ from xlstm_jax.distributed.data_parallel.wire.copies import Copies
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype, wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.formats import WIRE_FORMATS
 from xlstm_jax.distributed.data_parallel.wire.wires import AsItIs, Wire
+from xlstm_jax.formatting import shortened
 from xlstm_jax.program_names import INTER_HOST_AXES
-from xlstm_jax.wording import shortened
 
 SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16"}
 SHORT_NAMES |= {"fp8": "float8_e4m3fn", "f8": "float8_e4m3fn", "float8": "float8_e4m3fn"}
@@ -109,11 +109,11 @@ def dtype_name(dtype: DTypeLike | None, argument: str = "dtype", formats: Collec
             f"{argument}={shortened(repr(dtype), 60)} is no dtype; write {argument}='{meant}' or jnp.{meant}."
         ) from None
     if found.name not in formats and not jnp.issubdtype(found, jnp.inexact):
-        raise ValueError(f"{argument}={found.name}: {_why_not(found.name, formats)}")
+        raise ValueError(f"{argument}={found.name}: {_refusal(found.name, formats)}")
     return found.name
 
 
-def _why_not(name: str, formats: Collection[str]) -> str:
+def _refusal(name: str, formats: Collection[str]) -> str:
     """Returns why a non-float dtype is refused, and the ``formats`` that are accepted."""
     if name in WIRE_FORMATS and name not in formats:
         return (

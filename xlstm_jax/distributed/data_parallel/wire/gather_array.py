@@ -23,7 +23,7 @@ from xlstm_jax.distributed.data_parallel.wire.copies import Copies
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key, term_of_mean, widened
 from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
 from xlstm_jax.distributed.data_parallel.wire.wires import Wire
-from xlstm_jax.foreign import is_batched
+from xlstm_jax.introspection import is_batched
 
 
 def gather_array_with_mean_grads(

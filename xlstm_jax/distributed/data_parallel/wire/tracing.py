@@ -12,7 +12,7 @@ from typing import Any
 
 from flax.core.tracers import current_trace
 
-from xlstm_jax.foreign import inside_branch
+from xlstm_jax.introspection import inside_branch
 
 OVERWRITTEN = "_overwrite_with_gradient"  # Flax's collection whose gradient is its next value
 

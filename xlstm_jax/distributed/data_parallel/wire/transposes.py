@@ -79,7 +79,7 @@ class Exchange(NamedTuple):
     length: int  # r
 
 
-def rows_travel_alone() -> bool:
+def has_ragged_all_to_all() -> bool:
     """Returns whether the mesh's devices have a reliable ragged all-to-all: TPUs, except v5e, where a 16 x 16 fails.
 
     CPUs have no ragged all-to-all. XLA compiles the collective for GPUs, but latency hiding has spoiled the first
@@ -95,7 +95,7 @@ def rows_travel_alone() -> bool:
 def _sent(rows: Array, counts: Array, coming: Array, how: Exchange) -> Array:
     """Sends rows [r, d] to [p most, d]; zeros in places without a row."""
     devices, most = len(counts), how.most
-    if rows_travel_alone():
+    if has_ragged_all_to_all():
         places = jnp.full_like(counts, most) * collectives.axis_index(how.axes)
         out = jnp.zeros_like(rows, shape=(devices * most, *rows.shape[1:]))
         return collectives.ragged_all_to_all(rows, out, (starts_of(counts), counts), (places, coming), how.axes)
@@ -109,7 +109,7 @@ def _sent(rows: Array, counts: Array, coming: Array, how: Exchange) -> Array:
 def _sent_back(results: Array, counts: Array, coming: Array, how: Exchange) -> Array:
     """Sends rows [p most, d] back to [r, d]; zeros for rows that were not sent."""
     devices, most = len(counts), how.most
-    if rows_travel_alone():
+    if has_ragged_all_to_all():
         here, places = most * jnp.arange(devices), collectives.all_to_all(starts_of(counts), how.axes)
         out = jnp.zeros_like(results, shape=(how.length, *results.shape[1:]))
         return collectives.ragged_all_to_all(results, out, (here, coming), (places, counts), how.axes)

@@ -11,6 +11,6 @@ Elementwise operations (momentum, weight decay, learning rate) stay on the shard
   groups          the matrices that are sent together, and their owner devices
   layout          the split of the leaves of a tree: inside ``shard_map`` by boxes, outside from the step
   owners          the two all-to-alls
-  whole_matrices  any optax rule
+  unsharded_matrices  any optax rule
   muon            Muon, with AdamW for further leaves
 """

@@ -23,7 +23,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.placement import stored_shape
-from xlstm_jax.wording import kind_of, listed
+from xlstm_jax.formatting import kind_of, listed
 
 # Flax's names of vectors, which have more dims in stacked layers, and a part of Flax's names of tables.
 _VECTORS = ("bias", "scale")
@@ -100,13 +100,13 @@ def matrix_dimensions(overrides: Overrides | None = None) -> Callable[[PyTree], 
     """
 
     def dimensions(params: PyTree) -> PyTree:
-        chosen = choose_matrices(whole_shapes(params), overrides)
+        chosen = choose_matrices(full_shapes(params), overrides)
         return trees.map_leaves_with_path(lambda path, leaf: chosen[path].dims, params)
 
     return dimensions
 
 
-def whole_shapes(tree: PyTree) -> dict[str, Shape]:
+def full_shapes(tree: PyTree) -> dict[str, Shape]:
     """Returns global shapes by path, without padding; also for shards inside ``shard_map``."""
 
     def shape(leaf: Sharded) -> Shape:
@@ -236,7 +236,7 @@ def check_dims(path: str, shape: Shape, dims: Any) -> None:
 
 def choices_of(given: Any, params: PyTree) -> dict[str, MatrixChoice]:
     """Returns the choices by path from ``muon``'s argument: a tree or a prefix, a function, a value, or None."""
-    shapes = whole_shapes(params)
+    shapes = full_shapes(params)
     if given is None:
         return choose_matrices(shapes)
     # JAX does not treat None as a leaf; here None marks a leaf that is not a matrix.

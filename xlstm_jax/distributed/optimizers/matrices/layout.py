@@ -91,7 +91,7 @@ _REPORTS: ContextVar[list[MatrixReport] | None] = ContextVar("reports of optimiz
 
 
 @contextmanager
-def noting_matrices() -> Iterator[list[MatrixReport]]:
+def recording_matrices() -> Iterator[list[MatrixReport]]:
     """Yields a list that collects the reports of optimizers for matrices initialised inside the context."""
     reports: list[MatrixReport] = []
     with set_context(_REPORTS, reports):
@@ -99,7 +99,7 @@ def noting_matrices() -> Iterator[list[MatrixReport]]:
 
 
 def report_matrices(rule: str, params: PyTree, choices: Mapping[str, MatrixChoice], any_order: bool) -> None:
-    """Adds the report of an optimizer in its ``init`` to the list of ``noting_matrices``, if active."""
+    """Adds the report of an optimizer in its ``init`` to the list of ``recording_matrices``, if active."""
     reports = _REPORTS.get()
     if reports is not None:
         groups = place_of(params).groups(choices, any_order)

@@ -49,11 +49,11 @@ def _with_scales(
 
     ``rest[-1]`` are the collections.
     """
-    *others, collections = rest
+    *rest_args, collections = rest
     count, devices = len(trees.split_differentiable(weights)[0]), collectives.axis_size(axes)
 
     def loss(both: tuple[PyTree, PyTree]) -> Loss:
-        return loss_fn(both[0], *others, {**collections, OVERWRITTEN: both[1]})
+        return loss_fn(both[0], *rest_args, {**collections, OVERWRITTEN: both[1]})
 
     # Divide the loss by N first, so that gradients of outputs are as large as on one device.
     local = local_result(loss, (weights, collections[OVERWRITTEN]), axes, devices=devices)

@@ -11,7 +11,7 @@ import optax
 from xlstm_jax.distributed.data_parallel.placement import check_divides
 from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
 from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
-from xlstm_jax.distributed.optimizers.inside import check_transform
+from xlstm_jax.distributed.optimizers.optax_introspection import check_transform
 from xlstm_jax.distributed.training.arguments import (
     EVAL_FN,
     LOSS_FN,
@@ -42,7 +42,7 @@ from xlstm_jax.distributed.training.mistakes import (
     warn_of_optimizer,
     warn_of_options,
     warn_of_replicated,
-    warn_of_whole_trees,
+    warn_of_replicated_trees,
 )
 from xlstm_jax.distributed.training.moments import (
     CHECKS,
@@ -89,7 +89,7 @@ def _optimizer_of_parameters(of: CreatedState) -> None:
 
 
 def _gathered_stacks_of_state(of: CreatedState) -> None:
-    if not of.whole_ok:
+    if not of.allow_replicated:
         warn_of_gathered_stacks(of.stacks, of.mesh)
 
 
@@ -98,7 +98,7 @@ def _mesh_around(of: NewModel | StepTrace | EvaluationTrace) -> None:
 
 
 def _arguments(of: StepTrace) -> None:
-    check_call(of.state, of.rng, of.local, of.mesh, of.metric, of.others)
+    check_call(of.state, of.rng, of.local, of.mesh, of.metric, of.extra_trees)
 
 
 def _optimizer(of: StepTrace) -> None:
@@ -110,7 +110,7 @@ def _rows(of: StepTrace) -> None:
 
 
 def _loss_function(of: StepTrace) -> None:
-    check_takes(of.loss.fn, LOSS_FN, collections_of(of.state), of.others)
+    check_takes(of.loss.fn, LOSS_FN, collections_of(of.state), of.extra_trees)
 
 
 def _evaluated(of: EvaluationTrace) -> None:
@@ -119,7 +119,7 @@ def _evaluated(of: EvaluationTrace) -> None:
 
 def _meshes_of_evaluation(of: EvaluationTrace) -> None:
     state = {"params": of.state.params, "collections": collections_of(of.state)}
-    check_mesh_of({"state": state, "local": of.local, "others": of.others}, of.layout.mesh)
+    check_mesh_of({"state": state, "local": of.local, "extra_trees": of.extra_trees}, of.layout.mesh)
 
 
 def _rows_of_evaluation(of: EvaluationTrace) -> None:
@@ -127,7 +127,7 @@ def _rows_of_evaluation(of: EvaluationTrace) -> None:
 
 
 def _eval_function(of: EvaluationTrace) -> None:
-    check_takes(of.eval_fn, EVAL_FN, collections_of(of.state), of.others)
+    check_takes(of.eval_fn, EVAL_FN, collections_of(of.state), of.extra_trees)
 
 
 def _axes_of_loss(of: LossOfDevice) -> None:
@@ -152,24 +152,24 @@ def _options(of: TracedStep) -> None:
 
 def _idle_axes(of: TracedStep) -> None:
     state = of.step.state
-    trees = (state.params, collections_of(state), of.step.others)
+    trees = (state.params, collections_of(state), of.step.extra_trees)
     warn_of_idle_axes(of.step.mesh, of.step.layout.axes, trees, of.jaxpr)
 
 
 def _replicated(of: TracedStep) -> None:
-    if not of.step.whole_ok:
+    if not of.step.allow_replicated:
         look = partial(facts_of_step, of.step.state.apply_fn, of.trace_again)
         warn_of_replicated(of.step.state.params, of.step.mesh, look)
 
 
 def _gathered_stacks(of: TracedStep) -> None:
-    if not of.step.whole_ok:
+    if not of.step.allow_replicated:
         warn_of_gathered_stacks(of.stacks, of.step.mesh)
 
 
-def _whole_trees(of: TracedStep) -> None:
-    if not of.step.whole_ok:
-        warn_of_whole_trees(of.step.others, of.step.mesh)
+def _replicated_trees(of: TracedStep) -> None:
+    if not of.step.allow_replicated:
+        warn_of_replicated_trees(of.step.extra_trees, of.step.mesh)
 
 
 MISTAKES, ERRORS = "mistakes.md", "troubleshooting.md"
@@ -203,7 +203,7 @@ CHECKS[:] = [
     TrainingCheck("traced", _idle_axes, MISTAKES),
     TrainingCheck("traced", _replicated, MISTAKES),
     TrainingCheck("traced", _gathered_stacks, MISTAKES),
-    TrainingCheck("traced", _whole_trees, MISTAKES),
+    TrainingCheck("traced", _replicated_trees, MISTAKES),
     TrainingCheck("names", calls.check_names, ERRORS),
     TrainingCheck("call", calls.check_others_of_call, ERRORS),
     TrainingCheck("call", calls.check_donated, ERRORS),

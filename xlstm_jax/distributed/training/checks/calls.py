@@ -24,7 +24,7 @@ from xlstm_jax.distributed.training.arguments import DONATED, GIVEN
 from xlstm_jax.distributed.training.first_batch import compare_batches
 from xlstm_jax.distributed.training.mistakes import warn_of_padding
 from xlstm_jax.distributed.training.moments import JittedCall
-from xlstm_jax.wording import kind_of
+from xlstm_jax.formatting import kind_of
 
 
 def check_names(call: JittedCall) -> None:
@@ -36,25 +36,25 @@ def check_names(call: JittedCall) -> None:
         for name in step.needed:
             if name not in by_place and name not in kwargs:
                 raise TypeError(f"{written} was called without {name!r}. Pass {GIVEN[name]}.")
-        unknown = [name for name in kwargs if name not in step.arguments and name != "others"]
-        rest = "Further trees come by name, as others={'teacher': params}, and all else in the batch."
+        unknown = [name for name in kwargs if name not in step.arguments and name != "extra_trees"]
+        rest = "Further trees come by name, as extra_trees={'teacher': params}, and all else in the batch."
         if unknown:
             raise TypeError(f"{written} has no argument {unknown[0]!r}. {rest}")
         if len(args) > len(step.arguments):
             raise TypeError(f"{written} was called with {len(args)} arguments. {rest}")
         if twice := [name for name in by_place if name in kwargs]:
             raise TypeError(f"{written} was given {twice[0]!r} twice, by its place and by its name. Pass it once.")
-    if (others := call.named.get("others")) is not None and not isinstance(others, Mapping):
+    if (extra_trees := call.named.get("extra_trees")) is not None and not isinstance(extra_trees, Mapping):
         raise TypeError(
-            f"others is {kind_of(others)}; pass a dict of trees by the names that the function takes them by, as "
-            "step(..., others={'teacher': teacher_state.params})."
+            f"extra_trees is {kind_of(extra_trees)}; pass a dict of trees by the names that the function takes them "
+            "by, as step(..., extra_trees={'teacher': teacher_state.params})."
         )
 
 
 def check_others_of_call(call: JittedCall) -> None:
-    """Raises if a tree of ``others`` has lost its boxes, or is donated by the same call."""
-    if call.named.get("others"):
-        _check_others(call.named["others"], [call.named.get(name) for name in call.step.donated])
+    """Raises if a tree of ``extra_trees`` has lost its boxes, or is donated by the same call."""
+    if call.named.get("extra_trees"):
+        _check_extra_trees(call.named["extra_trees"], [call.named.get(name) for name in call.step.donated])
 
 
 def check_donated(call: JittedCall) -> None:
@@ -124,12 +124,12 @@ def _some_leaves(name: str, argument: Any) -> Iterable[Any]:
     return getattr(argument, "step", None), leaf_of(first).value if is_box(first) else first
 
 
-def _check_others(others: PyTree, donated: PyTree) -> None:
+def _check_extra_trees(extra_trees: PyTree, donated: PyTree) -> None:
     """Raises if a leaf has lost its box, or is donated by the same call: some JAX releases then end the process."""
     # Compare identities, since copies of equal values are fine. Every array is alive here, so ids are unique.
     taken = {id(x) for x in jax.tree.leaves(donated) if isinstance(x, jax.Array) and not isinstance(x, Tracer)}
-    for path, leaf in trees.leaves_with_path(others):
-        value, where = leaf_of(leaf).value if is_box(leaf) else leaf, named_leaf("others", path)
+    for path, leaf in trees.leaves_with_path(extra_trees):
+        value, where = leaf_of(leaf).value if is_box(leaf) else leaf, named_leaf("extra_trees", path)
         if id(value) in taken:
             raise ValueError(
                 f"{where} is a leaf of the state too, and a step takes over the memory of its state. Pass a copy: "
@@ -175,7 +175,7 @@ def _deleted(name: str, where: str) -> ValueError:
             f"{where} was handed to a step before, which donates its {name}. Go on with the {name} that it returned; "
             f"to use a {name} twice, pass a copy: jax.tree.map(jnp.copy, {name})."
         )
-    if name == "others":
+    if name == "extra_trees":
         return ValueError(
             f"{where} was deleted: a step has taken over the state that it belonged to. Pass the params of the newest "
             "state of that model, or a copy made before the step: jax.tree.map(jnp.copy, state.params)."

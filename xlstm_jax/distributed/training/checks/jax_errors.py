@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.wording import listed, one_line
+from xlstm_jax.formatting import listed, one_line
 
 # Fragments of JAX's error texts.
 NO_TYPE = " requires varying manual axes to match"

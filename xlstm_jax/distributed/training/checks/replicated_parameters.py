@@ -1,6 +1,6 @@
 """Check of a new state that warns of replicated parameters; the reasons come from a sharding plan of the model."""
 
-from xlstm_jax.distributed.data_parallel.modules.holders import noting_holders
+from xlstm_jax.distributed.data_parallel.modules.holders import recording_holders
 from xlstm_jax.distributed.data_parallel.reasons import Unwrapped
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS
 from xlstm_jax.distributed.plan.planning import plan_sharding
@@ -10,13 +10,13 @@ from xlstm_jax.distributed.training.moments import CreatedState, TrainingCheck
 
 def warn_of_replicated_state(of: CreatedState) -> None:
     """Warns if no parameter of a new state is split, or if at least 5 % of their bytes are not."""
-    if not of.whole_ok:
+    if not of.allow_replicated:
         warn_of_replicated(of.params, of.mesh, lambda: facts_of_plan(of))
 
 
 def facts_of_plan(of: CreatedState) -> ModelFacts:
     """Returns the reasons why wrappers split or replicate each parameter, and the module classes, by path."""
-    with noting_holders(of.model) as holders:
+    with recording_holders(of.model) as holders:
         plan = plan_sharding(of.model, of.mesh.shape, *of.inputs, rng=of.rng, **of.kwargs)
     of_params = [row for row in plan.rows if row.collection == PARAMETERS]
     reasons = {row.path: Unwrapped() if plan.assumed else row.reason for row in of_params}

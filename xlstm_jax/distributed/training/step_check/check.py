@@ -32,7 +32,7 @@ from xlstm_jax.distributed.data_parallel.trees import readable
 from xlstm_jax.distributed.data_parallel.wire.tracing import OVERWRITTEN
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_layout, num_shards
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh
-from xlstm_jax.distributed.training.arguments import Others, collections_of
+from xlstm_jax.distributed.training.arguments import ExtraTrees, collections_of
 from xlstm_jax.distributed.training.loss import LossFunction, LossOutput
 from xlstm_jax.distributed.training.state import FlaxTrainState
 from xlstm_jax.distributed.training.step import StepOptions
@@ -57,7 +57,7 @@ from xlstm_jax.distributed.training.step_check.observed import (
     drifting,
     observe,
 )
-from xlstm_jax.distributed.training.step_check.one_device import Found, OneDevice
+from xlstm_jax.distributed.training.step_check.one_device import OneDevice, Reference
 from xlstm_jax.distributed.training.step_check.recording import recorded_state
 from xlstm_jax.distributed.training.step_check.report import CANNOT_TELL, RIGHT, WRONG, StepCheck
 from xlstm_jax.distributed.training.step_check.update import (
@@ -86,7 +86,7 @@ def check_step(
     weighted: bool = False,
     has_aux: bool = False,
     batch_spec: PyTree | None = None,
-    others: Others = None,
+    extra_trees: ExtraTrees = None,
 ) -> StepCheck:
     """Runs a step on the mesh, and compares its gradients with a computation on a single device.
 
@@ -112,7 +112,7 @@ def check_step(
       weighted, has_aux: describe the result of ``loss_fn``, as for ``make_train_step``; unused without ``loss_fn``.
       batch_spec: how a step of your own splits its batch, if not by examples alone; see ``make_train_step``, whose
         steps provide the spec themselves.
-      others: further trees, passed to step and loss by name, as in ``make_train_step``.
+      extra_trees: further trees, passed to step and loss by name, as in ``make_train_step``.
     Returns:
       A ``StepCheck``. The verdict "cannot tell" is possible only for a step of your own.
     Raises:
@@ -133,8 +133,10 @@ def check_step(
     mesh = _mesh_of(state.params)
     layout = options.layout if options else _likely_layout(state.params, batch, mesh, batch_spec)
     minibatches = options.accumulation.num_minibatches if options else 1
-    one = OneDevice(loss, layout, minibatches, state, batch, mesh, others or {})
-    comparison = Comparison(partial(step, others=others) if others else step, state, (batch, rng, *rest), one)
+    one = OneDevice(loss, layout, minibatches, state, batch, mesh, extra_trees or {})
+    comparison = Comparison(
+        partial(step, extra_trees=extra_trees) if extra_trees else step, state, (batch, rng, *rest), one
+    )
     return comparison.of_ready_step() if options else comparison.of_own_step()
 
 
@@ -170,7 +172,7 @@ def _likely_layout(params: PyTree, batch: PyTree, mesh: Mesh, batch_spec: PyTree
 # ---------------------------------------------------------------------------------------------- compared in which order
 
 
-class _Beside(NamedTuple):
+class StepComparison(NamedTuple):
     """Comparison of a step with one device; ``findings`` concern the loss and the optimizer calls.
 
     ``of_model``: the loss differs because the split model computes another function; differences of gradients follow
@@ -234,7 +236,7 @@ class Comparison:
         how = "each device's rows with its own draws, one after another" if draws else "each device's rows in turn"
         return self.checked(findings, step.seen, how, total, ratio)
 
-    def of_communicating_loss(self, key: PyTree, whole: Found) -> StepCheck:
+    def of_communicating_loss(self, key: PyTree, whole: Reference) -> StepCheck:
         """Checks a step whose loss communicates, so that slices depend on each other, against the batch at once."""
         if not whole.is_finite:
             return self.checked([report.not_finite(whole)], self.observed(key, whole))
@@ -275,7 +277,7 @@ class Comparison:
 
     # ------------------------------------------------------------------------------------------------------ compared
 
-    def with_same_draws(self, key: PyTree) -> tuple[Any, Found]:
+    def with_same_draws(self, key: PyTree) -> tuple[Any, Reference]:
         """Returns the first constant key with finite, nonzero gradients of the batch loss, and this loss."""
         first, *others = CHOICES
         same_key = constant_like(key, first)
@@ -288,11 +290,11 @@ class Comparison:
             found = self.one.whole(same_key)
         return same_key, found
 
-    def observed(self, rng: PyTree, truth: Found) -> SeenStep:
+    def observed(self, rng: PyTree, truth: Reference) -> SeenStep:
         batch, _, *rest = self.given
         return observe(self.step, self.state, (batch, rng, *rest), self.one.tree(truth.grads), self.mesh)
 
-    def beside(self, rng: PyTree, truth: Found, seen: SeenStep | None = None) -> _Beside:
+    def beside(self, rng: PyTree, truth: Reference, seen: SeenStep | None = None) -> StepComparison:
         """Compares the step with ``truth``; runs it with ``rng`` first, unless ``seen`` has its result."""
         seen, leaves = self.compared(seen or self.observed(rng, truth), truth)
         of_model, findings = self.loss_differs(rng, seen, truth)
@@ -302,12 +304,12 @@ class Comparison:
         if seen.state_of_gradients is not None and not findings and _are_right(leaves):
             findings += self.state_differs(seen, truth)
         ratio = _ratio(seen.loss.value, truth.loss) if seen.loss else None
-        return _Beside(seen, leaves, findings, ratio, of_model)
+        return StepComparison(seen, leaves, findings, ratio, of_model)
 
-    def compared(self, seen: SeenStep, truth: Found) -> tuple[SeenStep, list[LeafCheck]]:
+    def compared(self, seen: SeenStep, truth: Reference) -> tuple[SeenStep, list[LeafCheck]]:
         """Compares the observed leaves with the correct ones; if they agree, compares ``seen.then`` instead."""
 
-        def as_seen(found: Found) -> dict[str, np.ndarray]:
+        def as_seen(found: Reference) -> dict[str, np.ndarray]:
             return flat(seen.of_gradients(self.one.tree(found.grads)))
 
         narrow = {**of_wire(self.state.params, truth), **seen.rounding}
@@ -320,7 +322,7 @@ class Comparison:
             return self.compared(seen.then, truth)
         return seen, leaves
 
-    def state_differs(self, seen: SeenStep, truth: Found) -> list[str]:
+    def state_differs(self, seen: SeenStep, truth: Reference) -> list[str]:
         """Returns findings about the optimizer state of a step with a custom optimizer."""
         self.compared_state, of_gradients = True, seen.state_of_gradients
         assert of_gradients is not None
@@ -338,7 +340,7 @@ class Comparison:
         model_axes = self.one.model_axes(self.given[1])
         return list(report.of_leaves(leaves, seen.what, self.parts, of_loss, model_axes))
 
-    def loss_differs(self, key: PyTree, seen: SeenStep, truth: Found) -> tuple[bool, list[str]]:
+    def loss_differs(self, key: PyTree, seen: SeenStep, truth: Reference) -> tuple[bool, list[str]]:
         """Returns whether the split model computes another loss, and findings about the loss."""
         if seen.loss is None:
             return False, []
@@ -359,7 +361,7 @@ class Comparison:
         return same_number(loss, found.loss, lambda: found.shaken().loss, eps)[0]
 
     def objective(
-        self, key: PyTree, mean: Found, whole: Found, seen: SeenStep, real_key: PyTree
+        self, key: PyTree, mean: Reference, whole: Reference, seen: SeenStep, real_key: PyTree
     ) -> tuple[Multiple, list[LeafCheck], list[str]]:
         """Checks that the loss is a mean over rows: returns its ratio, its compared gradients, and findings."""
         narrow, shaken = of_wire(self.state.params, mean), lambda: flat(whole.shaken().grads)
@@ -384,7 +386,7 @@ class Comparison:
                 return over, [leaf._replace(ratio=1.0, error=0.0) for leaf in leaves], said
         return times, leaves, list(why_no_mean(self.one, key, mean, whole, leaves, times, self.parts, tolerance))
 
-    def own_objective(self, key: PyTree, seen: SeenStep, whole: Found) -> list[str]:
+    def own_objective(self, key: PyTree, seen: SeenStep, whole: Reference) -> list[str]:
         """Returns findings if a user's step matches the slices, so that only its loss is not a mean over rows."""
         if not self.one.axes:
             return []
@@ -393,15 +395,15 @@ class Comparison:
             return []
         return self.objective(key, mean, whole, seen, self.given[1])[2]
 
-    def without_gradient(self, key: PyTree, truth: Found) -> list[str]:
+    def without_gradient(self, key: PyTree, truth: Reference) -> list[str]:
         """Returns findings about leaves without gradient, or about gradients that are all 0."""
         if not any(leaf.size and not np.any(np.asarray(leaf)) for leaf in truth.grads.values()):
             return []
         # A gradient may be 0 just for these parameters and draws (ReLU, zero initialisation), so try others.
         elsewhere = (self.one.whole(constant_like(key) if i == 1 else key, elsewhere=i) for i in (1, 2))
         if not any(found.has_gradient for found in (truth, *elsewhere)):
-            return list(report.of_none(list(truth.grads), len(truth.grads)))
-        return list(report.of_none(self.one.unconnected(key), len(truth.grads)))
+            return list(report.zero_gradient_lines(list(truth.grads), len(truth.grads)))
+        return list(report.zero_gradient_lines(self.one.unconnected(key), len(truth.grads)))
 
     # ------------------------------------------------------------------------------------------ draws from other keys
 
@@ -447,7 +449,7 @@ class Comparison:
         ratio = loss.value if loss else None
         unknown = [path for path, of in found.items() if not of.is_known]
         if unknown and not any(leaf.copies_differ for leaf in leaves):
-            return self.checked([report.of_unknown(unknown, why, count)], seen, how, leaves, ratio, CANNOT_TELL)
+            return self.checked([report.unknown_lines(unknown, why, count)], seen, how, leaves, ratio, CANNOT_TELL)
         return self.checked(findings, seen, how, leaves, ratio)
 
     def checked(

@@ -35,8 +35,8 @@ from rich.progress import Progress
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype, wide_dtype
-from xlstm_jax.distributed.training.step_check.one_device import Found
-from xlstm_jax.wording import format_axes
+from xlstm_jax.distributed.training.step_check.one_device import Reference
+from xlstm_jax.formatting import format_axes
 
 ORDER_EPS, NEAR_ZERO_EPS, SHAKEN = 64, 4, 8
 NO_RATIO = 1e-9  # tolerance of a leaf whose gradient is only rounding
@@ -135,7 +135,7 @@ def same_number(got: float, right: float, shaken: Callable[[], float], eps: floa
     return abs(got - right) <= allowed, allowed / abs(right) if right else 0.0
 
 
-def of_wire(params: PyTree, found: Found) -> dict[str, float]:
+def of_wire(params: PyTree, found: Reference) -> dict[str, float]:
     """Returns, for each leaf whose gradient is sent in a narrow dtype, the norm of the rounding by the dtype.
 
     Each term and each sum of N is rounded by at most half a unit in the last place; terms are assumed to be as large as

@@ -23,8 +23,8 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.training.step_check import report
 from xlstm_jax.distributed.training.step_check.comparison import LeafCheck, Multiple, flat
 from xlstm_jax.distributed.training.step_check.draws import constant_like
-from xlstm_jax.distributed.training.step_check.one_device import Found, OneDevice
-from xlstm_jax.wording import format_axes
+from xlstm_jax.distributed.training.step_check.one_device import OneDevice, Reference
+from xlstm_jax.formatting import format_axes
 
 MOST_DRAWS = 256
 FITS = 1e-4  # relative rest of a fit that cannot be chance: gradients have several times as many values as slices
@@ -33,8 +33,8 @@ FITS = 1e-4  # relative rest of a fit that cannot be chance: gradients have seve
 def why_no_mean(
     one: OneDevice,
     rng: PyTree,
-    mean: Found,
-    whole: Found,
+    mean: Reference,
+    whole: Reference,
     same: list[LeafCheck],
     times: Multiple,
     sizes: dict[str, int],
@@ -80,7 +80,7 @@ def why_no_mean(
         yield f"num_minibatches={minibatches} changes such a loss, too: see it right with num_minibatches=1 first."
 
 
-def _is_not(mean: Found, whole: Found, leaves: list[LeafCheck]) -> str:
+def _is_not(mean: Reference, whole: Reference, leaves: list[LeafCheck]) -> str:
     """Returns the figures that show that a loss is not a mean over rows: losses, or gradients if the losses agree."""
     of_slices, of_batch = f"{mean.loss:.6g}", f"{whole.loss:.6g}"
     if of_slices != of_batch:
@@ -148,7 +148,7 @@ def is_sum_over_positions(one: OneDevice, key: PyTree) -> bool:
     loss.
     """
 
-    def half(rest: int, other: int) -> Found:
+    def half(rest: int, other: int) -> Reference:
         def rows(x: Any) -> Any:
             if not np.ndim(x):
                 return x
@@ -168,7 +168,7 @@ def is_sum_over_positions(one: OneDevice, key: PyTree) -> bool:
     return left <= tolerance * size and abs(losses[0] - losses[1]) <= tolerance * sum(abs(f.loss) for f in before)
 
 
-def _kind(one: OneDevice, rng: PyTree, mean: Found, whole: Found) -> str:
+def _kind(one: OneDevice, rng: PyTree, mean: Reference, whole: Reference) -> str:
     # Slices of a communicating loss have no separate values: devices compute them together.
     if one.needs_all_devices(rng):
         return "reduced"
@@ -195,7 +195,7 @@ def _kind(one: OneDevice, rng: PyTree, mean: Found, whole: Found) -> str:
     return "statistic"
 
 
-def _vector(found: Found) -> np.ndarray:
+def _vector(found: Reference) -> np.ndarray:
     return np.concatenate(list(flat(found.grads).values()))
 
 
@@ -205,7 +205,7 @@ def _is_multiple(leaf: LeafCheck, times: Multiple, sizes: dict[str, int]) -> boo
     return leaf.error <= leaf.tolerance and Multiple.of(leaf.ratio, sizes, leaf.tolerance).times == times.times
 
 
-def _is_same(a: Found, b: Found, tolerance: float) -> bool:
+def _is_same(a: Reference, b: Reference, tolerance: float) -> bool:
     left, right = _vector(a), _vector(b)
     close = np.linalg.norm(left - right) <= max(FITS, 4 * tolerance) * np.linalg.norm(right)
     return bool(close and abs(a.loss - b.loss) <= max(FITS, 4 * tolerance) * abs(b.loss))

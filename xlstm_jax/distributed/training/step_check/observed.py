@@ -25,7 +25,7 @@ from xlstm_jax.distributed.optimizers.state import owner_of_state, trainable
 from xlstm_jax.distributed.training.arguments import collections_of
 from xlstm_jax.distributed.training.state import State
 from xlstm_jax.distributed.training.step_check.recording import Recorded, recorded_state
-from xlstm_jax.wording import listed
+from xlstm_jax.formatting import listed
 
 _FIRST_MOMENTS = {"mu", "trace"}  # field names in optax
 

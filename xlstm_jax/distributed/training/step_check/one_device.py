@@ -50,7 +50,7 @@ COARSEST_EPS = 2.0**-7  # eps of bfloat16; coarser formats (float8) round once, 
 WHOLE = PartitionSpec()
 
 
-class Found(NamedTuple):
+class Reference(NamedTuple):
     """A loss, and gradients by path.
 
     ``sizes`` are the absolute values of gradients, averaged over slices. ``shaken()`` repeats the computation with
@@ -60,7 +60,7 @@ class Found(NamedTuple):
     loss: float
     grads: dict[str, jax.Array]
     sizes: dict[str, jax.Array]
-    shaken: Callable[[], "Found"]
+    shaken: Callable[[], "Reference"]
 
     @property
     def not_finite(self) -> list[str]:
@@ -81,13 +81,13 @@ class Found(NamedTuple):
 class _Weights(NamedTuple):
     """The parameters: ``base`` are trainable, ``rounded`` the same after an 8-bit gather, or None; ``rest`` are frozen.
 
-    ``others`` are further trees of the step, after their gather.
+    ``extra_trees`` are further trees of the step, after their gather.
     """
 
     base: list[Any]
     rounded: list[Any]
     rest: list[Any]
-    others: Mapping[str, PyTree]
+    extra_trees: Mapping[str, PyTree]
 
 
 class OneDevice:
@@ -101,7 +101,7 @@ class OneDevice:
         state: Any,
         batch: PyTree,
         mesh: Mesh,
-        others: Mapping[str, PyTree] = MappingProxyType({}),
+        extra_trees: Mapping[str, PyTree] = MappingProxyType({}),
     ):
         self.loss = replace(loss, has_collections=bool(collections_of(state)))
         # The batch is in natural order here; its slices are the parts that devices have on the mesh.
@@ -120,7 +120,7 @@ class OneDevice:
         boxes = {f"params/{path}": leaf for path, leaf in trained.items()}
         by_extension = named_wires(kept, lambda path: boxes[path].communication)
         rounded = [None if path in by_extension else _rounded_on_mesh(leaf, mesh) for path, leaf in boxes.items()]
-        own = trees.map_leaves(split_by_model, dict(others))
+        own = trees.map_leaves(split_by_model, dict(extra_trees))
         self._of_others = trees.map_sharded(_spec_of_model, own)
         arrived = trees.map_sharded(partial(_arrived, mesh=mesh), own)
         weights = _Weights(live, rounded, list(map(true_value, rest)), arrived)
@@ -159,18 +159,18 @@ class OneDevice:
         live = dict(zip(self.paths, self._inputs[0], strict=True))
         return [self.tree({path: jnp.full_like(x, value) for path, x in live.items()}) for value in (0, 1)]
 
-    def slices(self, rng: PyTree, minibatches: int | None = None) -> Found:
+    def slices(self, rng: PyTree, minibatches: int | None = None) -> Reference:
         """Returns the mean over the slices, each with the key that the step uses."""
         count = self.num_minibatches if minibatches is None else minibatches
         if self.needs_all_devices(rng):
             return self.on_mesh(rng, count)
         return self._run(self._mean_in_turn, (self.devices, count), rng)
 
-    def on_mesh(self, rng: PyTree, minibatches: int) -> Found:
+    def on_mesh(self, rng: PyTree, minibatches: int) -> Reference:
         """Returns the mean over the slices, computed on the mesh with unsharded weights, and differentiated by JAX."""
         return self._run(self._mean_on_mesh, (minibatches,), rng)
 
-    def whole(self, rng: PyTree, batch: PyTree = None, elsewhere: int = 0) -> Found:
+    def whole(self, rng: PyTree, batch: PyTree = None, elsewhere: int = 0) -> Reference:
         """Returns the loss of the full batch, or of ``batch``, at once; ``elsewhere`` seeds different parameters."""
         return self._run(self._mean_in_turn, (1, 1), rng, batch, elsewhere)
 
@@ -204,7 +204,7 @@ class OneDevice:
         batch: PyTree = None,
         elsewhere: int = 0,
         shake: bool = False,
-    ) -> Found:
+    ) -> Reference:
         live, weights, own_batch, kept = self._inputs
         batch = own_batch if batch is None else batch
         live, batch = shaken((live, batch), self.eps(rng)) if shake else (live, batch)
@@ -216,7 +216,7 @@ class OneDevice:
         loss, grads, sizes = self._jitted[make, parts](*self._put((live, weights, batch, kept, rng), mesh))
         grads, sizes = (dict(zip(self.paths, values, strict=True)) for values in self._put((grads, sizes), self._one))
         again = cache(partial(self._run, make, parts, rng, batch, elsewhere, shake=True))
-        return Found(float(loss), grads, sizes, again)
+        return Reference(float(loss), grads, sizes, again)
 
     # ------------------------------------------------------------------------------------ facts read off the equations
 
@@ -266,7 +266,7 @@ class OneDevice:
         rest = iter(weights.rest)
         params = self._put_back([_as_gathered(*leaf) for leaf in at_start], rest=lambda leaf: next(rest))
         with inside_loss(RunningLoss(is_reference=True)), said(self.layout.sequence):
-            loss = self.loss(params, self._apply_fn, batch, rng, *kept, **weights.others)
+            loss = self.loss(params, self._apply_fn, batch, rng, *kept, **weights.extra_trees)
         if kept:
             kept = ({**kept[0], **readable(dict(loss.collections))},)
         wide = wide_dtype(jnp.result_type(loss.total))

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from xlstm_jax.distributed.training.step_check.comparison import LeafCheck, Multiple
-from xlstm_jax.distributed.training.step_check.one_device import Found
-from xlstm_jax.wording import TIMES, Bar, format_axes, format_mesh, joined, listed, notebook_html
+from xlstm_jax.distributed.training.step_check.one_device import Reference
+from xlstm_jax.formatting import TIMES, Bar, format_axes, format_mesh, joined, listed, notebook_html
 
 _LINES = textwrap.TextWrapper(80, initial_indent="  - ", subsequent_indent="    ", break_long_words=False)
 _TITLES = textwrap.TextWrapper(80, subsequent_indent="  ", break_long_words=False)
@@ -200,7 +200,7 @@ _LEAF_CAUSES = {
 }
 
 
-def of_none(paths: Sequence[str], all_leaves: int) -> Iterator[str]:
+def zero_gradient_lines(paths: Sequence[str], all_leaves: int) -> Iterator[str]:
     """Yields a finding about trainable leaves whose gradient is 0 for any parameters."""
     if paths and len(paths) == all_leaves:
         yield (
@@ -216,7 +216,7 @@ def of_none(paths: Sequence[str], all_leaves: int) -> Iterator[str]:
         )
 
 
-def not_finite(found: Found) -> str:
+def not_finite(found: Reference) -> str:
     """Returns the finding that loss or gradients are not finite on one device."""
     loss_is_finite = math.isfinite(found.loss)
     what = f"the gradients of {listed(found.not_finite)}" if loss_is_finite else f"the loss ({found.loss})"
@@ -234,7 +234,7 @@ NOT_FINITE_SLICES = (
 )
 
 
-def of_unknown(paths: Sequence[str], why: str, count: int) -> str:
+def unknown_lines(paths: Sequence[str], why: str, count: int) -> str:
     """Returns the reason why means over keys are too uncertain, and the changes that make a verdict possible."""
     return (
         f"{why}, and means over {count} keys are too uncertain for {listed(paths)}. For a verdict, pass a loss and a "

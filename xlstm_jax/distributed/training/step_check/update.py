@@ -42,7 +42,7 @@ from xlstm_jax.distributed.training.step_check.draws import traced
 from xlstm_jax.distributed.training.step_check.observed import copies_differ
 from xlstm_jax.distributed.training.step_check.one_device import COARSEST_EPS, MATMUL_EPS, shaken
 from xlstm_jax.distributed.training.step_check.recording import Record
-from xlstm_jax.wording import listed
+from xlstm_jax.formatting import listed
 
 HYPERPARAMS = "hyperparams"  # state of optax.inject_hyperparams, which programs may set
 FITS = 64 * float(jnp.finfo(np.float32).eps)  # relative rest of an exact multiple, from sums in another order

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from xlstm_jax.forecast.training.dispatch import Dispatch, dispatch
 from xlstm_jax.forecast.training.linting.step import Defect, Rule, Step
-from xlstm_jax.wording import format_bytes, format_fraction
+from xlstm_jax.formatting import format_bytes, format_fraction
 
 MIN_FRACTION = 0.05  # fraction of a step's time or traffic
 MAX_PADDING = 1.5  # ratio of sent to chosen rows; a usual capacity is below

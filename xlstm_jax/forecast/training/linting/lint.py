@@ -20,7 +20,7 @@ from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 from xlstm_jax.forecast.forecasting import Forecast
 from xlstm_jax.forecast.training.linting.rules import RULES
 from xlstm_jax.forecast.training.linting.step import Rule, Step
-from xlstm_jax.wording import format_bytes, listed, rich_table
+from xlstm_jax.formatting import format_bytes, listed, rich_table
 
 _NUMBER = re.compile(r"\d[\d.,]*\d|\d|\b(?:[KMGT]iB|B|ms|us)\b")  # numbers and units
 

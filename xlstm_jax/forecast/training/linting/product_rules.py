@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from xlstm_jax.forecast.hardware.chips import peak_rate
 from xlstm_jax.forecast.hlo.op_names import BACKWARD
 from xlstm_jax.forecast.training.linting.step import Defect, Step
-from xlstm_jax.wording import format_bytes, format_fraction, path_pattern
+from xlstm_jax.formatting import format_bytes, format_fraction, path_pattern
 
 WIDE, NARROW = "float32", "bfloat16"
 MIN_NARROW_FRACTION = 0.5  # fraction of FLOP of the modules, from which on the model counts as bfloat16

@@ -22,8 +22,8 @@ from xlstm_jax.forecast.hlo.text import float_bytes_of
 from xlstm_jax.forecast.training.linting import product_rules, split_rules
 from xlstm_jax.forecast.training.linting.expert_rules import UNEVEN_EXPERTS
 from xlstm_jax.forecast.training.linting.step import Defect, Rule, Step, shared_name, size_of
+from xlstm_jax.formatting import format_bytes, format_fraction, listed, path_pattern
 from xlstm_jax.program_names import HOST_AXIS
-from xlstm_jax.wording import format_bytes, format_fraction, listed, path_pattern
 
 # Size of a leaf with the default min_weight_size in float32: below, a step's time hardly changes.
 MIN_KEPT_BYTES = 2**20
@@ -229,8 +229,8 @@ def all_reduces_of_shards(step: Step) -> Iterator[Defect]:
                 f"compiler does not replace a collective over a single axis of the torus.{_narrower(members)}",
             )
     for collective in step.forecast.collectives:
-        if rows := _whole_gradients(step, collective):
-            yield _whole_gradient(collective, rows)
+        if rows := _unreduced_gradients(step, collective):
+            yield _unreduced_gradient(collective, rows)
 
 
 def _narrower(members: Iterable[Collective]) -> str:
@@ -243,7 +243,7 @@ def _narrower(members: Iterable[Collective]) -> str:
     return ""
 
 
-def _whole_gradients(step: Step, reduce: Collective) -> list[LeafPlan]:
+def _unreduced_gradients(step: Step, reduce: Collective) -> list[LeafPlan]:
     """Returns the leaves whose unsharded gradient is averaged by an all-reduce over a gather axis of the leaf.
 
     An all-reduce may combine many arrays, so the size decides: its payload beyond the leaves that belong in an
@@ -263,7 +263,7 @@ def _whole_gradients(step: Step, reduce: Collective) -> list[LeafPlan]:
     return whole
 
 
-def _whole_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Defect:
+def _unreduced_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Defect:
     fraction = sum(math.prod(row.shape) for row in rows) * float_bytes_of(reduce.dtype) / reduce.payload_bytes
     sent = reduce.wire_bytes_per_step * fraction
     return Defect(
@@ -445,8 +445,8 @@ IN_TWO_STAGES = (
     "DeviceMeshManager.create_fsdp_mesh does, and pass both as axis_name."
 )
 WHOLE_MATRICES = (
-    "Use xlstm_jax.distributed.muon instead of optax.contrib.muon, or put on_whole_matrices around the update rule: "
-    "each device then updates some of the matrices, unsharded."
+    "Use xlstm_jax.distributed.muon instead of optax.contrib.muon, or put on_unsharded_matrices around the update "
+    "rule: each device then updates some of the matrices, unsharded."
 )
 
 _TABLE = (

@@ -6,8 +6,8 @@ from xlstm_jax.forecast.cost.axis_traffic import axis_traffic
 from xlstm_jax.forecast.cost.collective_traffic import ACTIVATIONS, Collective
 from xlstm_jax.forecast.hardware.links import NETWORK
 from xlstm_jax.forecast.training.linting.step import Defect, Step
+from xlstm_jax.formatting import format_axes, format_bytes
 from xlstm_jax.program_names import UNBALANCED_SCOPE
-from xlstm_jax.wording import format_axes, format_bytes
 
 MIN_FRACTION = 0.05  # fraction of a step's time or traffic
 MIN_HIDDEN = 0.9  # fraction of a ring's time

@@ -12,7 +12,7 @@ from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 from xlstm_jax.forecast.cost.collective_traffic import Collective
 from xlstm_jax.forecast.forecasting import Forecast
 from xlstm_jax.forecast.hlo.text import float_bytes_of
-from xlstm_jax.wording import format_fraction, path_pattern
+from xlstm_jax.formatting import format_fraction, path_pattern
 
 
 class Defect(NamedTuple):

@@ -19,8 +19,8 @@ from typing import TypeVar
 import jax
 
 from xlstm_jax.distributed.processes.store import PEER_TIMEOUT_S, KeyValueStore, by_text, exchange_in, named
+from xlstm_jax.formatting import one_line
 from xlstm_jax.private_names import job
-from xlstm_jax.wording import one_line
 
 MAX_CAUSE_CHARS = 500
 _ENDS = {kind.__name__: kind for kind in (KeyboardInterrupt, SystemExit, GeneratorExit)}
@@ -29,7 +29,7 @@ _ENDS_AS_TEXT = re.compile(rf"^({'|'.join(_ENDS)})(?=:|$)", re.MULTILINE)
 Result = TypeVar("Result")
 
 
-def fail_together(
+def raise_on_all(
     work: Callable[[], Result],
     failure: type[Exception] | tuple[type[Exception], ...],
     what: str = "what all processes do together",

@@ -75,12 +75,12 @@ def test_an_exception_in_one_process_ends_the_others_with_its_text(run, mode):
 
 ALONE = """
 import time, jax
-from xlstm_jax.distributed.processes import leaving
+from xlstm_jax.distributed.processes import exit
 from xlstm_jax.private_names import job
 
 jax.distributed.initialize("127.0.0.1:{port}", 1, 0)
-leaving._start_listening()
-leaving._post(job.client, [0], "process 1 has left with exit code 13: OSError: the data are gone")
+exit._start_listening()
+exit._post(job.client, [0], "process 1 has left with exit code 13: OSError: the data are gone")
 time.sleep(0.3)
 raise OSError("my data are gone, too")
 """

@@ -14,7 +14,6 @@ from xlstm_jax.distributed.data_parallel.leaf import rebox
 from xlstm_jax.distributed.data_parallel.store import AS_IT_IS
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry
-from xlstm_jax.distributed.optimizers.inside import check_transform
 from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice, choices_of
 from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup
 from xlstm_jax.distributed.optimizers.matrices.layout import (
@@ -28,6 +27,7 @@ from xlstm_jax.distributed.optimizers.matrices.layout import (
     report_matrices,
 )
 from xlstm_jax.distributed.optimizers.matrices.owners import from_owners, to_owners
+from xlstm_jax.distributed.optimizers.optax_introspection import check_transform
 
 
 class OnWholeMatricesState(NamedTuple):
@@ -36,7 +36,7 @@ class OnWholeMatricesState(NamedTuple):
     of_owners: dict[str, PyTree]
 
 
-def on_whole_matrices(
+def on_unsharded_matrices(
     tx: optax.GradientTransformation,
     dimension_numbers: Any = None,
 ) -> optax.GradientTransformation:
@@ -46,7 +46,7 @@ def on_whole_matrices(
     gets every matrix as an array of two dims with no more rows than columns (else its transpose). Each matrix has a
     separate state, stored by its owner. Leaves that are not matrices pass through unchanged.
 
-    >>> tx = optax.chain(on_whole_matrices(optax.contrib.normalize()), optax.scale(-1.0))
+    >>> tx = optax.chain(on_unsharded_matrices(optax.contrib.normalize()), optax.scale(-1.0))
     >>> params = {"kernel": jnp.full((2, 3, 4), 2.0), "norm": {"scale": jnp.ones((2, 3))}}  # two layers
     >>> updates, _ = tx.update(params, tx.init(params))
     >>> updates["kernel"][0, 0, 0], updates["norm"]["scale"][0, 0]  # 12 entries of 2, the norm of which is 48 ** 0.5
@@ -63,11 +63,11 @@ def on_whole_matrices(
         the devices that share a part of the layers do not divide the number of matrices in the part.
       TypeError: ``tx`` is not a transform.
     """
-    check_transform(tx, "on_whole_matrices")
+    check_transform(tx, "on_unsharded_matrices")
 
     def init(params: PyTree) -> OnWholeMatricesState:
         choices = choices_of(dimension_numbers, params)
-        report_matrices("on_whole_matrices", params, choices, any_order=False)
+        report_matrices("on_unsharded_matrices", params, choices, any_order=False)
         place = place_of(params)
         groups = named_groups(place.groups(choices, any_order=False))
         return OnWholeMatricesState({name: _state_of(tx, group, place) for name, group in groups.items()})
@@ -102,8 +102,8 @@ def _state_of(tx: optax.GradientTransformation, group: MatrixGroup, place: Place
     # Empty places would be between the matrices of two parts, and a box can only have empty places at the end.
     if left_over and stacks > 1:
         raise ValueError(
-            f"on_whole_matrices: {group.leaves[0].path!r} has {group.count} matrices on each of {stacks} parts of the "
-            f"mesh, which the {group.owners} devices of a part do not divide. Split the leaf along another dim."
+            f"on_unsharded_matrices: {group.leaves[0].path!r} has {group.count} matrices on each of {stacks} parts of "
+            f"the mesh, which the {group.owners} devices of a part do not divide. Split the leaf along another dim."
         )
     places = group.per_owner * (1 if place.mesh is None else group.owners * stacks)
     zeros = jnp.zeros((places, group.form.rows, group.form.columns), group.form.dtype)

@@ -81,10 +81,10 @@ def test_a_second_model_in_a_step_is_that_of_one_device(mesh, options, policy, c
     mesh = mesh_of(*mesh)
     state, teacher = copied(state_of(mesh)), state_of(mesh, 1, policy).params
     loss = partial(through, of_teacher=policy.apply) if policy else through
-    step = make_train_step(loss, mesh, AXES, check_vma=check_vma, whole_ok=True, **options)
+    step = make_train_step(loss, mesh, AXES, check_vma=check_vma, allow_replicated=True, **options)
     losses, want, same = on_one_device()
     for right in losses:
-        state, metrics = step(state, BATCH, KEY, others={"teacher": teacher})
+        state, metrics = step(state, BATCH, KEY, extra_trees={"teacher": teacher})
         assert_allclose(metrics["loss"], right, rtol=1e-5)
     assert_same_params(state.params, want)
     assert_same_params(teacher, same)  # as it was, and alive
@@ -115,7 +115,7 @@ def test_nothing_is_scattered_for_a_further_tree(model):
     def own(params, apply_fn, batch, rng):
         return through(params, apply_fn, batch, rng, teacher=params)
 
-    got, plain = count(through, others={"teacher": teacher}), count(mean_loss)
+    got, plain = count(through, extra_trees={"teacher": teacher}), count(mean_loss)
     assert got[:2] == plain[:2]
     assert got[2] > plain[2]
     assert count(own)[0] > got[0]  # guard: trained, it is scattered
@@ -129,11 +129,11 @@ def test_a_narrow_teacher_and_an_average_are_further_trees():
     plain = jax.jit(lambda params, teacher: through(params, Model().apply, BATCH, None, teacher=teacher))
     want = plain(on_one_device(0)[1], rounded)
     step = make_train_step(through, mesh, AXES)
-    state, metrics = step(state, BATCH, KEY, others={"teacher": small})
+    state, metrics = step(state, BATCH, KEY, extra_trees={"teacher": small})
     assert_allclose(metrics["loss"], want, rtol=1e-5)
     average = ema_params(state.opt_state, state.params)
     inside = jax.jit(
-        lambda state: step(state, BATCH, KEY, others={"teacher": ema_params(state.opt_state, state.params)})
+        lambda state: step(state, BATCH, KEY, extra_trees={"teacher": ema_params(state.opt_state, state.params)})
     )
     _, metrics = inside(state)
     want = plain(*jax.device_get((unbox(state.params), unbox(average))))
@@ -161,14 +161,14 @@ def test_collections_scalars_and_check_step(check_vma):
     second = state_of(mesh, 1, Normed())
     others = {"teacher": {"params": second.params, **second.collections}, "temperature": 2.0}
     step = make_train_step(with_statistics, mesh, AXES, check_vma=check_vma)
-    found = check_step(step, state, BATCH, KEY, others=others)
+    found = check_step(step, state, BATCH, KEY, extra_trees=others)
     assert found.ok, found
 
     def squared(*args, **others):
         return with_statistics(*args, **others)[0] ** 2, {}
 
-    assert not check_step(make_train_step(squared, mesh, AXES), state, BATCH, KEY, others=others).ok  # guard
-    state, metrics = step(state, BATCH, KEY, others=others)
+    assert not check_step(make_train_step(squared, mesh, AXES), state, BATCH, KEY, extra_trees=others).ok  # guard
+    state, metrics = step(state, BATCH, KEY, extra_trees=others)
     normed = (BATCH["x"] - BATCH["x"].mean(0)) / jnp.sqrt(BATCH["x"].var(0) + 1e-5)
     out, wanted = (normed @ unbox(made.params)["Dense_0"]["kernel"] for made in (state_of(mesh, 0, Normed()), second))
     assert_allclose(metrics["loss"], jnp.mean((out - 2 * wanted) ** 2), rtol=1e-5)
@@ -186,11 +186,11 @@ def test_an_evaluation_takes_them_too(check_vma):
         }
 
     step = make_eval_step(eval_fn, mesh, AXES, metric=metric, check_vma=check_vma)
-    local = step(state, BATCH, metric.empty(AXES, mesh), others={"teacher": teacher})
+    local = step(state, BATCH, metric.empty(AXES, mesh), extra_trees={"teacher": teacher})
     params, same = on_one_device(0)[1:]
     want = eval_fn(params, Model().apply, BATCH, teacher=same)["values"].mean()
     assert_allclose(make_log_step(metric, mesh, AXES)(local)[0], want, rtol=1e-5)
-    own = step(state, BATCH, metric.empty(AXES, mesh), others={"teacher": state.params})  # nothing is donated
+    own = step(state, BATCH, metric.empty(AXES, mesh), extra_trees={"teacher": state.params})  # nothing is donated
     assert not np.isclose(make_log_step(metric, mesh, AXES)(own)[0], want)
 
 
@@ -199,7 +199,7 @@ def test_an_evaluation_takes_them_too(check_vma):
 
 def given(others, loss=through, mesh=None, **options):
     mesh = mesh or mesh_of(2, 4)
-    return make_train_step(loss, mesh, AXES)(copied(state_of(mesh)), BATCH, KEY, others=others, **options)
+    return make_train_step(loss, mesh, AXES)(copied(state_of(mesh)), BATCH, KEY, extra_trees=others, **options)
 
 
 def deleted():
@@ -211,7 +211,7 @@ def deleted():
 
 def of_the_state():
     state = copied(state_of(mesh_of(2, 4)))
-    make_train_step(through, mesh_of(2, 4), AXES)(state, BATCH, KEY, others={"teacher": state.params})
+    make_train_step(through, mesh_of(2, 4), AXES)(state, BATCH, KEY, extra_trees={"teacher": state.params})
 
 
 def by_position(params, apply_fn, batch, rng, teacher, second):
@@ -219,25 +219,33 @@ def by_position(params, apply_fn, batch, rng, teacher, second):
 
 
 REFUSED = {
-    "no dict": (lambda: given([1]), TypeError, r"others is a list of 1; .*others=\{'teacher': teacher_state.params\}"),
+    "no dict": (
+        lambda: given([1]),
+        TypeError,
+        r"extra_trees is a list of 1; .*extra_trees=\{'teacher': teacher_state.params\}",
+    ),
     "no dict, of another mesh": (
         lambda: given([state_of(mesh_of(4, 2)).params]),
         TypeError,
-        r"others is a list of 1; pass a dict",
+        r"extra_trees is a list of 1; pass a dict",
     ),
     "no dict, and a batch that does not divide": (
         lambda: make_train_step(through, mesh_of(2, 4), AXES)(
-            state_of(mesh_of(2, 4)), jax.tree.map(lambda x: x[:3], BATCH), KEY, others=[1]
+            state_of(mesh_of(2, 4)), jax.tree.map(lambda x: x[:3], BATCH), KEY, extra_trees=[1]
         ),
         TypeError,
-        r"others is a list of 1; pass a dict",
+        r"extra_trees is a list of 1; pass a dict",
     ),
     "another name": (
         lambda: given({"teacher": 1.0, "techer": 2.0}),
         TypeError,
-        r"others with the name 'techer', and loss_fn takes \[.*'teacher'\]. Write loss_fn\(.*rng, \*, techer\)",
+        r"extra_trees with the name 'techer', and loss_fn takes \[.*'teacher'\]. Write loss_fn\(.*rng, \*, techer\)",
     ),
-    "none": (lambda: given(None), TypeError, r"takes 'teacher' by name, .*step\(..., others=\{'teacher': tree\}\)"),
+    "none": (
+        lambda: given(None),
+        TypeError,
+        r"takes 'teacher' by name, .*step\(..., extra_trees=\{'teacher': tree\}\)",
+    ),
     "by position": (
         lambda: given({}, by_position),
         TypeError,
@@ -246,15 +254,19 @@ REFUSED = {
     "no box": (
         lambda: given({"teacher": unbox(state_of(mesh_of(2, 4)).params)}),
         ValueError,
-        r"others\['teacher/.*'\] of shape .* has no box and is split as .*box_like\(tree, params\)",
+        r"extra_trees\['teacher/.*'\] of shape .* has no box and is split as .*box_like\(tree, params\)",
     ),
     "another mesh": (
         lambda: given({"teacher": state_of(mesh_of(4, 2)).params}),
         ValueError,
-        r"'others/teacher/.*' lies on a mesh \{'dp': 4, 'fsdp': 2\}, and the step was made for a mesh",
+        r"'extra_trees/teacher/.*' lies on a mesh \{'dp': 4, 'fsdp': 2\}, and the step was made for a mesh",
     ),
-    "of the state": (of_the_state, ValueError, r"others\['teacher/.*'\] is a leaf of the state too.*jnp.copy, state.p"),
-    "deleted": (deleted, ValueError, r"others\['teacher/.*'\] was deleted: a step has taken over the state"),
+    "of the state": (
+        of_the_state,
+        ValueError,
+        r"extra_trees\['teacher/.*'\] is a leaf of the state too.*jnp.copy, state.p",
+    ),
+    "deleted": (deleted, ValueError, r"extra_trees\['teacher/.*'\] was deleted: a step has taken over the state"),
 }
 
 
@@ -267,9 +279,11 @@ def test_what_is_handed_in_wrongly_is_refused(make, error, says):
 def test_a_large_tree_that_is_whole_on_each_device_is_told():
     mistakes._warned.clear()
     large = {"kernel": jnp.zeros((512, 512))}
-    with pytest.warns(UserWarning, match=r"others\['teacher/kernel'\], 1 MiB, is replicated on each of the 8 devices"):
+    with pytest.warns(
+        UserWarning, match=r"extra_trees\['teacher/kernel'\], 1 MiB, is replicated on each of the 8 devices"
+    ):
         make_train_step(lambda *args, teacher: through(*args, teacher=args[0]), mesh_of(2, 4), AXES).lower(
-            state_of(mesh_of(2, 4)), BATCH, KEY, others={"teacher": large}
+            state_of(mesh_of(2, 4)), BATCH, KEY, extra_trees={"teacher": large}
         )
 
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import jax
 
+from xlstm_jax.formatting import one_line, shortened
 from xlstm_jax.private_names import job, register_atexit
-from xlstm_jax.wording import one_line, shortened
 
 EXIT_FAILED = 13
 EXIT_INTERRUPTED = 128 + signal.SIGINT

@@ -15,8 +15,8 @@ import optax
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.foreign import closure
-from xlstm_jax.wording import kind_of
+from xlstm_jax.formatting import kind_of
+from xlstm_jax.introspection import closure
 
 
 def check_transform(tx: Any, caller: str) -> None:
