@@ -78,7 +78,7 @@ def compiled(measure: str, topology: str) -> Forecast:
 
 def table(found: dict[str, dict[str, Any]]) -> str:
     """Formats the figures as a Markdown table."""
-    rows = ["| on top of the rows above | GiB | of them state | on the host | fits | sent, GB | step, s |"]
+    rows = ["| added to the rows above | peak GiB | state GiB | host GiB | fits | sent GB | s/step |"]
     rows.append("| --- | ---: | ---: | ---: | --- | ---: | ---: |")
     for measure, one in found.items():
         bytes_ = [f"{one[name] / GIB:.1f}" if one[name] else "" for name in ("total", "arguments", "host")]

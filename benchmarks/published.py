@@ -110,7 +110,7 @@ def by_tokens(rows: int, context: int, per_second: float) -> float:
 
 
 META = {"hbm_bandwidth": 2.4e12}
-META_NOTE = "500 W instead of 700, which is not in the forecast"
+META_NOTE = "500 W instead of 700 W per GPU (not modelled)"
 LLAMA_8B, LLAMA_1B = SIZES["llama3.1_8B"], SIZES["llama3.2_1B"]
 RUNS = {
     "Llama 2 7B, 8 H100, MaxText": Run(
@@ -128,12 +128,12 @@ RUNS = {
     "Llama 34B, 96 H100, fms-fsdp": Run(
         size=LLAMA_34B, topology="h100:16x8", rows=2, context=4096, seconds=by_tokens(2, 4096, 1550), source=FMS,
         said="1,550 tokens/s, FSDP, full recomputation", hardware={"network_bandwidth": 1.25e10},
-        note="800 Gb/s of network, taken to be of a host; forecast for 128, as 96 divides no dim of the model",
+        note="800 Gb/s of network, assumed per host; forecast for 128 GPUs, as 96 divides no dim of the model",
     ),
     "Llama 3 8B, 4 H200, KempnerForge": Run(
         size=LLAMA_8B, topology="h200:1x4", rows=4, context=4096, seconds=3.36 / 2, source=KEMPNER,
         said="3.36 s, FSDP and torch.compile, full recomputation, two minibatches of 4 sequences",
-        note="one minibatch and half of the published step, which has an update for two",
+        note="one minibatch; published: half of a step with two minibatches and one update",
     ),
     "Llama 2 13B, 64 A100, torchtitan": Run(
         size=LLAMA2_13B, topology="a100:8x8", rows=2, context=4096, seconds=by_tokens(2, 4096, 2162), remat=None,
@@ -150,7 +150,7 @@ RUNS = {
     "Llama 34B, 128 A100, fms-fsdp": Run(
         size=LLAMA_34B, topology="a100:16x8", rows=2, context=4096, seconds=by_tokens(2, 4096, 700), source=FMS,
         said="700 tokens/s, FSDP, full recomputation", hardware={"network_bandwidth": 6.25e9},
-        note="400 Gb/s of network, taken to be of a host",
+        note="400 Gb/s of network, assumed per host",
     ),
     "Llama 3.2 1B, 8 v6e, MinText": Run(
         size=LLAMA_1B, topology="v6e:2x4", rows=4, context=2048, seconds=0.478, source=MINTEXT, flash=False,
@@ -285,7 +285,7 @@ def table(kept: Mapping[str, Any]) -> str:
     rows = [f"| {' | '.join(columns)} |", f"| {' | '.join(['---'] * len(columns))} |"]
     for name, found in kept.items():
         run, (least, expected) = RUNS[name], (f"{1e3 * found['step_seconds'][end]:,.0f} ms" for end in Range._fields)
-        named, role = f"[{name}]({run.source})", "fixed the efficiency" if run.fixed else "test"
+        named, role = f"[{name}]({run.source})", "calibration" if run.fixed else "test"
         cells = [named, f"{1e3 * run.seconds:,.0f} ms", least, expected, f"{ratio(run, found):.2f}", role]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
@@ -293,7 +293,7 @@ def table(kept: Mapping[str, Any]) -> str:
 
 def settings(kept: Mapping[str, Any]) -> str:
     """Formats the setting of each run, and the differences of the forecast, as a Markdown table."""
-    columns = ("run", "a device's batch", "computed again", "the source says", "the forecast differs in")
+    columns = ("run", "batch per device", "remat", "published", "difference of the forecast")
     rows = [f"| {' | '.join(columns)} |", f"| {' | '.join(['---'] * len(columns))} |"]
     for name in kept:
         run = RUNS[name]
@@ -302,9 +302,9 @@ def settings(kept: Mapping[str, Any]) -> str:
         cells = [
             name,
             f"{run.rows} x {run.context:,}",
-            run.remat or "nothing",
+            run.remat or "none",
             run.said,
-            differs or "nothing that is known",
+            differs or "none known",
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
@@ -326,7 +326,7 @@ def draw(kept: Mapping[str, Any], path: Path) -> None:
     axes.axvspan(1 / CLOSE, CLOSE, color="#54a24b", alpha=0.12, label=f"within {CLOSE} x of what was published")
     axes.axvline(1.0, color="black", lw=1)
     axes.plot([], [], "o", color=STRONG, label="expected")
-    axes.plot([], [], "o", color=QUIET, mec=STRONG, label="expected, of a run that fixed the efficiency")
+    axes.plot([], [], "o", color=QUIET, mec=STRONG, label="expected, calibration run")
     axes.plot([], [], "|", color=STRONG, ms=11, mew=2, label="least, by published rates alone")
     axes.set(yticks=range(len(kept)), xlabel="forecast / published time of a step", xlim=(0.3, 1.75))
     axes.set_yticklabels(list(kept), fontsize=8)
