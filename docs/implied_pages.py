@@ -49,7 +49,7 @@ KEYWORDS = {
     "howto/log": ("wandb", "TensorBoard", "logging"),
     "howto/profile": ("MFU", "profiler"),
     "howto/export": ("safetensors", "export"),
-    "howto/freeze": ("freeze", "fine-tuning"),
+    "frozen": ("freeze", "fine-tuning"),
     "howto/quantised_base": ("QLoRA", "qwix", "int4", "quantise weights"),
     "howto/mesh": ("mesh", "HSDP"),
     "howto/test_a_step": ("test", "debug"),
