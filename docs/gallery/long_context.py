@@ -39,9 +39,7 @@ class Reader(nn.Module):
 
     @nn.compact
     def __call__(self, told, number, asked):
-        name = nn.Embed(
-            NAMES, 64
-        )  # one table for query and key names
+        name = nn.Embed(NAMES, 64)  # one table for query and key names
         query = nn.DenseGeneral((4, 16), name="query")(name(asked))
         key = nn.DenseGeneral((4, 16), name="key")(name(told))
         value = nn.DenseGeneral((4, 16), name="value")(nn.Embed(NUMBERS, 64)(number))
