@@ -70,6 +70,7 @@ KEYWORDS = {
     "tutorials/diffusion": ("diffusion", "DDPM", "DDIM"),
     "tutorials/decoder": ("GPT", "Llama", "language model"),
     "tutorials/wrong_step": ("wrong gradients",),
+    "tutorials/third_party": ("Hugging Face", "transformers", "third-party model"),
     "training": ("learning rate", "learning rate schedule", "dropout", "gradient accumulation", "minibatches"),
     "checkpoints": ("checkpoint", "restore", "reshard checkpoint"),
     "tutorials/vision": ("ViT", "image"),

@@ -126,7 +126,7 @@ from xlstm_jax.distributed import check_step
 print(check_step(step, state, text(0), jax.random.key(2)))
 
 
-# ---- Which modules to choose
+# ---- Choose the modules to shard
 from collections import Counter
 
 from xlstm_jax.distributed import plan_sharding
