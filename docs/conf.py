@@ -75,6 +75,7 @@ extensions = [
     "sphinx_copybutton",
     "drawings",
     "forked_kernels",
+    "anchors",
 ]
 exclude_patterns = ["_build", "notebooks"]  # notebooks are written from pages, and linked as files
 html_theme = "furo"

@@ -1,14 +1,14 @@
-"""Pages that other pages imply: one for each public name, for each group of names, for each group of pages, and for
-each program of the gallery.
+"""Writes the implied pages: a page for each public name, group of names, group of pages and program of the gallery.
 
-``index.md`` has all pages in groups, and ``api.md`` all public names. The site's sidebar has the groups, and what is in
-a group stands on the group's page. Pages are found by the words that people search for, too: ``KEYWORDS``.
+``index.md`` lists the pages in groups, and ``api.md`` lists the public names. The site's sidebar shows the groups, and
+the page of a group lists its members. ``KEYWORDS`` adds search words to pages.
 """
 
 import html
 import importlib
 import math
 import re
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -29,8 +29,8 @@ SMALL_WORDS = "a|an|and|has|is|it|of|the|was"
 QUESTION = re.compile(r"# .*\n\n(?:\*+([^*]+\?)\*|((?:[^?.*]|\.(?!\s))+\?))")
 # A group of pages in index.md: its caption and its entries.
 GROUP = re.compile(r"^```\{toctree\}\n:caption: ([^\n]*)\n:maxdepth: 1\n\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# What people search for, and the page that answers. Sphinx puts a page that has the word searched for as its main entry
-# in the index first.
+# Search words by page. If a query is a main index entry, Sphinx's search lists the page of the entry first. The query
+# must be part of the entry, so each spelling ("multi-host", "multi host") needs an entry.
 KEYWORDS = {
     "howto/find_a_nan": ("NaN", "inf", "not finite", "debug_nans"),
     "howto/out_of_memory": ("out of memory", "OOM", "RESOURCE_EXHAUSTED"),
@@ -39,7 +39,9 @@ KEYWORDS = {
     "howto/contrastive": ("contrastive", "CLIP", "SigLIP", "Barlow Twins", "global batch"),
     "howto/average_weights": ("EMA", "exponential moving average"),
     "howto/stop_and_resume": ("resume", "restart", "Ctrl-C", "SIGTERM", "preemption"),
-    "tutorials/machines": ("multi-host", "multihost", "Slurm", "several hosts"),
+    "tutorials/machines": (
+        "multi-host", "multi host", "multihost", "multi-node", "several hosts", "Slurm", "Kubernetes",
+    ),
     "howto/slow_step": ("slow", "performance"),
     "howto/weight_decay": ("weight decay", "mask"),
     "howto/compilation_cache": ("compilation cache", "compile time", "recompile"),
@@ -48,7 +50,7 @@ KEYWORDS = {
     "howto/data": ("data loader", "dataset", "grain"),
     "howto/log": ("wandb", "TensorBoard", "logging"),
     "howto/profile": ("MFU", "profiler"),
-    "howto/export": ("safetensors", "export"),
+    "howto/export": ("safetensors", "export", "convert checkpoint", "convert weights"),
     "frozen": ("freeze", "fine-tuning"),
     "howto/quantised_base": ("QLoRA", "qwix", "int4", "quantise weights"),
     "howto/mesh": ("mesh", "HSDP"),
@@ -66,7 +68,11 @@ KEYWORDS = {
     "kernels": ("flash attention", "splash attention", "Pallas"),
     "lookups": ("embedding table",),
     "tutorials/diffusion": ("diffusion", "DDPM", "DDIM"),
-    "tutorials/decoder": ("GPT", "language model"),
+    "tutorials/decoder": ("GPT", "Llama", "language model"),
+    "tutorials/wrong_step": ("wrong gradients",),
+    "tutorials/third_party": ("Hugging Face", "transformers", "third-party model"),
+    "training": ("learning rate", "learning rate schedule", "dropout", "gradient accumulation", "minibatches"),
+    "checkpoints": ("checkpoint", "restore", "reshard checkpoint"),
     "tutorials/vision": ("ViT", "image"),
     "tutorials/moe": ("MoE", "mixture of experts"),
     "tutorials/lora": ("LoRA",),
@@ -113,23 +119,22 @@ def slug(title):
 
 
 def write_pages(app):
-    """Writes the pages that other pages imply: see the top of this file.
-
-    Those that are there already and say the same stay as they are.
-    """
+    """Writes the implied pages: see the top of this file. A page with the right text is not written again."""
     reference = {name: _reference(face, name, what) for face, name, what in public_names()}
     groups = {group.page: _group_of_names(group) for group in groups_of_names()}
     groups |= {slug(caption): _group_of_pages(caption, entries) for caption, entries in groups_of_pages()}
     groups |= write_gallery.pages()
     for folder, wanted in ((DOCS / "reference", reference), (DOCS / "contents", groups)):
         folder.mkdir(exist_ok=True)
-        for page in folder.glob("*.md"):
-            if page.stem not in wanted:
-                page.unlink()
+        present = {page.stem: page.read_text() for page in folder.glob("*.md")}
+        for name in present.keys() - wanted.keys():
+            (folder / f"{name}.md").unlink()
         for name, text in wanted.items():
-            page = folder / f"{name}.md"
-            if not page.exists() or page.read_text() != text:
-                page.write_text(text)
+            if present.get(name) != text:
+                (folder / f"{name}.md").write_text(text)
+        # Sphinx keeps the page of a source file that is unchanged, and with it links to names as they were.
+        if wanted is reference and present != wanted:
+            shutil.rmtree(Path(app.outdir) / "_modules", ignore_errors=True)
 
 
 def groups_of_pages():
@@ -138,7 +143,7 @@ def groups_of_pages():
 
 
 def _group_of_pages(caption, entries):
-    """A table of the pages with the question that each answers, which stands first under its title."""
+    """Returns a table of pages and questions; the question of a page is the first paragraph below the title."""
     rows = []
     for entry in entries:
         page = re.sub(r".*<(.*)>", r"\1", entry)
@@ -147,7 +152,7 @@ def _group_of_pages(caption, entries):
         title = entry.split(" <")[0] if "<" in entry else re.search(r"^# (.*)", text, re.MULTILINE)[1]
         rows.append(f"| [{title}](../{page}.md) | {' '.join((asked[1] or asked[2]).split()) if asked else ''} |")
     pages = "\n".join(re.sub(r"^(.*<)?", lambda start: f"{start[0]}../", entry, count=1) for entry in entries)
-    table = "\n".join(["| page | the question that it answers |", "| --- | --- |", *rows])
+    table = "\n".join(["| page | question |", "| --- | --- |", *rows])
     return f"# {caption}\n\n{table}\n\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"
 
 
@@ -156,7 +161,7 @@ def _group_of_names(group):
     names = "\n".join(f"../reference/{name}" for name, _ in group.rows)
     what = re.sub(r"\]\((?!http)", "](../", group.what)
     table = re.sub(r"\]\((?!http|\.\./)", "](../", table)
-    head = f"# {group.title}\n\n{what} Import them from `{group.module}`.\n\n| name | what it does |\n| --- | --- |\n"
+    head = f"# {group.title}\n\n{what} Import from `{group.module}`.\n\n| name | description |\n| --- | --- |\n"
     return f"{head}{table}\n\n```{{toctree}}\n:hidden:\n\n{names}\n```\n"
 
 

@@ -1,10 +1,10 @@
-"""Writes docs/gallery/: a picture for each program, and the page that shows them.
+"""Writes docs/gallery/: a picture for each program, and the page of all pictures.
 
     python docs/write_gallery.py            # runs all programs: some five minutes
-    python docs/write_gallery.py gpt vit    # runs these
-    python docs/write_gallery.py --page     # the page alone, of the docstrings
+    python docs/write_gallery.py gpt vit    # runs two programs
+    python docs/write_gallery.py --page     # only the page, from the docstrings
 
-A program begins with a docstring: its name, a colon and a sentence, then what it shows of the library.
+A program begins with a docstring: title, colon and sentence; then a paragraph on the features of the library in use.
 """
 
 import ast
@@ -19,17 +19,24 @@ COLUMNS = 2
 HEAD = """\
 # Gallery
 
-*What can I train with it, and what does such a program look like?*
+*Which models can I train, and how long is a program?*
 
-Each picture is drawn by a program of at most 100 lines, which trains a small model on eight simulated devices in less
-than a minute. A click on a picture shows its program: `python docs/gallery/{first}.py` in a checkout runs it, and
-writes the picture into the folder where you are. The programs make their data, or take it from Python.
+Each program has at most 100 lines and trains a small model on eight simulated devices in less than a minute. Click a
+picture to see the program. `python docs/gallery/{first}.py` in a checkout runs the program and writes the picture into
+the current folder. The programs generate their data or take text from the Python installation.
 
+"""
+NEXT = """
+## Where next
+
+* [A plain script, before and after](../tutorials/plain_script.md): the changes that shard a Flax script.
+* [Any model, as it is](../any_model.md): models of other packages, unmodified.
+* [A complete training loop](../tutorials/whole_loop.md): checkpoints, evaluation and resume around a step.
 """
 
 
 class Program(NamedTuple):
-    """A program of the gallery, as its docstring tells of it."""
+    """A program of the gallery, parsed from its docstring."""
 
     file: str
     title: str
@@ -38,7 +45,7 @@ class Program(NamedTuple):
 
 
 def programs() -> list[Program]:
-    """All of them, in the order of the page."""
+    """Returns all programs, in the order of the page."""
     found = []
     for file in ORDER:
         head, details = (ast.get_docstring(ast.parse((GALLERY / f"{file}.py").read_text())) or "").split("\n\n")
@@ -48,30 +55,30 @@ def programs() -> list[Program]:
 
 
 def page() -> str:
-    """The page: a table of pictures, each a link to its program."""
+    """Returns the page: a table of pictures, each linked to its program."""
     picture = "[![{0.sentence}]({0.file}.png)]({0.file}.py) **{0.title}.** {0.sentence}"
     cells = [picture.format(one) for one in programs()]
     rows = [cells[i : i + COLUMNS] for i in range(0, len(cells), COLUMNS)]
     head = [[""] * COLUMNS, ["---"] * COLUMNS]
     table = "\n".join(f"| {' | '.join(row)} |" for row in [*head, *rows])
-    return f"{HEAD.format(first=ORDER[0])}{table}\n"
+    return f"{HEAD.format(first=ORDER[0])}{table}\n{NEXT}"
 
 
 def pages() -> dict[str, str]:
-    """Of the site a page for each program, and one for what they share; docs/implied_pages.py writes them."""
-    shared = f"# What programs of the gallery share\n\n{_code('shared', 0)}"
+    """Returns a page of the site for each program and a page for ``shared``; docs/implied_pages.py writes the pages."""
+    shared = f"# Helpers of the gallery programs\n\n{_code('shared', 0)}"
     return {f"gallery_{one.file}": _page_of(one) for one in programs()} | {"gallery_shared": shared}
 
 
 def _page_of(one: Program) -> str:
     picture = f"```{{image}} ../gallery/{one.file}.png\n:alt: {one.sentence}\n:class: both\n```"
-    shared = "What comes from `shared` [draws pictures, counts steps and makes digits](gallery_shared.md)."
+    shared = "`shared` contains [helpers for figures, step counts and digits](gallery_shared.md)."
     docstring = ast.parse((GALLERY / f"{one.file}.py").read_text()).body[0].end_lineno or 0
     return f"# {one.title}\n\n{one.sentence} {one.details}\n\n{picture}\n\n{_code(one.file, docstring + 1)}\n{shared}\n"
 
 
 def _code(file: str, above: int) -> str:
-    """A file but for its first lines."""
+    """Returns an include of a file without its first lines."""
     return f"```{{literalinclude}} ../gallery/{file}.py\n:language: python\n:lines: {above + 1}-\n```\n"
 
 

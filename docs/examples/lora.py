@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Of each token the next one; the blocks are one scan."""
+    """Logits of the next token; the blocks are one scan."""
 
     dense: type[nn.Module] = nn.Dense
     width: int = 64
@@ -68,7 +68,7 @@ class Model(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         table = self.vocabulary, self.width
-        # The table is frozen in bfloat16; the stream stays in float32.
+        # The table is frozen in bfloat16; activations stay in float32.
         embed = wrap(nn.Embed)(*table, dtype=jnp.float32, name="embed")
         axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
         blocks = nn.scan(nn.remat(wrap(Block)), length=self.layers, **axes)
@@ -82,7 +82,7 @@ def loss_fn(params, apply_fn, tokens, rng):
     return losses(logits, tokens[:, 1:]).mean()
 
 
-# ---- A base
+# ---- Train and export a base model
 def counting(by, seed, rows=64, length=17):
     start = np.random.default_rng(seed).integers(0, 64, (rows, 1))
     return (start + by * np.arange(length)) % 64
@@ -111,7 +111,7 @@ export_safetensors(base.params, f"{folder}/base")
 print(f"loss when counting by one: {of_base[0]:.2f} -> {of_base[-1]:.4f}")
 
 
-# ---- Adapters on the base, in bfloat16
+# ---- Add adapters to the base model, in bfloat16
 frozen = {"trainable": lambda path: "lora_" in path, "frozen_dtype": "bfloat16"}
 adapted = Model(LoRADense)
 state = create_train_state(
@@ -123,7 +123,7 @@ read = import_safetensors(f"{folder}/base", plain.params)
 
 
 def with_base(params, base):
-    """The tree of ``params`` with the leaves that ``base`` has."""
+    """Return ``params`` with the leaves that ``base`` contains replaced."""
     if not isinstance(base, dict):
         return base
     return {
@@ -161,7 +161,7 @@ ax.legend()
 ax.grid(alpha=0.3)
 
 
-# ---- What it takes of memory
+# ---- Memory of LoRA compared with full fine-tuning
 tokens = jax.ShapeDtypeStruct((8, 2048), jnp.int32)
 adamw = optax.adamw(1e-4)
 large = partial(Model, width=8192, layers=32, vocabulary=32768)
@@ -192,7 +192,7 @@ ax.legend(loc="lower right")
 ax.grid(alpha=0.3, axis="x")
 
 
-# ---- Merged and exported
+# ---- Merge the adapters and export
 def merged(params):
     """W + A B in place of W, A and B."""
     if not isinstance(params, dict):

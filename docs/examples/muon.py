@@ -1,4 +1,4 @@
-"""Muon beside AdamW.
+"""Train with Muon and AdamW.
 
     python docs/examples/muon.py
 
@@ -65,7 +65,7 @@ def windows(number, rows=128):
     return TEXT[starts + np.arange(CONTEXT + 1)]
 
 
-# ---- Two trainings
+# ---- Train with both optimizers
 STEPS = 60
 schedule = optax.cosine_decay_schedule(5e-3, STEPS)
 step = make_train_step(loss_fn, mesh, AXES)
@@ -99,7 +99,7 @@ ax.legend()
 ax.grid(alpha=0.3)
 
 
-# ---- Which matrices, and who works on them
+# ---- Matrices and owners in the plan
 plan = plan_sharding(Model(), mesh.shape, windows(0)[:, :-1], tx=optimizers["Muon"])
 for group in plan.matrices:
     print(", ".join(group.leaves))

@@ -16,14 +16,14 @@ PATTERNS = np.random.default_rng(0).normal(size=(10, 64)).astype(np.float32)
 
 
 def batch_of(number):
-    """64 examples, x float32[64, 64] and y int[64]; others for each number."""
+    """64 examples, x float32[64, 64] and y int[64], drawn with seed ``number``."""
     rng = np.random.default_rng(number)
     y = rng.integers(0, 10, 64)
     noise = rng.normal(size=(64, 64)).astype(np.float32)
     return {"x": PATTERNS[y] + 3 * noise, "y": y}
 
 
-# ---- Before
+# ---- The plain script
 import jax
 import optax
 from flax import linen as nn
@@ -63,7 +63,7 @@ print(f"loss {losses[0]:.4f} at first, {losses[-1]:.4f} at last")
 plain_state, plain_losses = state, losses
 
 
-# ---- After
+# ---- The sharded script
 import jax
 import optax
 from flax import linen as nn
@@ -116,7 +116,7 @@ ax.legend()
 fig.savefig("losses.png")
 
 
-# ---- What each device keeps
+# ---- Memory per device
 from xlstm_jax.distributed import bytes_per_device
 
 for name, tree in {"plain": plain_state, "sharded": state}.items():

@@ -48,11 +48,11 @@ class TextModel(nn.Module):
         return self.norm(x) @ embedding.T
 
 
-# ---- Sharded from outside
+# ---- Shard the model with `shard_modules`
 from xlstm_jax.distributed import DeviceMeshManager, shard_modules
 
 mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 4})
-AXES = ("dp", "fsdp")  # all the axes that the batch is split over
+AXES = ("dp", "fsdp")  # the axes that split the batch
 
 theirs = TextModel()
 model = shard_modules(theirs, (Layer, nn.Embed), "fsdp", min_weight_size=2**9)
@@ -67,7 +67,7 @@ FOLLOWER = np.random.default_rng(0).permutation(64)
 
 
 def text(number, rows=32, length=17):
-    """Tokens int[rows, length]; others for each number."""
+    """Tokens int[rows, length], drawn with seed ``number``."""
     rng = np.random.default_rng(number)
     tokens = rng.integers(0, 64, (rows, length))
     for t in range(1, length):
@@ -86,7 +86,7 @@ state = create_train_state(model, tx, mesh, jax.random.key(0), inputs, batch_axe
 step = make_train_step(loss_fn, mesh, batch_axes=AXES)
 
 
-# ---- Weights that are there already
+# ---- Load pretrained weights
 from xlstm_jax.distributed import shardings, unbox
 from xlstm_jax.distributed.data_parallel import box_like
 
@@ -120,13 +120,13 @@ ax.legend()
 fig.savefig("loss.png")
 
 
-# ---- Is it right?
+# ---- Check the gradients with `check_step`
 from xlstm_jax.distributed import check_step
 
 print(check_step(step, state, text(0), jax.random.key(2)))
 
 
-# ---- Which modules to choose
+# ---- Choose the modules to shard
 from collections import Counter
 
 from xlstm_jax.distributed import plan_sharding
@@ -142,7 +142,7 @@ kept, at_once = [], []
 for name, where in choices.items():
     chosen = shard_modules(TextModel(depth=4), where, "fsdp", min_weight_size=2**9)
     plan = plan_sharding(chosen, mesh.shape, inputs)
-    units = Counter()  # bytes by the module that gathers them
+    units = Counter()  # gathered bytes by module
     for row in plan.rows:
         if row.uses:
             units[row.gathered_with] += row.gathered_bytes

@@ -1,4 +1,4 @@
-"""The whole loop.
+"""A complete training loop.
 
     python docs/examples/whole_loop.py
 
@@ -38,7 +38,7 @@ from xlstm_jax.distributed.metrics import (
 
 simulate_cpu_devices(8)
 mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 4})
-AXES = ("dp", "fsdp")  # the batch is split over both
+AXES = ("dp", "fsdp")  # both axes split the batch
 
 
 class Classifier(nn.Module):
@@ -58,7 +58,7 @@ def examples(seed, count=64):
     return {"x": PATTERNS[y] + noise, "y": y, "weight": np.ones(count)}
 
 
-# The last batch of the evaluation has fewer rows than the others.
+# The last evaluation batch is smaller.
 HELD_OUT = [examples([1, i], count) for i, count in enumerate([64, 64, 21])]
 
 
@@ -73,7 +73,7 @@ def observe(params, apply_fn, batch):
     return {"loss": (loss, weight), "accuracy": (right, weight)}
 
 
-def loss_fn(params, apply_fn, batch, rng):  # the mean over this device's rows
+def loss_fn(params, apply_fn, batch, rng):  # the mean over the local rows
     observed = observe(params, apply_fn, batch)
     return observed["loss"][0].mean(), observed
 
@@ -96,17 +96,17 @@ eval_step = make_eval_step(observe, mesh, AXES, metric=metric)
 log_step = make_log_step(metric, mesh, AXES)
 
 
-# ---- The loop
+# ---- The training loop
 def evaluate(state):
     local = metric.empty(AXES, mesh)
-    for rows in HELD_OUT:  # padded to 64 rows; what is appended weighs 0
+    for rows in HELD_OUT:  # padded to 64 rows; padding has weight 0
         rows, real = shard_batch(rows, mesh, AXES, pad=64)
         local = eval_step(state, rows | {"weight": real}, local)
     return log_step(local)[0]
 
 
 def kept_rows(folder, done):
-    """The file of rows, without those of steps that are computed again."""
+    """Return the metrics file, without rows of steps that run again."""
     file = folder / "metrics.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     kept = [line for line in lines if json.loads(line)["step"] <= done]
@@ -122,7 +122,7 @@ def train(folder, sigterm_at=None):
     state = create_train_state(Classifier(), tx, *where, batch_axes=AXES)
     local, done = metric.empty(AXES, mesh), 0
     with Checkpointer(folder / "steps", save_interval_steps=EVERY) as saver:
-        if saver.latest_step() is not None:  # it was stopped
+        if saver.latest_step() is not None:  # an earlier run was stopped
             state, local, done = saver.restore((state, local, 0))
             print(f"continues after step {done}")
         rows = kept_rows(folder, done)
@@ -131,9 +131,9 @@ def train(folder, sigterm_at=None):
                 batch = shard_batch(examples([0, number]), mesh, AXES)
                 state, metrics, local = train_step(state, batch, key, local)
                 guard.step_done(number, metrics)
-                if number == sigterm_at:  # what a scheduler does
+                if number == sigterm_at:  # as a scheduler would
                     os.kill(os.getpid(), signal.SIGTERM)
-                with guard.paused(timeout_s=600):  # what is no step
+                with guard.paused(timeout_s=600):  # everything but the step
                     if number % EVERY == 0:
                         seen, local = log_step(local)
                         held_out = evaluate(state)
@@ -154,7 +154,7 @@ def train(folder, sigterm_at=None):
     return state
 
 
-# ---- Stopped, and continued
+# ---- Stop and resume
 runs = Path(tempfile.mkdtemp())
 whole = train(runs / "whole")
 
@@ -177,7 +177,7 @@ print("same rows:", rows == of_whole)
 print(json.dumps(rows[-1], indent=1))
 
 
-# ---- The curves
+# ---- Plot the losses and the learning rate
 size = {"figsize": (7, 3.2), "layout": "constrained"}
 fig, (left, right) = plt.subplots(1, 2, **size)
 steps = [row["step"] for row in rows]

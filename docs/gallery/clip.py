@@ -1,7 +1,7 @@
-"""CLIP: pictures and captions find each other in a common space.
+"""CLIP: an image encoder and a text encoder learn matching embeddings.
 
-The loss compares each picture with the captions of all devices: one all-gather of
-embeddings, and JAX sends its gradients back to the devices that made them.
+The contrastive loss compares each picture with the captions of the global batch. An
+all-gather sends the embeddings to every device; the transpose returns the gradients.
 """
 
 import jax
@@ -21,7 +21,7 @@ from xlstm_jax.distributed import (
 
 simulate_cpu_devices(8)  # leave this out where there are accelerators
 mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 4})
-AXES = ("dp", "fsdp")  # those that the batch is split over
+AXES = ("dp", "fsdp")  # the axes that split the batch
 WORDS = "zero one two three four five six seven eight nine".split()
 
 
@@ -53,7 +53,7 @@ class Towers(nn.Module):
 
 def loss_fn(params, apply_fn, batch, rng):
     image, text, scale = apply_fn({"params": params}, batch["image"], batch["text"])
-    # Of all captions those of this device begin at its number times its rows.
+    # Index of each local caption among the gathered captions.
     partner = jnp.arange(len(image)) + len(image) * lax.axis_index(AXES)
     losses = []
     for own, other in ((image, text), (text, image)):
@@ -71,7 +71,7 @@ for number in steps(500):
     state, metrics = step(state, batch_of(number), key)
     losses.append(float(metrics["loss"]))
 
-# ---- Ten new pictures beside their captions: the largest should be on the diagonal.
+# ---- Similarity of ten new pictures and captions; the diagonal should be largest.
 new = batch_of(10**6, rows=200)
 image, text, _ = jax.jit(model.apply)({"params": state.params}, *new.values())
 likeness = np.array(image @ text.T)

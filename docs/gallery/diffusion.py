@@ -1,7 +1,7 @@
-"""Diffusion: noise becomes points that spell a word.
+"""Diffusion: a denoising model turns noise into points that spell a word.
 
-A small network learns to take noise off points. Sampling uses an average of the
-weights (with_ema), which is split over the devices as the weights are.
+A small network learns to remove noise from points. Sampling uses an exponential moving
+average of the weights (with_ema), sharded like the weights.
 """
 
 import jax
@@ -52,11 +52,11 @@ class Denoiser(nn.Module):
         return nn.Dense(2)(nn.silu(h))
 
 
-def kept(t):  # the share of signal at time t, from 1 to 0
+def kept(t):  # fraction of signal at time t, from 1 to 0
     return jnp.cos(0.5 * jnp.pi * t) ** 2
 
 
-def loss_fn(params, apply_fn, points, rng):  # each device gets a key of its own
+def loss_fn(params, apply_fn, points, rng):  # rng differs between devices
     t = jax.random.uniform(jax.random.fold_in(rng, 0), points.shape[:1])
     noise = jax.random.normal(jax.random.fold_in(rng, 1), points.shape)
     share = kept(t)[:, None]

@@ -1,7 +1,7 @@
-"""DPO: walks that wander at random learn which paths are preferred.
+"""DPO: a policy for random walks learns from pairs of preferred and rejected walks.
 
-The loss compares the policy with its own start. The frozen copy goes to each step by
-extra_trees=, split as the parameters are, and has neither gradients nor moments.
+The loss compares the policy with a frozen copy of the initial policy. extra_trees=
+passes the copy to each step, sharded, without gradients and without optimizer moments.
 """
 
 import jax
@@ -21,7 +21,7 @@ from xlstm_jax.distributed import (
 simulate_cpu_devices(8)  # leave this out where there are accelerators
 mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 4})
 AXES, LENGTH, BETA = ("dp", "fsdp"), 48, 0.3
-WANTED = 6 * np.sin(np.arange(LENGTH + 1) * 2 * np.pi / LENGTH)  # nobody tells it
+WANTED = 6 * np.sin(np.arange(LENGTH + 1) * 2 * np.pi / LENGTH)  # never a model input
 
 
 class Policy(nn.Module):
@@ -39,7 +39,7 @@ class Policy(nn.Module):
 model = Policy()
 
 
-@jax.jit  # outside of shard_map the same model is the plain one
+@jax.jit  # outside of shard_map a sharded model behaves like the plain model
 def walk(params, key):
     """Heights of 256 walks that the policy takes, float32[256, LENGTH + 1]."""
 
@@ -78,7 +78,7 @@ reference = jax.tree.map(jnp.copy, state.params)
 step = make_train_step(dpo_loss, mesh, AXES)
 losses = []
 for number in steps(300):
-    # ---- Of two walks of the reference that one is preferred that is nearer the wave.
+    # ---- Sample two walks of the reference; prefer the walk nearer to the wave.
     keys = jax.random.split(jax.random.fold_in(key, number))
     pair = np.stack([walk(reference, key) for key in keys])
     nearer = (np.abs(pair - WANTED).sum(-1).argmin(0), np.arange(256))

@@ -1,7 +1,7 @@
-"""Mixture of experts: eight small networks divide a picture among themselves.
+"""Mixture of experts: eight small networks learn different parts of a picture.
 
-The experts lie on devices of their own, along the axis "ep". A router sends each point
-of the picture to one of them, and its colour comes back.
+The experts are distributed over the devices of axis "ep" (expert parallelism). A router
+sends each point of the picture to one expert, which returns the colour.
 """
 
 import jax
@@ -21,7 +21,7 @@ from xlstm_jax.distributed.model_parallel import Experts
 
 simulate_cpu_devices(8)  # leave this out where there are accelerators
 mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 2, "ep": 2})
-AXES = ("dp", "fsdp", "ep")  # "ep" splits the batch, too
+AXES = ("dp", "fsdp", "ep")  # "ep" splits the batch and the experts
 EXPERTS = 8
 
 
@@ -58,7 +58,7 @@ class Painter(nn.Module):
 
 def loss_fn(params, apply_fn, batch, rng):
     colours, sown = apply_fn({"params": params}, batch["points"], mutable=["losses"])
-    balance = sown["losses"]["Experts_0"]["load_balance"][0]  # 1 where all get the same
+    balance = sown["losses"]["Experts_0"]["load_balance"][0]  # 1 for equal loads
     error = jnp.mean((colours - batch["colour"]) ** 2)
     return error + 1e-3 * balance, {"error": error, "balance": balance}
 
@@ -76,7 +76,7 @@ balance = float(metrics["balance"])
 print(f"error {errors[0]:.3f} -> {errors[-1]:.4f}; balance {balance:.2f}, 1 is even")
 
 
-# ---- The whole picture, by the same model without an axis, and who painted what.
+# ---- Predict the full picture with axis=None, and show the expert of each point.
 def paint(params, points):
     seen = {"capture_intermediates": lambda module, _: module.name == "router"}
     plain = Painter(axis=None)

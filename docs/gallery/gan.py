@@ -1,7 +1,7 @@
-"""GAN: two networks compete, and one of them learns to draw.
+"""GAN: a generator learns to draw points that a discriminator accepts.
 
-Generator and discriminator have a state and a step each. Each step gets the other's
-parameters by extra_trees=: gathered where they are used, no gradient, not taken over.
+Generator and discriminator each have a state and a step. extra_trees= passes the
+opponent's parameters to a step: gathered on use, without gradients, not donated.
 """
 
 import jax
@@ -41,12 +41,12 @@ def generate(params, noise):
     return generator.apply({"params": params}, noise)
 
 
-def score(params, x):  # of one point or of many: high where it seems real
+def score(params, x):  # a point or several points: high for points that look real
     return discriminator.apply({"params": params}, x)[..., 0]
 
 
-# Only differences of scores count (a relativistic loss), and slopes at real and drawn
-# points are kept small: so the two do not run in circles.
+# A relativistic loss: only differences of scores count. The penalty on slopes at real
+# and generated points stabilises training.
 def discriminator_loss(params, apply_fn, batch, rng, *, generator):
     real, fake = batch["x"], generate(generator, batch["noise"])
     slopes = [jax.grad(lambda x: score(params, x).sum())(x) for x in (real, fake)]

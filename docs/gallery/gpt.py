@@ -1,7 +1,7 @@
-"""GPT: a language model learns to spell from Python's own documentation.
+"""GPT: a character-level language model learns from Python's documentation.
 
-The layers are one scan, which gathers the weights of the next layer while a layer
-computes (scan_layers). Muon trains the matrices, AdamW all else.
+scan_layers runs the layers in a scan and gathers the weights of the next layer while a
+layer computes. Muon trains the matrices, AdamW the rest; the learning rate decays.
 """
 
 import pydoc_data.topics
@@ -27,7 +27,7 @@ simulate_cpu_devices(8)  # leave this out where there are accelerators
 mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 4})
 AXES, LENGTH, WIDTH = ("dp", "fsdp"), 64, 64
 
-# ---- Text that every Python has: letters, commas, full stops, spaces.
+# ---- Text from the Python installation: letters, commas, full stops, spaces.
 text = " ".join(pydoc_data.topics.topics.values()).lower()
 text = re.sub(r"[^a-z,.]+", " ", text)
 symbols, codes = np.unique(list(text), return_inverse=True)
@@ -64,7 +64,7 @@ def loss_fn(params, apply_fn, tokens, rng):
     return losses(logits, tokens[:, 1:]).mean()
 
 
-# Muon's steps as large as those of AdamW, which has the embedding and the norms.
+# consistent_rms scales Muon's updates to AdamW's, which train embedding and norms.
 rate = optax.cosine_decay_schedule(8e-3, 500)
 model, key, tx = GPT(), jax.random.key(0), muon(rate, consistent_rms=0.2)
 state = create_train_state(model, tx, mesh, key, batch_of(0)[:, 1:], batch_axes=AXES)
@@ -75,7 +75,7 @@ for number in steps(500):
     losses.append(float(metrics["loss"]))
 
 
-@jax.jit  # outside of shard_map the same model is the plain one
+@jax.jit  # outside of shard_map a sharded model behaves like the plain model
 def write(params, window, key):
     def one_more(window, key):
         logits = model.apply({"params": params}, window[None])[0, -1]

@@ -1,7 +1,7 @@
-"""Graph network: a network finds the groups of 240 people, 16 of whom told theirs.
+"""Graph network: a network predicts the groups of 240 people from 16 labels.
 
-The people are split over the devices; each layer gathers what the others think. The 16
-lie unevenly, so the loss is a sum and a weight (weighted=True): exact all the same.
+The nodes are split over the devices; each layer all-gathers the node features. Labels
+per device differ, so the loss returns sum and weight (weighted=True) for an exact mean.
 """
 
 import jax
@@ -23,7 +23,7 @@ simulate_cpu_devices(8)  # leave this out where there are accelerators
 mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 4})
 AXES, PEOPLE, GROUPS = ("dp", "fsdp"), 240, 4
 
-# ---- Who knows whom: likelier within a group. Of themselves people tell little.
+# ---- A random graph: more edges within a group; noisy features (traits) per person.
 rng = np.random.default_rng(0)
 group = rng.integers(0, GROUPS, PEOPLE)
 likely = np.where(group[:, None] == group, 0.12, 0.006)
@@ -34,7 +34,7 @@ told = np.zeros(PEOPLE, np.float32)
 for one in range(GROUPS):
     told[np.flatnonzero(group == one)[:4]] = 1
 batch = {
-    "friends": knows / knows.sum(1, keepdims=True),  # each row has the sum 1
+    "friends": knows / knows.sum(1, keepdims=True),  # rows sum to 1
     "traits": traits.astype(np.float32),
     "group": group,
     "told": told,
@@ -46,7 +46,7 @@ class GraphNetwork(nn.Module):
 
     @nn.compact
     def __call__(self, friends, x):
-        """Rows [people here, all people] and traits of people here to their logits."""
+        """friends[local people, all people], x[local people, 8] -> logits."""
         Dense = shard_module_params(nn.Dense, "fsdp", min_weight_size=2**8)
         for _ in range(2):
             everyone = Dense(32)(x)
@@ -59,7 +59,7 @@ class GraphNetwork(nn.Module):
 def loss_fn(params, apply_fn, batch, rng):
     logits = apply_fn({"params": params}, batch["friends"], batch["traits"])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["group"])
-    # Of the 16 a device may have none: sums and weights are added over all devices.
+    # A device may have no label: the step adds sums and weights over all devices.
     return (losses * batch["told"]).sum(), batch["told"].sum()
 
 
@@ -77,7 +77,7 @@ found = np.array(logits.argmax(-1))
 right = (found == group)[told == 0].mean()
 print(f"loss {losses[0]:.2f} -> {losses[-1]:.4f}; of the others {right:.0%} are right")
 
-# ---- Drawn by who knows whom alone: friends pull each other near.
+# ---- Lay out the graph from its edges: edges attract, nodes repel.
 place = rng.normal(size=(PEOPLE, 2))
 for _ in range(200):
     apart = place[:, None] - place

@@ -1,7 +1,7 @@
-"""Long context: what was told anywhere in a sequence is found again, over four devices.
+"""Long context: attention recalls facts from a sequence split over four devices.
 
-In context_attention keys and values go round a ring of devices. In the zigzag layout
-each device has an early and a late part of the sequence, and as much to do.
+context_attention sends keys and values around a ring of devices. In the zigzag layout
+each device has an early and a late chunk of the sequence, so the work is balanced.
 """
 
 import jax
@@ -35,13 +35,11 @@ def batch_of(seed, rows=16):
 
 
 class Reader(nn.Module):
-    """The logits of the numbers that are asked for, [rows, t, NUMBERS]."""
+    """Logits of the answer for each query, [rows, t, NUMBERS]."""
 
     @nn.compact
     def __call__(self, told, number, asked):
-        name = nn.Embed(
-            NAMES, 64
-        )  # for both: who is asked for looks like who was told of
+        name = nn.Embed(NAMES, 64)  # one table for query and key names
         query = nn.DenseGeneral((4, 16), name="query")(name(asked))
         key = nn.DenseGeneral((4, 16), name="key")(name(told))
         value = nn.DenseGeneral((4, 16), name="value")(nn.Embed(NUMBERS, 64)(number))
@@ -73,11 +71,11 @@ for number in steps(250):
     state, metrics = step(state, batch, key)
     losses.append(float(metrics["loss"]))
 
-# ---- Outside of shard_map the model has the whole sequence, in its natural order.
+# ---- Outside of shard_map the model takes the full sequence in natural order.
 new = batch_of(10**6, rows=400)
 logits = jax.jit(Reader().apply)({"params": state.params}, *inputs(new))
 right = (logits.argmax(-1) == new["answer"]).mean(0)
-unseen = (1 - 1 / NAMES) ** np.arange(1, LENGTH + 1)  # the name has not been told yet
+unseen = (1 - 1 / NAMES) ** np.arange(1, LENGTH + 1)  # P(name not seen so far)
 last = right[-32:].mean()
 print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}; at the end {last:.0%} are right")
 fig, ax = panels()

@@ -1,7 +1,7 @@
-"""LoRA: a model that reads digits learns to read them in a mirror, by small adapters.
+"""LoRA: small adapters teach a digit classifier to read mirrored digits.
 
-The weights of the base are frozen and stored in 16 bits, without gradient and
-moments. Two narrow matrices beside each of them are all that is trained.
+The base weights are frozen and stored in 16 bits, without gradients and optimizer
+moments. Only two narrow matrices beside each kernel are trained.
 """
 
 import jax
@@ -24,7 +24,7 @@ mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 4})
 AXES = ("dp", "fsdp")
 
 
-class LoRADense(nn.Dense):  # with two parameters whose product is added to the kernel
+class LoRADense(nn.Dense):  # adds the product of two narrow matrices to the kernel
     @nn.compact
     def __call__(self, x):
         a = self.param("lora_a", nn.initializers.normal(0.1), (x.shape[-1], 4))
@@ -74,7 +74,7 @@ image = batch_of(0, mirrored=False)["image"]
 given = (optax.adamw(2e-3), mesh, jax.random.key(0), image)
 base, learned = train(create_train_state(Reader(), *given, batch_axes=AXES), False, 1)
 
-# ---- The base under the adapters: each device casts its own shards to bfloat16.
+# ---- Put the base under the adapters: each device casts local shards to bfloat16.
 frozen = {"trainable": lambda path: "lora_" in path, "frozen_dtype": "bfloat16"}
 adapted = Reader(LoRADense)
 state = create_train_state(adapted, *given, batch_axes=AXES, **frozen)

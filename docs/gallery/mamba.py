@@ -1,7 +1,7 @@
 """Mamba: a selective recurrence remembers a pulse for hundreds of steps.
 
-The sequence is split over four devices, along the axis "cp". Each device runs its own
-part, and recurrence_over_axis brings it the state that the devices before it have left.
+The sequence is split over four devices, along axis "cp". Each device runs the
+recurrence on the local part; recurrence_over_axis returns the state of earlier devices.
 """
 
 import jax
@@ -37,7 +37,7 @@ def batch_of(seed, rows=16):
 
 
 class Selective(nn.Module):
-    """h[s] = a[s] h[s - 1] + u[s]: the input says what is kept and what is added."""
+    """h[s] = a[s] h[s - 1] + u[s], where the input determines a and u."""
 
     @nn.compact
     def __call__(self, x):
@@ -45,7 +45,7 @@ class Selective(nn.Module):
         rates = self.param("rates", nn.initializers.normal(0.5), (32,))
         decay, update = jnp.exp(-opened * jnp.exp(rates)), opened * nn.Dense(32)(x)
         then = lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])
-        # Of its own tokens alone, from a state of zero; then what came before them.
+        # The local tokens from state zero; below, add the state of earlier devices.
         decays, own = jax.lax.associative_scan(then, (decay, update), axis=1)
         before = recurrence_over_axis(decays[:, -1], own[:, -1], "cp")
         states = own + decays * before[:, None]

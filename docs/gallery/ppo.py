@@ -1,7 +1,7 @@
-"""PPO: carts learn to balance their poles.
+"""PPO: a policy learns to balance poles on carts (reinforcement learning).
 
-Sixty-four carts are split over the devices as a batch is. The same sharded parameters
-drive them, outside of shard_map under jit, and learn from what came of it, in the step.
+Sixty-four carts are split over the devices like a batch. A rollout runs the sharded
+policy under jit, outside of shard_map; the training step learns from the rollout.
 """
 
 import jax
@@ -73,7 +73,7 @@ def rollout(params, x, key):
 def loss_fn(params, apply_fn, batch, rng):
     log_policy, value = apply_fn({"params": params}, batch["x"])
     ratio = jnp.exp(log_policy[jnp.arange(len(value)), batch["action"]] - batch["said"])
-    near = jnp.clip(ratio, 0.8, 1.2)  # of a policy far from this one nothing is known
+    near = jnp.clip(ratio, 0.8, 1.2)  # keeps the policy near the rollout policy
     policy = -jnp.minimum(ratio * batch["gain"], near * batch["gain"])
     return jnp.mean(policy + 0.002 * (value - batch["worth"]) ** 2)
 

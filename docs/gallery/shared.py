@@ -1,6 +1,6 @@
-"""What the programs of the gallery share: a look, the number of steps, and digits.
+"""Helpers of the gallery programs: figure style, number of steps, synthetic digits.
 
-With GALLERY_STEPS=20 in the environment each of them trains for 20 steps.
+With GALLERY_STEPS=20 in the environment each program trains for 20 steps.
 """
 
 import io
@@ -26,19 +26,19 @@ GLYPHS = {(d, f): TextPath((0, 0), str(d), prop=f) for d in range(10) for f in F
 
 
 def steps(number):
-    """The numbers of the steps to train."""
+    """Return the range of training steps."""
     return range(int(os.environ.get("GALLERY_STEPS", number)))
 
 
 def panels(columns=1, rows=1, **options):
-    """A figure of the gallery's size, and its axes."""
+    """Return a figure of the gallery's size and the axes of the figure."""
     return plt.subplots(
         rows, columns, figsize=(4.8, 3), layout="constrained", **options
     )
 
 
 def save(fig, name):
-    """Writes the picture, in 64 colours, so that it is a small file."""
+    """Write the picture with 64 colours, so that the file is small."""
     fig.savefig(drawn := io.BytesIO(), format="png")
     plt.close(fig)
     small = Image.open(drawn).quantize(
@@ -48,13 +48,13 @@ def save(fig, name):
 
 
 def inside(shape, points):
-    """Which points [n, 2] lie inside of a shape, and not in its holes: bool[n]."""
+    """Test whether points [n, 2] are inside a shape and not in a hole: bool[n]."""
     outlines = [Outline(outline) for outline in shape.to_polygons()]
     return sum(outline.contains_points(points) for outline in outlines) % 2 == 1
 
 
 def digits(seed, rows, size=16):
-    """Printed digits, turned and noisy: float32[rows, size, size], int[rows]."""
+    """Return rotated, noisy digits: float32[rows, size, size], and labels int[rows]."""
     rng = np.random.default_rng(seed)
     label, pixel = rng.integers(0, 10, rows), np.arange(size) + 0.5
     points = np.stack(np.meshgrid(pixel, pixel[::-1]), -1).reshape(-1, 2)

@@ -1,7 +1,7 @@
-"""ViT: a vision transformer reads printed digits that it has not seen.
+"""ViT: a vision transformer classifies printed digits.
 
-The model is plain Flax and knows nothing of devices: shard_modules wraps it from
-outside. On this mesh (HSDP) two groups of four devices hold a copy of the shards each.
+The model is plain Flax code without mesh axes; shard_modules shards the model without
+an edit. The mesh is HSDP: two groups of four devices each hold a replica of the shards.
 """
 
 import jax
@@ -72,7 +72,7 @@ def eval_fn(params, apply_fn, batch):
     return {"values": logits.argmax(-1) == batch["label"], "weight": batch["weight"]}
 
 
-# ---- New digits: each device counts its own, and the sums are taken once, at the end.
+# ---- New digits: each device counts locally; one reduction at the end.
 metric, new = WeightedMean(), batch_of(10**6, rows=2001)
 evaluate = make_eval_step(eval_fn, mesh, AXES, metric=metric)
 rows, weight = shard_batch(new, mesh, AXES, pad=2008)  # 8 devices do not divide 2001
@@ -82,7 +82,7 @@ print(
     f"loss {losses[0]:.2f} -> {losses[-1]:.2f}; {accuracy:.1%} of new digits are right"
 )
 
-# Outside of shard_map the wrapped model is the plain one, on the same sharded state.
+# Outside of shard_map the wrapped model behaves like the plain model.
 read = jax.jit(lambda image: model.apply({"params": state.params}, image).argmax(-1))
 fig, axes = panels(6, 4)
 for ax, image, label, said in zip(axes.flat, *new.values(), read(new["image"])):

@@ -260,6 +260,10 @@ INDEX = ROOT / "docs" / "_build" / "html" / "searchindex.js"
         ("EMA", "howto/average_weights"),
         ("resume", "howto/stop_and_resume"),
         ("multi-host", "tutorials/machines"),
+        ("multi host", "tutorials/machines"),
+        ("convert checkpoint", "howto/export"),
+        ("learning rate", "training"),
+        ("dropout", "training"),
         ("slow", "howto/slow_step"),
         ("weight decay", "howto/weight_decay"),
     ],
@@ -273,7 +277,7 @@ def test_a_search_finds_the_page_that_answers_first(asked, page):
 
 sys.path.insert(0, str(ROOT / "docs"))
 
-from implied_pages import KEYWORDS, groups_of_pages  # noqa: E402  # docs/ is no package
+from implied_pages import KEYWORDS, groups_of_pages, public_names  # noqa: E402  # docs/ is no package
 
 
 def test_keywords_lead_to_pages_and_no_word_to_two():
@@ -286,3 +290,26 @@ def test_the_sidebar_has_at_most_40_entries_on_each_page():
     """It has the groups of pages, and the pages of the group that is read."""
     groups = groups_of_pages()
     assert len(groups) >= 10 and len(groups) + max(len(pages) for _, pages in groups) <= 40
+
+
+def test_the_build_finds_links_to_missing_anchors_and_pages(tmp_path):
+    anchors = pytest.importorskip("anchors", exc_type=ImportError)  # imports Sphinx
+    (tmp_path / "a.html").write_text('<p id="x"><a href="#x"><a href="#y"><a href="b.html#z"><a href="https://c#d">')
+    (tmp_path / "b.html").write_text('<h1 id="z"><a href="a.html#x"><a href="a.html#w"><a href="c.html">')
+    broken = anchors.broken_links(sorted(tmp_path.glob("*.html")))
+    assert [(page.name, link) for page, link in broken] == [
+        ("a.html", "#y"),
+        ("b.html", "a.html#w"),
+        ("b.html", "c.html"),
+    ]
+
+
+def test_source_pages_link_to_names_under_the_module_of_their_page():
+    """Sphinx takes one module for all names of a file; ``TokenLosses`` is public elsewhere than ``LMHead``."""
+    anchors = pytest.importorskip("anchors", exc_type=ImportError)
+    faces = {name: module for module, name, _ in public_names()}
+    assert faces["TokenLosses"] != faces["LMHead"]  # guard
+    link = '<a href="../../reference/TokenLosses.html#{}.TokenLosses.loss">'
+    context = {"body": link.format(faces["LMHead"])}
+    anchors.mend_links_back(None, "_modules/xlstm_jax/distributed/training/cross_entropy", "", context, None)
+    assert context["body"] == link.format(faces["TokenLosses"])
