@@ -421,7 +421,7 @@ def test_steps_of_another_experiment_are_not_saved_behind_those_of_one(tmp_path)
 # ------------------------------------------------------------------------------------------------------------- the page
 
 DOCS = Path(__file__).parents[2] / "docs"
-KINDS = {"prevented", "refused", "told", "check_step", "not seen"}
+KINDS = {"prevented", "error", "warns", "check_step", "not detected"}
 
 
 def rows():
@@ -437,7 +437,7 @@ def test_each_row_of_the_page_has_an_answer_and_names_a_message_or_a_step_that_t
     assert len(rows()) > 70 and {answer for _, answer, _ in rows()} == KINDS
     for mistake, answer, how in rows():
         quoted = set(re.findall(r"`([^`]+)`", how))
-        if answer in ("refused", "told"):
+        if answer in ("error", "warns"):
             assert quoted & heads and all(quote in heads for quote in quoted if "…" in quote), mistake
         if answer == "check_step":
             assert quoted and quoted <= wrong, mistake
