@@ -1,4 +1,4 @@
-"""Copies of somebody else's, in a file of its own: one device of each group sends the gradient for all."""
+"""Tests of a user-defined reduction over copies: one device of each group sends the gradient for all devices."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""A model that nobody may edit is sharded from outside, as if its source had wrapped the modules."""
+"""Tests of models sharded from outside: same results as if the source had wrapped the modules."""
 
 import functools
 import re
@@ -90,7 +90,7 @@ class Tied(nn.Module):
 
 
 class Scanned(nn.Module):
-    """Compact, with names that Linen makes, and its layers in a scan."""
+    """Compact module with automatic Linen names and a scan of layers."""
 
     @nn.compact
     def __call__(self, tokens):
@@ -106,7 +106,7 @@ class Scanned(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Cells that make their carry themselves."""
+    """Recurrent cells that initialise their carry."""
 
     @nn.compact
     def __call__(self, tokens):
@@ -121,7 +121,7 @@ def loss_fn(params, apply_fn, tokens, rng):
 
 @functools.cache
 def three_steps_on_one_device(model):
-    """The parameters at the start and after three steps of AdamW on the whole batch."""
+    """Returns the parameters at the start and after three steps of AdamW on the full batch."""
     start = params = jax.jit(model.init)(KEY, TOKENS)["params"]
     state = TX.init(params)
 
@@ -136,7 +136,7 @@ def three_steps_on_one_device(model):
 
 
 def units(model, *inputs, mesh=None):
-    """The paths of the modules that gather something, by the plan."""
+    """Returns the paths of the gathering modules in the plan."""
     rows = plan_sharding(model, (mesh or mesh_of(2, 4)).shape, *inputs).rows
     return {row.gathered_with for row in rows if row.gathered_with is not None}
 

@@ -1,4 +1,6 @@
-"""Frozen parameters are split and gathered as all others, and have no gradient, no moments and no other collective."""
+"""Tests of frozen parameters: split and gathered as trained parameters, without gradients, moments or extra
+collectives.
+"""
 
 import io
 import re
@@ -67,11 +69,13 @@ from xlstm_jax.forecast.training import Workload
 MESH, KEY, BATCH = mesh_of(2, 4), jax.random.key(0), data()
 X = BATCH["x"]
 STEPS = 3
-ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))  # it would decay what it sees, and clips always
+ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))  # decays and clips every leaf
 
 
 def is_trained(path):
-    """Of ``Model``, the second Dense of each block and the head; the first Dense, norms and some biases are frozen."""
+    """Selects the second Dense of each block of ``Model`` and the head; first Dense, norms and
+    some biases are frozen.
+    """
     return "Dense_1" in path
 
 
@@ -79,7 +83,7 @@ FROZEN = {"trainable": is_trained, "frozen_dtype": "bfloat16"}
 
 
 def split_tree(params, trainable):
-    """The trained and the frozen leaves by path, and a function that merges them again."""
+    """Returns the trained and the frozen leaves by path, and a function that merges the two dicts."""
     paths, treedef = trees.flatten_with_path(params, lambda node: False)
     trained, rest = ({p: x for p, x in paths if bool(trainable(p)) == kind} for kind in (True, False))
     return trained, rest, lambda both: jax.tree.unflatten(treedef, [both[path] for path, _ in paths])
@@ -122,7 +126,7 @@ def frozen_paths(tree):
 
 
 class Ahead(nn.Module):
-    """``Model`` whose layers are gathered ahead."""
+    """``Model`` whose layers are gathered ahead by ``scan_layers``."""
 
     @nn.compact
     def __call__(self, x):
@@ -148,7 +152,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_rest_is_trained_as_one_device_trains_it(case):
     make_model, options = CASES[case]
-    # 3 divides neither 8 nor 16: the one case that pads does so.
+    # 3 divides neither 8 nor 16, so the case with uneven="pad" does pad.
     mesh, batch = (mesh_of(2, 3), data(24)) if "padded" in case else (MESH, BATCH)
     state = create_train_state(make_model(), ADAM, mesh, KEY, X, batch_axes=AXES, **FROZEN)
     assert any(not leaf_of(leaf).stores_value for _, leaf in trees.leaves_with_path(state.params)) == ("padded" in case)
@@ -195,7 +199,7 @@ def test_muon_beside_frozen_leaves_is_that_of_one_device_wherever_its_momenta_li
 
 
 class LoRADense(nn.Dense):
-    """A Dense whose kernel W is W + A B: names of the plain one, and two more."""
+    """A Dense with the kernel W + A B: the parameter names of ``nn.Dense``, and two more."""
 
     rank: int = 2
 
@@ -207,7 +211,7 @@ class LoRADense(nn.Dense):
 
 
 class Attention(nn.Module):
-    """A block of a Transformer, one head; ``dense`` makes its projections."""
+    """Transformer block with one head; ``dense`` makes the projections."""
 
     dense: type[nn.Module] = nn.Dense
 
@@ -235,7 +239,7 @@ class Transformer(nn.Module):
 
 
 TOKENS = jax.random.randint(jax.random.key(3), (16, 9), 0, 32)
-# Steps in proportion to gradients: Adam's first ones are of +-1 for a gradient that is 0 but for rounding.
+# SGD instead of Adam: Adam's first steps are +-1 for a gradient that is pure rounding.
 SGD = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.5, momentum=0.9))
 LORA = {"trainable": lambda path: "lora" in path, "frozen_dtype": "bfloat16"}
 
@@ -359,7 +363,7 @@ def test_an_optimizer_inside_shard_map_sees_and_decays_what_is_trained():
 
 
 def test_wrappers_freeze_their_modules_and_all_within_them():
-    """By ``shard_module_params`` and ``shard_modules``, leaves that stay whole too; one device sees the same."""
+    """``shard_module_params`` and ``shard_modules`` freeze replicated leaves too, with and without a mesh."""
 
     class Adapted(nn.Module):
         base: nn.Module
@@ -486,7 +490,7 @@ def test_a_workload_is_forecast_without_the_moments_of_frozen_leaves():
 
 
 def test_what_looks_at_all_parameters_looks_at_those_that_are_trained():
-    """Muon's matrices, the check of a step, the guard against what is not finite, a line search."""
+    """Muon, ``check_step``, ``skip_nonfinite`` and a line search see trained parameters only."""
     muon_plan = plan_sharding(Model(fsdp()), dict(MESH.shape), X, tx=muon(1e-3), **FROZEN)
     step, abstract = abstract_step(Model(fsdp()), tx=muon(1e-3), **FROZEN)
     assert jax.eval_shape(step, abstract, BATCH, KEY)[0].params["Dense_0"]["kernel"].value.dtype == "bfloat16"

@@ -1,4 +1,4 @@
-"""Over a whole model every axis of a torus carries as much as the others: orders of the axes are chosen by bytes."""
+"""Tests of the balance of torus links: orders of axes are chosen by bytes, so that each axis carries the same load."""
 
 from functools import partial
 
@@ -82,7 +82,7 @@ def test_plan_and_state_have_the_same_orders_and_a_model_trains_as_on_one_device
 
 
 class OfTokens(nn.Module):
-    """A table that is far larger than the two layers together, and is the head, too, or is not."""
+    """A table far larger than both layers together; with ``tied`` the table is also the head."""
 
     tied: bool
 
@@ -144,7 +144,9 @@ def test_which_axes_cross_hosts_is_kept_where_a_call_does_not_say_it():
 
 @pytest.mark.parametrize("count, orders", [(1, 0), (3, 6), (6, 720), (8, 336)])
 def test_of_many_axes_few_orders_are_tried_and_links_are_in_balance(monkeypatch, count, orders):
-    """All orders of eight axes are 40,320 for each leaf, which took seconds."""
+    """``balanced_orders`` tries few of the orders of many axes (eight axes have 40,320, which
+    took seconds per leaf).
+    """
     axis_sizes = {f"axis_{i}": 2 for i in range(count)}
     tried, traffic = [], link_balance._traffic
     monkeypatch.setattr(link_balance, "_traffic", lambda *args: tried.append(args[1]) or traffic(*args))

@@ -1,4 +1,6 @@
-"""``reshard_after_forward``: gathered weights are dropped after the forward pass, and nothing else changes."""
+"""Tests of ``reshard_after_forward``: gathered weights are dropped after the forward pass, and
+results are unchanged.
+"""
 
 from functools import partial
 
@@ -24,7 +26,7 @@ EVERYTHING = jax.checkpoint_policies.everything_saveable
 
 
 def loss_and_gradients(model, mesh, check_vma=True):
-    """The jitted function and its arguments."""
+    """Returns the jitted function and its arguments."""
     variables = init_sharded(model, mesh, jax.random.key(0), BATCH["x"], batch_axes=AXES)
     specs = partition_specs(variables, mesh)
 
@@ -148,19 +150,19 @@ def _block():
 
 
 def test_the_policy_of_an_outer_remat_decides():
-    """What the page on remat says of two of them; the lint's ``kept-gathered`` reports the first case."""
+    """An outer remat policy overrides ``reshard_after_forward`` in the two cases of the remat page."""
     mesh = mesh_of(2, 4)
 
     def counted(policy, reshard):
         return gathers(around(policy)(fsdp(reshard_after_forward=reshard)), mesh, of="scan")["all_gather"]
 
     once = counted(EVERYTHING, False)
-    assert counted(EVERYTHING, True) == once  # the outer policy keeps what the inner one would drop
+    assert counted(EVERYTHING, True) == once  # the outer policy keeps weights that the inner policy drops
     assert counted(remat_policy(), True) == counted(remat_policy(), False) > once
 
 
 class Sized(nn.Module):
-    """A method that returns what is no array beside what is one."""
+    """Module that returns arrays and other objects."""
 
     @nn.compact
     def __call__(self, x):
@@ -215,7 +217,9 @@ COMPLEX = {
 
 @pytest.mark.parametrize("block, check_vma", [("again", True), ("policy", False)])
 def test_complex_values_train_as_without_the_option(block, check_vma):
-    """JAX's own policies end in an error of ``reduce_precision`` there."""
+    """``reshard_after_forward`` trains complex values, for which JAX's policies raise an error of
+    ``reduce_precision``.
+    """
     fn, args = loss_and_gradients(Spectra(COMPLEX[block]()), mesh_of(2, 4), check_vma)
     params = unbox(args[0]["params"])
     loss, grads = jax.jit(jax.value_and_grad(lambda p: mean_loss(p, Spectra(Spectral).apply, BATCH)))(params)
@@ -223,6 +227,6 @@ def test_complex_values_train_as_without_the_option(block, check_vma):
     np.testing.assert_allclose(got, loss, rtol=1e-5)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), unbox(sharded["params"]), grads)
     assert jnp.iscomplexobj(grads["blocks"]["mix"])  # guard
-    with pytest.raises(TypeError, match="reduce_precision does not accept"):  # guard: what is kept would be complex
+    with pytest.raises(TypeError, match="reduce_precision does not accept"):  # guard: the kept values are complex
         kept = nn.remat(Spectral, policy=EVERYTHING)
         jax.eval_shape(jax.grad(lambda p: mean_loss(p, Spectra(kept).apply, BATCH)), params)
