@@ -1,4 +1,4 @@
-"""The layout of a split sequence is said once: what contradicts it is refused, while a step is traced."""
+"""Tests of the sequence layout: a contradiction between model and step raises while the step is traced."""
 
 import flax.linen as nn
 import jax
@@ -30,7 +30,7 @@ def mesh():
 
 
 class Model(nn.Module):
-    """Attention over "cp", or a recurrence; ``layout`` and ``positions`` are what calls name."""
+    """Attention over "cp", or a recurrence; ``layout`` and ``positions`` are arguments of the calls."""
 
     layout: str | None = None
     positions: str | None = None

@@ -1,4 +1,6 @@
-"""``check_step`` says what is so of every step of the corpus: the kept outcomes are of all, some are run here."""
+"""Tests of the verdicts of ``check_step`` on the corpus: outcomes of all steps are recorded,
+and some steps run here.
+"""
 
 import json
 from dataclasses import replace
