@@ -1,4 +1,4 @@
-"""What a tutorial shows beside its program is true of the program."""
+"""Tests of the tutorials: the text beside a program agrees with the program."""
 
 import difflib
 import re

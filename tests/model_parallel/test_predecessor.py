@@ -1,4 +1,6 @@
-"""A tensor-parallel program of the predecessor with its names changed has the same losses: that of the page."""
+"""Tests of a tensor-parallel program of the predecessor, with renamed functions: losses equal
+the losses of the page.
+"""
 
 from pathlib import Path
 

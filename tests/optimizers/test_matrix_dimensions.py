@@ -1,4 +1,4 @@
-"""Which leaves are matrices is decided from paths and shapes, is said, and is refused where nothing tells."""
+"""Tests of the choice of matrices by path and shape: reported, and an error for ambiguous leaves."""
 
 import io
 
@@ -45,7 +45,7 @@ def test_a_language_model_whose_layers_are_stacked():
 
 
 class Vision(nn.Module):
-    """A convolution and Flax's own attention, both with biases."""
+    """A convolution and Flax's attention, both with biases."""
 
     @nn.compact
     def __call__(self, x):
@@ -70,7 +70,7 @@ def test_what_is_said_of_a_pattern_of_paths_decides(dims, found):
 
 
 def test_shards_are_judged_by_their_global_shapes():
-    """On each device the kernel has as many rows as the stacked scale has layers, and still is one matrix."""
+    """Shards are classified by global shape: a local kernel with as many rows as layers still is one matrix."""
     params = {"norm": {"scale": jnp.ones((4, 8))}, "mix": {"kernel": jnp.ones((16, 8))}}
     found = []
 
