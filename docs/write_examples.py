@@ -2,8 +2,8 @@
 
     python docs/write_examples.py
 
-A tutorial that links to ``../examples/NAME.py`` has an example: its Python blocks, one after the other, below the
-headings under which they stand. The site runs the page, so what it shows is what the program prints.
+A tutorial with a link to ``../examples/NAME.py`` has an example: its Python blocks in order, below their headings. The
+site runs the page, so the page shows the program's output.
 """
 
 import re
@@ -28,12 +28,12 @@ def examples() -> dict[Path, str]:
 
 
 def linked(page: Path) -> list[str]:
-    """The examples that a page links to."""
+    """Returns the examples that a page links to."""
     return LINK.findall(page.read_text())
 
 
 def program(page: Path) -> str:
-    """The Python blocks of a page below the headings under which they stand."""
+    """Returns the Python blocks of a page below their headings."""
     parts, heading = [], ""
     for level, title, block in HEADING_OR_BLOCK.findall(page.read_text()):
         if level == "#":
@@ -44,7 +44,7 @@ def program(page: Path) -> str:
             parts.append(heading + block)
             heading = ""
     head, *blocks = parts
-    return head + "\n" + "\n\n".join(blocks)  # two empty lines between them, as around functions
+    return head + "\n" + "\n\n".join(blocks)  # two empty lines in between, as around functions
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The benchmarks of GPUs in small: meshes of hosts, bytes across them, options of XLA, what a card would be asked."""
+"""Tests of GPU benchmarks in small: meshes of hosts, bytes across hosts, XLA options, and the measures of a card."""
 
 import dataclasses
 import json
@@ -97,7 +97,7 @@ def test_ours_sends_the_least_and_across_hosts_the_least(kept):
     assert ours["ratios"]["sent over the limit"] <= 1.001  # the loss and the norm are sent, too
     assert ours["ratios"]["sent over jit"] <= 1.001
     assert ours["nic_over_the_least"] <= 1.02
-    assert jit["nic_over_the_least"] > 1.5  # guard: a flat ring sends all of its bytes over the border of hosts
+    assert jit["nic_over_the_least"] > 1.5  # guard: a flat ring sends all bytes across hosts
     assert set(ours["wire_bytes_by_axis"]) == {"fsdp_host", "fsdp_device"}
     assert traffic.by_kind(ours)["reduce-scatter"] > 0 and ours["all_reduced_share"] < 0.01
 
@@ -120,7 +120,7 @@ def test_an_option_that_the_compiler_refuses_is_a_row():
 
 
 def text_with(options):
-    """The compiled text of four scanned layers on two GPUs, without what is only a name."""
+    """Returns the compiled text of four scanned layers on two GPUs, without names."""
     step, args = workload(rows=64, width=512).build_step({"fsdp": 2})
     text = compile_for_topology(step, *args, topology="h100:1x2", compiler_options=options, cache=None).hlo
     return re.sub(r", metadata=\{[^}]*\}|HloModule.*", "", text)
@@ -151,7 +151,7 @@ def test_what_is_measured_on_a_card_can_be_measured_here():
     device = jax.devices()[0]
     text = measures.same_text(device)
     assert text["differing"] == 0 and text["instructions"] > 1000
-    assert measures.options_accepted(device) == {} and measures.memories(device) == {}  # of a CPU there are none
+    assert measures.options_accepted(device) == {} and measures.memories(device) == {}  # a CPU has no options
     times = measures.step_times(device, "tiny", rounds=2)["cases"]
     assert set(times) == {measures.PLAIN, measures.WRAPPED, "jit"}
 

@@ -1,4 +1,6 @@
-"""The benchmark of step times in small: all cases do the same, take turns, and are shown; PyTorch's model is ours."""
+"""Tests of the step-time benchmark in small: cases are equivalent, alternate, and are printed;
+PyTorch has our model.
+"""
 
 import json
 import os
@@ -164,13 +166,13 @@ def nested(params):
 
 
 def children():
-    """The processes of PyTorch that this process has started and that have not ended."""
+    """Returns the running PyTorch processes that this process has started."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(path.read_text().rpartition(")")[2].split()[1])
             command = (path.parent / "cmdline").read_bytes()
         except OSError:
-            continue  # it has ended meanwhile
+            continue  # the process has ended meanwhile
         found += [path.parent.name] * (parent == os.getpid() and b"benchmarks.torch_fsdp" in command)
     return found

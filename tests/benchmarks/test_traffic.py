@@ -1,4 +1,4 @@
-"""The traffic benchmark in small: what compiled steps send is, byte for byte, what the formulas say of them."""
+"""Tests of the traffic benchmark in small: bytes of compiled steps equal the formulas exactly."""
 
 import json
 
@@ -27,7 +27,7 @@ def found(kept):
 
 
 def asked_for(case):
-    """Bytes of gathers, and of scatters had each been compiled to itself: an all-reduce sends twice as much."""
+    """Returns the bytes of gathers and of scatters; an all-reduce counts as a scatter, with half of its bytes."""
     sent = traffic.by_kind(case)
     return sent["all-gather"], sent["reduce-scatter"] + sent["all-reduce"] / 2
 

@@ -1,6 +1,4 @@
-"""Tests of frozen parameters: split and gathered as trained parameters, without gradients, moments or extra
-collectives.
-"""
+"""Tests of frozen parameters: split and gathered as others, without gradients, moments or extra collectives."""
 
 import io
 import re

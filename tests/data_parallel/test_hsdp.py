@@ -159,9 +159,7 @@ def first_state(shape, replicas):
 
 @cache
 def gradient_norm(shape, check_vma, accumulation, penalty, replicas=True):
-    """Returns the gradient norm of a loss with a penalty on the parameters, after one step of one
-    or two minibatches.
-    """
+    """Returns the gradient norm of a loss with a penalty on the parameters, after one step of 1 or 2 minibatches."""
     mesh, state = mesh_of(*shape), jax.tree.map(jnp.copy, first_state(shape, replicas))  # the step donates its state
     loss = lambda params, *args: mean_loss(params, *args) + penalty(params)  # noqa: E731
     options = {"num_minibatches": 1 if accumulation == "reduce_each" else 2, "accumulation": accumulation}

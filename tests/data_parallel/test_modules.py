@@ -468,9 +468,7 @@ def test_a_leaf_of_integers_or_keys_beside_weights():
 
 
 def test_what_watches_modules_is_told_innermost_first():
-    """``watching`` returns Linen's interceptors innermost first; fails if a release renames or reverses the private
-    stack.
-    """
+    """``watching`` returns Linen's interceptors innermost first; fails if a release changes the private stack."""
 
     class Watcher:
         def intercept(self, method, args, kwargs, context):

@@ -114,9 +114,7 @@ def padding_of(tree):
     "devices, check_vma, tx", [(8, True, "adafactor"), (8, True, "adamw"), (8, False, "lamb"), (4, True, "adamw")]
 )
 def test_it_trains_as_one_device_does(devices, check_vma, tx):
-    """Padded training equals one device with Adafactor and LAMB, whose means over a leaf would change with the
-    padding.
-    """
+    """Padded training equals one device with Adafactor and LAMB, whose means over a leaf must exclude padding."""
     state, metrics = trained(devices, tx, check_vma=check_vma)
     want, want_metrics = trained(1, tx, wrap=plain)
     assert_same_params(true_tree(state.params), true_tree(want.params), tolerance=1e-4)

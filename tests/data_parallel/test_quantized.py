@@ -354,9 +354,7 @@ SIZES = {"dp": 2, "fsdp": 4}
 
 
 def compiled(topology):
-    """Compiles a program that gathers a weight in each format, and reduces the gradient over copies in the same
-    format.
-    """
+    """Compiles a program that gathers a weight, and reduces its gradient over copies, in each format."""
     mesh = jax.sharding.AbstractMesh(tuple(SIZES.values()), tuple(SIZES), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
     def gradients(weights, x):

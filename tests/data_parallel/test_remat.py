@@ -213,9 +213,7 @@ def test_jaxs_policies_keep_weights(module, scan):
 @in_and_out_of_scan
 @every_module
 def test_frozen_weights_are_not_kept_either(module, scan):
-    """Frozen weights are dropped: in gradients of the input the gather, which has a custom derivative, is one
-    operation.
-    """
+    """Frozen weights are dropped: in gradients of the input the gather, with its custom rule, is one operation."""
     assert WEIGHT not in kept_sizes(module, remat_policy(), scan, frozen=True)
     assert WEIGHT in kept_sizes(module, SAVEABLE.everything_saveable, scan, frozen=True)
 
@@ -380,9 +378,7 @@ def gathers(found, direction):
 
 @pytest.mark.slow
 def test_on_a_tpu_the_bytes_of_gathered_weights_are_free():
-    """On a TPU ``remat_policy`` frees the bytes of gathered weights, compared with a policy that differs only in
-    gathers.
-    """
+    """On a TPU ``remat_policy`` frees the bytes of gathered weights; the reference policy differs in gathers only."""
     pytest.importorskip("libtpu")
     keeping, dropping = compiled(partial(keep_but, RECOMPUTED)), compiled(remat_policy("everything"))
     saved = keeping.memory.temporary_bytes - dropping.memory.temporary_bytes

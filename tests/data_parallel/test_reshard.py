@@ -1,6 +1,4 @@
-"""Tests of ``reshard_after_forward``: gathered weights are dropped after the forward pass, and
-results are unchanged.
-"""
+"""Tests of ``reshard_after_forward``: gathered weights are dropped after forward, and results are unchanged."""
 
 from functools import partial
 

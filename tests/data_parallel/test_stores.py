@@ -103,9 +103,7 @@ def transposed_state(mesh, tx=TX, make=Two, **options):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_store_of_ones_own_is_one_class(check_vma, tmp_path):
-    """A user-defined store keeps loss, gradients and moments exact; a checkpoint contains the values of the plain
-    model.
-    """
+    """A user-defined store keeps loss, gradients and moments exact; a checkpoint has the plain model's values."""
     mesh = mesh_of(2, 4)
     state = transposed_state(mesh)
     kernels = transposed_leaves(state.params)

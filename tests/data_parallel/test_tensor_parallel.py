@@ -73,8 +73,7 @@ class OnEachDevice(nn.Module):
     """Layer whose parameters differ per device along "tp".
 
     ``dims`` names the dim of a leaf along which the devices' parts are concatenated; any other leaf is stacked along a
-    new
-    first dim. With ``only_first`` the parts of all devices except the first are zero, and stay zero.
+    new first dim. With ``only_first`` the parts of all devices except the first are zero, and stay zero.
     """
 
     make: Callable[..., nn.Module]

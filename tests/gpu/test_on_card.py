@@ -1,4 +1,4 @@
-"""Parity on one device: what wrapping changes in values on a mesh of one, which is nothing."""
+"""Tests of parity on one device: wrapping changes no values on a mesh of one device."""
 
 import jax
 import jax.numpy as jnp
@@ -33,4 +33,4 @@ def test_the_wrapped_model_trains_as_the_plain_one(options):
     np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), params, want)
     other_losses, _ = trained(plain, learning_rate=2e-2)
-    assert not np.allclose(other_losses, want_losses, rtol=1e-3)  # guard: training changes them
+    assert not np.allclose(other_losses, want_losses, rtol=1e-3)  # guard: losses depend on the rate

@@ -32,9 +32,7 @@ def name_of(path):
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_helpers_are_imported_from_tests(path):
-    """Tests import helpers as ``tests.support``; ``support`` would be a second module with separate
-    classes and caches.
-    """
+    """Tests import helpers as ``tests.support``; ``support`` would be a second module with separate caches."""
     assert not set(imported(path.read_text())) & (HELPERS | {"."}), "write: from tests.helper import name"
 
 

@@ -2,8 +2,7 @@
 
 ``tests/exactness`` tests pairs of an axis and another feature. The model here has all layers that an axis splits:
 embedding, attention and feed-forward over "tp", tokens in between too (unless "cp" splits them), experts over "ep",
-and
-a sequence over "cp". All axes except "tp" split the batch.
+and a sequence over "cp". All axes except "tp" split the batch.
 """
 
 from functools import cache, partial

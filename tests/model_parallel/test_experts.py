@@ -405,9 +405,7 @@ def test_what_is_over_the_capacity_is_dropped_last_choices_first():
 
 
 def test_an_expert_takes_more_rows_than_two_bytes_count():
-    """An expert takes 40,000 rows, more than 16 bits count: all rows choose the same expert,
-    with sufficient capacity.
-    """
+    """An expert takes 40,000 rows, more than 16 bits count, if all rows choose the expert and the capacity allows."""
     rows, factors, ones = np.arange(40_000.0, dtype=np.float32)[:, None], np.float32([[1], [10]]), np.ones((40_000, 1))
     routing = Routing(ones.astype(np.int32), ones.astype(np.float32), np.zeros((40_000, 2), np.float32))
     out, dropped = jax.jit(partial(mix_experts_with_capacity, doubled, capacity_factor=2.0))(factors, rows, routing)

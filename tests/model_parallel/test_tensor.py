@@ -1,8 +1,7 @@
 """Tests of tensor and sequence parallelism beside FSDP: training equals one device, on every mesh, in both modes.
 
 The model has all split layers: embedding, attention with grouped queries, gated and plain feed-forward, and a head
-with
-losses without logits. Tokens between layers are replicated, split, or split and gathered in rings.
+with losses without logits. Tokens between layers are replicated, split, or split and gathered in rings.
 """
 
 from functools import cache, partial

@@ -1,4 +1,4 @@
-"""One model, sharded from outside, beside the same model on one device: values, gradients, AdamW steps, collectives."""
+"""Compares a model sharded from outside with one device: values, gradients, AdamW steps, collectives."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -15,14 +15,16 @@ from xlstm_jax.distributed import create_train_state, make_train_step, shard_mod
 from xlstm_jax.distributed.data_parallel.leaf import is_box
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 
-# Adam divides by the root of the second moment: without this a gradient that is rounding alone would be a whole step.
+# Adam divides by the root of the second moment: without eps, a gradient that is pure rounding would be a full step.
 TX = optax.adamw(1e-2, eps=1e-4)
 STEPS = 3
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Largest differences from one device, each over the largest entry of its leaf; and what was split and sent."""
+    """Largest differences from one device, relative to the largest entry of each leaf; and counts
+    of splits and collectives.
+    """
 
     same_bits: bool
     gradients: float
@@ -112,7 +114,7 @@ def sharded(case: Case, check_vma: bool, like: tuple[Any, Any, Any]) -> Outcome:
 
 
 def with_kept_gradients() -> optax.GradientTransformation:
-    """``TX``, with the gradients of the last step in its state."""
+    """Returns ``TX`` with the gradients of the last step in the state."""
     keep = optax.GradientTransformation(
         lambda params: jax.tree.map(jnp.zeros_like, params), lambda grads, state, params=None: (grads, grads)
     )
@@ -120,7 +122,9 @@ def with_kept_gradients() -> optax.GradientTransformation:
 
 
 def difference(got: Any, want: Any) -> float:
-    """The largest of all leaves' largest differences, over a leaf's largest entry (the tree's, where that vanishes)."""
+    """Returns the largest difference of any leaf, relative to the leaf's largest entry (the tree's,
+    if the leaf vanishes).
+    """
     got, want = (jax.tree.map(lambda x: np.asarray(x, np.float64), unbox(tree)) for tree in (got, want))
     scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(want))
 

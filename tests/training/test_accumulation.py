@@ -90,8 +90,7 @@ def test_gathered_once_is_gathered_as_the_modules_would():
     Unrounded weights would move the loss by some 1e-4.
 
     A minibatch's gradient is rounded to 8 bits on leaving its module, and XLA rounds earlier or later depending on
-    fusion:
-    gradients agree to that unit, 2^-8 of a leaf's largest entry.
+    fusion: gradients agree to that unit, 2^-8 of a leaf's largest entry.
     """
     wrap = (*WRAP, ("uneven", "pad"), ("gather_dtype", jnp.bfloat16))
     before, results = start(mesh_of(2, 4), wrap).params, []

@@ -122,16 +122,12 @@ class Layer(nn.Module):
 
 @pytest.mark.parametrize("check_vma, axis_name", [(True, AXES), (False, "fsdp")])
 def test_statistics_of_the_whole_batch_pass_in_layers_that_are_scanned(check_vma, axis_name):
-    """Global batch statistics pass in a scan; ``check_vma`` needs gathers over all batch axes, as
-    ``nn.scan`` drops types.
-    """
+    """Global batch statistics pass in a scan with gathers over all batch axes, as ``nn.scan`` drops types."""
     traced(loss_fn, Stack(fsdp(axis_name=axis_name)), check_vma=check_vma)
 
 
 def test_what_is_refused_would_drift_and_is_found():
-    """``check_replicas`` finds drifting statistics in a custom step that wrongly declares local
-    statistics as replicated.
-    """
+    """``check_replicas`` finds statistics that a custom step wrongly declares as replicated."""
     model, mesh = Net(None, fsdp()), mesh_of(2, 4)
     state = state_of(model)
 

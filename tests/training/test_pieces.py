@@ -70,8 +70,7 @@ def weighted_loss(hidden, kernel, labels, **options):
 def on_devices(mesh, check_vma, names, how=DEFAULT_COMMUNICATION, *, whole=False, chunk_size=16, vocab_dim=1):
     """Returns a function of (hidden, kernel, labels): losses of devices, correct flags, both gradients.
 
-    The gradient of the kernel is the mean over devices that split the kernel, or have copies, and the sum over other
-    axes.
+    The gradient of the kernel is the mean over devices that split the kernel or have copies, else the sum.
     """
 
     def losses(hidden, shard, labels):
@@ -462,9 +461,7 @@ def test_outside_of_shard_map_values_are_global():
 
 
 def test_a_gradient_within_the_loss_is_refused(mesh):
-    """``jax.grad`` inside a loss raises: the kernel's gradient would be averaged, gradients of
-    replicated leaves not.
-    """
+    """``jax.grad`` inside a loss raises: it would average the kernel's gradient, but no replicated leaf's."""
     model = Model(partial(fsdp, axis_name=BATCH))
     batch = batch_of(VOCAB)
     state = create_train_state(model, KEPT, mesh, jax.random.key(0), batch, batch_axes=BATCH)

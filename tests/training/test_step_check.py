@@ -214,9 +214,7 @@ def test_a_step_with_its_own_optimizer_is_compared_by_what_that_makes_of_gradien
 
 @pytest.mark.slow
 def test_a_gradient_that_is_rounding_alone_is_not_looked_at(mesh):
-    """``check_step`` skips the gradient of attention's key bias, which is pure rounding: softmax
-    ignores common shifts.
-    """
+    """``check_step`` skips the gradient of attention's key bias, pure rounding because softmax is shift-invariant."""
 
     class Net(nn.Module):
         @nn.compact
