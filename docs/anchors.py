@@ -1,7 +1,8 @@
-"""A Sphinx extension: source pages link to the right anchors, and a build warns of links to a missing anchor or page.
+"""Sphinx extension that corrects anchors of source pages and warns of links to a missing anchor or page.
 
-``sphinx.ext.viewcode`` stores one module per source file, and takes it for the links back to all public names of the
-file. Here a name may be documented under another module than the next name of its file, so the links are mended.
+``sphinx.ext.viewcode`` stores one module per source file, and uses it for the links back to all public names of the
+file. In this library a name may be documented under another module than other names of its file, so the extension
+corrects the links.
 """
 
 import re

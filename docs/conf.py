@@ -134,7 +134,7 @@ OPTIMIZED = {"tutorials/generation", "howto/profile", "howto/slow_step"}
 
 @cache
 def outside():
-    """The pages of names of JAX, Flax, optax, NumPy and Python."""
+    """Returns the pages of names of JAX, Flax, optax, NumPy and Python."""
     return make_inventories.addresses()
 
 
@@ -218,7 +218,7 @@ def _from_the_top(page):
 
 
 def read_docstring(app, what, name, value, options, lines):
-    """Escapes the stars of ``*args`` in prose, makes links of names and pages, and has examples make their mesh."""
+    """Escapes the stars of ``*args`` in prose, links names and pages, and adds the mesh to examples."""
     del app, what, value, options
     others = {one: f"{face}.{one}" for face, one, _ in public_names() if one != name.rsplit(".", 1)[-1]}
     others |= {one: one for one in outside()}

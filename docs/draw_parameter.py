@@ -51,7 +51,7 @@ STEPS = [
 
 
 def size(row, quarters):
-    """Bytes of so many quarters of a row."""
+    """Returns the bytes of this number of quarters of a row."""
     return SHAPE[0] * SHAPE[1] * ROWS[row][0] * quarters // DEVICES
 
 

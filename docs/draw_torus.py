@@ -1,4 +1,4 @@
-"""Draws ``images/torus.svg``, one axis over all chips beside one for each dim: ``python docs/draw_torus.py``."""
+"""Draws ``images/torus.svg``: a single axis over all chips, and an axis per dim: ``python docs/draw_torus.py``."""
 
 from svg import QUARTERS, rect, text, write
 

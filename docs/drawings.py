@@ -15,7 +15,7 @@ DRAWING = re.compile(r"!\[([^\]]*)\]\((\S+\.svg)\)")
 
 
 def inline(app, page, source):
-    """Puts the text of each SVG in the place of its link."""
+    """Replaces the link of each SVG by the SVG's text."""
     folder = (Path(app.srcdir) / page).parent
     source[0] = SERIES.sub(partial(_figures, app.env, folder), source[0])
 

@@ -63,7 +63,7 @@ class LanguageModel(nn.Module):
 
 
 def next_token_loss(params, apply_fn, tokens, rng):
-    """The mean over this device's part of the batch, as for make_train_step."""
+    """Returns the mean over the local batch, as for make_train_step."""
     del rng
     logits = apply_fn({"params": params}, tokens[:, :-1]).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()

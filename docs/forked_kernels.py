@@ -107,7 +107,7 @@ def forget_programs(app):
 
 
 class _EntryPoint:
-    """Jupyter finds provisioners as entry points of installed packages."""
+    """Entry point of the provisioner, as Jupyter finds provisioners of installed packages."""
 
     load = staticmethod(lambda: ForkedProvisioner)
 

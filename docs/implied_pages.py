@@ -119,7 +119,7 @@ def slug(title):
 
 
 def write_pages(app):
-    """Writes the implied pages: see the top of this file. A page with the right text is not written again."""
+    """Writes the implied pages (see the module docstring); unchanged pages are not rewritten."""
     reference = {name: _reference(face, name, what) for face, name, what in public_names()}
     groups = {group.page: _group_of_names(group) for group in groups_of_names()}
     groups |= {slug(caption): _group_of_pages(caption, entries) for caption, entries in groups_of_pages()}
@@ -138,7 +138,7 @@ def write_pages(app):
 
 
 def groups_of_pages():
-    """(caption, entries) of each group of index.md."""
+    """Returns (caption, entries) of each group of index.md."""
     return [(caption, body.split("\n")[:-1]) for caption, body in GROUP.findall((DOCS / "index.md").read_text())]
 
 
@@ -233,7 +233,7 @@ def gallery_with_pages(text):
 
 
 def with_keywords(page, text):
-    """The page with its keywords as main entries of the index, below its title."""
+    """Returns the page with keywords as main entries of the index, below the title."""
     if page not in KEYWORDS:
         return text
     entries = ", ".join(f"! {word}" for word in KEYWORDS[page])

@@ -39,7 +39,7 @@ DOES_NOT_FIT = """() => {
 
 
 def pages_of(site, everything):
-    """The pages, in the order of their paths, without the generated ones (index, search, sources)."""
+    """Returns the pages in the order of their paths, without generated pages (index, search, sources)."""
     pages = sorted(site.rglob("*.html"))
     generated = {site / name for name in ("genindex.html", "search.html", "py-modindex.html")}
     skipped = ("_modules", "_static") if everything else ("_modules", "_static", "reference")

@@ -22,7 +22,7 @@ The code of docs/tutorials/{name}.md, written by docs/write_examples.py: change 
 
 
 def examples() -> dict[Path, str]:
-    """The programs by their files."""
+    """Returns the programs by file."""
     pages = sorted((DOCS / "tutorials").glob("*.md"))
     return {DOCS / "examples" / f"{page.stem}.py": program(page) for page in pages if page.stem in linked(page)}
 

@@ -33,7 +33,7 @@ METADATA = {
 
 
 def notebooks() -> dict[Path, str]:
-    """The notebooks by their files."""
+    """Returns the notebooks by file."""
     pages = sorted((DOCS / "tutorials").glob("*.md"))
     return {
         DOCS / "notebooks" / f"{page.stem}.ipynb": notebook(page.read_text())
@@ -43,7 +43,7 @@ def notebooks() -> dict[Path, str]:
 
 
 def notebook(text: str) -> str:
-    """The cells of a page: Markdown and code by turns."""
+    """Returns the cells of a page: Markdown and code alternate."""
     title, _, rest = text.partition("\n\n")
     cells = [_cell("markdown", title), _cell("code", INSTALL)]
     for i, part in enumerate(BLOCK.split(rest)):

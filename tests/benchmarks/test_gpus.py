@@ -71,7 +71,9 @@ def test_collectives_of_a_layer_are_those_that_run_most_often():
 
 
 def test_a_picture_shows_the_cases_that_all_topologies_have_in_one_order():
-    """Plots share the axis of cases: another order, or a gap, would put bars beside the wrong names."""
+    """The picture shows the cases that every topology has, in the same order, because the plots
+    share the axis of cases.
+    """
     first = {"jit": {"n": 1}, "flat": {"n": 2}, "ours": {"n": 3}}
     second = {"ours": {"n": 4}, "jit": {"n": 5}, "flat": {"problem": "too large"}}
     shown = forecasts.drawn({"h100:32x8": first, "b200:8x8": second})

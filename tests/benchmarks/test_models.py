@@ -153,7 +153,7 @@ def mean_of(trees):
 
 
 def attention_of_each_group(q, k, v):
-    """Queries h share the keys h // (heads / kv_heads)."""
+    """Attention in which head h of the queries reads key head h // (heads / kv_heads)."""
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
     k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
     return jnp.swapaxes(plain_attention(q, k, v), 1, 2)
@@ -197,7 +197,7 @@ def test_a_model_sharded_from_outside_has_the_gradient_of_the_plain_one(name):
 
 
 def drawn(rows):
-    """A batch of this shape: tokens or classes, or pixels."""
+    """Returns a random batch of this shape: tokens or classes, or pixels."""
     if jnp.issubdtype(rows.dtype, jnp.integer):
         return jax.random.randint(jax.random.key(0), rows.shape, 0, 16)
     return jax.random.normal(jax.random.key(0), rows.shape, rows.dtype)

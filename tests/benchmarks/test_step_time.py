@@ -154,7 +154,7 @@ def test_processes_of_pytorch_are_gone_after_an_error():
 
 
 def nested(params):
-    """{"a/b": x} -> {"a": {"b": x}}"""
+    """Returns nested dicts: {"a/b": x} -> {"a": {"b": x}}."""
     found = {}
     for path, value in params.items():
         *modules, name = path.split("/")

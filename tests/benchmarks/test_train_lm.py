@@ -427,7 +427,7 @@ def test_help_lists_every_option(capsys):
 
 @pytest.fixture
 def x64_stays_off():
-    """The option for float64 sets JAX's for the rest of the process."""
+    """Turns float64 off after the test, because the job's option sets JAX's for the rest of the process."""
     yield
     jax.config.update("jax_enable_x64", False)
 

@@ -28,7 +28,7 @@ def test_errors_are_below_their_bounds_and_stages_make_them_smaller(kind, dtype)
 
 
 def test_one_addition_in_float32_rounds_once():
-    """Guard for the simulation: a sum of two is the exact sum, rounded."""
+    """Guard of the simulation: a float32 sum of two numbers is the rounded exact sum."""
     x = gradients("no signal", 2)
     for dtype in ("bfloat16", "float16"):
         narrow = (x / 2).astype(WIRE[dtype])

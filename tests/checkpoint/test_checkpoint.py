@@ -74,7 +74,7 @@ def everything(mesh, train):
 
 
 def assert_same(got, want):
-    """Structure, types, shardings and bits."""
+    """Asserts equal structure, types, shardings and bits."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for (path, a), b in zip(leaves_with_path(unbox(got)), jax.tree.leaves(want), strict=True):
         assert type(a) is type(b), path
@@ -122,7 +122,7 @@ def test_arrays_of_each_dtype_are_read_in_the_sharding_of_the_target():
 
 
 def test_every_dtype_is_read_shard_by_shard(tmp_path):
-    """Split and replicated; in 64 bits, too."""
+    """Split and replicated arrays of every dtype, 64-bit dtypes included, are read shard by shard."""
     mesh = mesh_of(2, 4)
     values = np.random.default_rng(0).integers(0, 2, (8, 3))
 
@@ -196,7 +196,9 @@ def test_it_restores_into_the_plain_model_and_back(on_eight, tmp_path):
 
 
 def test_parameters_are_restored_without_the_optimizer(on_eight, tmp_path):
-    """Whatever the optimizer was, and wherever in the tree the state is; into the plain model and onto another mesh."""
+    """Parameters restore into the plain model and onto another mesh, whatever the optimizer and the
+    place of the state.
+    """
     model, key = Model(fsdp()), jax.random.key(9)
     adamw = on_eight
     sgd = create_train_state(model, optax.sgd(1.0), mesh_of(2, 4), key, X, batch_axes=AXES)
@@ -405,7 +407,7 @@ def intact(tmp_path_factory):
 
 @pytest.fixture
 def folder(intact, tmp_path):
-    """Two steps, to be damaged."""
+    """Returns a folder with two steps, to be damaged."""
     return shutil.copytree(intact, tmp_path / "checkpoints")
 
 
@@ -431,7 +433,7 @@ def folder(intact, tmp_path):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_damage_leads_to_an_older_step_or_an_error(hurt, want, sound, folder):
-    """A few of the trials of tests/faults/test_damage.py."""
+    """A sample of the damage of tests/faults/test_damage.py leads to an older step or an error."""
     hurt(folder, np.random.default_rng(0))
     got = damage.outcome(folder, sound)
     assert want is None or got == want

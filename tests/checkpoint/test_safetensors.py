@@ -1,4 +1,4 @@
-"""Safetensors files against the safetensors library, and back onto any mesh."""
+"""Tests of safetensors files: equal to the safetensors library, and restored onto any mesh."""
 
 import json
 import os
@@ -188,7 +188,7 @@ def test_a_model_in_several_files_must_be_whole(tmp_path):
 
 
 def test_two_files_have_an_index_and_values_of_a_file_begin_at_multiples_of_eight(tmp_path):
-    """Names of every length: without padding behind the header values would begin anywhere."""
+    """Values begin at multiples of eight for names of every length, thanks to padding after the header."""
     for length in range(1, 9):
         params = {name * length: np.full(100, i, np.float32) for i, name in enumerate("ab")}
         folder = tmp_path / str(length)
@@ -202,7 +202,7 @@ def test_two_files_have_an_index_and_values_of_a_file_begin_at_multiples_of_eigh
 
 
 def test_a_file_has_its_name_when_all_of_it_is_on_disk(tmp_path, monkeypatch):
-    """In the order of events: after a crash a file system may have the new name and not the bytes."""
+    """A file is synced before the rename; otherwise, after a crash, the name may exist without the bytes."""
     synced, renamed, fsync, replace = {}, [], os.fsync, os.replace
 
     def counted_fsync(descriptor):

@@ -47,7 +47,7 @@ def steps_in(folder):
 
 @contextmanager
 def limited(what, soft):
-    """Within, a limit of this process is lower."""
+    """Lowers a resource limit of this process inside the ``with`` block."""
     limits = resource.getrlimit(what)
     old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
@@ -74,7 +74,7 @@ def limited(what, soft):
     ids=["wait", "save, not due", "save", "latest_step", "restore", "close"],
 )
 def test_a_failed_save_is_told_by_the_next_call_and_once(told_by, tmp_path):
-    """No file may be larger than 10 kB, as if the disk were full."""
+    """The next call reports a failed save, once; a limit of 10 kB per file emulates a full disk."""
     with Checkpointer(tmp_path, 10, async_timeout_s=10) as checkpointer:
         checkpointer.save(10, SMALL)
         checkpointer.wait()
@@ -350,7 +350,7 @@ def test_an_error_of_the_system_is_no_damage(error, two_steps):
 
 @pytest.mark.parametrize("error", DAMAGES.values(), ids=DAMAGES)
 def test_damage_is_none_of_the_system(error, two_steps):
-    """The guard of the test above."""
+    """Guard of the test above: damage is no I/O error."""
     with Checkpointer(two_steps) as checkpointer:
         failing_once(error)
         with pytest.warns(match="step 2 in .* is damaged"):

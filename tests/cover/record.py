@@ -78,7 +78,7 @@ def function_of(qualname: str) -> str:
 
 
 class Recorder:
-    """The plugin: a line of JSON for each test, in a file of this process."""
+    """Plugin that writes a line of JSON for each test, into a file per process."""
 
     def __init__(self, folder: Path) -> None:
         if sys.version_info < (3, 12):
@@ -185,7 +185,7 @@ def _seconds() -> float:
 
 
 def _ranges(numbers: set[int]) -> str:
-    """Numbers as text: "3-5,9"."""
+    """Returns numbers as text: "3-5,9"."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and ranges[-1][1] == number - 1:

@@ -27,7 +27,7 @@ def collectives(text):
 
 
 def lowered(shape, axis_name, check_vma, scan=False, remat=False, around=lambda model: model):
-    """The boxed variables and the lowered loss and gradient of the model on a mesh."""
+    """Returns the boxed variables, and the lowered loss and gradient of the model on a mesh."""
     devices = jax.devices()[: int(np.prod(list(shape.values())))]
     mesh, axes = DeviceMeshManager.create_device_mesh(shape, devices), tuple(shape)
     model = around(Model)(fsdp(axis_name=axis_name), scan, remat)
@@ -100,7 +100,7 @@ def test_compiled_as_lowered(check_vma):
 
 
 def instructions(compiled_text):
-    """How many instructions of each kind a compiled program has."""
+    """Returns the number of instructions of each kind in a compiled program."""
     return Counter(re.findall(r"= (?:\([^=]*?\)|\S+) ([a-z][a-z\-]*)\(", compiled_text))
 
 

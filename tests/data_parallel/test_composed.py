@@ -146,7 +146,7 @@ def test_a_step_of_ones_own_refuses_them_too(way, check_vma):
 
 
 class ByHand(nn.Module):
-    """Weight norm by ``nn.map_variables``."""
+    """Weight norm written with ``nn.map_variables``."""
 
     @nn.compact
     def __call__(self, x):

@@ -21,7 +21,7 @@ BATCH, TX = data(), optax.sgd(0.1)
 
 @dataclass(frozen=True)
 class Rotating(Copies):
-    """Sums in rounds: in each the devices pass the terms on to their neighbours along an axis."""
+    """Sums in rounds: each round passes the terms on to the next device along an axis."""
 
     scale: float = 1.0  # other than 1: a wrong mean
 

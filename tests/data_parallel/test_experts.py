@@ -139,7 +139,7 @@ def test_with_weights_and_clipped_a_step_is_that_of_one_device(check_vma, mesh, 
 
 
 def by_hand(loss, params, x):
-    """``jax.grad`` and ``sync_gradients``."""
+    """Returns gradients by ``jax.grad`` and ``sync_gradients``."""
     value, grads = jax.value_and_grad(loss)(params, x)
     return lax.pmean(value, AXES), sync_gradients(grads, AXES)
 

@@ -41,7 +41,7 @@ THREE_STEPS = 1e-4
 
 
 class Layer(nn.Module):
-    """Submodules made in ``setup``, a flag as a positional argument."""
+    """Layer with submodules made in ``setup``, and a flag as a positional argument."""
 
     width: int = 16
 
@@ -56,7 +56,7 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
-    """A list of layers, rematerialised, with numbers as names."""
+    """A rematerialised list of layers, with numbers as names."""
 
     width: int = 16
 
@@ -261,7 +261,7 @@ def initialised(model):
 
 
 def whole_in_shard_map(model, run):
-    """``run(model, variables, tokens)`` inside ``shard_map``, with the variables of ``init_sharded``."""
+    """Returns ``run(model, variables, tokens)`` inside ``shard_map``, with the variables of ``init_sharded``."""
     mesh, variables = mesh_of(2, 4), initialised(model)
     specs = partition_specs(variables, mesh)
     return on_mesh(partial(run, model), mesh, True, (specs, P(AXES)), P(AXES))(variables, TOKENS)

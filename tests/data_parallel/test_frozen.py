@@ -88,7 +88,7 @@ def split_tree(params, trainable):
 
 
 def trained_on_one_device(model, start, tx, trainable=is_trained, steps=STEPS, loss_fn=mean_loss, batch=BATCH):
-    """Losses, and parameters by path, of plain optax on the trained leaves alone."""
+    """Returns losses, and parameters by path, of plain optax on the trained leaves alone."""
     trained, rest, merge = split_tree(start, trainable)
     opt_state = tx.init(trained)
 
@@ -115,7 +115,7 @@ def run(step, state, batch=BATCH, steps=STEPS):
 
 
 def on_host(params):
-    """Whole values, without boxes and padding."""
+    """Returns unsharded values on the host, without boxes and padding."""
     return trees.map_leaves(lambda leaf: np.asarray(true_value(leaf)), params)
 
 
@@ -249,7 +249,7 @@ def token_loss(params, apply_fn, batch, rng=None):
 
 
 def merged(params):
-    """The weights of the plain model: W + A B, and no adapters."""
+    """Returns the weights of the plain model: W + A B, without adapters."""
     if "lora_a" not in params:
         return {name: merged(leaf) if isinstance(leaf, dict) else leaf for name, leaf in params.items()}
     return {"kernel": params["kernel"] + params["lora_a"] @ params["lora_b"], "bias": params["bias"]}

@@ -44,7 +44,7 @@ def state_of(wrap, mesh):
 
 
 def programme(wrap, **options):
-    """The equations of a step on a 2 x 4 mesh."""
+    """Returns the equations of a step on a 2 x 4 mesh."""
     mesh = mesh_of(2, 4)
     state = jax.eval_shape(lambda: state_of(wrap, mesh))
     step = make_train_step(mean_loss, mesh, AXES, **options)
@@ -78,7 +78,7 @@ def test_nothing_that_was_reduced_there_is_reduced_again():
 @pytest.mark.parametrize("names", [("x", "y"), (("x", "tp", "y"), None)], ids=str)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_copies_are_averaged_once_however_their_dims_are_gathered(check_vma, names):
-    """A second mean would change no value, and send as much again."""
+    """A gradient has one reduction over copies; a second mean would keep the values and double the traffic."""
     axes = ("dp", "x", "tp", "y")
     sizes = dict.fromkeys(axes, 2) if "tp" in str(names) else {"dp": 2, "x": 2, "y": 2}
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), (jax.sharding.AxisType.Auto,) * len(sizes))

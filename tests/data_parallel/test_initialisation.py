@@ -81,7 +81,7 @@ def test_another_key_gives_other_values():
 
 
 def largest_buffer(compiled_text):
-    """The largest number of values in any array of a compiled program."""
+    """Returns the largest size of any array of a compiled program."""
     shapes = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", compiled_text)
     return max(int(np.prod([int(d) for d in shape.split(",")])) for shape in shapes)
 

@@ -50,7 +50,7 @@ class Perceptron(nn.Module):
 
 
 def trained(model, mesh, axes):
-    """Initial parameters, their boxes' names, and the parameters after a step."""
+    """Returns initial parameters, the names of their boxes, and the parameters after a step."""
 
     def loss(params, apply_fn, batch, rng):
         return jnp.mean(apply_fn({"params": params}, batch) ** 2)

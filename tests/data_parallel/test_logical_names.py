@@ -184,7 +184,7 @@ def test_names_whose_axes_do_not_divide_a_dim_are_refused():
 
 
 class InTheStyleOfT5X(nn.Module):
-    """Names in a collection beside the parameters."""
+    """Module with the logical names in a collection beside the parameters."""
 
     @nn.compact
     def __call__(self, x):
@@ -245,7 +245,7 @@ def test_names_of_nnx_variables_are_read_by_the_rules():
 
 
 def test_specs_read_logical_names_as_axes_of_the_mesh_that_they_get():
-    """Also where no mesh is set, as beside a plain init of the model."""
+    """``partition_specs`` maps logical names to axes of its mesh, also for a plain init without a set mesh."""
     with nn.logical_axis_rules((("a", "fsdp"), ("b", "other"))):
         params = nn.Dense(8, kernel_init=named("a", "b")).init(jax.random.key(0), jnp.ones((2, 8)))
         assert partition_specs(params, mesh_of(2, 4))["params"]["kernel"] == jax.P("fsdp")

@@ -1,4 +1,4 @@
-"""A wrapped module is the plain module: names, methods, transformations, collections, in and out of shard_map."""
+"""Tests of wrapped modules: names, methods, transformations and collections equal the plain module, in any context."""
 
 from functools import partial
 
@@ -51,7 +51,7 @@ def check_parity(make, x=X, mesh=None, loss=None, check_vma=True, min_sharded=1,
 
 
 class Tied(nn.Module):
-    """An embedding used twice: to embed, and by ``attend`` as the head."""
+    """An embedding used twice: for the lookup, and by ``attend`` as the head."""
 
     wrap: object
 

@@ -184,7 +184,7 @@ def test_layers_of_flax_and_reads_outside_of_them():
 
 
 class Closing(nnx.Module):
-    """Layers in closures of JAX's transformations, in transformed methods, under transformations of NNX."""
+    """Layers in closures of JAX's transformations, in transformed methods, and under NNX transformations."""
 
     def __init__(self, rngs):
         self.first, self.mid = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 16, rngs=rngs)

@@ -183,7 +183,7 @@ def test_fewer_layers_than_are_on_their_way(layers):
 
 
 class Plain(nn.Module):
-    """Without inputs nor outputs beside the carry; features stay 8."""
+    """Layer without inputs and outputs beside the carry; features stay 8."""
 
     @nn.compact
     def __call__(self, x):

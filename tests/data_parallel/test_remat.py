@@ -227,7 +227,7 @@ def test_to_refuse_a_name_keeps_the_weight():
 
 @pytest.mark.parametrize("refused", [frozenset(), GATHERS], ids=["nothing", "gathers"])
 def test_to_refuse_the_gather_alone_keeps_what_is_made_of_it(refused):
-    """Guard of the list of operations: a cast weight is a weight."""
+    """Guard of the list of operations: a policy that rejects only the gather keeps the cast weight."""
     policy = partial(keep_but, refused)
     assert WEIGHT in kept_sizes(MODULES["cast after the gather"], policy)
     assert WEIGHT in kept_sizes(MODULES["dequantised"], policy)

@@ -36,7 +36,7 @@ def loss_and_gradients(model, mesh, check_vma=True):
 
 
 def gathers(model, mesh, of="jit"):
-    """How many gathers and products run in the traced gradient, within an operation of the name ``of``."""
+    """Returns the numbers of gathers and products in the traced gradient, within operations named ``of``."""
     fn, args = loss_and_gradients(model, mesh)
     traced = [(within, eqn) for within, eqn in equations(jax.make_jaxpr(fn)(*args)) if of in within]
     found = [(eqn.primitive.name, 3 if "scan" in within else 1) for within, eqn in traced]
@@ -68,7 +68,7 @@ def test_weights_are_gathered_again_and_no_product_is_computed_again(scan):
 
 
 class Flagged(nn.Module):
-    """Takes a flag and a keyword, and has a second method."""
+    """Module with a flag, a keyword argument, and a second method."""
 
     @nn.compact
     def __call__(self, x, train, *, scale=None):
@@ -127,7 +127,7 @@ def test_on_one_device_and_outside_of_shard_map_there_is_nothing_to_drop():
 
 
 def around(policy):
-    """The model with an ``nn.remat`` of this policy around each wrapped block."""
+    """Returns the model with an ``nn.remat`` of this policy around each wrapped block."""
 
     class Outer(Model):
         @nn.compact
@@ -189,7 +189,7 @@ def _complex(key, shape):
 
 
 class Spectral(nn.Module):
-    """Real parameters and complex values between, and a complex parameter."""
+    """Real parameters with complex intermediate values, and a complex parameter."""
 
     @nn.compact
     def __call__(self, x, _=None):

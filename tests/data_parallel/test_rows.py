@@ -114,7 +114,7 @@ def test_the_way_with_fewest_bytes_is_taken():
 
 
 class Untied(nn.Module):
-    """``embed`` makes the embedding, of this shape; each of 8 devices has 10 tokens."""
+    """``embed`` makes the embedding of this shape; each of 8 devices has 10 tokens."""
 
     embed: type[nn.Module] = nn.Embed
     dtype: type | None = None
@@ -309,7 +309,7 @@ def test_intermediates_are_captured(mesh_of):
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 def test_narrow_tokens_count_as_any_others(dtype, mesh_of):
-    """A table has more rows than the dtype of the tokens counts."""
+    """Gradients are exact for tokens of a narrow dtype, although the table has more rows than the dtype can count."""
     table = jax.random.normal(jax.random.key(1), (512, D))
     tokens = jax.random.randint(jax.random.key(2), (16, 5), 0, 100)
     lookup = lookup_of(0, (), ("fsdp",), true=(512, D), stored=(512, D))

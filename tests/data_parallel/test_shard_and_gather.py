@@ -414,7 +414,9 @@ def test_without_sync_devices_would_drift_apart():
 
 
 def test_narrow_gradients_are_averaged_in_float32():
-    """8 x 9000 does not fit in float16; in bfloat16 the mean of 256 + i would lose every i."""
+    """``sync_gradients`` averages in float32: 8 x 9000 overflows float16, and bfloat16 sums
+    would lose the fractions.
+    """
     fp16 = jnp.full((8, 1), 9000, jnp.float16)
     bf16 = (1 + jnp.arange(8) / 128).astype(jnp.bfloat16)[:, None]
 

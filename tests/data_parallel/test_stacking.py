@@ -1,4 +1,4 @@
-"""Layers of a loop become layers of a scan and back, shard by shard; and an array is split over devices."""
+"""Tests of ``stack_layers`` and ``unstack_layers``, shard by shard; and of splitting an array over devices."""
 
 from functools import cache, partial
 
@@ -45,7 +45,7 @@ def states():
 
 
 def described(tree):
-    """Structure with boxes, shapes, dtypes and places of a tree, without values."""
+    """Returns boxes, shapes, dtypes and placements of a tree, without values."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves]
 

@@ -95,7 +95,7 @@ def test_the_staged_gather_is_the_flat_one_in_every_bit(dtype, check_vma):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_the_staged_scatter_is_the_mean_to_rounding(check_vma):
-    """Three stages of two float32 terms round three times, as any order of the sum does."""
+    """A staged scatter is the mean up to three float32 roundings, one per stage, as any order of the sum."""
     weights = jax.random.normal(jax.random.key(9), (8,)) * 2.0 ** jnp.arange(8)
 
     def gradient(tree, weight):

@@ -118,7 +118,7 @@ class OnEachDevice(nn.Module):
 
 
 class Block(nn.Module):
-    """Columns, then rows; with ``sequence`` x [b, t, d] is split over "tp" along t outside of the products."""
+    """Products by columns, then by rows; ``sequence`` splits x [b, t, d] over "tp" along t outside of the products."""
 
     tp: int
     sequence: bool
@@ -177,7 +177,7 @@ def gathered(x):
 
 
 def on_one_device(params, x):
-    """The same from the global parameters, without a mesh."""
+    """Trains from the global parameters, without a mesh."""
     x = x @ params["first"]["kernel"] + params["first"]["bias"]
     for layer in range(LAYERS):
         columns, rows, bias = (params[f"block_{layer}"][name]["sharded"] for name in ("columns", "rows", "bias"))

@@ -26,7 +26,7 @@ TOKENS = jax.random.randint(jax.random.key(0), (8, 5), 0, 64)
 
 
 class Tied(nn.Module):
-    """The table is read by a lookup and by the head; ``head_in_remat`` puts the second read into ``nn.remat``."""
+    """A table read by a lookup and by the head; ``head_in_remat`` puts the second read into ``nn.remat``."""
 
     head_in_remat: bool = False
 

@@ -29,7 +29,7 @@ MAKES_A_BOX = "_of_parts"
 
 
 class Loop(nn.Module):
-    """Layers in a Python loop, of kernels of rank 2 or 3."""
+    """Layers in a Python loop, with kernels of rank 2 or 3."""
 
     layers: int
     general: bool = False
@@ -58,7 +58,7 @@ def step_of(layers, general=False):
 
 @cache
 def plain_step_of(layers, general=False):
-    """The same with global arrays."""
+    """Returns a step on global arrays, and its arguments."""
     model, x = Loop(layers, general), jnp.ones((8, 32))
     params = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
     state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1))
@@ -144,7 +144,7 @@ def test_a_call_makes_each_box_once():
 
 
 def test_a_step_returns_the_structure_that_it_was_given():
-    """The fields of boxes are then compared by identity, at each call."""
+    """A step returns the same field objects of boxes, so that the next call compares them by identity."""
     step, (state, x, rng) = step_of(2)
     after, _ = step(jax.tree.map(jnp.copy, state), x, rng)
     pairs = [(vars(a), vars(b)) for a, b in zip(*(boxes_of(tree) for tree in (state, after)), strict=True)]

@@ -34,7 +34,7 @@ TOKENS, HEADS, WIDTH = 128, 2, 128
 
 
 def plain_attention(q, k, v):
-    """Causal, of [rows, heads, tokens, width], in float32."""
+    """Returns causal attention of [rows, heads, tokens, width], in float32."""
     scores = jnp.einsum("bhqd,bhkd->bhqk", q, k)
     scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
     return jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(scores), v)
@@ -102,7 +102,7 @@ def expected(x):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_step_with_a_kernel_is_that_of_the_plain_formula(kernel, check_vma, x, expected):
-    """In interpret mode. The kernels sum blocks of the softmax in float32, as the formula does, in another order."""
+    """An interpreted kernel equals the formula up to rounding: the float32 sums of the softmax differ in order only."""
     loss, grads = expected
     context, attention = INTERPRETED[kernel]
     step = make_train_step(loss_fn, mesh_of(2, 4), AXES, check_vma=check_vma)
@@ -235,7 +235,7 @@ def test_a_kernel_of_another_platform_is_refused_where_it_is_lowered():
 
 
 def test_arguments_that_vary_over_different_axes_are_cast():
-    """Rows over both axes, by a weight for each of two rows of devices."""
+    """Rows over both axes and weights over "dp" alone have exact gradients."""
     x, weight = jax.random.normal(jax.random.key(0), (16, 8)), jnp.arange(16.0)
 
     def gradients(fn):
@@ -352,7 +352,7 @@ def test_a_kernel_of_what_does_not_vary_is_right_in_a_scan_and_on_one_device(dp,
 
 
 class OfTokamax(nn.Module):
-    """Attention, a product of experts and the loss of a head, each by Tokamax's kernel for TPUs."""
+    """Attention, a product of experts and the loss of a head, each by a Tokamax kernel for TPUs."""
 
     wrap: Callable
     loss: bool

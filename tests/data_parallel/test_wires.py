@@ -115,7 +115,7 @@ def test_a_format_that_no_row_names_is_refused():
 
 
 class Counting(Extension):
-    """Counts the calls of modules within units."""
+    """Extension that counts the calls of modules within units."""
 
     calls: ClassVar[list[str]] = []
 

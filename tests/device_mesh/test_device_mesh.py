@@ -1,4 +1,4 @@
-"""Meshes by name and size, and simulated devices. (Meshes over several processes: ``tests/processes``.)"""
+"""Tests of meshes by name and size, and of simulated devices. (``tests/processes``: meshes over several processes.)"""
 
 import itertools
 import os

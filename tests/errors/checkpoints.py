@@ -26,7 +26,7 @@ TWO = {"a": {"params": {"w": jnp.ones(3)}, "opt": {"w": jnp.ones(3)}}, "b": {"pa
 
 
 def within(work):
-    """Calls ``work(folder)`` with an empty folder."""
+    """Returns a call of ``work(folder)`` with an empty folder."""
 
     def call():
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -200,7 +200,7 @@ def with_bytes(change):
 
 
 def with_index(change):
-    """A model in several files after a change of the index's text."""
+    """Returns a call that reads a model in several files after a change of the index's text."""
     three = {name: np.full(100, i, np.float32) for i, name in enumerate("abc")}
 
     def work(folder):

@@ -40,7 +40,7 @@ def workload(batch=X, **options):
 
 
 def built(mesh, topology=None, **options):
-    """A forecast of a step on a mesh."""
+    """Returns a forecast of a step on a mesh."""
 
     def call():
         with warnings.catch_warnings():

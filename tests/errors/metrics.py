@@ -59,7 +59,7 @@ def beyond():
 
 
 def loaded(change):
-    """The state dict of an accumulator, after a change."""
+    """Returns a call that loads the state dict of an accumulator after a change."""
 
     def load():
         accumulator = MetricAccumulator(jnp.float32(0))

@@ -246,7 +246,7 @@ def explicit_set():
 
 
 class HasPostInit:
-    """A class to mix in."""
+    """A mixin class."""
 
     def __post_init__(self):
         """Does nothing."""

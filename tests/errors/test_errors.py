@@ -118,7 +118,7 @@ def fail(error):
     ids=["nothing", "type", "words", "pieces", "right"],
 )
 def test_a_row_that_is_wrong_says_what_came_in_place(row, says):
-    """Guard: a row can fail."""
+    """Guard: a wrong row fails, and the text names the actual error."""
     found = complaint(row, raised(row))
     assert says in found and bool(found) == bool(says)
 

@@ -83,7 +83,7 @@ class OfNnx(nnx.Module):
 
 
 def abstract(tx=SGD, model=None, batch=BATCH, **options):
-    """A state of a wrapped Dense without values."""
+    """Returns a state of a wrapped Dense without values."""
     return abstract_train_state(model or fsdp(nn.Dense)(4), tx, MESH, KEY, batch["x"], batch_axes=AXES, **options)
 
 

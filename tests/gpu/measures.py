@@ -49,7 +49,9 @@ def everything(device: jax.Device) -> dict[str, Any]:
 
 
 def same_text(device: jax.Device) -> dict[str, int]:
-    """Instructions of the plain model's step, and how many lines of the wrapped one's differ."""
+    """Returns the number of instructions of the plain model's step, and of differing lines of the
+    wrapped model's step.
+    """
     plain = instructions(CASES[PLAIN], device)
     wrapped = instructions(dataclasses.replace(CASES[WRAPPED], options={"remat": False}), device)
     return {"instructions": len(plain), "differing": len(set(plain) ^ set(wrapped)) + abs(len(plain) - len(wrapped))}

@@ -13,7 +13,7 @@ STEPS = 3
 
 
 def trained(wrap, learning_rate=1e-2):
-    """Losses of some steps of AdamW and the last parameters, on a mesh of the first device."""
+    """Returns the losses of some steps of AdamW and the last parameters, on a mesh of the first device."""
     mesh = DeviceMeshManager.create_device_mesh({"fsdp": 1}, devices=jax.devices()[:1])
     batch, key = data(), jax.random.key(0)
     tx = optax.adamw(learning_rate)

@@ -35,7 +35,7 @@ def test_that_fails():
 
 
 def test_cases_of_the_data_are_tests():
-    """By file and function; ``pytest --quick`` compares the parameters, too."""
+    """Cases of the data exist by file and function; ``pytest --quick`` also compares the parameters."""
     seconds, entering = data.matrix()
     cases = {*data.chosen(), *seconds, *(case for case, _ in data.read_seen().values())}
     lacking = sorted(case for case in cases if not data.is_there(case))

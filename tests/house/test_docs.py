@@ -75,7 +75,7 @@ def test_every_public_name_has_its_line_and_every_line_a_name():
 
 @pytest.mark.parametrize("module, name", PUBLIC, ids=[name for _, name in PUBLIC])
 def test_every_public_name_has_a_docstring_with_an_example(module, name):
-    """The examples run as doctests."""
+    """Every public name has an example, which runs as a doctest."""
     public = getattr(importlib.import_module(module), name)
     assert len(public.__doc__ or "") > 40
     assert ">>> " in public.__doc__ or not callable(public)

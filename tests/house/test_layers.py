@@ -76,7 +76,7 @@ def test_the_check_sees_an_upward_import():
 
 
 def definitions(path):
-    """Names of the functions and classes at the top of a file."""
+    """Returns the names of a file's top-level functions and classes."""
     kinds = ast.FunctionDef | ast.ClassDef
     return [node.name for node in ast.parse(path.read_text()).body if isinstance(node, kinds)]
 

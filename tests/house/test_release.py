@@ -12,7 +12,7 @@ RELATIVE = re.compile(r"\]\((?!https?:|#)")
 
 
 def of_file(path):
-    """A script as a module."""
+    """Returns a script as a module."""
     spec = importlib.util.spec_from_file_location(path.stem + "_script", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -23,7 +23,7 @@ def test_the_difference_that_is_shown_is_that_of_the_two_scripts():
 
 
 def test_the_pages_say_how_many_lines_change():
-    """The data and the imports of the script count, too."""
+    """The pages state the lines of the script, data and imports included, and the numbers of removed and new lines."""
     data, before, after = (text for text in blocks_of(PAGE) if "PATTERNS =" in text or "class Classifier" in text)
     before, after = (data + text for text in (before, after))
     _, _, *lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0)

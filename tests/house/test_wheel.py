@@ -57,7 +57,7 @@ def link_dependencies(folder):
 
 
 def installed_by(name):
-    """The files and folders of a package in site-packages."""
+    """Returns the files and folders of a package in site-packages."""
     try:
         return {path.parts[0] for path in importlib.metadata.distribution(name).files}
     except importlib.metadata.PackageNotFoundError:

@@ -74,7 +74,9 @@ METRIC = Compose(
 
 @cache
 def rows():
-    """name -> (scores, labels), [updates, devices, rows, ...]; class 5 does not occur, device d likes class d % 5."""
+    """Returns name -> (scores, labels), [updates, devices, rows, ...]; class 5 is absent, device d
+    prefers class d % 5.
+    """
     rng = np.random.default_rng(0)
     shape = (UPDATES, DEVICES, ROWS)
     device = np.arange(DEVICES)[None, :, None]
@@ -99,7 +101,7 @@ def rows():
 
 @cache
 def weights(kind):
-    """[updates, devices, rows]: 0 is padding."""
+    """Returns weights [updates, devices, rows]; 0 is padding."""
     real = np.arange(ROWS) < SHARES[..., None]
     if kind != "fractional":
         return (real * (kind == "ones")).astype(np.float32)

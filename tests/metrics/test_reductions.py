@@ -1,4 +1,4 @@
-"""Metric dictionaries reduced on global arrays, inside shard_map and pmap, and by ``DistributedMetrics``."""
+"""Tests of reductions of metric dictionaries: global arrays, shard_map, pmap, and ``DistributedMetrics``."""
 
 import re
 from functools import partial

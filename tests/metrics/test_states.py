@@ -38,7 +38,7 @@ U = 2.0**-24
 
 
 class MeanSquare(PureMetric):
-    """A metric of a user, as in the documentation of ``PureMetric``."""
+    """A user's metric, as in the documentation of ``PureMetric``."""
 
     def identity(self):
         return {"total": Total.identity(), "count": Count.identity()}
@@ -320,7 +320,7 @@ def test_a_float_sum_goes_on_beyond_2_to_the_24():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_ten_billion_samples_are_counted_and_averaged(check_vma):
-    """Eight devices with 1.25e9 samples each, and a few more steps."""
+    """Count and mean stay exact for 1.25e9 samples on each of eight devices, and a few more steps."""
     mesh, split = mesh_of(1, 8), P(AXES)
     metric = Compose({"n": Sum(jnp.int32), "mean": WeightedMean()})
     before = {"n": Count.of(1_250_000_001), "mean": {"total": Total.of(1.25e9), "weight": Total.of(1.25e9)}}

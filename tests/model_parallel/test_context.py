@@ -151,7 +151,7 @@ def test_in_a_step_parameters_have_the_gradients_of_one_device(check_vma, mesh):
 
 
 def test_narrow_inputs_are_summed_in_float32(mesh):
-    """And the ring takes values of another size than keys."""
+    """Narrow inputs are summed in float32, and in the ring values may have another size than keys."""
     narrow = [x.astype(jnp.bfloat16) for x in (QUERY, KEY, jnp.concatenate([VALUE, VALUE], axis=-1))]
     got = jax.jit(over_devices(mesh, False, "contiguous", impl="ring"))(*narrow)
     assert got.dtype == jnp.bfloat16

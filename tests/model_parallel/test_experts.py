@@ -52,7 +52,7 @@ class MLP(nn.Module):
 
 
 def loss_fn(params, apply_fn, x, rng):
-    """The error and both losses of the router."""
+    """Returns the error plus both losses of the router."""
     y, sown = apply_fn({"params": params}, x, mutable=["losses"])
     balance, z = sown["losses"]["load_balance"][0], sown["losses"]["router_z"][0]
     return jnp.mean((y - x) ** 2) + 0.3 * balance + 0.1 * z
@@ -414,7 +414,7 @@ def test_an_expert_takes_more_rows_than_two_bytes_count():
 
 
 def of_length_one(factor, rows):
-    """An expert with no finite derivative at zeros."""
+    """An expert whose derivative at zeros is not finite."""
     return factor * rows / jnp.sqrt((rows**2).sum(-1, keepdims=True))
 
 
@@ -452,7 +452,7 @@ def test_choices_that_are_no_experts_or_twice_the_same_give_nan():
 
 
 def test_padding_takes_no_place_of_a_capacity():
-    """C = 2 rows of each expert: the first two rows are padding, and would have both places of expert 0."""
+    """Rows of weight 0 use no capacity: with C = 2, two padding rows would fill expert 0."""
     routing = Routing(jnp.array([[0], [0], [0], [0]]), jnp.ones((4, 1)), jnp.zeros((4, 2)))
     mixed = partial(mix_experts_with_capacity, doubled, jnp.ones((2, 1)), jnp.arange(1.0, 5)[:, None], routing)
     out, dropped = mixed(capacity_factor=1.0, row_weights=jnp.array([0, 0, 1, 2]))
@@ -619,7 +619,7 @@ def test_narrow_gathers_of_experts_are_near():
 
 
 def test_on_one_device_experts_have_forward_mode_derivatives():
-    """A product with the Hessian; with a capacity the slope, too."""
+    """Experts on one device have a Hessian-vector product; with a capacity, a directional derivative."""
     params = Experts(MLP(), COUNT, 2).init(jax.random.key(0), X)["params"]
     ones = jax.tree.map(jnp.ones_like, params)
 

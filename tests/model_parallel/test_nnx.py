@@ -42,7 +42,7 @@ def linear(inputs, outputs, names, rngs):
 
 
 class Attention(nnx.Module):
-    """Heads over "tp", the sequence over "cp" in a ring."""
+    """Attention with heads over "tp", and the sequence over "cp" in a ring."""
 
     def __init__(self, rngs):
         self.query, self.key, self.value = (linear(WIDTH, WIDTH, (None, "tp"), rngs) for _ in range(3))

@@ -171,7 +171,7 @@ def test_each_device_has_the_key_head_of_its_queries():
 
 
 class SumsInScan(nn.Module):
-    """The sum over devices of each layer's result."""
+    """Layer that returns the sum of its result over devices."""
 
     @nn.compact
     def __call__(self, x, _):
@@ -362,7 +362,7 @@ def test_guard_without_types_a_plain_sum_has_another_gradient():
 
 
 def primitives(split):
-    """The equations of a device's loss and gradients."""
+    """Returns the equations of a device's loss and gradients."""
     mesh, _ = on("2x4")
     model = Model(2, split, partial(fsdp, min_weight_size=16))
     params = jax.eval_shape(partial(init_sharded, model, mesh, jax.random.key(0), batch_axes="fsdp"), *BATCH)["params"]

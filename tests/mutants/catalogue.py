@@ -68,7 +68,7 @@ class Mutant:
         return source[:start] + source[start:end].replace(before, after) + source[end:]
 
     def _count(self, path: str) -> int:
-        """How often the function, in this file, has the text."""
+        """Returns how often the function, in this file, contains the text."""
         file, before = ROOT / path, "\n".join(self.before)
         if not file.exists() or before not in (source := _source(path)):
             return 0

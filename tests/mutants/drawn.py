@@ -91,7 +91,7 @@ NO_BOUNDS = {"stacklevel", "indent", "maxsize", "timeout", "timeout_s", "digits"
 
 @dataclass(frozen=True)
 class Drawn:
-    """``start`` to ``end``, in bytes of the file at ``path``, becomes ``text``."""
+    """Mutation that replaces the bytes ``start`` to ``end`` of the file at ``path`` by ``text``."""
 
     path: str
     function: str
@@ -182,7 +182,7 @@ class _Finder(ast.NodeVisitor):
     visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815
 
     def _skip(self, node: ast.AST) -> None:
-        """Texts for people, and invariants."""
+        """Skips texts for people, and invariants."""
 
     visit_Raise = visit_Assert = visit_JoinedStr = _skip  # noqa: N815
 

@@ -154,7 +154,7 @@ def test_the_counts_of_optax_are_in_no_metric_and_the_guard_ends_a_run_that_skip
         return [(int(metrics["skipped_steps"]), int(metrics["skipped_in_a_row"])) for metrics in seen]
 
     def of_optax(state):
-        """Copies, as the next step takes the state over."""
+        """Returns copies, because the next step donates the state."""
         kept = state.opt_state
         return {"skipped_steps": jnp.copy(kept.total_notfinite), "skipped_in_a_row": jnp.copy(kept.notfinite_count)}
 
@@ -217,7 +217,7 @@ INJECTED = optax.inject_hyperparams(optax.sgd)
 
 
 def kept_rate(opt_state):
-    """The program's line, a copy, as the next step takes the state over."""
+    """Returns a copy of the rate by the program's line, because the next step donates the state."""
     return jnp.copy(opt_state.hyperparams["learning_rate"])
 
 

@@ -250,7 +250,7 @@ def looking_ahead():
 
 @cache
 def trained(build, **options):
-    """The state after four steps on the mesh, and the parameters after each."""
+    """Returns the state after four steps on the mesh, and the parameters after each step."""
     mesh = mesh_of(2, 4)
     state = create_train_state(
         two_layers(fsdp(uneven="pad", min_weight_size=6)), build(), mesh, jax.random.key(0), DATA["x"], batch_axes=AXES
@@ -275,7 +275,9 @@ def measured():
 
 
 def test_measures_of_a_monitor_are_those_of_one_device():
-    """No case of the table: optax's state has measures only after the first update, so a step is compiled twice."""
+    """Measures of a monitor equal one device; optax's state gains measures in the first update, so
+    a step compiles twice.
+    """
     state, (params, grad) = trained(measured), one_device()
     tx = measured()
     opt_state = tx.init(params)

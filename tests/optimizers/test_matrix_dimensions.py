@@ -24,7 +24,7 @@ def shapes_of(model, *inputs):
 
 
 def chosen(shapes, overrides=None):
-    """By path (count, rows, columns), or the reason why a leaf is no matrix."""
+    """Returns by path (count, rows, columns), or the reason why a leaf is no matrix."""
     choices = choose_matrices(shapes, overrides)
     return {path: (c.count, *c.matrix) if c.dims else c.reason for path, c in choices.items()}
 

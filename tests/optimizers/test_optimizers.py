@@ -106,7 +106,7 @@ def places(tree):
 
 
 def furthest(got, want):
-    """The largest difference of any leaf, in parts of the leaf's largest entry."""
+    """Returns the largest difference of any leaf, relative to the leaf's largest entry."""
     got, want = jax.tree.leaves(unbox(got)), jax.tree.leaves(unbox(want))
     return max(np.abs(np.asarray(g) - np.asarray(w)).max() / np.abs(w).max() for g, w in zip(got, want, strict=True))
 
@@ -196,7 +196,7 @@ def one_update(tx, params, state, grads, value):
 
 
 def four_updates(tx, params, grads):
-    """Parameters after four updates."""
+    """Returns the parameters after four updates."""
     tx = optax.with_extra_args_support(tx)
 
     def step(carry, grads_and_value):
@@ -387,7 +387,7 @@ def test_clipping_over_shards_before_adamw_passes_the_guard_and_is_right(check_v
 
 
 def whole_and_split():
-    """A boxed tree outside of ``shard_map``, of global shapes."""
+    """Returns a boxed tree outside of ``shard_map``, with global shapes."""
     return boxed(plain_start())
 
 

@@ -544,7 +544,7 @@ def test_rows_that_pad_are_real_rows_in_turn():
 
 
 class Tensor:
-    """A tensor of another library, with the dtype and the conversion of NumPy."""
+    """A tensor of another library, with NumPy's dtype and conversion."""
 
     shape, ndim, dtype = (8,), 1, np.dtype(np.float32)
 

@@ -143,7 +143,7 @@ def batch_on_mesh(model: str) -> dict[str, jax.Array]:
 
 
 def plain_model(model: str, dropout: float, api: str, axes: Any = None) -> Any:
-    """The model without sharding."""
+    """Returns the model without sharding."""
     if api == "nnx":
         return nnx_model(partial(NNX[model], rate=dropout))
     return LINEN[model](dropout, axes) if model == "stats" else LINEN[model](dropout)

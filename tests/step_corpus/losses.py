@@ -15,7 +15,7 @@ def outputs(params: Any, apply_fn: Any, batch: Any, rng: Any) -> jax.Array:
 
 
 def rows(params: Any, apply_fn: Any, batch: Any, rng: Any) -> jax.Array:
-    """The loss of each row: cross-entropy."""
+    """Returns the cross-entropy of each row."""
     return optax.softmax_cross_entropy_with_integer_labels(outputs(params, apply_fn, batch, rng), batch["y"])
 
 
@@ -24,7 +24,7 @@ def mean(*args: Any) -> jax.Array:
 
 
 def squares(params: Any, apply_fn: Any, batch: Any, rng: Any) -> jax.Array:
-    """Another loss than ``mean``."""
+    """Returns the mean squared error, a loss other than ``mean``."""
     return jnp.mean((outputs(params, apply_fn, batch, rng) - batch["target"]) ** 2)
 
 
@@ -33,17 +33,17 @@ def unit(x: jax.Array) -> jax.Array:
 
 
 def of_rows(reduce: Any) -> Loss:
-    """``reduce(losses of rows)``."""
+    """Returns a loss ``reduce(losses of rows)``."""
     return lambda *args: reduce(rows(*args))
 
 
 def of_outputs(fn: Any) -> Loss:
-    """``fn(outputs, batch)``."""
+    """Returns a loss ``fn(outputs, batch)``."""
     return lambda params, apply_fn, batch, rng: fn(outputs(params, apply_fn, batch, rng), batch)
 
 
 def tokens(params: Any, apply_fn: Any, batch: Any, rng: Any) -> jax.Array:
-    """The loss of each token of rows of tokens."""
+    """Returns the loss of each token of rows of tokens."""
     logits = apply_fn({"params": params}, batch["x"][:, :-1], rngs=rng)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["x"][:, 1:])
 
@@ -97,7 +97,9 @@ def sum_stats(*args: Any) -> Any:
 
 
 def diffusion(drawn: bool = True, reduce: Any = jnp.mean) -> Loss:
-    """Noise and times are drawn from rng; or else made of the row, the same on any number of devices."""
+    """Returns a diffusion loss with noise and times drawn from rng, or computed from the row for
+    any number of devices.
+    """
 
     def loss(params: Any, apply_fn: Any, batch: Any, rng: Any) -> jax.Array:
         of_time, of_noise, of_model = jax.random.split(rng, 3)
@@ -201,7 +203,7 @@ def dice(z: jax.Array, batch: Any) -> jax.Array:
 
 
 def ranking(z: jax.Array, batch: Any) -> jax.Array:
-    """Pairs of rows are to be in the order of their targets."""
+    """Returns a loss on pairs of rows, which should be in the order of their targets."""
     score, target = z[:, 0], batch["target"][:, 0]
     later = target[:, None] > target[None]
     return jnp.mean(later * jax.nn.softplus(score[None] - score[:, None]))

@@ -43,7 +43,7 @@ class MLP(nn.Module):
 
 
 class NnxMLP(nnx.Module):
-    """The twin of ``MLP``."""
+    """NNX twin of ``MLP``."""
 
     def __init__(self, rngs, rate=0.0, norm=False, head_init=LECUN, extra_head=False):
         self.up, self.middle = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 32, rngs=rngs)
@@ -93,7 +93,7 @@ class Scanned(nn.Module):
 
 
 class Stats(nn.Module):
-    """``batch_stats``, over the axes of the batch."""
+    """Model with ``batch_stats`` over the batch axes."""
 
     rate: float = 0.0
     axes: Any = None

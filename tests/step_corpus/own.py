@@ -48,7 +48,7 @@ def same_everywhere(rng: jax.Array, count: Any, axes: Any) -> jax.Array:
 
 
 def of_the_step(rng: jax.Array, count: Any, axes: Any) -> jax.Array:
-    """The argument rng is not looked at."""
+    """Returns a key of the step number; the argument rng is ignored."""
     return fold_rng_over_axis(jax.random.fold_in(jax.random.key(11), count), axes)
 
 
@@ -204,7 +204,7 @@ def never(state: Any, value: Any, grads: Any) -> tuple[Any, Any]:
 
 
 def changed(change: Callable[[Any, Any], Any], before: bool = False) -> Callable[..., Any]:
-    """``change(state after the update, state before it)``; with ``before`` the first is handed to the optimizer."""
+    """Returns an update with ``change(new state, old state)``; with ``before`` the change precedes the optimizer."""
 
     def finish(state: Any, value: Any, grads: Any) -> tuple[Any, Any]:
         if before:
@@ -248,7 +248,7 @@ def frozen_too(new: Any, old: Any) -> Any:
 
 
 def last_weights(new: Any, old: Any) -> Any:
-    """The average of the weights is replaced by the weights themselves."""
+    """Replaces the average of the weights by the weights."""
     opt_state = new.opt_state._replace(ema=unbox(new.params))
     return new.replace(opt_state=opt_state)
 

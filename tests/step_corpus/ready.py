@@ -148,7 +148,7 @@ def _statistic(name: str, loss: Any, **more: Any) -> Entry:
 
 
 def with_stopped(params: Any, apply_fn: Any, batch: Any, rng: Any) -> jax.Array:
-    """The gradient of the first layers is stopped where a target's was meant to be."""
+    """Returns a step that stops the gradient of the first layers by mistake, instead of a target's gradient."""
     stopped = {
         name: leaf if "2" in name or "head" in name else lax.stop_gradient(leaf) for name, leaf in params.items()
     }

@@ -28,7 +28,7 @@ def next_tokens(params: Any, apply_fn: Any, batch: Any, rng: Any, positions: Any
 
 
 def with_positions(of: Any) -> Any:
-    """``next_tokens`` with positions ``of(tokens of this device)``."""
+    """Returns ``next_tokens`` with positions ``of(local tokens)``."""
     return lambda params, apply_fn, batch, rng: next_tokens(
         params, apply_fn, batch, rng, jnp.broadcast_to(of(batch["x"].shape[1]), batch["x"].shape)
     )
@@ -40,7 +40,7 @@ def index_times_length(length: int) -> jax.Array:
 
 
 def shifted_inside(params: Any, apply_fn: Any, batch: Any, rng: Any) -> jax.Array:
-    """The label of a device's last token is on another device, and is left out."""
+    """Drops the label of a device's last token, which another device has."""
     logits = apply_fn({"params": params}, batch["x"], batch["positions"])
     return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], batch["x"][:, 1:]).mean()
 
@@ -57,7 +57,7 @@ def laid_out(batch: Any) -> Any:
 
 
 def laid_out_but_positions(batch: Any) -> Any:
-    """Positions are added afterwards, in their natural order."""
+    """Adds positions in natural order after the layout."""
     return {**laid_out(batch), "positions": batch["positions"]}
 
 

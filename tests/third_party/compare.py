@@ -36,13 +36,13 @@ class Outcome:
 
 
 def outcome_of(name: str, check_vma: bool) -> Outcome:
-    """The outcome of a model of the catalogue."""
+    """Returns the outcome of a model of the catalogue."""
     case, like = _reference(name)
     return sharded(case, check_vma, like)
 
 
 def has_gradient(name: str, check_vma: bool) -> bool:
-    """Whether this JAX can differentiate a model: 0.12 cannot an exact gelu, under ``check_vma=True``."""
+    """Returns whether this JAX differentiates a model; 0.12 lacks exact GELU under ``check_vma=True``."""
     return not (check_vma and jax.__version_info__ >= (0, 12) and CASES[name]().exact_gelu)
 
 
@@ -53,7 +53,7 @@ def _reference(name: str) -> tuple[Case, Any]:
 
 
 def loss_of(case: Case) -> Any:
-    """Mean squared distance of the outputs from fixed targets: every output has a gradient."""
+    """Returns the mean squared distance of the outputs from fixed targets: every output has a gradient."""
 
     def distance(result: Any) -> jax.Array:
         output = case.output(result).astype(jnp.float32)
@@ -70,7 +70,7 @@ def loss_of(case: Case) -> Any:
 
 
 def on_one_device(case: Case) -> tuple[Any, Any, Any]:
-    """(parameters at the start, gradients of the first step, parameters after ``STEPS``), without any mesh."""
+    """Returns (initial parameters, gradients of the first step, parameters after ``STEPS``), without any mesh."""
     loss = loss_of(case)
     variables = dict(jax.jit(case.model.init)(jax.random.key(0), *case.inputs))
     start = params = variables.pop("params")
@@ -90,7 +90,7 @@ def on_one_device(case: Case) -> tuple[Any, Any, Any]:
 
 
 def sharded(case: Case, check_vma: bool, like: tuple[Any, Any, Any]) -> Outcome:
-    """The same training, sharded from outside, on a mesh of 2 x 2 devices."""
+    """Returns the results of the model sharded from outside, on a mesh of 2 x 2 devices."""
     mesh, (start, first, last) = mesh_of(2, 2), like
     model = shard_modules(case.on_mesh or case.model, case.where, "fsdp", min_weight_size=64)
     state = create_train_state(model, with_kept_gradients(), mesh, jax.random.key(0), *case.inputs, batch_axes=AXES)

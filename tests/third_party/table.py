@@ -43,7 +43,7 @@ def row(name: str, mode: str, releases: list[Outcomes]) -> list[str]:
 
 
 def table(kept: Mapping[str, Any]) -> str:
-    """The kept outcomes in Markdown."""
+    """Returns the recorded outcomes in Markdown."""
     releases = [run["models"] for run in kept.values()]
     rows = [row(name, mode, releases) for name in releases[0] for mode in ("True", "False")]
     lines = [HEAD, ["---"] * len(HEAD), *rows]

@@ -62,7 +62,7 @@ def test_transformers_reads_what_is_exported_and_it_comes_back(name, tmp_path):
 
 
 def far(a, b):
-    """The largest distance of two trees."""
+    """Returns the largest distance of two trees."""
     return max(jax.tree.leaves(jax.tree.map(lambda x, y: np.abs(np.asarray(x) - np.asarray(y)).max(), a, b)))
 
 

@@ -1,4 +1,4 @@
-"""Three ways to accumulate: the same gradients, different traffic."""
+"""Tests of the three ways to accumulate: the same gradients with different traffic."""
 
 from functools import cache
 
@@ -47,7 +47,7 @@ WRAP = (("replicas", Replicas("dp")),)
 @pytest.mark.parametrize("accumulation", list(STRATEGIES))
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_each_gives_the_gradient_of_the_whole_batch(accumulation, check_vma):
-    """Weights are uneven between devices and minibatches."""
+    """Each way gives the gradient of the global batch, with uneven weights of devices and minibatches."""
     step, state = step_on(mesh_of(2, 4), WRAP, num_minibatches=2, accumulation=accumulation, check_vma=check_vma)
     after, metrics = step(state, BATCH, jax.random.key(0))
     want, want_metrics = on_one_device()
@@ -59,7 +59,7 @@ def test_each_gives_the_gradient_of_the_whole_batch(accumulation, check_vma):
 
 
 def collectives(**options):
-    """How often each collective runs on more than a scalar, by name and axes: in the loop over minibatches, and not."""
+    """Counts the collectives on arrays by name, axis and loop depth."""
     step, state = step_on(mesh_of(2, 4), WRAP, **options)
     found = equations(jax.make_jaxpr(step)(state, BATCH, jax.random.key(0)))
     count = {}

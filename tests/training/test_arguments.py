@@ -53,7 +53,7 @@ def trace(state=None, batch=BATCH, rng=KEY, *local, loss=mean_loss, mesh=MESH, *
 
 @pytest.mark.parametrize("leaf", ["state/params/bias", "state/opt_state/0/count", "state/step", "rng"])
 def test_a_state_on_another_mesh_than_the_step_is_refused_before_xla_sees_it(leaf):
-    """XLA ends the process where the state's buffers are to be donated to a program for another mesh."""
+    """A state on another mesh raises; XLA would abort the process on donating buffers to a program of another mesh."""
     here, there = kept_state(), new_state(mesh_of(4, 2))
     rng = jax.device_put(KEY, jax.NamedSharding(mesh_of(4, 2), P())) if leaf == "rng" else KEY
     name = leaf.split("/")[1] if "/" in leaf else ""

@@ -189,7 +189,7 @@ def test_steps_on_split_sequences_are_those_of_one_device(name, check_vma, impl,
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 @pytest.mark.parametrize("accumulation", ["reduce_each", "reduce_once", "reduce_replicas_once"])
 def test_minibatches_of_copies_are_those_of_one_device(accumulation, check_vma):
-    """Parameters are split over "fsdp", with copies along "dp" and "cp"."""
+    """Minibatches equal one device with parameters split over "fsdp", and copies along "dp" and "cp"."""
     mesh, spec = specs_of("dp_fsdp_cp")
     state = state_of("dp_fsdp_cp", keep_gradients(), replicas=Replicas(("dp", "cp")))
     how = {"num_minibatches": 2, "accumulation": accumulation, "weighted": True, "check_vma": check_vma}

@@ -117,7 +117,7 @@ def test_without_one_carry_steps_that_use_others_are_the_same_programs(removed, 
 
 
 def test_models_of_the_cases_have_the_collections_that_they_are_for():
-    """Guard of the test above."""
+    """Guard of the test above: the models have the collections of their cases."""
     assert set(lowered("KeptCollections")[1].collections) == {"batch_stats"}
     assert set(lowered("OverwrittenScales")[1].collections) == {OVERWRITTEN}
 

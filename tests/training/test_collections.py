@@ -431,7 +431,7 @@ def _scanned(x, w):
 
 
 def _while(x, w):
-    """How often the second value is counted up depends on the first."""
+    """Loop in which the first value decides how often the second is incremented."""
     start = x.sum(), 0 * x.sum() + w.sum()
     return jax.lax.while_loop(lambda values: values[0] < 3, lambda values: (values[0] + x.sum(), values[1] + 1), start)
 
@@ -482,7 +482,7 @@ def test_a_branch_that_is_chosen_by_what_differs_has_a_result_that_differs():
 
 
 def test_what_is_not_known_is_taken_to_differ():
-    """A sum over groups, an array of an outer trace, and a primitive around an index of the device."""
+    """Values of unknown equations count as differing: a sum over groups, an outer trace, an unknown primitive."""
 
     def on_device(x, w):
         group_sum = partial(jax.lax.psum, axis_name="fsdp", axis_index_groups=[[0, 1], [2, 3]])

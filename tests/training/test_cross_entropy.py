@@ -57,7 +57,7 @@ def gradients(losses_of, *arrays):
 
 
 def close(got, want, tolerance):
-    """Within ``tolerance`` of the largest entry."""
+    """Asserts equality within ``tolerance`` of the largest entry."""
     assert got.dtype == want.dtype
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert_allclose(got, want, rtol=0, atol=tolerance * np.abs(want).max())

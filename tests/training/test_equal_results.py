@@ -39,7 +39,7 @@ def counting(count, params, _, batch, rng, collections):
 
 
 def hot(x):
-    """A predicate of this device's rows."""
+    """Returns a predicate of local rows."""
     return x.mean() > 0
 
 
@@ -64,7 +64,7 @@ by_rule.defvjp(lambda n, x: (by_rule(n, x), x), lambda x, g: (g, jnp.zeros_like(
 
 
 def written(flag, n):
-    """In a mutable array, in a branch."""
+    """Increments a mutable array in a branch."""
     ref = jax.new_ref(n)
 
     def write():

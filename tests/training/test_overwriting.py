@@ -126,7 +126,9 @@ def test_scales_after_each_of_ten_steps_are_those_of_one_device(check_vma, op, m
 
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_kernels_that_travel_in_fp8_train_as_on_one_device(check_vma, tmp_path):
-    """In a scan, computed again, in minibatches; and from a checkpoint after half of the steps."""
+    """Kernels gathered in fp8 train as on one device: scanned, rematerialised, in minibatches,
+    and after a checkpoint.
+    """
     tx, mesh, wrap = optax.sgd(0.02), mesh_of(2, 4), fsdp(gather_dtype=NARROW, min_weight_size=64)
     state = create_train_state(Fp8(wrap, layers=2), tx, mesh, jax.random.key(0), X, batch_axes=AXES)
     step = make_train_step(loss_fn, mesh, AXES, 2, check_vma=check_vma)
@@ -200,7 +202,7 @@ def test_products_compute_with_the_bits_that_they_have_alone(model, check_vma):
 
 
 def lowered(model, loss=loss_fn, **options):
-    """The step of a model, lowered without any values."""
+    """Returns the lowered step of a model, without values."""
     mesh = mesh_of(2, 4)
     state = abstract_train_state(model, optax.sgd(0.05), mesh, jax.random.key(0), X, batch_axes=AXES)
     return make_train_step(loss, mesh, AXES, **options).lower(state, X, jax.random.key(2))

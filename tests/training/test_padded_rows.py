@@ -83,7 +83,7 @@ def padded(rows=11, with_weight=True):
 
 @pytest.mark.parametrize("check_vma, rows", [(True, 11), (False, 3)])
 def test_a_padded_batch_trains_as_its_rows_on_one_device(check_vma, rows):
-    """With 3 rows five devices hold copies alone."""
+    """A padded batch trains as its rows on one device, also if five devices have copies alone (3 rows)."""
 
     def loss_fn(params, x):
         return jnp.mean(errors_of(params, Normalised().apply, {"x": x}))

@@ -53,7 +53,7 @@ def mesh():
 
 
 def example(vocab=VOCAB):
-    """hidden, kernel, labels; rows differ in scale, some labels do not count."""
+    """Returns hidden, kernel, labels; rows differ in scale, and some labels have no weight."""
     keys = jax.random.split(jax.random.key(0), 3)
     hidden = jax.random.normal(keys[0], (ROWS, LENGTH, DIM)) * (1 + jnp.arange(ROWS))[:, None, None] / 4
     labels = jax.random.randint(keys[2], (ROWS, LENGTH), 0, vocab).at[::5, 1].set(-100)

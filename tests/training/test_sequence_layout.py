@@ -48,7 +48,7 @@ class Model(nn.Module):
 
 
 def traced(mesh, model, batch, is_evaluation=False, check_vma=True, **options):
-    """The step with the model, traced for the batch."""
+    """Returns the trace of a step with the model on the batch."""
     key, split = jax.random.key(0), {"batch_spec": SPEC, "check_vma": check_vma} | options
     state = create_train_state(model, optax.sgd(0.1), mesh, key, BATCH["x"], batch_axes="fsdp", allow_replicated=True)
     if not is_evaluation:
@@ -148,7 +148,7 @@ def test_two_sequences_are_not_laid_out():
 
 @pytest.mark.parametrize("batch", [BATCH, ZIGZAG], ids=["natural", "laid out"])
 def test_a_batch_that_was_laid_out_is_not_exchanged(batch, mesh):
-    """And the same layout may be named in every place."""
+    """A batch in zigzag layout needs no exchange, and every argument may name the same layout."""
     placed = shard_batch(batch, mesh, batch_spec=SPEC)
     found = traced(mesh, Model("zigzag", "zigzag"), placed, layout="zigzag")
     assert str(found.jaxpr).count("ppermute[") == (2 if batch is BATCH else 0)  # attention gathers keys

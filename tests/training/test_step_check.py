@@ -76,7 +76,7 @@ def right(params, batch):
 
 
 def then(reduce, grads_of):
-    """``grads_of``, and then ``reduce`` of the gradients."""
+    """Returns ``grads_of`` followed by ``reduce`` of the gradients."""
 
     def both(params, batch):
         value, grads = grads_of(params, batch)

@@ -15,7 +15,7 @@ KEPT = json.loads(OUTCOMES.read_text()) if OUTCOMES.exists() else {}
 
 
 def sample():
-    """Every eighth entry, each in another setting."""
+    """Returns every eighth entry, each in a different setting."""
     for number, entry in enumerate(ENTRIES[3::8]):
         settings = entry.settings()
         yield pytest.param(entry, settings[(5 * number + 1) % len(settings)], id=entry.title)

@@ -53,7 +53,7 @@ def boxed_params(mesh):
 
 
 def run_grads(fn, mesh, check_vma, params=None, batch=BATCH):
-    """(loss, grads) of ``fn(params, batch)`` inside shard_map."""
+    """Returns (loss, grads) of ``fn(params, batch)`` inside shard_map."""
     params = boxed_params(mesh) if params is None else params
     specs = partition_specs(params, mesh)
     return on_mesh(fn, mesh, check_vma, (specs, P(AXES)), (P(), specs))(params, batch)
@@ -313,7 +313,7 @@ def test_aux_says_how_it_is_reduced(count, check_vma):
 
 
 def test_narrow_gradients_are_summed_over_minibatches_in_float32():
-    """Weights of 10^5 would overflow float16, and 16 + 1/128 is no bfloat16: sums of minibatches must be wider."""
+    """Minibatches sum gradients in float32: weights of 10^5 overflow float16, and bfloat16 lacks 16 + 1/128."""
 
     def run(dtype, values, weight):
         def loss(w, batch, rng):
