@@ -34,9 +34,7 @@ def generator(model, mesh=MESH, **options):
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("gather", ["each_token", "once"])
 def test_a_text_is_that_of_the_model_that_reads_it_whole(block, gather):
-    """Greedy generation equals the plain model on the full text, in float64, where rounding
-    never changes the argmax.
-    """
+    """Greedy generation equals the plain model on the full text, in float64, where rounding keeps the argmax."""
     with jax.enable_x64(True):
         model, params = model_and_params(block, dtype=jnp.float64)
         got = np.asarray(generator(model, gather=gather)(params, PROMPT))
@@ -60,9 +58,7 @@ def test_what_is_drawn_depends_on_the_key_and_not_on_the_mesh():
 
 @pytest.mark.parametrize("gather, times", [("each_token", LENGTH - 1), ("once", 1)])
 def test_weights_are_gathered_as_often_as_was_said(gather, times):
-    """The compiled program gathers weights as often as stated; XLA does not hoist gathers out of
-    loops, or the count fails.
-    """
+    """The compiled program gathers weights as often as stated, loops counted: XLA may hoist gathers out of loops."""
     model, params = model_and_params()
     program = generator(model, gather=gather).lower(params, PROMPT).compile()
     found = find_collectives(parse(program.as_text()), MESH.shape)

@@ -27,7 +27,7 @@ HOSTS, GPUS = 2, 4
 COUNTS = counts(SIZES[SIZE])
 
 
-# --------------------------------------------------------------------------------------------------------- pure parts
+# ----------------------------------------------------------------------------------------------------- pure functions
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,7 @@ def test_collectives_of_a_layer_are_those_that_run_most_often():
 
 
 def test_a_picture_shows_the_cases_that_all_topologies_have_in_one_order():
-    """The picture shows the cases that every topology has, in the same order, because the plots
-    share the axis of cases.
-    """
+    """The picture shows the cases of all topologies in one order, because the plots share the axis of cases."""
     first = {"jit": {"n": 1}, "flat": {"n": 2}, "ours": {"n": 3}}
     second = {"ours": {"n": 4}, "jit": {"n": 5}, "flat": {"problem": "too large"}}
     shown = forecasts.drawn({"h100:32x8": first, "b200:8x8": second})
@@ -137,7 +135,7 @@ def test_every_option_of_gpus_is_accepted_and_changes_the_program():
     assert options and not idle
 
 
-# ---------------------------------------------------------------------------------------------------------- on a card
+# ----------------------------------------------------------------------------------------------------------- on a GPU
 
 
 def test_without_a_card_it_says_so_and_fails_nothing(tmp_path):

@@ -1,6 +1,4 @@
-"""Tests of the metrics benchmark: its counts are the library's promises, and the benchmark
-runs with and without clu.
-"""
+"""Tests of the metrics benchmark: counts are as the library promises, and a run works with and without clu."""
 
 import importlib.util
 import io

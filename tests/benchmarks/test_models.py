@@ -1,6 +1,4 @@
-"""Tests of the benchmarks' models: attention without a square of scores, loss without logits,
-equal to plain versions.
-"""
+"""Tests of the benchmarks' models: attention without a score matrix, loss without logits, equal to plain versions."""
 
 import re
 from functools import partial

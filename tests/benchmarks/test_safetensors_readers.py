@@ -103,9 +103,7 @@ def assert_odd_files_are_answered(odd):
 
 
 def test_of_runs_the_medians_count_and_of_processes_the_one_that_took_most():
-    """A run's seconds are its slowest process, and the result is the median; wrong or missing
-    shards are unequal bits.
-    """
+    """A run counts its slowest process, and the result is the median; a wrong or missing shard is an error."""
 
     def run(*seconds, last=4):
         shards = [{"a 0": 1, "b 0": 2}, {"a 1": 3, "b 1": last}]

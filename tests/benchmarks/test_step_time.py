@@ -1,6 +1,4 @@
-"""Tests of the step-time benchmark in small: cases are equivalent, alternate, and are printed;
-PyTorch has our model.
-"""
+"""Tests of the step-time benchmark in small: equivalent cases alternate and are printed; PyTorch has our model."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""Tests of checkpoints: a restore returns the saved values in the target's types, shardings and
-boxes; damage is found.
-"""
+"""Tests of checkpoints: restored values have the target's types, shardings and boxes; damage is found."""
 
 import json
 import shutil
@@ -109,9 +107,7 @@ KEYS = ["threefry2x32", "rbg", "unsafe_rbg"]
 
 
 def test_arrays_of_each_dtype_are_read_in_the_sharding_of_the_target():
-    """Each process reads shards of arrays of each dtype; a Python number has no sharding, although
-    arrays share its dtype.
-    """
+    """Processes read shards of arrays of each dtype; a Python number of the same dtype has no sharding."""
     sharding = NamedSharding(mesh_of(2, 4), P(AXES))
     arrays = {name: jax.ShapeDtypeStruct((8, 3), name, sharding=sharding) for name in NUMBERS}
     likes = record.bare_leaves(arrays | {"number": True})
@@ -196,9 +192,7 @@ def test_it_restores_into_the_plain_model_and_back(on_eight, tmp_path):
 
 
 def test_parameters_are_restored_without_the_optimizer(on_eight, tmp_path):
-    """Parameters restore into the plain model and onto another mesh, whatever the optimizer and the
-    place of the state.
-    """
+    """Parameters restore into the plain model and onto another mesh, for any optimizer and place in the tree."""
     model, key = Model(fsdp()), jax.random.key(9)
     adamw = on_eight
     sgd = create_train_state(model, optax.sgd(1.0), mesh_of(2, 4), key, X, batch_axes=AXES)
@@ -294,9 +288,7 @@ def test_checksums_are_computed_from_shards():
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["views", "on the device"])
 def test_what_is_written_is_the_state_at_save(on_device, tmp_path, monkeypatch):
-    """The written state is the state at ``save``, although buffers are donated and overwritten
-    before checksums are read.
-    """
+    """A save writes the state of the call, although buffers are overwritten before checksums are read."""
     if on_device:  # emulates an accelerator: programs started before the donation
         monkeypatch.setattr(checksums, "is_in_host_memory", lambda _: False)
     late = []
@@ -340,7 +332,7 @@ def test_sums_of_shards_are_the_checksum_of_the_whole(spec, dtype):
     assert sums.result() == checksum_each({"w": array, "scalar": np.int32(7)})
 
 
-# ------------------------------------------------------------------------------------------------- what does not fit
+# ------------------------------------------------------------------------------------------- targets that do not fit
 
 
 def test_a_python_nan_fits_a_narrow_float(tmp_path):
@@ -456,9 +448,7 @@ def test_a_folder_under_another_number_is_not_restored_as_that_step(sound, folde
 
 @pytest.mark.parametrize("hurt", [damage.renamed_lower, damage.linked_nowhere, damage.empty_step])
 def test_a_lost_step_is_told_whoever_asks(hurt, tmp_path):
-    """Every method reports a lost step, ``latest_step`` too, whose result users pass to
-    ``restore``; saving moves it away.
-    """
+    """Every method reports a lost step, ``latest_step`` too; the next save moves the lost step away."""
     folder = damage.written(tmp_path / "run", lambda step: {"n": step})
     hurt(folder, None)
     problem = {"renamed_lower": "step 5 is damaged: it was saved as step 20", "linked_nowhere": "step 20 .* no folder"}

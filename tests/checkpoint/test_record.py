@@ -26,9 +26,7 @@ FACTORS = ((16, 0x85EBCA6B, 13, 0xC2B2AE35, 16), (16, 0x21F0AAAD, 15, 0x735A2D97
 
 
 def checksum_of_numpy(words):
-    """Returns the checksums of uint32 words: each word is mixed with its position, scrambled twice,
-    summed modulo 2^32.
-    """
+    """Returns checksums of uint32 words: each mixed with its position, scrambled twice, summed modulo 2^32."""
     sums = []
     for first, factor, second, other, last in FACTORS:
         found = (words.ravel() + np.arange(words.size, dtype=np.uint32) * np.uint32(0x9E3779B9)) ^ np.uint32(factor)

@@ -219,7 +219,9 @@ def test_a_file_has_its_name_when_all_of_it_is_on_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", noted_replace)
     export_safetensors({name: np.full(1000, 1.0) for name in "ab"}, tmp_path, max_file_bytes=8000)
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
-    assert renamed == [(name, True) for name in names], "renamed before the last byte was on disk, or in another order"
+    assert renamed == [(name, True) for name in names], (
+        "a file was renamed before fsync, or files were renamed in another order"
+    )
 
 
 def test_a_tensor_in_two_files_of_an_index_is_refused(tmp_path):

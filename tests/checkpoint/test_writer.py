@@ -1,6 +1,4 @@
-"""Tests of the writer of a directory: exclusive, reports failed saves, finishes the last save; I/O
-errors are no damage.
-"""
+"""Tests of the writer of a directory: a lock, reports of failed saves, a final wait; I/O errors are no damage."""
 
 import fcntl
 import os
@@ -58,7 +56,7 @@ def limited(what, soft):
         signal.signal(signal.SIGXFSZ, old)
 
 
-# ---------------------------------------------------------------------------------------------------- a failure is told
+# ---------------------------------------------------------------------------------------------- reports of failed saves
 
 
 @pytest.mark.parametrize(
@@ -139,7 +137,7 @@ def test_a_program_whose_commit_hangs_ends(tmp_path):
     assert f"saving step 2 to {tmp_path} failed: TimeoutError: it was not on disk" in errors
 
 
-# --------------------------------------------------------------------------------------------------- the program's end
+# -------------------------------------------------------------------------------------------------- end of the program
 
 
 def ended(mode, folder):
@@ -165,7 +163,7 @@ def test_a_program_whose_last_save_fails_says_so_and_exits_with_1(tmp_path):
     assert errors.endswith("Call Checkpointer.close, or use it in a with block.\n")
 
 
-# -------------------------------------------------------------------------------------------------- one writer, no more
+# ------------------------------------------------------------------------------------------------------------- the lock
 
 
 def test_a_second_job_is_refused_until_the_first_is_gone(tmp_path):
@@ -214,9 +212,7 @@ class ForkedError(Exception):
 
 
 def test_a_child_forked_while_the_lock_is_taken_or_given_back_has_it_closed(tmp_path, monkeypatch):
-    """A child forked while the lock is taken or released closes the lock: this process runs
-    the child's fork handler.
-    """
+    """A child forked while the lock is taken or released closes the lock; this process runs the fork handler."""
 
     def forked_at_once(file, _):
         writer._leave_to_the_parent()
@@ -295,7 +291,7 @@ def test_a_folder_that_becomes_another_under_its_writer_is_told(change, tmp_path
     assert "3" not in steps_in(tmp_path / "other")
 
 
-# -------------------------------------------------------------------------------------------- trouble that is no damage
+# ----------------------------------------------------------------------------------------------------------- I/O errors
 
 
 SHORTAGES = {

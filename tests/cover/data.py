@@ -65,7 +65,7 @@ def matrix() -> tuple[dict[str, float], dict[tuple[str, str], list[str]]]:
 def write_matrix(seconds: Mapping[str, float], entering: Mapping[tuple[str, str], Sequence[str]]) -> None:
     cases = sorted({case for some in entering.values() for case in some})
     key_of = {case: hashlib.sha256(case.encode()).hexdigest()[:6] for case in cases}
-    assert len(set(key_of.values())) == len(cases), "two cases have one key; give keys another digit"
+    assert len(set(key_of.values())) == len(cases), "two cases have the same key; use a longer hash for keys"
     functions = (
         f"{path}\t{function}\t{' '.join(key_of[case] for case in some)}"
         for (path, function), some in sorted(entering.items())

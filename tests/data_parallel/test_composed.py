@@ -1,6 +1,4 @@
-"""Tests of transformations around gathers (branches, mapped variables, placements): exact, or an
-error with the cure.
-"""
+"""Tests of transformations around gathers (branches, mapped variables, placements): exact, or an error."""
 
 import jax
 import jax.numpy as jnp

@@ -180,7 +180,7 @@ def test_a_norm_of_parameters_around_a_wrapped_layer_is_refused_at_init_and_righ
     assert any(leaf_of(variables["params"]["Dense_0"]["kernel"]).names)
 
 
-# ------------------------------------------------------------------------------- parameters that a loss does not train
+# ------------------------------------------------------------------------------------------------ untrained parameters
 
 
 class Adapted(nn.Module):
@@ -247,7 +247,7 @@ def test_frozen_parameters_train_the_rest_as_one_device_does():
     assert (16, 4) in moments and (8, 16) not in moments  # of the head alone
 
 
-# ------------------------------------------------------------------------------------------ gradients inside of a loss
+# --------------------------------------------------------------------------------------------- gradients inside a loss
 
 
 def squared_error(params, x, y):

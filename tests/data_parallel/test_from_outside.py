@@ -37,7 +37,7 @@ TX = optax.adamw(1e-2, eps=1e-3)
 # An error of a gradient is divided by eps where the gradient is small, and the largest parameters are about 0.1.
 THREE_STEPS = 1e-4
 
-# ------------------------------------------------------------------------- models of somebody else, in several styles
+# ------------------------------------------------------------------------------- third-party models in several styles
 
 
 class Layer(nn.Module):
@@ -217,7 +217,7 @@ def test_a_plan_names_the_module_that_gathers_each_leaf_and_keeps_it():
     assert ShardingPlan.from_json(plan.to_json()) == plan
 
 
-# ----------------------------------------------------------------------------------------------------- which modules
+# ------------------------------------------------------------------------------------------------- choice of modules
 
 WHERE = {
     "a class": (Layer, {"h/0", "h/1"}),

@@ -71,9 +71,7 @@ ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))  # decays 
 
 
 def is_trained(path):
-    """Selects the second Dense of each block of ``Model`` and the head; first Dense, norms and
-    some biases are frozen.
-    """
+    """Selects the head and each block's second Dense; the first Dense, norms and some biases are frozen."""
     return "Dense_1" in path
 
 
@@ -280,7 +278,7 @@ def test_lora_on_a_transformer_is_that_of_one_device_and_its_merged_weights_are_
     assert np.abs(kernels[0] - kernels[1].astype(np.float32)).max() > 1e-3  # guard: the adapters matter
 
 
-# ------------------------------------------------------------------------------------- what the program does, and not
+# ------------------------------------------------------------------------------------------ operations of the program
 
 
 def collectives(lowered):

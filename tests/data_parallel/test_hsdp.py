@@ -135,7 +135,7 @@ def test_an_axis_splits_or_copies_and_must_be_there():
         state_of(wrap, mesh)
 
 
-# --------------------------------------------------------------------------- what else depends on a shard, or splits it
+# --------------------------------------------------------------------------------------------------- penalties, experts
 
 
 def no_penalty(params):

@@ -368,7 +368,7 @@ def test_only_params_are_split():
     assert is_box(got["params"]["Dense_0"]["kernel"]) and not is_box(got["cache"]["rows"])
 
 
-# ------------------------------------------------------------------------------------------------- where it is used
+# --------------------------------------------------------------------------------------------------------- contexts
 
 
 def test_outside_shard_map_it_is_the_plain_module_bit_for_bit():

@@ -125,7 +125,7 @@ def test_a_twin_has_the_plan_and_the_collectives_of_the_linen_model(block, check
     assert counts[0] == counts[1] > 5
 
 
-# ------------------------------------------------------------------------------------ modules of Flax, and of all kinds
+# --------------------------------------------------------------------------------------------------------- Flax modules
 
 
 def squared_error(module, x, y):
@@ -232,7 +232,7 @@ def test_weights_are_gathered_again_where_that_is_asked_for():
     assert counts[0] == counts[1] < counts[2] == counts[3]
 
 
-# ------------------------------------------------------------------------------------------------------ NNX's own way
+# ---------------------------------------------------------------------------------------------- NNX's transformations
 
 
 @cache
@@ -405,7 +405,7 @@ def test_a_view_without_dropout_evaluates_without_a_key_and_gathers_no_more_than
         outputs(Noisy.__call__)
 
 
-# ---------------------------------------------------------------------------------- what stands around, and the bridges
+# ------------------------------------------------------------------------------------------------ surroundings, bridges
 
 
 def test_a_checkpoint_goes_from_linen_to_nnx_and_back_bit_for_bit(tmp_path):
@@ -513,7 +513,7 @@ def test_a_wrapped_linen_module_as_an_nnx_module(where):
         sharded(plain, nnx.bridge.ToNNX)
 
 
-# ------------------------------------------------------------------------------------------------- names and refusals
+# --------------------------------------------------------------------------------------------------- names and errors
 
 
 def test_axes_that_a_variable_names_are_kept():
@@ -581,9 +581,7 @@ def test_names_of_leaves():
 
 
 def test_tracing_costs_little_more_than_the_plain_module():
-    """Tracing takes 1.1 to 1.35 times as long as with replicated parameters; the bound of 3
-    allows for a busy machine.
-    """
+    """Tracing takes 1.1 to 1.35 times as long as with replicated parameters; the bound 3 is for a busy machine."""
 
     def seconds(model):
         state = abstract_train_state(

@@ -105,9 +105,7 @@ def test_losses_and_gradients_are_those_of_the_scan(case):
 
 
 def test_each_layer_computes_with_its_own_weights():
-    """``prefetched_scan`` pairs layers with weights: a layer doubles the carry and adds its
-    weight, so order matters.
-    """
+    """``prefetched_scan`` pairs layers with weights; layers double the carry and add a weight, so order matters."""
     weights = np.float32([1, 10, 100, 1000])[:, None] * np.ones((4, 2), np.float32)
     mesh = mesh_of(1, 2)
 

@@ -190,7 +190,7 @@ def counted(module, policy, name, scan=False):
     return per_device(module, policy, scan, True, ask)
 
 
-# ------------------------------------------------------------------------------------------------------ what is kept
+# ------------------------------------------------------------------------------------------------------- kept arrays
 
 
 @pytest.mark.one_in(3)
@@ -237,7 +237,7 @@ def keep_but(refused, primitive, *_, **__):
     return primitive.name not in refused
 
 
-# -------------------------------------------------------------------------------------------- what is computed again
+# --------------------------------------------------------------------------------------------- recomputed operations
 
 
 @pytest.mark.one_in(3)
@@ -286,7 +286,7 @@ def test_a_policy_that_offloads_is_heard():
     assert policy(eqn.primitive, kernel, kernel, **eqn.params).dst == "pinned_host"
 
 
-# -------------------------------------------------------------------------------------------------------- the numbers
+# ------------------------------------------------------------------------------------------------------------ results
 
 
 @pytest.mark.one_in(2)

@@ -215,9 +215,7 @@ COMPLEX = {
 
 @pytest.mark.parametrize("block, check_vma", [("again", True), ("policy", False)])
 def test_complex_values_train_as_without_the_option(block, check_vma):
-    """``reshard_after_forward`` trains complex values, for which JAX's policies raise an error of
-    ``reduce_precision``.
-    """
+    """``reshard_after_forward`` trains complex values, for which JAX's policies raise in ``reduce_precision``."""
     fn, args = loss_and_gradients(Spectra(COMPLEX[block]()), mesh_of(2, 4), check_vma)
     params = unbox(args[0]["params"])
     loss, grads = jax.jit(jax.value_and_grad(lambda p: mean_loss(p, Spectra(Spectral).apply, BATCH)))(params)

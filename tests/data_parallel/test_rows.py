@@ -44,7 +44,7 @@ def lookup_of(dim, outer, group, true=(V, D), stored=(V, D), how=DEFAULT_COMMUNI
     return RowLookup(true, stored, dim, outer, group, *counts, how)
 
 
-# ------------------------------------------------------------------------------------------------------- by one array
+# ------------------------------------------------------------------------------------------------ lookups in an array
 
 
 LOOKUPS = {
@@ -110,7 +110,7 @@ def test_the_way_with_fewest_bytes_is_taken():
     assert choose(table, table, 0, [("fsdp", 8)], tokens=29000) is None
 
 
-# ----------------------------------------------------------------------------------------------------------- by models
+# -------------------------------------------------------------------------------------------------------------- models
 
 
 class Untied(nn.Module):

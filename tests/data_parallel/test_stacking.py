@@ -52,9 +52,7 @@ def described(tree):
 
 @pytest.mark.slow
 def test_a_state_of_a_loop_goes_on_as_one_of_a_scan():
-    """``stack_layers`` makes a scan state of a loop state: boxes, shapes, placements, moments and
-    the next step agree.
-    """
+    """``stack_layers`` makes a scan state of a loop state: boxes, placements, moments and the next step agree."""
     loop, scan = states()
     step = make_train_step(mean_loss, mesh_of(2, 4), AXES)
     loop, _ = step(jax.tree.map(jnp.copy, loop), data(), jax.random.key(1))

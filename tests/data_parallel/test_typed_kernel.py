@@ -266,9 +266,7 @@ def fused_norm(x):
 
 
 def fused_cross_entropy(logits, labels):
-    """Returns the losses of ``logits[n, c]`` and ``labels[n]``; the kernel also makes the
-    gradient, kept for backward.
-    """
+    """Returns the losses of ``logits[n, c]`` and ``labels[n]``; the kernel also makes the gradient for backward."""
 
     def kernel(a, label, loss, grad):
         shifted = a[...] - a[...].max(-1, keepdims=True)

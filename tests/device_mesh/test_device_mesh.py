@@ -200,7 +200,7 @@ def test_only_simulate_cpu_devices_leaves_a_variable_in_the_environment(call, np
 def test_libtpu_does_not_complain_where_there_is_no_accelerator():
     pytest.importorskip("libtpu")
     if not devices._has_cpus_alone():
-        pytest.skip("this machine may have one")
+        pytest.skip("this machine may have an accelerator")
     code = "from xlstm_jax.distributed.processes import available_devices as a; print(len(a(3)))"
     environment = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)

@@ -67,7 +67,9 @@ def test_each_message_of_the_page_has_a_row_or_a_reason():
     bare = sorted(lost - WITHOUT_ROW.keys())
     assert not bare, "\n".join(["docs/troubleshooting.md has messages without a row in tests/errors:", *bare])
     needless = sorted(WITHOUT_ROW.keys() - lost)
-    assert not needless, "\n".join(["WITHOUT_ROW has what has a row, or is not on the page:", *needless])
+    assert not needless, "\n".join(
+        ["WITHOUT_ROW lists messages that have a row or are missing on the page:", *needless]
+    )
 
 
 def test_each_raise_is_reached_by_a_row_or_has_a_reason():
@@ -77,15 +79,15 @@ def test_each_raise_is_reached_by_a_row_or_has_a_reason():
     bare = [f"{place.where}: {name}" for name, place in there.items() if name not in reached and name not in reasons]
     assert not bare, "\n".join(["no row of tests/errors reaches, and unreached.txt has no reason for:", *bare])
     both = sorted(reasons.keys() & reached)
-    assert not both, "\n".join(["a row reaches what unreached.txt says no row reaches:", *both])
+    assert not both, "\n".join(["rows reach raises that unreached.txt lists as unreached:", *both])
     gone = sorted((reasons.keys() | reached) - there.keys())
-    assert not gone, "\n".join(["reached.txt or unreached.txt has what is no raise of the library:", *gone])
+    assert not gone, "\n".join(["reached.txt or unreached.txt lists raises that the library does not have:", *gone])
     assert all(reasons.values())
 
 
 def test_what_is_kept_is_of_the_rows_that_there_are():
     names = Counter(row.name for row in ROWS)
-    assert not [name for name, count in names.items() if count > 1], "two rows have one name"
+    assert not [name for name, count in names.items() if count > 1], "two rows have the same name"
     assert reach.kept().keys() == names.keys(), "`python -m tests.errors --write` writes reached.txt anew"
 
 

@@ -49,9 +49,7 @@ def everything(device: jax.Device) -> dict[str, Any]:
 
 
 def same_text(device: jax.Device) -> dict[str, int]:
-    """Returns the number of instructions of the plain model's step, and of differing lines of the
-    wrapped model's step.
-    """
+    """Returns the number of instructions of the plain model's step, and of different lines in the wrapped one."""
     plain = instructions(CASES[PLAIN], device)
     wrapped = instructions(dataclasses.replace(CASES[WRAPPED], options={"remat": False}), device)
     return {"instructions": len(plain), "differing": len(set(plain) ^ set(wrapped)) + abs(len(plain) - len(wrapped))}

@@ -1,6 +1,4 @@
-"""Tests of the selection of quick tests (`make test`) by measurement: recordings, cover, committed
-data. See tests/cover.
-"""
+"""Tests of the measured selection of quick tests (`make test`): recordings, cover, data. See tests/cover."""
 
 import os
 import subprocess
@@ -39,18 +37,16 @@ def test_cases_of_the_data_are_tests():
     seconds, entering = data.matrix()
     cases = {*data.chosen(), *seconds, *(case for case, _ in data.read_seen().values())}
     lacking = sorted(case for case in cases if not data.is_there(case))
-    assert not lacking, f"these tests are not there: {lacking[:5]}. {data.REMAKE}"
+    assert not lacking, f"the cover data name missing tests: {lacking[:5]}. {data.REMAKE}"
     assert all(set(some) <= set(seconds) for some in entering.values())
 
 
 def test_every_mutation_is_seen_by_a_quick_test():
-    """Every mutation has a quick test: the measured case, or without a measurement the tests
-    that the mutation names.
-    """
+    """Every mutation has a quick test: the measured case, or else the tests that the mutation names."""
     names = {mutant.name: mutant for mutant in all_mutants()}
     seen, tests = data.read_seen(), quick.chosen()
     stale = sorted(set(seen) - set(names))
-    assert not stale, f"no mutation is called {stale[:5]}. {data.REMAKE}"
+    assert not stale, f"the cover data name missing mutations: {stale[:5]}. {data.REMAKE}"
 
     def is_quick(case):
         file_is_seen = case.endswith(".py") and any(test.startswith(f"{case}::") for test in tests)
@@ -58,7 +54,7 @@ def test_every_mutation_is_seen_by_a_quick_test():
 
     unseen = [name for name, (case, _) in seen.items() if not is_quick(case)]
     unseen += [name for name in set(names) - set(seen) if not set(names[name].tests) <= tests]
-    assert not unseen, f"no quick test sees {unseen[:5]}. {data.REMAKE}"
+    assert not unseen, f"no quick test detects the mutations {unseen[:5]}. {data.REMAKE}"
 
 
 def test_data_are_read_as_they_were_written(tmp_path, monkeypatch):

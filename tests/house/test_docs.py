@@ -81,7 +81,7 @@ def test_every_public_name_has_a_docstring_with_an_example(module, name):
     assert ">>> " in public.__doc__ or not callable(public)
 
 
-# -------------------------------------------------------------------------------------------------- what a page names
+# ---------------------------------------------------------------------------------------------------- names on a page
 
 
 def anchors(page):
@@ -106,9 +106,7 @@ def found_file(path):
 
 
 def resolve(dotted):
-    """Returns the module or attribute of a dotted name, None for a moved module that names its
-    new place; else raises.
-    """
+    """Returns the object of a dotted name, None for a moved module that names its new place; else raises."""
     try:
         return importlib.import_module(dotted)
     except ModuleNotFoundError as error:

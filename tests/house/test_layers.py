@@ -1,6 +1,4 @@
-"""Tests of the layers: folders import earlier folders only, a public name has one definition, and
-shared code one place.
-"""
+"""Tests of the layers: folders import earlier folders only, and each public name has one definition."""
 
 import ast
 import importlib

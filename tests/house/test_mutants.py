@@ -1,6 +1,4 @@
-"""Tests of the mutations of the library: their texts match the source, and a sample is
-detected. See docs/mutants.md.
-"""
+"""Tests of the mutations: texts match the source, and tests detect a sample. See docs/mutants.md."""
 
 import ast
 import subprocess
@@ -139,7 +137,7 @@ def test_a_mutation_that_was_drawn_is_run_against_its_cases():
 
 
 def test_survivors_that_were_judged_are_mutations_with_a_reason():
-    assert not list(drawn.stale(drawn.judged())), "change these in tests/mutants/judged.txt, or delete them"
+    assert not list(drawn.stale(drawn.judged())), "correct or delete the stale entries of tests/mutants/judged.txt"
     assert all(len(reason) > 10 for _, reason in drawn.judged())
     path = "distributed/device_mesh/meshes.py"
     known = (path, "filled_sizes", "if len(wild) > 1 or True:", "if len(wild) >= 1 or True:")

@@ -107,7 +107,7 @@ def test_a_release_without_a_name_is_told_with_both_versions(module, name):
     assert "pip install 'jax>=" in said
 
 
-# ------------------------------------------------------------------------------- what each name does, in this release
+# ----------------------------------------------------------------------------- behaviour of each name in this release
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -210,4 +210,4 @@ def test_keys_of_a_kind_of_their_own():
 
 def test_the_json_handler_of_orbax_saves_by_the_function_that_is_overridden():
     ocp = pytest.importorskip("orbax.checkpoint")
-    assert inspect.iscoroutinefunction(ocp.JsonCheckpointHandler._save_fn), "orbax has changed it"
+    assert inspect.iscoroutinefunction(ocp.JsonCheckpointHandler._save_fn), "orbax has changed a private name"

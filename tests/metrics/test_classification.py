@@ -74,9 +74,7 @@ METRIC = Compose(
 
 @cache
 def rows():
-    """Returns name -> (scores, labels), [updates, devices, rows, ...]; class 5 is absent, device d
-    prefers class d % 5.
-    """
+    """Returns name -> (scores, labels) [updates, devices, rows, ...]; class 5 is absent, device d prefers d % 5."""
     rng = np.random.default_rng(0)
     shape = (UPDATES, DEVICES, ROWS)
     device = np.arange(DEVICES)[None, :, None]

@@ -308,7 +308,7 @@ def test_a_state_is_a_few_vectors_whatever_the_number_of_metrics():
     assert jax.tree.structure(named.empty().cells) == jax.tree.structure(named.identity())
 
 
-# ---------------------------------------------------------------------------------------------------- numbers that last
+# -------------------------------------------------------------------------------------------------------- large numbers
 
 
 def test_a_float_sum_goes_on_beyond_2_to_the_24():
@@ -376,7 +376,7 @@ def test_with_x64_on_floats_and_counts_have_64_bits():
         assert value.dtype == jnp.int64 and int(value[0]) == 2**41 - 4
 
 
-# ---------------------------------------------------------------------------- axes, types, and states that are mixed up
+# ----------------------------------------------------------------------------------------- wrong axes, types and states
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -502,7 +502,7 @@ def test_the_train_step_carries_the_state_without_a_further_collective(check_vma
     np.testing.assert_allclose(got["square"], np.mean(np.asarray(batch["x"], np.float64) ** 2), rtol=1e-6)
     assert float(got["n"]) == 64 and float(metrics["loss"]) == pytest.approx(error.mean(), rel=1e-5)
     _, _, local = step(state, batch, rng, emptied)
-    assert step._cache_size() == 1, "the emptied state made the step compile again"
+    assert step._cache_size() == 1, "the step was compiled again for the emptied state"
     assert float(make_log_step(metric, mesh, AXES)(local)[0]["n"]) == 32
 
 

@@ -159,7 +159,7 @@ def test_narrow_inputs_are_summed_in_float32(mesh):
     np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=0, atol=0.02 * np.abs(want).max())
 
 
-# -------------------------------------------------------------------------------------------- what is kept and sent
+# ----------------------------------------------------------------------------------------------- memory and traffic
 
 
 def traced(mesh, fn, *specs):
@@ -345,4 +345,4 @@ def test_what_jax_keeps_of_an_inner_function_is_of_its_layout(mesh):
         np.testing.assert_array_equal(split(jnp.zeros((2, 16)))[0], want)
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
+# --------------------------------------------------------------------------------------------------------------- errors

@@ -154,9 +154,7 @@ def test_in_a_step_of_ones_own_sync_gradients_knows_the_experts():
 
 @pytest.mark.parametrize("expert, where", [(MLP, (Experts, nn.Dense)), (shard_module_params(MLP, "fsdp", 8), nn.Embed)])
 def test_what_is_chosen_or_wrapped_within_an_expert_is_split_with_it(expert, where):
-    """Modules within an expert are split with the expert; a separate gather would run in a loop
-    that differs by device.
-    """
+    """Modules within an expert are split with the expert: their gather would run in a loop that differs by device."""
     mesh, axes = DeviceMeshManager.create_device_mesh({"fsdp": 4, "ep": 2}), ("fsdp", "ep")
 
     class Model(nn.Module):
@@ -198,9 +196,7 @@ class NormedMLP(nn.Module):
 
 
 def test_rows_of_a_split_expert_stay_equal_by_type_along_its_axis():
-    """Rows of an expert split by rows stay replicated by type along "tp": each device has part of
-    the weights, and sums.
-    """
+    """Rows stay replicated by type along "tp" for an expert split by rows, which sums its results."""
     mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "tp": 2}, devices=jax.devices()[:4])
 
     def expert(weights, rows):
@@ -500,7 +496,7 @@ def test_tokens_travel_and_parameters_do_not():
     assert not [eqn for eqn in found if eqn.primitive.name in ("all_gather", "psum")]
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
+# --------------------------------------------------------------------------------------------------------------- errors
 
 
 def refused(match, shape=None, axes=("ep",), x=X, **options):
@@ -532,7 +528,7 @@ def test_what_does_not_fit_is_refused():
     )
 
 
-# --------------------------------------------------------------------------------------- beside the rest of the library
+# -------------------------------------------------------------------------------------------------- with other features
 
 
 class Layer(nn.Module):

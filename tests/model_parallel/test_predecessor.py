@@ -1,6 +1,4 @@
-"""Tests of a tensor-parallel program of the predecessor, with renamed functions: losses equal
-the losses of the page.
-"""
+"""Tests that a renamed tensor-parallel program of the predecessor has the losses of the page."""
 
 from pathlib import Path
 

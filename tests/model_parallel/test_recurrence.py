@@ -85,9 +85,7 @@ def test_gradients_of_decays_and_updates_too(check_vma):
 
 
 def stabilized(before, after):
-    """Combines steps of an exponential gate: log of the decay, largest exponent so far, state
-    divided by its exponential.
-    """
+    """Combines steps of an exponential gate: log decay, largest exponent so far, state over its exponential."""
     (decay_1, largest_1, state_1), (decay_2, largest_2, state_2) = before, after
     largest = jnp.maximum(largest_1 + decay_2, largest_2)
     state = jnp.exp(largest_1 + decay_2 - largest) * state_1 + jnp.exp(largest_2 - largest) * state_2
@@ -95,9 +93,7 @@ def stabilized(before, after):
 
 
 def test_steps_of_ones_own_are_combined():
-    """``scan_over_axis`` combines custom steps, as in xLSTM: exponents of hundreds, which need the
-    stabilizer in float32.
-    """
+    """``scan_over_axis`` combines xLSTM steps with exponents of hundreds, which float32 needs a stabilizer for."""
     log_decay, exponent = jnp.log(DECAY[:, 0]), 200 * jnp.sin(jnp.arange(TOKENS))
     none = jnp.zeros(()), jnp.float32(-1e30), jnp.zeros(())
 

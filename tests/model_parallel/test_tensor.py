@@ -396,7 +396,7 @@ def test_a_ring_permutes_and_gathers_no_tokens():
     assert len(over(ring, "ppermute", "tp")) >= 3 * 6 and not over(split, "ppermute", "tp")
 
 
-# ----------------------------------------------------------------------------------------------------- what is refused
+# -------------------------------------------------------------------------------------------------------------- errors
 
 
 def test_tokens_that_are_none_and_that_count_from_the_end_are_as_in_flax():

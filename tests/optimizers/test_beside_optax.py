@@ -294,9 +294,7 @@ def test_a_rate_in_the_state_is_gone_after_the_next_step_and_a_metric_is_not():
 
 @pytest.mark.parametrize("tx", [optax.adamw(DOWN), muon(DOWN), INJECTED(DOWN)], ids=["adamw", "muon", "injected"])
 def test_the_name_of_the_rate_finds_it_in_no_state_with_a_schedule(tx):
-    """``optax.tree`` finds no rate without ``inject_hyperparams``, and two with a schedule:
-    value and schedule state.
-    """
+    """``optax.tree`` finds no rate without ``inject_hyperparams``, and two with a schedule: value and state."""
     state = tx.init({"kernel": jnp.ones((4, 4))})
     found = optax.tree.get_all_with_path(state, "learning_rate")
     assert len(found) == (2 if hasattr(state, "hyperparams") else 0)
@@ -313,9 +311,7 @@ def test_muon_is_injected_with_its_number_of_iterations_left_out():
 
 
 def test_parameters_of_16_bits_make_an_injected_adam_nan():
-    """bfloat16 parameters round the decay 0.999 of an injected Adam to 1, giving NaN, and a
-    constant rate to 16 bits.
-    """
+    """With bfloat16 parameters an injected Adam rounds the decay 0.999 to 1, giving NaN, and rounds the rate."""
     params = {"kernel": jnp.ones(4, jnp.bfloat16)}
 
     def two_updates(tx):

@@ -58,7 +58,7 @@ def own(*names, required=(), everything=False):
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update), seen
 
 
-# ------------------------------------------------------------------------------------------- what a transform is given
+# -------------------------------------------------------------------------------------------- arguments of a transform
 
 AROUND = {
     "alone": lambda tx: tx,
@@ -124,9 +124,7 @@ def test_what_two_transforms_need_and_refuse_is_said():
 
 
 def test_a_transform_to_which_optax_passes_no_extra_arguments_is_named():
-    """A transform of type ``optax.GradientTransformation`` gets no extra arguments, and the
-    error names the transform.
-    """
+    """A ``GradientTransformation`` gets no extra arguments from optax, and the error names the transform."""
 
     def halved(updates, state, params=None, *, value):
         return jax.tree.map(lambda u: value * u, updates), state
@@ -136,7 +134,7 @@ def test_a_transform_to_which_optax_passes_no_extra_arguments_is_named():
         tx.update(jnp.ones(3), tx.init(jnp.ones(3)), jnp.ones(3), **GIVEN)
 
 
-# ------------------------------------------------------------------------------------------------ refused, by its name
+# -------------------------------------------------------------------------------------------------------------- errors
 
 
 def abstract(tx):
@@ -275,9 +273,7 @@ def measured():
 
 
 def test_measures_of_a_monitor_are_those_of_one_device():
-    """Measures of a monitor equal one device; optax's state gains measures in the first update, so
-    a step compiles twice.
-    """
+    """Measures of a monitor equal one device; optax adds measures in the first update, so a step compiles twice."""
     state, (params, grad) = trained(measured), one_device()
     tx = measured()
     opt_state = tx.init(params)

@@ -238,9 +238,7 @@ def test_the_guard_still_refuses_optax_s_own():
 
 @pytest.mark.parametrize("exchange_dtype, differ", [("bfloat16", True), ("float32", False)])
 def test_what_travels_narrow_is_rounded_once_each_way(exchange_dtype, differ):
-    """A narrow ``exchange_dtype`` rounds once each way, to 2**-8 of each entry; Newton-Schulz
-    amplifies the first rounding.
-    """
+    """A narrow ``exchange_dtype`` rounds once each way, to 2**-8; Newton-Schulz amplifies the first rounding."""
     shapes = {name: SHAPES[name] for name in ("up", "down")}
     dims = {name: DIMS[name] for name in shapes}
     tx = muon(RATE, muon_weight_dimension_numbers=dims, exchange_dtype=exchange_dtype)
@@ -316,7 +314,7 @@ def test_a_step_that_is_not_finite_is_skipped():
     jax.tree.map(np.testing.assert_array_equal, unbox(state.params), before)
 
 
-# ------------------------------------------------------------------------------------------------------- its arguments
+# ----------------------------------------------------------------------------------------------------------- arguments
 
 
 @pytest.mark.one_in(2)

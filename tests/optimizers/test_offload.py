@@ -196,9 +196,7 @@ COUPLED = {
 
 
 def on_one_device(tx, on_host):
-    """Returns a transform's parameters, state (arrays on the host if ``on_host``) and gradients,
-    and an update function.
-    """
+    """Returns parameters, state (arrays on the host if ``on_host``) and gradients of ``tx``, and an update function."""
     params = {"a": jnp.arange(12.0).reshape(4, 3), "b": jnp.ones((2, 5)), "c": jnp.float32(2)}
     sharding = jax.NamedSharding(jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)), jax.P())
     params = jax.device_put(params, sharding)

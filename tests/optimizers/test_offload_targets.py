@@ -26,9 +26,7 @@ H100 = pytest.param("h100:1x8", marks=pytest.mark.cuda_plugin, id="h100")
 
 
 def adams_update(shapes, topology, on_host):
-    """Returns the forecast of Adam's update on 8 devices: parameters and gradients in HBM, moments
-    in HBM or on the host.
-    """
+    """Returns the forecast of Adam on 8 devices: parameters and gradients in HBM, moments there or on the host."""
     mesh = DeviceMeshManager.create_abstract_mesh({"fsdp": 8})
     split = [jax.NamedSharding(mesh, jax.P(*[None] * (len(shape) - 2), "fsdp")) for shape in shapes]
     at_home = [sharding.with_memory_kind("pinned_host") if on_host else sharding for sharding in split]

@@ -39,7 +39,7 @@ def test_the_table_is_not_empty_and_names_nothing_twice():
     assert sum(case.on_shards == RIGHT for case in CASES) >= 20 <= sum(case.on_shards != RIGHT for case in CASES)
 
 
-# ------------------------------------------------------------------------------------- outside of shard_map: all exact
+# ----------------------------------------------------------------------------------------- outside of shard_map: exact
 
 
 class TwoLayers(nn.Module):
@@ -160,7 +160,7 @@ def test_the_model_of_the_table_splits_rows_columns_and_vectors_and_leaves_one_w
     assert_same_params(state.params, plain_start())
 
 
-# ------------------------------------------------------------------------------------- inside of it: right, or refused
+# -------------------------------------------------------------------------------- inside shard_map: exact, or an error
 
 
 def boxed(params):
@@ -187,9 +187,7 @@ def four_gradients():
 
 
 def one_update(tx, params, state, grads, value):
-    """Returns parameters and state after an update; adds 0.1 times the parameters to the gradients,
-    as a quadratic loss does.
-    """
+    """Returns parameters and state after an update, with 0.1 times the parameters added as a quadratic loss does."""
     grads = jax.tree.map(lambda g, p: g + 0.1 * p, grads, params)
     updates, state = tx.update(grads, state, params, value=value, grad=grads, value_fn=lambda params: value)
     return optax.apply_updates(params, updates), state
@@ -259,9 +257,7 @@ BOXES = {
 
 
 def tree_of(leaves, dtype=jnp.float32):
-    """Returns {"layer": {name: 16 x 8}} in the boxes of ``BOXES``; entries grow, so that
-    slices have different norms.
-    """
+    """Returns a tree of 16 x 8 leaves in the boxes of ``BOXES``; entries grow, so that slices have different norms."""
     rng, growing = np.random.default_rng(3), 1 + np.arange(128).reshape(16, 8)
     values = {name: jnp.asarray(rng.normal(size=(16, 8)) * growing, dtype) for name in leaves}
     return {"layer": {n: Sharded(v, BOXES[n]) if any(BOXES[n]) else v for n, v in values.items()}}

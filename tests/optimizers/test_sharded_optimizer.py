@@ -101,7 +101,7 @@ def one_device():
     return jax.jit(TwoLayers().init)(jax.random.key(0), data()["x"])["params"]
 
 
-# ------------------------------------------------------------------------------------------------ wrappers of one's own
+# ------------------------------------------------------------------------------------------------ user-defined wrappers
 
 
 def test_moments_in_bfloat16_are_those_of_one_device_bit_for_bit(registry):
@@ -166,7 +166,7 @@ def test_without_wrappers_a_step_is_that_of_one_device(registry):
     assert_same_params(state.params, params, 1e-4)
 
 
-# ------------------------------------------------------------------------------------- states: where, and made by whom
+# -------------------------------------------------------------------------------------- placement and origin of states
 
 
 @pytest.mark.parametrize("tx", [optax.adafactor(0.1), optax.adam(0.1)], ids=["adafactor", "adam"])

@@ -203,7 +203,7 @@ def plan_of(name, **options):
     return plan_sharding(model, {"dp": dp, "fsdp": fsdp_size}, x, **options)
 
 
-# ----------------------------------------------------------------------------------------------------- against reality
+# ------------------------------------------------------------------------------------------------ plan and real arrays
 
 
 @pytest.mark.one_in(3)
@@ -360,7 +360,7 @@ def test_a_model_wrapped_as_a_whole_has_the_plan_of_the_plain_one():
     assert everywhere.rows != plain.rows
 
 
-# ------------------------------------------------------------------------------------------------------- without trace
+# ----------------------------------------------------------------------------------------------------- without tracing
 
 
 def test_70_billion_parameters_on_4096_devices_take_seconds_and_no_memory():
@@ -497,7 +497,7 @@ def test_fractions_in_two_digits():
     assert [format_fraction(f) for f in (0, 0.000019, 0.0312, 0.5, 1)] == ["0%", "0.0019%", "3.1%", "50%", "100%"]
 
 
-# -------------------------------------------------------------------------------------------------------- text and back
+# ----------------------------------------------------------------------------------------------------------------- JSON
 
 
 @pytest.mark.parametrize(
@@ -578,7 +578,7 @@ def test_on_one_device_nothing_is_replicated():
     assert "stays whole on the one device" in plan_sharding(Model(), {"fsdp": 1}, X).explain("Dense_0/bias")
 
 
-# ------------------------------------------------------------------------------------------------------------ refusals
+# -------------------------------------------------------------------------------------------------------------- errors
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
@@ -686,9 +686,7 @@ DO_NOT_FIT = {
 @pytest.mark.parametrize("of_workload", [False, True], ids=["plan_sharding", "Workload"])
 @pytest.mark.parametrize("model, inputs, says", DO_NOT_FIT.values(), ids=DO_NOT_FIT)
 def test_inputs_that_do_not_fit_the_model_are_named_with_those_that_do(model, inputs, says, of_workload):
-    """Inputs that do not fit are named with fitting inputs: README's batch [b, t + 1], a missing
-    argument, an image size.
-    """
+    """The error names wrong and fitting inputs: README's batch [b, t + 1], a missing argument, an image size."""
     workload = Workload(model, optax.sgd(0.1), inputs, mean_loss)
     with pytest.raises(ValueError, match=says) as raised:
         workload.build_step({"fsdp": 4}) if of_workload else plan_sharding(model, {"fsdp": 4}, inputs)

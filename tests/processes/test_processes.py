@@ -276,7 +276,7 @@ def test_a_process_that_does_not_come_is_named(two):
     raised(two, "late", r"^TimeoutError: process 1 did not come to compare the plan within 0.5 s")
 
 
-# ------------------------------------------------------------------------------------------------ restoring, together
+# ---------------------------------------------------------------------------------------------------------- restoring
 
 
 @pytest.fixture(scope="module")
@@ -313,7 +313,7 @@ def test_a_process_that_is_alive_but_stuck_is_not_waited_for(restoring, name, wh
     assert [process["fits again"]["result"] for process in restoring] == [2, 2]
 
 
-# ----------------------------------------------------------------------------------------------------- what is compared
+# ------------------------------------------------------------------------------------------------------ compared values
 
 
 @dataclass
@@ -527,9 +527,7 @@ def test_in_one_process_the_batch_is_laid_out_over_its_devices():
 
 
 def test_rows_that_pad_are_real_rows_in_turn():
-    """Padding rows repeat real rows in turn, in all dtypes; a process without rows repeats a
-    row of an earlier batch.
-    """
+    """Padding repeats real rows in turn, in all dtypes; a process without rows repeats a row of an earlier batch."""
     rows = {"x": jnp.arange(3, dtype=jnp.bfloat16), "tokens": np.arange(6).reshape(3, 2), "is": np.array([True] * 3)}
     batch, weight = shard_batch(rows | {"n": 7}, mesh_of(2, 4), ("dp", "fsdp"), pad=True)
     for name, leaf in rows.items():

@@ -35,7 +35,7 @@ START_TIMEOUT_S = 120
 FAST_S = 3.0  # promised after an exception or a death: docs/resilience.md
 BUSY_S = 3.0  # on top of what is promised: other tests run on the same cores, and exit codes tell what ended a process
 
-# ------------------------------------------------------------------------------------------------- faults, for real
+# ---------------------------------------------------------------------------------------------- faults in processes
 
 
 class Process:

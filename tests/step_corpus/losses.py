@@ -93,13 +93,11 @@ def sum_stats(*args: Any) -> Any:
     return loss * len(args[2]["y"]), updated
 
 
-# ------------------------------------------------------------------------------------- draws of the loss itself
+# ------------------------------------------------------------------------------------------------- random draws
 
 
 def diffusion(drawn: bool = True, reduce: Any = jnp.mean) -> Loss:
-    """Returns a diffusion loss with noise and times drawn from rng, or computed from the row for
-    any number of devices.
-    """
+    """Returns a diffusion loss with noise and times drawn from rng, or computed from each row."""
 
     def loss(params: Any, apply_fn: Any, batch: Any, rng: Any) -> jax.Array:
         of_time, of_noise, of_model = jax.random.split(rng, 3)

@@ -91,7 +91,7 @@ def own(
     return make
 
 
-# ----------------------------------------------------------------------------------------- ways to gradients
+# ---------------------------------------------------------------------------------------- gradient functions
 
 
 def ours(loss: Any, params: Any, batch: Any, rng: Any, axes: Any) -> Any:

@@ -22,9 +22,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """Largest differences from one device, relative to the largest entry of each leaf; and counts
-    of splits and collectives.
-    """
+    """Largest differences from one device, relative to each leaf's largest entry; and counts of collectives."""
 
     same_bits: bool
     gradients: float
@@ -122,9 +120,7 @@ def with_kept_gradients() -> optax.GradientTransformation:
 
 
 def difference(got: Any, want: Any) -> float:
-    """Returns the largest difference of any leaf, relative to the leaf's largest entry (the tree's,
-    if the leaf vanishes).
-    """
+    """Returns the largest difference of any leaf, relative to its largest entry (the tree's, if the leaf vanishes)."""
     got, want = (jax.tree.map(lambda x: np.asarray(x, np.float64), unbox(tree)) for tree in (got, want))
     scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(want))
 

@@ -68,9 +68,7 @@ def far(a, b):
 
 @pytest.mark.parametrize("kind, names", [("Flax", {r"(.+)": r"\1"}), ("", TRANSFORMERS)], ids=["Flax", "PyTorch"])
 def test_a_llama_goes_from_its_file_to_a_sharded_step_and_back(kind, names, tmp_path):
-    """A Llama file of transformers is imported, trained for a sharded step, exported, and read
-    by transformers' model.
-    """
+    """A Llama goes from transformers' file through a sharded step to a file that transformers reads."""
     if not kind:
         pytest.importorskip("torch")
     name, config = MODELS["Llama"]

@@ -209,9 +209,7 @@ def test_a_norm_that_is_infinite_or_traced_clips():
 ], ids=lambda x: x if isinstance(x, str) else "")  # fmt: skip
 @pytest.mark.parametrize("over", [None, "fsdp", AXES], ids=str)
 def test_a_gradient_that_was_not_averaged_is_named_where_an_optimizer_sees_it(over, tx, name):
-    """Optimizers reject unaveraged gradients under ``check_vma=True``: JAX sums no gradient of a
-    weight cast to varying.
-    """
+    """Optimizers reject unaveraged gradients under types: JAX sums no gradient of a weight cast to varying."""
 
     def local(x):
         w = {"w": jnp.ones(8)}

@@ -209,7 +209,7 @@ def test_it_is_evaluated_exported_and_restored_on_another_mesh(tmp_path):
     assert_equal_bits(whole(import_safetensors(tmp_path / "model.safetensors", restored.params)), want)
 
 
-# ----------------------------------------------------------------------------------------------- by itself, and refused
+# ------------------------------------------------------------------------------------------ the transform alone, errors
 
 BOXES = {"split": ("fsdp", None), "whole": None}
 

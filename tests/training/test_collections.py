@@ -303,7 +303,7 @@ def test_a_step_that_is_skipped_leaves_collections_as_they_were():
     assert metrics["skipped_in_a_row"] == 0 and not same(jax.tree.map(np.asarray, state.collections), held[1])
 
 
-# ------------------------------------------------------------------------------------- what the loss function returns
+# --------------------------------------------------------------------------------------- results of the loss function
 
 
 def _updated(change):
@@ -323,7 +323,7 @@ def test_a_collection_that_is_left_out_stays():
     assert same(jax.tree.map(np.asarray, state.collections), held)
 
 
-# --------------------------------------------------------------------------------------------------- what a state holds
+# ---------------------------------------------------------------------------------------------------- fields of a state
 
 
 class Sowing(nn.Module):
@@ -414,13 +414,11 @@ def test_states_without_collections_are_what_they_were(tmp_path):
     assert jax.tree.structure(slow.slow) == jax.tree.structure(fields["params"]) and slow.collections == {}
 
 
-# ------------------------------------------------------------------------------------- what the equations of a loss say
+# -------------------------------------------------------------------------------------------------- equations of a loss
 
 
 def _scanned(x, w):
-    """Scan in which the second value differs along "fsdp" from the first turn on, and the
-    third from the next turn on.
-    """
+    """Scan whose second value differs along "fsdp" from the first turn on, and the third from the next turn on."""
 
     def turn(carry, _):
         a, b, c = carry

@@ -21,9 +21,7 @@ ROUNDING = {jnp.float32: 2e-6, jnp.bfloat16: 2e-2, jnp.float64: 1e-13}
 
 
 def example(batch=8, length=6, dtype=jnp.float32, vocab=VOCAB):
-    """Returns hidden [b, t, d], kernel [d, V], labels [b, t]; rows differ in scale, so that each
-    share differs from the mean.
-    """
+    """Returns hidden [b, t, d], kernel [d, V], labels [b, t]; rows differ in scale, so shares differ from the mean."""
     keys = jax.random.split(jax.random.key(0), 3)
     hidden = (
         jax.random.normal(keys[0], (batch, length, DIM), dtype) * (1 + jnp.arange(batch, dtype=dtype))[:, None, None]

@@ -161,9 +161,7 @@ def factor():
 
 
 def ring_mean(x):
-    """Returns the mean over two devices of "tp" by ``ppermute``, which hides from the equations
-    that the mean is replicated.
-    """
+    """Returns the mean over two devices of "tp" by ``ppermute``; the equations do not show that it is replicated."""
     return (x + lax.ppermute(x, "tp", [(0, 1), (1, 0)])) / 2
 
 

@@ -1,6 +1,4 @@
-"""Tests of evaluation on shards: results of one device, a single gather, no reductions, nothing
-kept for a backward pass.
-"""
+"""Tests of evaluation on shards: results of one device, one gather, no reductions, nothing kept for backward."""
 
 from functools import cache
 from typing import Any
@@ -134,7 +132,7 @@ def test_nothing_is_kept_for_a_backward_pass():
     assert temporary_bytes(8, train=True) - temporary_bytes(2, train=True) > 5 * one_layer  # guard
 
 
-# ----------------------------------------------------------------------------------------------- what else a state has
+# --------------------------------------------------------------------------------------------- other fields of a state
 
 
 class WithAverage(TrainState):
@@ -169,7 +167,7 @@ def test_collections_are_handed_in_where_there_are_some():
     assert_allclose(got, model.apply({"params": params} | collections, SET["x"])[:, 0].mean(), rtol=FLOAT32_ROUNDING)
 
 
-# ------------------------------------------------------------------------------------------------------------ refusals
+# -------------------------------------------------------------------------------------------------------------- errors
 
 
 def test_a_state_of_a_metric_is_taken_over_and_the_state_of_the_training_is_not():

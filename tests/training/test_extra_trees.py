@@ -42,9 +42,7 @@ def copied(state):
 
 
 def through(params, apply_fn, batch, rng, *, teacher, of_teacher=None):
-    """Distillation loss with a teacher that also scores outputs: gradients flow through the
-    teacher, not to its parameters.
-    """
+    """Distillation loss with a teacher that also scores outputs: gradients pass the teacher, not its parameters."""
     of_teacher = of_teacher or apply_fn
     out = apply_fn({"params": params}, batch["x"])
     wanted = of_teacher({"params": teacher}, batch["x"])
@@ -196,7 +194,7 @@ def test_an_evaluation_takes_them_too(check_vma):
     assert not np.isclose(make_log_step(metric, mesh, AXES)(own)[0], want)
 
 
-# ------------------------------------------------------------------------------------------------------------- refused
+# -------------------------------------------------------------------------------------------------------------- errors
 
 
 def given(others, loss=through, mesh=None, **options):
@@ -289,7 +287,7 @@ def test_a_large_tree_that_is_whole_on_each_device_is_told():
         )
 
 
-# --------------------------------------------------------------------------------------------------- whole programs
+# ----------------------------------------------------------------------------------------------- two-model programs
 
 
 @pytest.mark.slow

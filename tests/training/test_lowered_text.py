@@ -70,8 +70,10 @@ def digest(case):
 def test_a_training_step_lowers_to_the_kept_text(case):
     kept = json.loads(KEPT.read_text())
     if RELEASES not in kept:
-        pytest.skip(f"texts are kept of {'; '.join(kept)}, and this is {RELEASES}")
-    assert digest(case) == kept[RELEASES][case], "another program; this file's docstring says how to see it"
+        pytest.skip(f"digests are recorded for {'; '.join(kept)}, and this is {RELEASES}")
+    assert digest(case) == kept[RELEASES][case], (
+        "the lowered program changed; this file's docstring explains how to find the difference"
+    )
 
 
 def test_options_change_the_text():

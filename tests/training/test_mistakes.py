@@ -70,7 +70,7 @@ def traced(loss=mean_loss, tx=None, batch=BATCH, axes=AXES, model=None, **option
     return make_train_step(loss, MESH, axes, **options).trace(abstract(tx, model, axes=axes), batch, KEY)
 
 
-# ------------------------------------------------------------------------------------- what is told, and its neighbours
+# ------------------------------------------------------------------------------------- warnings, and correct neighbours
 
 
 def with_mask(mask):
@@ -258,7 +258,7 @@ def test_parameters_of_a_second_model_go_with_the_state(check_vma):
     assert check_step(step, state, ODD, KEY).ok
 
 
-# ----------------------------------------------------------------------------------------- an update of one's own, GANs
+# ------------------------------------------------------------------------------------------------- custom updates, GANs
 
 TXS = {
     "clipped adam": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1)),

@@ -126,9 +126,7 @@ def test_scales_after_each_of_ten_steps_are_those_of_one_device(check_vma, op, m
 
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_kernels_that_travel_in_fp8_train_as_on_one_device(check_vma, tmp_path):
-    """Kernels gathered in fp8 train as on one device: scanned, rematerialised, in minibatches,
-    and after a checkpoint.
-    """
+    """Kernels gathered in fp8 train as on one device: in a scan, remat, minibatches, and after a checkpoint."""
     tx, mesh, wrap = optax.sgd(0.02), mesh_of(2, 4), fsdp(gather_dtype=NARROW, min_weight_size=64)
     state = create_train_state(Fp8(wrap, layers=2), tx, mesh, jax.random.key(0), X, batch_axes=AXES)
     step = make_train_step(loss_fn, mesh, AXES, 2, check_vma=check_vma)
@@ -235,7 +233,9 @@ def test_where_no_fp8_is_asked_for_no_product_is_looked_at():
 @pytest.mark.slow
 def test_two_products_and_what_is_gathered_once_travel_in_blocks(monkeypatch):
     jax.clear_caches()  # drop traces of earlier tests
-    monkeypatch.setattr(fp8_products, "quantised", lambda *_: pytest.fail("as its product rounds it"))
+    monkeypatch.setattr(
+        fp8_products, "quantised", lambda *_: pytest.fail("a kernel was quantised as its product rounds")
+    )
     assert gathers(lowered(fsdp(gather_dtype=NARROW)(Own)(times=2))) == {"ui8"}
     once = {"num_minibatches": 2, "accumulation": "reduce_once"}
     assert gathers(lowered(Fp8(fsdp(gather_dtype=NARROW)), **once)) == {"ui8"}
@@ -305,9 +305,7 @@ def weighted_loss(params, apply_fn, x, rng, collections):
     ids=["mean", "padding", "kernels that products round"],
 )
 def test_check_step_computes_with_the_scales_of_a_mean_over_devices(wrap, loss, x):
-    """``check_step`` uses scales of the mean over devices: local means have gradients eight times
-    as large, clipped in fp8.
-    """
+    """``check_step`` uses scales of the global mean: gradients of local means are eight times larger, and clipped."""
     state = create_train_state(Fp8(wrap), optax.sgd(0.05), mesh_of(2, 4), jax.random.key(0), x, batch_axes=AXES)
     step = make_train_step(loss, mesh_of(2, 4), AXES, weighted=loss is weighted_loss)
     state, _ = step(state, x, jax.random.key(2))

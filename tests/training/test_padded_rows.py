@@ -1,6 +1,4 @@
-"""Tests of padded batches: training equals the real rows on one device; code that counts the
-copies gets one warning.
-"""
+"""Tests of padded batches: training equals the real rows on one device; code that counts copies is warned about."""
 
 import warnings
 from functools import partial
@@ -102,7 +100,7 @@ def test_a_padded_batch_trains_as_its_rows_on_one_device(check_vma, rows):
     assert np.isnan(grads(params)["Dense_0"]["kernel"]).any()  # guard: so would rows of zeros
 
 
-# ----------------------------------------------------------------------------------------------- what counts the copies
+# ------------------------------------------------------------------------------------------ code that counts the copies
 
 
 def with_statistics(params, apply_fn, batch, rng, collections, mask=None):

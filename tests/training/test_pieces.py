@@ -410,7 +410,7 @@ def test_a_plan_says_nothing_of_pieces_where_the_kernel_is_gathered_whole(mesh, 
     assert row.uses and not row.piece_bytes
 
 
-# ------------------------------------------------------------------------------------------------- what goes as a whole
+# ---------------------------------------------------------------------------------------------------- unsharded kernels
 
 
 def in_a_branch(losses):

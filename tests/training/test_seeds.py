@@ -96,9 +96,7 @@ def test_a_loop_under_plain_jit_is_that_of_one_device(mesh):
 
 @pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map, check_vma=False"])
 def test_a_loop_with_a_step_for_each_device_is_that_of_one_device(mesh, how):
-    """The documented ``pmap`` loop equals one device; devices have different rows, so a
-    missing reduction would show.
-    """
+    """The documented ``pmap`` loop equals one device; rows differ by device, so a missing reduction shows."""
     model, params, optimizer_state = linear()
 
     def train_step(params, optimizer_state, batch, reduce=DataParallel.all_reduce_gradients_static):
@@ -165,7 +163,7 @@ def test_a_loop_of_nnx_without_jit_is_that_of_one_device(mesh):
     assert all(len(leaf.sharding.device_set) == 8 for leaf in jax.tree.leaves(got))
 
 
-# ----------------------------------------------------------------------------------------------------------- its pieces
+# --------------------------------------------------------------------------------------------------- parts of the loops
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -231,9 +231,7 @@ def test_a_gradient_that_is_rounding_alone_is_not_looked_at(mesh):
 
 
 def checked_step_of_one_leaf(factor=1, calls=1):
-    """Returns the result of ``check_step`` for a step of one leaf on two devices, with
-    ``factor`` times the gradient.
-    """
+    """Returns the result of ``check_step`` for a leaf on two devices, with ``factor`` times the gradient."""
     mesh, x = mesh_of(1, 2), np.arange(1.0, 9, dtype=np.float32).reshape(2, 4)
     params = {"w": jax.device_put(np.ones(4, np.float32), NamedSharding(mesh, P("fsdp")))}
     state = TrainState.create(apply_fn=lambda params, x: params["w"] * x, params=params, tx=optax.sgd(0.1))

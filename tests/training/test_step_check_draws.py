@@ -114,7 +114,7 @@ def test_narrow_traffic_is_rounding_and_no_fault(options):
     assert max(leaf.tolerance for leaf in found.leaves) < 0.2  # guard: a sum over 8 devices exceeds 0.2 by far
 
 
-# ------------------------------------------------------------------------------------------------ steps of one's own
+# ------------------------------------------------------------------------------------------------------ custom steps
 
 
 def own_step(key_of, factor=1.0):

@@ -1,6 +1,4 @@
-"""Tests of the verdicts of ``check_step`` on the corpus: outcomes of all steps are recorded,
-and some steps run here.
-"""
+"""Tests of ``check_step``'s verdicts on the corpus: all recorded outcomes, and a sample that runs here."""
 
 import json
 from dataclasses import replace

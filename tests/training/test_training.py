@@ -76,9 +76,7 @@ def global_weighted_mean(params, apply_fn, batch):
 @pytest.mark.one_in(2)
 @BOTH_MODES
 def test_averages_are_known_again_and_not_divided_twice(check_vma):
-    """``sync_gradients`` recognises its averages and divides once; a scaled copy counts as a sum
-    under ``check_vma=True``.
-    """
+    """``sync_gradients`` divides its averages once; a scaled copy counts as a sum under ``check_vma=True``."""
 
     def again(params, batch, changed=False):
         loss, grads = value_and_grad(lambda p: mean_loss(p, WRAPPED.apply, batch), AXES)(params)
@@ -290,9 +288,7 @@ def test_aux_of_minibatches_is_averaged_like_the_loss(check_vma):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("count, check_vma", [(2, False), (1, True)])
 def test_aux_says_how_it_is_reduced(count, check_vma):
-    """Auxiliary cells define their reduction over 8 devices and minibatches: a mean would count 2
-    tokens instead of 16.
-    """
+    """Auxiliary cells define their reduction over devices and minibatches: a mean would count 2 of 16 tokens."""
 
     def loss(params, apply_fn, batch, rng):
         y = batch["y"]

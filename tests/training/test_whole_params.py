@@ -92,7 +92,7 @@ def test_it_is_silent_where_parameters_are_split_or_one_device_has_all_or_the_us
         create(nn.Dense(4), mesh)
 
 
-# ------------------------------------------------------------------------------------- a good part that is replicated
+# ------------------------------------------------------------------------------------------- partly replicated models
 
 TOKENS = jnp.zeros((8, 4), jnp.int32)
 
