@@ -15,7 +15,7 @@ from sphinx.util.logging import getLogger
 
 LINK = re.compile(r'\shref="([^"#:?]*\.html)?(?:#([^"]+))?"')  # to a page of the site, an anchor, or both
 ID = re.compile(r'\sid="([^"]+)"')
-LINK_BACK = re.compile(r'(reference/(\w+)\.html)#[\w.]+\.(\2(?:\.\w+)*)"')  # of a public name or its method
+LINK_BACK = re.compile(r'(reference/(\w+)\.html)#[\w.]+\.(\2(?:\.\w+)*)"')  # a public name or its method
 
 
 def mend_links_back(app, page, template, context, doctree):

@@ -119,7 +119,7 @@ CODE = re.compile(r"(?<!`)``([^`]+)``(?!`)")  # of a docstring
 INLINE = re.compile(r"(?<![`\[])`([\w.]+)`(?!`)")  # of a page, but for the text of a link
 PYTHON = re.compile(r"^```python$", re.MULTILINE)
 FENCED = re.compile(r"(^```.*?^```$|^#.*?$)", re.MULTILINE | re.DOTALL)  # blocks and headings
-STARRED = re.compile(r"(?<![\w*(])(\*{1,2})(?=[a-z])")  # *args, **kwargs in prose, which is no emphasis
+STARRED = re.compile(r"(?<![\w*(])(\*{1,2})(?=[a-z])")  # *args, **kwargs in prose are no emphasis
 PAGE = re.compile(r"(?:``)?docs/([\w/]+)\.md(?:``)?")  # a link, in a docstring
 # Doctests get a mesh from conftest.py; readers see the lines that make the mesh.
 MESH = 'mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 4})'

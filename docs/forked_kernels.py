@@ -71,7 +71,7 @@ def _serve(sockets, cwd, env):
     os.environ.clear()
     os.environ |= env
     logging.root.handlers.clear()
-    warnings.filterwarnings("ignore", "IProgress not found")  # tqdm would draw its bars by widgets
+    warnings.filterwarnings("ignore", "IProgress not found")  # else tqdm draws widgets
     jax._src.pretty_printer.CAN_USE_COLOR = True  # JAX detects a notebook only at import
     compiler.backend_compile_and_load = shared_by_pages(compiler.backend_compile_and_load)
     keep_compiled_programs()

@@ -210,7 +210,7 @@ def test_parameters_are_restored_without_the_optimizer(on_eight, tmp_path):
                 assert damage.same(unbox(got), unbox(want.params))
                 assert [x.sharding for x in jax.tree.leaves(got)] == [x.sharding for x in jax.tree.leaves(like)]
         moments = checkpointer.restore_params(plain, 1, path="train/opt_state/0/mu")
-        assert damage.same(moments, plain)  # all zeros
+        assert damage.same(moments, plain)  # both are zeros
         with pytest.raises(ValueError, match=r"holds step 3 already"):  # a state made of them cannot save there
             checkpointer.save(3, got)
     assert not damage.same(sgd.params, adamw.params)  # guard

@@ -133,7 +133,7 @@ def test_with_weights_and_clipped_a_step_is_that_of_one_device(check_vma, mesh, 
         return total / weight
 
     grads = jax.grad(of_one)(params)
-    assert np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(grads))) > 0.2  # guard: it is clipped
+    assert np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(grads))) > 0.2  # guard: gradients are clipped
     want = optax.apply_updates(params, tx.update(grads, tx.init(params))[0])
     close(unbox(state.params), want)
 

@@ -242,7 +242,7 @@ def test_frozen_parameters_train_the_rest_as_one_device_does():
         updates, opt_state = optax.adam(0.1).update(grads["head"], opt_state)
         want = {**want, "head": optax.apply_updates(want["head"], updates)}
     assert_same_params(state.params, want)
-    assert not np.allclose(want["head"]["kernel"], start["head"]["kernel"], atol=0.1)  # guard: it was trained
+    assert not np.allclose(want["head"]["kernel"], start["head"]["kernel"], atol=0.1)  # guard: the head trains
     moments = [np.shape(leaf) for leaf in jax.tree.leaves(state.opt_state) if np.ndim(leaf)]
     assert (16, 4) in moments and (8, 16) not in moments  # of the head alone
 
@@ -307,7 +307,7 @@ def test_gradients_inside_a_loss_of_what_was_gathered_before_are_exact(check_vma
     want = clipped_for_each_example(unbox(params), X, BATCH["y"])
     assert_same_params(got, want)
     unclipped = jax.grad(squared_error)(unbox(params), X, BATCH["y"])
-    assert not np.allclose(unclipped["head"]["kernel"], want["head"]["kernel"], rtol=0.1)  # guard: it clips
+    assert not np.allclose(unclipped["head"]["kernel"], want["head"]["kernel"], rtol=0.1)  # guard: the clip acts
 
 
 def test_gradients_of_inputs_inside_a_loss_are_exact():

@@ -166,13 +166,13 @@ def test_three_steps_are_those_of_one_device(name, check_vma):
     state = create_train_state(sharded, TX, mesh, KEY, TOKENS, batch_axes=AXES)
     assert chosen <= units(sharded, TOKENS)
     split = [leaf for _, leaf in leaves_with_path(state.params) if leaf_of(leaf).axes]
-    assert len(split) >= 2  # guard: there is something to gather
+    assert len(split) >= 2  # guard: some leaves are split
     assert_same_params(map_leaves(true_value, state.params), start, 3e-7)
     step = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma)
     for _ in range(3):
         state, _ = step(state, TOKENS, KEY)
     assert_same_params(map_leaves(true_value, state.params), want, THREE_STEPS)
-    assert not np.allclose(jax.tree.leaves(start)[-1], jax.tree.leaves(want)[-1], rtol=0.01)  # guard: they have moved
+    assert not np.allclose(jax.tree.leaves(start)[-1], jax.tree.leaves(want)[-1], rtol=0.01)  # guard: parameters move
 
 
 def test_it_gathers_as_the_same_modules_wrapped_in_the_source_do():
@@ -288,7 +288,7 @@ USES = {
 def test_it_is_used_as_the_plain_model(use):
     variables = three_steps_on_one_device(Tied())[0]
     got = jax.tree.leaves(whole_in_shard_map(USED, USES[use]))
-    if use == "dropout":  # each device draws for its own batch
+    if use == "dropout":  # each device draws for its local batch
         assert all(np.isfinite(leaf).all() for leaf in got)
         return
     for g, w in zip(got, jax.tree.leaves(USES[use](Tied(), {"params": variables}, TOKENS)), strict=True):

@@ -303,7 +303,7 @@ def test_frozen_leaves_are_gathered_as_before_and_nothing_else_travels(remat):
     everything, frozen = counts
     assert everything["reduce_scatter"] == len(split)
     assert frozen["reduce_scatter"] == len(list(filter(is_trained, split))) == 4
-    # Nothing before the first block is trained, so nobody asks for the gradient of its input: with remat, its second
+    # No parameter before the first block is trained, so its input needs no gradient: with remat, its second
     # Dense is not gathered for the backward pass.
     assert frozen["all_gather"] == everything["all_gather"] - remat >= len(split)
     assert frozen["all_reduce"] < everything["all_reduce"]
@@ -418,7 +418,7 @@ def test_two_trees_are_merged_in_the_loss():
     losses, state = run(make_train_step(loss_fn, MESH, AXES), state)
     np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
     assert_same_params(on_host(state.params), want)
-    assert np.abs(state.params["delta"]["Dense_1"]["kernel"]).max() > 0.01  # guard: it was trained
+    assert np.abs(state.params["delta"]["Dense_1"]["kernel"]).max() > 0.01  # guard: the adapter trains
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -470,7 +470,7 @@ def test_a_plan_says_what_is_frozen_and_counts_no_gradient_and_no_moments_of_it(
     console.print(plan.table())
     frozen_rows = [line for line in console.file.getvalue().splitlines() if "frozen" in line]
     assert len(frozen_rows) == len(frozen_paths(state.params))
-    # A model without wrappers is planned as if it had some.
+    # A model without wrappers is planned like a wrapped model.
     assumed = plan_sharding(nn.Dense(16), {"fsdp": 8}, X, min_weight_size=8, trainable=lambda path: path == "bias")
     assert not assumed.row("kernel").trainable and assumed.row("kernel").parts == 8 and assumed.row("bias").trainable
 
@@ -536,4 +536,4 @@ def test_nothing_to_train_is_refused_and_a_predicate_where_none_belongs():
         step.lower(state, BATCH, KEY)
     with pytest.raises(TypeError, match=r"trainable=<function.*not True or False.*create_train_state"):
         shard_module_params(nn.Dense, "fsdp", trainable=is_trained)
-    assert freeze_params({"ids": jnp.arange(3)}, is_trained)["ids"].shape == (3,)  # no float: as it was
+    assert freeze_params({"ids": jnp.arange(3)}, is_trained)["ids"].shape == (3,)  # integers stay unchanged

@@ -27,7 +27,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 
 
 def test_layers_that_share_an_order_out_of_balance_take_turns():
-    # One matrix in each of four layers: with one order for all, one axis would carry nearly everything.
+    # One matrix in each of four layers: with the same order for all, one axis would carry nearly all bytes.
     class Layers(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -108,7 +108,7 @@ def test_a_table_that_is_looked_up_by_rows_counts_as_nothing(tied, planned):
         )
         names = {path: leaf_of(leaf).names for path, leaf in leaves_with_path(state.params)}
     outermost = {entry_axes(next(filter(None, names[f"{name}/kernel"])))[0] for name in ("up", "down")}
-    # A table that is gathered takes one axis, and both layers the other.
+    # A gathered table takes one axis, both layers the other axis.
     assert len(outermost) == (1 if tied else 2)
 
 

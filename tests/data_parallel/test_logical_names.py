@@ -140,7 +140,7 @@ class Layers(nn.Module):
         layers = {"length": 2, "metadata_params": {nn.PARTITION_NAME: "layers"}}
         scanned = nn.scan(self.wrap(Attention), variable_axes={"params": 0}, split_rngs={"params": True}, **layers)
         x, _ = scanned(name="blocks")(x[:, None] * jnp.arange(1.0, 3.0)[:, None], None)
-        # The same kind with axes of the mesh, none of which splits.
+        # A layer of the same kind, with a box of mesh-axis names that splits no dim.
         init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, None, None))
         return nn.DenseGeneral((2, 4), kernel_init=init, use_bias=False)(x).mean(1).reshape(-1, 8)
 

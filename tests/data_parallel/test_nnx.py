@@ -337,7 +337,7 @@ def test_statistics_train_as_on_one_device_with_the_whole_batch(check_vma):
     want = nnx_model(Noisy).unbind(whole)
     assert_same_params(state.params, want["params"])
     assert_same_params(state.collections, {"batch_stats": want["batch_stats"]})
-    assert np.abs(want["batch_stats"]["norm"]["mean"]).max() > 1e-3  # guard: it moved
+    assert np.abs(want["batch_stats"]["norm"]["mean"]).max() > 1e-3  # guard: the mean moves
 
 
 def test_the_norms_over_devices_are_no_obstacle_to_init_on_inputs():
@@ -400,7 +400,7 @@ def test_a_view_without_dropout_evaluates_without_a_key_and_gathers_no_more_than
     plain = nnx.view(Noisy(nnx.Rngs(KEY)), deterministic=True, use_running_average=True)
     evaluation = outputs(by_view)
     np.testing.assert_allclose(evaluation.compile()(variables, BATCH["x"]), plain(BATCH["x"]), rtol=1e-5, atol=1e-6)
-    assert count_collectives(evaluation.as_text()) == 2  # one for each kernel
+    assert count_collectives(evaluation.as_text()) == 2  # one per kernel
     with pytest.raises(ValueError, match="'dropout/rngs/key' draws random numbers"):  # guard: it would draw
         outputs(Noisy.__call__)
 

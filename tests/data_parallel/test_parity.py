@@ -121,7 +121,7 @@ def test_sharded_training_is_the_training_of_one_device(mesh_shape, vma, blocks,
     rounding = FLOAT32_ROUNDING if gather_dtype is None else 2.0**-8 / devices + FLOAT32_ROUNDING
     assert_same_params(got[0], want[0], rounding)
     np.testing.assert_allclose(got[1], want[1], rtol=max(rounding / 10, 2e-6))
-    # A step moves an entry by at most the learning rate; its relative error is that of the gradients.
+    # A step moves an entry by at most the learning rate, with the relative error of the gradient.
     assert_same_params(
         got[2], want[2], FLOAT32_ROUNDING if gather_dtype is None else STEPS * LEARNING_RATE * rounding * 4
     )

@@ -94,7 +94,7 @@ def test_repeated_rows_are_summed_in_float32(mesh_of):
         return look_up(shard, tokens, lookup).astype(jnp.float32).sum()
 
     grad = on_mesh(jax.grad(loss), mesh_of["one axis"], True, (jax.P("fsdp"), jax.P("fsdp")), jax.P("fsdp"))
-    np.testing.assert_array_equal(grad(jnp.zeros((V, D)), tokens)[0], np.full(D, 400.0))  # in bfloat16 it stops at 256
+    np.testing.assert_array_equal(grad(jnp.zeros((V, D)), tokens)[0], np.full(D, 400.0))  # a bfloat16 sum stops at 256
 
 
 def test_the_way_with_fewest_bytes_is_taken():

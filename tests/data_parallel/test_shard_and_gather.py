@@ -335,7 +335,7 @@ def test_a_narrow_term_has_the_bits_of_a_wide_division(dtype, count):
     term = partial(term_of_mean, count=count, dtype=jnp.dtype(dtype))
     assert_array_equal(jax.jit(term)(value), want)
     wide = [eqn for _, eqn in equations(jax.make_jaxpr(term)(value)) if eqn.primitive.name == "convert_element_type"]
-    assert bool(wide) == (count == 6)  # a power of two divides the value as it is
+    assert bool(wide) == (count == 6)  # a power of two divides without a cast
 
 
 @BOTH_MODES

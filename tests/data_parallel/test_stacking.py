@@ -153,7 +153,7 @@ def test_the_gradient_of_a_slice(check_vma):
             v = jax.lax.all_gather(v_shard, "fsdp", axis=1, tiled=True)
             return loss(*(split_array_over_mesh(x, "fsdp", 0) for x in (w, v, c)))
 
-        # JAX transposes its own all_gather to the sum over devices.
+        # JAX transposes all_gather to the sum over devices.
         return *value_and_grad(local, "fsdp")(w, v_shard), jax.grad(lambda v: local(w, v) / 8)(v_shard)
 
     split = PartitionSpec(None, "fsdp")

@@ -97,7 +97,7 @@ def test_it_trains_as_on_one_device(name, check_vma, remat):
         state, metrics = step(state, BATCH, KEY)
         np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
         assert_same_params(state.opt_state[0], grads, 5e-5)
-    # A bias that began at 0 has moved by 3 learning rates, each to the relative error of its gradient.
+    # A bias that began at 0 has moved by 3 learning rates, each with the relative error of the gradient.
     assert_same_params(state.params, params, 1e-4)
     if kept:
         assert_same_params(dict(state.collections), kept)

@@ -90,7 +90,7 @@ def test_the_plan_says_which_leaves_are_matrices_and_who_owns_them():
     six = next(one for one in plan.matrices if one.leaves == kernels)
     places = "2 places on each of 4 owners, 25% of them idle; the busiest has 1.33 x the mean"
     assert str(six) == f"6 matrices of 16 x 32, muon: {places}"
-    assert (six.idle_fraction, six.workless_fraction) == (2 / 8, 1 / 4)  # two, two, two, and none
+    assert (six.idle_fraction, six.workless_fraction) == (2 / 8, 1 / 4)  # devices own two, two, two, and no matrices
     whole = next(one for one in plan_sharding(model, {"fsdp": 1}, data()["x"], tx=muon(0.1)).matrices)
     assert str(whole) == "6 matrices of 16 x 32, muon: every device does the same work"
     (none,) = (one for one in plan.matrices if one.reason == "a scale is a vector")

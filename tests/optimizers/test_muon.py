@@ -375,7 +375,7 @@ def test_compiled_there_are_two_all_to_alls_and_the_work_of_one_share(topology, 
     forms, largest = {"256x1024": 16, "256x256": 8}, 256 * 1024
     together = devices >= 24
     assert [c.count for c in exchanges] == [1] * (2 if together else 4) and ours == exchanges  # none in Newton-Schulz
-    values = devices * largest if together else 16 * largest + 8 * 256 * 256  # with the zeros for devices without one
+    values = devices * largest if together else 16 * largest + 8 * 256 * 256  # includes zeros for idle devices
     assert sum(c.wire_bytes for c in exchanges) <= 1.05 * 2 * values * 2 / devices  # both ways, in bfloat16
     work = {name: flops for name, flops in found.flops.by_module().items() if "muon" in name}
     one, other = (newton_schulz_flops(256, columns, steps=5) for columns in (1024, 256))

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 STEP_TIMEOUT_S, FAULT_STEP = 3.0, 5  # of tests/resilience_process.py
 START_TIMEOUT_S = 120
 FAST_S = 3.0  # promised after an exception or a death: docs/resilience.md
-BUSY_S = 3.0  # on top of what is promised: other tests run on the same cores, and exit codes tell what ended a process
+BUSY_S = 3.0  # added to documented limits: other tests share the cores, and exit codes show the cause of an end
 
 # ---------------------------------------------------------------------------------------------- faults in processes
 

@@ -398,4 +398,4 @@ def test_a_forecast_counts_what_a_device_has_of_the_sequence():
     assert ("cp",) in {collective.axes for collective in found.collectives if collective.kind == "all-gather"}
     of_batch = 4 * (4 * 2 * 8 + 2 + 1)
     of_state = sum(math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in jax.tree.leaves(unbox(args[0].params)))
-    assert found.memory.argument_bytes == of_state + of_batch + 4  # the number of the step; no one draws from the key
+    assert found.memory.argument_bytes == of_state + of_batch + 4  # 4: the step number; the key is unused

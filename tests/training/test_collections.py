@@ -196,7 +196,7 @@ class Counting(nn.Module):
     def __call__(self, x):
         scale = self.param("scale", nn.initializers.ones, (8,))
         count = self.variable("seen", "count", lambda: jnp.int32(0))
-        mean = self.variable("seen", "mean", lambda: 0.0)  # weakly typed: a step must not compile twice for it
+        mean = self.variable("seen", "mean", lambda: 0.0)  # weakly typed: must not cause a second compilation
         large = self.variable("seen", "large", lambda: jnp.array(False))
         key = self.variable("keys", "key", lambda: jax.random.key(3))
         if not self.is_initializing():
@@ -293,7 +293,7 @@ def test_a_step_that_is_skipped_leaves_collections_as_they_were():
     state, _ = step(state, BATCH, KEY)
     held = jax.tree.map(np.asarray, (state.params, state.collections))
     nan = BATCH | {"x": BATCH["x"].at[3, 0].set(jnp.nan)}
-    # Squares overflow, and the variance is infinite; what it divides is 0, and loss and gradients are finite.
+    # Squares overflow to an infinite variance; dividing gives 0, and loss and gradients are finite.
     large = BATCH | {"x": jnp.where(jnp.arange(16) % 2, 1e20, -1e20)[:, None] * jnp.ones(8)}
     for bad, count in [(nan, 1), (large, 2)]:
         state, metrics = step(state, bad, KEY)

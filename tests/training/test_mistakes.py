@@ -404,7 +404,7 @@ def test_the_state_of_another_optimizer_is_told(name, tmp_path):
     says = r"'train/opt_state/0/count' was saved with the optimizer chain\(scale_by_adam, scale\) of.*restore_params"
     with pytest.warns(UserWarning, match=says):
         restored(tmp_path, getattr(optax, name)(0.1), lambda state: {"train": state, "epoch": 0})
-    restored(tmp_path, optax.adam(0.2, b1=0.8), lambda state: {"train": state, "epoch": 0})  # the same, other numbers
+    restored(tmp_path, optax.adam(0.2, b1=0.8), lambda state: {"train": state, "epoch": 0})  # other numbers only
 
 
 def test_steps_of_another_experiment_are_not_saved_behind_those_of_one(tmp_path):
