@@ -1,7 +1,7 @@
-"""Data files in this folder: the chosen cases, the case that sees each mutation, the cases that enter each function.
+"""Data files in this folder: chosen cases, the case that detects each mutation, cases that enter each function.
 
-One entry per line, sorted, so that a change of the choice is a short difference in git. Cases have pytest's names
-below tests/; the example of a docstring has its file below the root.
+Every entry is a line, sorted, so that a change of the choice is a short difference in git. Cases have pytest's names
+below tests/; the example of a docstring has the name of its file below the root.
 """
 
 import hashlib

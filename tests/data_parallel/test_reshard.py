@@ -160,7 +160,7 @@ def test_the_policy_of_an_outer_remat_decides():
 
 
 class Sized(nn.Module):
-    """Module that returns arrays and other objects."""
+    """Module that returns a dict of an array, a string and a number."""
 
     @nn.compact
     def __call__(self, x):

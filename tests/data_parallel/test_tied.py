@@ -1,4 +1,4 @@
-"""Tests of parameters that a loss reads twice, such as tied embeddings: one gather, one scatter of the gradient."""
+"""Tests of parameters that a loss reads twice, such as tied embeddings: one gather and one scatter per step."""
 
 from functools import partial
 

@@ -118,7 +118,7 @@ for sizes in ((2, 8), (8, 2), (1, 16)):
 
 
 def test_the_first_axes_cross_the_slices_of_a_tpu_that_is_not_there():
-    """The first axes cross the slices of two absent slices of eight chips, on two hosts each; needs libtpu."""
+    """The first axes cross the slices of an absent TPU: two slices of eight chips on two hosts each; needs libtpu."""
     pytest.importorskip("libtpu")
     environment = os.environ | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     run = subprocess.run([sys.executable, "-c", TWO_SLICES], capture_output=True, text=True, env=environment)
@@ -246,7 +246,7 @@ print("done")
 
 @pytest.mark.slow
 def test_programs_in_flight_together_do_not_wait_for_each_other_for_ever():
-    """Concurrent programs do not deadlock with the threads of ``simulate_cpu_devices`` (without: two runs in five)."""
+    """Concurrent programs end with the threads of ``simulate_cpu_devices``; without them two runs in five hang."""
     for _ in range(2):
         run = subprocess.run([sys.executable, "-c", MANY_IN_FLIGHT], capture_output=True, text=True, timeout=180)
         assert run.stdout == "done\n", run.stderr

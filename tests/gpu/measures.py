@@ -62,9 +62,9 @@ def step_times(device: jax.Device, model: str = "medium", rounds: int = 10) -> d
 
 
 def memories(device: jax.Device) -> dict[str, Any]:
-    """Returns for each model that fits the forecast bytes for one such GPU, and the bytes that the device reports.
+    """Returns forecast and reported bytes of each model that fits.
 
-    Empty for a card that is missing in the table of chips, because such a card has no forecast.
+    The result is empty for a card outside of the table of chips, because such a card has no forecast.
     """
     chip, found = chip_of(device.device_kind), {}
     if chip is None:

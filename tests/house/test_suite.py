@@ -49,7 +49,7 @@ def test_the_checks_see_what_they_forbid():
 
 
 def test_the_quick_tests_are_those_of_the_mutations_and_the_promises():
-    """A chosen name (a file, a function or a case) selects tests for ``make test``, all others run in the rest."""
+    """A chosen name (a file, a function or a case) selects exactly its cases, and every promise is a quick test."""
     tests = {"a/test_a.py", "b/test_b.py::test_b", "c/test_c.py::test_c[one]"}
     cases = ["a/test_a.py::test_x[1]", "b/test_b.py::test_b[1]", "c/test_c.py::test_c[one]"]
     assert all(quick.is_chosen(f"tests/{case}", tests) for case in cases)

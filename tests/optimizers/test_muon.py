@@ -364,7 +364,7 @@ def square(params, apply_fn, x, rng):
 def test_compiled_there_are_two_all_to_alls_and_the_work_of_one_share(topology, sizes):
     """Compiled Muon has two all-to-alls per round and a device's share of the flops.
 
-    On 8 devices each owns two of 16 matrices and one of 8, form by form; on 32 devices one of 24, or zeros.
+    On 8 devices a device owns 2 of 16 large and 1 of 8 small matrices, form by form; on 32 devices 1 of 24, or zeros.
     """
     x, devices = jax.ShapeDtypeStruct((64, 256), jnp.float32), math.prod(sizes.values())
     workload = Workload(Layers(tuple(sizes)), muon(RATE, exchange_dtype="bfloat16"), x, square)
@@ -389,7 +389,7 @@ def test_compiled_there_are_two_all_to_alls_and_the_work_of_one_share(topology, 
 def test_forms_of_fewer_matrices_than_devices_are_worked_on_side_by_side():
     """Forms with fewer matrices than devices run in parallel: a step costs the largest matrix only.
 
-    On 8 devices six own a 16 x 32 matrix each, and two own one of the other matrices each.
+    On 8 devices six devices own a 16 x 32 matrix each, and two devices own a smaller matrix each.
     """
     state = abstract_state(mesh_of(1, 8), muon(RATE))
     step = make_train_step(mean_loss, mesh_of(1, 8), AXES, allow_replicated=True)

@@ -1,4 +1,4 @@
-"""Corpus of training steps as users write steps, right and wrong, with the expected verdict of ``check_step``."""
+"""Corpus of training steps in the style of users, right and wrong, with the expected verdict of ``check_step``."""
 
 from tests.step_corpus import own, ready, sequences, split
 from tests.step_corpus.entries import Case, Entry, Setting, error_of

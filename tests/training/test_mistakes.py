@@ -1,4 +1,4 @@
-"""Tests of mistakes that run, and of programs that once ended in raw errors: one warning; correct neighbours pass."""
+"""Tests of mistakes that run, and of programs that ended in raw errors: a single warning; correct code has none."""
 
 import re
 import warnings

@@ -134,7 +134,7 @@ def test_along_other_axes_the_gradient_is_that_of_a_kernel_that_is_gathered(mesh
 
 
 def test_of_equal_logits_the_first_entry_is_the_likeliest(mesh):
-    """Of equal logits the first entry wins, although a later piece contains earlier entries of other devices."""
+    """The first of several equal logits wins, although a later piece may contain earlier entries."""
     hidden, kernel, _ = example()
     labels = jnp.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % VOCAB
     for likeliest in (0, 7, 11):

@@ -406,7 +406,7 @@ def test_a_weighted_step_over_minibatches_with_aux(count):
 
 
 class WithDropout(nn.Module):
-    """Counts the ones that dropout keeps; has a parameter to train."""
+    """Module that applies dropout to ones, with a parameter to train."""
 
     @nn.compact
     def __call__(self, x):
