@@ -121,7 +121,7 @@ EMPTY = [(0,), (0, 8, 3)]
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_arrays_of_every_rank_are_scattered_as_along_their_own_dim_in_every_bit(check_vma):
-    """``reduce_scatter`` of any rank is bit-equal to one collective per axis along the dim, in the array's dtype."""
+    """A ``reduce_scatter`` of any rank is bit-equal to one collective per axis along the dim, in the array's dtype."""
     cases = [(shape, dim) for shape in SHAPES + EMPTY for dim, size in enumerate(shape) if size % 8 == 0]
     kinds = map(jnp.dtype, ["float32", "bfloat16", "int32", "float16"])
     dtypes = list(itertools.islice(itertools.cycle(kinds), len(cases)))

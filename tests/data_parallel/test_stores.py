@@ -128,7 +128,7 @@ def test_a_store_of_ones_own_is_one_class(check_vma, tmp_path):
 
 
 def test_a_part_of_a_padded_leaf_keeps_its_zeros():
-    """``ZeroPadding`` of 5 rows stored as 8 reads 5 rows on one device, and four on each of two devices."""
+    """A ``ZeroPadding`` of 5 rows stored as 8 reads 5 rows on one device, and four on each of two devices."""
     store, stored = ZeroPadding((5, None)), jnp.pad(jnp.ones((5, 3)), ((0, 3), (0, 0)))
     assert store.read(stored, (False, False)).shape == store.shape((8, 3), (1, 1)) == (5, 3)
     assert store.read(stored[:4], (True, False)).shape == (4, 3)
