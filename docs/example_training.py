@@ -1,11 +1,11 @@
-"""An example of a factory: the one function that the command ``xlstm-jax`` needs to see of a training.
+"""Example of a factory, the function through which the command ``xlstm-jax`` reads a training.
 
     xlstm-jax plan --factory docs.example_training:training --mesh fsdp=256
     xlstm-jax forecast --factory docs.example_training:training --topology v5e:16x16
 
-A factory returns a ``Workload``: the model, the optimizer, an abstract batch and the loss. It allocates nothing, so it
-runs on a laptop. Everything here is what your training script has already; keep it in a module that the script imports
-too, so that what is forecast is what is trained.
+A factory returns a ``Workload``: the model, the optimizer, an abstract batch and the loss. A factory allocates
+nothing, so it runs on a laptop. Your training script already has all parts; keep them in a module that the script
+imports too, so that the forecast is of the real training.
 """
 
 from functools import partial
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Tokens [b, t] to logits [b, t, vocab]. The layers are one nn.scan: one of them is compiled, not twelve."""
+    """Tokens [b, t] to logits [b, t, vocab]. The layers are one nn.scan, which compiles a single layer, not twelve."""
 
     shard_axes: tuple[str, ...]
     min_weight_size: int
@@ -49,10 +49,10 @@ class LanguageModel(nn.Module):
         wrap = (
             partial(shard_module_params, axis_name=self.shard_axes, **options) if self.shard_axes else lambda cls: cls
         )
-        block = wrap(Block)  # the wrapper inside, remat and scan outside: one layer is gathered at a time
+        block = wrap(Block)  # the wrapper inside, remat and scan outside: gathers are per layer
         if self.remat:
             block = nn.remat(block, prevent_cse=False)  # keeps a layer's input alone
-        elif not self.keep_gathered:  # keeps what matrix products return; weights are gathered again to go backward
+        elif not self.keep_gathered:  # keeps results of matrix products; backward gathers weights again
             policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
             block = nn.remat(block, prevent_cse=False, policy=policy)
         layers = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
@@ -63,21 +63,21 @@ class LanguageModel(nn.Module):
 
 
 def next_token_loss(params, apply_fn, tokens, rng):
-    """The mean over this device's part of the batch, as for make_train_step."""
+    """Returns the mean over the local batch, as for make_train_step."""
     del rng
     logits = apply_fn({"params": params}, tokens[:, :-1]).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-# All arguments have defaults. The command passes those of these five names that a factory declares, and no other;
-# declare what your model can vary. What is declared is what `xlstm-jax fit` can search over.
+# All arguments have defaults. The command passes the arguments that a factory declares, out of these five names;
+# declare the arguments that your model can vary. `xlstm-jax fit` can search over declared arguments.
 def training(
     *,
-    shard_axes: tuple[str, ...] = ("fsdp",),  # the mesh axes to split parameters over; (): each device keeps them all
-    min_weight_size: int = 2**18,  # leaves with fewer values stay whole
+    shard_axes: tuple[str, ...] = ("fsdp",),  # the mesh axes to split parameters over; (): replicated
+    min_weight_size: int = 2**18,  # leaves with fewer values stay replicated
     remat: bool = False,  # whether a block's activations are computed again in the backward pass
     keep_gathered: bool = True,  # whether gathered weights are kept from the forward to the backward pass
-    devices: int = 8,  # of the mesh; here one sequence for each of them
+    devices: int = 8,  # size of the mesh; here one sequence per device
 ) -> Workload:
     """A decoder-only Transformer of 0.22 billion parameters with AdamW."""
     model = LanguageModel(shard_axes, min_weight_size, remat, keep_gathered)

@@ -62,7 +62,7 @@ def save_that_hangs():
 simulate_cpu_devices(1)
 initialize_distributed(f"127.0.0.1:{PORT}", COUNT, RANK)
 assert_same_everywhere({"mode": MODE})
-assert jax.device_count() == COUNT  # JAX waits for all as it starts the devices
+assert jax.device_count() == COUNT  # JAX waits for all processes before starting devices
 say("JOINED", time.time())
 if MODE.startswith("timeout"):
     if RANK == WRONG:

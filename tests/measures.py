@@ -129,7 +129,7 @@ def climbs(run: Callable[[], Any], *values: Any) -> int:
     return len(files) - len(set(files))
 
 
-# The files that one reads to understand a step, in their order.
+# The files that a reader needs for a step, in reading order.
 WAY = (
     "wire/wires",
     "store",

@@ -165,7 +165,7 @@ def four():
         mesh = DeviceMeshManager.create_device_mesh(shape)
         OUT[str(shape)] = [[d.process_index for d in row] for row in mesh.devices]
     mesh = DeviceMeshManager.create_hsdp_mesh(2, 6)
-    rows = np.arange(2.0)[:, None] + 10 * (RANK // 2)  # processes 0 and 1 hold the same ones, and so do 2 and 3
+    rows = np.arange(2.0)[:, None] + 10 * (RANK // 2)  # processes 0 and 1 have the same rows, 2 and 3 as well
     OUT["rows"] = whole(mesh, shard_batch({"x": rows}, mesh, "dp")["x"])
     step("shared, but different", lambda: bool(shard_batch({"x": rows.repeat(2, 1) + (RANK == 3)}, mesh, "dp")))
 

@@ -16,7 +16,7 @@ HOLE = "…"
 WARN = {"warnings.warn", "_warn"}
 PAGE = PACKAGE.parent / "docs" / "troubleshooting.md"
 ROW = re.compile(r"\*\*`([^`]+)`\*\*")
-PASSED_ON = {"distributed/optimizers/elementwise.py:check": "_verdict"}  # who says the text, where a thread hands it on
+PASSED_ON = {"distributed/optimizers/elementwise.py:check": "_verdict"}  # the function whose text a thread passes on
 
 
 class Message(NamedTuple):

@@ -99,7 +99,7 @@ def train(guard):
             return step, state
         say("STEP", step)
         time.sleep(0.02)
-    raise AssertionError("nothing went wrong")
+    raise AssertionError("the fault did not occur")
 
 
 def replicas():

@@ -1,4 +1,4 @@
-"""``make test-deletion``: deletes each feature from a copy, and prints what was left and whether the tests passed."""
+"""``make test-deletion``: deletes each feature from a copy, and prints the leftovers and whether the tests passed."""
 
 import argparse
 import os
@@ -21,7 +21,7 @@ from tests.measures import MOVED, module_of
 
 console = Console() if sys.stdout.isatty() else Console(width=160)
 
-# Of these files the tests that ``make test`` has: trainings beside one device, and what stands on the core.
+# Test files of which only the tests of ``make test`` run: exact trainings, and tests of the core.
 CORE = (
     "tests/data_parallel/test_shard_and_gather.py",
     "tests/data_parallel/test_wires.py",
@@ -40,7 +40,7 @@ IMPORT_ALL = "import importlib, sys; [importlib.import_module(name) for name in 
 
 
 class Deleted(NamedTuple):
-    """The outcome of one deletion; ``fault`` is empty where all tests of what is left pass."""
+    """Outcome of a deletion; ``fault`` is empty if all remaining tests pass."""
 
     feature: Feature
     lines: int
@@ -50,7 +50,7 @@ class Deleted(NamedTuple):
 
 
 def deleted(feature: Feature, tree: Path, with_tests: bool) -> Deleted:
-    """Deletes a feature from a copy of the tree at ``tree``, and runs what is left."""
+    """Deletes a feature from a copy of the tree at ``tree``, and runs the remaining tests."""
     copy_tree(tree)
     lines, left = delete(feature, tree)
     files = sorted((tree / "xlstm_jax").rglob("*.py"))

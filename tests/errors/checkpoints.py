@@ -1,4 +1,4 @@
-"""Errors of checkpoints, of safetensors files, and of jobs of several processes, in folders that are removed again."""
+"""Errors of checkpoints, safetensors files, and jobs of several processes, in temporary folders."""
 
 import json
 import os
@@ -26,7 +26,7 @@ TWO = {"a": {"params": {"w": jnp.ones(3)}, "opt": {"w": jnp.ones(3)}}, "b": {"pa
 
 
 def within(work):
-    """Calls ``work(folder)`` with an empty folder."""
+    """Returns a call of ``work(folder)`` with an empty folder."""
 
     def call():
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -36,7 +36,7 @@ def within(work):
 
 
 def saved(use, state=None, step=1, **options):
-    """A directory with one step, and what ``use(checkpointer)`` does there."""
+    """Returns a call that saves a step and runs ``use(checkpointer)`` in the same folder."""
 
     def work(folder):
         with Checkpointer(folder, **options) as checkpointer:
@@ -64,7 +64,7 @@ def option(**options):
 
 
 def placed(make):
-    """A ``Checkpointer`` in a place beneath a folder, which ``make(folder)`` returns."""
+    """Returns a call that makes a ``Checkpointer`` at ``make(folder)``, a place beneath a temporary folder."""
     return within(lambda folder: Checkpointer(make(folder)))
 
 
@@ -95,7 +95,7 @@ def two_writers(folder):
 
 
 def emptied(use):
-    """Steps 10 and 20, the second of which is an empty folder."""
+    """Returns a call that runs ``use(checkpointer)`` on steps 10 and 20, where step 20 is an empty folder."""
 
     def work(folder):
         with Checkpointer(folder) as checkpointer:
@@ -150,7 +150,7 @@ def record(number=7, **change):
 
 
 def exported(use, tree=None, **options):
-    """Exports leaves, and what ``use(folder)`` does there."""
+    """Returns a call that exports leaves and runs ``use(folder)``."""
 
     def work(folder):
         export_safetensors(
@@ -173,7 +173,7 @@ def exporting(tree, **options):
 
 
 def header(**fields):
-    """The header of a file with one tensor; ``fields`` are JSON."""
+    """Returns the header of a file with one tensor; ``fields`` are JSON."""
     entry = {"dtype": '"F32"', "shape": "[1]", "data_offsets": "[0,4]"} | fields
     return '{"w":{' + ",".join(f'"{name}":{value}' for name, value in entry.items()) + "}}"
 
@@ -189,7 +189,7 @@ def with_header(text, values=4):
 
 
 def with_bytes(change):
-    """A sound file after a change of its bytes."""
+    """Returns a call that imports a file after a change of its bytes."""
 
     def work(folder):
         file = folder / "model.safetensors"
@@ -200,7 +200,7 @@ def with_bytes(change):
 
 
 def with_index(change):
-    """A model in several files after a change of the index's text."""
+    """Returns a call that reads a model in several files after a change of the index's text."""
     three = {name: np.full(100, i, np.float32) for i, name in enumerate("abc")}
 
     def work(folder):

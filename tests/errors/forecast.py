@@ -1,4 +1,4 @@
-"""Errors of the forecast of a program and of the command xlstm-jax; nothing is compiled for a topology."""
+"""Errors of forecasts and of the command xlstm-jax; nothing is compiled for a topology."""
 
 import sys
 import tempfile
@@ -40,7 +40,7 @@ def workload(batch=X, **options):
 
 
 def built(mesh, topology=None, **options):
-    """A forecast of a step on a mesh."""
+    """Returns a forecast of a step on a mesh."""
 
     def call():
         with warnings.catch_warnings():
@@ -82,7 +82,7 @@ def fitted(topology="v5e:2x2", *args, build=unused, **options):
 
 @cache
 def small():
-    """A forecast on the devices at hand and the plan of one step."""
+    """Returns a forecast on the available devices and a plan."""
     mesh = create({"fsdp": 2}, jax.devices()[:2])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -108,7 +108,7 @@ def damaged():
 
 
 def module(**names):
-    """A module that can be imported as ``of_errors``."""
+    """Makes an importable module ``of_errors``."""
     made = types.ModuleType("of_errors")
     vars(made).update(names)
     sys.modules["of_errors"] = made
@@ -127,7 +127,7 @@ def passes_on(axis_name=None, **sharding):
 
 
 def written(text):
-    """A module of this text, which is imported."""
+    """Returns a call that loads a factory from a module with this text."""
 
     def call():
         with tempfile.TemporaryDirectory() as folder:

@@ -67,7 +67,7 @@ SGD, MEAN = optax.sgd(0.1), WeightedMean()
 
 @dataclasses.dataclass
 class PlainBatch:
-    """A dataclass that JAX does not know."""
+    """A dataclass that is not registered with JAX."""
 
     x: object
 
@@ -79,11 +79,11 @@ class Foreign:
 
 
 class OfNnx(nnx.Module):
-    """A module of Flax's other kind."""
+    """A module of Flax NNX."""
 
 
 def abstract(tx=SGD, model=None, batch=BATCH, **options):
-    """A state of a wrapped Dense without values."""
+    """Returns a state of a wrapped Dense without values."""
     return abstract_train_state(model or fsdp(nn.Dense)(4), tx, MESH, KEY, batch["x"], batch_axes=AXES, **options)
 
 
@@ -94,7 +94,7 @@ def traced(loss=mean_loss, tx=SGD, batch=BATCH, axes=AXES, model=None, **options
 
 @cache
 def dense(mesh=MESH):
-    """A state with values of a wrapped Dense; rows of it end before a step runs."""
+    """Returns a state of a wrapped Dense; its rows raise before a step runs."""
     return create_train_state(fsdp(nn.Dense)(4), SGD, mesh, KEY, BATCH["x"], batch_axes=AXES)
 
 
@@ -103,12 +103,12 @@ def changed(**leaves):
 
 
 def returned(change, **options):
-    """A step of a loss function that returns a change of the mean loss."""
+    """Returns a call of a step whose loss function returns a change of the mean loss."""
     return lambda: trace(loss=lambda *args: change(mean_loss(*args)), **options)
 
 
 def donated(leaf="state"):
-    """A step on what a step before has taken over."""
+    """Runs a step on donated arguments of an earlier step."""
     step = make_train_step(mean_loss, MESH, AXES)
     one = jax.tree.map(jnp.copy, dense())
     after, _ = step(one, BATCH, KEY)
@@ -170,7 +170,7 @@ def in_a_branch():
 
 
 def of_rows(model, loss, mesh=MESH, **options):
-    """Traces a step of a model of sequences, of which nothing is split."""
+    """Returns a call that traces a step of an unsplit model of sequences."""
     whole = {"batch_axes": AXES, "allow_replicated": True}
     of = abstract_train_state(model, SGD, mesh, KEY, ROWS3, **whole)
     return lambda: make_train_step(loss, mesh, AXES, allow_replicated=True, **options).trace(of, ROWS3, KEY)
@@ -229,7 +229,7 @@ STATS = {"stats": {"n": jnp.zeros(())}}
 
 
 def counting(params, _, batch, rng, kept):
-    """A loss that counts devices whose rows are positive on the mean."""
+    """Loss that counts devices whose rows are positive on the mean."""
     n = lax.cond(batch["x"].mean() > 0, lambda n: n + 1, lambda n: n, kept["stats"]["n"])
     return jnp.mean((batch["x"] @ params["w"]) ** 2) * (1 + n), {"stats": {"n": n}}
 
@@ -267,7 +267,7 @@ def deleted():
 
 
 def padded(weigh=False, loss=mean_loss, **options):
-    """A step on 14 rows that were padded to 16."""
+    """Runs a step on 14 rows padded to 16."""
     rows = {name: np.asarray(BATCH[name][:14]) for name in ("x", "y")}
     batch, weight = shard_batch(rows, MESH, AXES, pad=True)
     batch |= {"weight": weight} if weigh else {}
@@ -275,7 +275,7 @@ def padded(weigh=False, loss=mean_loss, **options):
 
 
 class AroundScan(nn.Module):
-    """A scan within a module that is wrapped."""
+    """A wrapped module with a scan inside."""
 
     @nn.compact
     def __call__(self, x):

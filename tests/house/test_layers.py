@@ -1,4 +1,4 @@
-"""Folders import only from those before them, never sideways, never up; no word names two things; nothing is hidden."""
+"""Tests of the layers: folders import earlier folders only, and each public name has one definition."""
 
 import ast
 import importlib
@@ -21,16 +21,16 @@ FILES = sorted(set(PACKAGE.rglob("*.py")) - set(MOVED))
 
 
 MODULES = {module_of(path): path for path in FILES}
-FACES = ["xlstm_jax", "xlstm_jax.distributed"]  # of all folders
+FACES = ["xlstm_jax", "xlstm_jax.distributed"]  # modules that collect names of all folders
 
 
 def folder_of(module):
-    """The folder that a module belongs to, as ``ORDER`` names it."""
+    """Returns the folder of a module, as named in ``ORDER``."""
     return re.sub(r"^xlstm_jax\.(distributed\.)?", "", module).split(".")[0]
 
 
 def imported(source):
-    """The library's own modules that a file imports."""
+    """Yields the library modules that a file imports."""
     for name in names_imported(source):
         if name.startswith("xlstm_jax"):
             yield name if name in MODULES else name.rpartition(".")[0]
@@ -74,12 +74,12 @@ def test_the_check_sees_an_upward_import():
 
 
 def definitions(path):
-    """Names of the functions and classes at the top of a file."""
+    """Returns the names of a file's top-level functions and classes."""
     kinds = ast.FunctionDef | ast.ClassDef
     return [node.name for node in ast.parse(path.read_text()).body if isinstance(node, kinds)]
 
 
-# The functions that scripts run; and the metric's all_gather, which is public, of dictionaries.
+# Functions that scripts run; and the metric's public all_gather, which gathers dictionaries.
 SAID_TWICE = {"main", "all_gather"}
 
 
@@ -107,7 +107,7 @@ def test_collectives_prints_and_boxed_walks_stand_in_one_place(path):
 
 
 def test_linen_is_known_where_modules_are_lifted_and_nowhere_else():
-    """So that other modules can stand beside them: the rest asks for a box, or for a model's ``init`` and ``apply``."""
+    """Only modules that lift Linen modules import Linen; other code uses boxes, or a model's ``init`` and ``apply``."""
     in_modules = {"holders", "linen_module", "scan_layers", "shard_modules", "unconstrained_boxes"}
     beside = {"fp8_products", "logical_names", "pieces", "recurrent_carries", "rows"}  # at units of Linen
     split = {"attention", "dense", "embedding", "experts", "split_input", "splitting"}
@@ -125,7 +125,7 @@ def test_frames_and_closures_of_other_libraries_are_read_in_one_place(path):
     assert bool(found) == (path.stem == "introspection") or path.stem in READS_ERRORS, f"{path.stem} reads {found}"
 
 
-READS_ERRORS = {"jax_errors"}  # the frames of an error that was raised, for its text
+READS_ERRORS = {"jax_errors"}  # reads the frames of a raised error for its text
 
 
 def test_nnx_is_known_by_its_own_modules_and_the_metric_that_is_a_module_of_it():
@@ -134,7 +134,7 @@ def test_nnx_is_known_by_its_own_modules_and_the_metric_that_is_a_module_of_it()
 
 
 def who_imports(name):
-    """The files that import something of a module."""
+    """Returns the names of files that import from a module."""
     return {path.stem for path in FILES if any(i.startswith(name) for i in names_imported(path.read_text()))}
 
 

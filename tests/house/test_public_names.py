@@ -1,4 +1,4 @@
-"""Names and paths that users may have written stay importable: from where they were in 0.1, or moved to in 0.2."""
+"""Tests of old names and paths: importable from their place in 0.1, or with the new place of 0.2."""
 
 import importlib
 import re
@@ -87,7 +87,7 @@ def test_the_source_the_help_and_the_reference_show_the_same_groups():
 
 
 def test_the_name_of_the_options_is_the_function_and_no_module():
-    """It was both, and importing the module gave the function."""
+    """``compiler_options`` is a function and no module; with both names, importing the module returned the function."""
     import xlstm_jax.distributed
 
     assert callable(xlstm_jax.distributed.compiler_options)

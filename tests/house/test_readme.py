@@ -1,4 +1,4 @@
-"""What README says beside peers is what the benchmarks wrote, (its table of peers is held by tests/benchmarks)."""
+"""Tests of README: the comparison with peers equals the benchmark results (tests/benchmarks checks the table)."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def test_it_names_the_version():
 
 
 def test_ci_runs_the_commands_of_readme_on_both_ends():
-    """Of `make docs-serve` what it serves."""
+    """CI runs the make targets of README on both ends of JAX; `make docs-serve` counts as `make docs`."""
     wanted = {f"make {name.removesuffix('-serve')}" for name in re.findall(r"^make ([\w-]+) +#", README, re.MULTILINE)}
     script = (ROOT / ".ci" / "run").read_text()
     assert wanted == {"make docs", "make train", "make test", "make check"}

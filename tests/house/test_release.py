@@ -1,4 +1,4 @@
-"""The script that makes releases changes what names the version; README of a wheel has no link to a file."""
+"""Tests of the release script: changes every file that names the version; README of a wheel has no link to a file."""
 
 import importlib.util
 import re
@@ -12,7 +12,7 @@ RELATIVE = re.compile(r"\]\((?!https?:|#)")
 
 
 def of_file(path):
-    """A script as a module."""
+    """Returns a script as a module."""
     spec = importlib.util.spec_from_file_location(path.stem + "_script", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -38,7 +38,7 @@ def test_changes_of_today_become_those_of_the_version():
     text = release.texts_of("7.8.9", "2030-01-02")[ROOT / "CHANGELOG.md"]
     assert text == now.replace("## Unreleased\n", "## Unreleased\n\n## 7.8.9 - 2030-01-02\n")
     assert now.count("## Unreleased\n") == 1
-    assert ROOT / "setup.cfg" not in release.texts_of("7.8.9", "2030-01-02")  # its address stays
+    assert ROOT / "setup.cfg" not in release.texts_of("7.8.9", "2030-01-02")  # the URL stays
 
 
 @pytest.mark.parametrize("version", ["0.3", "v0.3.0", release.current_version()])
@@ -54,7 +54,7 @@ def test_every_link_of_readme_is_an_address_on_an_index():
     assert not RELATIVE.search(text) and len(RELATIVE.findall(readme)) > 50
     assert f"]({ADDRESS}/blob/v7.8.9/docs/start.md)" in text
     assert f"]({ADDRESS}/raw/v7.8.9/benchmarks/results/peers/peers.png)" in text
-    # Code is as it was, but for the installation.
+    # Code is unchanged except for the installation.
     code = [re.findall(r"^```.*?^```$", one, re.MULTILINE | re.DOTALL) for one in (readme, text)]
     assert [a for a, b in zip(*code, strict=True) if a != b] == ["```bash\npip install -e .  # in a checkout\n```"]
     assert "\npip install xlstm_jax\n" in text

@@ -1,4 +1,4 @@
-"""The wheel, installed into a fresh environment without the checkout and without extras, is all that a user needs."""
+"""Tests of the wheel: works in a fresh environment without checkout and extras."""
 
 import importlib.metadata
 import json
@@ -25,7 +25,7 @@ WHERE = "import sys, xlstm_jax; print(xlstm_jax.__file__); print(*sys.path, sep=
 
 
 def run(command, cwd, **environment):
-    """Runs it without anything that leads Python to the checkout; returns stdout."""
+    """Runs a command without access to the checkout; returns stdout."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [str(word) for word in command], cwd=cwd, env=kept | environment, capture_output=True, text=True, timeout=300
@@ -36,7 +36,7 @@ def run(command, cwd, **environment):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built from a copy: in the checkout, setuptools would leave its files and find those of earlier builds."""
+    """Builds the wheel from a copy, because setuptools leaves files in the checkout and picks up earlier builds."""
     folder = tmp_path_factory.mktemp("source")
     shutil.copytree(ROOT / "xlstm_jax", folder / "xlstm_jax", ignore=shutil.ignore_patterns("__pycache__"))
     for name in SOURCES:
@@ -48,7 +48,7 @@ def wheel(tmp_path_factory):
 
 
 def link_dependencies(folder):
-    """Links what is installed here to a folder, but for the extras, and for what leads to the checkout."""
+    """Links the installed packages into a folder, except the extras and paths to the checkout."""
     left_out = {top for names in [["xlstm_jax"], *EXTRAS.values()] for name in names for top in installed_by(name)}
     folder.mkdir()
     for path in Path(sysconfig.get_path("purelib")).iterdir():
@@ -57,7 +57,7 @@ def link_dependencies(folder):
 
 
 def installed_by(name):
-    """The files and folders of a package in site-packages."""
+    """Returns the files and folders of a package in site-packages."""
     try:
         return {path.parts[0] for path in importlib.metadata.distribution(name).files}
     except importlib.metadata.PackageNotFoundError:
@@ -66,7 +66,7 @@ def installed_by(name):
 
 @pytest.fixture(scope="module")
 def environment(wheel, tmp_path_factory):
-    """The folder of a fresh environment: the wheel, and by links what it needs."""
+    """Returns the folder of a fresh environment with the wheel and links to its dependencies."""
     folder = tmp_path_factory.mktemp("environment") / "venv"
     venv.create(folder, symlinks=True)
     (site_packages,) = folder.glob("lib/python*/site-packages")
