@@ -63,4 +63,4 @@ def test_every_link_of_readme_is_an_address_on_an_index():
 def test_without_an_address_links_are_their_words():
     text = setup.for_an_index((ROOT / "README.md").read_text(), "", "7.8.9")
     assert not RELATIVE.search(text)
-    assert "\nStart · How do I ... ·" in text and "1.3B.png" not in text
+    assert "\nStart · The full loop ·" in text and "1.3B.png" not in text
