@@ -71,7 +71,7 @@ def draw(path: Path, rows: Rows) -> None:
             text = f"{points[devices]:.1f}"
             axes.annotate(text, (devices, points[devices]), (0, 9), textcoords="offset points", ha="center", **WORDS)
         middle = sorted(points)[len(points) // 2]
-        place = {"xytext": (0, 10), "textcoords": "offset points", "ha": "left", "color": color}
+        place: dict[str, Any] = {"xytext": (0, 10), "textcoords": "offset points", "ha": "left", "color": color}
         axes.annotate(label, (middle, points[middle]), **place, **WORDS)
     available = next(iter(next(iter(rows.values())).values()))["available_bytes"] / GIB
     axes.axhline(available, color=ACCENT, ls="--", lw=2)

@@ -8,6 +8,7 @@ from tests.house.test_docs import ROOT
 
 README = (ROOT / "README.md").read_text()
 WORDS = " ".join(README.split())
+ENDS = ["v5e:2x2", "v5e:16x16"]  # 4 and 256 chips
 
 
 def loaded(name):
@@ -56,9 +57,18 @@ def test_its_models_of_others_are_those_of_the_results():
 
 def test_its_memory_by_devices_is_that_of_the_results():
     rows = loaded("benchmarks/results/by_devices/1.3B.json")
-    cases = [rows["v5e:16x16"][case]["bytes"]["total"] / 2**30 for case in ("replicated", "ours", "jit")]
-    said = re.search(r"([\d.]+) GiB replicated, on 256 chips ([\d.]+) GiB .* ([\d.]+) GiB with `jit`", WORDS).groups()
-    assert list(said) == [f"{size:.2f}" for size in cases]
+    replicated, *shards = (
+        rows[topology][case]["bytes"]["total"] / 2**30
+        for case, topologies in {"replicated": ["v5e:16x16"], "ours": ENDS, "jit": ENDS}.items()
+        for topology in topologies
+    )
+    number = r"([\d.]+)"
+    said = re.search(
+        f"{number} GiB replicated; with the library {number} GiB on 4 chips and {number} on 256, "
+        f"with `jit` and shardings {number} and {number}",
+        WORDS,
+    )
+    assert list(said.groups()) == [f"{size:.2f}" for size in (replicated, *shards)]
 
 
 def test_where_the_library_is_behind_is_as_the_results_have_it():
