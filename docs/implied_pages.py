@@ -17,7 +17,6 @@ import write_gallery
 
 DOCS = Path(__file__).parent
 AT_THE_TOP = {
-    "readme": "README.md",
     "contributing": "CONTRIBUTING.md",
     "changelog": "CHANGELOG.md",
     "benchmarks": "benchmarks/README.md",

@@ -612,7 +612,7 @@ def quoted(page):
 
 QUOTED = [
     pytest.param(page, line, printed, id=f"{page}, {line.split()[1]}")
-    for page in ("README.md", "docs/cli.md")
+    for page in ("docs/results.md", "docs/cli.md")
     for line, printed in quoted(page)
     if line.split()[1] == "plan" or printed[0].startswith("xlstm-jax: error")
 ]
@@ -620,27 +620,26 @@ QUOTED = [
 
 @pytest.mark.parametrize("page, line, printed", QUOTED)
 def test_what_pages_quote_is_what_commands_print(page, line, printed, tmp_path, monkeypatch, capsys):
-    """README's in the folder of the program that it shows, at 80 columns; docs/cli.md's in a checkout, at 120."""
-    readme = page == "README.md"
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    """Those of results in the folder of its program, at 80 columns; docs/cli.md's in a checkout, at 120."""
+    alone = page == "docs/results.md"
+    blocks = re.findall(r"^```py(?:thon)?\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     program = next(block for block in blocks if "def training" in block)
     (tmp_path / "train.py").write_text(program)
-    monkeypatch.chdir(tmp_path if readme else ROOT)
-    monkeypatch.syspath_prepend(str(tmp_path if readme else ROOT))
+    monkeypatch.chdir(tmp_path if alone else ROOT)
+    monkeypatch.syspath_prepend(str(tmp_path if alone else ROOT))
     monkeypatch.delitem(sys.modules, "train", raising=False)
-    monkeypatch.setenv("COLUMNS", "80" if readme else "120")
+    monkeypatch.setenv("COLUMNS", "80" if alone else "120")
     cli.main(shlex.split(line)[1:])
     out, err = capsys.readouterr()
     shown = iter([text.rstrip() for text in (out + err).splitlines()])
     assert printed and all(text.rstrip() in shown for text in printed)  # in this order
 
 
-def test_the_readme_quotes_a_command_and_all_its_commands_parse():
-    assert {page.values[0] for page in QUOTED} == {"README.md", "docs/cli.md"}
-    lines = re.findall(r"^xlstm-jax .+", (ROOT / "README.md").read_text().replace("\\\n", ""), re.MULTILINE)
-    assert [arguments.make_parser().parse_args(shlex.split(line)[1:]).command for line in lines] == list(
-        arguments.EXAMPLES
-    )
+def test_pages_quote_commands_and_all_their_commands_parse():
+    assert {page.values[0] for page in QUOTED} == {"docs/results.md", "docs/cli.md"}
+    for page, wanted in {"README.md": ["forecast"], "docs/results.md": list(arguments.EXAMPLES)}.items():
+        lines = re.findall(r"^xlstm-jax .+", (ROOT / page).read_text().replace("\\\n", ""), re.MULTILINE)
+        assert [arguments.make_parser().parse_args(shlex.split(line)[1:]).command for line in lines] == wanted
 
 
 # -------------------------------------------------------------------------------------------------------- progress
