@@ -116,7 +116,7 @@ class Sharded(QuickBox):
         return self.shape_of_parts([1] * np.ndim(self.value))
 
     def shape_of_parts(self, counts: list[int]) -> tuple[int, ...]:
-        """Returns the shape of the value that ``counts`` parts like ``self.value`` along each dim make up."""
+        """Returns the shape of the value that has ``counts[i]`` parts of the shape of ``self.value`` along dim i."""
         return self.store.shape(np.shape(self.value), counts)
 
     @property
@@ -373,7 +373,7 @@ def path_in_model(module: tuple[str, ...] | None, path: str) -> str:
 
 
 def is_gathered_here(path: str, leaf: Sharded) -> bool:
-    """Returns whether the module whose variables have ``leaf`` at ``path`` gathers the leaf, not a module inside."""
+    """Returns whether the module whose variables have ``leaf`` at ``path`` gathers the leaf; else a submodule does."""
     # The first name of the path is the collection.
     return not 0 < leaf.unit_depth < path.count("/")
 
@@ -408,8 +408,8 @@ def gather_leaf(
 ) -> Any:
     """Returns the value gathered over ``axes``, in a box if the value is still split over further axes.
 
-    Options that ``how`` leaves open are read from the leaf's box. ``wire``, if given, replaces the wire of the
-    options.
+    Options that ``how`` leaves open are read from the leaf's box. ``wire``, if given, replaces the wire that follows
+    from the options.
     """
     how = how.or_else(leaf.communication)
     if set(leaf.axes) & set(axes):
@@ -433,7 +433,11 @@ def shard_to_gather(leaf: Sharded, axes: tuple[str, ...], path: str) -> Any:
 def as_gathered(
     leaf: Sharded, value: Any, names: tuple[AxisEntry, ...], axes: tuple[str, ...], how: Communication
 ) -> Any:
-    """Returns ``value``, gathered over ``axes``, in the form of ``gather_leaf``: boxed if ``names`` still split it."""
+    """Returns the result of ``gather_leaf`` from a ``value`` that was gathered over ``axes`` with the options ``how``.
+
+    ``names`` has the axes that still split each dim of ``value``. The result is the value as the leaf's store reads
+    the array (without padding, say): bare if no axis is left, else in a box.
+    """
     value = leaf.store.read(value, [entry is not None for entry in names])
     if not any(names):
         return value

@@ -313,6 +313,7 @@ class Split(nn.Module, kw_only=True):
 
     @property
     def _called(self) -> str:
+        """The quoted path of this layer, for errors."""
         return f"'{'/'.join(self.path)}'"
 
 
@@ -373,7 +374,10 @@ class ColumnDense(_SplitDense):
 
     @nn.compact
     def operands(self, x: Array) -> tuple[Array, Array, Array | None]:
-        """Returns (x, kernel, bias) in the dtype of the product; kernel and bias are this device's columns."""
+        """Creates or reads the parameters; returns (x, kernel, bias), cast to the dtype in which the layer computes.
+
+        ``x`` is not gathered. Kernel and bias are this device's columns; the bias is None without ``use_bias``.
+        """
         count = _last_dims(self.axis, x, self._called)
         shape = (*x.shape[x.ndim - count :], *self._outputs)
         here = devices_here(self.axis_name, self._called)
@@ -414,7 +418,8 @@ class ColumnDense(_SplitDense):
         return max(1, n // heads)
 
 
-_OF_ONE_INPUT = ("axis", "axis_name", "sequence_dim", "ring", "precision", "dtype")
+# Fields in which the layers of ``columns_of`` must agree.
+_EQUAL_FIELDS = ("axis", "axis_name", "sequence_dim", "ring", "precision", "dtype")
 
 
 def columns_of(layers: Sequence[ColumnDense], x: Array) -> list[Array]:
@@ -432,7 +437,7 @@ def columns_of(layers: Sequence[ColumnDense], x: Array) -> list[Array]:
       ValueError: the layers differ in ``axis``, ``axis_name``, ``sequence_dim``, ``ring``, ``precision`` or ``dtype``.
     """
     first = layers[0]
-    for layer, name in itertools.product(layers[1:], _OF_ONE_INPUT):
+    for layer, name in itertools.product(layers[1:], _EQUAL_FIELDS):
         if (found := getattr(layer, name)) != (want := getattr(first, name)):
             raise ValueError(
                 f"columns_of: {first._called} has {name}={want!r}, and {layer._called} has {found!r}. Layers of the "

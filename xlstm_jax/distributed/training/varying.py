@@ -35,6 +35,7 @@ from xlstm_jax.private_names import core
 
 Axes = frozenset[str]
 
+# Equations whose results are equal along the axes of the equation, and equations of hand-written communication.
 _EQUALS = {name for name, kind in COLLECTIVES.items() if kind in ("all-reduce", "all-gather", "collective-broadcast")}
 _BY_HAND = {
     name for name, kind in COLLECTIVES.items() if kind in ("collective-permute", "all-to-all", "ragged-all-to-all")
@@ -52,7 +53,7 @@ class Equations(NamedTuple):
     """Axes along which values of a program differ between devices.
 
     ``of_results`` has a set of axes per result, without axes over which the result was communicated by hand.
-    ``of_marked`` has the axes of the values named by ``marked``.
+    ``of_marked`` has a set of axes per name that the program gave to a value by ``marked``.
     """
 
     of_results: list[Axes]
@@ -65,7 +66,11 @@ def marked(name: str, value: jax.Array) -> jax.Array:
 
 
 def read_equations(closed: Any) -> Equations:
-    """Reads a traced program that calls ``shard_map``; its arguments are global arrays, equal on every device."""
+    """Returns the axes along which results and marked values of a traced program differ between devices.
+
+    ``closed`` is the closed jaxpr of a program around ``shard_map``. The arguments of the program are global arrays and
+    count as equal; inside ``shard_map`` an argument differs along the axes of its spec.
+    """
     reader = _Reader()
     jaxpr = closed.jaxpr
     of_results = reader.of_jaxpr(jaxpr, [Axes()] * len(jaxpr.constvars), [Axes()] * len(jaxpr.invars))
@@ -85,10 +90,11 @@ def differing_axes(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: S
 def followed(
     closed: Any, of_inputs: Sequence[Axes], look: Callable[[Any, list[Axes]], list[Axes] | None]
 ) -> list[Axes]:
-    """Propagates arbitrary labels instead of axes: returns for each result of a jaxpr the labels of its inputs.
+    """Propagates labels, arbitrary strings, from the inputs of a jaxpr to its results, as the analysis propagates axes.
 
-    ``look(equation, labels of its inputs)`` is called for each equation, and may return the labels of its results (None
-    for the default rule).
+    Returns the labels of each result; ``of_inputs`` has the labels of each input. ``look(equation, labels of the
+    equation's inputs)`` is called for each equation, and returns the labels of the equation's results, or None: then
+    the rule for axes applies.
     """
     return _Reader(look).of_jaxpr(closed.jaxpr, [Axes()] * len(closed.consts), list(of_inputs))
 

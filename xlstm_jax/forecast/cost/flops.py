@@ -123,7 +123,7 @@ def count_flops(jaxpr: Any, num_devices: int = 1) -> Flops:
 
 @dataclass(frozen=True)
 class _Seen:
-    """Other findings of a walk over a jaxpr: operation names, and arrays that may be attention scores.
+    """Findings of a walk over a jaxpr besides FLOP: operation names, and arrays that may be attention scores.
 
     Scores are the product of queries and keys: their exponential is summed (softmax), and the result weighs values in
     a product that contracts the token dim. Only the forward pass counts, because the gradient of logits is a similar
@@ -133,7 +133,8 @@ class _Seen:
     loops: list[str] = field(default_factory=list)
     opaque: list[str] = field(default_factory=list)
     pairs: list[tuple[str, Any, set[int]]] = field(default_factory=list)  # name, type, numbers of queries and keys
-    stems: dict[Any, set[tuple[int, bool]]] = field(default_factory=dict)  # variable: (index in `pairs`, through exp?)
+    # By variable: the index in `pairs` of each array from which the variable is computed, and whether through an exp.
+    stems: dict[Any, set[tuple[int, bool]]] = field(default_factory=dict)
     summed: set[int] = field(default_factory=set)
     weighing: set[int] = field(default_factory=set)
 
@@ -160,7 +161,10 @@ class _Seen:
             self.stems[v] = {one for one in stems if self.pairs[one[0]][1].size == getattr(v.aval, "size", None)}
 
     def hand_over(self, outer: Sequence[Any], inner: Sequence[Any], *, out: bool = False) -> None:
-        """Copies stems into the jaxpr of an operation, or out of it; the operation may have more leading operands."""
+        """Copies stems into the jaxpr of an operation or, with ``out``, out of the jaxpr.
+
+        The operation may have more leading operands than the jaxpr.
+        """
         # Aligned at the end: extra leading operands are a branch index, or values that a loop closes over.
         for v, w in zip(reversed(outer), reversed(inner), strict=False):
             target, source = (v, w) if out else (w, v)
@@ -252,9 +256,9 @@ def _contracted_size(eqn: Any) -> int:
 
 
 def _sides_of_pairs(eqn: Any) -> set[int]:
-    """Returns the numbers of queries and keys in a batched product; empty unless both exceed the contracted size.
+    """Returns the numbers of queries and keys, if a batched product may be the scores of long sequences; else empty.
 
-    Scores of long sequences meet this condition.
+    Of scores of long sequences both numbers exceed the contracted size, which is the size of a query.
     """
     contracted, batches = eqn.params["dimension_numbers"]
     shapes = [v.aval.shape for v in eqn.invars]
@@ -266,7 +270,10 @@ def _sides_of_pairs(eqn: Any) -> set[int]:
 
 
 def _ragged_dot_general(eqn: Any) -> int:
-    """Counts a ragged product: each left row is multiplied by a single right group, so the groups do not count."""
+    """Counts the FLOP of a ragged product.
+
+    Each row of the left operand is multiplied by the matrix of a single group, so the number of groups does not count.
+    """
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
     out = {*range(eqn.invars[1].aval.ndim)} - {*contracted, *batch, *numbers.rhs_group_dimensions}
@@ -274,10 +281,11 @@ def _ragged_dot_general(eqn: Any) -> int:
 
 
 def _conv_general_dilated(eqn: Any) -> int:
-    """Counts 2 x batch x features out x features in of a group x taps on a value, not on padding or dilation.
+    """Counts the FLOP of a convolution: 2 x batch x output features x input features of a group x taps.
 
-    The formula covers both kinds of groups: the right operand's input features are those of one group, and each of its
-    output features is computed once for every example in the output.
+    A tap on padding or between dilated values does not count. The formula covers groups of features and groups of the
+    batch: the input features of the right operand are the features of one group, and each output feature of the right
+    operand is computed once for every example in the output.
     """
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     left, right, out = (v.aval.shape for v in (*eqn.invars[:2], eqn.outvars[0]))
@@ -310,14 +318,21 @@ def window_taps(
 def attention_flops(
     heads: int, queries: int, keys: int, features: tuple[int, int], *, causal: bool, window: int, backward: bool
 ) -> int:
-    """Returns the FLOP of fused attention (see ``products``); ``features``: sizes of a query and of a value."""
+    """Returns the FLOP of fused attention, forward or backward, by the formula in the docstring of ``products``.
+
+    ``heads`` counts the heads of all sequences of the batch. ``features`` has the sizes of a query and of a value. A
+    ``window`` of 0 limits nothing.
+    """
     scores = queries * keys / (2 if causal else 1)
     scores = min(scores, queries * window) if window else scores
     return int((BACKWARD if backward else 1) * 2 * heads * scores * sum(features))
 
 
 def _cudnn_attention(eqn: Any) -> int:
-    """Counts attention of [b, t, n, d] arrays or, with the second layout, [b, n, t, d]."""
+    """Counts the FLOP of an attention operation of cuDNN, forward or backward.
+
+    Queries, keys and values are [b, t, n, d] or, if the parameter ``layout`` of the operation is 1, [b, n, t, d].
+    """
     # Heads may share keys and values, so the query's heads count.
     query, key, value = (v.aval.shape for v in eqn.invars[:3])
     long, head = (2, 1) if eqn.params["layout"] else (1, 2)

@@ -18,7 +18,7 @@ MIN_SCORES_BYTES = 2**30
 
 
 def wide_products(step: Step) -> Iterator[Defect]:
-    """Finds modules that multiply in float32 in a model whose products are mostly narrower."""
+    """Finds modules that multiply in float32, in a model that does most of its FLOP in narrower dtypes."""
     flops, chip = step.forecast.flops, step.forecast.chip
     # Work without a path is the loss or the optimizer, which may need float32, or bfloat16 in a float32 model.
     in_modules = [work for work in flops.work if work.path]
@@ -55,7 +55,7 @@ _GRADIENTS_ALONE = (
 
 
 def held_scores(step: Step) -> Iterator[Defect]:
-    """Finds attention that holds an array of every score in memory."""
+    """Finds attention that holds the array of all scores (query x key) in memory."""
     for path, held in step.forecast.flops.scores_bytes.items():
         if held > MIN_SCORES_BYTES:
             yield Defect(
