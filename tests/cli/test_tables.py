@@ -22,8 +22,8 @@ from rich.console import Console, Group
 from rich.padding import Padding
 from rich.table import Table
 
-from docs.example_training import training
 from xlstm_jax.cli import doctor, self_test
+from xlstm_jax.cli.example import training
 from xlstm_jax.cli.self_test import Check
 from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload
 from xlstm_jax.distributed.plan.planning import plan_sharding

@@ -562,7 +562,7 @@ ROWS = [
     ),
     command(
         "command-no-axis-of-fsdp",
-        lambda: commands._check_shard_axes({"tp": 2}, load_factory("docs.example_training:training"), {}),
+        lambda: commands._check_shard_axes({"tp": 2}, load_factory("xlstm_jax.cli.example:training"), {}),
         ValueError,
         "--mesh …",
         "no axis begins with fsdp",

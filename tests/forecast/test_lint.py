@@ -451,7 +451,7 @@ def test_a_model_that_is_all_float32():
     assert sent and finding.bytes == round(sent / 2) and "sends 384 KiB of float32 weights" in finding.text
     assert "dtype=jnp.bfloat16 to the modules" in finding.cure and "gather_dtype=jnp.bfloat16" in finding.cure
     assert each("float32-model", for_a_chip(cached(narrow)), plan_of(narrow)) == []
-    assert each("float32-model", for_a_chip(cached()), plan_of()) == []
+    assert each("float32-model", for_a_chip(cached(Mixed())), plan_of(Mixed())) == []  # a layer alone: wide-product
     assert each("float32-model", cached(wide), plan_of(wide)) == []  # of CPU devices: the chip is not known
 
 
