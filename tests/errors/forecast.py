@@ -27,8 +27,8 @@ from xlstm_jax.forecast.training import Workload, dispatch, fit, lint
 from xlstm_jax.forecast.training.linting.lint import raise_if
 from xlstm_jax.forecast.training.model_axes import model_meshes
 
-forecasts, command, imports, wordings = map(
-    Section, ["Forecast, fit and lint", "The command xlstm-jax", "Imports", "Forecast, fit and lint"]
+forecasts, command, wordings = map(
+    Section, ["Forecast, fit and lint", "The command xlstm-jax", "Forecast, fit and lint"]
 )
 X = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 
@@ -586,18 +586,5 @@ ROWS = [
         ValueError,
         "--mesh …",
         "takes 3 devices, but v5e:2x2 has 4",
-    ),
-    # ----- imports
-    imports(
-        "import-forecast",
-        lambda: __import__("xlstm_jax.distributed.forecast"),
-        ImportError,
-        "xlstm_jax.distributed.forecast is",
-    ),
-    imports(
-        "import-hardware",
-        lambda: __import__("xlstm_jax.distributed.hardware"),
-        ImportError,
-        "xlstm_jax.distributed.hardware is",
     ),
 ]

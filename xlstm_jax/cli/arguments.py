@@ -112,7 +112,10 @@ def _shown(text: str) -> str:
 OPTIONS: dict[str, dict[str, Any]] = {
     "--json": {"action": "store_true", "help": "print JSON to stdout (default: tables)"},
     "--traceback": {"action": "store_true", "help": "print the traceback of an error (default: one line)"},
-    "--factory": {"required": True, "metavar": "module:function", "help": "import your function that returns a Workload (required)"},
+    "--factory": {
+        "required": True, "metavar": "module:function",
+        "help": "import your function that returns a Workload (required)",
+    },
     "--set": {
         "action": Setting, "default": [], "type": parse_setting, "metavar": "name=value",
         "help": "pass an argument to the factory, as remat=True; may be repeated (default: the factory's defaults)",
@@ -151,7 +154,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "fail if more than this fraction of parameter bytes is replicated (default: 1)",
     },
     "--max-bytes-per-device": {
-        "type": parse_bytes, "metavar": "size", "help": "fail if a device keeps more bytes, as 14GiB (default: no limit)",
+        "type": parse_bytes, "metavar": "size",
+        "help": "fail if a device keeps more bytes, as 14GiB (default: no limit)",
     },
     "--out": {"metavar": "picture.png", "help": "draw memory and time to a PNG file (default: no picture)"},
     "--budget": {

@@ -9,6 +9,7 @@ script imports too, so that the forecast is of the training that runs. To begin 
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ class Block(nn.Module):
     """Causal attention and an MLP, computed in bfloat16."""
 
     @nn.compact
-    def __call__(self, x, _=None):
+    def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
         dense = partial(nn.Dense, dtype=jnp.bfloat16, use_bias=False)
         h = nn.RMSNorm(dtype=jnp.bfloat16, name="norm_1")(x)
         qkv = dense(3 * WIDTH, name="qkv")(h).reshape(*x.shape[:-1], 3, HEADS, WIDTH // HEADS)
@@ -44,11 +45,12 @@ class LanguageModel(nn.Module):
     keep_gathered: bool
 
     @nn.compact
-    def __call__(self, tokens):
-        options = {"min_weight_size": self.min_weight_size, "gather_dtype": jnp.bfloat16}
-        wrap = (
-            partial(shard_module_params, axis_name=self.shard_axes, **options) if self.shard_axes else lambda cls: cls
-        )
+    def __call__(self, tokens: jax.Array) -> Any:
+        def wrap(cls: Any) -> Any:
+            if not self.shard_axes:
+                return cls
+            return shard_module_params(cls, self.shard_axes, self.min_weight_size, gather_dtype=jnp.bfloat16)
+
         block = wrap(Block)  # the wrapper inside, remat and scan outside: one layer is gathered at a time
         if self.remat:
             block = nn.remat(block, prevent_cse=False)  # keeps only the layer's input
@@ -62,7 +64,7 @@ class LanguageModel(nn.Module):
         return wrap(nn.Dense)(VOCAB, dtype=jnp.bfloat16, use_bias=False, name="head")(x)
 
 
-def next_token_loss(params, apply_fn, tokens, rng):
+def next_token_loss(params: Any, apply_fn: Any, tokens: jax.Array, rng: jax.Array) -> jax.Array:
     """Returns the mean loss of this device's part of the batch, as ``make_train_step`` expects."""
     del rng
     logits = apply_fn({"params": params}, tokens[:, :-1]).astype(jnp.float32)

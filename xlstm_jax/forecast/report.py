@@ -52,8 +52,8 @@ def headline(forecast: Any) -> str:
     if forecast.on_gpus:
         said += (
             f" {sent} per GPU, of which {format_bytes(forecast.nic_bytes)} between hosts; "
-            f"{forecast.hidden_fraction:.0%} of it is hidden, {format_milliseconds(forecast.exposed_seconds)} are waited "
-            "for."
+            f"{forecast.hidden_fraction:.0%} of it is hidden, {format_milliseconds(forecast.exposed_seconds)} are "
+            "waited for."
         )
     else:
         said += f" {sent} per device, {forecast.asynchronous_fraction:.0%} of it asynchronously."

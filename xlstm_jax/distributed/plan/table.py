@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
@@ -59,7 +59,7 @@ def plan_table(plan: Any) -> Any:
         f"{format_bytes(plan.optimizer.per_device)}{other}; activations and gathered weights come on top.\n{on_host}"
         f"{format_fraction(plan.replicated_fraction)} of the parameters' bytes stay whole on every device.\n"
     )
-    shown = [_leaves_table(plan, lines), Text(summary)]
+    shown: list[RenderableType] = [_leaves_table(plan, lines), Text(summary)]
     whole = [line for line in lines if line.row.collection == PARAMETERS and line.row.parts == 1]
     if whole and plan.devices > 1:
         whole.sort(key=lambda line: -line.all_bytes.per_device)
