@@ -9,6 +9,7 @@ from pathlib import Path
 
 import optax
 
+import xlstm_jax
 from tests.errors.shared import AXES, DeviceMeshManager, P, create, jax, jnp, mean_loss, mesh_of, nn
 from tests.errors.table import Section
 from xlstm_jax.accelerators import compiler_options, resolved, resolved_on
@@ -27,8 +28,8 @@ from xlstm_jax.forecast.training import Workload, dispatch, fit, lint
 from xlstm_jax.forecast.training.linting.lint import raise_if
 from xlstm_jax.forecast.training.model_axes import model_meshes
 
-forecasts, command, wordings = map(
-    Section, ["Forecast, fit and lint", "The command xlstm-jax", "Forecast, fit and lint"]
+forecasts, command, imports, wordings = map(
+    Section, ["Forecast, fit and lint", "The command xlstm-jax", "Imports", "Forecast, fit and lint"]
 )
 X = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 
@@ -523,7 +524,7 @@ ROWS = [
         factory(passes_on, layers=2),
         FactoryError,
         "--set …=...: … has no argument",
-        "passes others on to functions that have none of this name either",
+        "and passes others on, as to shard_modules, which has axis_name",
     ),
     command(
         "factory-import-raises",
@@ -586,5 +587,13 @@ ROWS = [
         ValueError,
         "--mesh …",
         "takes 3 devices, but v5e:2x2 has 4",
+    ),
+    # ----- imports
+    imports(
+        "import-unknown",
+        lambda: xlstm_jax.hardware,
+        AttributeError,
+        "module … has no attribute",
+        "has no attribute 'hardware'",
     ),
 ]
