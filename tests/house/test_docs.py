@@ -106,12 +106,10 @@ def found_file(path):
 
 
 def resolve(dotted):
-    """Returns the module or attribute of this name, None for a place that says where it has moved; else raises."""
+    """Returns the module or attribute of this name; else raises."""
     try:
         return importlib.import_module(dotted)
-    except ModuleNotFoundError as error:
-        if str(error).startswith(f"{dotted} is "):
-            return None
+    except ModuleNotFoundError:
         parent, _, name = dotted.rpartition(".")
         return getattr(resolve(parent), name)
 
