@@ -131,7 +131,7 @@ def _leaves(plan: Any, lines: list[Line], names: list[str], left_out: list[str])
         f"Sharding plan: {plan.devices} device{'s' * (plan.devices > 1)} ({mesh})",
         shown.of(names),
         left=3,
-        caption="\n".join(captions) or None,
+        caption="".join(f"{text}\n" for text in captions) or None,  # ends with an empty line
         caption_justify="left",
     )
     modules: dict[str, list[Line]] = {}
