@@ -36,14 +36,11 @@ from tests import quick
 from tests.compiled_once import keep_compiled_programs
 from tests.cover import data
 from tests.cover.record import Recorder, case_of
-from tests.measures import MOVED
 from xlstm_jax import distributed
 from xlstm_jax.distributed import DeviceMeshManager, simulate_cpu_devices
 from xlstm_jax.forecast.compiling.compile_process import check_compiler
 
 TESTS = Path(__file__).parent / "tests"
-# Places that have moved: each is an error that says the new one.
-collect_ignore = [str(path) for path in MOVED]
 BENCHMARKS = TESTS / "benchmarks"
 NEWEST = jax.__version_info__ >= (0, 12)
 

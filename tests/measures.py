@@ -18,7 +18,6 @@ from types import CodeType, FrameType
 from typing import Any
 
 PACKAGE = Path(__file__).parents[1] / "xlstm_jax"
-MOVED = [PACKAGE / "distributed" / name for name in ("forecast.py", "hardware.py")]  # each is an error
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 

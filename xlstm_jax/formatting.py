@@ -25,6 +25,7 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 MIN_WIDTH = 24  # minimum characters per line when a column folds
 EDGES, GAP, INDENT = 2, 2, 4  # widths in a table: both edges, gap between columns, indent of a row's further lines
 MOST_BARS = 12  # bars in a notebook; a last line counts the rest
+MIN_MILLISECONDS = 0.0005  # a shorter time is printed as 0
 MAX_CELL = 10_000  # maximum characters of a cell, for measuring
 
 
@@ -61,6 +62,18 @@ def format_fraction(fraction: float) -> str:
     """
     percent = 100 * fraction
     return f"{percent:.0f}%" if percent >= 9.95 else f"{percent:.2g}%"
+
+
+def format_milliseconds(seconds: float) -> str:
+    """Formats a time in milliseconds with three digits; a time below half a microsecond is 0.
+
+    >>> format_milliseconds(0.03567), format_milliseconds(2.06e-10), format_milliseconds(1.5)
+    ('35.7 ms', '0 ms', '1,500 ms')
+    """
+    milliseconds = seconds * 1e3
+    if abs(milliseconds) < MIN_MILLISECONDS:
+        return "0 ms"
+    return f"{milliseconds:.3g} ms" if abs(milliseconds) < 100 else f"{milliseconds:,.0f} ms"
 
 
 def format_axes(axes: tuple[str, ...]) -> str:
@@ -198,6 +211,24 @@ class FoldingTable(Table):
             for row, *cells in zip(self.rows, *(column.cells for column in columns), strict=True):
                 drawn.add_row(_in_lines(cells, columns, lines), style=row.style, end_section=row.end_section)
         yield from Table.__rich_console__(drawn, console, options)
+
+
+class FirstFitting:
+    """Draws the first of several tables that has a row in one line; the first table if no table has.
+
+    The tables show the same rows in fewer and fewer columns, for narrower and narrower terminals.
+    """
+
+    def __init__(self, *tables: Table) -> None:
+        self.tables = tables
+
+    def chosen(self, console: Console, options: ConsoleOptions) -> Table:
+        """Returns the table that is drawn at the width of ``options``."""
+        fitting = (table for table in self.tables if len(_lines(table.columns, console, options)) == 1)
+        return next(fitting, self.tables[0])
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.chosen(console, options)
 
 
 def _lines(columns: Sequence[Column], console: Console, options: ConsoleOptions) -> list[dict[int, int]]:

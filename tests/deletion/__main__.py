@@ -17,7 +17,7 @@ from rich.table import Table
 from tests.commit import commit_hash
 from tests.deletion.delete import LIBRARY, copy_tree, delete
 from tests.deletion.features import FEATURES, NOT_YET, WITHOUT_ROW, Feature
-from tests.measures import MOVED, module_of
+from tests.measures import module_of
 
 console = Console() if sys.stdout.isatty() else Console(width=160)
 
@@ -58,8 +58,7 @@ def deleted(feature: Feature, tree: Path, with_tests: bool) -> Deleted:
     if left:
         return Deleted(feature, lines, knowing, "-", f"imported by {', '.join(left)}")
     environment = os.environ | {"PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu"}
-    moved = {module_of(file) for file in MOVED}
-    modules = [name for file in files if (name := module_of(file, tree)) not in moved and file.stem != "__main__"]
+    modules = [module_of(file, tree) for file in files if file.stem != "__main__"]
     command = [sys.executable, "-c", IMPORT_ALL, *modules]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     if done.returncode:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import optax
 
+import xlstm_jax
 from tests.errors.shared import AXES, DeviceMeshManager, P, create, jax, jnp, mean_loss, mesh_of, nn
 from tests.errors.table import Section
 from xlstm_jax.accelerators import compiler_options, resolved, resolved_on
@@ -523,7 +524,7 @@ ROWS = [
         factory(passes_on, layers=2),
         FactoryError,
         "--set …=...: … has no argument",
-        "passes others on to functions that have none of this name either",
+        "and passes others on, as to shard_modules, which has axis_name",
     ),
     command(
         "factory-import-raises",
@@ -562,7 +563,7 @@ ROWS = [
     ),
     command(
         "command-no-axis-of-fsdp",
-        lambda: commands._check_shard_axes({"tp": 2}, load_factory("docs.example_training:training"), {}),
+        lambda: commands._check_shard_axes({"tp": 2}, load_factory("xlstm_jax.cli.example:training"), {}),
         ValueError,
         "--mesh …",
         "no axis begins with fsdp",
@@ -589,15 +590,10 @@ ROWS = [
     ),
     # ----- imports
     imports(
-        "import-forecast",
-        lambda: __import__("xlstm_jax.distributed.forecast"),
-        ImportError,
-        "xlstm_jax.distributed.forecast is",
-    ),
-    imports(
-        "import-hardware",
-        lambda: __import__("xlstm_jax.distributed.hardware"),
-        ImportError,
-        "xlstm_jax.distributed.hardware is",
+        "import-unknown",
+        lambda: xlstm_jax.hardware,
+        AttributeError,
+        "module … has no attribute",
+        "has no attribute 'hardware'",
     ),
 ]

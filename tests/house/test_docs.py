@@ -100,12 +100,10 @@ def found_file(path):
 
 
 def resolve(dotted):
-    """Returns the object of a dotted name, None for a moved module that names its new place; else raises."""
+    """Returns the module or attribute of this name; else raises."""
     try:
         return importlib.import_module(dotted)
-    except ModuleNotFoundError as error:
-        if str(error).startswith(f"{dotted} is "):
-            return None
+    except ModuleNotFoundError:
         parent, _, name = dotted.rpartition(".")
         return getattr(resolve(parent), name)
 

@@ -1,7 +1,11 @@
 """Tests of the release script: changes every file that names the version; README of a wheel has no link to a file."""
 
+import importlib.metadata
 import importlib.util
 import re
+import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -30,7 +34,36 @@ def test_a_new_version_stands_wherever_the_old_one_did():
     for name, text in changed.items():
         assert not re.search(rf"(xlstm_jax-|version: |__version__ = \"){old}\b", text), name
     assert '__version__ = "7.8.9"' in changed["xlstm_jax/__init__.py"]
-    assert f"url = {ADDRESS}\n" in changed["setup.cfg"]
+    assert changed["setup.cfg"].count("project_urls") == changed["setup.cfg"].count(ADDRESS) == 1
+
+
+def test_a_release_with_another_address_replaces_the_first(tmp_path, monkeypatch):
+    for name in ("README.md", "CITATION.cff", "CHANGELOG.md", "xlstm_jax/__init__.py", "setup.cfg"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    monkeypatch.setattr(release, "TOP", tmp_path)
+    for address in ("https://old.example.org/x", f"{ADDRESS}/"):
+        (tmp_path / "setup.cfg").write_text(release.texts_of("7.8.9", "2030-01-02", address)[tmp_path / "setup.cfg"])
+    text = (tmp_path / "setup.cfg").read_text()
+    assert f"project_urls =\n    Source = {ADDRESS}\nname" in text and "old.example.org" not in text
+
+
+@pytest.mark.parametrize("address", [ADDRESS, ""])
+def test_metadata_has_each_address_of_the_project_once(address, tmp_path):
+    """Made of a copy, as an index reads them; without an address there is none, and no guess."""
+    shutil.copytree(ROOT / "xlstm_jax", tmp_path / "xlstm_jax", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "README.md", "LICENSE", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    text = release.texts_of("7.8.9", "2030-01-02", address).get(ROOT / "setup.cfg", (ROOT / "setup.cfg").read_text())
+    (tmp_path / "setup.cfg").write_text(text)
+    made = [sys.executable, "-W", "ignore", "setup.py", "--quiet", "egg_info"]
+    done = subprocess.run(made, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (found,) = importlib.metadata.distributions(path=[str(tmp_path)])
+    urls = dict(line.split(", ", 1) for line in found.metadata.get_all("Project-URL") or [])
+    assert urls == setup.project_urls(address) and "Home-page" not in found.metadata
+    assert list(urls) == (["Documentation", "Source", "Changelog", "Issues"] if address else [])
+    assert all(url.startswith(ADDRESS) and len(set(urls.values())) == 4 for url in urls.values())
 
 
 def test_changes_of_today_become_those_of_the_version():

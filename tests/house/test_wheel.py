@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 import xlstm_jax
 from tests.house.test_docs import ROOT
 from tests.support import blocks_of
-from xlstm_jax.cli import doctor
+from xlstm_jax.cli import arguments, doctor
 
 SOURCES = ("pyproject.toml", "setup.cfg", "setup.py", "README.md", "LICENSE", "MANIFEST.in", "CHANGELOG.md")
 EXTRAS = {extra: (doctor.extras() or {})[extra] for extra in ("forecast",)}  # Flax needs orbax
@@ -107,6 +108,11 @@ def test_the_doctor_runs_and_says_which_extras_are_missing(environment, tmp_path
     assert found["versions"]["xlstm_jax"] == xlstm_jax.__version__
     assert all(check["ok"] for check in found["checks"]) and len(found["checks"]) >= 8
     assert found["tested_on"] == "8 simulated CPU devices" or "x" in found["tested_on"]
+
+
+def test_the_example_of_the_help_runs_without_a_checkout(environment, tmp_path):
+    command = [environment / "bin" / "xlstm-jax", *shlex.split(arguments.EXAMPLES["plan"])[1:]]
+    assert "blocks" in run(command, tmp_path)
 
 
 def test_a_forecast_for_tpus_says_what_to_install(environment, tmp_path):

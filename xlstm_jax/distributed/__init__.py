@@ -16,8 +16,8 @@
 
 Metrics are in ``xlstm_jax.distributed.metrics``; forecasts in ``xlstm_jax.forecast``, fits and the lint in
 ``xlstm_jax.forecast.training``.
-Less common names are in the subpackages ``data_parallel``, ``device_mesh``, ``optimizers``, ``plan``, ``processes``
-and ``training``.
+Less common names are in the subpackages ``checkpoint``, ``data_parallel``, ``device_mesh``, ``model_parallel``,
+``optimizers``, ``plan``, ``processes``, ``resilience`` and ``training``.
 """
 
 from xlstm_jax.accelerators import compiler_options
@@ -135,7 +135,18 @@ __all__ = [  # noqa: RUF022 (in groups)
     "ReplicaError",
 ]
 
-_PACKAGES = ["data_parallel", "device_mesh", "metrics", "optimizers", "plan", "processes", "training"]
+_PACKAGES = [
+    "checkpoint",
+    "data_parallel",
+    "device_mesh",
+    "metrics",
+    "model_parallel",
+    "optimizers",
+    "plan",
+    "processes",
+    "resilience",
+    "training",
+]
 
 
 def __dir__() -> list[str]:

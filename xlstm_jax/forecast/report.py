@@ -16,7 +16,7 @@ from rich.text import Text
 from xlstm_jax.forecast.cost.collective_traffic import Collective, executions, sum_wire_bytes
 from xlstm_jax.forecast.cost.memory import Moment
 from xlstm_jax.forecast.hlo.text import split_outside
-from xlstm_jax.formatting import TIMES, Bar, format_bytes, how_to_install, rich_table
+from xlstm_jax.formatting import TIMES, Bar, format_bytes, format_milliseconds, how_to_install, rich_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,7 +52,8 @@ def headline(forecast: Any) -> str:
     if forecast.on_gpus:
         said += (
             f" {sent} per GPU, of which {format_bytes(forecast.nic_bytes)} between hosts; "
-            f"{forecast.hidden_fraction:.0%} of it is hidden, {_milliseconds(forecast.exposed_seconds)} are waited for."
+            f"{forecast.hidden_fraction:.0%} of it is hidden, {format_milliseconds(forecast.exposed_seconds)} are "
+            "waited for."
         )
     else:
         said += f" {sent} per device, {forecast.asynchronous_fraction:.0%} of it asynchronously."
@@ -61,8 +62,8 @@ def headline(forecast: Any) -> str:
     waits = f"{forecast.exposed_seconds / forecast.step_seconds:.0%} of it waiting for collectives"
     if forecast.host:
         waits += f", {forecast.host.waited_s / forecast.step_seconds:.0%} for the host's memory"
-    least, expected = map(_milliseconds, forecast.step_time)
-    overlapped = f"{_milliseconds(forecast.roofline.seconds)} if all overlapped ({forecast.roofline.bound}-bound)"
+    least, expected = map(format_milliseconds, forecast.step_time)
+    overlapped = f"{format_milliseconds(forecast.roofline.seconds)} if all overlapped ({forecast.roofline.bound}-bound)"
     return f"{said} It takes {least} by published rates alone, {expected} expected, {waits}; at least {overlapped}."
 
 
@@ -93,10 +94,6 @@ def closing(forecast: Any) -> list[str]:
     if forecast.step_time:
         said.append(HOW_NEAR)
     return said + list(forecast.notes)
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 0.1 else f"{seconds * 1e3:,.0f} ms"
 
 
 def _memory_table(forecast: Any) -> RenderableType:
@@ -138,7 +135,7 @@ def _axes_table(forecast: Any) -> RenderableType:
         sent = (traffic.weights, traffic.activations, traffic.other)
         times = [] if traffic.seconds is None else [traffic.seconds, traffic.waited_s]
         cells = ["+".join(traffic.axes) if traffic.axes is not None else "?"]
-        rows.append([*cells, *(format_bytes(size) if size else "" for size in sent), *map(_milliseconds, times)])
+        rows.append([*cells, *(format_bytes(size) if size else "" for size in sent), *map(format_milliseconds, times)])
     # Either every row has times or no row, depending on the device's figures.
     timed = bool(rows) and len(rows[0]) > 4
     columns = ["axes", "weights", "activations", "other", *["takes", "waited"] * timed]
@@ -192,7 +189,7 @@ def _waiting_table(forecast: Any) -> RenderableType:
         modules = ", ".join(dict.fromkeys(module or OUTSIDE for module in beside.modules))
         products = [beside.product_seconds] if forecast.on_gpus else []
         each = (collective.alone_s, beside.seconds, *products, collective.exposed_s)
-        times = [_milliseconds(collective.count * seconds) if seconds is not None else "" for seconds in each]
+        times = [format_milliseconds(collective.count * seconds) if seconds is not None else "" for seconds in each]
         rows.append([collective.kind, _served(collective), collective.direction, modules or "nothing", *times])
     columns = ["collective", "for", "direction", "beside", "takes", "for as long as"]
     columns += [*["products"] * forecast.on_gpus, "waited"]
@@ -259,7 +256,7 @@ def _time_table(forecast: Any) -> RenderableType:
         ]
     least, expected = forecast.step_time
     times += [("a step, by published rates alone", "", least), ("a step, expected", "", expected)]
-    rows = [[what, amount, _milliseconds(seconds)] for what, amount, seconds in times if seconds is not None]
+    rows = [[what, amount, format_milliseconds(seconds)] for what, amount, seconds in times if seconds is not None]
     return rich_table("Time of a step", ["", "amount", "time"], rows)
 
 

@@ -61,6 +61,8 @@ class Flops:
       scores_bytes: for modules whose attention materializes the array of scores (query x key): bytes of the largest
         such array on a device, by module path. Attention kernels hold only a block of scores at a time and have no
         entry.
+      scores_bytes_per_step: for the same modules: bytes of scores that the forward passes of a step compute on a
+        device, over all layers and minibatches.
     """
 
     work: tuple[Work, ...]
@@ -69,6 +71,7 @@ class Flops:
     shared: float = 0.0
     in_kernels: dict[str, float] = field(default_factory=dict)
     scores_bytes: dict[str, float] = field(default_factory=dict)
+    scores_bytes_per_step: dict[str, float] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
@@ -114,11 +117,14 @@ def count_flops(jaxpr: Any, num_devices: int = 1) -> Flops:
     # Counts inside of `shard_map` are also for all devices (see `RUNS`), so both are divided by their number.
     shared = sum(flops for (name, *_), flops in counted.items() if not in_shard_map(name)) / num_devices
     scores: dict[str, float] = defaultdict(float)
-    for name, array, _ in (seen.pairs[i] for i in seen.summed & seen.weighing):
+    scores_per_step: dict[str, float] = defaultdict(float)
+    for name, array, _, runs in (seen.pairs[i] for i in seen.summed & seen.weighing):
+        path = paths[name][0]
         on_a_device = array.size * array.dtype.itemsize / (1 if in_shard_map(name) else num_devices)
-        scores[paths[name][0]] = max(scores[paths[name][0]], on_a_device)
+        scores[path] = max(scores[path], on_a_device)
+        scores_per_step[path] += runs * on_a_device
     loops, opaque = (tuple(dict.fromkeys(names)) for names in (seen.loops, seen.opaque))
-    return Flops(tuple(work), loops, opaque, shared, dict(in_kernels), dict(scores))
+    return Flops(tuple(work), loops, opaque, shared, dict(in_kernels), dict(scores), dict(scores_per_step))
 
 
 @dataclass(frozen=True)
@@ -132,9 +138,10 @@ class _Seen:
 
     loops: list[str] = field(default_factory=list)
     opaque: list[str] = field(default_factory=list)
-    pairs: list[tuple[str, Any, set[int]]] = field(default_factory=list)  # name, type, numbers of queries and keys
-    # By variable: the index in `pairs` of each array from which the variable is computed, and whether through an exp.
-    stems: dict[Any, set[tuple[int, bool]]] = field(default_factory=dict)
+    # Name and type of a product, numbers of queries and keys, and runs in a step.
+    pairs: list[tuple[str, Any, set[int], int]] = field(default_factory=list)
+    scans: list[int] = field(default_factory=list)  # lengths of the scans around the current operation
+    stems: dict[Any, set[tuple[int, bool]]] = field(default_factory=dict)  # by variable: (index in `pairs` of an array it is computed from, through exp?)
     summed: set[int] = field(default_factory=set)
     weighing: set[int] = field(default_factory=set)
 
@@ -152,7 +159,7 @@ class _Seen:
             stems = set()
             if sides := _sides_of_pairs(eqn):
                 stems = {(len(self.pairs), False)}
-                self.pairs.append((name, eqn.outvars[0].aval, sides))
+                self.pairs.append((name, eqn.outvars[0].aval, sides, math.prod(self.scans)))
         if eqn.primitive.name == "exp":
             stems = {(i, True) for i, _ in stems}
         if any(core.jaxprs_in_params(eqn.params)):
@@ -219,9 +226,12 @@ def _flops_inside(eqn: Any, name: str, seen: _Seen) -> Counts:
     if eqn.primitive.name == "pallas_call":
         seen = _Seen(seen.loops, seen.opaque)  # a kernel's arrays are blocks, which are never in HBM
     counted: Counts = defaultdict(float)
+    lengths = [eqn.params["length"]] if eqn.primitive.name == "scan" else []
+    seen.scans.extend(lengths)
     for jaxpr in core.jaxprs_in_params(eqn.params):
         for (path, dtype, in_kernel), flops in _within(eqn, jaxpr, f"{name}/{scope}".rstrip("/"), seen).items():
             counted[path, dtype, in_kernel or eqn.primitive.name == "pallas_call"] += flops * (times or 1)
+    del seen.scans[len(seen.scans) - len(lengths) :]
     if times is None and counted:
         seen.loops.append(f"{name}/{eqn.primitive.name}")
     return counted

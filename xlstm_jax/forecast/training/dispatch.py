@@ -19,7 +19,7 @@ from xlstm_jax.forecast.cost.axis_traffic import total_seconds
 from xlstm_jax.forecast.cost.collective_traffic import RAGGED, Collective, sum_wire_bytes
 from xlstm_jax.forecast.forecasting import Forecast
 from xlstm_jax.forecast.hardware.chips import peak_rate
-from xlstm_jax.formatting import format_bytes, format_fraction
+from xlstm_jax.formatting import format_bytes, format_fraction, format_milliseconds
 
 ALL_TO_ALL = "all-to-all", RAGGED
 # FLOP per kernel value and row: 2 forward, 2 for recomputation in the backward pass, and 4 for two gradients.
@@ -83,7 +83,7 @@ class Dispatch:
             dropped = format_fraction(self.dropped_fraction)
             cost = f"the busiest device drops {dropped} of its choices"
         else:
-            cost = "" if self.imbalance_s is None else f"the step takes {self.imbalance_s * 1e3:.3g} ms longer"
+            cost = "" if self.imbalance_s is None else f"the step takes {format_milliseconds(self.imbalance_s)} longer"
         return f"{self.experts.path}: {sent}; at {self.imbalance:.3g} x the mean {cost or 'no time is known'}"
 
 
