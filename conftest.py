@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 
 # Test workers share two cores: one thread each for XLA's kernels keeps them out of each other's way. Most time goes
-# into compiling programs that run once. Without LLVM's optimizations the suite takes a third less, and on JAX 0.10 without
-# the new emitters of fused loops another third of the rest; JAX 0.12 ignores the last option.
+# into compiling programs that run once. Without LLVM's optimizations the suite takes a third less, and on JAX 0.10
+# without the new emitters of fused loops another third of the rest; JAX 0.12 ignores the last option.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0 "

@@ -141,7 +141,8 @@ class _Seen:
     # Name and type of a product, numbers of queries and keys, and runs in a step.
     pairs: list[tuple[str, Any, set[int], int]] = field(default_factory=list)
     scans: list[int] = field(default_factory=list)  # lengths of the scans around the current operation
-    stems: dict[Any, set[tuple[int, bool]]] = field(default_factory=dict)  # by variable: (index in `pairs` of an array it is computed from, through exp?)
+    # By variable: the index in `pairs` of each array from which the variable is computed, and whether through an exp.
+    stems: dict[Any, set[tuple[int, bool]]] = field(default_factory=dict)
     summed: set[int] = field(default_factory=set)
     weighing: set[int] = field(default_factory=set)
 
