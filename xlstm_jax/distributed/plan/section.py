@@ -25,7 +25,7 @@ Entry = TypeVar("Entry")  # a frozen dataclass
 
 
 class Section(Generic[Entry]):
-    """Section of a plan under construction: an instance may store its records of the trace."""
+    """Base class of a section of a plan under construction; an instance stores what ``noting`` records."""
 
     name: ClassVar[str]  # the field of ``ShardingPlan``, and the key of its JSON
     role: ClassVar[str] = ""  # the role of the axes that ``axes_within`` returns
@@ -61,7 +61,7 @@ SECTIONS: list[type[Section[Any]]] = []  # filled by ``plan/__init__``, in the o
 
 @contextmanager
 def noting(sections: Sequence[Section[Any]]) -> Iterator[None]:
-    """Enters the context ``Section.noting`` of every section, so that each section records its feature."""
+    """Enters the context ``noting`` of every section, in which ``model.init`` and ``tx.init`` are then called."""
     with ExitStack() as stack:
         for section in sections:
             stack.enter_context(section.noting())

@@ -143,7 +143,7 @@ class ShardingPlan:
         return by_path[path]
 
     def explain(self, path: str) -> str:
-        """Returns a sentence about a leaf: its sharding, the reason and the cost. Raises as ``row`` does."""
+        """Returns the row of a leaf as a sentence: sharding, reason and cost. Raises as ``row`` does."""
         return self.row(path).sentence(self.devices)
 
     def __repr__(self) -> str:
