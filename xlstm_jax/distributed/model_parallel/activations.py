@@ -29,7 +29,7 @@ from xlstm_jax.distributed.data_parallel.wire.transposes import all_parts, equal
 
 
 def devices_here(axis_name: str, caller: str) -> int:
-    """Returns the number of devices that a layer is split over; 1 outside ``shard_map``, where values are global.
+    """Returns the number of devices along the axis of a split layer; 1 outside ``shard_map``, where values are global.
 
     Raises:
       ValueError: further axes are bound, but not this axis; or the batch is split over the axis.
@@ -48,9 +48,9 @@ def devices_here(axis_name: str, caller: str) -> int:
 
 
 def parts_of_params(axis_name: str, caller: str) -> int:
-    """Returns the number of parts in which parameters are stored.
+    """Returns the number of shards along the axis in which a split layer stores its parameters.
 
-    As ``devices_here``; in ``init``, where no axis is bound, the size of the axis in the current mesh.
+    The number is ``devices_here`` or, in ``init``, where no axis is bound, the size of the axis in the current mesh.
 
     Raises:
       ValueError: the mesh has no such axis.
@@ -71,7 +71,7 @@ def parts_of_params(axis_name: str, caller: str) -> int:
 
 
 def enter_split(x: Array, axis_name: str, *, caller: str = "enter_split") -> Array:
-    """Returns a replicated ``x`` for a split layer; in backward the gradients of all devices are summed.
+    """Returns the replicated ``x`` unchanged, as input of a split layer; backward sums the gradient over the devices.
 
     >>> def loss(x, w):  # each of 4 devices multiplies by weights of its own
     ...     return leave_split(enter_split(x, "fsdp") * w, "fsdp").sum()
@@ -201,7 +201,7 @@ def join_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "join_token
 
 
 def check_own_tokens(x: Array, dim: int, axis_name: str, caller: str, *, features: int = 1) -> None:
-    """Raises if ``dim`` is not a dim of tokens, or if ``x`` is replicated over the axis by its type."""
+    """Raises if ``dim`` is among the last ``features`` dims of ``x``, or if ``x`` is replicated over the axis."""
     _check_dim(x, dim, caller, features)
     if collectives.type_shows_varying(axis_name, x) and axis_name not in collectives.varying_axes(x):
         raise ValueError(
@@ -220,7 +220,7 @@ def _check_dim(x: Array, dim: int, caller: str, features: int) -> None:
 
 
 def check_tokens(x: Array, dim: int, axis_name: str, caller: str, *, features: int = 1) -> None:
-    """Raises if ``dim`` is not a dim of tokens, or if the devices along the axis do not divide the tokens."""
+    """Raises if ``dim`` is among the last ``features`` dims of ``x``, or if the devices do not divide ``dim``."""
     _check_dim(x, dim, caller, features)
     n, tokens = collectives.axis_size((axis_name,)), x.shape[dim]
     if tokens % n:

@@ -159,7 +159,7 @@ _said = jax.make_user_context(default_value=None)
 
 
 def said(sequence: SequenceLayout) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which ``layout_over`` reads ``sequence``."""
+    """Returns a context that sets the layout of the step for layers traced inside; ``layout_over`` reads the layout."""
     return _said(sequence)
 
 
