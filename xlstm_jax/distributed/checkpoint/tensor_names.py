@@ -65,7 +65,7 @@ class StoredAt(NamedTuple):
 
 
 def stored_at(path: str, shape: tuple[int, ...], names: NameMap | None) -> StoredAt:
-    """Returns the storage of the leaf at ``path``; without a name map, the tensor name is the path.
+    """Returns tensor names and layout of the leaf at ``path``; without a name map, the tensor name is the path.
 
     Raises:
       ValueError: no pattern matches the full path, a name has an unknown group or ``{layer}`` for a scalar, or the dims
@@ -145,7 +145,7 @@ def _layout(path: str, shape: tuple[int, ...], dims: str | tuple[str, ...]) -> t
 
 
 class StoredPart(NamedTuple):
-    """Tensor of a file in the layout of the leaf; ``converted`` casts entries to the dtype of the leaf."""
+    """Tensor of a file with its dims in the order of the leaf; ``converted`` casts entries to the leaf's dtype."""
 
     values: Any
     converted: Callable[[np.ndarray], np.ndarray]
@@ -155,7 +155,7 @@ class StoredPart(NamedTuple):
 
 
 class StoredLeaf:
-    """Leaf in a file, indexed like an array in the layout of the leaf; indexing reads only the indexed entries.
+    """Leaf in a file, with the indexing of an array in the shape of the leaf; reads only the indexed entries.
 
     ``parts`` has one tensor per layer if ``in_layers``, else a single tensor.
     """

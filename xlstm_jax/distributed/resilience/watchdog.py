@@ -48,7 +48,7 @@ class Watchdog:
 
     Args:
       name: the name of this process in messages.
-      find_failure: returns the text of a failure, or None; must not block.
+      find_failure: called at each poll; returns the text of a failure, or None; must not block.
     """
 
     def __init__(self, name: str, find_failure: Callable[[], str | None]) -> None:
