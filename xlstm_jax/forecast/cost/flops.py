@@ -142,7 +142,7 @@ class _Seen:
         return [set() if isinstance(v, core.Literal) else self.stems.get(v, set()) for v in variables]
 
     def follow(self, eqn: Any, name: str) -> None:
-        """Propagates the pairs behind an operation's inputs to its outputs of the same size, up to the next product."""
+        """Records from which possible scores (``pairs``) the outputs of an operation are computed, up to a product."""
         stems = set().union(*self.of(eqn.invars))
         exponentials = {i for i, by_exp in stems if by_exp and "transpose(" not in name}
         if eqn.primitive.name == "reduce_sum":
@@ -161,7 +161,7 @@ class _Seen:
             self.stems[v] = {one for one in stems if self.pairs[one[0]][1].size == getattr(v.aval, "size", None)}
 
     def hand_over(self, outer: Sequence[Any], inner: Sequence[Any], *, out: bool = False) -> None:
-        """Copies stems into the jaxpr of an operation or, with ``out``, out of the jaxpr.
+        """Copies ``stems`` from an operation's operands to the inputs of its jaxpr or, with ``out``, of the results.
 
         The operation may have more leading operands than the jaxpr.
         """
