@@ -405,7 +405,7 @@ class Checkpointer:
         return read_together(work, where, what, self.peer_timeout_s)
 
     def _become_writer(self) -> Writer:
-        """Opens the directory for writing; opens it again after a restore has found damaged steps."""
+        """Returns the directory's writer, locked and opened; opened again after a restore has found damaged steps."""
         if self._writer is not None and self._writer.is_open and not self._damaged:
             return self._writer
 

@@ -352,7 +352,10 @@ def _parts(record: Record) -> list[str]:
 
 
 def names_problem(saved: Set[str], wanted: Set[str], target_has: str) -> str:
-    """Lists the names missing from ``saved`` and from ``wanted``, as text for an error; "" for equal sets."""
+    """Lists the names missing from ``saved`` and from ``wanted``, as text for an error; "" for equal sets.
+
+    ``target_has`` begins the clause about the target, as "the parameters have".
+    """
     missing, extra = sorted(wanted - saved), sorted(saved - wanted)
     problems = [f"it has no {listed(missing)}"] if missing else []
     problems += [f"it has {listed(extra)}, which {target_has} not"] if extra else []

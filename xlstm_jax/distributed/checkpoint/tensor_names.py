@@ -95,7 +95,7 @@ def stored_at(path: str, shape: tuple[int, ...], names: NameMap | None) -> Store
 
 
 def compiled(option: str, pattern: str) -> re.Pattern[str]:
-    """Compiles a pattern given by the caller as ``option``, which errors name."""
+    """Compiles a regular expression from the user's argument ``option``, which errors name."""
     try:
         return re.compile(pattern)
     except re.error as error:

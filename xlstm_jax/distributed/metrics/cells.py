@@ -275,7 +275,7 @@ class Maximum(Cell):
 
     @classmethod
     def of(cls, values: ArrayLike, weight: ArrayLike | None = None, *, keep: int = 0) -> Self:
-        """Reduces to the extremum over every dim except the last ``keep``; excludes rows with weight 0."""
+        """Reduces to the largest (``Minimum``: smallest) value over all but the last ``keep`` dims, of weight not 0."""
         values = jnp.asarray(values)
         neutral = jnp.asarray(cls._neutral(values.dtype), values.dtype)
         if weight is not None:

@@ -63,7 +63,7 @@ def split_param(
     dim: int,
     axis_name: str = DEFAULT_AXIS,
 ) -> Array:
-    """Returns this device's part of ``module.param(name, init, shape, dtype)``, split along ``dim``; in ``shard_map``.
+    """Creates or reads ``module.param(name, init, shape, dtype)`` split along ``dim``; returns this device's shard.
 
     The values are the same as for the unsharded parameter of the global ``shape``. The box names the axis, and the axes
     that ``init`` names for further dims. Call the function in a compact method of a custom layer.

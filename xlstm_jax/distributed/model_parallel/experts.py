@@ -400,7 +400,7 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, row_weights: Array | None = None) -> Array:
-        """Returns the mixture of x: [..., d] -> [..., e].
+        """Routes each token to ``top_k`` experts, and sums the weighted results: [..., d] -> [..., e].
 
         Tokens with ``row_weights`` [...] of 0 neither count in the router's losses nor take places of a capacity.
         """
@@ -515,7 +515,7 @@ class Experts(nn.Module):
             )
 
     def _params(self, axes: tuple[str, ...], rows: Array) -> PyTree:
-        """Returns the stacked parameters of this device's experts; boxes gather parameters that no wrapper gathered."""
+        """Returns the stacked parameters of this device's experts, gathered over further axes if boxes split them."""
         if not self.has_variable("params", "experts"):
             return self.param("experts", self._init_experts, axes, rows)
         params = nn.meta.unbox(self.get_variable("params", "experts"))

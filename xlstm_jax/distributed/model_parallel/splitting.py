@@ -140,7 +140,7 @@ class _Splitting:
         return kinds[pattern]
 
     def check_matched(self, model: nn.Module) -> None:
-        """Raises if a pattern has matched no module."""
+        """Raises if a pattern of the user has matched no module of the model."""
         for pattern, kind in self.kinds.items():
             if pattern not in self.matched:
                 found = self.dense | self.others if kind in BETWEEN else self.dense
@@ -291,7 +291,7 @@ _inside_class = functools.cache(on_split_input)
 # Cached, since JAX traces again for each new class.
 @functools.cache
 def _split_class(plain: Any, kind: str) -> type[nn.Module]:
-    """Returns a subclass of the plain layer with the same name, so that ``shard_modules`` may choose the layer."""
+    """Returns the split version of a layer class of Flax, with the same name, by which ``shard_modules`` may choose."""
     return type(plain.__name__, (KINDS[kind][plain], plain), {"__module__": plain.__module__})
 
 

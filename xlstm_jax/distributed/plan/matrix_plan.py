@@ -74,7 +74,7 @@ class MatrixPlan:
 
 
 def matrix_plans(reports: Iterable[MatrixReport]) -> tuple[MatrixPlan, ...]:
-    """Converts each optimizer's report to entries: matrices by shape, most work first, then leaves that are none."""
+    """Converts optimizers' reports to entries: matrices by shape, most work first; then leaves without matrices."""
     plans = []
     for report in reports:
         for group in report.groups:

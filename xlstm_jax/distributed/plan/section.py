@@ -31,18 +31,18 @@ class Section(Generic[Entry]):
     role: ClassVar[str] = ""  # the role of the axes that ``axes_within`` returns
 
     def noting(self) -> AbstractContextManager[None]:
-        """Returns a context in which the section records calls of its feature, for ``entries``.
+        """Returns a context in which the section records what its feature does, such as calls of ``Experts``.
 
         A plan enters the context around the initialisation of the model and of the optimizer.
         """
         return nullcontext()
 
     def entries(self, axis_sizes: Mapping[str, int], rows: Sequence[LeafPlan]) -> tuple[Entry, ...]:
-        """Returns the entries of the section; ``rows`` are the plan's rows of parameters and of further collections."""
+        """Builds the entries from what was recorded; ``rows`` are the plan's rows of parameters and collections."""
         raise NotImplementedError
 
     def axes_within(self, entries: Sequence[Entry]) -> Mapping[str, tuple[str, ...]]:
-        """Returns the axes that split parameters for this feature, by path prefix of the parameters."""
+        """Returns the axes over which the feature splits parameters, by path prefix of the parameters."""
         return {}
 
     @staticmethod

@@ -67,7 +67,7 @@ def raise_on_all(
 
 @contextmanager
 def interruptions_go_on() -> Iterator[None]:
-    """Context that raises Ctrl-C or a similar exception, if an error that leaves the block was caused by one."""
+    """Context that raises the original Ctrl-C (see ``interruption``) in place of an error that Ctrl-C has caused."""
     handled = sys.exception()
     try:
         yield

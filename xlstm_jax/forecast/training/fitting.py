@@ -516,7 +516,7 @@ def batch_spec_of(call: StepCall) -> PartitionSpec | None:
 
 
 def layout_of_step(step: Callable[..., Any]) -> str | None:
-    """Returns the ``layout`` of a step of ``make_train_step``; None for any other step."""
+    """Returns the layout of tokens, such as "zigzag", of a step of ``make_train_step``; None for any other step."""
     options = getattr(inspect.unwrap(step), "__self__", None)
     return options.layout.tokens if isinstance(options, StepOptions) else None
 
