@@ -65,8 +65,8 @@ def split_param(
 ) -> Array:
     """Creates or reads ``module.param(name, init, shape, dtype)`` split along ``dim``; returns this device's shard.
 
-    The values are the same as for the unsharded parameter of the global ``shape``. The box names the axis, and the axes
-    that ``init`` names for further dims. Call the function in a compact method of a custom layer.
+    The values are the same as for the unsharded parameter. The parameter's box names the axis, and the axes that
+    ``init`` names for further dims. Call the function in a compact method of a custom layer.
 
     >>> class Scale(nn.Module):
     ...     @nn.compact
@@ -75,6 +75,14 @@ def split_param(
     >>> Scale().init_with_output(jax.random.key(0), jnp.ones((2, 3, 8)))[1]["params"]["scale"].shape
     (8,)
 
+    Args:
+      module: the layer.
+      name, init, dtype: as for ``module.param``.
+      shape: the global shape, of the unsharded parameter.
+      dim: the dim to split.
+      axis_name: the mesh axis.
+    Returns:
+      Inside ``shard_map`` this device's shard; outside, as in ``init``, the unsharded parameter.
     Raises:
       ValueError: the axis is unknown or does not divide the dim, ``init`` names a different axis for the dim or uses
         this axis for another dim, or the parameter arrives unsharded. The error names the parameter.

@@ -160,7 +160,7 @@ class _Run:
         self._column: str | None = None  # the last column-split layer without a row-split layer after it
 
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        """Intercepts a module's method, for ``nn.intercept_methods``."""
+        """Runs a module's method for ``nn.intercept_methods``, after splitting the module if a pattern chooses it."""
         module: Any = context.module
         cls: Any = type(module)
         name, path = context.method_name, "/".join(module.path[self.root :]) if module.scope else ""

@@ -37,11 +37,15 @@ def raise_on_all(
 ) -> Result:
     """Calls ``work`` and returns the result; raises ``failure`` in every process if ``work`` raises in any process.
 
-    Every process must call ``raise_on_all``, with the same ``what``, a description for errors. The error names the
-    failed processes, with their errors. If ``failure`` is a tuple of error types, an error of a listed type keeps its
-    type, and any further error becomes the first type. If processes raise different types, every process raises the
-    last of these types in ``failure``.
+    Every process must call ``raise_on_all``. The error names the failed processes, with their errors. If processes
+    raise different types, every process raises the last of these types in ``failure``.
 
+    Args:
+      work: a function that may fail in some processes only, such as reading a file.
+      failure: the type of the error. Of a tuple of types, an error of a listed type keeps its type, and any further
+        error becomes the first type.
+      what: name of the work for errors, the same in every process.
+      timeout_s: how long to wait for the other processes.
     Raises:
       TimeoutError: a process has not finished ``work`` within ``timeout_s`` of this process; names it, and ``what``.
     """
