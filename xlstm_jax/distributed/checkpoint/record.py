@@ -248,7 +248,7 @@ def check_sound(record: Record, arrays: Arrays) -> None:
 
 @runtime_checkable
 class HasOptimizer(Protocol):
-    """A ``TrainState`` of this library or of Flax."""
+    """Protocol of states with an optimizer: the ``TrainState`` of this library or of Flax."""
 
     tx: optax.GradientTransformation
     opt_state: PyTree

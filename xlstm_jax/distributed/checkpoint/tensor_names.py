@@ -55,7 +55,7 @@ TRANSFORMERS: NameMap = {
 
 
 class StoredAt(NamedTuple):
-    """Storage of a leaf in a file: a single tensor or one tensor per layer, and the conversion of dims."""
+    """Names of a leaf's tensors in a file (one, or one per layer if ``in_layers``), and the conversion of dims."""
 
     tensors: tuple[str, ...]
     in_layers: bool

@@ -306,7 +306,7 @@ def _whole_along(axis_name: str, init: Callable[..., Any]) -> Callable[..., Any]
 
 
 class Split(nn.Module, kw_only=True):
-    """Base class of layers that are split over a mesh axis: the common fields, keyword-only."""
+    """Base class of layers that are split over a mesh axis; has the common, keyword-only fields of ``ColumnDense``."""
 
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32

@@ -1,4 +1,4 @@
-"""``plan_sharding``: traces ``model.init`` without values, and makes a row from the box around each leaf."""
+"""``plan_sharding``: traces ``model.init`` for shapes, and makes a row from each leaf's box (``nn.Partitioned``)."""
 
 import math
 from collections import Counter, defaultdict

@@ -20,7 +20,7 @@ WORST_SHOWN = 3
 
 
 class Difference(NamedTuple):
-    """Difference between two plans in a leaf, in the mesh, or in the assumed wrapper; ``str`` formats the difference.
+    """Difference between two plans in the leaf at ``path``, in the mesh, or in the assumed wrapper; ``str`` formats it.
 
     ``before`` and ``after`` map the names of the changed fields to values. ``before`` is None for an added leaf,
     ``after`` for a removed leaf.

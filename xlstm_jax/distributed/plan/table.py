@@ -23,7 +23,7 @@ HOST = "on its host"  # a further column, with offload
 class Line:
     """Line of the plan's table: the row of a leaf, and the number of leaves that share the line.
 
-    ``path`` has ``*`` in place of the numbers that differ between the leaves.
+    ``path`` is relative to ``module``; both have ``*`` in place of the numbers that differ between the leaves.
     """
 
     module: str

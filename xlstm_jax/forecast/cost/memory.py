@@ -42,7 +42,10 @@ _LAYOUT = re.compile(r"(?<=\])\{[^}]*\}")
 
 @dataclass(frozen=True)
 class Temporary:
-    """A buffer that is live at the peak, with its producer. ``first`` and ``last`` are schedule points."""
+    """A buffer that is live at the peak, from schedule point ``first`` to ``last``.
+
+    ``instruction``, ``op_name``, ``path`` (module) and ``direction`` describe the producer.
+    """
 
     bytes: int
     shape: str
@@ -56,7 +59,7 @@ class Temporary:
 
 @dataclass(frozen=True)
 class Moment:
-    """A point in the schedule: the running module, and the bytes of live temporaries."""
+    """A point in the schedule: the running module (``path``) and its direction, and the bytes of live temporaries."""
 
     point: int
     live_bytes: int
@@ -110,7 +113,7 @@ class Memory:
 
 
 class _Operation(NamedTuple):
-    """The model's operation behind an instruction."""
+    """The model's operation behind an instruction: the ``op_name``, the module's path, and the direction."""
 
     name: str = ""
     path: str = ""

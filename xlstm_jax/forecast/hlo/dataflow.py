@@ -19,7 +19,7 @@ MAX_VISITED = 2000  # values per search; the operations around a collective are 
 
 @dataclass(frozen=True)
 class Value:
-    """The result of an instruction, or a tuple element of the result: (1, 0) is the first element of the second."""
+    """The result of the instruction ``name``, or an element of a tuple: (1, 0) is the first element of the second."""
 
     computation: Computation
     name: str

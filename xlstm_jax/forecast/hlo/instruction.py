@@ -59,7 +59,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Instruction:
-    """A line of a computation. Properties parse the text on first access."""
+    """A line of a computation, cut into texts. Properties parse the texts on first access."""
 
     name: str
     opcode: str

@@ -32,7 +32,7 @@ _INCLUSIVE = {"LE": 1, "GE": -1}
 
 @dataclass(frozen=True, eq=False)  # names are unique in a program, and comparing texts would be slow
 class Computation:
-    """A list of instructions in scheduled order."""
+    """A function of the HLO program: instructions in scheduled order. The entry computation is the program itself."""
 
     name: str
     instructions: tuple[Instruction, ...] = field(repr=False)

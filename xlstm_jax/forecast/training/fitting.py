@@ -160,10 +160,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class Fit:
-    """Result of the search: every trial, fitting trials first, the fastest first.
+    """Result of the search by ``fit``.
 
-    ``batch_specs`` has for each mesh the PartitionSpec of the steps' batch, if every leaf is split alike. The steps
-    were made with ``layout``.
+    Attributes:
+      topology, budget_bytes: as passed to ``fit``, or the default of the budget.
+      trials: every trial, fitting trials first, the fastest first.
+      considered: with ``model_axes``, every mesh that was estimated, the best first.
+      batch_specs: the PartitionSpec of the steps' batch, by mesh as text; None if leaves are split differently.
+      layout: the layout of tokens of the steps, as for ``make_train_step``; None if unknown.
 
     >>> failed = Trial(Options({"fsdp": 4}), None, fits=False, problem="4 devices do not divide 6 rows")
     >>> Fit("v5e:2x2", 2**30, (failed,)).best  # None: nothing fits
@@ -389,7 +393,7 @@ def _check_offload(options: Options, traced: jax.stages.Traced) -> None:
 
 @dataclass
 class Search:
-    """State of a search by ``fit``: functions to build and forecast a step, and ``trials``, the trials so far."""
+    """Search of ``fit``: functions that build and forecast a step, options of ``fit``, and the trials so far."""
 
     build: Callable[[Options], StepCall]
     begin: Callable[[StepCall], Pending[Forecast]]
