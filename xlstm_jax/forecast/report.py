@@ -34,7 +34,7 @@ COLORS = {"forward": "#4c78a8", "backward": "#e45756", "recompute": "#f2a541", "
 
 
 def tables(forecast: Any) -> RenderableType:
-    """Returns the full report of a ``Forecast``."""
+    """Returns all tables of a ``Forecast``, with headline and closing remarks, for ``rich``."""
     parts: list[RenderableType] = [_memory_table(forecast)]
     parts += [_temporaries_table(forecast)] if forecast.memory.temporaries else []
     parts += [_axes_table(forecast), _collectives_table(forecast)]
@@ -45,7 +45,7 @@ def tables(forecast: Any) -> RenderableType:
 
 
 def headline(forecast: Any) -> str:
-    """Returns the forecast in three sentences."""
+    """Returns the main results of a forecast (memory, traffic, time) as up to three sentences."""
     mesh = ", ".join(f"{axis} {size}" for axis, size in forecast.axis_sizes.items())
     where = f"{forecast.topology or 'devices at hand'} ({forecast.device_kind}; mesh {mesh})"
     said, sent = f"{where}: {_fits(forecast)}. A step sends", format_bytes(forecast.wire_bytes)
@@ -78,7 +78,7 @@ def _fits(forecast: Any) -> str:
 
 
 def closing(forecast: Any) -> list[str]:
-    """Returns closing remarks: tokens for overlap, a misfit, unknown loops, and notes, one sentence each."""
+    """Returns remarks, a sentence each: tokens to hide communication, too little memory, unknown loops, and notes."""
     said = []
     ridge = forecast.roofline and forecast.roofline.ridge_tokens
     if ridge:
@@ -157,7 +157,7 @@ def _collectives_table(forecast: Any) -> RenderableType:
 
 
 def _alike(collectives: Sequence[Collective]) -> list[tuple[tuple[str, ...], list[Collective]]]:
-    """Groups collectives of equal kind, purpose, direction, dtype and axes; the largest traffic first."""
+    """Groups collectives of equal kind, leaf or module, direction, dtype and axes; returns (key, members) pairs."""
     alike: dict[tuple[str, ...], list[Collective]] = defaultdict(list)
     for collective in collectives:
         kind = collective.kind + (f" (for {collective.stands_for})" if collective.stands_for else "")
@@ -168,7 +168,7 @@ def _alike(collectives: Sequence[Collective]) -> list[tuple[tuple[str, ...], lis
 
 
 def bars(forecast: Any) -> list[Bar]:
-    """Returns a bar for each row of the table of collectives; bars of collectives that the step waits for warn."""
+    """Returns a bar for each row of the table of collectives, a warning (orange) if the step waits for a collective."""
     return [
         Bar(
             ", ".join(key),
@@ -197,7 +197,7 @@ def _waiting_table(forecast: Any) -> RenderableType:
 
 
 def _served(collective: Collective) -> str:
-    """Returns the leaves gathered by a collective, or its module; a count for several in one collective."""
+    """Names the leaves that a collective gathers, else its module; several leaves or modules with their count."""
     leaves, modules = (tuple(dict.fromkeys(names)) for names in (collective.leaves, collective.modules))
     if len(leaves) > 1:
         return f"{len(leaves)} leaves together: {', '.join(leaves[:NAMED])}{', ...' * (len(leaves) > NAMED)}"
@@ -207,14 +207,14 @@ def _served(collective: Collective) -> str:
 
 
 def _array(shape: str) -> str:
-    """Returns the compiler's shape; for a tuple, such as a loop carry, only the number of arrays."""
+    """Abbreviates a shape in the compiler's notation: a tuple, such as a loop carry, to the number of arrays."""
     if not shape.startswith("("):
         return shape
     return f"tuple of {len(split_outside(shape[1:-1], ','))} arrays"
 
 
 def _counts(members: Sequence[Collective], on_gpus: bool) -> list[str]:
-    """Returns executions, bytes and hidden fraction; for GPUs also networks, and bytes through each adapter."""
+    """Returns the cells of a row: executions, bytes, hidden fraction; for GPUs also networks, and adapters' bytes."""
     sent = sum_wire_bytes(members)
     hidden = sum_wire_bytes(c for c in members if (c.is_hidden if on_gpus else c.asynchronous))
     cells = [f"{executions(members):,}", format_bytes(sent), f"{hidden / sent:.0%}" if sent else ""]
@@ -306,7 +306,7 @@ def _plot_memory(axes: "Axes", forecast: Any) -> None:
 
 
 def owners_of(timeline: Sequence[Moment]) -> list[tuple[str, str]]:
-    """Returns the top-level module and the direction of each moment.
+    """Returns (top-level module, direction) of each moment of ``Memory.timeline``.
 
     A moment without a module takes the previous owner, except at the end of the step, which is the optimizer.
     """
@@ -319,7 +319,7 @@ def owners_of(timeline: Sequence[Moment]) -> list[tuple[str, str]]:
 
 
 def names_below(owners: Sequence[tuple[str, str]], points: Sequence[int]) -> list[tuple[str, float]]:
-    """Returns module names and positions: the middle of each module's longest run, without overlaps."""
+    """Returns labels (module name, position), each at the middle of the module's longest run, without overlaps."""
     # Recomputation alternates with the backward pass of the same module, so both share a name.
     parts = [(path, "backward" if direction == "recompute" else direction) for path, direction in owners]
     starts = [i for i in range(len(parts)) if i == 0 or parts[i] != parts[i - 1]]

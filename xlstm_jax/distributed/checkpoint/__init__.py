@@ -1,4 +1,4 @@
-"""Checkpoints that can be restored onto a different mesh, with checksums of every array; safetensors files."""
+"""Checkpoints that restore onto a different mesh, with checksums; export and import of safetensors files."""
 
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer
 from xlstm_jax.distributed.checkpoint.errors import CheckpointError

@@ -143,7 +143,7 @@ def export_safetensors(
 
 
 class _ToBeStored(NamedTuple):
-    """Tensor to write: the leaf, the layer of the leaf (None for the full leaf), and the layout of the tensor."""
+    """Tensor to write: the leaf, the tensor's layout, and the layer of a stacked leaf (None for the full leaf)."""
 
     leaf: Any
     place: StoredAt

@@ -20,7 +20,7 @@ WORST_SHOWN = 3
 
 
 class Difference(NamedTuple):
-    """Difference between two plans in a leaf, in the mesh, or in the assumed wrapper; ``str`` formats the difference.
+    """Difference between two plans in the leaf at ``path``, in the mesh, or in the assumed wrapper; ``str`` formats it.
 
     ``before`` and ``after`` map the names of the changed fields to values. ``before`` is None for an added leaf,
     ``after`` for a removed leaf.
@@ -143,7 +143,7 @@ class ShardingPlan:
         return by_path[path]
 
     def explain(self, path: str) -> str:
-        """Returns a sentence about a leaf: its sharding, the reason and the cost. Raises as ``row`` does."""
+        """Returns the row of a leaf as a sentence: sharding, reason and cost. Raises as ``row`` does."""
         return self.row(path).sentence(self.devices)
 
     def __repr__(self) -> str:

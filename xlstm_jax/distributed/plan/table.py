@@ -24,9 +24,9 @@ LEFT_OUT = ("its gradient", "optimizer state", HOST, "in all")
 
 @dataclass(frozen=True)
 class Line:
-    """Line of a table: a row, and the number of leaves that share the line.
+    """Line of the plan's table: the row of a leaf, and the number of leaves that share the line.
 
-    ``path`` has ``*`` in place of the numbers that differ between the leaves.
+    ``path`` is relative to ``module``; both have ``*`` in place of the numbers that differ between the leaves.
     """
 
     module: str
@@ -48,7 +48,7 @@ class Line:
 
 
 def plan_table(plan: Any) -> Any:
-    """Returns the renderable of ``ShardingPlan.table``."""
+    """Returns the tables of a ``ShardingPlan`` for ``rich``; called by ``ShardingPlan.table``."""
     lines = _lines(plan.rows)
     other = f", other collections {format_bytes(plan.other.per_device)}" if plan.other.total else ""
     host = format_bytes(plan.host.per_device)
@@ -93,7 +93,7 @@ def _lines(rows: Iterable[LeafPlan]) -> list[Line]:
 
 
 def _module_depth(paths: list[str]) -> int:
-    """Returns the number of leading parts of a path that name its module.
+    """Returns how many leading parts of a path, such as 2 of ``a/b/kernel``, name the module in the table.
 
     One more than the parts that all paths share, so that the table has several modules.
     """
@@ -158,9 +158,9 @@ class _Columns(NamedTuple):
 
 
 def _sums(lines: list[Line], offloads: bool) -> list[str]:
-    """Returns the summed bytes of the lines: of the values in all and per device, then of each kind per device.
+    """Returns the cells of a line of sums: total bytes of the values, then bytes per device of the values and the rest.
 
-    Values are parameters and further collections.
+    Values are parameters and further collections; the rest are gradients, optimizer state and host memory.
     """
     values = [line.bytes_of("parameters") + line.bytes_of("other") for line in lines]
     kinds = ["gradients", "optimizer", *["host"] * offloads]

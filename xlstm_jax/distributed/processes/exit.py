@@ -53,7 +53,7 @@ def leave(code: int, reason: str = "") -> None:
 
 
 def in_time(work: Callable[[], object], timeout_s: float) -> None:
-    """Runs the work in a thread, and abandons the thread after ``timeout_s``; ignores errors."""
+    """Runs ``work`` in a daemon thread and waits at most ``timeout_s`` for the end; ignores errors of ``work``."""
 
     def quietly() -> None:
         with contextlib.suppress(Exception):

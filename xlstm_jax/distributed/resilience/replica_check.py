@@ -45,7 +45,7 @@ class ReplicaError(RuntimeError):
 
 
 class _Copied(NamedTuple):
-    """Leaf with replicas; ``holders`` has one list of devices for each replicated shard."""
+    """Leaf with replicated shards; ``holders`` has one list of devices for each shard on several devices."""
 
     path: str
     value: jax.Array
@@ -135,7 +135,7 @@ def _checksums(mesh: Mesh, values: list[jax.Array]) -> jax.Array:
 
 
 def _on_all_processes(table: np.ndarray) -> dict[Device, np.ndarray]:
-    """Gathers the tables of every process; returns the row of each device."""
+    """Gathers the checksums of the devices of every process; returns the checksums [leaf, 2] of each device."""
     # An exchange with a time limit, because the next line would wait forever for a missing process.
     allgather_text("", "check_replicas")
     tables = multihost_utils.process_allgather(table) if jax.process_count() > 1 else table[None]

@@ -150,7 +150,7 @@ class _Seen:
         return [set() if isinstance(v, core.Literal) else self.stems.get(v, set()) for v in variables]
 
     def follow(self, eqn: Any, name: str) -> None:
-        """Propagates the pairs behind an operation's inputs to its outputs of the same size, up to the next product."""
+        """Records from which possible attention scores an operation's outputs are computed, up to the next product."""
         stems = set().union(*self.of(eqn.invars))
         exponentials = {i for i, by_exp in stems if by_exp and "transpose(" not in name}
         if eqn.primitive.name == "reduce_sum":
@@ -169,7 +169,7 @@ class _Seen:
             self.stems[v] = {one for one in stems if self.pairs[one[0]][1].size == getattr(v.aval, "size", None)}
 
     def hand_over(self, outer: Sequence[Any], inner: Sequence[Any], *, out: bool = False) -> None:
-        """Copies stems into the jaxpr of an operation or, with ``out``, out of the jaxpr.
+        """Copies ``stems`` from an operation's operands to its jaxpr's inputs; with ``out``, from outputs to results.
 
         The operation may have more leading operands than the jaxpr.
         """
@@ -212,7 +212,7 @@ def _within(eqn: Any, jaxpr: Any, prefix: str, seen: _Seen) -> Counts:
 
 
 def _live(jaxpr: Any) -> list[Any]:
-    """Returns the operations with effects or with needed outputs; the compiler drops all others."""
+    """Returns the operations of a jaxpr with effects or with needed outputs; the compiler drops all others."""
     needed, live = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}, []
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or not needed.isdisjoint(eqn.outvars):
