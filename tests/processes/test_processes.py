@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -28,9 +29,8 @@ from xlstm_jax.distributed.processes.same_everywhere import COMPARED_OPTIONS, en
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "processes.md"
-LIMIT_S = 120  # of a run on a busy machine; tests assert shorter times separately
-RAISED_WITHIN_S = 5
-BUSY_S = 3.0  # delay by other tests on the same cores
+LIMIT_S = 480  # of a run that hangs; the promises about time are asserted one by one
+PEER_TIMEOUT_S = 2  # the longest that a process waits for another in tests.process_script
 
 
 def free_port():
@@ -40,7 +40,7 @@ def free_port():
 
 
 def start(part, rank, count, port, **environment):
-    command = [sys.executable, "-m", "tests.process_script", part, str(rank), str(count), str(port)]
+    command = [sys.executable, "-m", "tests.process_script", part, str(rank), str(count), str(port), str(time.time())]
     return subprocess.Popen(
         command,
         cwd=ROOT,
@@ -83,10 +83,13 @@ def four():
 
 
 def raised(processes, name, message):
-    """Returns the errors of the processes, after checking text and time."""
+    """Returns the errors of the processes, after checking text and time.
+
+    A start, which is more work than a step, takes longer on a slow or busy machine, too.
+    """
     for process in processes:
         assert re.search(message, str(process[name]["result"])), process[name]
-        assert process[name]["seconds"] < RAISED_WITHIN_S
+        assert process[name]["seconds"] < PEER_TIMEOUT_S + process["start_s"]
     return [process[name]["result"] for process in processes]
 
 
@@ -222,11 +225,12 @@ def test_waiting_for_a_process_that_never_comes_is_bounded():
         for process in alone:
             process.kill()
             process.wait()
-    join = json.loads(told.splitlines()[-1])["join"]
+    told = json.loads(told.splitlines()[-1])
+    join = told["join"]
     assert re.match(
         r"TimeoutError: process 1 of 2 found nothing that listens at 127.0.0.1:\d+ within 3 s", join["result"]
     )
-    assert 3 <= join["seconds"] < 3 + BUSY_S
+    assert 3 <= join["seconds"] < 3 + told["start_s"]
     assert alone[0].returncode == -6 and "Deadline Exceeded" in aborted
 
 
@@ -236,7 +240,7 @@ def test_waiting_for_a_process_that_never_comes_is_bounded():
 def test_processes_that_agree_go_on_at_once(two):
     for process in two:
         assert process["same"]["result"] is None and process["same again"]["result"] is None
-        assert process["same again"]["seconds"] < BUSY_S
+        assert process["same again"]["seconds"] < process["start_s"]
 
 
 @pytest.mark.parametrize(
@@ -308,7 +312,7 @@ def test_a_mistake_of_one_process_in_a_restore_is_raised_in_both(restoring, name
     ],
 )
 def test_a_process_that_is_alive_but_stuck_is_not_waited_for(restoring, name, what):
-    message = rf"^TimeoutError: process 1 did not come to {what} within 1 s, for which process [01] waits\. See the log"
+    message = rf"^TimeoutError: process 1 did not come to {what} within 2 s, for which process [01] waits\. See the log"
     raised(restoring, name, message)
     assert [process["fits again"]["result"] for process in restoring] == [2, 2]
 
@@ -437,8 +441,7 @@ def test_rows_of_processes_arrive_in_order(two):
 
 def test_batches_of_the_same_shape_cost_no_agreement(two):
     for process in two:
-        assert process["again"] == [True] * 3
-        assert min(process[f"again {i}"]["seconds"] for i in range(3)) < 0.5
+        assert process["again"] == [True] * 3 and process["comparisons of the same shape"] == 0
 
 
 def test_meshes_do_not_disturb_each_other(two):
