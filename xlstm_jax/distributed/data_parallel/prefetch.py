@@ -45,7 +45,10 @@ Arrays = list[Any]  # ``None`` for the gradient of integers
 
 
 class Route(NamedTuple):
-    """Gather of a leaf's shards in each layer: along one dim, with a stage per axis; axes are outermost first."""
+    """Description of the gather of a stacked leaf in each layer: along ``dim``, over ``axes`` (outermost first).
+
+    ``names_left`` has the axes that still split each dim afterwards; ``how`` has the dtypes.
+    """
 
     dim: int
     axes: tuple[str, ...]
@@ -55,17 +58,17 @@ class Route(NamedTuple):
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """Axes in gather order."""
+        """Axes in the order of the all-gathers, one axis for each stage."""
         return tuple(reversed(collectives.spread_axes(self.axes)))
 
 
 def leaves_of_layer(stacked: PyTree) -> list[tuple[str, Sharded]]:
-    """Returns the abstract leaves of a layer, for leaves [layers, ...] in boxes that name a layer's dims."""
+    """Returns (path, abstract leaf of one layer) for leaves [layers, ...] in boxes that name a layer's dims."""
     return trees.sharded_leaves(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked))
 
 
 def route_of(path: str, leaf: Sharded, module: tuple[str, ...] | None = None) -> Route | None:
-    """Returns the route of a leaf in a box for a layer; ``None`` if no bound axis splits the leaf.
+    """Returns the gather of a layer's leaf as a ``Route``; ``None`` if no bound axis splits the leaf.
 
     ``path`` is the leaf's path in the module, ``module`` the module's path in the model.
 
@@ -127,7 +130,7 @@ def prefetched_scan(
 
 
 class _Leaf(NamedTuple):
-    """Stacked leaf: the route if the leaf is split, the box for a layer, and properties of the stacked shards."""
+    """Stacked leaf: the gather if it is split (else ``None``), the box of a layer, the types of the stacked shards."""
 
     route: Any  # a ``Route``; ``None`` if the leaf is not split
     box: Sharded  # without a value
@@ -142,7 +145,7 @@ class _Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class _Scan:
-    """Forward and backward pass. Lists have an entry per stacked leaf, which is ``None`` if the leaf is not affected.
+    """Forward and backward pass of the scan. Lists have an entry per stacked leaf, ``None`` if it is not concerned.
 
     ``values`` are the stacked leaves. ``ahead`` holds weights of later layers: ``ahead[s]`` has the split leaves of one
     layer after s + 1 stages, the last entry fully gathered leaves. Entries past either end of the scan are ``None``.
@@ -170,7 +173,7 @@ class _Scan:
     # ------------------------------------------------------------------------------------------------------- one layer
 
     def compute(self, split: Arrays, whole: Arrays, carry: PyTree, inputs: PyTree, shared: PyTree) -> Any:
-        """Runs a layer on gathered leaves (with padding) and on leaves that are not split."""
+        """Returns the layer's (carry, outputs), from gathered leaves (with padding) and leaves that are not split."""
         split, whole = trees.stored_values(split), trees.stored_values(whole)
         weights = [
             as_gathered(box.replace(value=value), value, route.names_left, route.axes, route.how) if route else kept
@@ -181,16 +184,16 @@ class _Scan:
             return self.layer(jax.tree.unflatten(self.structure, weights), carry, inputs, shared)
 
     def shards(self, values: Arrays, index: Scalar) -> Arrays:
-        """Returns the arrays that a layer's split leaves send."""
+        """Returns the shards of layer ``index`` in the format to send, for split leaves."""
         sent = self._of_split(lambda leaf, value: shard_as_sent(_at(value, index), leaf.route.how), values)
         return self._of_split(lambda leaf, shard: leaf.wire.send(shard), sent)
 
     def arrived(self, ahead: list[Arrays | None]) -> Arrays:
-        """Returns the gathered leaves of the next layer; until here ``ahead`` has the sent format."""
+        """Returns the fully gathered leaves of the next layer, converted from the sent format of ``ahead``."""
         return self._of_split(lambda leaf, arrived: leaf.wire.receive(arrived), ahead[-1] or [])
 
     def whole(self, values: Arrays, index: Scalar) -> Arrays:
-        """Returns a layer's leaves that are not split."""
+        """Returns the leaves of layer ``index`` that are not split."""
         return [None if leaf.route else _at(value, index) for leaf, value in zip(self.leaves, values, strict=True)]
 
     def to_differentiate(self, arrays: Arrays) -> Arrays:
@@ -222,7 +225,7 @@ class _Scan:
         return ahead
 
     def _of_split(self, fn: Callable[[Any, Any], Any], arrays: Arrays) -> Arrays:
-        """Returns ``fn(leaf, array)`` for split leaves with an array."""
+        """Returns ``fn(leaf, array)`` for each split leaf with an array, ``None`` for other leaves."""
         pairs = zip(self.leaves, arrays, strict=True)
         return [None if leaf.route is None or array is None else fn(leaf, array) for leaf, array in pairs]
 
@@ -290,13 +293,13 @@ class _Scan:
         return self.scatter(d_values, 0, pending), d_carry, d_per_layer, d_shared
 
     def terms(self, grads: Arrays) -> Arrays:
-        """Returns this device's terms of the mean gradients of a layer's split leaves; the next iteration scatters."""
+        """Returns the inputs of the reduce-scatters of a layer's gradients, which the next iteration runs."""
         return self._of_split(
             lambda leaf, grad: terms_to_scatter(grad, leaf.route.axes, leaf.route.how, leaf.stacked), grads
         )
 
     def scatter(self, d_values: Arrays, index: Scalar, terms: Arrays) -> Arrays:
-        """Scatters ``terms``, of layer ``index``, and writes the gradients into the stacked gradients ``d_values``."""
+        """Reduce-scatters ``terms`` of layer ``index``; returns the stacked gradients ``d_values`` with the results."""
 
         def scattered(leaf: _Leaf, term: jax.Array) -> jax.Array:
             shard = collectives.reduce_scatter(term, leaf.route.dim, leaf.route.axes)
@@ -326,7 +329,7 @@ def _together(first: PyTree, second: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def _pull(run: Callable[..., Any], args: tuple[Any, ...], cotangents: PyTree) -> tuple[Any, ...]:
-    """Returns the gradients of ``run`` by ``args``; ``None``, also in ``cotangents``, for leaves without gradient."""
+    """Returns the gradients of ``run(*args)`` for the arguments, given cotangents; ``None``: no gradient."""
     # Boxes of frozen leaves are among the arguments, and mark their leaves as not differentiable.
     live, put_back = trees.split_differentiable(args)
     _, pull = jax.vjp(lambda live: trees.split_differentiable(run(*put_back(live)))[0], live)
@@ -335,7 +338,7 @@ def _pull(run: Callable[..., Any], args: tuple[Any, ...], cotangents: PyTree) ->
 
 
 def _at(tree: PyTree, index: Scalar) -> PyTree:
-    """Returns a layer's part of leaves [layers, ...]."""
+    """Returns the leaves of layer ``index`` from leaves [layers, ...]."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 

@@ -1,4 +1,4 @@
-"""Reasons for a leaf to be split along its dim, or to stay replicated: a closed set.
+"""Classes of the reasons why a leaf is split along a dim, or stays replicated; ``choose_shard_dim`` returns reasons.
 
 A reason is data: a plan shows the text; the lint and scripts read class and numbers:
 
@@ -29,7 +29,7 @@ class Reason:
 
     @property
     def each(self) -> "tuple[Reason, ...]":
-        """Reasons in an ``OfSeveral``; for any other reason the reason itself."""
+        """Tuple of the reasons in an ``OfSeveral``; for any other reason a tuple of the reason itself."""
         return (self,)
 
     def to_json(self) -> dict[str, Any]:

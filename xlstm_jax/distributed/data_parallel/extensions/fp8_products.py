@@ -44,7 +44,7 @@ _SCALE, _HISTORY = "kernel_scale", "kernel_amax_history"
 
 
 class Product(NamedTuple):
-    """Paths of a product's state in the variables of a model, and of the kernel."""
+    """Paths, in the variables, of the state of an fp8 product (``path``) and of the product's kernel (``kernel``)."""
 
     path: str
     kernel: str
@@ -59,7 +59,7 @@ class Product(NamedTuple):
 
 
 def products_of(variables: Mapping[str, Any]) -> list[Product]:
-    """Returns the products in a module's variables, except products that share a kernel (their scales may differ)."""
+    """Returns the fp8 products of a module, without products that share a kernel (their scales may differ)."""
     found: list[Product] = []
 
     def look(path: str, node: Any) -> None:
@@ -111,7 +111,7 @@ def _only_casts(owner: Any) -> bool:
 
 
 def next_scale(scale: jax.Array, history: jax.Array) -> jax.Array:
-    """Returns the product's next scale for the kernel, [1], from the product's state."""
+    """Returns the scale [1] that the product will use for the kernel, from its last scale and its history."""
     largest = fp8_ops.get_fp8_max(CODES, jnp.float32)
     return fp8_ops.compute_scale(jnp.max(history, axis=0), scale, largest)
 

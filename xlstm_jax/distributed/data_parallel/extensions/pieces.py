@@ -1,6 +1,6 @@
 """Kernels read in pieces: a module gathers successive parts of a kernel, never the full kernel.
 
-``wire/pieces`` sends the pieces. A module with this ability has ``ReadsShards`` among its bases, as ``LMHead`` has.
+``wire/pieces`` sends the pieces. A module that reads pieces is a subclass of ``ReadsShards``, as ``LMHead`` is.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ Piece = tuple[int, int]  # the dim of a parameter that is cut into pieces, and t
 
 
 def gives_pieces(box: Sharded, along: int) -> bool:
-    """Returns whether a matrix may be gathered in pieces of its dim ``along``."""
+    """Returns whether a split matrix can be gathered in pieces, each a part of its dim ``along``."""
     # Padding along the other dim would have to be cut off each piece.
     return gives_parts(box) and (box.stores_value or bool(box.names[along]))
 
@@ -56,16 +56,16 @@ class ReadsShards:
 
     @nn.nowrap
     def pieces(self) -> dict[str, Piece]:
-        """Returns the parameters that the module reads in pieces, by name."""
+        """Returns, by parameter name, the dim along which the module cuts the parameter, and the entries per piece."""
         return {}
 
     def from_shards(self, method: str, shards: dict[str, Sharded], *args: Any, **kwargs: Any) -> Any:
-        """Returns the method's result, computed from shards by name; ``None`` if parameters must be gathered."""
+        """Returns the result of ``method``; ``shards`` are the parameters by name. ``None``: a gather is needed."""
         raise NotImplementedError
 
 
 class PieceReaders(Extension):
-    """Methods of a unit that is a ``ReadsShards``, computed from shards."""
+    """Calls ``ReadsShards.from_shards`` in place of the methods of a wrapped module, so that nothing is gathered."""
 
     modules = (ReadsShards,)
 

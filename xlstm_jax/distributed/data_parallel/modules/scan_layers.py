@@ -1,7 +1,7 @@
 """``scan_layers``: ``nn.scan`` over wrapped layers that gathers a layer's weights while the layer before computes.
 
-Without gathers (outside of ``shard_map``, at initialisation, on one device) the result *is* ``nn.scan`` of
-``nn.remat``. Otherwise a lifted transformation of the same layer passes its parts to ``prefetched_scan``.
+Where nothing is gathered (outside of ``shard_map``, in ``init``, on one device), the result runs ``nn.scan`` of
+``nn.remat``. Otherwise the layer's function, parameters and keys are passed to ``prefetch.prefetched_scan``.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ def scan_layers(
 
 
 def _where_gathered(plain: Callable[..., Any], ahead: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method that runs ``ahead`` if weights must be gathered, else ``plain``."""
+    """Returns a method that runs ``ahead`` (gathers the next layers) if a parameter is split, else ``plain``."""
 
     @functools.wraps(plain)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -103,12 +103,12 @@ def _where_gathered(plain: Callable[..., Any], ahead: Callable[..., Any]) -> Cal
 
 
 def _of_one_layer(stacked: PyTree) -> PyTree:
-    """Returns the stacked leaves in boxes with the names of a layer's dims."""
+    """Returns stacked leaves [layers, ...] with boxes that name only the dims of one layer."""
     return meta.remove_axis(stacked, 0, {})
 
 
 def _ahead(run: Callable[..., Any], *, split_rngs: Mapping[Any, bool], in_axes: Any, length: int) -> Callable[..., Any]:
-    """Lifts ``prefetched_scan`` of ``run(scopes, carry, *args)`` to a transformation of modules."""
+    """Returns a Linen transformation that scans ``run(scopes, carry, *args)``, a layer, by ``prefetched_scan``."""
 
     def scan(make_scopes: Any, _: Any, variables: Any, rngs: Any, carry: PyTree, *args: Any) -> Any:
         keys = [_split(k, length) if split else k for k, split in zip(rngs, split_rngs.values(), strict=True)]

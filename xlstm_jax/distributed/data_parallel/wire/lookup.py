@@ -184,7 +184,7 @@ _look_up.defvjp(_look_up_fwd, _look_up_bwd)
 
 
 def _columns(shard: jax.Array, lookup: RowLookup) -> jax.Array:
-    """Returns this device's columns of all rows, [V, w], with padding."""
+    """Returns, from the shard, this device's columns of all rows of the table, [V, w], with padding."""
     if lookup.dim == 0:
         pieces = _in_parts(shard, lookup)
         shard = collectives.all_to_all(pieces, lookup.group).reshape(-1, lookup.width)
