@@ -1,4 +1,4 @@
-"""Runs a function on one minibatch after another, and averages the results by weight.
+"""Splits a batch into minibatches, runs a function on each in turn, and averages the results by weight.
 
   split_rows   leaves [b, ...] -> [m, b / m, ...]
   rows_at      minibatch j of the split batch
@@ -30,7 +30,7 @@ def split_rows(batch: PyTree, *parts: int) -> PyTree:
 
 
 def rows_at(parts: PyTree, index: Scalar) -> PyTree:
-    """Returns the part ``index`` of the output of ``split_rows``."""
+    """Returns the minibatch ``index`` of leaves [m, b / m, ...], the output of ``split_rows``."""
     return jax.tree.map(lambda x: x[index] if np.ndim(x) else x, parts)
 
 

@@ -1,4 +1,4 @@
-"""Analysis of the mesh axes along which results of a function differ between devices, based on its equations.
+"""Analysis of a jaxpr: along which mesh axes do the results of a function differ between devices?
 
 The types of ``check_vma=True`` are more cautious: every value computed from a gathered parameter varies by type; and
 without ``check_vma`` there are no types. This analysis only reads equations: nothing is computed or communicated.
@@ -50,7 +50,7 @@ _CALLS = {"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call
 
 
 class Equations(NamedTuple):
-    """Axes along which values of a program differ between devices.
+    """Result of ``read_equations``: axes along which values of a traced program differ between devices.
 
     ``of_results`` has a set of axes per result, without axes over which the result was communicated by hand.
     ``of_marked`` has a set of axes per name that the program gave to a value by ``marked``.
@@ -90,7 +90,7 @@ def differing_axes(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: S
 def followed(
     closed: Any, of_inputs: Sequence[Axes], look: Callable[[Any, list[Axes]], list[Axes] | None]
 ) -> list[Axes]:
-    """Propagates labels, arbitrary strings, from the inputs of a jaxpr to its results, as the analysis propagates axes.
+    """Propagates sets of labels (any strings) from the inputs of a jaxpr to its results, by the rules for axes.
 
     Returns the labels of each result; ``of_inputs`` has the labels of each input. ``look(equation, labels of the
     equation's inputs)`` is called for each equation, and returns the labels of the equation's results, or None: then
@@ -115,12 +115,12 @@ def _read(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[A
 
 
 def _named(axes: Axes) -> Axes:
-    """Drops the axes with a "by hand" suffix."""
+    """Returns the axes without entries that have the suffix "by hand"."""
     return Axes(axis for axis in axes if not axis.endswith(_HAND))
 
 
 class _Reader:
-    """Interpreter that propagates axes through equations.
+    """Interpreter of a jaxpr that computes, for each value, the axes along which devices differ.
 
     ``parted`` collects axes along which devices may take different branches, where a branch has a collective over the
     axis. Branches are those of ``cond`` and ``switch``, and further iterations of a ``while_loop``. ``of_marked`` has
@@ -149,7 +149,7 @@ class _Reader:
         return [Axes() if isinstance(atom, core.Literal) else env[atom] for atom in jaxpr.outvars]
 
     def _of_inner(self, closed: Any, inputs: list[Axes]) -> list[Axes]:
-        """Reads a jaxpr within an equation; its constants are plain arrays, equal on every device."""
+        """Returns the axes of the results of a jaxpr within an equation; its constants are equal on every device."""
         jaxpr = getattr(closed, "jaxpr", closed)
         key = id(jaxpr), tuple(inputs)  # ids stay unique: the outermost jaxpr keeps inner jaxprs alive
         if key not in self._known:
@@ -269,7 +269,7 @@ def all_named_axes(eqns: Iterable[Any]) -> Axes:
 def check_branches(
     paths: Sequence[str], loss_fn: Callable[..., Any], args: tuple[Any, ...], axes: tuple[str, ...]
 ) -> None:
-    """Raises if a leaf is gathered in a branch that devices may take differently.
+    """Raises if a leaf is gathered in a branch (``lax.cond``) that only some devices may take.
 
     Some devices would wait for the gather, or gather other weights.
 

@@ -128,7 +128,7 @@ def _compared(
 
 
 def same_number(got: float, right: float, shaken: Callable[[], float], eps: float) -> tuple[bool, float]:
-    """Returns whether a loss is correct to rounding, and the relative size of rounding."""
+    """Returns whether the loss ``got`` equals ``right`` to rounding, and the relative tolerance."""
     allowed = ORDER_EPS * eps * abs(right)
     if not abs(got - right) <= allowed:
         allowed += SHAKEN * abs(shaken() - right)
@@ -156,7 +156,7 @@ def of_wire(params: PyTree, found: Reference) -> dict[str, float]:
 
 
 class Multiple(NamedTuple):
-    """A ratio, interpreted as the number of devices along ``axes``, or as its inverse."""
+    """Interpretation of a ratio: as the number of devices along ``axes``, as its inverse, or as no such number."""
 
     kind: str  # "equal", "summed", "divided", "other"
     times: str = "1 x"

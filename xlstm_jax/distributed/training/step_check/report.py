@@ -92,7 +92,7 @@ class StepCheck:
 
 
 def _compared(what: str, update: Sequence[str]) -> str:
-    """Describes the comparisons besides gradients, and the parts that were not compared."""
+    """Returns a text on the parts of a step that were compared, besides gradients, and on parts that were not."""
     if what != "gradients":
         state = " and state" if update else ""
         return (
