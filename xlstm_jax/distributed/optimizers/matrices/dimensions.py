@@ -1,4 +1,4 @@
-"""The leaves that are matrices of a linear map: a pure function of paths and shapes.
+"""``matrix_dimensions``: decides which leaves are matrices of a linear map, from paths and shapes alone.
 
   kernel     2048 x 8192            a matrix
   kernel     24 x 2048 x 8192       24 matrices, if the module's norms or biases have a leading dim of 24, too
@@ -69,7 +69,7 @@ class MatrixChoice:
 
 
 def normalized(dims: MuonDimensionNumbers, ndim: int) -> tuple[Shape, Shape]:
-    """Returns dims of the inputs and of the outputs as tuples of non-negative numbers.
+    """Returns (dims of the inputs, dims of the outputs) as tuples of non-negative numbers.
 
     >>> normalized(optax.contrib.MuonDimensionNumbers(-3, (-2, -1)), 3)
     ((0,), (1, 2))
@@ -117,7 +117,7 @@ def full_shapes(tree: PyTree) -> dict[str, Shape]:
 
 
 def choose_matrices(shapes: Mapping[str, Shape], overrides: Overrides | None = None) -> dict[str, MatrixChoice]:
-    """Returns the choice for each leaf, by path; see ``matrix_dimensions``."""
+    """Returns a ``MatrixChoice`` for each leaf, by path; ``overrides`` as for ``matrix_dimensions``."""
     overrides = _checked(overrides or {}, shapes)
 
     def choice(path: str, shape: Shape) -> MatrixChoice:
@@ -159,7 +159,7 @@ def _by_rule(path: str, shape: Shape, shapes: Mapping[str, Shape]) -> tuple[Muon
 
 
 def _stacked_dims(path: str, shapes: Mapping[str, Shape]) -> int:
-    """Returns how many leading dims of a leaf count layers: leading dims that all leaves of an enclosing module share.
+    """Returns the number of a leaf's leading (layer) dims: leading dims that all leaves of a module around it share.
 
     The evidence is a vector of the module with these dims: a norm's scale or a bias that has two dims.
     """
@@ -174,7 +174,7 @@ def _stacked_dims(path: str, shapes: Mapping[str, Shape]) -> int:
 
 
 def _proves(path: str, shape: Shape, shapes: Mapping[str, Shape]) -> bool:
-    """Returns whether a leaf is a vector per layer; a bias of 16 x 128 beside a kernel of 2048 x 16 x 128 is not."""
+    """Returns whether a leaf has a vector for each layer, unlike a bias of 16 x 128 of a kernel of 2048 x 16 x 128."""
     if _name(path) not in _VECTORS or len(shape) < 2:
         return False
     kernel = shapes.get(_beside(path, _KERNEL))
@@ -186,7 +186,7 @@ def _name(path: str) -> str:
 
 
 def _around(path: str) -> list[str]:
-    """Returns the names above the module of a leaf."""
+    """Returns the names in a leaf's path above the leaf's module."""
     return path.split("/")[:-2]
 
 
@@ -235,7 +235,7 @@ def check_dims(path: str, shape: Shape, dims: Any) -> None:
 
 
 def choices_of(given: Any, params: PyTree) -> dict[str, MatrixChoice]:
-    """Returns the choices by path from ``muon``'s argument: a tree or a prefix, a function, a value, or None."""
+    """Returns a ``MatrixChoice`` by path from ``given``, the dims in any form that ``muon`` accepts."""
     shapes = full_shapes(params)
     if given is None:
         return choose_matrices(shapes)
