@@ -30,7 +30,7 @@ Coordinates = tuple[int, ...]  # of a device in the array of devices, before dim
 
 
 def mesh_by_topology(sizes: tuple[int, ...], names: tuple[str, ...], devices: Sequence[Device]) -> Mesh:
-    """Makes a mesh with devices in the best order for the links; slices, or processes, must have equal sizes."""
+    """Makes a mesh whose first axes cross slow links; slices (or processes) must have equal numbers of devices."""
     units, by_process = _units(devices)
     if len(units) == 1:
         return jax.make_mesh(sizes, names, axis_types=auto_types(names), devices=devices)
@@ -49,7 +49,7 @@ def mesh_by_topology(sizes: tuple[int, ...], names: tuple[str, ...], devices: Se
 
 
 def crossing_sizes(sizes: Sequence[int], units: int) -> tuple[int, ...]:
-    """Returns the factor of each size by which the axis crosses units; the first axes cross as far as they can."""
+    """Returns for each axis by which factor of its size it crosses hosts or slices (``units``), first axes first."""
     outer = []
     for size in sizes:
         outer.append(math.gcd(size, units))
@@ -59,10 +59,10 @@ def crossing_sizes(sizes: Sequence[int], units: int) -> tuple[int, ...]:
 
 
 def _units(devices: Sequence[Device]) -> tuple[Counter[int], bool]:
-    """Counts the devices of each unit connected by slow links; also returns whether the units are processes.
+    """Counts the devices of each host or slice (unit), between which links are slow.
 
-    JAX numbers the slices of a TPU job and, on other platforms, the hosts (or groups of hosts behind a fast switch). On
-    a single host, or if JAX has no such numbers, the units are the processes.
+    Also returns whether units are processes: so on a single host, or where JAX numbers neither the slices of a TPU job
+    nor, on other platforms, hosts (or groups of hosts behind a fast switch).
     """
     # A TPU slice is one torus across its hosts, so its processes are not units.
     slices = Counter(_slice(device) for device in devices)
