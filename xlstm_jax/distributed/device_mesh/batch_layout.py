@@ -134,7 +134,7 @@ class BatchLayout:
 
     @contextlib.contextmanager
     def entered(self, batch: PyTree) -> Iterator[PyTree]:
-        """Yields, inside ``shard_map``, the local batch in token order ``tokens``, which layers in the context query."""
+        """Yields, inside ``shard_map``, the local batch in token order ``tokens``, which layers inside can query."""
         leaves, treedef = flatten_with_path(batch, one_leaf=is_laid_out)
         values = [leaf.value if isinstance(leaf, ReorderedTokens) else leaf for _, leaf in leaves]
         if self.tokens == ZIGZAG:
