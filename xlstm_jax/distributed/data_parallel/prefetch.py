@@ -216,7 +216,7 @@ class _Scan:
             stages = enumerate([shards, *ahead[:-1]])
             return [arrays and self._of_split(partial(gather, stage), arrays) for stage, arrays in stages]
 
-    def set_out(self, values: Arrays, order: Sequence[int]) -> list[Arrays | None]:
+    def first_gathers(self, values: Arrays, order: Sequence[int]) -> list[Arrays | None]:
         """Returns ``ahead`` before the first iteration, which computes layer ``order[0]``."""
         ahead: list[Arrays | None] = [None] * self.depth
         # A scan of few layers runs out of layers for the first stages: their entries are ``None``.
@@ -239,7 +239,7 @@ class _Scan:
             new, out = self.compute(*args)
             return new, further, _put(kept, index, carry), _put(outputs, index, out)
 
-        ahead = self.set_out(values, range(self.length))
+        ahead = self.first_gathers(values, range(self.length))
         args = self.arrived(ahead), self.whole(values, 0), carry, _at(per_layer, 0), shared
         zeros = jax.tree.map(lambda x: collectives.zeros_of_type(x, x.dtype), jax.eval_shape(self.compute, *args)[1])
         # Made from the carry itself, so that the types vary over the same axes.
@@ -272,7 +272,9 @@ class _Scan:
             d_carry, further = _together(d_carry, further)
             split, whole = map(self.to_differentiate, (self.arrived(ahead), self.whole(values, index)))
             args = split, whole, _at(kept, index), _at(per_layer, index), shared
-            d_split, d_whole, d_carry, d_inputs, d_more = _pull(self.compute, args, (d_carry, _at(d_outputs, index)))
+            d_split, d_whole, d_carry, d_inputs, d_more = _gradients_of_args(
+                self.compute, args, (d_carry, _at(d_outputs, index))
+            )
             d_values = [
                 so_far if leaf.route else _put(so_far, index, grad)
                 for leaf, so_far, grad in zip(self.leaves, d_values, d_whole, strict=True)
@@ -282,7 +284,7 @@ class _Scan:
 
         start = self.to_differentiate(values), per_layer, shared
         grads = tuple(trees.map_sharded(_zeros_like_floats, tree) for tree in start)
-        state = (d_carry, self.set_out(values, range(self.length)[::-1]), None, grads)
+        state = (d_carry, self.first_gathers(values, range(self.length)[::-1]), None, grads)
         last = self.length - 1
         state = step(last, state, is_first=True, goes_on=last >= self.depth)
         in_loop = max(0, last - self.depth)
@@ -328,7 +330,7 @@ def _together(first: PyTree, second: PyTree) -> tuple[PyTree, PyTree]:
     return jax.tree.map(same_type, lax.optimization_barrier((first, second)), (first, second))
 
 
-def _pull(run: Callable[..., Any], args: tuple[Any, ...], cotangents: PyTree) -> tuple[Any, ...]:
+def _gradients_of_args(run: Callable[..., Any], args: tuple[Any, ...], cotangents: PyTree) -> tuple[Any, ...]:
     """Returns the gradients of ``run(*args)`` for the arguments, given cotangents; ``None``: no gradient."""
     # Boxes of frozen leaves are among the arguments, and mark their leaves as not differentiable.
     live, put_back = trees.split_differentiable(args)

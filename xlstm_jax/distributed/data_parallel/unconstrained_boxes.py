@@ -40,13 +40,13 @@ class _Named(Unconstrained, meta.Partitioned[Any]):
 
 
 # For each class of boxes the class without constraints, and the other way round.
-_WITHOUT_CONSTRAINTS: dict[type[Any], type[Any]] = {}
-_AS_FLAX_HAS_IT: dict[type[Any], type[Any]] = {}
+_UNCONSTRAINED_BOX_OF: dict[type[Any], type[Any]] = {}
+_FLAX_BOX_OF: dict[type[Any], type[Any]] = {}
 
 
 def read_without_constraints(boxes: type[Any], unconstrained: type[Any]) -> None:
     """Registers ``unconstrained`` as the class that replaces the class ``boxes`` while a model is initialised."""
-    _WITHOUT_CONSTRAINTS[boxes], _AS_FLAX_HAS_IT[unconstrained] = unconstrained, boxes
+    _UNCONSTRAINED_BOX_OF[boxes], _FLAX_BOX_OF[unconstrained] = unconstrained, boxes
 
 
 read_without_constraints(nn.Partitioned, _Named)
@@ -54,7 +54,7 @@ read_without_constraints(nn.Partitioned, _Named)
 
 def with_flax_box(leaf: Any) -> Any:
     """Returns the leaf with a box without constraints replaced by Flax's box; any other leaf unchanged."""
-    return _in_box_of(leaf, _AS_FLAX_HAS_IT)
+    return _in_box_of(leaf, _FLAX_BOX_OF)
 
 
 def _in_box_of(leaf: Any, classes: dict[type[Any], type[Any]]) -> Any:
@@ -72,7 +72,7 @@ class _Initialiser:
     plain: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _in_box_of(self.plain(*args, **kwargs), _WITHOUT_CONSTRAINTS)
+        return _in_box_of(self.plain(*args, **kwargs), _UNCONSTRAINED_BOX_OF)
 
 
 def _boxing_without_constraints(

@@ -83,7 +83,7 @@ def check_loss_fn(loss_fn: Any, taker: str = "make_train_step", called: Called =
     if callable(loss_fn) and not hasattr(loss_fn, "apply") and not isinstance(loss_fn, Mesh | AbstractMesh | type):
         # Some functions (written in C, say) have no signature: errors then show at the call.
         takes = _signature(loss_fn)
-        if takes and not any(_binds(takes, number, _by_name(takes)) for number in (count, count + 1)):
+        if takes and not any(_accepts_call(takes, number, _by_name(takes)) for number in (count, count + 1)):
             raise TypeError(
                 f"{taker} calls {called.written()}, with {count} arguments in this order, and the {called.name} that "
                 f"it was given is {kind_of(loss_fn)}{takes}. Arguments that it does not need may be called _."
@@ -101,10 +101,10 @@ def check_takes(
     ``collections`` of the state come after the arguments of ``called``; ``extra_trees`` are passed by name.
     """
     takes, count, further = _signature(function), len(called.arguments), bool(collections)
-    if takes is None or _binds(takes, count + further, extra_trees):
+    if takes is None or _accepts_call(takes, count + further, extra_trees):
         return
     _check_names(takes, called, collections, extra_trees)
-    if not _binds(takes, count + (not further), extra_trees):
+    if not _accepts_call(takes, count + (not further), extra_trees):
         return
     if collections:
         raise TypeError(
@@ -148,7 +148,7 @@ def _by_name(takes: inspect.Signature) -> list[str]:
     return [one.name for one in takes.parameters.values() if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
 
 
-def _binds(takes: inspect.Signature, count: int, names: Iterable[str]) -> bool:
+def _accepts_call(takes: inspect.Signature, count: int, names: Iterable[str]) -> bool:
     """Returns whether a signature accepts ``count`` positional arguments and the keyword arguments ``names``."""
     try:
         # Only positions and names matter to `bind`, so any values do.

@@ -136,12 +136,12 @@ def _like_before(before: Mapping[str, PyTree], updated: Any, names: Sequence[str
         raise ValueError(f"loss_fn {what} '{unlike[0]}'. It returns all of a collection, or leaves it out unchanged.")
 
     def like(path: str, leaf: Any) -> Any:
-        return _strong(path, leaf, new[path]) if path in new else leaf
+        return _strongly_typed(path, leaf, new[path]) if path in new else leaf
 
     return trees.map_leaves_with_path(like, {name: before[name] for name in names})
 
 
-def _strong(path: str, before: Any, updated: Any) -> Any:
+def _strongly_typed(path: str, before: Any, updated: Any) -> Any:
     """Returns the updated value in the box of ``before``, strongly typed: a weak type would compile the step twice."""
     old, new = trees.stored_values((before, updated))
     was, became = ((np.shape(value), jnp.result_type(value)) for value in (old, new))

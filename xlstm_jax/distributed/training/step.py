@@ -176,7 +176,7 @@ class StepOptions:
         run_checks("traced", TracedStep(trace, jaxpr, stacks, trace_again))
         # From here on arrays are global: norms and optimizer moments are computed from unsharded leaves.
         metrics = {"loss": result.loss, "grad_norm": global_norm(result.grads)}
-        again = partial(_again, state.params, lambda params: on_mesh(params, *rest))
+        again = partial(_loss_and_grads_at, state.params, lambda params: on_mesh(params, *rest))
         value_fn, grad_fn = _value_fn(again), _grad_fn(again)
         after, of_optimizer = updated_state(
             state, result.grads, result.loss, value_fn, grad_fn, self.layout.mesh, result.collections
@@ -229,7 +229,9 @@ def _checked_aux(aux: Any, metrics: Metrics) -> Metrics:
     return aux
 
 
-def _again(like: PyTree, of_batch: Callable[[PyTree], BatchResult], params: PyTree) -> tuple[jax.Array, PyTree]:
+def _loss_and_grads_at(
+    like: PyTree, of_batch: Callable[[PyTree], BatchResult], params: PyTree
+) -> tuple[jax.Array, PyTree]:
     """Returns loss and gradients of the step's batch, with the same draws, at other ``params`` (without boxes)."""
     found = of_batch(with_trainable(like, params))
     return found.loss, trainable(found.grads)

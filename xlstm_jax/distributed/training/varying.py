@@ -215,12 +215,12 @@ class _Reader:
             results = self._of_inner(params["body_jaxpr"], [*inputs[of_cond:of_body], *carry])
             before, carry = carry, _joined(carry, results, [ends] * len(carry))
             if carry == before:
-                self._part(ends, params["cond_jaxpr"], params["body_jaxpr"])
+                self._note_choice(ends, params["cond_jaxpr"], params["body_jaxpr"])
                 return carry
 
     def _of_cond(self, params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
         chosen_by, *operands = inputs
-        self._part(chosen_by, *params["branches"])
+        self._note_choice(chosen_by, *params["branches"])
         # If devices choose different branches, every result differs, whatever the branches compute.
         branches = [self._of_inner(branch, operands) for branch in params["branches"]]
         return _joined(*branches, [chosen_by] * len(branches[0]))
@@ -239,7 +239,7 @@ class _Reader:
             path = name.removeprefix(_MARK)
             self.of_marked[path] = self.of_marked.get(path, Axes()) | axes
 
-    def _part(self, by: Axes, *jaxprs: Any) -> None:
+    def _note_choice(self, by: Axes, *jaxprs: Any) -> None:
         """Records the axes ``by`` along which devices choose between ``jaxprs``, where these have a collective."""
         self.parted |= by & all_named_axes(eqn for jaxpr in jaxprs for eqn in jaxpr.eqns)
 

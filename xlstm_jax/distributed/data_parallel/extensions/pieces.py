@@ -14,7 +14,7 @@ from flax import linen as nn
 from xlstm_jax.distributed.data_parallel.extension import Extension, PartialGather
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, as_read
 from xlstm_jax.distributed.data_parallel.modules import unit
-from xlstm_jax.distributed.data_parallel.partial_reads import gives_parts, split_here
+from xlstm_jax.distributed.data_parallel.partial_reads import bound_split, can_send_parts
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.pieces import Pieces
@@ -23,10 +23,10 @@ from xlstm_jax.introspection import is_unchanged
 Piece = tuple[int, int]  # the dim of a parameter that is cut into pieces, and the number of its entries per piece
 
 
-def gives_pieces(box: Sharded, along: int) -> bool:
+def can_send_pieces(box: Sharded, along: int) -> bool:
     """Returns whether a split matrix can be gathered in pieces, each a part of its dim ``along``."""
     # Padding along the other dim would have to be cut off each piece.
-    return gives_parts(box) and (box.stores_value or bool(box.names[along]))
+    return can_send_parts(box) and (box.stores_value or bool(box.names[along]))
 
 
 def pieces_of(box: Sharded, along: int, *operands: jax.Array, path: str = "") -> tuple[jax.Array, Pieces] | None:
@@ -35,7 +35,7 @@ def pieces_of(box: Sharded, along: int, *operands: jax.Array, path: str = "") ->
     ``None`` if the matrix must be gathered in full. ``operands`` are the arrays used together with the matrix.
     """
     how = box.communication
-    split = split_here(box, box.value, *operands) if gives_pieces(box, along) else None
+    split = bound_split(box, box.value, *operands) if can_send_pieces(box, along) else None
     if split is None:
         return None
     named = f"'{path}'" if path else "a parameter"
@@ -84,7 +84,7 @@ class PieceReaders(Extension):
             module = context.module
             if isinstance(module, ReadsShards) and any(reads_shards(module, name) for name in module.read_by):
                 for name, (along, entries) in module.pieces().items():
-                    part = PartialGather(along, entries, partial(gives_pieces, along=along))
+                    part = PartialGather(along, entries, partial(can_send_pieces, along=along))
                     found["/".join((*module.path, name))] = part
             return method(*args, **kwargs)
 

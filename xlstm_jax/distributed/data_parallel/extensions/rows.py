@@ -16,7 +16,7 @@ from flax.linen.dtypes import promote_dtype
 from xlstm_jax.distributed.data_parallel.extension import Extension
 from xlstm_jax.distributed.data_parallel.leaf import LOOKED_UP, Sharded, as_read, is_ours
 from xlstm_jax.distributed.data_parallel.modules import unit
-from xlstm_jax.distributed.data_parallel.partial_reads import gives_parts, split_here
+from xlstm_jax.distributed.data_parallel.partial_reads import bound_split, can_send_parts
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
@@ -27,9 +27,9 @@ from xlstm_jax.program_names import LOOKUP_SCOPE
 TABLE = "embedding"  # name of the parameter of an ``nn.Embed``
 
 
-def gives_rows(box: Sharded) -> bool:
+def can_send_rows(box: Sharded) -> bool:
     """Returns whether ``look_up_rows`` may fetch rows of the table in ``box``, and so avoid a gather."""
-    return LOOKED_UP in box.marks and gives_parts(box)
+    return LOOKED_UP in box.marks and can_send_parts(box)
 
 
 def look_up_rows(box: Sharded, indices: Any, path: str = "") -> jax.Array | None:
@@ -38,7 +38,7 @@ def look_up_rows(box: Sharded, indices: Any, path: str = "") -> jax.Array | None
     ``None`` if a gather of the table sends fewer bytes, or only a gather is exact. ``path`` names the table in errors.
     """
     are_indices = isinstance(indices, jax.Array) and jnp.issubdtype(indices.dtype, jnp.integer) and indices.size
-    split = split_here(box, indices) if are_indices and gives_rows(box) else None
+    split = bound_split(box, indices) if are_indices and can_send_rows(box) else None
     if split is None:
         return None
     (dim, over), how = split, box.communication
@@ -92,7 +92,7 @@ class RowLookups(Extension):
             module.put_variable("params", TABLE, after.replace(marks=marks))
 
     def avoids_gather(self, box: Sharded) -> bool:
-        return gives_rows(box)
+        return can_send_rows(box)
 
 
 def _table(module: nn.Embed) -> Any:

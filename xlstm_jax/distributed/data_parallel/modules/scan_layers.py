@@ -80,11 +80,11 @@ def scan_layers(
     scanned = nn.scan(again, variable_axes={"params": 0}, split_rngs=rngs, **options)
     if prefetch:
         ahead = lift_transform(_ahead, layer, split_rngs=rngs, **options)
-        setattr(scanned, "__call__", _where_gathered(scanned.__call__, ahead.__call__))  # noqa: B010
+        setattr(scanned, "__call__", _prefetching_if_split(scanned.__call__, ahead.__call__))  # noqa: B010
     return scanned
 
 
-def _where_gathered(plain: Callable[..., Any], ahead: Callable[..., Any]) -> Callable[..., Any]:
+def _prefetching_if_split(plain: Callable[..., Any], ahead: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a method that runs ``ahead`` (gathers the next layers) if a parameter is split, else ``plain``."""
 
     @functools.wraps(plain)
@@ -119,7 +119,7 @@ def _ahead(run: Callable[..., Any], *, split_rngs: Mapping[Any, bool], in_axes: 
         per_layer, put_own = split_arrays([x if own else None for own, x in inputs])
         shared, put_shared = split_arrays([None if own else x for own, x in inputs])
 
-        counted = _SameCounts()
+        counted = _SameRandomCounts()
 
         def layer(weights: PyTree, carry: PyTree, per_layer: PyTree, shared: PyTree) -> Any:
             both = zip(is_own, put_own(per_layer), put_shared(shared), strict=True)
@@ -140,7 +140,7 @@ def _split(keys: PyTree, length: int) -> PyTree:
     return lift.tree_map_rngs(lambda key: jax.random.split(jax.random.clone(key), length), keys)
 
 
-class _SameCounts:
+class _SameRandomCounts:
     """Makes a layer draw the same random numbers each time the layer is traced.
 
     Linen counts in a scope the keys made so far, across traces, so the backward pass would draw different keys. Every
@@ -156,7 +156,7 @@ class _SameCounts:
         counts = [scope.rng_counters for scope in jax.tree.leaves(scopes)]
         if self._before is not None:
             for count, before in zip(counts, self._before, strict=True):
-                _set_back(count, before)
+                _reset_counts(count, before)
         yield
         if self._before is None:
             self._before = [_copied(count) for count in counts]
@@ -167,10 +167,10 @@ def _copied(counts: dict[Any, Any]) -> dict[Any, Any]:
     return {name: _copied(count) if isinstance(count, dict) else count for name, count in counts.items()}
 
 
-def _set_back(counts: dict[Any, Any], before: dict[Any, Any]) -> None:
+def _reset_counts(counts: dict[Any, Any], before: dict[Any, Any]) -> None:
     """Resets counts in place, since other scopes hold the same dicts. A layer makes the same modules, so keys match."""
     for name, count in before.items():
         if isinstance(count, dict):
-            _set_back(counts[name], count)
+            _reset_counts(counts[name], count)
         else:
             counts[name] = count

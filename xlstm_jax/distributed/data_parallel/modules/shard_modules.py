@@ -200,10 +200,10 @@ def _intercepted(plain: Method, sharding: _Sharding) -> Method:
 
 def apart_from_model() -> AbstractContextManager[None]:
     """Returns a context in which a sharded model's method can run a module that is no part of the model, unsharded."""
-    return nn.intercept_methods(_Apart().intercept)
+    return nn.intercept_methods(_ApartMarker().intercept)
 
 
-class _Apart:
+class _ApartMarker:
     """Marker on Linen's stack of interceptors: a ``_Run`` below the marker ignores modules that run above."""
 
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
@@ -227,7 +227,7 @@ class _Run:
         """Interceptor for ``nn.intercept_methods``: splits or gathers the parameters of a chosen module."""
         module, name, policy = context.module, context.method_name, self.sharding.policy
         watchers = watching(object)
-        is_apart = _Apart in map(type, watchers[: watchers.index(self)])  # the module is not part of the model
+        is_apart = _ApartMarker in map(type, watchers[: watchers.index(self)])  # the module is not part of the model
         if is_apart or module.scope is None or not is_public(name, LINEN):
             return method(*args, **kwargs)
         # Linen inspects the setup of modules made by nn.scan before they are called.

@@ -141,7 +141,7 @@ def _by_rule(path: str, shape: Shape, shapes: Mapping[str, Shape]) -> tuple[Muon
     if sum(size > 1 for size in own) < 2:
         return None, "a vector"
     # Flax puts the dims of the outputs last, and the bias has their shape.
-    bias = shapes.get(_beside(path, "bias"), ())[stacked:]
+    bias = shapes.get(_sibling(path, "bias"), ())[stacked:]
     outputs = len(bias) if bias and bias == own[-len(bias) :] else 1
     if len(own) > 2 and name != _KERNEL:
         return None, f"of {len(own)} dims, and named {name!r}: nothing says which are inputs"
@@ -150,7 +150,7 @@ def _by_rule(path: str, shape: Shape, shapes: Mapping[str, Shape]) -> tuple[Muon
     split = ndim - outputs
     size = math.prod(shape[split:])
     # Muon's authors train embeddings and the output layer by AdamW, and so does `muon`.
-    tables = [found for found in shapes if _is_table(found) and _around(found) == _around(path)]
+    tables = [found for found in shapes if _is_table(found) and _names_above(found) == _names_above(path)]
     if same := [table for table in tables if len(shapes[table]) == 2 and shapes[table][0] == size]:
         return None, f"the output layer: {size} outputs, as {same[0]!r} has rows"
     why = "a matrix" if len(own) == 2 else f"its bias has {outputs} dim{'s' * (outputs > 1)}, which are its outputs"
@@ -168,16 +168,16 @@ def _stacked_dims(path: str, shapes: Mapping[str, Shape]) -> int:
         within = [(p, s) for p, s in shapes.items() if p.split("/")[:depth] == parts[:depth]]
         for proof, vector in within:
             dims = len(vector) - 1
-            if _proves(proof, vector, shapes) and all(shape[:dims] == vector[:dims] for _, shape in within):
+            if _shows_layer_dims(proof, vector, shapes) and all(shape[:dims] == vector[:dims] for _, shape in within):
                 most = max(most, dims)
     return most
 
 
-def _proves(path: str, shape: Shape, shapes: Mapping[str, Shape]) -> bool:
+def _shows_layer_dims(path: str, shape: Shape, shapes: Mapping[str, Shape]) -> bool:
     """Returns whether a leaf has a vector for each layer, unlike a bias of 16 x 128 of a kernel of 2048 x 16 x 128."""
     if _name(path) not in _VECTORS or len(shape) < 2:
         return False
-    kernel = shapes.get(_beside(path, _KERNEL))
+    kernel = shapes.get(_sibling(path, _KERNEL))
     return kernel is None or kernel[: len(shape) - 1] == shape[:-1]
 
 
@@ -185,12 +185,12 @@ def _name(path: str) -> str:
     return path.rpartition("/")[2]
 
 
-def _around(path: str) -> list[str]:
+def _names_above(path: str) -> list[str]:
     """Returns the names in a leaf's path above the leaf's module."""
     return path.split("/")[:-2]
 
 
-def _beside(path: str, name: str) -> str:
+def _sibling(path: str, name: str) -> str:
     return f"{path.rpartition('/')[0]}/{name}".lstrip("/")
 
 

@@ -36,7 +36,7 @@ def to_owners(group: MatrixGroup, shards: Mapping[str, jax.Array], exchange_dtyp
 def from_owners(group: MatrixGroup, matrices: jax.Array, exchange_dtype: str | None = None) -> dict[str, jax.Array]:
     """Sends the matrices of owners back. Returns this device's shards by path: the inverse of ``to_owners``."""
     sent = matrices.astype(exchange_dtype or matrices.dtype)
-    received = collectives.all_to_all(_cut(group, sent), group.axes)
+    received = collectives.all_to_all(_in_slices(group, sent), group.axes)
     stacked = received.reshape(-1, *received.shape[2:])[: group.count]
     return _from_stacks(group, stacked.astype(matrices.dtype))
 
@@ -63,7 +63,7 @@ def by_owners(
         """Returns the updates that this device sends back as an owner of the group, from the received slices."""
         slices = (group.owners, 1, *_slice_shape(group))
         own = received[:, : math.prod(slices[1:])].reshape(slices).astype(dtype)
-        new = _cut(group, fn(_merged(group, own)))
+        new = _in_slices(group, fn(_merged(group, own)))
         return _of_length(longest, new.reshape(group.owners, -1).astype(received.dtype))
 
     # Groups are consecutive, so the number of groups that end before this device is the index of the device's group, or
@@ -117,7 +117,7 @@ def _merged(group: MatrixGroup, received: jax.Array) -> jax.Array:
     return stored[(slice(None), *map(slice, form.true))].reshape(-1, form.rows, form.columns)
 
 
-def _cut(group: MatrixGroup, matrices: jax.Array) -> jax.Array:
+def _in_slices(group: MatrixGroup, matrices: jax.Array) -> jax.Array:
     """Inverts ``_merged``, with zeros as padding."""
     form, (shape, order) = group.form, _by_axis(group, matrices.shape[0])
     padding = [(0, size - own) for size, own in zip(form.stored, form.true, strict=True)]

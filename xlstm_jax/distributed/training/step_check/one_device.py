@@ -211,7 +211,7 @@ class OneDevice:
         live, weights, own_batch, kept = self._inputs
         batch = own_batch if batch is None else batch
         live, batch = shaken((live, batch), self.eps(rng)) if shake else (live, batch)
-        live = _moved(live, elsewhere) if elsewhere else live
+        live = _other_parameters(live, elsewhere) if elsewhere else live
         # Compile once per way to cut the batch: keys, batches and perturbed inputs are arguments.
         if (make, parts) not in self._jitted:
             self._jitted[make, parts] = jax.jit(make(*parts))
@@ -378,7 +378,7 @@ def shaken(tree: PyTree, eps: float) -> PyTree:
     return jax.tree.map(off, tree)
 
 
-def _moved(live: list[Any], seed: int) -> list[Any]:
+def _other_parameters(live: list[Any], seed: int) -> list[Any]:
     """Returns other parameters of similar size; zeros become values of size 1/10."""
     rng = np.random.default_rng(seed)
 
