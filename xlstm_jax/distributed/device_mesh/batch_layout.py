@@ -189,6 +189,7 @@ class BatchLayout:
             ) from None
 
     def _of(self, path: str, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
+        """Returns the spec for a leaf of this shape, after checks; ``PartitionSpec()`` for a scalar."""
         name = named_leaf("batch", path)
         if not shape:
             return PartitionSpec()

@@ -124,6 +124,7 @@ def _corners(devices: Sequence[Device]) -> dict[int, Coordinates]:
 
 
 def _gap(devices: Sequence[Device], located: Mapping[Coordinates, Device], sizes: Sequence[int]) -> str:
+    """Returns an error text that names the first empty place of the box that the TPUs ``located`` span."""
     missing = next(index for index in np.ndindex(*sizes) if index not in located)
     corners = _corners(devices)
     number = sorted(corners)[missing[0]]

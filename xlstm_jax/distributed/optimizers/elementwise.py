@@ -107,6 +107,7 @@ def _verdict(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
 
 
 def _why_wrong(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
+    """Returns why a transform is wrong on shards of the tree, by a trial on a small tree; None if it is right."""
     # A leaf split along several dims is cut along each in turn: a transform may combine elements along a single dim.
     cuts = max(sum(map(bool, leaf.names)) for _, leaf in trees.sharded_leaves(tree))
     try:

@@ -170,6 +170,7 @@ def _within(tx: optax.GradientTransformation, held: Mapping[str, Any]) -> list[o
 
 
 def _transforms_of(value: Any) -> list[optax.GradientTransformation]:
+    """Returns the transforms in a value: the value itself, or entries of lists, tuples and dicts."""
     # A transform is a tuple, too.
     if _is_transform(value):
         return [value]
@@ -179,6 +180,7 @@ def _transforms_of(value: Any) -> list[optax.GradientTransformation]:
 
 
 def _inside(tx: optax.GradientTransformation, held: Mapping[str, Any]) -> list[optax.GradientTransformation]:
+    """Returns the transforms to which a transform passes updates: ``inner``, ``transforms``, links of a chain."""
     # `inner` of masked and wrappers, `_opt` of MultiSteps, `transforms` of partition; links of a chain.
     several = held.get("transforms")
     inside = [held.get("inner"), held.get("_opt"), *(several.values() if isinstance(several, Mapping) else ())]
@@ -190,5 +192,6 @@ def _is_transform(value: Any) -> bool:
 
 
 def _held(tx: optax.GradientTransformation) -> dict[str, Any]:
+    """Returns by name the closure variables of ``tx.update``, or the attributes if it is a method."""
     owner = getattr(tx.update, "__self__", None)  # the update is a method: MultiSteps
     return dict(vars(owner)) if hasattr(owner, "__dict__") else closure(tx.update)

@@ -170,6 +170,7 @@ class Auxiliary(struct.PyTreeNode):
 
 
 def _as_mean(path: str, leaf: Any) -> jax.Array:
+    """Converts a number of the auxiliary output to float32 or wider, for averages; raises for an integer."""
     name, cell = f"aux['{path}']", "from xlstm_jax.distributed.metrics.cells import"
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
         raise TypeError(f"{name} is {leaf!r}, a {type(leaf).__name__}; the auxiliary output is made of numbers.")

@@ -157,6 +157,7 @@ class _Reader:
         return self._known[key]
 
     def _of_equation(self, eqn: Any, inputs: list[Axes]) -> list[Axes]:
+        """Returns, for each result of an equation, the axes along which it differs, from the axes of the inputs."""
         name, params = eqn.primitive.name, eqn.params
         if self._look is not None and (said := self._look(eqn, inputs)) is not None:
             return said
@@ -235,6 +236,7 @@ class _Reader:
         ]
 
     def _note_marked(self, name: str, axes: Axes) -> None:
+        """Adds axes to ``of_marked``, if the name was given by ``marked``."""
         if name.startswith(_MARK):
             path = name.removeprefix(_MARK)
             self.of_marked[path] = self.of_marked.get(path, Axes()) | axes

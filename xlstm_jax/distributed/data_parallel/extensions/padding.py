@@ -50,6 +50,8 @@ class ZeroPadding(Store):
 
 
 class Padded(Reason, text="dim {dim} of size {size} is the largest, padded to {padded} for {parts} shards"):
+    """No dim is divisible: the largest is split, and stored with padding."""
+
     dim: int
     size: int
     padded: int

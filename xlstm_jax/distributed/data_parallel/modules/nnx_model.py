@@ -189,10 +189,12 @@ class NnxModel:
         return modules_of(self._abstract)
 
     def _made(self, streams: nnx.Rngs) -> nnx.Module:
+        """Makes the module with values, as ``make`` does; metadata with axis names is kept, and not applied."""
         with nnx.use_eager_sharding(False):  # axes in a variable's metadata become names of its box
             return self.make(streams)
 
     def _with_units_in(self, module: nnx.Module) -> nnx.Module:
+        """Turns the chosen modules in ``module`` into units, in place, and returns ``module``."""
         found = modules_of(module) if self.units else {}
         for path, policy in self.units.items():
             make_unit(found[path], policy)
@@ -200,6 +202,7 @@ class NnxModel:
 
     @functools.cached_property
     def _abstract(self) -> nnx.Module:
+        """Module with shapes in place of values."""
         graphdefs: list[Any] = []
 
         def state() -> Any:
@@ -253,6 +256,7 @@ class NnxModel:
         return seen
 
     def _with_value(self, path: str, leaf: Any, leaves: Mapping[str, Any], rngs: PyTree) -> Any:
+        """Returns the variable or array at ``path`` with its value from ``leaves``, or a key for random state."""
         name = collection_of(leaf)
         if name is None:
             # Random state has no collection: each call makes it from the call's keys.

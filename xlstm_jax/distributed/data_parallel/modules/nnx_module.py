@@ -300,6 +300,7 @@ def _subclass(cls: type[Any], fields: dict[str, Any]) -> Any:
 
 
 def _gathering(cls: type[nnx.Module], name: str, policy: ShardPolicy) -> Method:
+    """Returns method ``name`` of a class, changed to gather the module's split variables before it runs."""
     plain: Any = inspect.getattr_static(cls, name)
     notes_lookup = is_flax_lookup(cls, name)
 

@@ -153,6 +153,7 @@ class _SameRandomCounts:
 
     @contextlib.contextmanager
     def from_the_same(self, scopes: Any) -> Iterator[None]:
+        """Sets the scopes' counts of keys, inside the context, as the first trace of the layer has."""
         counts = [scope.rng_counters for scope in jax.tree.leaves(scopes)]
         if self._before is not None:
             for count, before in zip(counts, self._before, strict=True):

@@ -156,6 +156,7 @@ class _Sharding:
 
 
 def _sharded(model: Any, sharding: _Sharding) -> Any:
+    """Returns the model, its class or its ``partial``, with a subclass that shards chosen modules."""
     if isinstance(model, functools.partial):
         return functools.partial(_sharded(model.func, sharding), *model.args, **model.keywords)
     if isinstance(model, nn.Module):
@@ -165,6 +166,7 @@ def _sharded(model: Any, sharding: _Sharding) -> Any:
 
 
 def _check_model(model: object) -> None:
+    """Raises a ``TypeError`` unless ``model`` is a Linen module, its class, or a ``partial`` of the class."""
     made = model.func if isinstance(model, functools.partial) else model
     cls = made if isinstance(made, type) else type(made)
     if issubclass(cls, nn.Module):
@@ -187,6 +189,8 @@ def _subclass(cls: type[nn.Module], sharding: _Sharding) -> Any:
 
 
 def _intercepted(plain: Method, sharding: _Sharding) -> Method:
+    """Returns a method of a sharded model that runs ``plain`` under the interceptor of a new ``_Run``."""
+
     @functools.wraps(plain)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A method that calls another one of the same model starts no new run.
@@ -314,6 +318,7 @@ class _Run:
         )
 
     def _refuse(self, model: nn.Module) -> NoReturn:
+        """Raises the error that ``where`` has chosen no module; lists the modules of the model."""
         outer_first = sorted(self._seen.items(), key=lambda item: item[0].count("/"))
         patterns = {path_pattern(f"{path}/")[:-1]: cls.__name__ for path, cls in outer_first if path}
         there = [f"{path!r} ({name})" for path, name in patterns.items()]

@@ -74,6 +74,8 @@ all_parts = linear(collectives.all_gather_equal, collectives.own_shard)
 
 
 class Exchange(NamedTuple):
+    """Options of ``send_rows``: the axes, the most rows from a device to a device, the rows r of a device."""
+
     axes: tuple[str, ...]
     most: int
     length: int  # r

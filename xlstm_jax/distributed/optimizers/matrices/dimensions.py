@@ -131,6 +131,7 @@ def choose_matrices(shapes: Mapping[str, Shape], overrides: Overrides | None = N
 
 
 def _by_rule(path: str, shape: Shape, shapes: Mapping[str, Shape]) -> tuple[MuonDimensionNumbers | None, str]:
+    """Returns the dims of a leaf's matrices, or None, without overrides; and the reason, as text."""
     name, ndim = _name(path), len(shape)
     if name in _VECTORS:
         return None, f"a {name} is a vector"
@@ -191,6 +192,7 @@ def _names_above(path: str) -> list[str]:
 
 
 def _sibling(path: str, name: str) -> str:
+    """Returns the path of the parameter ``name`` in the module of the leaf at ``path``."""
     return f"{path.rpartition('/')[0]}/{name}".lstrip("/")
 
 
@@ -199,6 +201,7 @@ def _is_table(path: str) -> bool:
 
 
 def _unsettled(path: str, shape: Shape, stacked: int) -> str:
+    """Returns the error text for a kernel whose input dims are unknown; shows the override to pass."""
     outputs = tuple(range(stacked + 1, len(shape)))
     return (
         f"{path!r} of shape {shape} has {len(shape)} dims and no bias, so that nothing tells which are its "
@@ -208,6 +211,7 @@ def _unsettled(path: str, shape: Shape, stacked: int) -> str:
 
 
 def _checked(overrides: Overrides, shapes: Mapping[str, Shape]) -> Overrides:
+    """Returns the overrides, after checks that each pattern matches a leaf, and that dims fit the leaf."""
     for pattern, dims in overrides.items():
         fitting = fnmatch.filter(shapes, pattern)
         if not fitting:

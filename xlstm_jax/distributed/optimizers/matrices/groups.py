@@ -194,6 +194,7 @@ def _fits(group: MatrixGroup, found: Sequence[MatrixGroup]) -> bool:
 
 
 def _owned(group: MatrixGroup, sizes: Mapping[str, int]) -> MatrixGroup:
+    """Returns the group with its owner devices: along split axes, and along axes of copies if that saves work."""
     form = group.form
     owners = math.prod(sizes[axis] for axis in form.split_axes)
     alone = replace(group, axes=_in_order(form.split_axes, sizes), owners=owners)

@@ -188,6 +188,7 @@ def _bound(names: Sequence[AxisEntry]) -> list[AxisEntry]:
 
 
 def _on_mesh(layout: ParameterLayout, values: Values) -> Place:
+    """Returns the layout of global arrays, padded to the shapes in which parameters are stored."""
     stores = {path: layout.params[path].store for path in values}
     padded = {path: _in_order(stored_value(layout.params[path], value), stores[path]) for path, value in values.items()}
     specs = {path: layout.specs[path] for path in values}

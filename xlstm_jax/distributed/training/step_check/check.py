@@ -141,6 +141,7 @@ def check_step(
 
 
 def _mesh_of(params: PyTree) -> Mesh:
+    """Returns the mesh of the parameters; raises a ``ValueError`` if they are on none, or on several processes."""
     for path, leaf in trees.sharded_leaves(params):
         sharding = getattr(leaf.value, "sharding", None)
         if not isinstance(sharding, NamedSharding):
@@ -297,6 +298,7 @@ class Comparison:
         return same_key, found
 
     def observed(self, rng: PyTree, truth: Reference) -> SeenStep:
+        """Runs the step with key ``rng``, and returns the observation; ``truth`` has the correct gradients."""
         batch, _, *rest = self.given
         return observe(self.step, self.state, (batch, rng, *rest), self.one.tree(truth.grads), self.mesh)
 
@@ -343,6 +345,7 @@ class Comparison:
         )
 
     def of_leaves(self, leaves: list[LeafCheck], seen: SeenStep, of_loss: Multiple) -> list[str]:
+        """Returns a finding for each cause of wrong gradients, given the compared leaves and the loss's ratio."""
         model_axes = self.one.model_axes(self.given[1])
         return list(report.of_leaves(leaves, seen.what, self.parts, of_loss, model_axes))
 
@@ -473,6 +476,7 @@ class Comparison:
         loss_ratio: float | None = None,
         verdict: str | None = None,
     ) -> StepCheck:
+        """Makes the result from the findings, after the remaining checks: update, collections, padded rows."""
         findings = [*findings, *drifting(seen.collections), *counted(self.one, *self.given[:2])]
         mesh = dict(self.mesh.shape)
         update = self.update_of(seen, is_right=not findings)
@@ -509,6 +513,7 @@ class Comparison:
         return bool(kept) and OVERWRITTEN not in kept and is_whole and not one.traced(rng).draws
 
     def of_collections(self, seen: SeenStep, rng: PyTree) -> list[str]:
+        """Compares collections after the step with those of one device; returns findings."""
         got, before = (by_path(bare(readable(dict(tree)))) for tree in (seen.collections, collections_of(self.state)))
         right, again = (partial(self.one.collections_after, rng, shake) for shake in (False, True))
         return list(of_collections(got, by_path(bare(right())), before, lambda: by_path(bare(again())), self.eps))

@@ -169,6 +169,7 @@ def is_sum_over_positions(one: OneDevice, key: PyTree) -> bool:
 
 
 def _kind(one: OneDevice, rng: PyTree, mean: Reference, whole: Reference) -> str:
+    """Returns the kind of a loss that is not a mean over rows: a key of ``_CURES``."""
     # Slices of a communicating loss have no separate values: devices compute them together.
     if one.needs_all_devices(rng):
         return "reduced"

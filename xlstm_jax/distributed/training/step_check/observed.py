@@ -90,6 +90,8 @@ def observe(step: Callable[..., Any], state: Any, given: PyTree, grads: PyTree, 
 
 
 def _of_own_optimizer(step: Callable[..., Any], state: Any, given: PyTree, grads: PyTree) -> SeenStep:
+    """Runs a step that bypasses the state's optimizer; observes first moments, if any, then updates."""
+
     # Start first moments from zeros, so that they come from this step alone.
     def fresh_leaf(path: str, leaf: Any) -> Any:
         return jax.tree.map(jnp.zeros_like, leaf) if _FIRST_MOMENTS & set(path.split("/")) else leaf

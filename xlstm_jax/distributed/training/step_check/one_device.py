@@ -208,6 +208,7 @@ class OneDevice:
         elsewhere: int = 0,
         shake: bool = False,
     ) -> Reference:
+        """Runs the function ``make(*parts)``, compiled once, on the inputs, changed as the options say."""
         live, weights, own_batch, kept = self._inputs
         batch = own_batch if batch is None else batch
         live, batch = shaken((live, batch), self.eps(rng)) if shake else (live, batch)
@@ -229,6 +230,7 @@ class OneDevice:
         return min(max(self.traced(rng).eps, MATMUL_EPS.get(platform, 0.0)), COARSEST_EPS)
 
     def traced(self, rng: PyTree) -> Traced:
+        """Traces the loss on the mesh, once per kind of key; returns facts read off the equations."""
         live, *rest = self._inputs
         if (key := str(jax.tree.map(jax.typeof, rng))) not in self._traced:
             jaxpr = jax.make_jaxpr(self._terms_on_mesh(1))(live, *rest, rng)
@@ -338,6 +340,7 @@ class OneDevice:
         return of_all
 
     def _mean_on_mesh(self, minibatches: int) -> Callable[..., Any]:
+        """Returns a function for loss and gradients averaged over slices that run on the mesh."""
         terms = self._terms_on_mesh(minibatches)
 
         def mean(live: Any, *rest: Any) -> Any:

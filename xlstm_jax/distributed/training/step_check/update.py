@@ -106,6 +106,7 @@ class _Update:
         self.given = values_of(self.record.params) if int(self.record.has_params) else self.old
 
     def check(self) -> UpdateCheck:
+        """Runs the checks of this update, and returns their findings."""
         if not self.record.is_intact():
             return UpdateCheck((CHANGED_ALL,))
         if int(self.record.calls) - int(self.before.opt_state.record.calls) != 1:
@@ -311,6 +312,7 @@ class _Update:
 
 
 def frozen_leaves(state: Any) -> dict[str, Any]:
+    """Returns by path the parameters that take no gradient."""
     return {path: leaf for path, leaf in trees.sharded_leaves(state.params) if not leaf.is_differentiable}
 
 
@@ -326,6 +328,7 @@ def of_frozen(before: Any, after: Any) -> Iterator[str]:
 
 
 def of_updates(got: Arrays, right: Arrays, again: Callable[[], Arrays], eps: float) -> Iterator[str]:
+    """Yields a finding if the updates ``got`` differ from ``right``, the optimizer's on one device."""
     wrong = [leaf for leaf in compared_alone(got, right, again, eps) if not leaf.is_equal]
     if wrong:
         yield (
