@@ -138,7 +138,7 @@ class _Leaf(NamedTuple):
 
     @property
     def wire(self) -> Wire:
-        """Wire of a layer's shard; only for leaves with a route."""
+        """Format in which a layer's shard is sent; only for split leaves."""
         shard = replace(self.stacked, shape=self.stacked.shape[1:])
         return self.route.how.wire(shard, self.route.dim, self.route.axes)
 

@@ -189,7 +189,7 @@ def _check_name(name: Any) -> None:
 
 
 def _layers_in(node: Mapping[str, Any], pattern: re.Pattern[str]) -> dict[int, str]:
-    """Returns the names of the layers in a dict, by number."""
+    """Returns the keys of a dict that match ``pattern``, the names of layers, by layer number."""
     matches = (pattern.fullmatch(name) for name in node if isinstance(name, str))
     return {int(match[1]): match[0] for match in matches if match}
 

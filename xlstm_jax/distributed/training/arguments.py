@@ -226,7 +226,7 @@ def check_call(
 
 
 def check_evaluated(state: Any, local: PyTree) -> None:
-    """Raises a ``TypeError`` unless an evaluation can read the state, and ``local`` is the state of a metric."""
+    """Raises a ``TypeError`` unless ``state`` has params and apply_fn, and ``local`` is the state of a metric."""
     if missing := [name for name in ("params", "apply_fn") if not hasattr(state, name)]:
         raise TypeError(
             f"an evaluation takes (state, batch, local), and its state is {kind_of(state)}, which has no "

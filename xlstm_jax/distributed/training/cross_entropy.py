@@ -211,9 +211,9 @@ def _check(hidden: Array, pieces: Pieces, labels: Array, chunk_size: int) -> Non
 
 @promoting
 def _read_logits(hidden: Array, kernel: Array, labels: Array, pieces: Pieces, chunk_size: int) -> Arrays:
-    """Returns logsumexp, label logit (0 if not among these entries), index of the largest logit, and that logit; [...].
+    """Returns logsumexp, label logit (0 if the label is no local entry), index of the largest logit, and its value.
 
-    ``kernel`` is in storage form; ``chunk_size`` counts the local entries per chunk.
+    All are [...]. ``kernel`` is in storage form; ``chunk_size`` counts the local entries per chunk.
     """
     wide, sent = common_dtype(hidden.dtype, jnp.float32), shard_as_sent(kernel, pieces.how)
 

@@ -65,7 +65,7 @@ class Partial:
     carries: PyTree
 
     def __add__(self, result: MinibatchResult) -> "Partial":
-        """Adds the result of the next minibatch."""
+        """Returns the sums with the result of the next minibatch added."""
 
         def add(total: jax.Array, x: jax.Array) -> jax.Array:
             return total + x.astype(total.dtype) * jnp.asarray(result.weight, total.dtype)

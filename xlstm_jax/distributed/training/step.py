@@ -145,7 +145,7 @@ def make_train_step(
 
 @dataclass(frozen=True, eq=False)
 class StepOptions:
-    """Options of ``make_train_step``, and the function to compile (``step``), from which ``check_step`` gets them."""
+    """Options of ``make_train_step``, and the function to compile (``step``); ``check_step`` reads the options."""
 
     loss: LossFunction
     accumulation: Accumulation

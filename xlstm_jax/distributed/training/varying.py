@@ -66,7 +66,7 @@ def marked(name: str, value: jax.Array) -> jax.Array:
 
 
 def read_equations(closed: Any) -> Equations:
-    """Returns the axes along which results and marked values of a traced program differ between devices.
+    """Returns the axes along which results, and values named by ``marked``, differ between devices.
 
     ``closed`` is the closed jaxpr of a program around ``shard_map``. The arguments of the program are global arrays and
     count as equal; inside ``shard_map`` an argument differs along the axes of its spec.

@@ -117,12 +117,12 @@ def next_scale(scale: jax.Array, history: jax.Array) -> jax.Array:
 
 
 def quantised(shard: jax.Array, scale: jax.Array) -> jax.Array:
-    """Quantises floats to uint8 as the product would, in the dtype of ``shard``."""
+    """Returns the float8_e4m3fn codes of a shard, as uint8, computed in the shard's dtype as the product would."""
     return lax.bitcast_convert_type(fp8_ops.quantize(shard, CODES, scale, shard.dtype), jnp.uint8)
 
 
 def dequantised(codes: jax.Array, scale: jax.Array, dtype: DType) -> jax.Array:
-    """Returns floats of ``dtype``: the inverse of ``quantised``."""
+    """Returns codes times scale, as floats of ``dtype``: the inverse of ``quantised``, up to rounding."""
     return fp8_ops.dequantize(lax.bitcast_convert_type(codes, CODES), dtype, scale)
 
 
@@ -179,7 +179,7 @@ def _recorded(shard: jax.Array, leaf: Sharded) -> jax.Array:
 
 
 def quantises_products(how: Communication) -> bool:
-    """Returns whether kernels of fp8 products are quantised before the gather: if fp8 was requested."""
+    """Returns whether the options of a unit ask for float8_e4m3fn, so that kernels are quantised before the gather."""
     return how.gather_dtype == "float8_e4m3fn"
 
 

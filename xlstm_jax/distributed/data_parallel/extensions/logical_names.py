@@ -29,7 +29,7 @@ class _LogicallyNamed(Unconstrained, nn.LogicallyPartitioned):
 
 
 class LogicalNames(DimNames):
-    """Maps logical names to mesh axes, by the rules in the box or else those in force. Other names are axes."""
+    """Maps logical names to mesh axes, by rules in the box, else by the rules in force. Other names are axes."""
 
     def has_rules_for(self, leaf: Any) -> bool:
         return isinstance(leaf, nn.LogicallyPartitioned) and bool(leaf.rules or nn.get_logical_axis_rules())

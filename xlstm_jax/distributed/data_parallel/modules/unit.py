@@ -232,7 +232,7 @@ def shards_to_read(policy: ShardPolicy, params: Mapping[str, Any]) -> dict[str, 
 
 
 def split_over(leaf: Sharded, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the axes in ``axes`` over which the leaf's box splits the leaf on several devices."""
+    """Returns the axes among ``axes`` that split the leaf, by its box, over two or more devices."""
     return collectives.spread_axes([axis for axis in leaf.axes if axis in axes])
 
 

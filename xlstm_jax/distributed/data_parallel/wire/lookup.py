@@ -79,7 +79,10 @@ class RowLookup:
         return (self.outer_count, self.stored[1] // self.parts) if self.dim else (1, self.width)
 
     def sent_bytes(self, tokens: int, index_bytes: int, table_bytes: float, row_bytes: float) -> float:
-        """Returns the bytes a device sends, for ``table_bytes`` per table value and ``row_bytes`` per row value."""
+        """Returns the bytes that a device sends to look up ``tokens`` rows.
+
+        ``index_bytes`` are per index, ``table_bytes`` per value of the table, ``row_bytes`` per value of a row.
+        """
         outer, group = (1 - 1 / count for count in (self.outer_count, self.group_count))
         columns = self.stored[0] * self.width * outer
         columns += 0 if self.dim else self.stored[0] // self.parts * self.width * self.group_count * group

@@ -107,7 +107,7 @@ def matrix_dimensions(overrides: Overrides | None = None) -> Callable[[PyTree], 
 
 
 def full_shapes(tree: PyTree) -> dict[str, Shape]:
-    """Returns global shapes by path, without padding; also for shards inside ``shard_map``."""
+    """Returns the global shape, without padding, of each leaf by path; also for shards inside ``shard_map``."""
 
     def shape(leaf: Sharded) -> Shape:
         stored = stored_shape(leaf)

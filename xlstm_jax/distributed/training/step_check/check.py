@@ -315,7 +315,7 @@ class Comparison:
         return StepComparison(seen, leaves, findings, ratio, of_model)
 
     def compared(self, seen: SeenStep, truth: Reference) -> tuple[SeenStep, list[LeafCheck]]:
-        """Compares observed leaves with ``truth``; if equal, ``seen.then``, too. Returns the last one, compared."""
+        """Compares observed leaves with ``truth``; if equal, ``seen.then``, too. Returns the last, with its leaves."""
 
         def as_seen(found: Reference) -> dict[str, np.ndarray]:
             return flat(seen.of_gradients(self.one.tree(found.grads)))

@@ -64,7 +64,7 @@ class LeafCheck(NamedTuple):
 
     @property
     def is_only_rounding(self) -> bool:
-        """Returns whether the correct gradient is only rounding, so that there is no ratio."""
+        """Returns whether the correct gradient is 0 up to rounding, so that no ratio can be computed."""
         return self.tolerance == NO_RATIO
 
     @property
@@ -117,7 +117,7 @@ def compare_leaves(
 def _compared(
     path: str, axes: tuple[str, ...], got: np.ndarray, right: np.ndarray, norm: float, allowed: float
 ) -> LeafCheck:
-    """Compares by least squares; ratio 1 and error 0 if both gradients are only rounding."""
+    """Compares a leaf's gradient ``got`` with ``right`` by least squares; equal if both are only rounding."""
     size = float(np.linalg.norm(got))
     if norm <= allowed:
         return LeafCheck(path, axes, 1.0 if size <= 2 * allowed else math.inf, 0.0, NO_RATIO)

@@ -427,7 +427,7 @@ def by_path(tree: PyTree) -> dict[str, Any]:
 
 
 def values_of(tree: PyTree) -> dict[str, np.ndarray]:
-    """Returns every leaf on the host, in double precision."""
+    """Returns the values of each leaf by path, as NumPy arrays in double precision."""
 
     def value(leaf: Any) -> np.ndarray:
         array = np.asarray(true_value(leaf))
