@@ -87,14 +87,14 @@ class Extension:
     def named_wires(self, variables: PyTree, how_of: Callable[[str], Communication]) -> Mapping[str, str]:
         """Returns the names of the wires that ``wires`` would choose, by path in ``variables``.
 
-        ``how_of(path)`` returns the communication options of the unit that gathers the leaf at ``path``.
+        ``how_of(path)`` returns the communication options with which the leaf at ``path`` is gathered.
         """
         return {}
 
     def axis_orders(
         self, sizes: Sequence[float], given: Sequence[AxisOrder], axis_sizes: Mapping[str, int], slow: Collection[str]
     ) -> Sequence[AxisOrder]:
-        """Returns, for each leaf of a unit, the axes to split over, in gather order from outermost to innermost.
+        """Returns, for each leaf of a unit, the axes over which the leaf is split, outermost first.
 
         ``sizes`` has the bytes of each leaf, ``given`` its axes as the user orders them; ``slow`` axes cross hosts.
         """
@@ -153,7 +153,7 @@ def passing_collections() -> list[str]:
 def named_wires(variables: PyTree, how_of: Callable[[str], Communication]) -> dict[str, str]:
     """Returns, by path in ``variables``, the names of the wires that extensions choose for leaves of a unit.
 
-    ``how_of(path)`` returns the communication options of the unit that gathers the leaf at ``path``.
+    ``how_of(path)`` returns the communication options with which the leaf at ``path`` is gathered.
     """
     found: dict[str, str] = {}
     for cls in with_hook("named_wires"):
