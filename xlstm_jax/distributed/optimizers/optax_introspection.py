@@ -82,7 +82,7 @@ def parts(tx: optax.GradientTransformation) -> list[Part]:
 
 
 def sees_pairs(tx: optax.GradientTransformation) -> bool:
-    """Returns whether a transform needs pairs (fast, slow weights): ``optax.lookahead``, or a chain that contains it."""
+    """Returns whether a transform needs pairs (fast, slow weights): ``optax.lookahead``, or a chain with it."""
     held = _held(tx)
     if _is_transform(held.get("tx")):
         return sees_pairs(held["tx"])
