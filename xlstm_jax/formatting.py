@@ -1,4 +1,4 @@
-"""Formatting of numbers, lists, paths, meshes and tables for people."""
+"""Formats numbers, lists, paths, meshes and tables as text, for errors, reports and the command line."""
 
 import copy
 import dataclasses
@@ -254,7 +254,7 @@ def _lines(columns: Sequence[Column], console: Console, options: ConsoleOptions)
 
 
 def _narrowed(widths: Mapping[int, int], least: Mapping[int, int], room: int) -> dict[int, int]:
-    """Narrows the widest column of a line, down to its minimum, until the line fits."""
+    """Returns column widths of a line that fit into ``room``; narrows the widest column first, down to ``least``."""
     widths = dict(widths)
     while sum(widths.values()) + GAP * (len(widths) - 1) > room and (
         wide := [i for i in widths if widths[i] > least[i]]
@@ -265,7 +265,7 @@ def _narrowed(widths: Mapping[int, int], least: Mapping[int, int], room: int) ->
 
 
 def _in_lines(cells: Sequence[RenderableType], columns: Sequence[Column], lines: Sequence[Mapping[int, int]]) -> Group:
-    """Arranges the cells of a row in lines; a line without content is left out."""
+    """Returns the cells of a row arranged in lines, for ``rich``; a line without content is left out."""
     parts = []
     for inside in lines:
         grid = Table.grid(*(columns[i].copy() for i in inside), padding=(0, GAP, 0, 0))
@@ -298,7 +298,7 @@ def rich_table(
 
 
 def plain_text(shown: RenderableType) -> str:
-    """Renders for ``print``: without colours, at the terminal's width, or at 80 columns without a terminal."""
+    """Renders a table of ``rich`` to text for ``print``: no colours, the terminal's width, else 80 columns."""
     width = shutil.get_terminal_size(fallback=(80, 24)).columns
     console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False, force_terminal=False)
     with console.capture() as captured:

@@ -93,7 +93,7 @@ class ShardPolicy:
 
 
 class ShardChoice(NamedTuple):
-    """Result of ``choose_shard_dim``: ``dim`` is ``None`` if the leaf stays replicated; ``reason`` explains why."""
+    """Result of ``choose_shard_dim``: the dim to split, ``None`` if the leaf stays replicated, and the reason."""
 
     dim: int | None
     reason: Reason
@@ -106,7 +106,7 @@ def choose_shard_dim(
     min_weight_size: int,
     uneven: str = DEFAULT_UNEVEN,
 ) -> ShardChoice:
-    """Chooses the dim of a leaf to split over the axes: the largest unsplit dim that the axes divide.
+    """Chooses the dim of a leaf to split over the axes: the largest unsplit dim divisible by the number of devices.
 
     Of equally large dims the last is chosen, which is the output dim of a Linen kernel.
 

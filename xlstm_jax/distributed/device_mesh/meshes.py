@@ -186,7 +186,7 @@ def is_size(size: Any) -> bool:
 
 
 def filled_sizes(shape: dict[str, int], count: int) -> tuple[int, ...]:
-    """Returns the sizes for ``count`` devices, with -1 replaced; without a -1 they may use fewer devices.
+    """Returns the axis sizes of a mesh of ``count`` devices, with -1 replaced; without -1 devices may be left over.
 
     Raises:
       ValueError: there are too few devices, or no size for -1 uses every device; names the nearest shapes that fit.

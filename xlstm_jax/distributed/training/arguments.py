@@ -45,7 +45,7 @@ PADDING = "which shard_batch(..., pad=True) returns"  # cure for padded rows of 
 
 @dataclasses.dataclass(frozen=True)
 class Called:
-    """A user's function that a step calls with ``arguments``, and with collections if the state has any.
+    """Description, for errors, of a user's function that a step calls with ``arguments`` (and collections, if any).
 
     Error texts end with ``with_collections`` if the state has collections and the function takes none, and with
     ``without`` in the reverse case.
@@ -57,7 +57,7 @@ class Called:
     without: str
 
     def written(self, *further: str) -> str:
-        """Returns a call of the function as source text."""
+        """Returns a call with the arguments, and ``further`` arguments, as source text for an error."""
         return f"{self.name}({', '.join([*self.arguments, *further])})"
 
 
@@ -78,12 +78,12 @@ EVAL_FN = Called(
 
 
 def check_loss_fn(loss_fn: Any, taker: str = "make_train_step", called: Called = LOSS_FN) -> None:
-    """Raises a ``TypeError`` unless the first argument of ``taker`` is a function that a step can call."""
+    """Raises a ``TypeError`` unless ``loss_fn`` is a function; the error names ``taker``, which got ``loss_fn``."""
     count = len(called.arguments)
     if callable(loss_fn) and not hasattr(loss_fn, "apply") and not isinstance(loss_fn, Mesh | AbstractMesh | type):
         # Some functions (written in C, say) have no signature: errors then show at the call.
         takes = _signature(loss_fn)
-        if takes and not any(_binds(takes, number, _by_name(takes)) for number in (count, count + 1)):
+        if takes and not any(_accepts_call(takes, number, _by_name(takes)) for number in (count, count + 1)):
             raise TypeError(
                 f"{taker} calls {called.written()}, with {count} arguments in this order, and the {called.name} that "
                 f"it was given is {kind_of(loss_fn)}{takes}. Arguments that it does not need may be called _."
@@ -101,10 +101,10 @@ def check_takes(
     ``collections`` of the state come after the arguments of ``called``; ``extra_trees`` are passed by name.
     """
     takes, count, further = _signature(function), len(called.arguments), bool(collections)
-    if takes is None or _binds(takes, count + further, extra_trees):
+    if takes is None or _accepts_call(takes, count + further, extra_trees):
         return
     _check_names(takes, called, collections, extra_trees)
-    if not _binds(takes, count + (not further), extra_trees):
+    if not _accepts_call(takes, count + (not further), extra_trees):
         return
     if collections:
         raise TypeError(
@@ -117,7 +117,7 @@ def check_takes(
 
 
 def _check_names(takes: inspect.Signature, called: Called, collections: Mapping[str, PyTree], extra_trees: Any) -> None:
-    """Raises if ``extra_trees`` lacks a required keyword argument, or has a name that the function does not take."""
+    """Raises if ``extra_trees`` lacks a keyword argument that the function requires, or has a name that it rejects."""
     if missing := [one for one in _by_name(takes) if one not in extra_trees]:
         raise TypeError(
             f"{called.name} takes {missing[0]!r} by name, and the step was not given it: "
@@ -148,8 +148,8 @@ def _by_name(takes: inspect.Signature) -> list[str]:
     return [one.name for one in takes.parameters.values() if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
 
 
-def _binds(takes: inspect.Signature, count: int, names: Iterable[str]) -> bool:
-    """Returns whether a function can be called with ``count`` positional arguments and ``names`` as keywords."""
+def _accepts_call(takes: inspect.Signature, count: int, names: Iterable[str]) -> bool:
+    """Returns whether a signature accepts ``count`` positional arguments and the keyword arguments ``names``."""
     try:
         # Only positions and names matter to `bind`, so any values do.
         takes.bind(*[None] * count, **dict.fromkeys(names))
@@ -226,7 +226,7 @@ def check_call(
 
 
 def check_evaluated(state: Any, local: PyTree) -> None:
-    """Raises a ``TypeError`` unless an evaluation can read the state, and ``local`` is the state of a metric."""
+    """Raises a ``TypeError`` unless ``state`` has params and apply_fn, and ``local`` is the state of a metric."""
     if missing := [name for name in ("params", "apply_fn") if not hasattr(state, name)]:
         raise TypeError(
             f"an evaluation takes (state, batch, local), and its state is {kind_of(state)}, which has no "
@@ -254,7 +254,7 @@ def check_mesh_of(arguments: dict[str, PyTree], mesh: Mesh | AbstractMesh) -> No
 
 
 def why_not_its_state(tx: optax.GradientTransformation, opt_state: PyTree, params: PyTree) -> str | None:
-    """Returns an error text if ``opt_state`` is not a state of ``tx`` for these parameters (no boxes), else None."""
+    """Returns why ``opt_state`` cannot be a state of ``tx`` for these unboxed parameters, as text; else None."""
     # Compare shapes first: users look for the path of a leaf. Trees with equal leaves may still differ in structure.
     made: Any = jax.eval_shape(tx.init, params)
     its, given = ({path: np.shape(leaf) for path, leaf in trees.leaves_with_path(tree)} for tree in (made, opt_state))
@@ -277,7 +277,7 @@ def why_not_its_state(tx: optax.GradientTransformation, opt_state: PyTree, param
 
 
 def check_global_batch(batch: PyTree, layout: BatchLayout, num_minibatches: int = 1, padding: str = WEIGHTED) -> None:
-    """Runs ``check_batch`` for rows that are split over axes of the mesh, and on each device into minibatches."""
+    """Runs ``check_batch`` for a global batch: devices times minibatches must divide the rows."""
     sizes = {axis: layout.mesh.shape[axis] for axis in layout.row_axes}
     devices = math.prod(sizes.values())
     divisor = f"the mesh of {sizes}, {devices} devices"

@@ -1,4 +1,4 @@
-"""Wrapper of a step's ``jax.jit`` function with checks of each call."""
+"""``CheckedStep``: the ``jax.jit`` function of a step that users call, with checks before and after each call."""
 
 import functools
 import inspect
@@ -16,7 +16,7 @@ from xlstm_jax.distributed.training.nan_inputs import naming_nans
 
 
 class CheckedStep:
-    """The jitted step ``jitted``, with checks and errors that name the argument and leaf at fault.
+    """Compiled step that checks each call; errors name the argument and leaf at fault.
 
     Provides the methods of a ``jax.jit`` function: ``lower``, ``trace``, ``eval_shape``, ``clear_cache``.
 
@@ -25,8 +25,8 @@ class CheckedStep:
       layout: the layout of its batch, with the mesh of the step.
       options: options of ``jax.jit``.
       arguments: names of the function's arguments by position.
-      counting: function of batch and arguments that returns the values, by kind, that count padded rows; see
-        ``counting_padding``.
+      counting: ``counting(batch, args, kwargs)`` returns the names of results that ignore the weights of padded rows,
+        by kind; see ``counting_padding``.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class CheckedStep:
         return getattr(self.jitted, name)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> JittedCall:
-        """Returns a call with its arguments by name; checks the names first, before any check reads the values."""
+        """Returns the call with its arguments by name, after a check that the names are those of the step."""
         named = dict(zip(self._step.arguments, args, strict=False)) | kwargs
         call = JittedCall(self._step, args, kwargs, named)
         run_checks("names", call)

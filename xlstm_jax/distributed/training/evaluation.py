@@ -41,7 +41,7 @@ ARGUMENTS = ("state", "batch", "local")
 
 
 class EvalFn(Protocol):
-    """Function that returns observations of the local shard of a batch.
+    """Protocol of the user's function for ``make_eval_step``: returns observations (values, weights) of local rows.
 
     Collections of the state come last; further trees are passed by name.
     """
@@ -68,7 +68,7 @@ def make_eval_step(
     check_vma: bool = True,
     compiler_options: str | Mapping[str, Any] | None = None,
 ) -> EvalStep:
-    """Returns an evaluation step for the training state as it is: forward inside ``shard_map``, in one ``jit``.
+    """Makes an evaluation step: a forward pass on the sharded training state, whose results update a metric.
 
     >>> from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
     >>> def eval_fn(params, apply_fn, batch):
@@ -124,9 +124,9 @@ def make_eval_step(
 
 @dataclass(frozen=True, eq=False)
 class _Evaluation:
-    """Options of ``make_eval_step``, with ``step``, the function to compile.
+    """Options of ``make_eval_step``, and the step to compile (``step``).
 
-    If ``is_watched``, observations have names in the jaxpr of the step.
+    With ``is_watched``, the analysis of padded rows, observations get names in the jaxpr.
     """
 
     eval_fn: Callable[..., Any]
@@ -153,7 +153,7 @@ class _Evaluation:
     def _on_device(
         self, apply_fn: ApplyFn, layout: BatchLayout, variables: dict[str, PyTree], batch: PyTree, local: Local
     ) -> Local:
-        """Runs on each device inside ``shard_map``."""
+        """Returns the metric state of this device, updated with its rows; ``shard_map`` runs the function."""
         with layout.entered(batch) as batch:
             return self._observed(apply_fn, variables, batch, local)
 

@@ -1,4 +1,4 @@
-"""Training state on a mesh: initialisation, abstract shapes, update. The only file to import Flax's ``TrainState``."""
+"""Training state on a mesh: initialisation, abstract shapes, updates. Only this file imports Flax's ``TrainState``."""
 
 import math
 import re
@@ -284,7 +284,9 @@ def abstract_train_state(
     offload: Placement = ON_DEVICES,
     **kwargs: Any,
 ) -> TrainState:
-    """Returns the result of ``create_train_state`` as shapes, without allocating arrays: the target of a restore.
+    """Returns a state of shapes with shardings, without arrays, for the result of ``create_train_state``.
+
+    A restore of a checkpoint takes the abstract state as its target.
 
     >>> model, x = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(16), jnp.ones((8, 32))
     >>> state = abstract_train_state(model, optax.adam(1e-3), mesh, jax.random.key(0), x, batch_axes=("dp", "fsdp"))
@@ -323,7 +325,7 @@ def updated_state(
     mesh: Mesh | AbstractMesh,
     collections: Mapping[str, PyTree],
 ) -> tuple[State, Metrics]:
-    """Returns the state after the optimizer's update on global arrays, with unchanged boxes and shardings, and metrics.
+    """Runs the optimizer on global arrays. Returns (state with unchanged boxes and shardings, metrics).
 
     ``value_fn`` and ``grad_fn`` compute loss and gradients of the batch at other parameters, for line searches and SAM.
     """
@@ -338,7 +340,7 @@ def updated_state(
 
 
 def _replaced(state: State, after: Trained) -> State:
-    """Returns the state with step, parameters and optimizer state of ``after``; collections are left to the caller."""
+    """Returns ``state`` with the step, parameters and optimizer state of ``after``, and unchanged collections."""
     stored: dict[str, Any] = {"sees_boxes": False} if isinstance(state, TrainState) else {}
     return state.replace(step=after.step, params=after.params, opt_state=after.opt_state, **stored)
 
@@ -350,7 +352,7 @@ def _updated(
     collections: Mapping[str, PyTree],
     **extra_args: PyTree,
 ) -> tuple[Trained, Metrics]:
-    """Runs the optimizer on gradients without boxes and padding; returns updated parts of the state, and metrics."""
+    """Runs the optimizer on gradients without boxes and padding. Returns (changed parts of the state, metrics)."""
     optimizer = sharded_optimizer(state.tx, state.params, mesh)
     before = Trained(state.step, state.params, state.opt_state, collections_of(state))
     try:
@@ -381,7 +383,7 @@ def _title_and_rows(state: Any) -> tuple[str, list[list[str]]]:
 
 
 def _bars(state: Any) -> list[Bar]:
-    """Returns bars per leaf, largest first; leaves of equal size that differ only in the layer number share a bar."""
+    """Returns a bar of bytes for each leaf, largest first, for notebooks. Equal leaves of layers share a bar."""
     alike: dict[tuple[str, int], list[str]] = defaultdict(list)
     for part in PARTS:
         for path, leaf in trees.sharded_leaves(getattr(state, part)):

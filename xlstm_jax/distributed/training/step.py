@@ -60,7 +60,7 @@ def make_train_step(
     compiler_options: str | Mapping[str, Any] | None = None,
     allow_replicated: bool = False,
 ) -> TrainStep:
-    """Returns the training step: forward and backward inside ``shard_map``, the optimizer outside, in one ``jit``.
+    """Makes a compiled training step: gradients inside ``shard_map``, then the optimizer on global arrays.
 
     >>> loss_fn = lambda params, apply_fn, batch, rng: jnp.mean(apply_fn({"params": params}, batch) ** 2)
     >>> model, x = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(16), jnp.ones((8, 32))
@@ -145,7 +145,7 @@ def make_train_step(
 
 @dataclass(frozen=True, eq=False)
 class StepOptions:
-    """Options of ``make_train_step``. The step compiles the method ``step``; ``check_step`` finds the options by it."""
+    """Options of ``make_train_step``, and the function to compile (``step``); ``check_step`` reads the options."""
 
     loss: LossFunction
     accumulation: Accumulation
@@ -158,7 +158,7 @@ class StepOptions:
     def step(
         self, state: Any, batch: PyTree, rng: jax.Array, local: PyTree = None, *, extra_trees: ExtraTrees = None
     ) -> tuple[Any, ...]:
-        """Returns ``(state, metrics)``, and the metric's state if there is a metric; traced by ``jit``."""
+        """Returns ``(state, metrics)``, or ``(state, metrics, local)`` with a metric: the function that is compiled."""
         extra_trees = {} if extra_trees is None else extra_trees
         count, options = self.accumulation.num_minibatches, (self.metric, self.learning_rate, self.allow_replicated)
         trace = StepTrace(self.loss, self.layout, count, *options, state, batch, rng, local, extra_trees)
@@ -176,7 +176,7 @@ class StepOptions:
         run_checks("traced", TracedStep(trace, jaxpr, stacks, trace_again))
         # From here on arrays are global: norms and optimizer moments are computed from unsharded leaves.
         metrics = {"loss": result.loss, "grad_norm": global_norm(result.grads)}
-        again = partial(_again, state.params, lambda params: on_mesh(params, *rest))
+        again = partial(_loss_and_grads_at, state.params, lambda params: on_mesh(params, *rest))
         value_fn, grad_fn = _value_fn(again), _grad_fn(again)
         after, of_optimizer = updated_state(
             state, result.grads, result.loss, value_fn, grad_fn, self.layout.mesh, result.collections
@@ -188,7 +188,7 @@ class StepOptions:
         return after, metrics | (_checked_aux(result.aux, metrics) if self.loss.has_aux else {})
 
     def _on_mesh(self, state: Any, batch: PyTree, extra_trees: Mapping[str, PyTree]) -> Callable[..., BatchResult]:
-        """Returns the ``shard_map`` of a step, a function of (params, batch, rng, local, collections, extra_trees)."""
+        """Returns a ``shard_map`` from (params, batch, rng, local, collections, extra_trees) to a ``BatchResult``."""
         # `axes` are the batch axes; `whole` is the spec of replicated values.
         kept, axes, whole, mesh = collections_of(state), self.accumulation.axes, PartitionSpec(), self.layout.mesh
         layout = self.layout.of_batch(batch)
@@ -229,14 +229,16 @@ def _checked_aux(aux: Any, metrics: Metrics) -> Metrics:
     return aux
 
 
-def _again(like: PyTree, of_batch: Callable[[PyTree], BatchResult], params: PyTree) -> tuple[jax.Array, PyTree]:
-    """Returns loss and gradients of the step's batch (and its random draws) at other ``params`` in optimizer form."""
+def _loss_and_grads_at(
+    like: PyTree, of_batch: Callable[[PyTree], BatchResult], params: PyTree
+) -> tuple[jax.Array, PyTree]:
+    """Returns loss and gradients of the step's batch, with the same draws, at other ``params`` (without boxes)."""
     found = of_batch(with_trainable(like, params))
     return found.loss, trainable(found.grads)
 
 
 def _grad_fn(again: Callable[[PyTree], tuple[jax.Array, PyTree]]) -> Callable[..., PyTree]:
-    """Returns the function (params, call index) -> gradients, for SAM (``opaque_mode=True``)."""
+    """Returns a function (params, call index) -> gradients, which optax's SAM calls (``opaque_mode=True``)."""
 
     def gradients(params: PyTree, index: jax.Array | int = 0) -> PyTree:
         del index  # Every adversarial step uses the batch of the step.
@@ -246,7 +248,7 @@ def _grad_fn(again: Callable[[PyTree], tuple[jax.Array, PyTree]]) -> Callable[..
 
 
 def _value_fn(again: Callable[[PyTree], tuple[jax.Array, PyTree]]) -> Callable[[PyTree], jax.Array]:
-    """Returns the function params -> loss on the optimizer's parameters, for line searches (L-BFGS).
+    """Returns a differentiable function params -> loss, which line searches (L-BFGS) call.
 
     The function has a custom gradient rule. If JAX differentiated the ``shard_map``, each device would get 1/N of the
     cotangent, and the means inside would divide by N once more.

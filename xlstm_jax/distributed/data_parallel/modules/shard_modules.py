@@ -148,7 +148,7 @@ def larger_than(size: int) -> Selection:
 
 @dataclass(frozen=True)
 class _Sharding:
-    """Arguments of one ``shard_modules`` call."""
+    """Arguments of one ``shard_modules`` call: the selection, ``where`` as given for errors, and other options."""
 
     selection: Selection
     where: Any
@@ -156,6 +156,7 @@ class _Sharding:
 
 
 def _sharded(model: Any, sharding: _Sharding) -> Any:
+    """Returns the model, its class or its ``partial``, with a subclass that shards chosen modules."""
     if isinstance(model, functools.partial):
         return functools.partial(_sharded(model.func, sharding), *model.args, **model.keywords)
     if isinstance(model, nn.Module):
@@ -165,6 +166,7 @@ def _sharded(model: Any, sharding: _Sharding) -> Any:
 
 
 def _check_model(model: object) -> None:
+    """Raises a ``TypeError`` unless ``model`` is a Linen module, its class, or a ``partial`` of the class."""
     made = model.func if isinstance(model, functools.partial) else model
     cls = made if isinstance(made, type) else type(made)
     if issubclass(cls, nn.Module):
@@ -177,7 +179,7 @@ def _check_model(model: object) -> None:
 
 
 def _subclass(cls: type[nn.Module], sharding: _Sharding) -> Any:
-    """Returns a subclass whose public methods run under the interceptor. Class and parameter names stay the same."""
+    """Returns a subclass whose public methods shard the chosen modules inside. Class and parameter names stay."""
     methods = {name: _intercepted(getattr(cls, name), sharding) for name in methods_to_lift(cls)}
     methods["__init__"] = vars(cls)["__init__"]  # a decorator may have replaced it
     new = type(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
@@ -187,6 +189,8 @@ def _subclass(cls: type[nn.Module], sharding: _Sharding) -> Any:
 
 
 def _intercepted(plain: Method, sharding: _Sharding) -> Method:
+    """Returns a method of a sharded model that runs ``plain`` under the interceptor of a new ``_Run``."""
+
     @functools.wraps(plain)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A method that calls another one of the same model starts no new run.
@@ -199,21 +203,21 @@ def _intercepted(plain: Method, sharding: _Sharding) -> Method:
 
 
 def apart_from_model() -> AbstractContextManager[None]:
-    """Returns a context for modules that a sharded model's method initialises or applies outside the model."""
-    return nn.intercept_methods(_Apart().intercept)
+    """Returns a context in which a sharded model's method can run a module that is no part of the model, unsharded."""
+    return nn.intercept_methods(_ApartMarker().intercept)
 
 
-class _Apart:
-    """Marker on Linen's stack of interceptors. Interceptors below the marker skip modules that run above."""
+class _ApartMarker:
+    """Marker on Linen's stack of interceptors: a ``_Run`` below the marker ignores modules that run above."""
 
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        """Interceptor for ``nn.intercept_methods``: calls the method."""
+        """Interceptor for ``nn.intercept_methods`` that only calls the method: its place on the stack is the marker."""
         return method(*args, **kwargs)
 
 
 @dataclass(eq=False)
 class _Run:
-    """Call of a method of a sharded model. Paths are relative to that model, whose path is ""."""
+    """State of a running method of a sharded model: modules entered and chosen. Paths are relative to the model."""
 
     sharding: _Sharding
     root: tuple[str, ...]
@@ -224,10 +228,10 @@ class _Run:
     _has_units: bool = False  # a unit may have no parameters
 
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        """Interceptor for ``nn.intercept_methods``: enters a module at its outermost public method."""
+        """Interceptor for ``nn.intercept_methods``: splits or gathers the parameters of a chosen module."""
         module, name, policy = context.module, context.method_name, self.sharding.policy
         watchers = watching(object)
-        is_apart = _Apart in map(type, watchers[: watchers.index(self)])  # the module is not part of the model
+        is_apart = _ApartMarker in map(type, watchers[: watchers.index(self)])  # the module is not part of the model
         if is_apart or module.scope is None or not is_public(name, LINEN):
             return method(*args, **kwargs)
         # Linen inspects the setup of modules made by nn.scan before they are called.
@@ -258,7 +262,7 @@ class _Run:
             self._entered.pop()
 
     def _gathers(self, path: str, module: nn.Module) -> bool:
-        """Returns whether a module was chosen and has split parameters to gather."""
+        """Returns whether the module at ``path`` was chosen as a unit and has split parameters of its own to gather."""
         selection = self.sharding.selection
         if not selection.takes(path, module, True):  # before the parameters of all modules within are read
             return False
@@ -271,7 +275,7 @@ class _Run:
         return bool(own) and selection.takes(path, module, any(own))
 
     def _initialise(self, path: str, module: nn.Module, method: Callable[[], Any]) -> Any:
-        """Runs a method of a module, and then splits the module's parameters if the module was chosen."""
+        """Runs a method of a module in ``init``; then splits the module's parameters if the module is chosen."""
         selection, policy = self.sharding.selection, self.sharding.policy
         with inside_unit(module, policy.axes) if selection.takes(path, module, False) else nullcontext():
             result = method()
@@ -297,9 +301,9 @@ class _Run:
         return result
 
     def _is_left_out(self, path: str) -> bool:
-        """Returns True for ``larger_than``: leaves out a module in an ``nn.map_variables`` of the model.
+        """Returns True if a module inside the model's ``nn.map_variables`` must not be chosen: with ``larger_than``.
 
-        The map would compute from shards. The module around the map gathers the parameters instead, before the map.
+        The map would compute from shards. A module around the map may be chosen, and gathers before the map runs.
 
         Raises:
           ValueError: the module was chosen by class or by predicate.
@@ -314,6 +318,7 @@ class _Run:
         )
 
     def _refuse(self, model: nn.Module) -> NoReturn:
+        """Raises the error that ``where`` has chosen no module; lists the modules of the model."""
         outer_first = sorted(self._seen.items(), key=lambda item: item[0].count("/"))
         patterns = {path_pattern(f"{path}/")[:-1]: cls.__name__ for path, cls in outer_first if path}
         there = [f"{path!r} ({name})" for path, name in patterns.items()]
@@ -325,7 +330,7 @@ class _Run:
 
 
 def _nothing(module: nn.Module) -> None:
-    """Does nothing. Lifted and run in an initialisation, it splits the parameters of an existing module."""
+    """Does nothing. ``lifted(_nothing, ...)``, called on a module in ``init``, splits the module's parameters."""
 
 
 def _parameters(module: nn.Module) -> list[tuple[tuple[str, ...], str, Sharded]]:

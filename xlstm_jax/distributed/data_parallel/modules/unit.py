@@ -54,7 +54,7 @@ Predicate = Callable[[str, Any], Any]
 
 @dataclass(frozen=True)
 class ModuleSystem:
-    """Description of a module library for units.
+    """Description of a module library (Linen, NNX), for the functions of this file.
 
     Attributes:
       module_class: base class of all modules of the library. Public methods of this class itself enter no unit.
@@ -71,7 +71,7 @@ class ModuleSystem:
 
 @runtime_checkable
 class ShardsItself(Protocol):
-    """Model that lists modules before it runs; ``shard_modules`` calls ``with_units``."""
+    """Protocol of a model that ``shard_modules`` shards by its method ``with_units``: an ``NnxModel``."""
 
     def with_units(self, where: Any, policy: ShardPolicy) -> Any:
         """Returns the model with the modules that ``where`` selects as units."""
@@ -101,12 +101,12 @@ def as_predicate(where: Any, system: ModuleSystem) -> Predicate:
 
 
 def public_methods(cls: type[Any], system: ModuleSystem) -> list[str]:
-    """Returns the methods for callers of a module: ``__call__`` and public methods, without the library's methods."""
+    """Returns the names of ``__call__`` and the public methods of a class, without methods of the module library."""
     return [name for name, _ in inspect.getmembers_static(cls, system.is_method) if is_public(name, system)]
 
 
 def is_public(method: str, system: ModuleSystem) -> bool:
-    """Returns whether the method is for callers, not for the module itself or for its library."""
+    """Returns whether a method name is ``__call__``, or a public name that the module library does not define."""
     return method == "__call__" or not (method.startswith("_") or hasattr(system.module_class, method))
 
 
@@ -114,7 +114,7 @@ def is_public(method: str, system: ModuleSystem) -> bool:
 
 
 def running(axes: tuple[str, ...]) -> Literal["manual", "global", "plain"]:
-    """Returns where the wrapped module runs: "manual" (axes bound), "global" (the mesh is set), or "plain"."""
+    """Returns where a wrapped module runs: "manual" (in ``shard_map``), "global" (under ``set_mesh``), else "plain"."""
     unbound = [axis for axis in axes if not collectives.is_bound(axis)]
     if not unbound:
         return "manual"
@@ -136,7 +136,7 @@ def _no_axis(axis: str) -> ValueError:
 
 
 def entered(system: ModuleSystem, name: str, run: Method, module: Any, args: Any, kwargs: Any) -> Any:
-    """Runs ``run(module, *args, **kwargs)`` of a unit, with its input named for remat policies.
+    """Returns ``run(module, *args, **kwargs)``, for a unit's method; names the input for remat policies.
 
     The gather runs outside of the module's name scope; profiles and forecasts show the gather under ``name``.
     """
@@ -146,7 +146,7 @@ def entered(system: ModuleSystem, name: str, run: Method, module: Any, args: Any
 
 
 def named_input(system: ModuleSystem, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Returns the unit's arguments, with floats in the first argument named BLOCK_INPUT.
+    """Returns the unit's arguments; floats of the first argument have the ``checkpoint_name`` BLOCK_INPUT.
 
     Without positional arguments, floats in each keyword argument are named. Later arguments, such as a mask, are often
     shared by the layers: keeping a copy per layer would take more memory.
@@ -173,7 +173,7 @@ def gather_here(
     Args:
       policy: the options of the unit.
       variables: collections of the module, including "params".
-      module: the path of a Linen module in the model; errors name leaves by it.
+      module: the path of a Linen module in the model, for leaf names in errors.
       extensions: extensions of the unit, which may choose wires of leaves, and replace leaves.
     """
     # The box of a leaf names its copies: ``or_else`` fills the None from the box.
@@ -218,7 +218,7 @@ def gather_here(
 
 
 def shard_to_read(policy: ShardPolicy, box: Sharded) -> Sharded | None:
-    """Returns a leaf's shard with the options of the unit; ``None`` if the unit gathers only some axes."""
+    """Returns the leaf with the unit's communication options; ``None`` if axes split the leaf that the unit ignores."""
     if not set(box.axes) <= set(policy.axes):
         return None
     # The box names the copies, as in ``gather_here``.
@@ -226,25 +226,25 @@ def shard_to_read(policy: ShardPolicy, box: Sharded) -> Sharded | None:
 
 
 def shards_to_read(policy: ShardPolicy, params: Mapping[str, Any]) -> dict[str, Sharded]:
-    """Returns the shards of a module's direct parameters by name, with the communication options of its unit."""
+    """Returns by name the split parameters of a module (not of submodules), with the unit's communication options."""
     found = {name: shard_to_read(policy, leaf) for name, leaf in params.items() if isinstance(leaf, Sharded)}
     return {name: shard for name, shard in found.items() if shard is not None}
 
 
 def split_over(leaf: Sharded, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the axes in ``axes`` over which the leaf's box splits the leaf on several devices."""
+    """Returns the axes among ``axes`` that split the leaf, by its box, over two or more devices."""
     return collectives.spread_axes([axis for axis in leaf.axes if axis in axes])
 
 
 def closed_over_error(path: str, leaf: Sharded, axes: tuple[str, ...]) -> ValueError:
-    """Returns the error for a leaf whose box says "split" and whose value is the full array."""
+    """Returns the error for a leaf with a full array in a box that names axes, where a shard was expected."""
     return full_value_error(f"'{path}'", np.shape(leaf.value), split_over(leaf, axes))
 
 
 def carry_axes(tree: PyTree) -> list[str]:
-    """Returns the varying axes of a recurrent module's carry, given a tree of the module's inputs and parameters.
+    """Returns the axes over which the carry of a recurrent module varies by type.
 
-    After a gather, a split leaf varies over its axes.
+    ``tree`` has the inputs and parameters of the module. After a gather, a split leaf varies over its axes.
     """
     leaves = [leaf for _, leaf in sharded_leaves(tree)]
     arrays = [leaf.value for leaf in leaves if isinstance(leaf.value, jax.Array)]
@@ -256,7 +256,7 @@ def carry_axes(tree: PyTree) -> list[str]:
 
 
 def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
-    """Returns ``run(module, *args, **kwargs)``, with gathers repeated in the backward pass if the policy says so."""
+    """Returns ``run``, or with ``reshard_after_forward`` a function that repeats its gathers in the backward pass."""
     if not policy.reshard_after_forward:
         return run
 
@@ -284,7 +284,7 @@ def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
 
 
 def shard_here(policy: ShardPolicy, variables: PyTree) -> PyTree:
-    """Returns a module's initialised variables, split, in boxes that name the module as the gatherer."""
+    """Splits the variables that a unit's ``init`` has made; the boxes record that this unit gathers the leaves."""
     passing = passing_collections()
     whole = {name: tree for name, tree in variables.items() if name in passing}
     variables = {name: tree for name, tree in variables.items() if name not in passing}

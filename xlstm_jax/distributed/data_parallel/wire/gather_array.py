@@ -119,7 +119,7 @@ _gather.defvjp(_gather_fwd, _gather_bwd)
 
 @partial(jax.jit, static_argnums=(2, 3, 4))
 def _whole(x: jax.Array, wire: Wire | None, dim: int, axes: tuple[str, ...], how: Communication) -> jax.Array:
-    """Forward pass of a gather."""
+    """Returns the unsharded array: the forward pass of a gather along ``dim``; sends in the format ``wire``."""
     wire = wire or how.wire(x, dim, axes)
     sent = wire.send(shard_as_sent(x, how))
     return wire.receive(collectives.all_gather(sent, wire.along(dim), axes))
@@ -127,7 +127,7 @@ def _whole(x: jax.Array, wire: Wire | None, dim: int, axes: tuple[str, ...], how
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _scattered(cotangent: jax.Array, dim: int, axes: tuple[str, ...], how: Communication, primal: Primal) -> jax.Array:
-    """Backward pass of a gather."""
+    """Returns the gradient of the shard: the backward pass of a gather, a reduce-scatter along ``dim``."""
     terms = terms_to_scatter(behind_barrier_on_cpu(cotangent, axes), axes, how, primal)
     return gradient_of_shard(collectives.reduce_scatter(terms, dim, axes), how, primal)
 
@@ -147,11 +147,10 @@ def behind_barrier_on_cpu(cotangent: jax.Array, axes: tuple[str, ...]) -> jax.Ar
 
 
 def shard_as_sent(x: jax.Array, how: Communication) -> jax.Array:
-    """Returns the shard in its gather dtype, for ``Wire.send``.
+    """Returns the shard in its gather dtype, ready for ``Wire.send``, typed as varying along the axes of copies.
 
-    Before this function a shard has the type "equal along the axes of copies". This function casts the shard to the
-    type "varying along the axes of copies". Without this cast JAX would insert a cast whose transpose sums the
-    unsharded gradients.
+    The type of the argument is "equal along the axes of copies". Without a cast here JAX would insert a cast behind the
+    gather, whose transpose sums the unsharded gradients.
     """
     x = collectives.to_varying(x, collectives.spread_axes(how.copied_axes))
     return x if is_prng_key(x) else x.astype(how.dtypes(x)[0])
@@ -171,7 +170,7 @@ def gradient_of_shard(scattered: jax.Array, how: Communication, primal: Primal) 
 
 
 def check_one_gradient_of_one_batch(path: str, primal: Primal, cotangent: jax.Array, axes: tuple[str, ...]) -> None:
-    """Raises if the cotangent is not the gradient of this device's full batch, which averaging over devices assumes.
+    """Raises a ``ValueError`` if a cotangent is not the gradient of this device's full batch: a mean would be wrong.
 
     Under ``vmap`` each cotangent may belong to a different shard (an ensemble), but not all to the same shard.
     """
@@ -241,9 +240,9 @@ def gather_dims(
     path: str,
     wire: Wire | None,
 ) -> tuple[jax.Array, tuple[AxisEntry, ...]]:
-    """Gathers the dims in ``names`` that are split over axes in ``axes``. Returns the value and the remaining names.
+    """Gathers each dim of a shard over its axes that are in ``axes``. Returns the array, and the remaining names.
 
-    ``wire=None``: the wire of ``how``.
+    ``names`` has the axes of each dim; ``wire`` is the format in which shards are sent (``None``: as ``how`` selects).
     """
     left = list(names)
     for dim, entry in enumerate(names):
