@@ -44,9 +44,10 @@ from xlstm_jax.distributed import (
     unbox,
     value_and_grad,
 )
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.metrics import WeightedMean
 from xlstm_jax.distributed.optimizers import skip_nonfinite, with_ema
-from xlstm_jax.distributed.training import accumulate_gradients, chunked_cross_entropy
+from xlstm_jax.distributed.training import accumulate_gradients, chunked_cross_entropy, default_batch_axes
 
 calls, losses, models, evaluation, collections, checking, names, frozen, optimizers = map(
     Section,
@@ -141,6 +142,7 @@ def evaluate(
 
 
 STEP = make_train_step(mean_loss, MESH, AXES)
+WITH_KEY = make_train_step(lambda params, apply_fn, batch, rng: mean_loss(params, apply_fn, batch, rng), MESH, AXES)
 EVALUATION = make_eval_step(lambda params, apply_fn, batch: {"values": batch["x"]}, MESH, AXES, metric=WeightedMean())
 
 
@@ -395,12 +397,20 @@ ROWS = [
         "a Dense; write a function",
     ),
     losses(
-        "loss-function-of-three",
-        lambda: make_train_step(lambda params, apply_fn, batch: 0.0, MESH, AXES),
+        "loss-function-of-two",
+        lambda: make_train_step(lambda params, batch: 0.0, MESH, AXES),
         TypeError,
         "… calls …, with … arguments",
         "loss_fn(params, apply_fn, batch, rng), with 4",
-        "is the function <lambda>(params, apply_fn, batch)",
+        "is the function <lambda>(params, batch)",
+    ),
+    losses(
+        "loss-function-with-key",
+        lambda: make_train_step(lambda params, apply_fn, batch, noise: 0.0, MESH, AXES).eval_shape(dense(), BATCH),
+        TypeError,
+        "… takes a key as argument",
+        "(params, apply_fn, batch, noise) takes a key as argument 4, and the step was given none. Pass a key",
+        "or write loss_fn(params, apply_fn, batch)",
     ),
     losses(
         "eval-function-of-two",
@@ -551,7 +561,7 @@ ROWS = [
             "seed)",
         )
         for name, (bad, says) in KEYS.items()
-        if name != "seed"
+        if name not in ("seed", "none")
     ],
     models(
         "key-seed",
@@ -593,21 +603,32 @@ ROWS = [
     ),
     calls("metric-without-local", with_metric([]), ValueError, "make_train_step has metric=…", "was given local=None"),
     calls(
+        "batch-axes-none-left",
+        lambda: default_batch_axes({"kernel": Sharded(jnp.ones((8, 8)), ("dp", "fsdp"), model_axes=AXES)}, MESH),
+        ValueError,
+        "the model itself splits parameters over every axis",
+        "every axis of the mesh, ('dp', 'fsdp') (over 'fsdp' it splits 'kernel')",
+    ),
+    calls(
         "call-without-key",
-        lambda: STEP(dense(), BATCH),
+        lambda: WITH_KEY(dense(), BATCH),
         TypeError,
         "… was called without",
         "step(state, batch, rng) was called without 'rng'. Pass a key",
     ),
     calls(
         "call-without-batch",
-        lambda: STEP.lower(dense()),
+        lambda: WITH_KEY.lower(dense()),
         TypeError,
         "… was called without",
         "step(state, batch, rng) was called without 'batch'",
     ),
     calls(
-        "call-shape-without-key", lambda: STEP.eval_shape(dense(), BATCH), TypeError, "… was called without", "'rng'"
+        "call-shape-without-key",
+        lambda: WITH_KEY.eval_shape(dense(), BATCH),
+        TypeError,
+        "… was called without",
+        "'rng'",
     ),
     calls(
         "call-unknown-name",

@@ -1,7 +1,7 @@
 """Public names of the library that training needs, in groups.
 
-  devices          DeviceMeshManager, initialize_distributed, simulate_cpu_devices, assert_same_everywhere, shard_batch,
-                   abstract_batch
+  devices          create_fsdp_mesh, DeviceMeshManager, initialize_distributed, simulate_cpu_devices,
+                   assert_same_everywhere, shard_batch, abstract_batch
   wrapped modules  shard_module_params, shard_modules, scan_layers, nnx_model, Replicas, freeze_params, remat_policy,
                    BLOCK_INPUT, typed_kernel, compiler_options
   trees of shards  shard_params, gather_params, sync_gradients, partition_specs, shardings, unbox, bytes_per_device
@@ -40,7 +40,7 @@ from xlstm_jax.distributed.data_parallel import (
     typed_kernel,
     unbox,
 )
-from xlstm_jax.distributed.device_mesh import DeviceMeshManager, abstract_batch, shard_batch
+from xlstm_jax.distributed.device_mesh import DeviceMeshManager, abstract_batch, create_fsdp_mesh, shard_batch
 from xlstm_jax.distributed.optimizers import (
     Offload,
     clip_by_global_norm,
@@ -72,6 +72,7 @@ from xlstm_jax.distributed.training import (
 
 __all__ = [  # noqa: RUF022 (in groups)
     # devices
+    "create_fsdp_mesh",
     "DeviceMeshManager",
     "initialize_distributed",
     "simulate_cpu_devices",

@@ -22,6 +22,8 @@ from xlstm_jax.distributed.processes.devices import (  # where older code has th
     simulate_cpu_devices,
 )
 
+create_fsdp_mesh = DeviceMeshManager.create_fsdp_mesh  # the mesh of most trainings, by a name of its own
+
 __all__ = [
     "DataParallel",
     "DeviceMeshManager",
@@ -29,6 +31,7 @@ __all__ = [
     "auto_mesh",
     "available_devices",
     "check_no_explicit_mesh",
+    "create_fsdp_mesh",
     "from_zigzag",
     "mesh_axes",
     "shard_batch",

@@ -8,6 +8,7 @@
   abstract_train_state  shapes and shardings of the state: the target of a restore
   make_train_step       gradients inside shard_map, the optimizer outside, in the same jit
   make_eval_step        forward pass on the same sharded state, accumulated into a metric
+  default_batch_axes    every axis of the mesh, except the axes over which the model itself splits parameters
   check_step            compares the gradients of a step, yours or ours, with one device on the full batch
   LMHead                a layer whose losses over a large vocabulary need no logits: chunked_cross_entropy
 
@@ -19,6 +20,7 @@ scalars or rows that this needs.
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
 from xlstm_jax.distributed.training import checks  # noqa: F401  # registers its rows
 from xlstm_jax.distributed.training.accumulation import accumulate_gradients
+from xlstm_jax.distributed.training.batch_axes import default_batch_axes
 from xlstm_jax.distributed.training.cross_entropy import LMHead, TokenLosses, chunked_cross_entropy
 from xlstm_jax.distributed.training.evaluation import make_eval_step
 from xlstm_jax.distributed.training.gradients import fold_rng_over_axis, value_and_grad
@@ -43,6 +45,7 @@ __all__ = [
     "check_step",
     "chunked_cross_entropy",
     "create_train_state",
+    "default_batch_axes",
     "fold_rng_over_axis",
     "init_sharded",
     "jitted_init",

@@ -26,13 +26,14 @@ from xlstm_jax.distributed.metrics.pure_metric import Local
 from xlstm_jax.formatting import kind_of
 
 STEP = "a step takes (state, batch, rng)"
+NAMES_OF_KEYS = ("rng", "key")  # parts of the name of an argument that is a key
 STATE_FIELDS = ("step", "apply_fn", "params", "tx", "opt_state", "replace")
 ARGUMENTS = ("state", "batch", "rng", "local")  # of a training step
 DONATED = ("state", "local")  # whose memory a step takes over
 GIVEN = {  # values to pass to a step, by argument name
     "state": "the state that create_train_state makes, or the last one that the step returned",
     "batch": "arrays [rows, ...], as shard_batch returns them",
-    "rng": "a key, jax.random.key(0); it may be the same in all steps",
+    "rng": "a key, jax.random.key(0); it may be the same in all steps. A loss_fn(params, apply_fn, batch) needs none",
     "local": "the state of the metric: metric.empty(batch_axes, mesh), or the last one that the step returned",
 }
 ExtraTrees = Mapping[str, PyTree] | None  # further trees of a step, passed to the loss function by name
@@ -69,6 +70,7 @@ LOSS_FN = Called(
     "Make it with create_train_state, or TrainState.create(..., collections=...) of xlstm_jax.distributed (Flax's own "
     "TrainState has no such field); for a model without them leave the argument out",
 )
+LOSS_FN_WITHOUT_KEY = dataclasses.replace(LOSS_FN, arguments=LOSS_FN.arguments[:-1])
 EVAL_FN = Called(
     "eval_fn",
     ("params", "apply_fn", "batch"),
@@ -83,7 +85,9 @@ def check_loss_fn(loss_fn: Any, taker: str = "make_train_step", called: Called =
     if callable(loss_fn) and not hasattr(loss_fn, "apply") and not isinstance(loss_fn, Mesh | AbstractMesh | type):
         # Some functions (written in C, say) have no signature: errors then show at the call.
         takes = _signature(loss_fn)
-        if takes and not any(_accepts_call(takes, number, _by_name(takes)) for number in (count, count + 1)):
+        # Collections come last; a loss that draws nothing takes no key.
+        counts = (count, count + 1, *[count - 1] * (called is LOSS_FN))
+        if takes and not any(_accepts_call(takes, number, _by_name(takes)) for number in counts):
             raise TypeError(
                 f"{taker} calls {called.written()}, with {count} arguments in this order, and the {called.name} that "
                 f"it was given is {kind_of(loss_fn)}{takes}. Arguments that it does not need may be called _."
@@ -91,6 +95,64 @@ def check_loss_fn(loss_fn: Any, taker: str = "make_train_step", called: Called =
         return
     cure = "write a function that calls apply_fn" if hasattr(loss_fn, "apply") else "pass (loss_fn, mesh, batch_axes)"
     raise TypeError(f"{taker} takes first a function {called.written()}, not {kind_of(loss_fn)}; {cure}.")
+
+
+def needs_key(loss_fn: Callable[..., Any]) -> bool:
+    """Returns whether a loss function takes a key for every state, with collections and without.
+
+    Without a key, the fourth argument of a loss function is the collections, unless the name of the argument says
+    that the argument is a key.
+    """
+    takes, count = _signature(loss_fn), len(LOSS_FN_WITHOUT_KEY.arguments)
+    if takes is None or _accepts_call(takes, count, _by_name(takes)):
+        return False
+    return _is_key(takes, count) or not _accepts_call(takes, count + 1, _by_name(takes))
+
+
+def takes_key(loss_fn: Callable[..., Any], rng: PyTree, collections: Mapping[str, PyTree], extra_trees: Any) -> bool:
+    """Returns whether a step passes a key to its loss function; ``rng`` is the key of the step, or None.
+
+    A loss function that takes no key draws nothing, and ignores the key of the step.
+
+    Raises:
+      TypeError: the loss function takes a key, and the step was given none.
+    """
+    takes, count = _signature(loss_fn), len(LOSS_FN_WITHOUT_KEY.arguments)
+    if takes is None:
+        return rng is not None
+
+    def binds(key: int, names: Iterable[str]) -> bool:
+        return _accepts_call(takes, count + key + bool(collections), names)
+
+    # If the names of the trees are wrong, ``check_takes`` reports them.
+    names = extra_trees if binds(1, extra_trees) or binds(0, extra_trees) else _by_name(takes)
+    with_key, without = binds(1, names), binds(0, names)
+    # With collections in the state, (params, apply_fn, batch, rng) is a function that lacks the collections.
+    lacks = bool(collections) and without and not with_key and _is_key(takes, count)
+    if rng is not None:
+        return with_key or lacks or not without
+    if lacks or (with_key and not without):
+        raise TypeError(
+            f"{kind_of(loss_fn)}{takes} takes a key as argument {count + 1}, and the step was given none. Pass a key, "
+            f"step(state, batch, jax.random.key(0)), or write {LOSS_FN_WITHOUT_KEY.written()}, which draws nothing."
+        )
+    return False
+
+
+def without_key(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a loss function with the arguments of ``LOSS_FN`` that calls ``loss_fn`` without the key."""
+
+    def loss(params: PyTree, apply_fn: Any, batch: PyTree, rng: PyTree, *rest: Any, **extra_trees: Any) -> Any:
+        del rng
+        return loss_fn(params, apply_fn, batch, *rest, **extra_trees)
+
+    return loss
+
+
+def _is_key(takes: inspect.Signature, index: int) -> bool:
+    """Returns whether the argument at this index is a key by its name, or has the name of an unused argument, ``_``."""
+    name = [*takes.parameters][index] if index < len(takes.parameters) else ""
+    return not name.strip("_") or any(part in name for part in NAMES_OF_KEYS)
 
 
 def check_takes(
@@ -212,7 +274,8 @@ def check_call(
         leaf with another sharding. (A batch may be on any mesh of the same devices: it is not donated.) Or ``local`` is
         passed without a metric, or is missing with a metric.
     """
-    check_keys(rng, "step(state, batch, rng)", one=True)
+    if rng is not None:
+        check_keys(rng, "step(state, batch, rng)", one=True)
     if missing := [name for name in STATE_FIELDS if not hasattr(state, name)]:
         raise TypeError(
             f"{STEP}, and its state is {kind_of(state)}, not a TrainState: it has no {missing[0]!r}. "

@@ -23,10 +23,11 @@ class CheckedStep:
     Args:
       step: the function to compile.
       layout: the layout of its batch, with the mesh of the step.
-      options: options of ``jax.jit``.
       arguments: names of the function's arguments by position.
+      needed: names of the arguments without which a call is refused; None: the arguments without a default.
       counting: ``counting(batch, args, kwargs)`` returns the names of results that ignore the weights of padded rows,
         by kind; see ``counting_padding``.
+      options: options of ``jax.jit``.
     """
 
     def __init__(
@@ -36,12 +37,14 @@ class CheckedStep:
         arguments: tuple[str, ...] = ARGUMENTS,
         *,
         counting: Callable[[PyTree, tuple[Any, ...], dict[str, Any]], dict[str, list[str]]],
+        needed: tuple[str, ...] | None = None,
         **options: Any,
     ):
         functools.update_wrapper(self, step)
         self.jitted = jax.jit(step, **options)
         takes = inspect.signature(step).parameters
-        needed = tuple(name for name in arguments if takes[name].default is inspect.Parameter.empty)
+        if needed is None:
+            needed = tuple(name for name in arguments if takes[name].default is inspect.Parameter.empty)
         donated = [arguments[index] for index in np.atleast_1d(options["donate_argnums"])]
         self._step = JittedStep(layout, arguments, needed, donated, counting, set())
 

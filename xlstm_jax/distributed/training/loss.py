@@ -54,8 +54,8 @@ class MinibatchLossFn(Protocol):
     ) -> Any: ...
 
 
-class LossFn(Protocol):
-    """Loss function of ``make_train_step``: the loss of this device's shard of the batch.
+class LossFnWithKey(Protocol):
+    """Loss function of ``make_train_step`` that draws random numbers: the loss of this device's shard of the batch.
 
     Collections of the state, if any, come last; further trees are passed by name.
     """
@@ -63,6 +63,17 @@ class LossFn(Protocol):
     def __call__(
         self, params: PyTree, apply_fn: ApplyFn, batch: PyTree, rng: jax.Array, /, *collections: Any, **extra_trees: Any
     ) -> Any: ...
+
+
+class LossFnWithoutKey(Protocol):
+    """Loss function of ``make_train_step`` that draws nothing; otherwise as ``LossFnWithKey``."""
+
+    def __call__(
+        self, params: PyTree, apply_fn: ApplyFn, batch: PyTree, /, *collections: Any, **extra_trees: Any
+    ) -> Any: ...
+
+
+LossFn = LossFnWithKey | LossFnWithoutKey
 
 
 @jax.tree_util.register_dataclass

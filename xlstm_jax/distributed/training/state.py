@@ -34,6 +34,7 @@ from xlstm_jax.distributed.optimizers.lookahead import with_plain_params
 from xlstm_jax.distributed.optimizers.sharded_optimizer import ON_DEVICES, Placement, Trained, sharded_optimizer
 from xlstm_jax.distributed.optimizers.state import given_state, trainable
 from xlstm_jax.distributed.training.arguments import collections_of, why_not_its_state
+from xlstm_jax.distributed.training.batch_axes import default_batch_axes
 from xlstm_jax.distributed.training.moments import CreatedState, NewModel, NewVariables, run_checks
 from xlstm_jax.formatting import TIMES, Bar, format_bytes, notebook_html, rich_table
 
@@ -120,7 +121,7 @@ def init_sharded(
     mesh: Mesh | AbstractMesh,
     rng: PyTree,
     *inputs: PyTree,
-    batch_axes: AxisNames,
+    batch_axes: AxisNames | None = None,
     trainable: Trainable | None = None,
     frozen_dtype: DTypeLike | None = None,
     **kwargs: Any,
@@ -144,7 +145,8 @@ def init_sharded(
       rng: a key or a dict of keys, as for ``model.init``.
       *inputs: example inputs with global shapes, the same in every process; split over ``batch_axes`` where the leading
         dim divides.
-      batch_axes: the axes that the batch is split over.
+      batch_axes: the axes that the batch is split over. None: every axis of the mesh, except the axes over which the
+        model itself splits parameters (see ``default_batch_axes``).
       trainable, frozen_dtype: predicate of the trainable parameters (wrappers may freeze more), and the dtype in which
         frozen ones are stored: see ``freeze_params``. Values come from ``model.init``, cast by the device that
         computes them.
@@ -168,7 +170,7 @@ def jitted_init(
     mesh: Mesh | AbstractMesh,
     rng: PyTree,
     *inputs: PyTree,
-    batch_axes: AxisNames,
+    batch_axes: AxisNames | None = None,
     trainable: Trainable | None = None,
     frozen_dtype: DTypeLike | None = None,
     **kwargs: Any,
@@ -181,7 +183,7 @@ def jitted_init(
     """
     run_checks("model", NewModel(model, mesh, rng))
     mesh = auto_mesh(mesh)
-    axes = mesh_axes(mesh, batch_axes, "batch_axes")
+    given_axes = None if batch_axes is None else mesh_axes(mesh, batch_axes, "batch_axes")
 
     def init(rng: PyTree, inputs: tuple[PyTree, ...]) -> PyTree:
         # Wrapped modules read the axis sizes from this mesh, and box global values accordingly.
@@ -194,14 +196,16 @@ def jitted_init(
                 variables = {**variables, "params": arranged(variables["params"], dict(mesh.shape))}
             return variables
 
+    made = jax.eval_shape(init, rng, inputs)
+    out = placement.shardings(made, mesh)
+    run_checks("shapes", NewVariables(made, mesh))
+    axes = default_batch_axes(made.get("params", {}), mesh) if given_axes is None else given_axes
+
     def input_sharding(x: Any) -> NamedSharding:
         splits = np.ndim(x) > 0 and np.shape(x)[0] % num_shards(mesh, axes) == 0
         return NamedSharding(mesh, PartitionSpec(axes) if splits else PartitionSpec())
 
     given = (NamedSharding(mesh, PartitionSpec()), jax.tree.map(input_sharding, inputs))
-    made = jax.eval_shape(init, rng, inputs)
-    out = placement.shardings(made, mesh)
-    run_checks("shapes", NewVariables(made, mesh))
     return jax.jit(init, in_shardings=given, out_shardings=out)
 
 
@@ -211,7 +215,7 @@ def create_train_state(
     mesh: Mesh | AbstractMesh,
     rng: PyTree,
     *inputs: PyTree,
-    batch_axes: AxisNames,
+    batch_axes: AxisNames | None = None,
     allow_replicated: bool = False,
     trainable: Trainable | None = None,
     frozen_dtype: DTypeLike | None = None,
@@ -280,7 +284,7 @@ def abstract_train_state(
     mesh: Mesh | AbstractMesh,
     rng: PyTree,
     *inputs: PyTree,
-    batch_axes: AxisNames,
+    batch_axes: AxisNames | None = None,
     offload: Placement = ON_DEVICES,
     **kwargs: Any,
 ) -> TrainState:

@@ -36,7 +36,15 @@ from xlstm_jax.distributed.data_parallel.modules.nnx_module import (
     path_of,
     with_leaf,
 )
-from xlstm_jax.distributed.data_parallel.modules.unit import as_predicate, carry_axes, shard_here
+from xlstm_jax.distributed.data_parallel.modules.unit import (
+    SeenModule,
+    UnitRule,
+    as_predicate,
+    carry_axes,
+    is_within,
+    note_units,
+    shard_here,
+)
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
 from xlstm_jax.formatting import kind_of
@@ -86,6 +94,7 @@ class NnxModel:
 
     make: Callable[[nnx.Rngs], nnx.Module]
     units: dict[str, ShardPolicy] = dataclasses.field(default_factory=dict)  # by the path of the gathering module
+    reasons: dict[str, str] = dataclasses.field(default_factory=dict)  # why a ``UnitRule`` chose a unit, by path
 
     def init(self, rngs: PyTree, /, *inputs: PyTree, method: Any = None, **kwargs: Any) -> dict[str, Any]:
         """Returns the variables with the values of ``make(nnx.Rngs(...))``, split and boxed like a Linen module's.
@@ -96,6 +105,7 @@ class NnxModel:
             layers. Without inputs, no leading dim is treated as a layer dim.
           method, **kwargs: see ``apply``.
         """
+        note_units(self.reasons)
         leaves = leaves_of(self._made(_streams(rngs)))
         # A parameter of scanned layers (nnx.scan) has a leading layer dim, which types do not distinguish from a dim of
         # the layer.
@@ -169,7 +179,10 @@ class NnxModel:
 
     def with_units(self, where: Any, policy: ShardPolicy) -> "NnxModel":
         """Returns the model with modules matching ``where`` as units; used by ``shard_modules``."""
-        matches, found = as_predicate(where, NNX), modules_of(self._abstract)
+        found = modules_of(self._abstract)
+        if isinstance(where, UnitRule):
+            return self._with_units_by_rule(where, policy)
+        matches = as_predicate(where, NNX)
         matching = [path for path, module in found.items() if matches(path, module)]
         if not matching:
             there = ", ".join(f"{path or '(the model)'}: {type(module).__name__}" for path, module in found.items())
@@ -182,6 +195,20 @@ class NnxModel:
                 "nnx.bridge.ToNNX(shard_modules(module, where, axis_name), rngs=rngs)."
             )
         return dataclasses.replace(self, units=self.units | dict.fromkeys(matching, policy))
+
+    def _with_units_by_rule(self, rule: UnitRule, policy: ShardPolicy) -> "NnxModel":
+        """Returns the model with the units that a rule chooses among modules outside of the units that it has."""
+        params = [path for path, leaf in contents(self._abstract).items() if collection_of(leaf) == "params"]
+        owners = {path.rpartition("/")[0] for path in params}
+        seen = {}
+        for path, module in modules_of(self._abstract).items():
+            # A Linen module (nnx.bridge.ToNNX) gathers its parameters itself.
+            if not isinstance(module, nnx.bridge.ToNNX) and not any(is_within(path, unit) for unit in self.units):
+                is_cell = isinstance(module, nnx.RNNCellBase)
+                seen[path] = SeenModule(type(module), path in owners, isinstance(module, nnx.Embed), is_cell)
+        chosen = rule.choose(seen)
+        units = self.units | dict.fromkeys(chosen, policy)
+        return dataclasses.replace(self, units=units, reasons={**self.reasons, **chosen})
 
     @property
     def modules(self) -> dict[str, nnx.Module]:

@@ -236,7 +236,7 @@ def with_leaf(variable: Any, leaf: Any, policy: ShardPolicy | None) -> Any:
     if policy is None and OF_LINEN not in metadata and any(metadata.get(key) for key in NAMES_IN_METADATA):
         # Split by the rules for its logical names, without a unit: gathered when it is read.
         policy = ShardPolicy(box.gathered_axes, 0) if box.gathered_axes and isinstance(leaf, Sharded) else None
-    if policy and set(box.axes) & set(policy.axes):
+    if policy and any(map(policy.has_axis, box.axes)):
         how = box.communication.or_else(policy.communication)
         split = variable.copy(box.value, **{BOX: box.replace(value=None, communication=how), POLICY: policy})
         _turn_into(split, _Split)

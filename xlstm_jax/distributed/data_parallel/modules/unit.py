@@ -15,9 +15,11 @@ Entering and leaving depend on where the module runs:
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +46,7 @@ from xlstm_jax.distributed.data_parallel.regather import keeping_no_weights
 from xlstm_jax.distributed.data_parallel.shard import box_params, box_shards, plan_params, with_unit
 from xlstm_jax.distributed.data_parallel.trees import map_leaves, map_leaves_with_path, sharded_leaves, split_arrays
 from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.tracing import set_context
 from xlstm_jax.formatting import kind_of
 from xlstm_jax.program_names import BLOCK_INPUT, GATHER_SCOPE
 
@@ -74,11 +77,61 @@ class ShardsItself(Protocol):
     """Protocol of a model that ``shard_modules`` shards by its method ``with_units``: an ``NnxModel``."""
 
     def with_units(self, where: Any, policy: ShardPolicy) -> Any:
-        """Returns the model with the modules that ``where`` selects as units."""
+        """Returns the model with the modules that ``where`` selects as units; ``where`` may be a ``UnitRule``."""
         ...
 
 
 # ------------------------------------------------------------------------------------------------------------- select
+
+
+class SeenModule(NamedTuple):
+    """Module of a model, as a ``UnitRule`` reads it.
+
+    Attributes:
+      cls: the class of the module.
+      owns: whether the module has parameters beside those of modules within.
+      is_embedding: whether the module looks rows of a table up.
+      is_cell: whether a loop over time calls the module.
+      is_layer: whether ``nn.scan`` runs the module once for each of its layers.
+    """
+
+    cls: type[Any]
+    owns: bool
+    is_embedding: bool = False
+    is_cell: bool = False
+    is_layer: bool = False
+
+
+@dataclass(frozen=True)
+class UnitRule:
+    """Choice of units from all modules of a model at once.
+
+    ``choose`` takes the modules by path, and returns the units by path, each with the reason, as a text.
+    """
+
+    choose: Callable[[Mapping[str, SeenModule]], Mapping[str, str]]
+
+
+def is_within(path: str, outer: str) -> bool:
+    """Returns whether ``path`` is the path ``outer`` of a module, or a path below; the model is at ""."""
+    return not outer or path == outer or path.startswith(f"{outer}/")
+
+
+_chosen: ContextVar[dict[str, str] | None] = ContextVar("reasons of chosen units", default=None)
+
+
+@contextmanager
+def recording_units() -> Iterator[dict[str, str]]:
+    """Yields a dict to be filled with the units that a ``UnitRule`` chooses in the context: reasons by path."""
+    found: dict[str, str] = {}
+    with set_context(_chosen, found):
+        yield found
+
+
+def note_units(reasons: Mapping[str, str]) -> None:
+    """Adds chosen units, by path in the model, to the dict of ``recording_units``."""
+    if (found := _chosen.get()) is not None:
+        found |= reasons
 
 
 def as_predicate(where: Any, system: ModuleSystem) -> Predicate:
@@ -203,7 +256,7 @@ def gather_here(
         if isinstance(box, Planned):
             return box.gathered(policy.axes)
         # A box over other axes stays for the wrapper over those axes.
-        return read_value(box) if set(box.axes) <= set(policy.axes) else leaf
+        return read_value(box) if all(map(policy.has_axis, box.axes)) else leaf
 
     if running(policy.axes) != "manual":
         return map_leaves_with_path(take_out, variables)
@@ -219,7 +272,7 @@ def gather_here(
 
 def shard_to_read(policy: ShardPolicy, box: Sharded) -> Sharded | None:
     """Returns the leaf with the unit's communication options; ``None`` if axes split the leaf that the unit ignores."""
-    if not set(box.axes) <= set(policy.axes):
+    if not all(map(policy.has_axis, box.axes)):
         return None
     # The box names the copies, as in ``gather_here``.
     return box.replace(communication=replace(policy.communication, replicas=None).or_else(box.communication))

@@ -18,6 +18,7 @@ import contextlib
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,7 +33,8 @@ from xlstm_jax.distributed.data_parallel.trees import readable
 from xlstm_jax.distributed.data_parallel.wire.tracing import OVERWRITTEN
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_layout, num_shards
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh
-from xlstm_jax.distributed.training.arguments import ExtraTrees, collections_of
+from xlstm_jax.distributed.training.arguments import ExtraTrees, collections_of, takes_key, without_key
+from xlstm_jax.distributed.training.batch_axes import StepOfState
 from xlstm_jax.distributed.training.loss import LossFunction, LossOutput
 from xlstm_jax.distributed.training.state import FlaxTrainState
 from xlstm_jax.distributed.training.step import StepOptions
@@ -80,7 +82,7 @@ def check_step(
     step: Callable[..., Any],
     state: FlaxTrainState,
     batch: PyTree,
-    rng: jax.Array,
+    rng: jax.Array | None = None,
     *rest: Any,
     loss_fn: Callable[..., LossOutput] | None = None,
     weighted: bool = False,
@@ -106,7 +108,8 @@ def check_step(
       batch: a batch with global leaves, as for the step.
       rng: a key, as for the step. For a step of ``make_train_step``, one device repeats the draws of every device. A
         step of your own receives a key whose draws are equal everywhere, however the step folds it; if the step draws
-        from other keys, means over many keys are compared.
+        from other keys, means over many keys are compared. None: step and loss draw nothing, and the step is called as
+        ``step(state, batch)``.
       loss_fn: ``loss_fn(params, apply_fn, batch, rng)``, the objective of the step: the mean over the batch passed in.
         None for the loss of ``make_train_step``. Takes and returns collections if the state has any.
       weighted, has_aux: describe the result of ``loss_fn``, as for ``make_train_step``; unused without ``loss_fn``.
@@ -119,7 +122,9 @@ def check_step(
       ValueError: ``loss_fn`` is missing, or the parameters are not on a mesh, or not all in this process.
     """
     # The step wraps a method of StepOptions; unwrap also finds it if jit or a decorator has wrapped the step again.
-    options = getattr(inspect.unwrap(step), "__self__", None)
+    if isinstance(unwrapped := inspect.unwrap(step), StepOfState):
+        unwrapped = inspect.unwrap(unwrapped.of_state(state))
+    options = getattr(unwrapped, "__self__", None)
     options = options if isinstance(options, StepOptions) else None
     if loss_fn is not None:
         loss = LossFunction(loss_fn, weighted, has_aux)
@@ -133,11 +138,25 @@ def check_step(
     mesh = _mesh_of(state.params)
     layout = options.layout if options else _likely_layout(state.params, batch, mesh, batch_spec)
     minibatches = options.accumulation.num_minibatches if options else 1
+    if not takes_key(loss.fn, rng, collections_of(state), extra_trees or {}):
+        loss = replace(loss, fn=without_key(loss.fn))
+    if rng is None:
+        step, rng = _without_draws(step), jax.random.key(0)
     one = OneDevice(loss, layout, minibatches, state, batch, mesh, extra_trees or {})
     comparison = Comparison(
         partial(step, extra_trees=extra_trees) if extra_trees else step, state, (batch, rng, *rest), one
     )
     return comparison.of_ready_step() if options else comparison.of_own_step()
+
+
+def _without_draws(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function with the arguments of a step that calls ``step`` without the key."""
+
+    def keyless(state: Any, batch: PyTree, rng: jax.Array, *rest: Any, **extra_trees: Any) -> Any:
+        del rng
+        return step(state, batch, *((None, *rest) if rest else ()), **extra_trees)
+
+    return keyless
 
 
 def _mesh_of(params: PyTree) -> Mesh:
