@@ -12,6 +12,7 @@ Faults, reactions and reaction times:
 
 from xlstm_jax.distributed.optimizers.nonfinite import skip_counts, skip_nonfinite
 from xlstm_jax.distributed.processes.exit import EXIT_FAILED
+from xlstm_jax.distributed.resilience.disagreement import DisagreementError
 from xlstm_jax.distributed.resilience.loop_guard import LoopGuard, NonFiniteError
 from xlstm_jax.distributed.resilience.replica_check import ReplicaError, check_replicas
 from xlstm_jax.distributed.resilience.watchdog import EXIT_HUNG
@@ -19,6 +20,7 @@ from xlstm_jax.distributed.resilience.watchdog import EXIT_HUNG
 __all__ = [
     "EXIT_FAILED",
     "EXIT_HUNG",
+    "DisagreementError",
     "LoopGuard",
     "NonFiniteError",
     "ReplicaError",

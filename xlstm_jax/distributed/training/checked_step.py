@@ -39,6 +39,7 @@ class CheckedStep:
         **options: Any,
     ):
         functools.update_wrapper(self, step)
+        self.options = options
         self.jitted = jax.jit(step, **options)
         takes = inspect.signature(step).parameters
         needed = tuple(name for name in arguments if takes[name].default is inspect.Parameter.empty)
