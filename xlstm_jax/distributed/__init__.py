@@ -12,7 +12,7 @@
                    skip_nonfinite, skip_counts
   plans            plan_sharding
   checkpoints      Checkpointer, CheckpointError, export_safetensors, import_safetensors
-  faults           LoopGuard, NonFiniteError, check_replicas, ReplicaError
+  faults           LoopGuard, NonFiniteError, check_replicas, ReplicaError, replayed, ReplayError, DisagreementError
 
 Metrics are in ``xlstm_jax.distributed.metrics``; forecasts in ``xlstm_jax.forecast``, fits and the lint in
 ``xlstm_jax.forecast.training``.
@@ -54,9 +54,16 @@ from xlstm_jax.distributed.optimizers import (
 )
 from xlstm_jax.distributed.plan import plan_sharding
 from xlstm_jax.distributed.processes import assert_same_everywhere, initialize_distributed, simulate_cpu_devices
-from xlstm_jax.distributed.resilience import LoopGuard, NonFiniteError, ReplicaError, check_replicas
+from xlstm_jax.distributed.resilience import (
+    DisagreementError,
+    LoopGuard,
+    NonFiniteError,
+    ReplicaError,
+    check_replicas,
+)
 from xlstm_jax.distributed.training import (
     LMHead,
+    ReplayError,
     TrainState,
     abstract_train_state,
     accumulate_gradients,
@@ -67,6 +74,7 @@ from xlstm_jax.distributed.training import (
     init_sharded,
     make_eval_step,
     make_train_step,
+    replayed,
     value_and_grad,
 )
 
@@ -133,6 +141,9 @@ __all__ = [  # noqa: RUF022 (in groups)
     "NonFiniteError",
     "check_replicas",
     "ReplicaError",
+    "replayed",
+    "ReplayError",
+    "DisagreementError",
 ]
 
 _PACKAGES = ["data_parallel", "device_mesh", "metrics", "optimizers", "plan", "processes", "training"]

@@ -175,9 +175,7 @@ class StepOptions:
         run_checks("traced", TracedStep(trace, jaxpr, stacks, trace_again))
         return self.updated(state, result, lambda params: on_mesh(params, *args[1:]))
 
-    def updated(
-        self, state: Any, result: BatchResult, of_params: Callable[[PyTree], BatchResult]
-    ) -> tuple[Any, ...]:
+    def updated(self, state: Any, result: BatchResult, of_params: Callable[[PyTree], BatchResult]) -> tuple[Any, ...]:
         """Returns what ``step`` returns, from the result of its batch; ``of_params`` computes it at other parameters."""
         # Arrays are global: norms and optimizer moments are computed from unsharded leaves.
         metrics = {"loss": result.loss, "grad_norm": global_norm(result.grads)}

@@ -94,16 +94,20 @@ def replayed(step: TrainStep, every: int = DEFAULT_EVERY) -> "ReplayedStep":
 
 
 class ReplayedStep:
-    """A step that replays every k-th call; see ``replayed``. ``replays`` counts the replays so far."""
+    """A step that replays every k-th call; see ``replayed``.
+
+    ``replays`` counts the replays so far; ``runs`` are the two programs.
+    """
 
     def __init__(self, step: CheckedStep, options: StepOptions, every: int) -> None:
         functools.update_wrapper(self, step)
         self._step, self._every = step, every
         self._calls = self.replays = 0
         self._repeats = True  # until the program has shown otherwise
-        rolled = replace(options, layout=replace(options.layout, mesh=rolled_mesh(options.layout.mesh, options)))
+        layout = options.layout
+        rolled = replace(options, layout=replace(layout, mesh=rolled_mesh(layout.mesh, layout.axes)))
         compiler_options = step.options["compiler_options"]
-        self._runs = [_Run(options, compiler_options), _Run(rolled, compiler_options)]
+        self.runs = [Run(options, compiler_options), Run(rolled, compiler_options)]
         self._update = jax.jit(
             functools.partial(_update, options), donate_argnums=(0, 1), compiler_options=compiler_options
         )
@@ -128,11 +132,11 @@ class ReplayedStep:
 
     def _compared(self, *args: PyTree) -> BatchResult:
         """Returns the result of the first run; raises a ``ReplayError`` if the second run differs."""
-        result, first = self._runs[0](*args)
-        _, second = self._runs[1](*args)
+        result, first = self.runs[0](*args)
+        _, second = self.runs[1](*args)
         if np.array_equal(first, second):
             return result
-        again = [run(*args)[1] for run in self._runs]
+        again = [run(*args)[1] for run in self.runs]
         changed = [_differ(first, again[0]), _differ(second, again[1])]
         if 2 * np.sum(changed[0] & changed[1]) > len(first):
             self._repeats = False
@@ -151,14 +155,14 @@ class ReplayedStep:
         sends = np.flatnonzero(differs.any(0))
         # What is wrong first is wrong where it was computed; later sends may be computed of what was received.
         places = np.flatnonzero(differs[:, sends[0]])
-        devices = [np.ravel(run.mesh.devices) for run in self._runs]
+        devices = [np.ravel(run.mesh.devices) for run in self.runs]
         suspects = []
         for place in places:
             of_place = [devices[run][place] for run in (0, 1)]
             once = [run for run in (0, 1) if changed[run][place]]
             suspects.append({of_place[once[0]]} if len(once) == 1 else set(of_place))
         found: set[Device] = set.intersection(*suspects) or set.union(*suspects)
-        leaves = list(dict.fromkeys(path for send in sends for path in self._runs[0].leaves[send]))
+        leaves = list(dict.fromkeys(path for send in sends for path in self.runs[0].leaves[send]))
         named = first_few([f"'{path}'" for path in leaves])
         ordered = sorted(found, key=lambda device: device.id)
         return ReplayError(
@@ -171,7 +175,7 @@ class ReplayedStep:
         )
 
 
-class _Run:
+class Run:
     """Loss, gradients and digests of a step on the mesh of ``options``.
 
     ``leaves`` are the paths of each send, once the run was traced.
@@ -183,8 +187,13 @@ class _Run:
         self.jitted = jax.jit(self._of_batch, compiler_options=compiler_options)
 
     def __call__(self, *args: PyTree) -> tuple[BatchResult, np.ndarray]:
-        result, digests = self.jitted(*jax.tree.map(functools.partial(_moved, mesh=self.mesh), args))
+        """Returns result and digests, uint32 [device, send, 2]; waits for the devices."""
+        result, digests = self.jitted(*self.moved(args))
         return result, np.asarray(digests)
+
+    def moved(self, args: PyTree) -> PyTree:
+        """Returns the arguments on the mesh of this run: each shard on the device that has its place there."""
+        return jax.tree.map(functools.partial(_moved, mesh=self.mesh), args)
 
     def _of_batch(
         self, state: Any, batch: PyTree, rng: jax.Array, local: PyTree, extra_trees: PyTree
@@ -209,18 +218,18 @@ def _update(
     return options.updated(state, result, lambda params: of_params(params, *rest))
 
 
-def rolled_mesh(mesh: Mesh, options: StepOptions) -> Mesh:
-    """Returns the mesh with each place on the device before it, along the largest batch axis.
+def rolled_mesh(mesh: Mesh, axes: Sequence[str]) -> Mesh:
+    """Returns the mesh with each place on the device before it: along the largest of ``axes``, or over all devices.
 
-    Along one axis: on a torus the ring of the axis stays a ring.
+    Along one axis, a ring of links stays a ring. On an axis of two devices each would be the other's neighbour on both
+    sides, and one that is always wrong could not be told from the other.
     """
-    axis = max(options.layout.axes, key=lambda name: mesh.shape[name])
-    devices = np.roll(mesh.devices, 1, mesh.axis_names.index(axis))
-    return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+    largest = max(axes, key=lambda axis: mesh.shape[axis])
+    along = mesh.axis_names.index(largest) if mesh.shape[largest] > 2 else None
+    return Mesh(np.roll(mesh.devices, 1, along), mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def _moved(x: Any, mesh: Mesh) -> Any:
-    """Returns the array on ``mesh``: each shard on the device that has its place there."""
     if not isinstance(x, jax.Array):
         return x
     spec, kind = PartitionSpec(), None

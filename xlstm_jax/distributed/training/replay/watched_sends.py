@@ -162,9 +162,7 @@ class _Watcher:
         values = [_Value(operand, value.labels) for operand, value in zip(operands, values, strict=True)]
         labels = [Labels({self.sent(x)}) if COMPUTED in x.labels else x.labels for x in values]
         together = [Labels().union(*labels)]
-        return _with_labels(
-            _results(eqn, eqn.params, values), labels if len(labels) == len(eqn.outvars) else together
-        )
+        return _with_labels(_results(eqn, eqn.params, values), labels if len(labels) == len(eqn.outvars) else together)
 
     def _of_remat(self, eqn: Any, values: list[_Value]) -> list[_Value]:
         # The equation itself, with more results: only it keeps XLA from merging the pass with the first one.
