@@ -1,7 +1,12 @@
 """A replayed step finds every flipped bit that changes loss or gradient, names the device, and keeps the state."""
 
+import json
+import socket
+import subprocess
+import sys
 import threading
 import warnings
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -213,6 +218,10 @@ def digests_of(step, state, batch):
 def test_on_one_device_a_wrong_run_is_found():
     calls = []
 
+    def second_is_wrong():
+        calls.append(1)
+        return np.float32(1 + (len(calls) == 2))
+
     def loss(params, apply_fn, batch, rng):
         scale = io_callback(
             lambda: np.float32(1 + (calls.append(1) or len(calls) == 2)), jax.ShapeDtypeStruct((), jnp.float32)
@@ -224,6 +233,25 @@ def test_on_one_device_a_wrong_run_is_found():
     with pytest.raises(ReplayError, match="of 1 devices, device 0 of process 0 computed other bits") as raised:
         replayed(make_train_step(loss, mesh, AXES, check_vma=False), every=1)(state, x, KEY)
     assert isinstance(raised.value, DisagreementError)
+
+
+def test_both_processes_name_a_device_of_the_other_and_keep_the_state():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command, root = [sys.executable, "-m", "tests.replay_process"], Path(__file__).parents[2]
+    started = [
+        subprocess.Popen([*command, str(rank), "2", port], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for rank in (0, 1)
+    ]
+    ended = [process.communicate(timeout=240) for process in started]
+    assert [process.returncode for process in started] == [0, 0], ended
+    found = [json.loads(out.splitlines()[-1]) for out, _ in ended]
+    wrong = found[1]["own"][1]
+    for of_process in found:
+        assert (of_process["steps"], of_process["replays"]) == (3, 3)
+        assert of_process["named"]["devices"] == [wrong] and of_process["named"]["processes"] == [1]
+        assert set(of_process["named"]["leaves"]) == {"grads/kernel", "grads/bias", "loss"}
 
 
 def test_wrong_arguments_are_refused():

@@ -176,7 +176,7 @@ class StepOptions:
         return self.updated(state, result, lambda params: on_mesh(params, *args[1:]))
 
     def updated(self, state: Any, result: BatchResult, of_params: Callable[[PyTree], BatchResult]) -> tuple[Any, ...]:
-        """Returns what ``step`` returns, from the result of its batch; ``of_params`` computes it at other parameters."""
+        """Returns the results of ``step`` from the ``result`` of its batch; ``of_params`` is for other parameters."""
         # Arrays are global: norms and optimizer moments are computed from unsharded leaves.
         metrics = {"loss": result.loss, "grad_norm": global_norm(result.grads)}
         again = partial(_again, state.params, of_params)

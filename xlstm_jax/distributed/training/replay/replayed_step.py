@@ -28,9 +28,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
 from xlstm_jax.distributed.processes.devices import Device
 from xlstm_jax.distributed.resilience.disagreement import DisagreementError, first_few, named_devices
 from xlstm_jax.distributed.training.arguments import ExtraTrees
@@ -230,14 +231,13 @@ def rolled_mesh(mesh: Mesh, axes: Sequence[str]) -> Mesh:
 
 
 def _moved(x: Any, mesh: Mesh) -> Any:
-    if not isinstance(x, jax.Array):
+    # Arrays of a host and of no mesh, as a new key, go where the program runs.
+    if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding) or x.sharding.mesh == mesh:
         return x
-    spec, kind = PartitionSpec(), None
-    if isinstance(x.sharding, NamedSharding):
-        if x.sharding.mesh == mesh:
-            return x
-        spec, kind = x.sharding.spec, x.sharding.memory_kind
-    there = NamedSharding(mesh, spec, memory_kind=kind)
+    if is_prng_key(x):
+        return jax.random.wrap_key_data(_moved(jax.random.key_data(x), mesh), impl=jax.random.key_impl(x))
+    kind = x.sharding.memory_kind
+    there = NamedSharding(mesh, x.sharding.spec, memory_kind=kind)
     held = {_key(shard.index): shard.data for shard in x.addressable_shards}
     wanted = there.addressable_devices_indices_map(x.shape)
     if not held.keys() >= set(map(_key, wanted.values())):
