@@ -8,6 +8,7 @@ Faults, reactions and reaction times:
   SIGTERM to any process              ``should_stop`` is True in every process after the same step some steps
   a loss or gradient is not finite    ``skip_nonfinite`` skips the update on every device; too many skips end the run
   replicas of a leaf differ           ``check_replicas`` names the leaf and the devices
+  a device computes wrong numbers     ``training.replayed`` names the device, before the update counts
 """
 
 from xlstm_jax.distributed.optimizers.nonfinite import skip_counts, skip_nonfinite

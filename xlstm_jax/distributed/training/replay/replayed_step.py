@@ -89,9 +89,10 @@ def replayed(step: TrainStep, every: int = DEFAULT_EVERY) -> "ReplayedStep":
         raise TypeError(f"replayed takes a step of make_train_step, not {step!r}. Pass what make_train_step returned.")
     if every < 1:
         raise ValueError(f"{every=}: a replay in every how many calls, 1 or more.")
-    if not isinstance(options.layout.mesh, Mesh):
+    mesh = options.layout.mesh
+    if not isinstance(mesh, Mesh):
         raise ValueError("replayed: the mesh of the step is abstract, and a replay moves work between devices.")
-    return ReplayedStep(step, options, every)
+    return ReplayedStep(step, options, mesh, every)
 
 
 class ReplayedStep:
@@ -100,15 +101,15 @@ class ReplayedStep:
     ``replays`` counts the replays so far; ``runs`` are the two programs.
     """
 
-    def __init__(self, step: CheckedStep, options: StepOptions, every: int) -> None:
+    def __init__(self, step: CheckedStep, options: StepOptions, mesh: Mesh, every: int) -> None:
         functools.update_wrapper(self, step)
         self._step, self._every = step, every
         self._calls = self.replays = 0
         self._repeats = True  # until the program has shown otherwise
-        layout = options.layout
-        rolled = replace(options, layout=replace(layout, mesh=rolled_mesh(layout.mesh, layout.axes)))
+        rolled = rolled_mesh(mesh, options.layout.axes)
+        on_rolled = replace(options, layout=replace(options.layout, mesh=rolled))
         compiler_options = step.options["compiler_options"]
-        self.runs = [Run(options, compiler_options), Run(rolled, compiler_options)]
+        self.runs = [Run(options, mesh, compiler_options), Run(on_rolled, rolled, compiler_options)]
         self._update = jax.jit(
             functools.partial(_update, options), donate_argnums=(0, 1), compiler_options=compiler_options
         )
@@ -177,13 +178,13 @@ class ReplayedStep:
 
 
 class Run:
-    """Loss, gradients and digests of a step on the mesh of ``options``.
+    """Loss, gradients and digests of a step on ``mesh``, the mesh of ``options``.
 
     ``leaves`` are the paths of each send, once the run was traced.
     """
 
-    def __init__(self, options: StepOptions, compiler_options: Any) -> None:
-        self._options, self.mesh = options, options.layout.mesh
+    def __init__(self, options: StepOptions, mesh: Mesh, compiler_options: Any) -> None:
+        self._options, self.mesh = options, mesh
         self.leaves: list[list[str]] = []
         self.jitted = jax.jit(self._of_batch, compiler_options=compiler_options)
 
