@@ -17,7 +17,8 @@ import pytest
 from jax.experimental import io_callback
 
 from tests.support import AXES, Model, fsdp, mean_loss, mesh_of
-from xlstm_jax.distributed import DisagreementError, ReplayError, create_train_state, make_train_step, replayed
+from xlstm_jax.distributed import ReplayError, create_train_state, make_train_step, replayed
+from xlstm_jax.distributed.resilience import DisagreementError
 
 DEVICES = 4
 KEY = jax.random.key(3)
@@ -232,7 +233,7 @@ def test_on_one_device_a_wrong_run_is_found():
     state = create_train_state(fsdp(nn.Dense)(8), optax.sgd(0.1), mesh, KEY, x, batch_axes=AXES)
     with pytest.raises(ReplayError, match="of 1 devices, device 0 of process 0 computed other bits") as raised:
         replayed(make_train_step(loss, mesh, AXES, check_vma=False), every=1)(state, x, KEY)
-    assert isinstance(raised.value, DisagreementError)
+    assert isinstance(raised.value, DisagreementError)  # as a ReplicaError
 
 
 def test_both_processes_name_a_device_of_the_other_and_keep_the_state():

@@ -12,7 +12,7 @@
                    skip_nonfinite, skip_counts
   plans            plan_sharding
   checkpoints      Checkpointer, CheckpointError, export_safetensors, import_safetensors
-  faults           LoopGuard, NonFiniteError, check_replicas, ReplicaError, replayed, ReplayError, DisagreementError
+  faults           LoopGuard, NonFiniteError, check_replicas, ReplicaError, replayed, ReplayError
 
 Metrics are in ``xlstm_jax.distributed.metrics``; forecasts in ``xlstm_jax.forecast``, fits and the lint in
 ``xlstm_jax.forecast.training``.
@@ -55,7 +55,6 @@ from xlstm_jax.distributed.optimizers import (
 from xlstm_jax.distributed.plan import plan_sharding
 from xlstm_jax.distributed.processes import assert_same_everywhere, initialize_distributed, simulate_cpu_devices
 from xlstm_jax.distributed.resilience import (
-    DisagreementError,
     LoopGuard,
     NonFiniteError,
     ReplicaError,
@@ -143,7 +142,6 @@ __all__ = [  # noqa: RUF022 (in groups)
     "ReplicaError",
     "replayed",
     "ReplayError",
-    "DisagreementError",
 ]
 
 _PACKAGES = ["data_parallel", "device_mesh", "metrics", "optimizers", "plan", "processes", "training"]

@@ -76,6 +76,8 @@ def watched(program: DeviceProgram, axes: tuple[str, ...], note: Callable[[list[
         operands = [sorted(send.labels - {COMPUTED}) for send in watcher.sends]
         note([reached.get(watcher.name(index), paths) for index, paths in enumerate(operands)])
         table = collectives.all_gather_equal(watcher.digests()[None], 0, axes)
+        # By type the table may still vary over axes of one device.
+        (table,) = collectives.psum([table], [tuple(set(axes) - set(collectives.spread_axes(axes)))])
         return jax.tree.unflatten(jax.tree.structure(like), [result.array for result in results]), table
 
     return DeviceProgram(fn, program.in_specs, (program.out_specs, PartitionSpec()))
@@ -118,7 +120,7 @@ class _Watcher:
         return self._add(checksum(value.array), value.labels)
 
     def _add(self, digest: jax.Array, labels: Labels) -> str:
-        self.sends.append(_Send(collectives.to_varying(digest, self.axes), labels))
+        self.sends.append(_Send(collectives.to_varying(digest, collectives.spread_axes(self.axes)), labels))
         return self.name(len(self.sends) - 1)
 
     def of_closed(self, closed: Any, values: Sequence[_Value]) -> list[_Value]:
@@ -217,7 +219,9 @@ class _Watcher:
                 found.append((inner.sends, results))
                 # One digest for all sends of a branch, as branches differ in their number.
                 digest = checksum(inner.digests()) if inner.sends else jnp.zeros(2, jnp.uint32)
-                return [result.array for result in results], collectives.to_varying(digest, self.axes)
+                return [result.array for result in results], collectives.to_varying(
+                    digest, collectives.spread_axes(self.axes)
+                )
 
             return fn
 
