@@ -191,6 +191,7 @@ EXCUSED = {
     "distributed/training/carries/carry.py:start": "an interface; carries have it",
     "distributed/training/carries/carry.py:next": "an interface; carries have it",
     "distributed/training/carries/carry.py:finish": "an interface; carries have it",
+    "distributed/training/replay/replayed_step.py:__getattr__": "the protocol of attributes",
     "distributed/training/step_check/recording.py:__getattr__": "the protocol of attributes",
     "distributed/training/mistakes.py:_warn": "its callers have the text",
     "distributed/training/nan_inputs.py:naming_nans": "goes on as it came: JAX's own",

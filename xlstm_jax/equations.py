@@ -30,6 +30,14 @@ def named_axes(eqn: Any) -> tuple[str, ...]:
     return tuple([name for name in ([names] if isinstance(names, str) else names) if isinstance(name, str)])
 
 
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """Returns the numbers of constants and of carries among the inputs of a ``scan``, from its parameters."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    of_consts, of_carry, _ = params["ft_in"].unpack()  # JAX 0.12
+    return len(of_consts), len(of_carry)
+
+
 def nbytes(aval: Any) -> int:
     """Returns the bytes of an abstract value; 0 for a token, which has no dtype."""
     return aval.size * aval.dtype.itemsize if hasattr(aval, "dtype") else 0

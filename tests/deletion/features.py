@@ -137,10 +137,11 @@ FEATURES = [
     ),
     Feature("averages of weights", ("optimizers/ema.py",), r"\bwith_ema\b|\bema_params\b"),
     Feature("skipped steps", ("optimizers/nonfinite.py",), r"\bskip_nonfinite\b|\bskip_counts\b"),
-    Feature("faults", ("resilience",), r"\bLoopGuard\b|\bcheck_replicas\b|distributed\.resilience\b"),
+    Feature("replay of steps", ("training/replay",), r"\breplayed\b|\bReplayError\b|training\.replay\b"),
+    Feature("faults", ("resilience", "training/replay"), r"\bLoopGuard\b|\bcheck_replicas\b|distributed\.resilience\b"),
     Feature(
         "checkpoints, and faults that read their checksums",
-        ("checkpoint", "resilience"),
+        ("checkpoint", "resilience", "training/replay"),
         r"\bCheckpointer\b|distributed\.checkpoint\b",
     ),
     Feature(

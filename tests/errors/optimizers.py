@@ -31,6 +31,7 @@ from xlstm_jax.distributed import (
     check_replicas,
     plan_sharding,
     remat_policy,
+    replayed,
     shard_modules,
 )
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
@@ -826,5 +827,27 @@ ROWS = [
     ),
     Section("Checkpoints")(
         "replicas-gone", gone, ValueError, "…: '…' of shape … is gone", "check_replicas: 'bias' of shape (4,) is gone"
+    ),
+    loops(
+        "replayed-function",
+        lambda: replayed(jax.jit(lambda state, batch, rng: (state, {}))),
+        TypeError,
+        "replayed takes a step of make_train_step",
+        "Pass what make_train_step returned",
+    ),
+    loops(
+        "replayed-never",
+        lambda: replayed(make_train_step(mean_loss, MESH, AXES), every=0),
+        ValueError,
+        "every=…: a replay in every",
+        "every=0",
+        "1 or more",
+    ),
+    loops(
+        "replayed-abstract",
+        lambda: replayed(make_train_step(mean_loss, MESH.abstract_mesh, AXES)),
+        ValueError,
+        "replayed: the mesh of the step is abstract",
+        "moves work between devices",
     ),
 ]

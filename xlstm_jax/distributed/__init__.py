@@ -12,7 +12,7 @@
                    skip_nonfinite, skip_counts
   plans            plan_sharding
   checkpoints      Checkpointer, CheckpointError, export_safetensors, import_safetensors
-  faults           LoopGuard, NonFiniteError, check_replicas, ReplicaError
+  faults           LoopGuard, NonFiniteError, check_replicas, ReplicaError, replayed, ReplayError
 
 Metrics are in ``xlstm_jax.distributed.metrics``; forecasts in ``xlstm_jax.forecast``, fits and the lint in
 ``xlstm_jax.forecast.training``.
@@ -54,9 +54,15 @@ from xlstm_jax.distributed.optimizers import (
 )
 from xlstm_jax.distributed.plan import plan_sharding
 from xlstm_jax.distributed.processes import assert_same_everywhere, initialize_distributed, simulate_cpu_devices
-from xlstm_jax.distributed.resilience import LoopGuard, NonFiniteError, ReplicaError, check_replicas
+from xlstm_jax.distributed.resilience import (
+    LoopGuard,
+    NonFiniteError,
+    ReplicaError,
+    check_replicas,
+)
 from xlstm_jax.distributed.training import (
     LMHead,
+    ReplayError,
     TrainState,
     abstract_train_state,
     accumulate_gradients,
@@ -67,6 +73,7 @@ from xlstm_jax.distributed.training import (
     init_sharded,
     make_eval_step,
     make_train_step,
+    replayed,
     value_and_grad,
 )
 
@@ -134,6 +141,8 @@ __all__ = [  # noqa: RUF022 (in groups)
     "NonFiniteError",
     "check_replicas",
     "ReplicaError",
+    "replayed",
+    "ReplayError",
 ]
 
 _PACKAGES = [

@@ -41,6 +41,7 @@ class CheckedStep:
         **options: Any,
     ):
         functools.update_wrapper(self, step)
+        self.options = options
         self.jitted = jax.jit(step, **options)
         takes = inspect.signature(step).parameters
         if needed is None:

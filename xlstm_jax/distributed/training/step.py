@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, overload
+from typing import Any, NamedTuple, Protocol, overload
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -189,23 +189,23 @@ class StepOptions:
         count, options = self.accumulation.num_minibatches, (self.metric, self.learning_rate, self.allow_replicated)
         trace = StepTrace(self.loss, self.layout, count, *options, state, batch, rng, local, extra_trees)
         run_checks("trace", trace)
-        # A single key serves the entire run: fold in the step here, the device index in on_device.
-        if not takes_key(self.loss.fn, rng, collections_of(state), extra_trees):
-            rng = None
-        key = None if rng is None else jax.random.fold_in(rng, state.step)
-        rest = (batch, key, local, collections_of(state), extra_trees)
-        on_mesh = self._on_mesh(state, batch, extra_trees)
+        args = self.arguments(state, batch, rng, local, extra_trees)
+        on_mesh = self.on_mesh(self.program(state, batch, extra_trees))
         with recording_stacks() as stacks:
-            result, jaxpr = traced_call(on_mesh, (state.params, *rest))
+            result, jaxpr = traced_call(on_mesh, args)
 
         def trace_again() -> None:
-            jax.eval_shape(self._on_mesh(state, batch, extra_trees), state.params, *rest)
+            jax.eval_shape(self.on_mesh(self.program(state, batch, extra_trees)), *args)
 
         run_checks("results", Results(result, jaxpr, self.layout.mesh, self.accumulation.axes, collections_of(state)))
         run_checks("traced", TracedStep(trace, jaxpr, stacks, trace_again))
-        # From here on arrays are global: norms and optimizer moments are computed from unsharded leaves.
+        return self.updated(state, result, lambda params: on_mesh(params, *args[1:]))
+
+    def updated(self, state: Any, result: BatchResult, of_params: Callable[[PyTree], BatchResult]) -> tuple[Any, ...]:
+        """Returns the results of ``step`` from the ``result`` of its batch; ``of_params`` is for other parameters."""
+        # Arrays are global: norms and optimizer moments are computed from unsharded leaves.
         metrics = {"loss": result.loss, "grad_norm": global_norm(result.grads)}
-        again = partial(_loss_and_grads_at, state.params, lambda params: on_mesh(params, *rest))
+        again = partial(_loss_and_grads_at, state.params, of_params)
         value_fn, grad_fn = _value_fn(again), _grad_fn(again)
         after, of_optimizer = updated_state(
             state, result.grads, result.loss, value_fn, grad_fn, self.layout.mesh, result.collections
@@ -216,8 +216,24 @@ class StepOptions:
             return after, metrics, result.aux
         return after, metrics | (_checked_aux(result.aux, metrics) if self.loss.has_aux else {})
 
-    def _on_mesh(self, state: Any, batch: PyTree, extra_trees: Mapping[str, PyTree]) -> Callable[..., BatchResult]:
-        """Returns a ``shard_map`` from (params, batch, rng, local, collections, extra_trees) to a ``BatchResult``."""
+    def arguments(
+        self, state: Any, batch: PyTree, rng: jax.Array, local: PyTree, extra_trees: Mapping[str, PyTree]
+    ) -> tuple[PyTree, ...]:
+        """Returns the arguments of ``program``."""
+        # A single key serves the entire run: fold in the step here, the device index in on_device.
+        draws = takes_key(self.loss.fn, rng, collections_of(state), extra_trees)
+        key = None if rng is None or not draws else jax.random.fold_in(rng, state.step)
+        return state.params, batch, key, local, collections_of(state), extra_trees
+
+    def on_mesh(self, program: "DeviceProgram") -> Callable[..., Any]:
+        """Returns the ``shard_map`` of a program on the mesh of the step."""
+        fn, in_specs, out_specs = program
+        return jax.shard_map(
+            fn, mesh=self.layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma
+        )
+
+    def program(self, state: Any, batch: PyTree, extra_trees: Mapping[str, PyTree]) -> "DeviceProgram":
+        """Returns the program of a device: (params, batch, rng, local, collections, extra_trees) -> ``BatchResult``."""
         # `axes` are the batch axes; `whole` is the spec of replicated values.
         kept, axes, whole, mesh = collections_of(state), self.accumulation.axes, PartitionSpec(), self.layout.mesh
         layout = self.layout.of_batch(batch)
@@ -248,7 +264,15 @@ class StepOptions:
 
         in_specs = specs, layout.in_specs(batch), whole, of_aux, of_kept, of_extra_trees
         out_specs = BatchResult._make((whole, of_aux, specs, of_kept))
-        return jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma)
+        return DeviceProgram(on_device, in_specs, out_specs)
+
+
+class DeviceProgram(NamedTuple):
+    """Program that each device runs on its part of a batch, with the specs of arguments and result for ``shard_map``."""
+
+    fn: Callable[..., Any]
+    in_specs: PyTree
+    out_specs: PyTree
 
 
 def _checked_aux(aux: Any, metrics: Metrics) -> Metrics:

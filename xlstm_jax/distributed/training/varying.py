@@ -30,7 +30,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
-from xlstm_jax.equations import COLLECTIVES, all_equations, named_axes
+from xlstm_jax.equations import COLLECTIVES, all_equations, named_axes, scan_counts
 from xlstm_jax.private_names import core
 
 Axes = frozenset[str]
@@ -99,6 +99,13 @@ def followed(
     return _Reader(look).of_jaxpr(closed.jaxpr, [Axes()] * len(closed.consts), list(of_inputs))
 
 
+def followed_equation(
+    eqn: Any, of_inputs: Sequence[Axes], look: Callable[[Any, list[Axes]], list[Axes] | None]
+) -> list[Axes]:
+    """Does ``followed`` for the results of a single equation."""
+    return _Reader(look).of_equation(eqn, list(of_inputs))
+
+
 def _read(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[Axes]) -> tuple[list[Axes], Axes]:
     """Returns ``differing_axes``, and the axes of collectives in branches that devices may take differently."""
     closed = jax.make_jaxpr(fn)(*args)
@@ -145,7 +152,7 @@ class _Reader:
             if eqn.effects:  # only equations with effects write to references
                 for ref in _references(eqn):
                     env[ref] = all_named_axes([eqn]).union(*inputs)
-            env.update(zip(eqn.outvars, self._of_equation(eqn, inputs), strict=True))
+            env.update(zip(eqn.outvars, self.of_equation(eqn, inputs), strict=True))
         return [Axes() if isinstance(atom, core.Literal) else env[atom] for atom in jaxpr.outvars]
 
     def _of_inner(self, closed: Any, inputs: list[Axes]) -> list[Axes]:
@@ -156,7 +163,7 @@ class _Reader:
             self._known[key] = self.of_jaxpr(jaxpr, [Axes()] * len(jaxpr.constvars), inputs)
         return self._known[key]
 
-    def _of_equation(self, eqn: Any, inputs: list[Axes]) -> list[Axes]:
+    def of_equation(self, eqn: Any, inputs: list[Axes]) -> list[Axes]:
         """Returns, for each result of an equation, the axes along which it differs, from the axes of the inputs."""
         name, params = eqn.primitive.name, eqn.params
         if self._look is not None and (said := self._look(eqn, inputs)) is not None:
@@ -193,11 +200,7 @@ class _Reader:
         return [by_hand.union(over, *inputs)] * len(eqn.outvars)
 
     def _of_scan(self, params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
-        if "num_consts" in params:
-            num_consts, num_carry = params["num_consts"], params["num_carry"]
-        else:  # another JAX release, with other parameters
-            of_consts, of_carry, _ = params["ft_in"].unpack()
-            num_consts, num_carry = len(of_consts), len(of_carry)
+        num_consts, num_carry = scan_counts(params)
         after = num_consts + num_carry
         consts, carry, rest = inputs[:num_consts], inputs[num_consts:after], inputs[after:]
         # Sets of axes only grow from round to round, so the loop terminates.
