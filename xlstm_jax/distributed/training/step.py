@@ -217,7 +217,7 @@ class StepOptions:
         return after, metrics | (_checked_aux(result.aux, metrics) if self.loss.has_aux else {})
 
     def arguments(
-        self, state: Any, batch: PyTree, rng: jax.Array, local: PyTree, extra_trees: Mapping[str, PyTree]
+        self, state: Any, batch: PyTree, rng: jax.Array | None, local: PyTree, extra_trees: Mapping[str, PyTree]
     ) -> tuple[PyTree, ...]:
         """Returns the arguments of ``program``."""
         # A single key serves the entire run: fold in the step here, the device index in on_device.
@@ -268,7 +268,7 @@ class StepOptions:
 
 
 class DeviceProgram(NamedTuple):
-    """Program that each device runs on its part of a batch, with the specs of arguments and result for ``shard_map``."""
+    """Program that each device runs on its part of a batch, with the specs for ``shard_map``."""
 
     fn: Callable[..., Any]
     in_specs: PyTree
