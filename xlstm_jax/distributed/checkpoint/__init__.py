@@ -2,6 +2,7 @@
 
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer
 from xlstm_jax.distributed.checkpoint.errors import CheckpointError
+from xlstm_jax.distributed.checkpoint.publication.publish import publish
 from xlstm_jax.distributed.checkpoint.safetensors_io import export_safetensors, import_safetensors
 from xlstm_jax.distributed.checkpoint.tensor_names import TRANSFORMERS, Stored
 
@@ -12,4 +13,5 @@ __all__ = [
     "Stored",
     "export_safetensors",
     "import_safetensors",
+    "publish",
 ]

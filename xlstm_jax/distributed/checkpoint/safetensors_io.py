@@ -233,14 +233,14 @@ def _whole(leaf: Any) -> np.ndarray:
         return np.ascontiguousarray(multihost_utils.process_allgather(leaf, tiled=True))
     shards = {str(shard.index): shard for shard in leaf.addressable_shards}
     if len(shards) == 1:
-        return _on_host(next(iter(shards.values())).data)
+        return to_host(next(iter(shards.values())).data)
     whole = np.empty(leaf.shape, leaf.dtype)
     for shard in shards.values():
-        whole[shard.index] = _on_host(shard.data)
+        whole[shard.index] = to_host(shard.data)
     return whole
 
 
-def _on_host(shard: jax.Array) -> np.ndarray:
+def to_host(shard: jax.Array) -> np.ndarray:
     # The shard would cache the result of `np.asarray(shard)`: after an export the full model would be in host memory. A
     # new jax.Array of the same buffer is freed with its NumPy array after the write.
     return np.asarray(jax.make_array_from_single_device_arrays(shard.shape, shard.sharding, [shard]))

@@ -1,0 +1,148 @@
+"""Publishes the weights of a trainer: every process writes its tensors, and the index makes them a version.
+
+every process   receives its tensors, one by one; writes a file after max_file_bytes of them
+process 0       when all files of all processes are on disk: renames the index to its name
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.checkpoint.checkpointer import at_least_1
+from xlstm_jax.distributed.checkpoint.publication.files import (
+    Index,
+    delete_before,
+    digest_of,
+    file_name,
+    read_indices,
+    write_index,
+    write_tensors,
+)
+from xlstm_jax.distributed.checkpoint.publication.writers import Source, assigned, in_rounds
+from xlstm_jax.distributed.checkpoint.safetensors_io import (
+    DEFAULT_MAX_FILE_BYTES,
+    DEFAULT_NAME,
+    TensorToWrite,
+    tensors_to_write,
+)
+from xlstm_jax.distributed.checkpoint.tensor_names import NameMap
+from xlstm_jax.distributed.processes.collective_errors import allgather_text, raise_on_all
+
+
+def publish(
+    params: PyTree,
+    directory: str | os.PathLike[str],
+    *,
+    names: NameMap | None = None,
+    max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
+) -> int:
+    """Writes parameters as the next version of a publication; every process writes its part. Returns the version.
+
+    Each process writes an equal number of bytes of whole tensors, and receives no other tensors. A host has at most the
+    tensors of one file (``max_file_bytes``) and one further tensor in memory. Readers of safetensors files with an
+    index read the folder; a version replaces the one before in one moment. The files of the version before stay, for
+    those who are reading them, and the versions before these are deleted.
+
+    Args:
+      params: as in ``export_safetensors``.
+      directory: a folder that all processes share, for this publication alone.
+      names: as in ``export_safetensors``.
+      max_file_bytes: size of the files; a larger tensor gets a file of its own.
+    Raises:
+      FileExistsError: the folder has a ``model.safetensors``, which readers would take in place of the index.
+      TypeError, ValueError: as ``export_safetensors``; or the index in the folder is damaged, or of another program.
+      OSError: a file cannot be written; the version before stays published.
+      ImportError: the package safetensors is not installed.
+
+    >>> import tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> publish({"kernel": np.ones((2, 3))}, folder), publish({"kernel": np.zeros((2, 3))}, folder)
+    (1, 2)
+    """
+    max_file_bytes = at_least_1("max_file_bytes", max_file_bytes)
+    directory = Path(directory)
+    tensors = tensors_to_write(params, names)
+    before = _from_process_0(lambda: _newest(directory))
+    version = before["newest"] + 1
+    by_process = assigned({name: tensor.nbytes for name, tensor in tensors.items()}, jax.process_count())
+    files = [_files(version, process, some, tensors, max_file_bytes) for process, some in enumerate(by_process)]
+
+    def write() -> dict[str, str]:
+        arrays = _received(by_process, tensors)
+        try:
+            return _write_files(directory, files[jax.process_index()], arrays)
+        finally:
+            # The other processes still need what this one sends, even if a write has failed here.
+            for _ in arrays:
+                pass
+
+    written = raise_on_all(write, (OSError, ImportError, ValueError))
+    headers: dict[str, str] = {}
+    for text in allgather_text(json.dumps(written), "publish"):
+        headers |= json.loads(text)
+
+    def make_it_the_version() -> None:
+        if jax.process_index() == 0:
+            weight_map = {name: file for some in files for file, names in some.items() for name in names}
+            total_size = sum(tensor.nbytes for tensor in tensors.values())
+            write_index(directory, Index(version, None, headers, weight_map, total_size))
+            delete_before(directory, before["full"])
+
+    raise_on_all(make_it_the_version, OSError)
+    return version
+
+
+def _newest(directory: Path) -> dict[str, int]:
+    """Returns the numbers of the newest version and of the newest full version; 0 if there is none."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if (single := directory / DEFAULT_NAME).exists():
+        raise FileExistsError(f"{single} exists, and readers would take it for the publication; choose another folder.")
+    versions = read_indices(directory)
+    return {"newest": max(versions, default=0), "full": min(versions, default=0)}
+
+
+def _from_process_0(work: Callable[[], dict[str, int]]) -> dict[str, int]:
+    """Returns the result of ``work`` in process 0, since other processes may see an older state of the folder."""
+    errors = ValueError, FileExistsError, OSError
+    found = raise_on_all(lambda: work() if jax.process_index() == 0 else {}, errors, "publish")
+    return json.loads(allgather_text(json.dumps(found), "publish")[0])
+
+
+def _files(
+    version: int, process: int, names: list[str], tensors: Mapping[str, TensorToWrite], max_file_bytes: int
+) -> dict[str, list[str]]:
+    """Returns the files of a process, each with the names of its tensors."""
+    files: dict[str, list[str]] = {}
+    bytes_left = 0
+    for name in names:
+        if not files or tensors[name].nbytes > bytes_left:
+            file = file_name(version, process, len(files), delta=False)
+            files[file], bytes_left = [], max_file_bytes
+        files[file].append(name)
+        bytes_left -= tensors[name].nbytes
+    return files
+
+
+def _received(by_process: list[list[str]], tensors: Mapping[str, TensorToWrite]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the tensors of this process, in their layout in the file."""
+    sources = [[(name, Source(tensors[name].leaf, tensors[name].layer)) for name in some] for some in by_process]
+    for name, array in in_rounds(sources):
+        yield name, np.ascontiguousarray(tensors[name].place.to_tensor(array)).reshape(tensors[name].shape)
+
+
+def _write_files(
+    directory: Path, files: Mapping[str, list[str]], arrays: Iterator[tuple[str, np.ndarray]]
+) -> dict[str, str]:
+    """Writes the files of this process; returns the SHA-256 of each header."""
+    written = {}
+    for file, names in files.items():
+        group = dict(next(arrays) for _ in names)
+        digests = {name: digest_of(array) for name, array in group.items()}
+        written[file] = write_tensors(directory / file, group, digests)
+        del group  # before the tensors of the next file arrive
+    return written
