@@ -1,6 +1,6 @@
 """A process that publishes weights: ``python -m tests.publish_process MODE FOLDER RANK COUNT PORT [ARGUMENT]``.
 
-versions  publishes two versions of leaves of every kind, and prints what was received here
+versions  publishes two versions of leaves of every kind and a delta, and prints what was received here
 killed    publishes a version; then a second one, while process 1 is killed at its write number ARGUMENT
 measure   publishes and exports ARGUMENT MB, and prints seconds and the peak of host memory above the parameters
 """
@@ -101,12 +101,14 @@ def versions(mesh):
 
     publishing.in_rounds, writers._all_to_all = noted, noted_all_to_all
     numbers = [publish(params_of(seed, mesh), FOLDER, names=NAMES, max_file_bytes=500) for seed in (1, 2)]
+    received_full = list(received)
+    numbers.append(publish(params_of(1, mesh), FOLDER, names=NAMES, since=numbers[-1]))
     of_processes = writers._mesh_of_processes()
     by_sender = NamedSharding(of_processes, P(None, "process", "device"))
     rows = jax.ShapeDtypeStruct((COUNT, COUNT, 4 // COUNT, 8), np.uint8, sharding=by_sender)
     text = writers._to_writers(of_processes).lower(rows).compile().as_text()
     collectives = re.findall(r"\b(all-\w+-?\w*|collective-\w+)\(", text)
-    return {"versions": numbers, "received": received, "sent": sent, "collectives": collectives}
+    return {"versions": numbers, "received": received_full, "sent": sent, "collectives": collectives}
 
 
 def killed(mesh):

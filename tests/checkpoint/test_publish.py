@@ -18,7 +18,7 @@ from tests.damage import same
 from tests.processes.test_processes import free_port
 from tests.support import mesh_of
 from xlstm_jax.distributed import import_safetensors
-from xlstm_jax.distributed.checkpoint import publish
+from xlstm_jax.distributed.checkpoint import apply_publication, publish
 from xlstm_jax.distributed.checkpoint.publication import files, writers
 
 ROOT = Path(__file__).parents[2]
@@ -79,8 +79,11 @@ def wanted():
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_every_process_writes_its_part_and_receives_no_other(count, tmp_path, wanted):
     processes = results("versions", tmp_path, count)
-    assert [process["versions"] for process in processes] == [[1, 2]] * count
+    assert [process["versions"] for process in processes] == [[1, 2, 3]] * count
     assert followed(tmp_path) == wanted[2]
+    deltas = [path.name for path in tmp_path.iterdir() if path.suffix == ".delta"]
+    assert sorted(deltas) == [f"model-00000003-{rank:05}-00000.delta" for rank in range(count)]
+    assert as_written(apply_publication({}, tmp_path).arrays) == wanted[1]
     weight_map = json.loads((tmp_path / INDEX).read_text())["weight_map"]
     received = [sorted(set(process["received"])) for process in processes]
     written = [sorted(n for n, f in weight_map.items() if f.split("-")[2] == f"{rank:05}") for rank in range(count)]
@@ -106,7 +109,7 @@ def test_after_a_kill_between_files_the_version_before_is_read_and_the_next_run_
             process.communicate()
     assert len([path for path in tmp_path.iterdir() if "-00000002-00001-" in path.name]) == at  # guard
     assert followed(tmp_path) == wanted[1]
-    assert results("versions", tmp_path, 2)[0]["versions"] == [2, 3]
+    assert results("versions", tmp_path, 2)[0]["versions"] == [2, 3, 4]
     assert followed(tmp_path) == wanted[2]
 
 

@@ -139,6 +139,12 @@ FEATURES = [
     Feature("skipped steps", ("optimizers/nonfinite.py",), r"\bskip_nonfinite\b|\bskip_counts\b"),
     Feature("faults", ("resilience",), r"\bLoopGuard\b|\bcheck_replicas\b|distributed\.resilience\b"),
     Feature(
+        "publications",
+        ("checkpoint/publication",),
+        r"\bapply_publication\b|checkpoint\.publication\b",
+        own=("tests/checkpoint/test_publish.py", "tests/checkpoint/test_follow.py"),
+    ),
+    Feature(
         "checkpoints, and faults that read their checksums",
         ("checkpoint", "resilience"),
         r"\bCheckpointer\b|distributed\.checkpoint\b",

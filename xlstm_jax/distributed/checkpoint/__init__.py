@@ -2,6 +2,12 @@
 
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer
 from xlstm_jax.distributed.checkpoint.errors import CheckpointError
+from xlstm_jax.distributed.checkpoint.publication.follow import (
+    Published,
+    VersionNeededError,
+    apply_publication,
+    latest_version,
+)
 from xlstm_jax.distributed.checkpoint.publication.publish import publish
 from xlstm_jax.distributed.checkpoint.safetensors_io import export_safetensors, import_safetensors
 from xlstm_jax.distributed.checkpoint.tensor_names import TRANSFORMERS, Stored
@@ -10,8 +16,12 @@ __all__ = [
     "TRANSFORMERS",
     "CheckpointError",
     "Checkpointer",
+    "Published",
     "Stored",
+    "VersionNeededError",
+    "apply_publication",
     "export_safetensors",
     "import_safetensors",
+    "latest_version",
     "publish",
 ]

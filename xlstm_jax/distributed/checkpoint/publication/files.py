@@ -18,6 +18,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,10 +100,13 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], digests: Mappin
 
 def write_index(directory: Path, index: Index) -> None:
     """Writes an index, atomically: then, and not before, the version is published."""
-    metadata = {"total_size": index.total_size, "version": index.version, "files": index.files}
-    content = {"metadata": metadata | ({} if index.since is None else {"since": index.since})}
-    content |= {"weight_map": index.weight_map} if index.since is None else {}
-    content["metadata"]["sha256"] = _sha256_of_index(content)
+    metadata: Json = {"total_size": index.total_size, "version": index.version, "files": index.files}
+    content: Json = {"metadata": metadata}
+    if index.since is None:
+        content["weight_map"] = index.weight_map
+    else:
+        metadata["since"] = index.since
+    metadata["sha256"] = _sha256_of_index(content)
     path = index_file(directory, None if index.since is None else index.version)
     _hidden(path).write_text(json.dumps(content, indent=2, sort_keys=True))
     _sync(_hidden(path))
@@ -154,7 +158,8 @@ def read_indices(directory: Path) -> dict[int, Index]:
     versions = sorted(int(match[1]) for name in names if (match := _DELTA_INDEX.fullmatch(name)))
     for version in versions:
         if version > indices[0].version:
-            indices.append(_read_index(index_file(directory, version)))
+            with suppress(FileNotFoundError):  # deleted meanwhile, as a newer full version was published
+                indices.append(_read_index(index_file(directory, version)))
     return {index.version: index for index in indices}
 
 
@@ -164,7 +169,6 @@ def _read_index(path: Path) -> Index:
     try:
         content = parse_json(text)
         metadata = content["metadata"]
-        right = metadata["sha256"] == _sha256_of_index(content)
         index = Index(
             metadata["version"],
             metadata.get("since"),
@@ -172,6 +176,9 @@ def _read_index(path: Path) -> Index:
             content.get("weight_map", {}),
             metadata["total_size"],
         )
+        in_this_folder = all(Path(name).name == name for name in index.files)
+        ends = index.since is None or index.since < index.version
+        right = metadata["sha256"] == _sha256_of_index(content) and in_this_folder and ends
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         right = False
     if not right:
@@ -186,11 +193,11 @@ def read_files(directory: Path, index: Index) -> tuple[dict[str, Header], dict[s
       FileNotFoundError: a file has been deleted.
       ValueError: a header is damaged.
     """
-    headers, digests = {}, {}
+    headers: dict[str, Header] = {}
+    digests: dict[str, str] = {}
     for name, sha256 in index.files.items():
-        header = read_header(directory / name)
+        headers[name] = header = read_header(directory / name)
         if header.sha256 != sha256:
-            raise ValueError(f"{directory / name} is damaged: its header is not the one of version {index.version}.")
-        headers[name] = header
+            raise ValueError(f"{directory / name} is damaged: its header is not that of version {index.version}.")
         digests |= json.loads(header.metadata[DIGESTS])
     return headers, digests

@@ -39,7 +39,8 @@ def assigned(nbytes: Mapping[str, int], processes: int) -> list[list[str]]:
     >>> assigned({"a": 1, "b": 4, "c": 2, "d": 2}, 2)
     [['b', 'a'], ['c', 'd']]
     """
-    loads, found = [0] * processes, [[] for _ in range(processes)]
+    loads = [0] * processes
+    found: list[list[str]] = [[] for _ in range(processes)]
     for name in sorted(nbytes, key=lambda name: (-nbytes[name], name)):
         process = loads.index(min(loads))
         loads[process] += nbytes[name]
@@ -66,7 +67,7 @@ class Source(NamedTuple):
 class _Piece(NamedTuple):
     """Part of a source on the device that sends it, or on a device of the writer."""
 
-    index: Index  # in the source
+    place: Index  # in the source
     device: Device
 
 
@@ -83,7 +84,7 @@ def received(sources: Sequence[Source | None]) -> np.ndarray | None:
         return [piece for piece in pieces[writer] if piece.device.process_index == sender != writer]
 
     lengths = [[_nbytes(sources[writer], sent(sender, writer)) for writer in processes] for sender in processes]
-    rows = None
+    rows = np.empty((len(processes), 0), np.uint8)
     if longest := max(map(max, lengths)):
         rows = _all_to_all([_as_bytes(source, sent(me, writer)) for writer, source in enumerate(sources)], longest)
 
@@ -97,11 +98,11 @@ def received(sources: Sequence[Source | None]) -> np.ndarray | None:
         start = 0
         for piece in sent(sender, me):
             end = start + _nbytes(mine, [piece])
-            whole[piece.index] = rows[sender, start:end].view(mine.dtype).reshape(whole[piece.index].shape)
+            whole[piece.place] = rows[sender, start:end].view(mine.dtype).reshape(whole[piece.place].shape)
             start = end
     for piece in pieces[me]:
         if piece.device.process_index == me:
-            whole[piece.index] = _values(mine, piece)
+            whole[piece.place] = _values(mine, piece)
     return whole
 
 
@@ -115,7 +116,7 @@ def _pieces(source: Source | None, writer: int) -> list[_Piece]:
         return []
     shape = source.leaf.shape
     holders: dict[tuple[tuple[int, int], ...], list[Device]] = {}
-    devices = source.leaf.sharding.devices_indices_map(shape)
+    devices: Mapping[Device, Index] = source.leaf.sharding.devices_indices_map(shape)
     for device, index in sorted(devices.items(), key=lambda item: item[0].id):
         bounds = tuple(dim.indices(size)[:2] for dim, size in zip(index, shape, strict=True))
         if source.layer is not None:
@@ -133,7 +134,7 @@ def _pieces(source: Source | None, writer: int) -> list[_Piece]:
 
 
 def _nbytes(source: Source | None, pieces: Sequence[_Piece]) -> int:
-    sizes = [math.prod(dim.stop - dim.start for dim in piece.index) for piece in pieces]
+    sizes = [math.prod(dim.stop - dim.start for dim in piece.place) for piece in pieces]
     return sum(sizes) * source.dtype.itemsize if source is not None else 0
 
 
