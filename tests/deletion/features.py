@@ -142,7 +142,7 @@ FEATURES = [
         "publications",
         ("checkpoint/publication",),
         r"\bapply_publication\b|checkpoint\.publication\b",
-        own=("tests/checkpoint/test_publish.py", "tests/checkpoint/test_follow.py"),
+        own=("tests/checkpoint/test_publish.py", "tests/checkpoint/test_follow.py", "tests/checkpoint/test_layout.py"),
     ),
     Feature(
         "checkpoints, and faults that read their checksums",

@@ -18,9 +18,13 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.checkpoint import (
     CheckpointError,
+    Joined,
+    Repeated,
+    Stacked,
     Stored,
     VersionNeededError,
     apply_publication,
+    from_layout,
     publish,
 )
 from xlstm_jax.distributed.checkpoint.checksums import checksum_each
@@ -253,6 +257,18 @@ def after_change(name, change):
         apply_publication({}, folder)
 
     return published(work)
+
+
+def with_layout(*rules):
+    """Publishes tensors in a layout."""
+    tree = {"a": np.ones((2, 3)), "b": np.ones((2, 4)), "e0": np.ones(1), "e2": np.ones(1)}
+    return within(lambda folder: publish(tree, folder, layout=rules))
+
+
+def out_of_layout(arrays, *rules):
+    """Reads arrays in a layout of two rows ``a`` and ``b``."""
+    like = {"a": np.ones((1, 3)), "b": np.ones((1, 3))}
+    return lambda: from_layout(arrays, [Joined(("a", "b"), "ab"), *rules], like)
 
 
 def with_single_file(folder):
@@ -820,6 +836,62 @@ ROWS = [
         "'…' of version … in … is damaged",
         " of version 2 in ",
         " is damaged, in 'model-0000000",
+    ),
+    tensors(
+        "layout-missing",
+        with_layout(Joined(("a", "x"), "ax")),
+        ValueError,
+        "layout: … is to be joined with",
+        "layout: 'a' is to be joined with 'x', which",
+    ),
+    tensors(
+        "layout-shapes",
+        with_layout(Joined(("a", "b"), "ab")),
+        ValueError,
+        "layout: … do not fit together",
+        "layout: 'a', 'b' of float64[2, 3], float64[2, 4] do not fit together along dim 0",
+    ),
+    tensors(
+        "layout-numbers",
+        with_layout(Stacked(r"e(?P<n>\d)", "e")),
+        ValueError,
+        "layout: the parts of",
+        "layout: the parts of 'e' have the numbers [0, 2]",
+    ),
+    tensors(
+        "layout-repeated",
+        with_layout(Repeated("head", "embed")),
+        ValueError,
+        "layout: … is to repeat",
+        "layout: 'head' is to repeat 'embed', which",
+    ),
+    tensors(
+        "layout-name-twice",
+        with_layout(Repeated("b", "a")),
+        ValueError,
+        "layout: two tensors would have the name",
+        "layout: two tensors would have the name 'b'",
+    ),
+    tensors(
+        "layout-other-tensors",
+        out_of_layout({"x": np.ones((2, 3))}),
+        ValueError,
+        "layout: … are tensors of the layout or",
+        "layout: 'ab', 'x' are tensors of the layout or of the arrays, but not of both",
+    ),
+    tensors(
+        "layout-other-shape",
+        out_of_layout({"ab": np.ones((2, 4))}),
+        ValueError,
+        "layout: … is …, and … by the model's",
+        "layout: 'ab' is float64[2, 4], and float64[2, 3] by the model's",
+    ),
+    tensors(
+        "layout-tied-differ",
+        out_of_layout({"ab": np.ones((2, 3)), "again": np.zeros((2, 3))}, Repeated("again", "ab")),
+        ValueError,
+        "layout: … repeats …, and its values differ",
+        "layout: 'again' repeats 'a', and its values differ",
     ),
     tensors(
         "export-again",

@@ -25,6 +25,7 @@ from xlstm_jax.distributed.checkpoint.publication.files import (
     write_tensors,
 )
 from xlstm_jax.distributed.checkpoint.publication.follow import Chain
+from xlstm_jax.distributed.checkpoint.publication.layout import Layout, Tensor, laid_out
 from xlstm_jax.distributed.checkpoint.publication.writers import Source, assigned, in_rounds
 from xlstm_jax.distributed.checkpoint.safetensors_io import (
     DEFAULT_MAX_FILE_BYTES,
@@ -43,6 +44,7 @@ def publish(
     *,
     since: int | None = None,
     names: NameMap | None = None,
+    layout: Layout = (),
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
 ) -> int:
     """Writes parameters as the next version of a publication; every process writes its part. Returns the version.
@@ -60,12 +62,14 @@ def publish(
       directory: a folder that all processes share, for this publication alone.
       since: a version in the folder, not older than the newest full one. None writes a full version.
       names: as in ``export_safetensors``.
+      layout: rules by which tensors are joined, stacked or repeated, under the names that ``names`` gives: ``Joined``,
+        ``Stacked``, ``Repeated``.
       max_file_bytes: size of the files of a full version; a larger tensor gets a file of its own. What changed of the
         tensors of a process is one file.
     Raises:
       FileExistsError: the folder has a ``model.safetensors``, which readers would take in place of the index.
       TypeError, ValueError: as ``export_safetensors``; the folder does not have the version
-        ``since``; or a file in the folder is damaged, or of another program.
+        ``since``; the layout does not fit the tensors; or a file in the folder is damaged, or of another program.
       OSError: a file cannot be written; the version before stays published.
       ImportError: the package safetensors is not installed.
 
@@ -76,14 +80,15 @@ def publish(
     """
     max_file_bytes = at_least_1("max_file_bytes", max_file_bytes)
     directory = Path(directory)
-    tensors = tensors_to_write(params, names)
+    sources = tensors_to_write(params, names)
+    tensors = laid_out(sources, layout)
     before = _from_process_0(lambda: _newest(directory, since))
     version = before["newest"] + 1
     by_process = assigned({name: tensor.nbytes for name, tensor in tensors.items()}, jax.process_count())
     files = [_files(version, process, some, tensors, max_file_bytes) for process, some in enumerate(by_process)]
 
     def write() -> dict[str, str]:
-        arrays = _received(by_process, tensors)
+        arrays = _received(by_process, tensors, sources)
         try:
             if since is None:
                 return _write_files(directory, files[jax.process_index()], arrays)
@@ -133,7 +138,7 @@ def _from_process_0(work: Callable[[], dict[str, int]]) -> dict[str, int]:
 
 
 def _files(
-    version: int, process: int, names: list[str], tensors: Mapping[str, TensorToWrite], max_file_bytes: int
+    version: int, process: int, names: list[str], tensors: Mapping[str, Tensor], max_file_bytes: int
 ) -> dict[str, list[str]]:
     """Returns the files of a process, each with the names of its tensors."""
     files: dict[str, list[str]] = {}
@@ -147,11 +152,23 @@ def _files(
     return files
 
 
-def _received(by_process: list[list[str]], tensors: Mapping[str, TensorToWrite]) -> Iterator[tuple[str, np.ndarray]]:
+def _received(
+    by_process: list[list[str]], tensors: Mapping[str, Tensor], sources: Mapping[str, TensorToWrite]
+) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the tensors of this process, in their layout in the file."""
-    sources = [[(name, Source(tensors[name].leaf, tensors[name].layer)) for name in some] for some in by_process]
-    for name, array in in_rounds(sources):
-        yield name, np.ascontiguousarray(tensors[name].place.to_tensor(array)).reshape(tensors[name].shape)
+    to_send = [
+        [
+            (source, Source(sources[source].leaf, sources[source].layer))
+            for name in some
+            for source in tensors[name].sources()
+        ]
+        for some in by_process
+    ]
+    arrays = (sources[name].place.to_tensor(array) for name, array in in_rounds(to_send))
+    for name in by_process[jax.process_index()]:
+        yield name, np.ascontiguousarray(tensors[name].assembled(arrays)).reshape(tensors[name].shape)
+    for _ in arrays:  # rounds in which other processes alone receive something
+        pass
 
 
 def _write_files(
