@@ -88,10 +88,10 @@ def params_of(seed, mesh):
 
 
 def versions(mesh):
-    received, sent, in_rounds, all_to_all = [], [], publishing.in_rounds, writers._all_to_all
+    received, sent, received_in_rounds, all_to_all = [], [], publishing.received_in_rounds, writers._all_to_all
 
     def noted(sources):
-        for name, array in in_rounds(sources):
+        for name, array in received_in_rounds(sources):
             received.append(name)
             yield name, array
 
@@ -99,7 +99,7 @@ def versions(mesh):
         sent.append(longest)
         return all_to_all(parts, longest)
 
-    publishing.in_rounds, writers._all_to_all = noted, noted_all_to_all
+    publishing.received_in_rounds, writers._all_to_all = noted, noted_all_to_all
     numbers = [publish(params_of(seed, mesh), FOLDER, names=NAMES, max_file_bytes=500) for seed in (1, 2)]
     received_full = list(received)
     numbers.append(publish(params_of(1, mesh), FOLDER, names=NAMES, since=numbers[-1]))

@@ -93,8 +93,7 @@ def test_a_reader_follows_and_a_delta_is_as_large_as_what_changed(versions, publ
 
 
 def test_what_is_passed_stays_and_what_has_not_changed_is_passed_on(versions, published):
-    mine = flat(versions[3])
-    mine["Dense_0/kernel"] = np.asfortranarray(mine["Dense_0/kernel"])
+    mine = {name: np.asfortranarray(array) for name, array in flat(versions[3]).items()}
     before = {name: array.copy() for name, array in mine.items()}
     version, got = apply_publication(mine, published)
     assert version == 5 and same(got, flat(versions[4])) and same(mine, before)

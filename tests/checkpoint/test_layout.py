@@ -181,7 +181,7 @@ def test_tensors_that_are_not_those_of_the_layout_are_refused():
     arrays = to_layout(like, layout)
     with pytest.raises(ValueError, match=r"'again', 'x' are tensors of the layout or of the arrays, but not of both"):
         from_layout({"ab": arrays["ab"], "x": np.zeros(1)}, layout, like)
-    with pytest.raises(ValueError, match=r"'ab' is float64\[2, 3\], and float64\[3, 3\] by the model's"):
+    with pytest.raises(ValueError, match=r"the tensor 'ab' is float64\[2, 3\], and float64\[3, 3\] by the model's"):
         from_layout(arrays | {"ab": np.zeros((2, 3))}, layout, like)
     with pytest.raises(ValueError, match=r"'again' repeats 'a', and its values differ"):
         from_layout(arrays | {"again": arrays["ab"] + 1}, layout, like)

@@ -841,14 +841,14 @@ ROWS = [
         "layout-missing",
         with_layout(Joined(("a", "x"), "ax")),
         ValueError,
-        "layout: … is to be joined with",
+        "layout: '…' is to be joined with",
         "layout: 'a' is to be joined with 'x', which",
     ),
     tensors(
         "layout-shapes",
         with_layout(Joined(("a", "b"), "ab")),
         ValueError,
-        "layout: … do not fit together",
+        "layout: … of … do not fit together",
         "layout: 'a', 'b' of float64[2, 3], float64[2, 4] do not fit together along dim 0",
     ),
     tensors(
@@ -862,7 +862,7 @@ ROWS = [
         "layout-repeated",
         with_layout(Repeated("head", "embed")),
         ValueError,
-        "layout: … is to repeat",
+        "layout: '…' is to repeat",
         "layout: 'head' is to repeat 'embed', which",
     ),
     tensors(
@@ -883,14 +883,14 @@ ROWS = [
         "layout-other-shape",
         out_of_layout({"ab": np.ones((2, 4))}),
         ValueError,
-        "layout: … is …, and … by the model's",
-        "layout: 'ab' is float64[2, 4], and float64[2, 3] by the model's",
+        "layout: the tensor",
+        "layout: the tensor 'ab' is float64[2, 4], and float64[2, 3] by the model's",
     ),
     tensors(
         "layout-tied-differ",
         out_of_layout({"ab": np.ones((2, 3)), "again": np.zeros((2, 3))}, Repeated("again", "ab")),
         ValueError,
-        "layout: … repeats …, and its values differ",
+        "layout: '…' repeats '…', and its values differ",
         "layout: 'again' repeats 'a', and its values differ",
     ),
     tensors(

@@ -8,6 +8,7 @@ no arrays       3 is read, then 4, 5 and 6 are applied
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,9 @@ class Published(NamedTuple):
     Attributes:
       version: number of the version.
       arrays: tensors by name.
+
+    >>> Published(3, {"w": np.zeros(1)}).version
+    3
     """
 
     version: int
@@ -36,6 +40,9 @@ class VersionNeededError(ValueError):
 
     Attributes:
       needed: the version that the newest one applies to.
+
+    >>> VersionNeededError("version 4 applies to version 3", 3).needed
+    3
     """
 
     def __init__(self, message: str, needed: int) -> None:
@@ -74,17 +81,16 @@ def apply_publication(arrays: Mapping[str, np.ndarray], directory: str | os.Path
     FileNotFoundError: no version is published in no_such_folder.
     """
     directory = Path(directory)
-    while True:
-        indices = read_indices(directory)
-        if not indices:
-            raise FileNotFoundError(f"no version is published in {directory}.")
-        newest = max(indices)
-        try:
-            return Published(newest, Chain(directory, indices, newest).arrays_from(arrays))
-        except FileNotFoundError:
-            # A full version that is published while this one is read lets older files go.
-            if latest_version(directory) == newest:
-                raise
+    indices = read_indices(directory)
+    if not indices:
+        raise FileNotFoundError(f"no version is published in {directory}.")
+    newest = max(indices)
+    with suppress(FileNotFoundError):
+        return Published(newest, Chain(directory, indices, newest).arrays_from(arrays))
+    # A file is missing: the trainer has published meanwhile, and has deleted the files of this version; or it is lost.
+    if latest_version(directory) != newest:
+        return apply_publication(arrays, directory)
+    return Published(newest, Chain(directory, indices, newest).arrays_from(arrays))
 
 
 class _Step(NamedTuple):

@@ -62,7 +62,7 @@ class Tensor(NamedTuple):
             start += size
 
 
-class Rule(Protocol):
+class LayoutRule(Protocol):
     """Rule of a layout."""
 
     def applied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -70,7 +70,7 @@ class Rule(Protocol):
         ...
 
 
-Layout = Sequence[Rule]
+Layout = Sequence[LayoutRule]
 
 
 @dataclass(frozen=True)
@@ -208,8 +208,8 @@ def from_layout(
         array = arrays[name]
         if (array.shape, array.dtype) != (tensor.shape, tensor.dtype):
             raise ValueError(
-                f"layout: '{name}' is {array.dtype}{list(array.shape)}, and {tensor.dtype}{list(tensor.shape)} by the "
-                "model's tensors."
+                f"layout: the tensor '{name}' is {array.dtype}{list(array.shape)}, and "
+                f"{tensor.dtype}{list(tensor.shape)} by the model's tensors."
             )
         for source, part in tensor.taken_apart(array):
             if source in found and found[source].tobytes() != part.tobytes():

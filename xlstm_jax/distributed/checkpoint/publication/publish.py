@@ -26,7 +26,7 @@ from xlstm_jax.distributed.checkpoint.publication.files import (
 )
 from xlstm_jax.distributed.checkpoint.publication.follow import Chain
 from xlstm_jax.distributed.checkpoint.publication.layout import Layout, Tensor, laid_out
-from xlstm_jax.distributed.checkpoint.publication.writers import Source, assigned, in_rounds
+from xlstm_jax.distributed.checkpoint.publication.writers import Source, assigned, received_in_rounds
 from xlstm_jax.distributed.checkpoint.safetensors_io import (
     DEFAULT_MAX_FILE_BYTES,
     DEFAULT_NAME,
@@ -164,7 +164,7 @@ def _received(
         ]
         for some in by_process
     ]
-    arrays = (sources[name].place.to_tensor(array) for name, array in in_rounds(to_send))
+    arrays = (sources[name].place.to_tensor(array) for name, array in received_in_rounds(to_send))
     for name in by_process[jax.process_index()]:
         yield name, np.ascontiguousarray(tensors[name].assembled(arrays)).reshape(tensors[name].shape)
     for _ in arrays:  # rounds in which other processes alone receive something

@@ -191,7 +191,7 @@ def _to_writers(mesh: Mesh) -> Any:
     return jax.jit(to_writers, out_shardings=NamedSharding(mesh, PartitionSpec("process", None, "device")))
 
 
-def in_rounds(sources: Sequence[Sequence[tuple[str, Source]]]) -> Iterator[tuple[str, np.ndarray]]:
+def received_in_rounds(sources: Sequence[Sequence[tuple[str, Source]]]) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the sources of this process with their names, unsharded. Every process must exhaust the iterator.
 
     Args:
