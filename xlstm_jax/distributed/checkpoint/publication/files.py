@@ -178,10 +178,11 @@ def _read_index(path: Path) -> Index:
         )
         in_this_folder = all(Path(name).name == name for name in index.files)
         ends = index.since is None or index.since < index.version
-        right = metadata["sha256"] == _sha256_of_index(content) and in_this_folder and ends
+        if not (metadata["sha256"] == _sha256_of_index(content) and in_this_folder and ends):
+            index = None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        right = False
-    if not right:
+        index = None
+    if index is None:
         raise ValueError(f"{path} is damaged, or no index that `publish` wrote. Publish a full version again.")
     return index
 

@@ -142,7 +142,7 @@ def _files(
 ) -> dict[str, list[str]]:
     """Returns the files of a process, each with the names of its tensors."""
     files: dict[str, list[str]] = {}
-    bytes_left = 0
+    file, bytes_left = "", 0
     for name in names:
         if not files or tensors[name].nbytes > bytes_left:
             file = file_name(version, process, len(files), delta=False)
