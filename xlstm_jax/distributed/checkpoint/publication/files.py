@@ -166,20 +166,20 @@ def read_indices(directory: Path) -> dict[int, Index]:
 def _read_index(path: Path) -> Index:
     with open_regular(path) as file:
         text = file.read(MAX_JSON_BYTES)
+    index: Index | None
     try:
         content = parse_json(text)
         metadata = content["metadata"]
-        index = Index(
+        found = Index(
             metadata["version"],
             metadata.get("since"),
             metadata["files"],
             content.get("weight_map", {}),
             metadata["total_size"],
         )
-        in_this_folder = all(Path(name).name == name for name in index.files)
-        ends = index.since is None or index.since < index.version
-        if not (metadata["sha256"] == _sha256_of_index(content) and in_this_folder and ends):
-            index = None
+        in_this_folder = all(Path(name).name == name for name in found.files)
+        ends = found.since is None or found.since < found.version
+        index = found if metadata["sha256"] == _sha256_of_index(content) and in_this_folder and ends else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         index = None
     if index is None:
