@@ -50,6 +50,7 @@ KEYWORDS = {
     "howto/log": ("wandb", "TensorBoard", "logging"),
     "howto/profile": ("MFU", "profiler"),
     "howto/export": ("safetensors", "export", "convert checkpoint", "convert weights"),
+    "howto/publish": ("weight transfer", "weight sync", "publish weights", "rollout", "vLLM"),
     "frozen": ("freeze", "fine-tuning"),
     "howto/quantised_base": ("QLoRA", "qwix", "int4", "quantise weights"),
     "howto/mesh": ("mesh", "HSDP"),

@@ -127,7 +127,7 @@ def test_each_device_reads_its_shard_alone(spec, tmp_path, monkeypatch):
             read.append(values[index].size)
             return values[index]
 
-    monkeypatch.setattr(safetensors_io._StoredTensor, "values", lambda tensor: Watched())
+    monkeypatch.setattr(safetensors_io.StoredTensor, "values", lambda tensor: Watched())
     export_safetensors({"w": values}, tmp_path)
     sharding = NamedSharding(mesh_of(1, 8), spec)
     target = {"w": jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=sharding)}

@@ -140,6 +140,12 @@ FEATURES = [
     Feature("replay of steps", ("training/replay",), r"\breplayed\b|\bReplayError\b|training\.replay\b"),
     Feature("faults", ("resilience", "training/replay"), r"\bLoopGuard\b|\bcheck_replicas\b|distributed\.resilience\b"),
     Feature(
+        "publications",
+        ("checkpoint/publication",),
+        r"\bapply_publication\b|checkpoint\.publication\b",
+        own=("tests/checkpoint/test_publish.py", "tests/checkpoint/test_follow.py", "tests/checkpoint/test_layout.py"),
+    ),
+    Feature(
         "checkpoints, and faults that read their checksums",
         ("checkpoint", "resilience", "training/replay"),
         r"\bCheckpointer\b|distributed\.checkpoint\b",

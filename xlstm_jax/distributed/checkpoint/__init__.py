@@ -2,6 +2,14 @@
 
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer
 from xlstm_jax.distributed.checkpoint.errors import CheckpointError
+from xlstm_jax.distributed.checkpoint.publication.follow import (
+    Published,
+    VersionNeededError,
+    apply_publication,
+    latest_version,
+)
+from xlstm_jax.distributed.checkpoint.publication.layout import Joined, Repeated, Stacked, from_layout, to_layout
+from xlstm_jax.distributed.checkpoint.publication.publish import publish
 from xlstm_jax.distributed.checkpoint.safetensors_io import export_safetensors, import_safetensors
 from xlstm_jax.distributed.checkpoint.tensor_names import TRANSFORMERS, Stored
 
@@ -9,7 +17,17 @@ __all__ = [
     "TRANSFORMERS",
     "CheckpointError",
     "Checkpointer",
+    "Joined",
+    "Published",
+    "Repeated",
+    "Stacked",
     "Stored",
+    "VersionNeededError",
+    "apply_publication",
     "export_safetensors",
+    "from_layout",
     "import_safetensors",
+    "latest_version",
+    "publish",
+    "to_layout",
 ]
