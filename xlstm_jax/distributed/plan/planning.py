@@ -34,7 +34,6 @@ from xlstm_jax.distributed.data_parallel.unconstrained_boxes import boxes_withou
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_bytes
-from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
 from xlstm_jax.distributed.optimizers.sharded_optimizer import ON_DEVICES, Placement, sharded_optimizer
 from xlstm_jax.distributed.optimizers.state import owner_of_state
 from xlstm_jax.distributed.plan.init_errors import init_error, init_failure, is_the_librarys
@@ -144,8 +143,6 @@ def _planned_init(
     freeze: Callable[[PyTree], PyTree],
 ) -> PyTree:
     """Returns the variables of ``model.init`` without values, in boxes with the decisions of their wrappers."""
-    check_no_explicit_mesh()
-
     def init(rng: PyTree, inputs: PyTree) -> PyTree:
         with jax.sharding.use_abstract_mesh(mesh), boxes_without_constraints():
             return freeze(with_mesh_names(model.init(rng, *inputs, **kwargs)))

@@ -10,6 +10,7 @@ import numpy as np
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout
+from xlstm_jax.distributed.device_mesh.explicit_axes import on_auto_axes, on_set_mesh
 from xlstm_jax.distributed.training.arguments import ARGUMENTS
 from xlstm_jax.distributed.training.moments import JittedCall, JittedStep, run_checks
 from xlstm_jax.distributed.training.nan_inputs import naming_nans
@@ -25,6 +26,7 @@ class CheckedStep:
       layout: the layout of its batch, with the mesh of the step.
       options: options of ``jax.jit``.
       arguments: names of the function's arguments by position.
+      like: function of the arguments that returns which of them the results replace; see ``on_auto_axes``.
       counting: function of batch and arguments that returns the values, by kind, that count padded rows; see
         ``counting_padding``.
     """
@@ -35,11 +37,12 @@ class CheckedStep:
         layout: BatchLayout,
         arguments: tuple[str, ...] = ARGUMENTS,
         *,
+        like: Callable[..., PyTree],
         counting: Callable[[PyTree, tuple[Any, ...], dict[str, Any]], dict[str, list[str]]],
         **options: Any,
     ):
         functools.update_wrapper(self, step)
-        self.jitted = jax.jit(step, **options)
+        self.jitted = jax.jit(on_auto_axes(step, layout.mesh, like), **options)
         takes = inspect.signature(step).parameters
         needed = tuple(name for name in arguments if takes[name].default is inspect.Parameter.empty)
         donated = [arguments[index] for index in np.atleast_1d(options["donate_argnums"])]
@@ -51,7 +54,9 @@ class CheckedStep:
         # Exclude metrics and moments: a maximum starts at minus infinity.
         params = getattr(call.named.get("state"), "params", None)
         with naming_nans({"batch": call.named.get("batch"), "state.params": params}):
-            returned = self._explained(call, self.jitted)
+            args, kwargs = on_set_mesh((call.args, call.kwargs))
+            returned = self._explained(call._replace(args=args, kwargs=kwargs), self.jitted)
+            returned = on_set_mesh(returned)
         run_checks("returned", call)
         return returned
 

@@ -29,6 +29,7 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.device_mesh.batch_layout import num_shards
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, mesh_axes
+from xlstm_jax.distributed.device_mesh.explicit_axes import on_auto_axes, placed, sharding_of_input
 from xlstm_jax.distributed.optimizers.extra_args import GRAD, GRAD_FN, VALUE, VALUE_FN, taking_extra_args
 from xlstm_jax.distributed.optimizers.lookahead import with_plain_params
 from xlstm_jax.distributed.optimizers.sharded_optimizer import ON_DEVICES, Placement, Trained, sharded_optimizer
@@ -157,10 +158,11 @@ def init_sharded(
       TypeError: as ``freeze_params``.
     """
     freezing: dict[str, Any] = {"trainable": trainable, "frozen_dtype": frozen_dtype}
+    # jit cannot split NumPy arrays over devices of several processes.
+    inputs = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, inputs)
     init = jitted_init(model, mesh, rng, *inputs, batch_axes=batch_axes, **freezing, **kwargs)
     run_checks("values", NewModel(model, mesh, rng))
-    # jit cannot split NumPy arrays over devices of several processes.
-    return init(rng, jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, inputs))
+    return init(rng, inputs)
 
 
 def jitted_init(
@@ -196,11 +198,13 @@ def jitted_init(
 
     def input_sharding(x: Any) -> NamedSharding:
         splits = np.ndim(x) > 0 and np.shape(x)[0] % num_shards(mesh, axes) == 0
-        return NamedSharding(mesh, PartitionSpec(axes) if splits else PartitionSpec())
+        split = placed(NamedSharding(mesh, PartitionSpec(axes) if splits else PartitionSpec()))
+        return sharding_of_input(x, split)
 
-    given = (NamedSharding(mesh, PartitionSpec()), jax.tree.map(input_sharding, inputs))
+    init = on_auto_axes(init, mesh)
+    given = (placed(NamedSharding(mesh, PartitionSpec())), jax.tree.map(input_sharding, inputs))
     made = jax.eval_shape(init, rng, inputs)
-    out = placement.shardings(made, mesh)
+    out = jax.tree.map(placed, placement.shardings(made, mesh))
     run_checks("shapes", NewVariables(made, mesh))
     return jax.jit(init, in_shardings=given, out_shardings=out)
 
@@ -251,7 +255,7 @@ def create_train_state(
     params = variables.pop("params", {})
     run_checks("state", CreatedState(model, tx, mesh, rng, inputs, kwargs, params, variables, stacks, allow_replicated))
     # Place the step counter on the mesh now: a step returns it there, and another sharding would compile step 2 again.
-    step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, PartitionSpec()))
+    step = jax.device_put(jnp.zeros((), jnp.int32), placed(NamedSharding(mesh, PartitionSpec())))
     opt_state = sharded_opt_state(tx, params, mesh, offload)
     # Strong types, as a step returns them: after a weak type the second step would compile again.
     kept = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), variables)
@@ -270,7 +274,8 @@ def sharded_opt_state(
         return jax.tree.map(lambda x: jnp.array(x, x.dtype), optimizer.init(params))
 
     # Only a trace of tx.init shows the shapes of the state; the sharding of each leaf follows from the shapes.
-    out = optimizer.shardings(jax.eval_shape(init, params))
+    init = on_auto_axes(init, mesh)
+    out = jax.tree.map(placed, optimizer.shardings(jax.eval_shape(init, params)))
     return jax.jit(init, out_shardings=out)(params)
 
 
@@ -300,7 +305,7 @@ def abstract_train_state(
         return create_train_state(model, tx, mesh, rng, *inputs, batch_axes=batch_axes, **kwargs)
 
     def with_sharding(leaf: Sharded, sharding: NamedSharding) -> Any:
-        return jax.ShapeDtypeStruct(leaf.value.shape, leaf.value.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(leaf.value.shape, leaf.value.dtype, sharding=placed(sharding))
 
     with absent_device():
         state = jax.eval_shape(create, rng, inputs)
