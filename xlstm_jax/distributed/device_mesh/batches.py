@@ -16,9 +16,9 @@ from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leav
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_layout, num_shards
 from xlstm_jax.distributed.device_mesh.batch_leaves import check_values, why_no_array, with_copies
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_mesh
-from xlstm_jax.distributed.device_mesh.explicit_axes import placed
 from xlstm_jax.distributed.processes.devices import Device
 from xlstm_jax.distributed.processes.same_everywhere import compare, entries_of
+from xlstm_jax.explicit_axes import placed
 
 PLAIN_NUMBERS = int, float, complex, np.generic
 BATCH_TIMEOUT_S = 300.0  # Processes may open their data for minutes before the first batch.

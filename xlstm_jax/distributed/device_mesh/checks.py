@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from xlstm_jax.common_types import AxisNames
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.explicit_axes import with_auto_axes
 from xlstm_jax.formatting import shortened
 
 SHOWN_CHARS = 100  # length of the wrong argument in an error
@@ -33,7 +34,7 @@ def auto_mesh(mesh: AnyMesh) -> AnyMesh:
       TypeError: ``mesh`` is not a mesh; names its type, and the call that makes a mesh.
     """
     check_mesh(mesh)
-    return mesh.update(axis_types=auto_types(mesh.axis_names))  # pyright: ignore[reportReturnType] (it has no types)
+    return with_auto_axes(mesh)
 
 
 def check_mesh(mesh: object, *, devices: bool = False) -> None:

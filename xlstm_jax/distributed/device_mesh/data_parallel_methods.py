@@ -24,7 +24,7 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, entry_axes
 from xlstm_jax.distributed.device_mesh import batches
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_mesh, mesh_axes
-from xlstm_jax.distributed.device_mesh.explicit_axes import placed
+from xlstm_jax.explicit_axes import placed
 
 DATA_AXIS = "data"  # axis of DeviceMeshManager.create_data_parallel_mesh
 STEP_AXIS = "batch"  # usual axis name of a step under pmap, also the default in the metrics

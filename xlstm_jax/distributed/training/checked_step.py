@@ -10,10 +10,10 @@ import numpy as np
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout
-from xlstm_jax.distributed.device_mesh.explicit_axes import on_auto_axes, on_set_mesh
 from xlstm_jax.distributed.training.arguments import ARGUMENTS
 from xlstm_jax.distributed.training.moments import JittedCall, JittedStep, run_checks
 from xlstm_jax.distributed.training.nan_inputs import naming_nans
+from xlstm_jax.explicit_axes import on_auto_axes, on_set_mesh
 
 
 class CheckedStep:
@@ -42,7 +42,7 @@ class CheckedStep:
         **options: Any,
     ):
         functools.update_wrapper(self, step)
-        self.jitted = jax.jit(on_auto_axes(step, layout.mesh, like), **options)
+        self.jitted = jax.jit(on_auto_axes(step, layout.mesh, like=like), **options)
         takes = inspect.signature(step).parameters
         needed = tuple(name for name in arguments if takes[name].default is inspect.Parameter.empty)
         donated = [arguments[index] for index in np.atleast_1d(options["donate_argnums"])]

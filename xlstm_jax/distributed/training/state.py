@@ -29,13 +29,13 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.device_mesh.batch_layout import num_shards
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, mesh_axes
-from xlstm_jax.distributed.device_mesh.explicit_axes import on_auto_axes, placed, sharding_of_input
 from xlstm_jax.distributed.optimizers.extra_args import GRAD, GRAD_FN, VALUE, VALUE_FN, taking_extra_args
 from xlstm_jax.distributed.optimizers.lookahead import with_plain_params
 from xlstm_jax.distributed.optimizers.sharded_optimizer import ON_DEVICES, Placement, Trained, sharded_optimizer
 from xlstm_jax.distributed.optimizers.state import given_state, trainable
 from xlstm_jax.distributed.training.arguments import collections_of, why_not_its_state
 from xlstm_jax.distributed.training.moments import CreatedState, NewModel, NewVariables, run_checks
+from xlstm_jax.explicit_axes import on_auto_axes, placed, sharding_of_input, with_auto_axes
 from xlstm_jax.formatting import TIMES, Bar, format_bytes, notebook_html, rich_table
 
 PARTS = ("params", "opt_state", "collections")
@@ -100,13 +100,17 @@ class TrainState(FlaxTrainState):
         mesh = _mesh_of(self.params)
         if mesh is None or self.sees_boxes or collectives.manual_axes():
             return super().apply_gradients(grads=grads, **kwargs)
+        mesh = with_auto_axes(mesh)
 
         def gradient(leaf: Sharded, grad: Any) -> Any:
             """Returns the gradient without box and padding for the optimizer; None for a non-differentiable leaf."""
             return true_value(leaf.replace(value=trees.stored_values(grad))) if leaf.is_differentiable else None
 
-        bare = trees.map_sharded(gradient, self.params, grads)
-        return _replaced(self, _updated(self, bare, mesh, {})[0]).replace(**kwargs)
+        def updated(state: Self, grads: PyTree) -> Self:
+            bare = trees.map_sharded(gradient, state.params, grads)
+            return _replaced(state, _updated(state, bare, mesh, {})[0])
+
+        return on_auto_axes(updated, mesh, like=lambda state, grads: state)(self, grads).replace(**kwargs)
 
 
 def _mesh_of(params: PyTree) -> Mesh | AbstractMesh | None:
