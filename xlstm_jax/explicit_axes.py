@@ -15,6 +15,7 @@ These conversions change types alone: nothing is moved or copied. Without explic
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import jax
@@ -142,25 +143,27 @@ def _on_set_mesh(leaf: Any) -> Any:
     if not _is_on_mesh(leaf):
         return leaf
     there = placed(leaf.sharding)
-    if not has_explicit_axes(there.mesh) and leaf.is_fully_replicated:
-        there = NamedSharding(jax.sharding.get_mesh(), PartitionSpec())
-    # The order of devices is that of the mesh: another one would mean a copy.
-    if there == leaf.sharding or there._device_assignment != leaf.sharding._device_assignment:
-        return leaf
-    return jax.device_put(leaf, there)
+    if there == leaf.sharding and leaf.sharding.is_fully_replicated and (around := _set_mesh()) is not None:
+        # JAX shares the memory of replicas if the devices are the same, in the same order.
+        if isinstance(there.mesh, Mesh) and list(there.mesh.devices.flat) == list(around.devices.flat):
+            there = NamedSharding(around, PartitionSpec())
+    # As programs return them, with an entry for each dim: after another spec the second step would compile again.
+    if has_explicit_axes(there.mesh) and any(there.spec):
+        there = there.update(spec=PartitionSpec(*there.spec, *[None] * (leaf.ndim - len(there.spec))))
+    return _moved(leaf, there)
 
 
 def outside_set_mesh(function: Function, inside: str | None = None) -> Function:
-    """Returns ``function``, called as if no mesh with explicit axes were set; its results are placed on that mesh.
+    """Returns ``function``, called as if no mesh were set; its results are placed on the mesh that is set.
 
     ``inside`` is the name of an argument, a function that is called under the mesh all the same.
     """
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        if not has_explicit_axes(jax.sharding.get_abstract_mesh()):
+        around = _set_mesh()
+        if around is None:
             return function(*args, **kwargs)
-        around = jax.sharding.get_mesh()
         arguments = inspect.signature(function).bind(*args, **kwargs)
         if inside is not None:
             arguments.arguments[inside] = _under(around, arguments.arguments[inside])
@@ -169,6 +172,27 @@ def outside_set_mesh(function: Function, inside: str | None = None) -> Function:
         return on_set_mesh(results)
 
     return called  # type: ignore[return-value]
+
+
+def outside_other_mesh(tree: PyTree) -> AbstractContextManager[Any]:
+    """Returns a context in which no mesh is set, if leaves of the tree are on a mesh of another size than the one set.
+
+    JAX traces no program for 64 devices under a mesh of 8.
+    """
+    around = _set_mesh()
+    sizes = {leaf.sharding.mesh.size for leaf in jax.tree.leaves(tree) if _is_on_mesh(leaf)}
+    return jax.set_mesh(None) if around is not None and sizes - {around.size} else nullcontext()
+
+
+def _set_mesh() -> Mesh | None:
+    """Returns the mesh that ``jax.set_mesh`` has set; None if there is none, or while a function is traced."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return None
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:  # while tracing, where the mesh cannot be changed
+        return None
+    return None if mesh.empty else mesh
 
 
 def _under(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,17 +210,23 @@ def _under(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
 def _on_auto_mesh(tree: PyTree) -> PyTree:
     """Returns the tree with its arrays on meshes with Auto axes; their memory is shared, not copied."""
 
-    def moved(leaf: Any) -> Any:
-        if not _is_on_mesh(leaf) or not has_explicit_axes(leaf.sharding.mesh):
+    def on_auto_mesh(leaf: Any) -> Any:
+        if not _is_on_mesh(leaf):
             return leaf
-        return jax.device_put(leaf, leaf.sharding.update(mesh=with_auto_axes(leaf.sharding.mesh)))
+        return _moved(leaf, leaf.sharding.update(mesh=with_auto_axes(leaf.sharding.mesh)))
 
-    return jax.tree.map(moved, tree)
+    return jax.tree.map(on_auto_mesh, tree)
 
 
 def _is_on_mesh(leaf: Any) -> bool:
-    is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    is_array = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and not isinstance(leaf, jax.core.Tracer)
     return is_array and isinstance(leaf.sharding, NamedSharding)
+
+
+def _moved(leaf: Any, there: NamedSharding) -> Any:
+    if there == leaf.sharding:
+        return leaf
+    return leaf.update(sharding=there) if isinstance(leaf, jax.ShapeDtypeStruct) else jax.device_put(leaf, there)
 
 
 def _mesh_of(leaf: Any) -> AbstractMesh:

@@ -40,10 +40,12 @@ from xlstm_jax.distributed.plan.init_errors import init_error, init_failure, is_
 from xlstm_jax.distributed.plan.leaf_plan import NO_BYTES, OPTIMIZER, PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.section import SECTIONS, noting
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
+from xlstm_jax.explicit_axes import outside_set_mesh
 from xlstm_jax.formatting import format_axes
 from xlstm_jax.program_names import HOST_MEMORY
 
 
+@outside_set_mesh
 def plan_sharding(
     model: Model,
     axis_sizes: Mapping[str, int],

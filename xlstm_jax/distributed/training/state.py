@@ -35,7 +35,7 @@ from xlstm_jax.distributed.optimizers.sharded_optimizer import ON_DEVICES, Place
 from xlstm_jax.distributed.optimizers.state import given_state, trainable
 from xlstm_jax.distributed.training.arguments import collections_of, why_not_its_state
 from xlstm_jax.distributed.training.moments import CreatedState, NewModel, NewVariables, run_checks
-from xlstm_jax.explicit_axes import on_auto_axes, placed, sharding_of_input, with_auto_axes
+from xlstm_jax.explicit_axes import on_auto_axes, outside_set_mesh, placed, sharding_of_input, with_auto_axes
 from xlstm_jax.formatting import TIMES, Bar, format_bytes, notebook_html, rich_table
 
 PARTS = ("params", "opt_state", "collections")
@@ -120,6 +120,7 @@ def _mesh_of(params: PyTree) -> Mesh | AbstractMesh | None:
     return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty), None)
 
 
+@outside_set_mesh
 def init_sharded(
     model: Model,
     mesh: Mesh | AbstractMesh,
@@ -213,6 +214,7 @@ def jitted_init(
     return jax.jit(init, in_shardings=given, out_shardings=out)
 
 
+@outside_set_mesh
 def create_train_state(
     model: Model,
     tx: optax.GradientTransformation,
@@ -283,6 +285,7 @@ def sharded_opt_state(
     return jax.jit(init, out_shardings=out)(params)
 
 
+@outside_set_mesh
 def abstract_train_state(
     model: Model,
     tx: optax.GradientTransformation,
@@ -309,7 +312,7 @@ def abstract_train_state(
         return create_train_state(model, tx, mesh, rng, *inputs, batch_axes=batch_axes, **kwargs)
 
     def with_sharding(leaf: Sharded, sharding: NamedSharding) -> Any:
-        return jax.ShapeDtypeStruct(leaf.value.shape, leaf.value.dtype, sharding=placed(sharding))
+        return jax.ShapeDtypeStruct(leaf.value.shape, leaf.value.dtype, sharding=sharding)
 
     with absent_device():
         state = jax.eval_shape(create, rng, inputs)
