@@ -16,7 +16,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import jax
 import numpy as np
@@ -106,11 +106,12 @@ def typed_like(results: PyTree, like: PyTree) -> PyTree:
     leaves, structure = jax.tree.flatten(results)
     if like is None:
         around = jax.sharding.get_abstract_mesh()
-        shardings = [NamedSharding(around, PartitionSpec())] * len(leaves)
+        is_set = has_explicit_axes(around)
+        typed = [jax.sharding.reshard(leaf, PartitionSpec()) if is_set else leaf for leaf in leaves]
     else:
         # By order and not by structure: a step may change static fields of a state.
-        shardings = [jax.typeof(leaf).sharding for leaf in jax.tree.leaves(like)]
-    return jax.tree.unflatten(structure, list(map(_with_type, leaves, shardings)))
+        typed = list(map(_with_type_of, leaves, jax.tree.leaves(like)))
+    return jax.tree.unflatten(structure, typed)
 
 
 def sharding_of_input(x: Any, wanted: NamedSharding) -> NamedSharding:
@@ -143,14 +144,19 @@ def _on_set_mesh(leaf: Any) -> Any:
     if not _is_on_mesh(leaf):
         return leaf
     there = placed(leaf.sharding)
-    if there == leaf.sharding and leaf.sharding.is_fully_replicated and (around := _set_mesh()) is not None:
-        # JAX shares the memory of replicas if the devices are the same, in the same order.
-        if isinstance(there.mesh, Mesh) and list(there.mesh.devices.flat) == list(around.devices.flat):
-            there = NamedSharding(around, PartitionSpec())
+    if not has_explicit_axes(there.mesh) and _is_replicated_on(around := _set_mesh(), there):
+        there = NamedSharding(around, PartitionSpec())
     # As programs return them, with an entry for each dim: after another spec the second step would compile again.
     if has_explicit_axes(there.mesh) and any(there.spec):
         there = there.update(spec=PartitionSpec(*there.spec, *[None] * (leaf.ndim - len(there.spec))))
     return _moved(leaf, there)
+
+
+def _is_replicated_on(mesh: Mesh | None, sharding: NamedSharding) -> TypeGuard[Mesh]:
+    """Returns whether the sharding replicates arrays over the devices of the mesh, whose memory is then shared."""
+    own = sharding.mesh
+    same = mesh is not None and isinstance(own, Mesh) and list(own.devices.flat) == list(mesh.devices.flat)
+    return same and sharding.is_fully_replicated
 
 
 def outside_set_mesh(function: Function, inside: str | None = None) -> Function:
@@ -241,7 +247,8 @@ def _with_auto_type(leaf: Any) -> Any:
     return jax.sharding.reshard(leaf, PartitionSpec(*[None] * np.ndim(leaf)))
 
 
-def _with_type(leaf: Any, sharding: NamedSharding) -> Any:
+def _with_type_of(leaf: Any, argument: Any) -> Any:
+    sharding = jax.typeof(argument).sharding
     # On a mesh of explicit and Auto axes the type of a dim may name a part of its axes alone, and XLA would gather the
     # dim over the others. There results keep their type, and `on_set_mesh` places them after the call.
     if set(sharding.mesh.axis_types) != {AxisType.Explicit}:

@@ -5,8 +5,8 @@ The last axis connects the devices that are closest to each other; the first axe
   two hosts of four    create_device_mesh({"dp": 2, "fsdp": 4})    dp crosses the hosts, fsdp stays within
                        create_device_mesh({"fsdp": 8})             fsdp crosses, between its halves
 
-Meshes made here have axes of type ``Auto``. (``jax.make_mesh`` makes explicit axes by default: then arrays carry their
-sharding in their type, and ``shard_map`` rejects a batch that was not placed beforehand.)
+Meshes made here have axes of type ``Auto``. ``jax.make_mesh`` makes explicit axes by default: then types of arrays
+contain shardings. Every function takes both kinds, also under ``jax.set_mesh``; see ``xlstm_jax.explicit_axes``.
 
 In a run of several processes each process makes the same mesh, and ``shard_batch`` combines the rows of each process
 into a global array.

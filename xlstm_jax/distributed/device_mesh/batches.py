@@ -86,7 +86,9 @@ def shard_batch(
 
     def to_global(leaf: PyTree, spec: PartitionSpec) -> jax.Array:
         if np.ndim(leaf) == 0:
-            return jax.make_array_from_process_local_data(placed(NamedSharding(mesh, PartitionSpec())), np.asarray(leaf), ())
+            return jax.make_array_from_process_local_data(
+                placed(NamedSharding(mesh, PartitionSpec())), np.asarray(leaf), ()
+            )
         # In a dim whose local size is the global size, JAX cuts each device's part from the local array.
         shape = (all_rows, *np.shape(leaf)[1:])
         return jax.make_array_from_process_local_data(placed(NamedSharding(mesh, spec)), leaf, shape)

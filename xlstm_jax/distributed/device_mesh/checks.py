@@ -78,19 +78,11 @@ def with_usual_names(sizes: Any) -> dict[str, int] | None:
 
 
 def check_no_explicit_mesh() -> None:
-    """Raises a ``ValueError`` under a ``jax.set_mesh`` with explicit axes, which arrays on an Auto mesh do not match.
+    """Does nothing: every function takes meshes with explicit axes. Earlier releases raised here.
 
-    >>> check_no_explicit_mesh()  # nothing is set here
+    >>> with jax.set_mesh(jax.make_mesh((8,), ("fsdp",))):
+    ...     check_no_explicit_mesh()
     """
-    # Types of arrays include the mesh set here, and JAX raises for mixed meshes, far from the cause.
-    mesh = jax.sharding.get_abstract_mesh()
-    explicit = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit]
-    if explicit:
-        raise ValueError(
-            f"jax.set_mesh has set a mesh with the explicit axes {tuple(explicit)}; parameters live on meshes with "
-            "Auto axes. Leave jax.set_mesh out, or set one of DeviceMeshManager.create_device_mesh (jax.make_mesh "
-            "makes explicit axes unless it is given axis_types)."
-        )
 
 
 def mesh_axes(mesh: Mesh | AbstractMesh, axis_names: AxisNames, argument: str) -> tuple[str, ...]:

@@ -271,6 +271,7 @@ def _row(vectors: Vectors) -> Vectors:
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _on_first_device(vectors: Vectors, nothing: Vectors, mesh: Mesh, axes: tuple[str, ...]) -> Vectors:
     """Puts ``vectors`` on the first device and ``nothing`` on every other device: [k] -> [n, k]."""
+
     # The identity on other devices: the restored state counts once for any number of devices.
     def place(vectors: Vectors, nothing: Vectors) -> Vectors:
         first = jnp.arange(math.prod(mesh.shape[axis] for axis in axes))[:, None] == 0

@@ -145,6 +145,7 @@ def _planned_init(
     freeze: Callable[[PyTree], PyTree],
 ) -> PyTree:
     """Returns the variables of ``model.init`` without values, in boxes with the decisions of their wrappers."""
+
     def init(rng: PyTree, inputs: PyTree) -> PyTree:
         with jax.sharding.use_abstract_mesh(mesh), boxes_without_constraints():
             return freeze(with_mesh_names(model.init(rng, *inputs, **kwargs)))

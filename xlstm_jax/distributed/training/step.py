@@ -137,19 +137,11 @@ def make_train_step(
     return CheckedStep(
         options.step,
         of_batch,
-        like=_replaced_arguments if metric is None else _replaced_arguments_with_metric,
+        like=lambda state, batch, rng, *local, **_: (state, None, *local),
         counting=partial(counting_padding, watched.step, metric, of_batch.row_axes),
         donate_argnums=0 if metric is None else (0, 3),
         compiler_options=resolved_on(mesh, compiler_options),
     )
-
-
-def _replaced_arguments(state: Any, *_: Any, **_names: Any) -> tuple[Any, ...]:
-    return state, None
-
-
-def _replaced_arguments_with_metric(state: Any, batch: PyTree, rng: jax.Array, local: PyTree, **_: Any) -> tuple[Any, ...]:
-    return state, None, local
 
 
 @dataclass(frozen=True, eq=False)
