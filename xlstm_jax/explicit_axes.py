@@ -146,9 +146,11 @@ def _on_set_mesh(leaf: Any) -> Any:
     there = placed(leaf.sharding)
     if not has_explicit_axes(there.mesh) and _is_replicated_on(around := _set_mesh(), there):
         there = NamedSharding(around, PartitionSpec())
-    # As programs return them, with an entry for each dim: after another spec the second step would compile again.
-    if has_explicit_axes(there.mesh) and any(there.spec):
-        there = there.update(spec=PartitionSpec(*there.spec, *[None] * (leaf.ndim - len(there.spec))))
+    # Programs return specs with an entry for each dim, and in JAX 0.12 an empty one for replicated arrays. The specs of
+    # arguments are the same, since after another spec the second step would compile again.
+    if has_explicit_axes(there.mesh):
+        entries = [*there.spec, *[None] * (leaf.ndim - len(there.spec))] if any(there.spec) else []
+        there = there.update(spec=PartitionSpec(*entries))
     return _moved(leaf, there)
 
 
