@@ -8,7 +8,7 @@
 #   make test-targets  compiles the large models for TPUs and holds bytes, counts and overlap to their targets; an hour
 #   make test-models   trains models of other packages, sharded from outside, and compares them with one device; minutes
 #   make test-gpu      on one NVIDIA GPU: parity, compiled text, step time, peak memory, options; minutes, or says none
-#   make test-mutants  puts some 360 mistakes into the library, each of which a test must see, and 40 drawn ones; half an hour
+#   make test-mutants  puts some 380 mistakes into the library, each of which a test must see, and 40 drawn ones; half an hour
 #   make docs-screens  pictures of every page of the site, narrow and wide, light and dark, and what does not fit; minutes
 #   make prepare-release VERSION=... URL=...  version and changelog, as a commit; make release then builds and tries it
 #   make test-deletion  deletes each feature from a copy, and runs the tests of the rest; twenty minutes; ARGS="--only padding"

@@ -29,13 +29,33 @@ def for_an_index(text, address, version):
     return "".join(parts)
 
 
-def described():
-    """README for an index. The address of the project is ``url`` of setup.cfg."""
-    config = configparser.ConfigParser()
-    config.read(TOP / "setup.cfg")
+def project_urls(address):
+    """Returns the addresses that an index shows beside the page, by label; none without an address of the project."""
+    if not address:
+        return {}
+    return {
+        "Documentation": f"{address}/blob/HEAD/docs/index.md",
+        "Source": address,
+        "Changelog": f"{address}/blob/HEAD/CHANGELOG.md",
+        "Issues": f"{address}/issues",
+    }
+
+
+def address_of(config):
+    """Returns the address of the project: ``Source`` of ``project_urls`` in setup.cfg, written by a release."""
+    lines = config["metadata"].get("project_urls", "").splitlines()
+    urls = {label.strip(): address.strip() for label, mark, address in (line.partition("=") for line in lines) if mark}
+    return urls.get("Source", "").rstrip("/")
+
+
+def described(config):
+    """Returns README for an index."""
     version = re.search(r'__version__ = "(.*)"', (TOP / "xlstm_jax" / "__init__.py").read_text())[1]
-    return for_an_index((TOP / "README.md").read_text(), config["metadata"].get("url", "").rstrip("/"), version)
+    return for_an_index((TOP / "README.md").read_text(), address_of(config), version)
 
 
 if __name__ == "__main__":
-    setup(long_description=described())
+    config = configparser.ConfigParser()
+    config.read(TOP / "setup.cfg")
+    # The argument replaces the one line of setup.cfg, from which the others follow.
+    setup(long_description=described(config), project_urls=project_urls(address_of(config)))

@@ -4,7 +4,8 @@
     make prepare-release VERSION=0.3.0 URL=https://...    version and changelog, as one commit
     make release                                          what an index gets, checked, in dist/VERSION/; and the tag
 
-``URL`` is where the repository can be read, for the links of README on the index; once is enough. A release is built
+``URL`` is where the repository can be read, for the links of README on the index, and for the addresses of source,
+documentation, changelog and issues in the metadata; once is enough, as setup.cfg keeps it. A release is built
 from the commit, not from the folder: from a clean tree, by way of the sdist, whose wheel is then installed into a fresh
 environment of each Python that is supported, checked there, and trains README's first example. Nothing is uploaded: the
 command that would is the last line.
@@ -56,8 +57,9 @@ def texts_of(version, today, url=""):
     }
     found = {path: path.read_text().replace(*pair) for path, pair in names.items() if pair[0] in path.read_text()}
     if url:
-        text = re.sub(r"^url = .*\n", "", (TOP / "setup.cfg").read_text(), flags=re.MULTILINE)
-        found[TOP / "setup.cfg"] = text.replace("[metadata]\n", f"[metadata]\nurl = {url.rstrip('/')}\n")
+        text = re.sub(r"^project_urls =\n    Source = .*\n", "", (TOP / "setup.cfg").read_text(), flags=re.MULTILINE)
+        urls = f"project_urls =\n    Source = {url.rstrip('/')}\n"
+        found[TOP / "setup.cfg"] = text.replace("[metadata]\n", f"[metadata]\n{urls}")
     return found
 
 

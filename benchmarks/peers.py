@@ -162,7 +162,6 @@ def judged(rows: Rows) -> dict[str, dict[str, Any]]:
 
 # ----------------------------------------------------------------------------------------------------- tables, pictures
 
-IN_README = ("chips", "ms/step", "ratio", "waiting ms", "peak GiB")
 COLUMNS = (
     "chips",
     "ms/step",
@@ -216,14 +215,13 @@ def _of_targets(rows: Rows) -> Iterator[tuple[str, str, str]]:
         yield one["asked"], f"{one['met']} of {one['of']}", in_all or missed
 
 
-def markdown(rows: Rows, columns: Sequence[str] = COLUMNS) -> str:
-    """Formats the models as a Markdown table with ``columns``."""
-    lines = [["model", *columns], ["---"] * 2 + ["---:"] * (len(columns) - 1)]
+def markdown(rows: Rows) -> str:
+    """Formats the models as a Markdown table."""
+    lines = [["model", *COLUMNS], ["---"] * 2 + ["---:"] * (len(COLUMNS) - 1)]
     for model, there in rows.items():
         named = [MODELS.get(model, model)] + [""] * len(there)
         for name, item in zip(named, there.items(), strict=False):
-            row = dict(zip(COLUMNS, cells(*item), strict=True))
-            lines.append([name, *(row[column] for column in columns)])
+            lines.append([name, *cells(*item)])
     return _as_table(lines)
 
 
@@ -236,15 +234,13 @@ def _as_table(lines: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n".replace("|  |", "| |") for line in lines)
 
 
-PAGES = Path(__file__).parent / "README.md", Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parent / "README.md"
 
 
 def of_pages(rows: Rows) -> Iterator[tuple[Path, str]]:
-    """Yields the pages that contain result tables, each with a table."""
-    benchmarks, readme = PAGES
-    yield benchmarks, markdown(rows)
-    yield benchmarks, markdown_of_targets(rows)
-    yield readme, markdown(rows, IN_README)
+    """Yields the page that contains result tables, with each table."""
+    yield PAGE, markdown(rows)
+    yield PAGE, markdown_of_targets(rows)
 
 
 def write_pages(rows: Rows) -> None:

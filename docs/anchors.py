@@ -1,7 +1,8 @@
-"""A Sphinx extension: source pages link to the right anchors, and a build warns of links to a missing anchor or page.
+"""Sphinx extension that corrects anchors of source pages and warns of links to a missing anchor or page.
 
-``sphinx.ext.viewcode`` stores one module per source file, and takes it for the links back to all public names of the
-file. Here a name may be documented under another module than the next name of its file, so the links are mended.
+``sphinx.ext.viewcode`` stores one module per source file, and uses it for the links back to all public names of the
+file. In this library a name may be documented under another module than other names of its file, so the extension
+corrects the links.
 """
 
 import re
@@ -14,7 +15,7 @@ from sphinx.util.logging import getLogger
 
 LINK = re.compile(r'\shref="([^"#:?]*\.html)?(?:#([^"]+))?"')  # to a page of the site, an anchor, or both
 ID = re.compile(r'\sid="([^"]+)"')
-LINK_BACK = re.compile(r'(reference/(\w+)\.html)#[\w.]+\.(\2(?:\.\w+)*)"')  # of a public name or its method
+LINK_BACK = re.compile(r'(reference/(\w+)\.html)#[\w.]+\.(\2(?:\.\w+)*)"')  # a public name or its method
 
 
 def mend_links_back(app, page, template, context, doctree):

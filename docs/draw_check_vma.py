@@ -8,7 +8,7 @@ X = (1, 2, 3, 6)  # of each device
 SUM, MEAN = sum(X), sum(X) // len(X)
 END = LEFT + (len(X) - 1) * COLUMN + BOX
 
-# Rows of (label, type, what the devices hold: a number for all, or one for each); between them what is done.
+# Rows of (label, type, values: a number for all devices, or a list); strings in between are operations.
 TRACKED = [
     ("w", "float32[]", 1),
     "pvary: one value becomes one for each device",
@@ -32,7 +32,7 @@ UNTRACKED = [
 
 
 def values(y, held):
-    """A wide box for a value that does not vary, a box for each device for one that does."""
+    """Yields a wide box for an invariant value, a box per device for a varying value."""
     if isinstance(held, int):
         yield rect(LEFT, y, END - LEFT, THICK, QUARTERS[0], 0.2, stroke=QUARTERS[0])
         yield text((LEFT + END) / 2, y + 15, str(held))

@@ -37,7 +37,7 @@ FILL, FILL_CORE, INK, GREY = "#e3edf7", "#f2a65a", "#222222", "#666666"
 
 
 def layers():
-    """The names of the folders, layer by layer, the lowest first."""
+    """Returns the names of the folders, layer by layer, the lowest first."""
     source = (DOCS.parent / "tests" / "house" / "test_layers.py").read_text()
     order = re.search(r'^ORDER = """(.*?)"""', source, re.M | re.S)[1]
     return [[name.strip() for name in names.split(",")] for names in order.split("<")]

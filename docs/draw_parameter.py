@@ -8,7 +8,7 @@ MIB = 2**20
 LEFT, COLUMN, STRIPE, THICK = 112, 92, 20, 15
 WHOLE = range(DEVICES)
 
-# What a device may hold: (bytes of an entry, y). "m, v" are two arrays.
+# Arrays on a device: (bytes of an entry, y). "m, v" are two arrays.
 ROWS = {
     "m, v  float32": (8, 58),
     "W  float32": (4, 82),
@@ -17,9 +17,9 @@ ROWS = {
     "mean  float32": (4, 218),
 }
 MOMENTS, SHARD, GATHERED, OWN, MEAN = ROWS
-REST = {MOMENTS: 1, SHARD: 1}  # by row the quarters that each device holds
+REST = {MOMENTS: 1, SHARD: 1}  # quarters per device, by row
 
-# (what happens, what each device holds, what is sent between which rows, a remark)
+# (title, contents of each device, rows of the transfer, remark)
 STEPS = [
     ("1. Init: each device computes its quarter", REST, None, "jit with out_shardings; no device ever holds all of W"),
     (
@@ -51,7 +51,7 @@ STEPS = [
 
 
 def size(row, quarters):
-    """Bytes of so many quarters of a row."""
+    """Returns the bytes of this number of quarters of a row."""
     return SHAPE[0] * SHAPE[1] * ROWS[row][0] * quarters // DEVICES
 
 
@@ -60,7 +60,7 @@ def mib(size):
 
 
 def moved():
-    """What a device sends in an all-gather or a reduce-scatter of bfloat16 over a ring: all but a quarter."""
+    """Returns the bytes that a device sends in a bfloat16 all-gather or reduce-scatter over a ring: three quarters."""
     return mib(SHAPE[0] * SHAPE[1] * 2 * (DEVICES - 1) // DEVICES)
 
 
@@ -69,7 +69,7 @@ def left(device, quarter=0):
 
 
 def cells(row, held):
-    """The quarters of one row on all devices: filled where they are, an empty frame where not."""
+    """Yields the quarters of a row on all devices: filled if present, an empty frame if absent."""
     y, gradient = ROWS[row][1], row in (OWN, MEAN)
     for device in WHOLE:
         for quarter in WHOLE:
@@ -83,7 +83,7 @@ def cells(row, held):
 
 
 def collective(above, below):
-    """Arrows from the cells of one row to those of another, over a line that joins the devices."""
+    """Yields arrows from the cells of a row to the cells of another row, over a line that joins the devices."""
     top, bottom = ROWS[above][1] + THICK + 3, ROWS[below][1] - 3
     bus = bottom - 14
     gather = below == GATHERED

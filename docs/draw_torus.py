@@ -1,4 +1,4 @@
-"""Draws ``images/torus.svg``, one axis over all chips beside one for each dim: ``python docs/draw_torus.py``."""
+"""Draws ``images/torus.svg``: a single axis over all chips, and an axis per dim: ``python docs/draw_torus.py``."""
 
 from svg import QUARTERS, rect, text, write
 
@@ -18,7 +18,7 @@ def stroke(points, color, width=2.4):
 
 
 def links(grid):
-    """All links of the torus, faintly: those around it as stubs."""
+    """Yields the links of the torus, faintly; wrap-around links as stubs."""
     for k in range(SIDE):
         (x0, y), (x1, _) = middle(grid, 0, k), middle(grid, SIDE - 1, k)
         yield stroke([(x0 - HALF - REACH, y), (x1 + HALF + REACH, y)], "var(--faint)", 1)
@@ -35,7 +35,7 @@ def chips(grid):
 
 
 def flat():
-    """One ring through all chips, row by row and back, closed around the torus."""
+    """Returns a ring through all chips, row by row and back, closed around the torus."""
     order = [(c if row % 2 == 0 else SIDE - 1 - c, row) for row in range(SIDE) for c in range(SIDE)]
     points = [middle(0, *place) for place in order]
     x, y = points[0]

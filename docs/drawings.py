@@ -1,8 +1,8 @@
-"""A Sphinx extension: drawings stand in the page itself, and several that follow each other are stepped through.
+"""Sphinx extension that inlines drawings, and turns consecutive drawings into a series with steps.
 
-A page names an SVG as any picture, ``![words](../images/parameter-1.svg)``, which a code host shows. Shown so on the
-site it could not follow the button for light and dark; as a part of the page it does. Without JavaScript all drawings
-of a series stand one below the other.
+A page names an SVG as any picture, ``![words](../images/parameter-1.svg)``, which a code host shows. Inlined SVG
+follows the site's button for light and dark; a picture would not. Without JavaScript the drawings of a series are
+stacked.
 """
 
 import re
@@ -15,7 +15,7 @@ DRAWING = re.compile(r"!\[([^\]]*)\]\((\S+\.svg)\)")
 
 
 def inline(app, page, source):
-    """Puts the text of each SVG in the place of its link."""
+    """Replaces the link of each SVG by the SVG's text."""
     folder = (Path(app.srcdir) / page).parent
     source[0] = SERIES.sub(partial(_figures, app.env, folder), source[0])
 

@@ -1,12 +1,11 @@
-"""A Sphinx extension: each page runs in a fork of the process that builds the site.
+"""Sphinx extension that runs each page in a fork of the process that builds the site.
 
-Jupyter starts a new interpreter for each page, which imports JAX, Flax and optax again. The build has imported them
-already, to read docstrings, and a fork has what its parent imported. A fork does not have its parent's threads, so the
-build itself must not ask JAX for a device: that would start them.
+Jupyter starts a new interpreter for each page, which imports JAX, Flax and optax again. The build has imported these
+libraries already, to read docstrings, and a fork inherits the imports. A fork does not inherit threads, so the build
+must not request a JAX device, which would start threads.
 
-Pages initialise the same small models and draw the same numbers, so a page reads from a folder what another has
-compiled. Programs that communicate are not kept there: read from a disk, simulated devices may wait for each other in
-them (docs/architecture.md).
+Pages initialise the same small models and draw the same numbers, so pages share compiled programs in a folder.
+Programs that communicate are excluded: loaded from a disk, simulated devices may deadlock (docs/architecture.md).
 """
 
 import gc
@@ -20,7 +19,7 @@ import warnings
 from functools import wraps
 from pathlib import Path
 
-import flax.linen  # noqa: F401  what pages import is imported here, once
+import flax.linen  # noqa: F401  imported once, before the forks
 import jax
 import matplotlib.pyplot  # noqa: F401
 import optax  # noqa: F401
@@ -36,24 +35,24 @@ COMMUNICATES = re.compile(r"\b(all-|reduce-scatter|collective-)")
 
 
 class ForkedProvisioner(LocalProvisioner):
-    """Starts a kernel by a fork. Jupyter talks to it as to any other, through the sockets that a file names."""
+    """Starts a kernel by a fork. Jupyter communicates through the sockets that a file names, as with any kernel."""
 
     async def launch_kernel(self, cmd, *, cwd, env, **kwargs):
         del kwargs
         assert not jax._src.xla_bridge.backends_are_initialized()
-        gc.freeze()  # what is there already: else each collection of the fork looks at all of it, and copies its pages
+        gc.freeze()  # exempts existing objects: else collections of the fork scan them, and copy their pages
         self.process = _Process(target=_serve, args=(cmd[cmd.index("-f") + 1], cwd, env))
         self.process.start()
         self.pid, self.cwd = self.process.pid, cwd
         return self.connection_info
 
     async def send_signal(self, signum):
-        """To the kernel and to the processes that it has started, as these are its group."""
+        """Sends the signal to the process group: the kernel and its child processes."""
         os.killpg(self.pid, signum)
 
 
 class _Process(multiprocessing.get_context("fork").Process):
-    """With what a provisioner asks of a ``subprocess.Popen``."""
+    """Process with the methods of ``subprocess.Popen`` that a provisioner calls."""
 
     stdin = stdout = stderr = None
 
@@ -66,21 +65,21 @@ class _Process(multiprocessing.get_context("fork").Process):
 
 
 def _serve(sockets, cwd, env):
-    """The kernel's life, with the surroundings that a new interpreter would have."""
+    """Runs the kernel in the environment of a new interpreter."""
     os.setsid()
     os.chdir(cwd)
     os.environ.clear()
     os.environ |= env
     logging.root.handlers.clear()
-    warnings.filterwarnings("ignore", "IProgress not found")  # tqdm would draw its bars by widgets
-    jax._src.pretty_printer.CAN_USE_COLOR = True  # JAX looks for a notebook only while it is imported
+    warnings.filterwarnings("ignore", "IProgress not found")  # else tqdm draws widgets
+    jax._src.pretty_printer.CAN_USE_COLOR = True  # JAX detects a notebook only at import
     compiler.backend_compile_and_load = shared_by_pages(compiler.backend_compile_and_load)
     keep_compiled_programs()
     IPKernelApp.launch_instance(argv=["-f", sockets, f"--IPKernelApp.parent_handle={os.getppid()}"])
 
 
 def shared_by_pages(compile_module):
-    """Returns JAX's function that compiles, which first looks for what another page has compiled."""
+    """Returns JAX's compile function with a lookup of programs compiled by other pages."""
 
     @wraps(compile_module)
     def compiled(backend, module, devices, options, callbacks):
@@ -101,14 +100,14 @@ def shared_by_pages(compile_module):
 
 
 def forget_programs(app):
-    """Another compiler, or another processor, may have made those of an earlier build."""
+    """Deletes programs of earlier builds, which another compiler or processor may have made."""
     del app
     shutil.rmtree(PROGRAMS, ignore_errors=True)
     PROGRAMS.mkdir(parents=True)
 
 
 class _EntryPoint:
-    """Jupyter finds provisioners as entry points of installed packages."""
+    """Entry point of the provisioner, as Jupyter finds provisioners of installed packages."""
 
     load = staticmethod(lambda: ForkedProvisioner)
 

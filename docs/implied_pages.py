@@ -17,7 +17,6 @@ import write_gallery
 
 DOCS = Path(__file__).parent
 AT_THE_TOP = {
-    "readme": "README.md",
     "contributing": "CONTRIBUTING.md",
     "changelog": "CHANGELOG.md",
     "benchmarks": "benchmarks/README.md",
@@ -27,7 +26,7 @@ ROW = re.compile(r"^\| `(\w+)` \| (.*) \|$", re.MULTILINE)
 ONE_SCREEN = 20  # links, on a telephone
 SMALL_WORDS = "a|an|and|has|is|it|of|the|was"
 QUESTION = re.compile(r"# .*\n\n(?:\*+([^*]+\?)\*|((?:[^?.*]|\.(?!\s))+\?))")
-# A group of pages in index.md: its caption and its entries.
+# Group of pages in index.md: caption and entries.
 GROUP = re.compile(r"^```\{toctree\}\n:caption: ([^\n]*)\n:maxdepth: 1\n\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Search words by page. If a query is a main index entry, Sphinx's search lists the page of the entry first. The query
 # must be part of the entry, so each spelling ("multi-host", "multi host") needs an entry.
@@ -51,10 +50,12 @@ KEYWORDS = {
     "howto/log": ("wandb", "TensorBoard", "logging"),
     "howto/profile": ("MFU", "profiler"),
     "howto/export": ("safetensors", "export", "convert checkpoint", "convert weights"),
+    "howto/publish": ("weight transfer", "weight sync", "publish weights", "rollout", "vLLM"),
     "frozen": ("freeze", "fine-tuning"),
     "howto/quantised_base": ("QLoRA", "qwix", "int4", "quantise weights"),
     "howto/mesh": ("mesh", "HSDP"),
     "howto/test_a_step": ("test", "debug"),
+    "howto/wrong_numbers": ("silent data corruption", "SDC", "bit flip", "faulty device"),
     "howto/evaluate_elsewhere": ("another mesh",),
     "howto/gan": ("GAN", "discriminator"),
     "howto/dpo": ("DPO", "reference model", "preference"),
@@ -83,12 +84,12 @@ KEYWORDS = {
 
 
 class Names(NamedTuple):
-    """A group of public names: what stands under one heading of api.md."""
+    """Group of public names: a heading of api.md."""
 
     title: str
-    module: str  # that has the names
-    what: str  # they are for
-    rows: list[tuple[str, str]]  # (name, what it does)
+    module: str  # defines the names
+    what: str  # purpose
+    rows: list[tuple[str, str]]  # (name, purpose)
 
     @property
     def page(self):
@@ -97,7 +98,7 @@ class Names(NamedTuple):
 
 @cache
 def groups_of_names():
-    """The groups of api.md. A heading of the second level is a module, one of the third a group of its names."""
+    """Returns the groups of api.md. A heading of the second level is a module, of the third level a group of names."""
     _, *parts = HEADING.split((DOCS / "api.md").read_text())
     found, module = [], ""
     for level, title, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
@@ -110,7 +111,7 @@ def groups_of_names():
 
 @cache
 def public_names():
-    """(module, name, what it does) of each row of api.md."""
+    """Returns (module, name, purpose) of each row of api.md."""
     return [(group.module, *row) for group in groups_of_names() for row in group.rows]
 
 
@@ -119,7 +120,7 @@ def slug(title):
 
 
 def write_pages(app):
-    """Writes the implied pages: see the top of this file. A page with the right text is not written again."""
+    """Writes the implied pages (see the module docstring); unchanged pages are not rewritten."""
     reference = {name: _reference(face, name, what) for face, name, what in public_names()}
     groups = {group.page: _group_of_names(group) for group in groups_of_names()}
     groups |= {slug(caption): _group_of_pages(caption, entries) for caption, entries in groups_of_pages()}
@@ -132,13 +133,13 @@ def write_pages(app):
         for name, text in wanted.items():
             if present.get(name) != text:
                 (folder / f"{name}.md").write_text(text)
-        # Sphinx keeps the page of a source file that is unchanged, and with it links to names as they were.
+        # Sphinx keeps pages of unchanged source files, with outdated links to names.
         if wanted is reference and present != wanted:
             shutil.rmtree(Path(app.outdir) / "_modules", ignore_errors=True)
 
 
 def groups_of_pages():
-    """(caption, entries) of each group of index.md."""
+    """Returns (caption, entries) of each group of index.md."""
     return [(caption, body.split("\n")[:-1]) for caption, body in GROUP.findall((DOCS / "index.md").read_text())]
 
 
@@ -175,13 +176,13 @@ def _reference(face, name, what):
 
 
 def groups_of_index(text):
-    """Of the first page of the site its opening, and the groups of pages as contents."""
+    """Returns the opening of the site's first page, with the groups of pages as contents."""
     entries = "\n".join(f"contents/{slug(caption)}" for caption, _ in groups_of_pages())
     return GROUP.sub("", text).rstrip() + f"\n\n```{{toctree}}\n:hidden:\n\n{entries}\n```\n"
 
 
 def groups_of_api(text):
-    """Of the page of public names its opening, the names by first letter, and the groups with what each is for."""
+    """Returns the page of public names: its opening, the names by first letter, and the groups with their purposes."""
     groups = groups_of_names()
     listed = "\n\n".join(f"[{group.title}](contents/{group.page}.md)\n: {group.what}" for group in groups)
     pages = "\n".join(f"contents/{group.page}" for group in groups)
@@ -191,9 +192,9 @@ def groups_of_api(text):
 
 
 def letters(entries, more=""):
-    """Links by first letter, folded, as HTML: of (text, address). Signs and ``SMALL_WORDS`` before it do not count.
+    """Returns folded HTML lists of links by first letter, from (text, address); signs and ``SMALL_WORDS`` are skipped.
 
-    A letter of more than ``ONE_SCREEN`` is several groups, named by their first and last word.
+    A letter with more than ``ONE_SCREEN`` links becomes several groups, named by first and last word.
     """
     groups = {}
     for text, address in entries:
@@ -212,7 +213,7 @@ def letters(entries, more=""):
 
 
 def messages_by_letter(text):
-    """The page of errors with a list of its messages by first letter, below its opening, and sections that fold."""
+    """Returns the page of errors with a list of messages by first letter below the opening, and folded sections."""
     found = []
 
     def marked(bullet):
@@ -226,14 +227,14 @@ def messages_by_letter(text):
 
 
 def gallery_with_pages(text):
-    """The gallery with links to the pages of its programs, where a code host has links to files."""
+    """Returns the gallery with links to the pages of its programs, in place of links to files."""
     pages = "\n".join(f"../contents/{page}" for page in write_gallery.pages())
     linked = re.sub(r"\]\((\w+)\.py\)", r"](../contents/gallery_\1.md)", text)
     return f"{linked}\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"
 
 
 def with_keywords(page, text):
-    """The page with its keywords as main entries of the index, below its title."""
+    """Returns the page with keywords as main entries of the index, below the title."""
     if page not in KEYWORDS:
         return text
     entries = ", ".join(f"! {word}" for word in KEYWORDS[page])

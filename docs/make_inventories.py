@@ -1,7 +1,8 @@
-"""Writes ``inventories/*.inv``, by which types and code on the site become links: ``python docs/make_inventories.py``.
+"""Writes ``inventories/*.inv``, the link targets of types and code on the site: ``python docs/make_inventories.py``.
 
-A build has no network, so what Sphinx would load from the sites of these projects lies here: of each only the names
-that signatures, docstrings and pages mention. A type is known by the module that defines it, too, as in annotations.
+A build has no network, so this folder has the inventories that Sphinx would load from the sites of these projects:
+only the names that signatures, docstrings and pages mention. Types are also listed under their defining module, as in
+annotations.
 """
 
 import importlib
@@ -9,7 +10,7 @@ import zlib
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "inventories"
-SHORT = {"flax.linen.": "nn.", "flax.nnx.": "nnx.", "jax.lax.": "lax.", "jax.numpy.": "jnp."}  # as one imports them
+SHORT = {"flax.linen.": "nn.", "flax.nnx.": "nnx.", "jax.lax.": "lax.", "jax.numpy.": "jnp."}  # usual aliases
 
 # project: (address, {page: names}); "$" in a page stands for the name.
 PROJECTS = {
@@ -83,12 +84,12 @@ PROJECTS = {
         },
     ),
 }
-# A type that annotations name and no page documents; it is explained where the dtypes of arrays are.
+# A type of annotations without a page; the dtypes page of arrays explains the type.
 ALSO = {"jax": [("jax._src.typing.SupportsDType", "_autosummary/jax.numpy.dtype.html#jax.numpy.dtype")]}
 
 
 def entries(project):
-    """(name, place) of all that a project's inventory has, each name as it is imported and as it is defined."""
+    """Yields (name, place) of a project's inventory, for the imported and the defining name."""
     for page, names in PROJECTS[project][1].items():
         for name in names.split():
             place = f"{page.replace('$', name)}#{name}"
@@ -106,7 +107,7 @@ def _other_names(name):
 
 
 def _object(name):
-    """What has this name, which must exist."""
+    """Returns the object with this name; raises if missing."""
     module, _, attribute = name.rpartition(".")
     if not module:
         return getattr(importlib.import_module("builtins"), name)
@@ -117,7 +118,7 @@ def _object(name):
 
 
 def addresses():
-    """The page of each dotted name, of all projects."""
+    """Returns the page of each dotted name, of all projects."""
     places = ((name, address + place) for project, (address, _) in PROJECTS.items() for name, place in entries(project))
     return {name: place for name, place in places if "." in name}
 

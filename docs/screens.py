@@ -1,10 +1,10 @@
-"""Screens of every page of the built site, on contact sheets; and a list of what does not fit its window.
+"""Takes screens of every page of the built site on contact sheets, and lists elements wider than their window.
 
     make docs-screens       # docs/_build/screens has the sheets; the list is printed
 
-A telephone and a desk, light and dark. Of what does not fit, a page that can be scrolled sideways is a mistake; a code
-block or a table that scrolls within itself is listed on the desk, where a reader expects to see all of it. The pages of
-single names all have one form, so that ``--all`` is needed for them.
+Looks: telephone and desk, light and dark. A page that scrolls sideways is a mistake; a code block or a table that
+scrolls is listed for the desk, where a reader expects full width. Pages of single names have the same form, and need
+``--all``.
 """
 
 import argparse
@@ -19,12 +19,12 @@ BUILT = Path(__file__).parent / "_build"
 LOOKS = [("telephone", 390, 844), ("desk", 1440, 900)]  # name, width and height of the window in pixels
 SCHEMES = ("light", "dark")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-SCREENS = 3  # of a page, one below the other, at most
-COLUMNS = {"telephone": 8, "desk": 4}  # pages of one sheet
+SCREENS = 3  # at most this many screens of a page, stacked
+COLUMNS = {"telephone": 8, "desk": 4}  # pages per sheet
 WIDE = 2000  # pixels of a sheet
 LABEL = 18
 
-# What can be scrolled sideways: (kind, pixels that are hidden, where).
+# Elements that scroll sideways: (kind, hidden pixels, place).
 DOES_NOT_FIT = """() => {
   const found = [], hidden = (e) => e.scrollWidth - e.clientWidth;
   const root = document.documentElement;
@@ -39,7 +39,7 @@ DOES_NOT_FIT = """() => {
 
 
 def pages_of(site, everything):
-    """The pages, in the order of their paths, without the generated ones (index, search, sources)."""
+    """Returns the pages in the order of their paths, without generated pages (index, search, sources)."""
     pages = sorted(site.rglob("*.html"))
     generated = {site / name for name in ("genindex.html", "search.html", "py-modindex.html")}
     skipped = ("_modules", "_static") if everything else ("_modules", "_static", "reference")
@@ -47,7 +47,7 @@ def pages_of(site, everything):
 
 
 def screens(browser, pages, site, folder):
-    """Writes a picture for each page and look, and yields what does not fit: (page, width, kind, pixels, where)."""
+    """Writes a picture for each page and look, and yields overflowing elements: (page, width, kind, pixels, where)."""
     for look, width, height in LOOKS:
         for scheme in SCHEMES:
             window = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)

@@ -1,4 +1,4 @@
-"""What the drawings of these pages are made of: SVG that is read in light and dark, alone and within a page."""
+"""Elements of the site's drawings: SVG for light and dark, alone and within a page."""
 
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -6,7 +6,7 @@ from xml.sax.saxutils import escape
 IMAGES = Path(__file__).parent / "images"
 QUARTERS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")  # read on white and on black
 ACCENT = "#e45756"
-# A browser says which colours it prefers; on the site, a button may say otherwise.
+# A browser has a preferred colour scheme; on the site, a button may override the preference.
 DARK = "--ink: #e6e6e6; --quiet: #9a9a9a; --faint: #4a4a4a;"
 STYLE = f"""<style>
 .drawn {{ --ink: #222222; --quiet: #666666; --faint: #cfcfcf; }}
@@ -40,7 +40,7 @@ def line(*points, kind="line"):
 
 
 def arrow(*points):
-    """A line that ends with a head; its last part runs along x or y."""
+    """Returns a line with an arrow head; the last part runs along x or y."""
     (x0, y0), (x, y) = points[-2:]
     dx, dy = (x > x0) - (x < x0), (y > y0) - (y < y0)
     head = [(x, y), (x - 6 * dx - 4 * dy, y - 6 * dy - 4 * dx), (x - 6 * dx + 4 * dy, y - 6 * dy + 4 * dx)]
@@ -49,7 +49,7 @@ def arrow(*points):
 
 
 def write(name, width, height, title, parts):
-    """Writes images/<name>.svg; ``title`` is what a reader hears who does not see it."""
+    """Writes images/<name>.svg; screen readers read ``title``."""
     begin = f'<svg xmlns="http://www.w3.org/2000/svg" class="drawn" viewBox="0 0 {width} {height}" role="img">'
     lines = [begin, f"<title>{escape(title)}</title>", STYLE, *parts, "</svg>"]
     (IMAGES / f"{name}.svg").write_text("\n".join(lines) + "\n")

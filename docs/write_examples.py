@@ -2,8 +2,8 @@
 
     python docs/write_examples.py
 
-A tutorial that links to ``../examples/NAME.py`` has an example: its Python blocks, one after the other, below the
-headings under which they stand. The site runs the page, so what it shows is what the program prints.
+A tutorial with a link to ``../examples/NAME.py`` has an example: its Python blocks in order, below their headings. The
+site runs the page, so the page shows the program's output.
 """
 
 import re
@@ -22,18 +22,18 @@ The code of docs/tutorials/{name}.md, written by docs/write_examples.py: change 
 
 
 def examples() -> dict[Path, str]:
-    """The programs by their files."""
+    """Returns the programs by file."""
     pages = sorted((DOCS / "tutorials").glob("*.md"))
     return {DOCS / "examples" / f"{page.stem}.py": program(page) for page in pages if page.stem in linked(page)}
 
 
 def linked(page: Path) -> list[str]:
-    """The examples that a page links to."""
+    """Returns the examples that a page links to."""
     return LINK.findall(page.read_text())
 
 
 def program(page: Path) -> str:
-    """The Python blocks of a page below the headings under which they stand."""
+    """Returns the Python blocks of a page below their headings."""
     parts, heading = [], ""
     for level, title, block in HEADING_OR_BLOCK.findall(page.read_text()):
         if level == "#":
@@ -44,7 +44,7 @@ def program(page: Path) -> str:
             parts.append(heading + block)
             heading = ""
     head, *blocks = parts
-    return head + "\n" + "\n\n".join(blocks)  # two empty lines between them, as around functions
+    return head + "\n" + "\n\n".join(blocks)  # two empty lines in between, as around functions
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python docs/write_notebooks.py
 
-A tutorial that links to ``../notebooks/NAME.ipynb`` has a notebook: its text and its Python blocks as cells, behind a
-cell that installs the library where it is missing (on Colab). Its outputs are empty: the site shows them.
+A tutorial with a link to ``../notebooks/NAME.ipynb`` has a notebook: the text and the Python blocks as cells, after a
+cell that installs the library if missing (on Colab). Outputs are empty: the site shows outputs.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).parent
 LINK = re.compile(r"\]\(\.\./notebooks/(\w+)\.ipynb\)")
-LINKED = re.compile(r"\[([^\]]+)\]\((?!http)[^)]+\)")  # to another page, which a notebook has not beside it
+LINKED = re.compile(r"\[([^\]]+)\]\((?!http)[^)]+\)")  # link to another page, absent beside a notebook
 BLOCK = re.compile(r"^```python\n(.*?)^```$\n?", re.MULTILINE | re.DOTALL)
 INSTALL = """\
 # On Colab: choose a runtime with a CPU, a GPU or a TPU, which have JAX, and upload the library's wheel beside this
@@ -24,7 +24,7 @@ if importlib.util.find_spec("xlstm_jax") is None:
     (wheel,) = glob.glob("xlstm_jax-*.whl") or ["upload xlstm_jax-*.whl first"]
     %pip install -q {wheel} matplotlib
 """
-# What a cell prints last, a notebook shows by itself, as HTML.
+# A notebook displays the last expression of a cell, as HTML.
 PRINTED = re.compile(r"^print\((plan|state|check_step\(.*\))\)$\n*\Z", re.MULTILINE)
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -33,7 +33,7 @@ METADATA = {
 
 
 def notebooks() -> dict[Path, str]:
-    """The notebooks by their files."""
+    """Returns the notebooks by file."""
     pages = sorted((DOCS / "tutorials").glob("*.md"))
     return {
         DOCS / "notebooks" / f"{page.stem}.ipynb": notebook(page.read_text())
@@ -43,7 +43,7 @@ def notebooks() -> dict[Path, str]:
 
 
 def notebook(text: str) -> str:
-    """The cells of a page: Markdown and code by turns."""
+    """Returns the cells of a page: Markdown and code alternate."""
     title, _, rest = text.partition("\n\n")
     cells = [_cell("markdown", title), _cell("code", INSTALL)]
     for i, part in enumerate(BLOCK.split(rest)):

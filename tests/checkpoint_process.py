@@ -115,7 +115,7 @@ def writer():
     checkpointer.save(1, {"w": np.arange(3)})
     checkpointer.wait()
     if os.fork() == 0:
-        os.closerange(1, 3)  # so that its parent's end is seen
+        os.closerange(1, 3)  # so that the parent's end is visible
         time.sleep(20)
         os._exit(0)
     print("saved", os.getpid(), flush=True)

@@ -218,7 +218,7 @@ def outcome(folder, sound):
             assert "is damaged: " in str(error) and str(folder) in str(error)
             return "refused"
     step = next((step for step, state in sound.items() if same(got, state)), None)
-    assert step is not None, "wrong values, and no error"
+    assert step is not None, "a restore returned wrong values without an error"
     warned = [str(w.message) for w in caught if "is damaged and was passed over" in str(w.message)]
     named = f"step {NEWEST} in {folder} is damaged", f"was saved as step {NEWEST}"
     assert step == NEWEST or any(name in text for text in warned for name in named), warned

@@ -62,7 +62,7 @@ def states(mesh, values, weights):
     got, _ = m.make_log_step(metric, mesh, "batch")(local)
     stateful = m.StatefulMetric(metric, mesh)
     stateful.update(mean=(values, weights), n=(weights > 0), max=(values, weights))
-    for _ in range(RANK + 1):  # what each process sees by itself, without the other
+    for _ in range(RANK + 1):  # local updates, in a different number per process
         stateful.update(mean=VALUES[:2], n=1, max=-1.0)
     stateful.sync()
     own = stateful.compute()

@@ -1,6 +1,7 @@
-"""Script of one of several processes: ``python -m tests.process_script PART RANK COUNT PORT``.
+"""Script of one of several processes: ``python -m tests.process_script PART RANK COUNT PORT LAUNCHED``.
 
-Prints a JSON object at the end: for every step, by name, the result or error and the duration.
+Prints a JSON object at the end: for every step, by name, the result or error and the duration; and under "start_s" the
+seconds that the process took from LAUNCHED, the time at which it was started, until its first line.
 """
 
 import functools
@@ -40,10 +41,11 @@ from xlstm_jax.distributed import (
 from xlstm_jax.distributed.checkpoint.orbax_backend import OrbaxBackend
 from xlstm_jax.distributed.device_mesh import batches
 from xlstm_jax.distributed.training.checks import calls
+from xlstm_jax.private_names import job
 
 PART, RANK, COUNT, PORT = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 ADDRESS = f"127.0.0.1:{PORT}"
-OUT = {}
+OUT = {"start_s": time.time() - float(sys.argv[5])}
 
 
 def step(name, fn, *args, **kwargs):
@@ -54,6 +56,25 @@ def step(name, fn, *args, **kwargs):
         result = f"{type(error).__name__}: {error}"
     OUT[name] = {"result": result, "seconds": time.perf_counter() - begun}
     return result
+
+
+def let_others_come(name):
+    """Lets ``come_after`` of the same name return in the other processes."""
+    job.client.key_value_set(f"tests/{name}", "done")
+
+
+def come_after(name):
+    """Waits until another process has called ``let_others_come``."""
+    job.client.blocking_key_value_get(f"tests/{name}", 240_000)
+
+
+def without_1(name, fn):
+    """Runs a step in which process 1 takes part only after process 0 has waited in vain."""
+    if RANK == 1:
+        come_after(name)
+    step(name, fn)
+    if RANK == 0:
+        let_others_come(name)
 
 
 def whole(mesh, x):
@@ -121,7 +142,10 @@ def batches_of_two():
     batch = shard_batch({"x": rows, "n": np.int32(7)}, dp, both)
     OUT["rows"] = whole(dp, batch["x"])
     OUT["scalar"] = int(batch["n"])
-    OUT["again"] = [step(f"again {i}", lambda: bool(shard_batch({"x": rows, "n": 7}, dp, both))) for i in range(3)]
+    shard_batch({"x": rows, "n": 7}, dp, both)  # a Python number has another type, which is compared once
+    with mock.patch.object(batches, "compare", wraps=batches.compare) as compare:
+        OUT["again"] = [bool(shard_batch({"x": rows, "n": 7}, dp, both)) for _ in range(3)]
+    OUT["comparisons of the same shape"] = compare.call_count
     two_meshes_in_turn(dp, {"x": rows, "n": 7})
     padded, weight = shard_batch({"x": rows[:3]}, dp, both, pad=True)
     OUT["padded"], OUT["weight"] = whole(dp, padded["x"])["all"], whole(dp, weight)["all"]
@@ -151,8 +175,7 @@ def two():
     step("join as another", initialize_distributed, ADDRESS, COUNT, 1 - RANK)
     OUT["listening"] = listening_addresses()
     agreement()
-    time.sleep(1.5 * RANK)
-    step("late", assert_same_everywhere, {}, "plan", timeout_s=0.5)
+    without_1("late", lambda: assert_same_everywhere({}, "plan", timeout_s=0.5))
     batches_of_two()
 
 
@@ -165,7 +188,7 @@ def four():
         mesh = DeviceMeshManager.create_device_mesh(shape)
         OUT[str(shape)] = [[d.process_index for d in row] for row in mesh.devices]
     mesh = DeviceMeshManager.create_hsdp_mesh(2, 6)
-    rows = np.arange(2.0)[:, None] + 10 * (RANK // 2)  # processes 0 and 1 hold the same ones, and so do 2 and 3
+    rows = np.arange(2.0)[:, None] + 10 * (RANK // 2)  # processes 0 and 1 have the same rows, 2 and 3 as well
     OUT["rows"] = whole(mesh, shard_batch({"x": rows}, mesh, "dp")["x"])
     step("shared, but different", lambda: bool(shard_batch({"x": rows.repeat(2, 1) + (RANK == 3)}, mesh, "dp")))
 
@@ -188,17 +211,17 @@ def restores():
         step("text", checkpointer.restore, like | {"n": "many" if RANK else 0})
         step("other step", checkpointer.restore, like, 1 + RANK)
         step("other method", checkpointer.latest_step if RANK else lambda: checkpointer.restore(like))
-    with Checkpointer(folder, peer_timeout_s=1) as checkpointer:
-        time.sleep(3 * RANK)  # alive, and stuck
-        step("latest_step without it", checkpointer.latest_step)
-        multihost_utils.sync_global_devices("both are here")
-        stuck = mock.patch.object(OrbaxBackend, "read_arrays", lambda *_: time.sleep(3))
+    with Checkpointer(folder, peer_timeout_s=2) as checkpointer:
+        # Process 1 is alive, and stuck until process 0 has waited in vain.
+        without_1("latest_step without it", checkpointer.latest_step)
+        stuck = mock.patch.object(OrbaxBackend, "read_arrays", lambda *_: come_after("restore"))
         with stuck if RANK else nullcontext():
             step("restore without it", checkpointer.restore, like)
+        if RANK == 0:
+            let_others_come("restore")
         multihost_utils.sync_global_devices("both are here again")
         step("fits again", lambda: checkpointer.restore(like)["n"])
-        time.sleep(3 * RANK)
-        step("save without it", checkpointer.save, 3, {"w": split, "n": 3})
+        without_1("save without it", lambda: checkpointer.save(3, {"w": split, "n": 3}))
     if RANK == 0:
         shutil.rmtree(folder)
 

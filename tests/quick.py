@@ -21,7 +21,7 @@ PROMISES = {
     "exactness/test_exactness.py::test_a_difference_names_the_leaf_and_how_to_repeat_it": "a difference is seen",
     "house/test_layers.py": "a file imports only from the layers below it",
     "house/test_public_names.py": "public names stay importable",
-    "house/test_readme.py": "README's own examples",
+    "house/test_readme.py": "README's figures and commands",
     "house/test_mutants.py::test_the_mutations_are_of_the_library_as_it_is": "each mutation is one",
     "house/test_troubleshooting.py": "each error is on its page",
     "training/test_lowered_text.py": "a step lowers to the program that it lowered to",

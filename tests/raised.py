@@ -16,7 +16,7 @@ HOLE = "…"
 WARN = {"warnings.warn", "_warn"}
 PAGE = PACKAGE.parent / "docs" / "troubleshooting.md"
 ROW = re.compile(r"\*\*`([^`]+)`\*\*")
-PASSED_ON = {"distributed/optimizers/elementwise.py:check": "_verdict"}  # who says the text, where a thread hands it on
+PASSED_ON = {"distributed/optimizers/elementwise.py:check": "_verdict"}  # the function whose text a thread passes on
 
 
 class Message(NamedTuple):
@@ -191,6 +191,7 @@ EXCUSED = {
     "distributed/training/carries/carry.py:start": "an interface; carries have it",
     "distributed/training/carries/carry.py:next": "an interface; carries have it",
     "distributed/training/carries/carry.py:finish": "an interface; carries have it",
+    "distributed/training/replay/replayed_step.py:__getattr__": "the protocol of attributes",
     "distributed/training/step_check/recording.py:__getattr__": "the protocol of attributes",
     "distributed/training/mistakes.py:_warn": "its callers have the text",
     "distributed/training/nan_inputs.py:naming_nans": "goes on as it came: JAX's own",

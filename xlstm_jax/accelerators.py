@@ -62,7 +62,7 @@ CUBE = 4  # side of the cubes that form larger slices of v4 and v5p
 
 
 def slices_up_to(pod: tuple[int, ...]) -> Shapes:
-    """Returns slices smaller than a cube; then slices of full cubes, sides in ascending order, up to the pod.
+    """Returns the shapes of a TPU's slices up to ``pod``: those smaller than a cube, then those of full cubes.
 
     >>> slices_up_to((4, 4, 8))[-3:]
     ((2, 4, 4), (4, 4, 4), (4, 4, 8))
@@ -162,7 +162,9 @@ def compiler_options(device_kind: str, *, shape: Sequence[int] | None = None, pi
 def resolved(
     options: str | Mapping[str, Any] | None, device_kind: str, shape: Sequence[int] | None = None
 ) -> dict[str, Any] | None:
-    """Returns options for ``jax.jit``: a dict is copied, "auto" becomes ``compiler_options``, None and {} become None.
+    """Converts a user's ``compiler_options`` to options for ``jax.jit``: copies a dict; "auto" becomes known options.
+
+    None and {} become None.
 
     Raises:
       ValueError: ``options`` is another string; or "auto", and no options are known for the kind.
@@ -174,7 +176,7 @@ def resolved(
 
 
 def resolved_on(mesh: Mesh | AbstractMesh | None, options: str | Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Returns ``resolved`` for the devices of a mesh and their slice; without a mesh for the devices at hand.
+    """Converts ``compiler_options`` by ``resolved``, for the devices of a mesh or (None) the devices at hand.
 
     Raises:
       ValueError: as of ``resolved``; or ``options`` is "auto", and the mesh has no devices.

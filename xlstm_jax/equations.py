@@ -1,4 +1,4 @@
-"""Equations of a traced program (a jaxpr) and of nested jaxprs, and the collectives among the equations."""
+"""Reads the equations of a traced program (a jaxpr), with those of nested jaxprs; lists names of collectives."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -25,9 +25,17 @@ GATHERS = frozenset(name for name, kind in COLLECTIVES.items() if kind == "all-g
 
 
 def named_axes(eqn: Any) -> tuple[str, ...]:
-    """Returns the mesh axes named by an equation's parameter ``axes`` or ``axis_name``, one or several."""
+    """Returns the axes in an equation's parameter ``axes`` or ``axis_name``, a name or several, as a tuple."""
     names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     return tuple([name for name in ([names] if isinstance(names, str) else names) if isinstance(name, str)])
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """Returns the numbers of constants and of carries among the inputs of a ``scan``, from its parameters."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    of_consts, of_carry, _ = params["ft_in"].unpack()  # JAX 0.12
+    return len(of_consts), len(of_carry)
 
 
 def nbytes(aval: Any) -> int:

@@ -1,4 +1,4 @@
-"""Formatting of numbers, lists, paths, meshes and tables for people."""
+"""Formats numbers, lists, paths, meshes and tables as text, for errors, reports and the command line."""
 
 import copy
 import dataclasses
@@ -25,6 +25,7 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 MIN_WIDTH = 24  # minimum characters per line when a column folds
 EDGES, GAP, INDENT = 2, 2, 4  # widths in a table: both edges, gap between columns, indent of a row's further lines
 MOST_BARS = 12  # bars in a notebook; a last line counts the rest
+MIN_MILLISECONDS = 0.0005  # a shorter time is printed as 0
 MAX_CELL = 10_000  # maximum characters of a cell, for measuring
 
 
@@ -61,6 +62,18 @@ def format_fraction(fraction: float) -> str:
     """
     percent = 100 * fraction
     return f"{percent:.0f}%" if percent >= 9.95 else f"{percent:.2g}%"
+
+
+def format_milliseconds(seconds: float) -> str:
+    """Formats a time in milliseconds with three digits; a time below half a microsecond is 0.
+
+    >>> format_milliseconds(0.03567), format_milliseconds(2.06e-10), format_milliseconds(1.5)
+    ('35.7 ms', '0 ms', '1,500 ms')
+    """
+    milliseconds = seconds * 1e3
+    if abs(milliseconds) < MIN_MILLISECONDS:
+        return "0 ms"
+    return f"{milliseconds:.3g} ms" if abs(milliseconds) < 100 else f"{milliseconds:,.0f} ms"
 
 
 def format_axes(axes: tuple[str, ...]) -> str:
@@ -200,6 +213,24 @@ class FoldingTable(Table):
         yield from Table.__rich_console__(drawn, console, options)
 
 
+class FirstFitting:
+    """Draws the first of several tables that has a row in one line; the first table if no table has.
+
+    The tables show the same rows in fewer and fewer columns, for narrower and narrower terminals.
+    """
+
+    def __init__(self, *tables: Table) -> None:
+        self.tables = tables
+
+    def chosen(self, console: Console, options: ConsoleOptions) -> Table:
+        """Returns the table that is drawn at the width of ``options``."""
+        fitting = (table for table in self.tables if len(_lines(table.columns, console, options)) == 1)
+        return next(fitting, self.tables[0])
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.chosen(console, options)
+
+
 def _lines(columns: Sequence[Column], console: Console, options: ConsoleOptions) -> list[dict[int, int]]:
     """Returns the column widths of each line: a single line if wide enough, else as many columns per line as fit."""
     room, unlimited = options.max_width - EDGES, options.update(width=MAX_CELL)
@@ -223,7 +254,7 @@ def _lines(columns: Sequence[Column], console: Console, options: ConsoleOptions)
 
 
 def _narrowed(widths: Mapping[int, int], least: Mapping[int, int], room: int) -> dict[int, int]:
-    """Narrows the widest column of a line, down to its minimum, until the line fits."""
+    """Returns column widths of a line that fit into ``room``; narrows the widest column first, down to ``least``."""
     widths = dict(widths)
     while sum(widths.values()) + GAP * (len(widths) - 1) > room and (
         wide := [i for i in widths if widths[i] > least[i]]
@@ -234,7 +265,7 @@ def _narrowed(widths: Mapping[int, int], least: Mapping[int, int], room: int) ->
 
 
 def _in_lines(cells: Sequence[RenderableType], columns: Sequence[Column], lines: Sequence[Mapping[int, int]]) -> Group:
-    """Arranges the cells of a row in lines; a line without content is left out."""
+    """Returns the cells of a row arranged in lines, for ``rich``; a line without content is left out."""
     parts = []
     for inside in lines:
         grid = Table.grid(*(columns[i].copy() for i in inside), padding=(0, GAP, 0, 0))
@@ -267,7 +298,7 @@ def rich_table(
 
 
 def plain_text(shown: RenderableType) -> str:
-    """Renders for ``print``: without colours, at the terminal's width, or at 80 columns without a terminal."""
+    """Renders a table of ``rich`` to text for ``print``: no colours, the terminal's width, else 80 columns."""
     width = shutil.get_terminal_size(fallback=(80, 24)).columns
     console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False, force_terminal=False)
     with console.capture() as captured:

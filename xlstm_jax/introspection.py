@@ -75,7 +75,7 @@ def closure(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def closure_of_lifted(method: Any) -> dict[str, Any]:
-    """Returns the closure of the Linen transformation that made a method, looking through wrappers."""
+    """Returns by name the closure variables of the Linen transformation that made a method, within any wrappers."""
     found: dict[str, Any] = {}
     while inspect.isfunction(method) and "transform" not in found:
         cells = zip(method.__code__.co_freevars, method.__closure__ or (), strict=True)

@@ -11,6 +11,7 @@ UNBALANCED_SCOPE = "unbalanced_ring"  # a ring over the sequence in natural orde
 BLOCK_FORMATS = ("int8", "float8_e4m3fn")  # dtypes of blocks with scales on the wire
 PACK_SCOPES = frozenset(f"{way}_{name}" for way in ("pack", "unpack") for name in BLOCK_FORMATS)
 HOST_MEMORY = "pinned_host"  # JAX's name of host memory that a device can access directly
+FSDP_AXIS = "fsdp"  # name of ``create_fsdp_mesh`` for a single axis; the names of several axes begin with "fsdp_"
 # Names of ``DeviceMeshManager.create_fsdp_mesh`` for axes across slices or hosts, over slow links: the default of
 # ``inter_host_axes``.
 SLICE_AXIS, HOST_AXIS = "fsdp_slice", "fsdp_host"

@@ -1,1 +1,1 @@
-"""The benchmarks in small, and the figures that are kept."""
+"""Tests of the benchmarks in small, and of the recorded figures."""

@@ -1,4 +1,4 @@
-"""The decoder that is split over several axes: its logits are never whole, and small rows of it are built."""
+"""Tests of the decoder split over several axes: no device has unsharded logits, and small cases build."""
 
 import math
 
@@ -14,7 +14,7 @@ SIDES = "ours", "jit"
 
 @pytest.mark.parametrize("mesh", [{"fsdp": 2, "tp": 4}, {"fsdp": 4, "cp": 2}], ids=str)
 def test_logits_of_256k_entries_are_never_whole(mesh):
-    """No array of the step is as large as one device's logits would be, in any dtype."""
+    """No array of the step, in any dtype, is as large as a device's unsharded logits."""
     row = Row("256k", 16_384, "h100:1x8", mesh, rows=mesh["fsdp"], ring=True)
     step, args = build(row)
     tokens = row.rows * row.context // math.prod(row.sizes[axis] for axis in row.token_axes)
@@ -47,7 +47,10 @@ def test_what_is_kept_of_targets_are_their_rows():
 
 
 def test_estimates_are_within_a_fifth_of_what_is_compiled():
-    """Of every model at least one cell: bytes with nothing known of the schedule, seconds as if nothing overlapped."""
+    """Estimates of bytes and seconds are within a fifth of a compiled step, for at least one cell of every model.
+
+    The estimate ignores the schedule for bytes, and any overlap for seconds.
+    """
     kept = axes.json.loads((axes.OUT / "cells.json").read_text())
     best = {(name, place): found["best"][0] for name, of_model in kept.items() for place, found in of_model.items()}
     compiled = {key: one for key, one in best.items() if "bytes" in one.get("forecast", {})}
@@ -59,7 +62,7 @@ def test_estimates_are_within_a_fifth_of_what_is_compiled():
 
 
 def test_what_is_said_of_a_mixture_beside_jit_is_what_is_kept():
-    """Not compiled anew: the times that the changelog compares, and the share of products with masks on the page."""
+    """Recorded results agree with the changelog (step time beside ``jit``) and the page (share of masked products)."""
     kept = axes.json.loads(maxtext_layout.KEPT.read_text())
     ours, jit = (min((one for one in kept if one["side"] == side), key=lambda one: one["step_s"]) for side in SIDES)
     assert ours["step_s"] / jit["step_s"] == pytest.approx(0.77, abs=0.005)

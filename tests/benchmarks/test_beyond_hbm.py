@@ -1,4 +1,4 @@
-"""The benchmark of what needs less memory than a device has, in small: its cases, its table, its picture."""
+"""Tests in small of the benchmark of memory beyond HBM: cases, table, picture."""
 
 import io
 import json

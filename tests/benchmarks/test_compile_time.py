@@ -1,4 +1,4 @@
-"""The compile-time benchmark in small: what it times is what it says, and its command shows it."""
+"""Tests of the compile-time benchmark in small: the timed phases, and the printed table."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The benchmark of the accuracy of forecasts in small: facts agree; and the large models are as large as they say."""
+"""Tests of the benchmark of forecast accuracy in small: facts agree; and large models have the stated sizes."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""The benchmarks of GPUs in small: meshes of hosts, bytes across them, options of XLA, what a card would be asked."""
+"""Tests of GPU benchmarks in small: meshes of hosts, bytes across hosts, XLA options, and the measures of a card."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ HOSTS, GPUS = 2, 4
 COUNTS = counts(SIZES[SIZE])
 
 
-# --------------------------------------------------------------------------------------------------------- pure parts
+# ----------------------------------------------------------------------------------------------------- pure functions
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_collectives_of_a_layer_are_those_that_run_most_often():
 
 
 def test_a_picture_shows_the_cases_that_all_topologies_have_in_one_order():
-    """Plots share the axis of cases: another order, or a gap, would put bars beside the wrong names."""
+    """The picture shows the cases of all topologies in one order, because the plots share the axis of cases."""
     first = {"jit": {"n": 1}, "flat": {"n": 2}, "ours": {"n": 3}}
     second = {"ours": {"n": 4}, "jit": {"n": 5}, "flat": {"problem": "too large"}}
     shown = forecasts.drawn({"h100:32x8": first, "b200:8x8": second})
@@ -97,7 +97,7 @@ def test_ours_sends_the_least_and_across_hosts_the_least(kept):
     assert ours["ratios"]["sent over the limit"] <= 1.001  # the loss and the norm are sent, too
     assert ours["ratios"]["sent over jit"] <= 1.001
     assert ours["nic_over_the_least"] <= 1.02
-    assert jit["nic_over_the_least"] > 1.5  # guard: a flat ring sends all of its bytes over the border of hosts
+    assert jit["nic_over_the_least"] > 1.5  # guard: a flat ring sends all bytes across hosts
     assert set(ours["wire_bytes_by_axis"]) == {"fsdp_host", "fsdp_device"}
     assert traffic.by_kind(ours)["reduce-scatter"] > 0 and ours["all_reduced_share"] < 0.01
 
@@ -120,7 +120,7 @@ def test_an_option_that_the_compiler_refuses_is_a_row():
 
 
 def text_with(options):
-    """The compiled text of four scanned layers on two GPUs, without what is only a name."""
+    """Returns the compiled text of four scanned layers on two GPUs, without names."""
     step, args = workload(rows=64, width=512).build_step({"fsdp": 2})
     text = compile_for_topology(step, *args, topology="h100:1x2", compiler_options=options, cache=None).hlo
     return re.sub(r", metadata=\{[^}]*\}|HloModule.*", "", text)
@@ -135,7 +135,7 @@ def test_every_option_of_gpus_is_accepted_and_changes_the_program():
     assert options and not idle
 
 
-# ---------------------------------------------------------------------------------------------------------- on a card
+# ----------------------------------------------------------------------------------------------------------- on a GPU
 
 
 def test_without_a_card_it_says_so_and_fails_nothing(tmp_path):
@@ -151,7 +151,7 @@ def test_what_is_measured_on_a_card_can_be_measured_here():
     device = jax.devices()[0]
     text = measures.same_text(device)
     assert text["differing"] == 0 and text["instructions"] > 1000
-    assert measures.options_accepted(device) == {} and measures.memories(device) == {}  # of a CPU there are none
+    assert measures.options_accepted(device) == {} and measures.memories(device) == {}  # a CPU has no options
     times = measures.step_times(device, "tiny", rounds=2)["cases"]
     assert set(times) == {measures.PLAIN, measures.WRAPPED, "jit"}
 

@@ -1,4 +1,4 @@
-"""The page on kernels has the numbers of its benchmark, and a small version of that runs."""
+"""Tests of the kernel page: numbers equal the benchmark's, and a small version of the benchmark runs."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The formulas of the limits: the known table of configurations, sums by hand, and what each term stands for."""
+"""Tests of the formulas of the limits: a known table of configurations, sums by hand, and each term."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from benchmarks.limits import Counts
 
 
 def transformer(dim, layers, vocab):
-    """A Transformer with 12 d^2 parameters in a layer and one scale for each of its norms."""
+    """Returns the counts of a Transformer with 12 d^2 parameters per layer and one scale per norm."""
     small = (2 * layers + 1) * dim
     return Counts(12 * dim**2 * layers, dim * vocab, dim * vocab, small, layers, dim, vocab)
 

@@ -1,4 +1,4 @@
-"""The models of the benchmarks, over the axes of large tori: no axis carries more than the others."""
+"""Tests of the benchmarks' models over axes of large tori: each axis carries the same load."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ TORUS = {"v5e:16x16": {"x": 16, "y": 16}, "v5p:4x4x8": {"x": 4, "y": 4, "z": 8},
 
 
 class Vision(nn.Module):
-    """A transformer of images with its layers in a Python loop, and a head of which nothing is even."""
+    """Vision transformer with layers in a Python loop, and a head with odd sizes."""
 
     @nn.compact
     def __call__(self, images):
@@ -40,7 +40,7 @@ def cases(axes):
 def test_the_busiest_axis_carries_at_most_a_twentieth_more_than_the_mean(torus, monkeypatch):
     sizes = TORUS[torus]
     found = {name: bytes_by_axis(plan_sharding(model, sizes, x), sizes) for name, model, x in cases(tuple(sizes))}
-    # Axes of other sizes cannot carry equal loads in every model: what is left is less than a twentieth.
+    # Axes of different sizes cannot carry equal loads in every model: the difference is below a twentieth.
     assert {name: max(load.values()) / np.mean(list(load.values())) <= 1.05 for name, load in found.items()} == (
         dict.fromkeys(found, True)
     ), found

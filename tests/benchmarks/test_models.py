@@ -1,4 +1,4 @@
-"""The benchmarks' models: attention and losses that hold no square and no logits, and are the plain ones."""
+"""Tests of the benchmarks' models: attention without a score matrix, loss without logits, equal to plain versions."""
 
 import re
 from functools import partial
@@ -30,7 +30,7 @@ ROUNDING = {jnp.float32: 2e-6, jnp.bfloat16: 2e-2, jnp.float64: 1e-13}
 
 
 def plain_attention(q, k, v):
-    """All scores at once."""
+    """Reference attention with all scores at once."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
     scores = jnp.einsum("bhtd,bhsd->bhts", q, k, preferred_element_type=wide) / np.sqrt(q.shape[-1])
     scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
@@ -71,7 +71,7 @@ def test_attention_inside_shard_map_under_remat(check_vma):
     mesh, split, arrays = mesh_of(1, 2), PartitionSpec(AXES), qkv()
     run = on_mesh(gradients(jax.remat(partial(causal_attention, block_size=10))), mesh, check_vma, split, split)
     for got, want in zip(run(*arrays), gradients(plain_attention)(*arrays), strict=True):
-        # The weights of the loss are those of the first row: each device numbers its own.
+        # The loss weights are the weights of the first row: each device numbers its rows from 0.
         close(got[:1], want[:1], 2e-6)
 
 
@@ -138,7 +138,7 @@ def test_the_loss_of_one_row_scatters_into_logits_without_its_dim():
     rows = [jax.value_and_grad(loss)(table, tokens[i : i + 1]) for i in (0, 1)]
     jax.tree.map(partial(assert_allclose, rtol=1e-5), jax.value_and_grad(loss)(table, tokens), mean_of(rows))
 
-    def dims(count):  # of what labels' gradients are added to: their lookup is the one with batching dims
+    def dims(count):  # the scatters into label gradients: lookups with batching dims
         lowered = jax.jit(jax.grad(loss)).lower(table, tokens[:count]).as_text()
         scatters = re.findall(r"input_batching_dims = \[[\d, ]+\].*?tensor<([\dx]+)xf32>", lowered, re.DOTALL)
         return {len(shape.split("x")) for shape in scatters}
@@ -151,7 +151,7 @@ def mean_of(trees):
 
 
 def attention_of_each_group(q, k, v):
-    """Queries h share the keys h // (heads / kv_heads)."""
+    """Attention in which head h of the queries reads key head h // (heads / kv_heads)."""
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
     k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
     return jnp.swapaxes(plain_attention(q, k, v), 1, 2)
@@ -176,7 +176,7 @@ def test_a_model_sharded_from_outside_has_the_gradient_of_the_plain_one(name):
     inputs = [batch["images"] if name == "images" else batch]
     mesh = mesh_of(2, 2)
     state = create_train_state(made.model, optax.sgd(1.0), mesh, jax.random.key(1), *inputs, batch_axes=AXES)
-    start = jax.device_get(unbox(state.params))  # before the step takes its memory
+    start = jax.device_get(unbox(state.params))  # before the step donates the state
     state, metrics = make_train_step(made.loss_fn, mesh, AXES)(state, batch, jax.random.key(2))
 
     value = jax.jit(jax.value_and_grad(lambda params, batch: plain.loss_fn(params, plain.model.apply, batch, None)))
@@ -185,7 +185,7 @@ def test_a_model_sharded_from_outside_has_the_gradient_of_the_plain_one(name):
     found = jax.tree.map(lambda before, after: before - after, start, jax.device_get(unbox(state.params)))
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(want))
     for got, right in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-        # A softmax takes no notice of what is added to all scores: the gradient of the bias of keys is rounding alone.
+        # A softmax ignores a common shift of all scores: the gradient of the key bias is pure rounding.
         if np.abs(right).max() > 1e-3 * largest:
             close(got, np.asarray(right), 5e-2)
     of_a_device = value(start, jax.tree.map(lambda rows: rows[:1], batch))[1]
@@ -195,7 +195,7 @@ def test_a_model_sharded_from_outside_has_the_gradient_of_the_plain_one(name):
 
 
 def drawn(rows):
-    """A batch of this shape: tokens or classes, or pixels."""
+    """Returns a random batch of this shape: tokens or classes, or pixels."""
     if jnp.issubdtype(rows.dtype, jnp.integer):
         return jax.random.randint(jax.random.key(0), rows.shape, 0, 16)
     return jax.random.normal(jax.random.key(0), rows.shape, rows.dtype)
@@ -217,7 +217,7 @@ def test_a_decoder_has_no_case_that_its_source_would_have_to_know():
 def test_pictures_say_what_the_names_of_cases_mean():
     assert names_in_words(["flat, HSDP", "flat"]) == f"flat: {WORDS['flat']}; HSDP: {WORDS['HSDP']}."
     told = names_in_words(CASES), names_in_words([*STEP_CASES, *TORCH_CASES], STEP_WORDS)
-    assert all("over one axis" in text for text in told)  # and each word has an entry, or there was a KeyError
+    assert all("over one axis" in text for text in told)  # and each word has an entry, else KeyError
 
 
 def test_lora_has_the_base_in_bfloat16_and_trains_its_adapters():

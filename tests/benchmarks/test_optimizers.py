@@ -1,4 +1,4 @@
-"""The benchmark of optimizers in small: what it takes off, its table, and its pictures."""
+"""Tests of the optimizer benchmark in small: removed costs, table, and pictures."""
 
 import io
 

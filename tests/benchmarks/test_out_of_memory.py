@@ -1,4 +1,4 @@
-"""The table of docs/howto/out_of_memory.md is that of the figures that are kept, and its steps can be built."""
+"""Tests of the table of docs/howto/out_of_memory.md: equal to the recorded figures, and the steps can be built."""
 
 import json
 from pathlib import Path

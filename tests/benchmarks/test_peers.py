@@ -1,4 +1,4 @@
-"""The benchmark of peers: targets as they are judged, its command in small, and what its pages say of its results."""
+"""Tests of the peer benchmark: judged targets, the command in small, and the pages' statements about results."""
 
 import copy
 import dataclasses
@@ -34,7 +34,7 @@ def test_targets_say_what_is_met_and_what_is_missed():
         "memory": (0, 2),
     }
     assert found["memory"]["missed"] == {"model on v5e:4x4": 1.03, "mixture_0.5B on v5e:4x4": 1.03}
-    # Where ``jit`` waits for less than 15 % of its step, there is no more to win than the step's own time.
+    # If ``jit`` waits for less than 15 % of the step, the possible gain is the waiting time.
     hidden = peers.judged({"model": {"v5e:4x4": {"jit": row(10.0, 1.4, 100), "ours": row(9.5, 1.4, 100)}}})
     assert hidden["step, where jit waits"]["of"] == 0 and hidden["step"]["met"] == 1 and not hidden["waited"]["met"]
     slower = peers.judged({"model": {"v5e:4x4": {"jit": jit, "ours": row(10.1, 1.0, 100, busiest=1.06)}}})
@@ -62,7 +62,7 @@ def test_the_command_compares_both_sides_with_a_kernel(kept, tmp_path, capsys):
 
 def test_sizes_that_are_not_in_the_repository_are_compared_too(monkeypatch, capsys):
     name = "decoder_small,layers=3,vocab_size=1000"
-    monkeypatch.setitem(SIZES, name, None)  # so that it is taken back
+    monkeypatch.setitem(SIZES, name, None)  # restored after the test
     assert peers.parser().parse_args(["--sizes", SIZE, name]).sizes == [SIZE, name]
     assert SIZES[name] == dataclasses.replace(SIZES["decoder_small"], layers=3, vocab_size=1000)
     cases = "ours, kernel", "ours, options, kernel"

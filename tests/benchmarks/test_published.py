@@ -1,4 +1,4 @@
-"""The table of published runs is that of the figures that are kept, and each run is what its source says."""
+"""Tests of the table of published runs: equal to the recorded figures, and each run is as in its source."""
 
 import json
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_models_have_as_many_parameters_as_their_names_say(size, billions):
 
 
 def test_flash_attention_takes_the_flop_of_its_products():
-    """Of two heads of 8 features and 4 positions, 10 pairs of 16 are used; half of all is what is counted."""
+    """``flash_flops`` counts half of the pairs of each product: 10 of 16 pairs are used at 4 positions."""
     size = DecoderSize(16, 3, 2, 64, hidden=32, kv_heads=1)
     run = Run(size=size, topology="h100:1x8", rows=5, context=4, seconds=1.0, source="", said="", remat=None)
     one_product = 2 * 5 * 2 * 4 * 4 * 8 / 2  # 2 FLOP, rows, heads, pairs, features
@@ -96,7 +96,7 @@ def test_a_small_run_is_forecast():
     times, attention = found["step_seconds"], found["attention_seconds"]
     assert 0 < times["least"] < times["expected"]
     assert attention["least"] == pytest.approx(flash_flops(run) / 989e12)
-    # The second, fourth and sixth of seven products are computed again: those of the keys, of the output and of "up".
+    # The second, fourth and sixth of seven products are recomputed: of the keys, the output and "up".
     forward = 2 * 256 * 2 * 512 * (512 + 2 * 256 + 512 + 3 * 1024)
     again = 2 * 256 * 2 * 512 * (256 + 512 + 1024)
     head = 2 * 256 * 512 * 1024

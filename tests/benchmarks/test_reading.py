@@ -1,4 +1,4 @@
-"""The trip from options to numbers is the same for every peer, and bytes are those of a count of its own."""
+"""Tests of reading peers: options become numbers alike for every peer, and bytes equal an independent count."""
 
 import math
 import re
@@ -16,7 +16,7 @@ from xlstm_jax.forecast.forecasting import read
 
 PEERS = ("jit", "flat", "ours")  # jit with shardings, FSDP by hand, the library
 BYTES = {"f32": 4, "bf16": 2, "s32": 4, "u32": 4, "pred": 1}
-# What each device sends in a ring of n, of the bytes of the result.
+# Bytes that each device sends in a ring of n, from the bytes of the result.
 RING = {
     "all-gather": lambda size, n: size * (n - 1) / n,
     "reduce-scatter": lambda size, n: size * (n - 1),
@@ -32,19 +32,19 @@ OF_MESH = re.compile(r"replica_groups=mesh\[(.*?)\](?: *\{(.*?)\})?")
 
 
 def group_size(line):
-    """Devices of a collective's group, in each of the ways in which XLA writes them."""
+    """Returns the number of devices of a collective's group, in each notation of XLA."""
     if found := LISTED.search(line):
         return len(found[1].split(","))
     if found := IOTA.search(line):
         return int(found[1])
     found = OF_MESH.search(line)
     sizes = dict(axis.split("=") for axis in found[1].split(","))
-    axes = found[2].split(",") if found[2] else sizes  # without axes it is all of the mesh
+    axes = found[2].split(",") if found[2] else sizes  # without axes: the full mesh
     return math.prod(int(sizes[axis]) for axis in axes)
 
 
 def counted(text):
-    """Bytes that a device sends, by kind, of a program without loops."""
+    """Returns the bytes that a device sends, by kind, for a program without loops."""
     sent = dict.fromkeys(RING, 0.0)
     for found in filter(None, map(LINE.search, text.splitlines())):
         kind, arrays = found[2], ARRAY.findall(found[1])

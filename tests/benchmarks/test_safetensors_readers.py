@@ -1,4 +1,4 @@
-"""Readers of safetensors files beside each other: the same bits from a tiny Llama; the page has tables of one run."""
+"""Tests of safetensors readers: equal bits from a tiny Llama; the page has tables of a single run."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ ALONE = {name: case for name, case in CASES.items() if case.processes == 1 and c
 
 
 def read_by(reader, folder, llama, case):
-    """The checksums of all shards that a reader has read."""
+    """Returns the target, and the checksums of all shards that a reader has read."""
     target = readers.target_of(llama, case, mesh_of(1, 8))
     names = readers.names_of(llama) if case.mapped else None
     return target, readers.digests(BY_NAME[reader](folder, target, names))
@@ -28,7 +28,7 @@ def read_by(reader, folder, llama, case):
 @pytest.mark.parametrize("case", ALONE)
 @pytest.mark.parametrize("reader", READERS)
 def test_all_readers_read_the_bits_that_the_safetensors_library_reads(reader, case, tmp_path):
-    """The reference maps names and layouts by hand. A tensor of other values in one file is seen."""
+    """Every reader has the bits of a reference that maps names and layouts by hand; a changed byte is detected."""
     llama = dataclasses.replace(SMALL, tied=ALONE[case].tied)
     readers.write_model(tmp_path / "model", llama, 3)
     target, found = read_by(reader, tmp_path / "model", llama, ALONE[case])
@@ -46,7 +46,7 @@ def test_all_readers_read_the_bits_that_the_safetensors_library_reads(reader, ca
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_benchmark_writes_transformers_names_and_shapes(tied, tmp_path):
-    """transformers and torch are there after ``make test-models``, and an installation of the extra torch."""
+    """The benchmark's names and shapes equal transformers'; needs transformers and torch (``make test-models``)."""
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     config = {"num_key_value_heads": 2, "vocab_size": 64, "tie_word_embeddings": tied}
@@ -84,7 +84,7 @@ def test_odd_files_are_refused_or_read():
 
 
 def assert_odd_files_are_answered(odd):
-    """Ours refuses all that is not as it should be; what orbax reads of it is what its page says."""
+    """Checks that the library rejects every malformed file, and that orbax reads the files listed on the page."""
     assert odd["as written"] == {OURS: "read", ORBAX: "read"}
     good = {"as written", "a file beside it that the index does not name"}
     good |= {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "C64"}
@@ -103,7 +103,7 @@ def assert_odd_files_are_answered(odd):
 
 
 def test_of_runs_the_medians_count_and_of_processes_the_one_that_took_most():
-    """A single shard of a single run with other bits, or one that no process has read, is no."""
+    """A run counts its slowest process, and the result is the median; a wrong or missing shard is an error."""
 
     def run(*seconds, last=4):
         shards = [{"a 0": 1, "b 0": 2}, {"a 1": 3, "b 1": last}]

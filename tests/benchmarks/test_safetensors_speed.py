@@ -1,4 +1,4 @@
-"""The table of rates of safetensors files, on a small file."""
+"""Tests of the table of rates of safetensors files, on a small file."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The benchmark of step times in small: all cases do the same, take turns, and are shown; PyTorch's model is ours."""
+"""Tests of the step-time benchmark in small: equivalent cases alternate and are printed; PyTorch has our model."""
 
 import json
 import os
@@ -152,7 +152,7 @@ def test_processes_of_pytorch_are_gone_after_an_error():
 
 
 def nested(params):
-    """{"a/b": x} -> {"a": {"b": x}}"""
+    """Returns nested dicts: {"a/b": x} -> {"a": {"b": x}}."""
     found = {}
     for path, value in params.items():
         *modules, name = path.split("/")
@@ -164,13 +164,13 @@ def nested(params):
 
 
 def children():
-    """The processes of PyTorch that this process has started and that have not ended."""
+    """Returns the running PyTorch processes that this process has started."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(path.read_text().rpartition(")")[2].split()[1])
             command = (path.parent / "cmdline").read_bytes()
         except OSError:
-            continue  # it has ended meanwhile
+            continue  # the process has ended meanwhile
         found += [path.parent.name] * (parent == os.getpid() and b"benchmarks.torch_fsdp" in command)
     return found

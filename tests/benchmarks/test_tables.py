@@ -1,4 +1,4 @@
-"""Every table of the benchmarks and of the fault suite shows every cell in full; see cli/test_tables.py."""
+"""Tests that tables of the benchmarks and of the fault suite show every cell in full; see cli/test_tables.py."""
 
 import json
 

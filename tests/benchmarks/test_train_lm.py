@@ -1,4 +1,4 @@
-"""The training job: models that follow the mathematics, text split honestly, one loss curve however it is sharded."""
+"""Tests of the training job: models follow the mathematics, text is split fairly, sharding keeps the loss curve."""
 
 import csv
 import dataclasses
@@ -83,7 +83,7 @@ def test_chunkwise_mlstm_carries_its_state():
 
 def test_chunkwise_mlstm_is_stable_where_the_exponential_gate_overflows_float32():
     inputs = mlstm_inputs(24, input_gate_scale=150.0)
-    assert inputs[3].max() > np.log(np.finfo(np.float32).max)  # guard: without a stabiliser it would overflow
+    assert inputs[3].max() > np.log(np.finfo(np.float32).max)  # guard: overflows without a stabiliser
     got = chunkwise_mlstm(*(jnp.asarray(x, jnp.float32) for x in inputs), chunk_size=8)
     assert_allclose(got, mlstm_step_by_step(*inputs), rtol=1e-3, atol=1e-4)
 
@@ -118,7 +118,7 @@ def test_a_later_byte_does_not_change_earlier_logits(block, monkeypatch):
     variables, apply = jax.jit(model.init)(jax.random.key(0), tokens), jax.jit(model.apply)
     before, after = apply(variables, tokens), apply(variables, tokens.at[:, 13].add(1) % 256)
     assert_array_equal(after[:, :13], before[:, :13])
-    assert np.all(np.abs(after[:, 13:] - before[:, 13:]).max(-1) > 0)  # guard: every later step does see it
+    assert np.all(np.abs(after[:, 13:] - before[:, 13:]).max(-1) > 0)  # guard: every later step changes
 
 
 @pytest.mark.one_in(2)
@@ -148,7 +148,7 @@ def test_dropout_is_random_in_training_only():
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """40 files of different text, and what must not be read: a binary, a hidden file, a copy."""
+    """Returns a folder of 40 different files, and files that must be skipped: a binary, a hidden file, a copy."""
     folder = tmp_path_factory.mktemp("corpus")
     for i in range(40):
         (folder / f"{i:02}.txt").write_text(f"file {i:02} says: " + "the cat sat on the mat. " * 40)
@@ -199,7 +199,7 @@ def test_byte_frequency_loss_is_an_entropy():
 
 @pytest.fixture(scope="module")
 def runs(corpus, tmp_path_factory):
-    """``runs(steps=9)`` trains TINY with that change, once however often it is asked for."""
+    """Returns a function: ``runs(steps=9)`` trains TINY with the change, once per set of changes."""
     done = {}
 
     def run(**changes):
@@ -219,7 +219,7 @@ def test_sharded_training_has_the_loss_curve_of_replicated_training(runs, mesh):
     sharded, replicated = runs(mesh=mesh), runs(replicated=True)
     assert_allclose(sharded.losses, replicated.losses, rtol=2e-5)
     assert sharded.held_out_loss == pytest.approx(replicated.held_out_loss, rel=2e-5)
-    assert replicated.losses[-1] < replicated.losses[0] - 0.01  # guard: it trained, so the curve is one
+    assert replicated.losses[-1] < replicated.losses[0] - 0.01  # guard: the loss decreases
     here, whole = sharded.memory.values()
     assert sum(here.values()) < 0.5 * sum(whole.values())
     assert len(set(map(str, replicated.memory.values()))) == 1
@@ -266,7 +266,7 @@ def test_a_run_leaves_metrics_config_and_pictures(runs):
 
 @pytest.fixture(scope="module")
 def undisturbed(corpus, tmp_path_factory):
-    """A run with checkpoints that nothing has disturbed, and its config."""
+    """Returns an uninterrupted run with checkpoints, and its config."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     config = dataclasses.replace(
         TINY,
@@ -285,7 +285,7 @@ def undisturbed(corpus, tmp_path_factory):
 def test_a_resumed_run_has_the_rows_of_an_undisturbed_one(undisturbed, tmp_path, mesh, exact):
     want, config = undisturbed
     folder = shutil.copytree(config.checkpoint_dir, tmp_path / "again")
-    for step in (4, 6):  # as if it had been killed after step 3, between two rows
+    for step in (4, 6):  # emulates a kill after step 3, between two rows
         shutil.rmtree(folder / "steps" / str(step))
     config = dataclasses.replace(config, checkpoint_dir=str(folder), resume=True)
     resumed = train_lm.train(dataclasses.replace(config, mesh=mesh))
@@ -293,7 +293,7 @@ def test_a_resumed_run_has_the_rows_of_an_undisturbed_one(undisturbed, tmp_path,
     if exact:
         assert resumed.losses == want.losses and resumed.held_out_loss == want.held_out_loss
     else:
-        # Not exact: other devices draw other dropout masks, from the step that was resumed on.
+        # Not exact: from the resumed step on, other devices draw other dropout masks.
         assert_allclose(resumed.losses, want.losses, rtol=0.02)
 
 
@@ -319,10 +319,10 @@ def test_a_run_that_sigterm_has_stopped_goes_on_with_the_options_that_are_printe
     assert "going on after step 2" in capsys.readouterr().out
     (metrics,) = tmp_path.glob("runs/*/metrics.csv")
     assert [row["step"] for row in read_rows(metrics.parent)] == [3]
-    assert train_lm.main([*given, *options.split()]) == 0  # there is nothing left to do
+    assert train_lm.main([*given, *options.split()]) == 0  # no steps are left
     assert [row["step"] for row in read_rows(metrics.parent)] == [3]
 
-    # The first save compiles: it has a time of its own, and later ones that of a step.
+    # The first save compiles and is timed separately; later saves belong to a step's time.
     assert of_saves == [fitting.FIRST_SAVE_S, 60, fitting.FIRST_SAVE_S]
     assert ("step 2", 60) in limits and ("step 3", 60) in limits
 
@@ -427,27 +427,28 @@ def test_help_lists_every_option(capsys):
 
 @pytest.fixture
 def x64_stays_off():
-    """The option for float64 sets JAX's for the rest of the process."""
+    """Turns float64 off after the test, because the job's option sets JAX's for the rest of the process."""
     yield
     jax.config.update("jax_enable_x64", False)
 
 
 @pytest.mark.slow
 def test_in_float64_the_loss_curves_differ_by_rounding_alone(runs, x64_stays_off):
-    """Training magnifies a difference by some factor in every step: from 1e-15 to no more than 1e-12 here.
+    """In float64 sharded and replicated loss curves agree to 1e-12; training magnifies 1e-15 by some factor per step.
 
-    A difference of the algorithm, or of the size of float32's rounding (1e-7 at the first step), would fail.
+    A difference of the algorithm, or of float32's rounding (1e-7 at the first step), would fail.
     """
     options = {"model": "transformer", "dtype": "float64"}
     sharded, replicated = runs(**options), runs(**options, replicated=True)
     assert_allclose(sharded.losses, replicated.losses, rtol=0, atol=1e-12)
-    assert replicated.losses[-1] < replicated.losses[0] - 0.01  # guard: it did train
+    assert replicated.losses[-1] < replicated.losses[0] - 0.01  # guard: the loss decreases
 
 
 def test_flop_are_those_of_the_model_whatever_is_computed_again(corpus, tmp_path):
-    """For each token 2 FLOP of a weight forward and 4 backward, and those of attention: 12 x context x d a layer.
+    """The FLOP count is the model's, with and without remat.
 
-    Of the head it is 2 more: in its own backward pass it makes the logits again, chunk by chunk.
+    Per token: 2 FLOP of a weight forward and 4 backward, and attention's 12 x context x d per layer. The head has 2
+    more: its backward pass recomputes the logits, chunk by chunk.
     """
     fields = {"model": "transformer", "d_model": 64, "data": (str(corpus),), "out": str(tmp_path / "run")}
 

@@ -1,4 +1,4 @@
-"""The benchmark of dtypes on the wire in small: its rings round as real ones do, and its command leaves its files."""
+"""Tests of the wire-dtype benchmark in small: its rings round as real rings, and the command writes its files."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ def test_errors_are_below_their_bounds_and_stages_make_them_smaller(kind, dtype)
 
 
 def test_one_addition_in_float32_rounds_once():
-    """Guard for the simulation: a sum of two is the exact sum, rounded."""
+    """Guard of the simulation: a float32 sum of two numbers is the rounded exact sum."""
     x = gradients("no signal", 2)
     for dtype in ("bfloat16", "float16"):
         narrow = (x / 2).astype(WIRE[dtype])
@@ -60,7 +60,7 @@ def test_a_training_with_narrow_gradients_is_near_that_in_float32_and_is_another
 
 
 def test_the_command_leaves_tables_a_file_and_a_picture(tmp_path, capsys):
-    """And its simulation is what 8 simulated devices compute, bit by bit."""
+    """The command writes tables, a file and a picture; its simulation is bit-equal to 8 simulated devices."""
     assert wire_dtypes.main(["--steps", "0", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "Mean over 256 devices" in out and "heavy tails" in out and "100.0%" in out

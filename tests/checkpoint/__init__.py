@@ -1,1 +1,1 @@
-"""Checkpoints on disk: what is written, read and refused."""
+"""Tests of checkpoints on disk: written, read and rejected files."""

@@ -1,4 +1,4 @@
-"""Another storage library is one class: a backend of NumPy's files passes where that of orbax does."""
+"""Tests of another storage library as one class: a backend of NumPy files passes the tests of orbax's backend."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from xlstm_jax.distributed.checkpoint.steps import clear
 
 
 class NumpyBackend:
-    """One process, a local folder, and nothing in the background."""
+    """Backend for a single process and a local folder, without background work."""
 
     record_file = "record.json"
 

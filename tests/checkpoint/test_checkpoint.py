@@ -1,4 +1,4 @@
-"""What is restored is what was saved, in the types, shardings and boxes of the target; damage and failures are seen."""
+"""Tests of checkpoints: restored values have the target's types, shardings and boxes; damage is found."""
 
 import json
 import shutil
@@ -47,12 +47,12 @@ def sharded_state(mesh, model=None):
 
 @pytest.fixture(scope="module")
 def on_eight():
-    """The state of the model on a 2 x 4 mesh, for tests that donate none of it."""
+    """Returns a state on a 2 x 4 mesh, for tests that donate nothing."""
     return sharded_state(mesh_of(2, 4))
 
 
 def everything(mesh, train):
-    """A training state and all that a run needs beside it, one leaf of each kind."""
+    """Returns a training state and the further state of a run, with a leaf of each kind."""
     seen = METRIC.as_local(METRIC.state_of({}), AXES, mesh)
     return {
         "train": train,
@@ -72,7 +72,7 @@ def everything(mesh, train):
 
 
 def assert_same(got, want):
-    """Structure, types, shardings and bits."""
+    """Asserts equal structure, types, shardings and bits."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for (path, a), b in zip(leaves_with_path(unbox(got)), jax.tree.leaves(want), strict=True):
         assert type(a) is type(b), path
@@ -102,12 +102,12 @@ NUMBERS = [
     "float16", "bfloat16", "float32", "float64", "complex64", "complex128", "float4_e2m1fn", "float8_e3m4",
     "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
 ]  # fmt: skip
-NOT_STORED = ["uint2", "uint4", "float8_e4m3"]  # TensorStore has no such dtypes
+NOT_STORED = ["uint2", "uint4", "float8_e4m3"]  # TensorStore lacks these dtypes
 KEYS = ["threefry2x32", "rbg", "unsafe_rbg"]
 
 
 def test_arrays_of_each_dtype_are_read_in_the_sharding_of_the_target():
-    """Each process reads its shards; of a Python number, whose dtype an array may have too, there are none."""
+    """Processes read shards of arrays of each dtype; a Python number of the same dtype has no sharding."""
     sharding = NamedSharding(mesh_of(2, 4), P(AXES))
     arrays = {name: jax.ShapeDtypeStruct((8, 3), name, sharding=sharding) for name in NUMBERS}
     likes = record.bare_leaves(arrays | {"number": True})
@@ -118,7 +118,7 @@ def test_arrays_of_each_dtype_are_read_in_the_sharding_of_the_target():
 
 
 def test_every_dtype_is_read_shard_by_shard(tmp_path):
-    """Split and replicated; in 64 bits, too."""
+    """Split and replicated arrays of every dtype, 64-bit dtypes included, are read shard by shard."""
     mesh = mesh_of(2, 4)
     values = np.random.default_rng(0).integers(0, 2, (8, 3))
 
@@ -156,7 +156,7 @@ def test_an_abstract_state_is_the_state_without_values(on_eight):
 
 
 def test_a_run_goes_on_as_if_it_had_not_been_cut(on_eight, tmp_path):
-    """Saved in the middle of a run whose states are donated; restored into an abstract state of another mesh."""
+    """A run restored on another mesh continues as if uninterrupted; the saved states were donated."""
     model, key = MODEL, jax.random.key(1)
     step = make_train_step(mean_loss, mesh_of(2, 4), AXES)
     state, states = jax.tree.map(jnp.copy, on_eight), {}
@@ -192,7 +192,7 @@ def test_it_restores_into_the_plain_model_and_back(on_eight, tmp_path):
 
 
 def test_parameters_are_restored_without_the_optimizer(on_eight, tmp_path):
-    """Whatever the optimizer was, and wherever in the tree the state is; into the plain model and onto another mesh."""
+    """Parameters restore into the plain model and onto another mesh, for any optimizer and place in the tree."""
     model, key = Model(fsdp()), jax.random.key(9)
     adamw = on_eight
     sgd = create_train_state(model, optax.sgd(1.0), mesh_of(2, 4), key, X, batch_axes=AXES)
@@ -210,8 +210,8 @@ def test_parameters_are_restored_without_the_optimizer(on_eight, tmp_path):
                 assert damage.same(unbox(got), unbox(want.params))
                 assert [x.sharding for x in jax.tree.leaves(got)] == [x.sharding for x in jax.tree.leaves(like)]
         moments = checkpointer.restore_params(plain, 1, path="train/opt_state/0/mu")
-        assert damage.same(moments, plain)  # all zeros
-        with pytest.raises(ValueError, match=r"holds step 3 already"):  # a state made of them does not go on from there
+        assert damage.same(moments, plain)  # both are zeros
+        with pytest.raises(ValueError, match=r"holds step 3 already"):  # a state made of them cannot save there
             checkpointer.save(3, got)
     assert not damage.same(sgd.params, adamw.params)  # guard
 
@@ -278,7 +278,7 @@ def test_metric_states_are_taken_up_on_another_mesh(tmp_path):
 
 
 def test_checksums_are_computed_from_shards():
-    """Read off the program of each device: no array in it is larger than a shard."""
+    """The checksum program of each device has no array larger than a shard."""
     x = jax.device_put(jnp.ones((256, 64)), NamedSharding(mesh_of(1, 8), P("fsdp")))
     program = checksum_program(x).lower(x).compile().as_text()
     assert largest_buffer(program) <= x.size // 8 and "all-gather" not in program
@@ -288,8 +288,8 @@ def test_checksums_are_computed_from_shards():
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["views", "on the device"])
 def test_what_is_written_is_the_state_at_save(on_device, tmp_path, monkeypatch):
-    """Its buffers are donated at once, many times, and its NumPy leaves overwritten, before a checksum is looked at."""
-    if on_device:  # as on an accelerator: programs that were begun before the buffers were donated
+    """A save writes the state of the call, although buffers are overwritten before checksums are read."""
+    if on_device:  # emulates an accelerator: programs started before the donation
         monkeypatch.setattr(checksums, "is_in_host_memory", lambda _: False)
     late = []
     monkeypatch.setattr(checksums.SavedSums, "begin", lambda self: late.append(self._begun))
@@ -332,7 +332,7 @@ def test_sums_of_shards_are_the_checksum_of_the_whole(spec, dtype):
     assert sums.result() == checksum_each({"w": array, "scalar": np.int32(7)})
 
 
-# ------------------------------------------------------------------------------------------------- what does not fit
+# ------------------------------------------------------------------------------------------- targets that do not fit
 
 
 def test_a_python_nan_fits_a_narrow_float(tmp_path):
@@ -361,7 +361,7 @@ def test_steps_go_forward(tmp_path):
         with pytest.raises(CheckpointError, match=r"has no step 7; it holds \[5, 10\]"):
             checkpointer.restore({"a": 0}, 7)
         assert checkpointer.restore({"a": 0}, 5) == {"a": 1} and checkpointer.restore({"a": 0}) == {"a": 2}
-        assert not checkpointer.save(10, {"a": 2})  # restored from there
+        assert not checkpointer.save(10, {"a": 2})  # restored from step 10
         checkpointer.save(20, {"a": 4})
     assert sorted(int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()) == [10, 20]
 
@@ -399,7 +399,7 @@ def intact(tmp_path_factory):
 
 @pytest.fixture
 def folder(intact, tmp_path):
-    """Two steps, to be damaged."""
+    """Returns a folder with two steps, to be damaged."""
     return shutil.copytree(intact, tmp_path / "checkpoints")
 
 
@@ -425,7 +425,7 @@ def folder(intact, tmp_path):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_damage_leads_to_an_older_step_or_an_error(hurt, want, sound, folder):
-    """A few of the trials of tests/faults/test_damage.py."""
+    """A sample of the damage of tests/faults/test_damage.py leads to an older step or an error."""
     hurt(folder, np.random.default_rng(0))
     got = damage.outcome(folder, sound)
     assert want is None or got == want
@@ -448,7 +448,7 @@ def test_a_folder_under_another_number_is_not_restored_as_that_step(sound, folde
 
 @pytest.mark.parametrize("hurt", [damage.renamed_lower, damage.linked_nowhere, damage.empty_step])
 def test_a_lost_step_is_told_whoever_asks(hurt, tmp_path):
-    """``latest_step`` too, since its answer is what one hands to ``restore``; the next save moves it out of the way."""
+    """Every method reports a lost step, ``latest_step`` too; the next save moves the lost step away."""
     folder = damage.written(tmp_path / "run", lambda step: {"n": step})
     hurt(folder, None)
     problem = {"renamed_lower": "step 5 is damaged: it was saved as step 20", "linked_nowhere": "step 20 .* no folder"}
@@ -484,7 +484,7 @@ def test_a_record_that_describes_no_arrays_is_damage(entry):
 
 
 def test_a_directory_that_is_a_link_to_nowhere_is_no_empty_one(tmp_path):
-    """It holds no steps, and a run would start anew."""
+    """A dangling link as directory raises; treated as empty, the run would start anew."""
     (tmp_path / "run").symlink_to(tmp_path / "not mounted")
     (tmp_path / "loop").symlink_to("loop")
     for name in ("run", "run/checkpoints", "loop"):
@@ -514,14 +514,14 @@ def test_the_leaf_is_named_and_the_damaged_step_moved_by_the_next_save(sound, fo
 
 
 def interrupted_at(call, work):
-    """Calls ``work``, which gets Ctrl-C when Python enters its function number ``call``; how many it enters."""
+    """Calls ``work`` and sends SIGINT at Python function call number ``call``; returns the number of calls."""
     entered = 0
 
     def on_event(frame, event, arg):
         nonlocal entered
         del arg
         entered += event == "call"
-        # Python itself swallows what is raised in a callback of a weak reference.
+        # Python discards an exception raised in a callback of a weak reference.
         if event == "call" and entered >= call and "weak" not in frame.f_code.co_filename:
             sys.setprofile(None)
             signal.raise_signal(signal.SIGINT)
@@ -534,9 +534,9 @@ def interrupted_at(call, work):
     return entered
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # TensorStore's of reads that go on
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # TensorStore's unfinished reads
 def test_ctrl_c_is_no_damage(sound, folder):
-    """At thirty moments of a restore, whatever a library in between makes of it; nothing is moved aside."""
+    """Ctrl-C at thirty moments of a restore is no damage, whatever a library makes of it; no step is moved aside."""
     names = {path.name for path in folder.iterdir()}
     with Checkpointer(folder) as checkpointer:
         restore = partial(checkpointer.restore, sound[NEWEST])
@@ -581,7 +581,7 @@ def test_an_interruption_is_found_in_the_errors_of_libraries(kind):
 
 
 def test_damage_is_damage_while_an_interruption_is_handled(sound, folder):
-    """As where a job is restored or saved in a handler: each later error has the interruption as its context."""
+    """Damage is recognised in an ``except`` block, where each error has the interruption as its context."""
     damage.flip_record(folder, np.random.default_rng(0))
     with Checkpointer(folder) as checkpointer:
         try:

@@ -1,4 +1,4 @@
-"""The record of a checkpoint by itself: checksums are those of NumPy, and every difference from a record is seen."""
+"""Tests of the record of a checkpoint: checksums equal NumPy's, and every difference from a record is found."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ FACTORS = ((16, 0x85EBCA6B, 13, 0xC2B2AE35, 16), (16, 0x21F0AAAD, 15, 0x735A2D97
 
 
 def checksum_of_numpy(words):
-    """Of uint32 words in their order: each with its position, scrambled twice, and summed modulo 2^32."""
+    """Returns checksums of uint32 words: each mixed with its position, scrambled twice, summed modulo 2^32."""
     sums = []
     for first, factor, second, other, last in FACTORS:
         found = (words.ravel() + np.arange(words.size, dtype=np.uint32) * np.uint32(0x9E3779B9)) ^ np.uint32(factor)
@@ -37,7 +37,7 @@ def checksum_of_numpy(words):
 
 
 def words_of(array):
-    """The bits of the values, one word of 32 bits for each that has no more."""
+    """Returns the bits of the values as 32-bit words, one word per value of at most 32 bits."""
     array = np.ascontiguousarray(array)
     if array.dtype.itemsize >= 4:
         return array.view(np.uint32)
@@ -58,7 +58,7 @@ ARRAYS = {
 
 @pytest.mark.parametrize("name", ARRAYS)
 def test_checksums_are_those_of_numpy(name):
-    """On the devices and of what lies on the host."""
+    """Checksums of device arrays and of host arrays equal NumPy's."""
     array = ARRAYS[name]
     want = checksum_of_numpy(words_of(array))
     assert checksum_each({"x": array})["x"] == want
@@ -110,7 +110,7 @@ def test_a_record_that_was_changed_is_refused():
 
 
 def test_the_record_is_written_as_ever():
-    """Who changes this makes unreadable what was saved before."""
+    """The format of the record is stable; a change makes existing checkpoints unreadable."""
     content = to_json(
         record_of({"n": 3, "w": np.zeros(2, np.float32)}, {"n": np.int64(3), "w": np.zeros(2, np.float32)}), 7
     )

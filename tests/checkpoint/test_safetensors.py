@@ -1,4 +1,4 @@
-"""Safetensors files against the safetensors library, and back onto any mesh."""
+"""Tests of safetensors files: equal to the safetensors library, and restored onto any mesh."""
 
 import json
 import os
@@ -100,7 +100,7 @@ def test_a_model_moves_to_another_mesh(on_eight, tmp_path):
 
 
 def test_one_leaf_at_a_time_is_in_memory(tmp_path):
-    """NumPy reports what it allocates. (An array on one CPU device is not copied, so these lie on several.)"""
+    """An export holds one leaf in memory, by NumPy's allocations. (Arrays on several devices, so that NumPy copies.)"""
     split = NamedSharding(mesh_of(1, 8), P("fsdp"))
     params = {f"w{i}": jax.device_put(np.full((512, 512), i, np.float32), split) for i in range(8)}
     leaf = 512 * 512 * 4
@@ -119,7 +119,7 @@ def test_each_device_reads_its_shard_alone(spec, tmp_path, monkeypatch):
     values, read = np.arange(64 * 32, dtype=np.float32).reshape(64, 32), []
 
     class Watched:
-        """The tensor in the file; notes how much of it is read."""
+        """Tensor of a file that records the sizes of reads."""
 
         shape = values.shape
 
@@ -127,7 +127,7 @@ def test_each_device_reads_its_shard_alone(spec, tmp_path, monkeypatch):
             read.append(values[index].size)
             return values[index]
 
-    monkeypatch.setattr(safetensors_io._StoredTensor, "values", lambda tensor: Watched())
+    monkeypatch.setattr(safetensors_io.StoredTensor, "values", lambda tensor: Watched())
     export_safetensors({"w": values}, tmp_path)
     sharding = NamedSharding(mesh_of(1, 8), spec)
     target = {"w": jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=sharding)}
@@ -137,7 +137,7 @@ def test_each_device_reads_its_shard_alone(spec, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("spec", [P("fsdp"), P()], ids=str)
 def test_the_callers_settings_hold(spec, tmp_path):
-    """JAX has them for each thread, and the file is read in others."""
+    """``enable_x64`` and ``default_device`` of the caller's thread apply, although other threads read the file."""
     values = np.arange(1, 17) / 3
     export_safetensors({"w": values, "v": values}, tmp_path)
     with jax.enable_x64(True), jax.default_device(jax.devices()[3]):
@@ -188,7 +188,7 @@ def test_a_model_in_several_files_must_be_whole(tmp_path):
 
 
 def test_two_files_have_an_index_and_values_of_a_file_begin_at_multiples_of_eight(tmp_path):
-    """Names of every length: without padding behind the header values would begin anywhere."""
+    """Values begin at multiples of eight for names of every length, thanks to padding after the header."""
     for length in range(1, 9):
         params = {name * length: np.full(100, i, np.float32) for i, name in enumerate("ab")}
         folder = tmp_path / str(length)
@@ -202,7 +202,7 @@ def test_two_files_have_an_index_and_values_of_a_file_begin_at_multiples_of_eigh
 
 
 def test_a_file_has_its_name_when_all_of_it_is_on_disk(tmp_path, monkeypatch):
-    """In the order of events: after a crash a file system may have the new name and not the bytes."""
+    """A file is synced before the rename; otherwise, after a crash, the name may exist without the bytes."""
     synced, renamed, fsync, replace = {}, [], os.fsync, os.replace
 
     def counted_fsync(descriptor):
@@ -219,11 +219,13 @@ def test_a_file_has_its_name_when_all_of_it_is_on_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", noted_replace)
     export_safetensors({name: np.full(1000, 1.0) for name in "ab"}, tmp_path, max_file_bytes=8000)
     names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
-    assert renamed == [(name, True) for name in names], "renamed before the last byte was on disk, or in another order"
+    assert renamed == [(name, True) for name in names], (
+        "a file was renamed before fsync, or files were renamed in another order"
+    )
 
 
 def test_a_tensor_in_two_files_of_an_index_is_refused(tmp_path):
-    """Which one was read hung on the order of a set, and so on PYTHONHASHSEED."""
+    """A tensor in two files of an index raises; the choice between the files once depended on PYTHONHASHSEED."""
     save_file({"a": np.zeros(2, np.float32), "b": np.zeros(2, np.float32)}, tmp_path / "one.safetensors")
     save_file({"b": np.ones(2, np.float32), "c": np.ones(2, np.float32)}, tmp_path / "two.safetensors")
     index = tmp_path / "model.safetensors.index.json"
@@ -272,7 +274,7 @@ EIGHT = ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3fnuz", "f
 
 @pytest.mark.parametrize("narrow", [*EIGHT, "float16", "bfloat16", "float32"])
 def test_a_float_is_read_into_each_that_has_all_of_its_values(narrow, tmp_path):
-    """Each value of the narrow dtype, against casts by NumPy; what would lose one is refused."""
+    """A float is read into every dtype that represents all values, as NumPy casts; other dtypes raise."""
     count = 8 if narrow in EIGHT else 16
     bits = np.arange(2**count, dtype=f"uint{count}")
     stored = (bits.astype(np.float32) if narrow == "float32" else bits.view(jnp.dtype(narrow))).reshape(-1, 4)
@@ -309,7 +311,7 @@ def test_an_export_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def header(**entries):
-    """A safetensors file with one float32 of 4 bytes, whose entry has these fields."""
+    """Returns the header of a safetensors file with a float32 of 4 bytes; arguments replace fields of the entry."""
     entry = {"dtype": '"F32"', "shape": "[1]", "data_offsets": "[0,4]"} | entries
     return '{"w":{' + ",".join(f'"{key}":{value}' for key, value in entry.items()) + "}}"
 
@@ -368,7 +370,7 @@ def test_a_name_that_no_reader_takes_is_refused(tmp_path):
         export_safetensors({"a": {"\ud83d": np.ones(2)}}, tmp_path)
     assert not list(tmp_path.iterdir())
     params = {name: np.ones(2) for name in (".", "metadata", "\U0001f600", 'a"b\\')}
-    export_safetensors(params, tmp_path)  # guard: other names are taken, by the library too
+    export_safetensors(params, tmp_path)  # guard: other names are accepted, by the library too
     assert load_file(tmp_path / "model.safetensors").keys() == params.keys()
     assert same(import_safetensors(tmp_path, params), params)
 

@@ -1,4 +1,4 @@
-"""Files of other people's names and layouts, and back, onto a mesh."""
+"""Tests of files with names and layouts of other libraries, both directions, on a mesh."""
 
 import re
 
@@ -22,7 +22,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """A table, a head that is tied to it, and three layers in a scan."""
+    """An embedding table, a tied head, and three layers in a scan."""
 
     @nn.compact
     def __call__(self, tokens):
@@ -86,7 +86,7 @@ def test_two_leaves_may_read_one_tensor_and_not_write_it(tmp_path):
 
 
 def test_a_leaf_of_a_rank_that_no_choice_has_is_stored_as_it_is(tmp_path):
-    """A kernel of one dim, beside choices for two and more."""
+    """A kernel of one dim is stored unchanged beside choices for two and more dims."""
     kernel = np.arange(3.0)
     export_safetensors({"a": {"kernel": kernel}}, tmp_path, names=TRANSFORMERS)
     (stored,) = load_file(tmp_path / "model.safetensors").items()

@@ -1,4 +1,4 @@
-"""Who writes a directory is alone, is told when a save has failed, and finishes the last one; trouble is no damage."""
+"""Tests of the writer of a directory: a lock, reports of failed saves, a final wait; I/O errors are no damage."""
 
 import fcntl
 import os
@@ -45,7 +45,7 @@ def steps_in(folder):
 
 @contextmanager
 def limited(what, soft):
-    """Within, a limit of this process is lower."""
+    """Lowers a resource limit of this process inside the ``with`` block."""
     limits = resource.getrlimit(what)
     old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
@@ -56,14 +56,14 @@ def limited(what, soft):
         signal.signal(signal.SIGXFSZ, old)
 
 
-# ---------------------------------------------------------------------------------------------------- a failure is told
+# ---------------------------------------------------------------------------------------------- reports of failed saves
 
 
 @pytest.mark.parametrize(
     "told_by",
     [
         lambda checkpointer: checkpointer.wait(),
-        lambda checkpointer: checkpointer.save(21, SMALL),  # which is not due
+        lambda checkpointer: checkpointer.save(21, SMALL),  # not due
         lambda checkpointer: checkpointer.save(30, SMALL),
         lambda checkpointer: checkpointer.latest_step(),
         lambda checkpointer: checkpointer.restore(ZEROS),
@@ -72,7 +72,7 @@ def limited(what, soft):
     ids=["wait", "save, not due", "save", "latest_step", "restore", "close"],
 )
 def test_a_failed_save_is_told_by_the_next_call_and_once(told_by, tmp_path):
-    """No file may be larger than 10 kB, as if the disk were full."""
+    """The next call reports a failed save, once; a limit of 10 kB per file emulates a full disk."""
     with Checkpointer(tmp_path, 10, async_timeout_s=10) as checkpointer:
         checkpointer.save(10, SMALL)
         checkpointer.wait()
@@ -83,13 +83,13 @@ def test_a_failed_save_is_told_by_the_next_call_and_once(told_by, tmp_path):
         with pytest.raises(CheckpointError, match=r"saving step 20 to .* failed: .*File too large.* MB left"):
             told_by(checkpointer)
         assert not checkpointer.save(21, SMALL) and checkpointer.latest_step() == 10
-        assert checkpointer.save(20, LARGE)  # there is room again
+        assert checkpointer.save(20, LARGE)  # the disk has room again
     with Checkpointer(tmp_path) as checkpointer:
         assert np.array_equal(checkpointer.restore(LARGE)["w"], LARGE["w"])
 
 
 def test_a_clock_that_jumps_is_said_to(tmp_path, monkeypatch):
-    """It jumps by an hour whenever orbax's timer looks, and for this thread."""
+    """A clock that jumps by an hour during a save is named as the cause of the timeout."""
     real, jumps = time.time, []
 
     def clock():
@@ -107,7 +107,7 @@ def test_a_clock_that_jumps_is_said_to(tmp_path, monkeypatch):
 
 
 def test_a_commit_is_bounded_and_told_until_it_ends(tmp_path, monkeypatch):
-    """A rename that takes long, as on a file system that does not answer; the directory stays locked meanwhile."""
+    """A commit that exceeds ``async_timeout_s`` raises until the rename ends; the directory stays locked."""
     ends, real = threading.Event(), os.rename
     with Checkpointer(tmp_path, async_timeout_s=3) as checkpointer:
         checkpointer.save(1, SMALL)
@@ -120,12 +120,12 @@ def test_a_commit_is_bounded_and_told_until_it_ends(tmp_path, monkeypatch):
                 CheckpointError, match=r"saving step 2 .*not on disk within async_timeout_s=3 s.*goes on"
             ):
                 ask()
-        # None of them waited for the rename, which ends below; on a slow machine each may take its time.
+        # No call waited for the rename, which ends below; on a slow machine each call may take longer.
         assert time.monotonic() - begun > 3 and checkpointer._backend.is_saving() and not may_write(tmp_path)
         ends.set()
         while checkpointer._backend.is_saving():
             time.sleep(0.01)
-        checkpointer.wait()  # it is on disk after all
+        checkpointer.wait()  # the step is on disk
         assert not checkpointer.save(2, SMALL) and checkpointer.save(3, SMALL)
     assert steps_in(tmp_path) == {"1", "2", "3"} and may_write(tmp_path)
 
@@ -137,7 +137,7 @@ def test_a_program_whose_commit_hangs_ends(tmp_path):
     assert f"saving step 2 to {tmp_path} failed: TimeoutError: it was not on disk" in errors
 
 
-# --------------------------------------------------------------------------------------------------- the program's end
+# -------------------------------------------------------------------------------------------------- end of the program
 
 
 def ended(mode, folder):
@@ -163,7 +163,7 @@ def test_a_program_whose_last_save_fails_says_so_and_exits_with_1(tmp_path):
     assert errors.endswith("Call Checkpointer.close, or use it in a with block.\n")
 
 
-# -------------------------------------------------------------------------------------------------- one writer, no more
+# ------------------------------------------------------------------------------------------------------------- the lock
 
 
 def test_a_second_job_is_refused_until_the_first_is_gone(tmp_path):
@@ -174,7 +174,7 @@ def test_a_second_job_is_refused_until_the_first_is_gone(tmp_path):
             assert np.array_equal(checkpointer.restore(ZEROS)["w"], [0, 1, 2])  # reading is free
             with pytest.raises(CheckpointError, match=rf"another job writes .*: process {first.pid} on .*\. Stop it"):
                 checkpointer.save(2, SMALL)
-            first.kill()  # while a child that it forked lives on
+            first.kill()  # while a forked child of the first process lives on
             assert first.stdout.readline() == ""
             assert checkpointer.save(2, SMALL)
     finally:
@@ -183,7 +183,7 @@ def test_a_second_job_is_refused_until_the_first_is_gone(tmp_path):
 
 
 def may_write(folder):
-    """Whether another process could write the folder, as far as its lock goes."""
+    """Returns whether another process could lock the folder."""
     try:
         writer.DirectoryLock(folder).close()
     except CheckpointError:
@@ -212,7 +212,7 @@ class ForkedError(Exception):
 
 
 def test_a_child_forked_while_the_lock_is_taken_or_given_back_has_it_closed(tmp_path, monkeypatch):
-    """What a child does first, done here: this process loses the lock, so a child would."""
+    """A child forked while the lock is taken or released closes the lock; this process runs the fork handler."""
 
     def forked_at_once(file, _):
         writer._leave_to_the_parent()
@@ -240,7 +240,7 @@ def test_a_child_forked_while_the_lock_is_taken_or_given_back_has_it_closed(tmp_
 
 
 def test_a_checkpointer_that_is_gone_is_no_second_writer(tmp_path):
-    """As where a cell of a notebook is run again: the new object waits for the save of the old one."""
+    """A new ``Checkpointer`` waits for the save of a discarded one, as in a notebook cell that runs twice."""
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, LARGE)
     checkpointer = Checkpointer(tmp_path)
@@ -291,7 +291,7 @@ def test_a_folder_that_becomes_another_under_its_writer_is_told(change, tmp_path
     assert "3" not in steps_in(tmp_path / "other")
 
 
-# -------------------------------------------------------------------------------------------- trouble that is no damage
+# ----------------------------------------------------------------------------------------------------------- I/O errors
 
 
 SHORTAGES = {
@@ -346,7 +346,7 @@ def test_an_error_of_the_system_is_no_damage(error, two_steps):
 
 @pytest.mark.parametrize("error", DAMAGES.values(), ids=DAMAGES)
 def test_damage_is_none_of_the_system(error, two_steps):
-    """The guard of the test above."""
+    """Guard of the test above: damage is no I/O error."""
     with Checkpointer(two_steps) as checkpointer:
         failing_once(error)
         with pytest.warns(match="step 2 in .* is damaged"):
@@ -356,7 +356,7 @@ def test_damage_is_none_of_the_system(error, two_steps):
 
 
 def test_an_error_of_the_system_in_one_process_wins_over_damage_in_another(monkeypatch):
-    """A storage that fails gives process 0 a short read and process 1 an error."""
+    """A failing storage that gives process 0 a short read and process 1 an OS error counts as an OS error."""
 
     def read(error, *others):
         def work():
@@ -469,7 +469,7 @@ def test_a_directory_is_the_same_by_whichever_link(tmp_path):
         other.save(2, SMALL | {"more": 1})  # guard
     with Checkpointer(tmp_path / "latest") as checkpointer:
         assert checkpointer.latest_step() == 1 and np.array_equal(checkpointer.restore(ZEROS)["w"], SMALL["w"])
-    with Checkpointer(tmp_path / "run") as checkpointer:  # it goes on from what was restored by the link
+    with Checkpointer(tmp_path / "run") as checkpointer:  # the run goes on from the state restored by the link
         assert checkpointer.save(2, SMALL | {"more": 1})
 
 

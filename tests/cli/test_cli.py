@@ -263,9 +263,19 @@ ERRORS = {
     "plan --mesh fsdp=8 --nonsense": ("training", "unrecognized arguments: --nonsense", "--help"),
     "plan --mesh fsdp": ("training", "argument --mesh: 'fsdp' is not axis=size", "as dp=4,fsdp=64"),
     "plan --mesh fsdp=8 --set layers=3": ("training", "has no argument of this name; it has shard_axes", "Give it one"),
+    "plan --mesh fsdp=8 --set min_weight_sise=3": (
+        "training",
+        "it has shard_axes, min_weight_size, remat, devices, width",
+        "Did you mean min_weight_size?",
+    ),
+    "plan --mesh fsdp=8 --set reshard_after=True": (
+        "passes_on",
+        "as to shard_modules, which has axis_name, min_weight_size",
+        "Did you mean reshard_after_forward?",
+    ),
     "plan --mesh fsdp=8 --set =3": ("training", "'=3' is not name=value", "layers=24"),
     "plan --mesh fsdp=8 --set width=1 --set width=2": ("training", "width was given before, as 1", "give it once"),
-    "plan --mesh fsdp=8 --set nothing=1": ("passes_on", "passes others on to functions that have none", "Give it one"),
+    "plan --mesh fsdp=8 --set nothing=1": ("passes_on", "has devices, remat, and passes others on", "Give it one"),
     "plan --mesh fsdp=8 --explain up/kernl": ("training", "nearest are", "up/kernel"),
     "plan --mesh fsdp=8 --diff tiny_training.py": (
         "training",
@@ -612,7 +622,7 @@ def quoted(page):
 
 QUOTED = [
     pytest.param(page, line, printed, id=f"{page}, {line.split()[1]}")
-    for page in ("README.md", "docs/cli.md")
+    for page in ("docs/results.md", "docs/cli.md")
     for line, printed in quoted(page)
     if line.split()[1] == "plan" or printed[0].startswith("xlstm-jax: error")
 ]
@@ -620,27 +630,27 @@ QUOTED = [
 
 @pytest.mark.parametrize("page, line, printed", QUOTED)
 def test_what_pages_quote_is_what_commands_print(page, line, printed, tmp_path, monkeypatch, capsys):
-    """README's in the folder of the program that it shows, at 80 columns; docs/cli.md's in a checkout, at 120."""
-    readme = page == "README.md"
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    """The commands of results run in the folder of their program, at 80 columns; docs/cli.md's in a folder alone."""
+    alone = page == "docs/results.md"
+    blocks = re.findall(r"^```py(?:thon)?\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     program = next(block for block in blocks if "def training" in block)
-    (tmp_path / "train.py").write_text(program)
-    monkeypatch.chdir(tmp_path if readme else ROOT)
-    monkeypatch.syspath_prepend(str(tmp_path if readme else ROOT))
+    if alone:
+        (tmp_path / "train.py").write_text(program)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "train", raising=False)
-    monkeypatch.setenv("COLUMNS", "80" if readme else "120")
+    monkeypatch.setenv("COLUMNS", "80" if alone else "120")
     cli.main(shlex.split(line)[1:])
     out, err = capsys.readouterr()
     shown = iter([text.rstrip() for text in (out + err).splitlines()])
     assert printed and all(text.rstrip() in shown for text in printed)  # in this order
 
 
-def test_the_readme_quotes_a_command_and_all_its_commands_parse():
-    assert {page.values[0] for page in QUOTED} == {"README.md", "docs/cli.md"}
-    lines = re.findall(r"^xlstm-jax .+", (ROOT / "README.md").read_text().replace("\\\n", ""), re.MULTILINE)
-    assert [arguments.make_parser().parse_args(shlex.split(line)[1:]).command for line in lines] == list(
-        arguments.EXAMPLES
-    )
+def test_pages_quote_commands_and_all_their_commands_parse():
+    assert {page.values[0] for page in QUOTED} == {"docs/results.md", "docs/cli.md"}
+    for page, wanted in {"README.md": ["forecast"], "docs/results.md": list(arguments.EXAMPLES)}.items():
+        lines = re.findall(r"^xlstm-jax .+", (ROOT / page).read_text().replace("\\\n", ""), re.MULTILINE)
+        assert [arguments.make_parser().parse_args(shlex.split(line)[1:]).command for line in lines] == wanted
 
 
 # -------------------------------------------------------------------------------------------------------- progress
@@ -694,12 +704,12 @@ def wait_until(condition, timeout_s=120):
 
 
 @pytest.mark.parametrize("name", ["plan", pytest.param("lint", marks=pytest.mark.slow)])
-def test_the_example_of_the_help_works_when_pasted(name):
+def test_the_example_of_the_help_works_when_pasted_in_an_empty_folder(name, tmp_path):
     text = script(f"xlstm-jax {name} --help").stdout
-    pasted = re.search(r"Example, in a checkout:\n  (xlstm-jax .+(?<=\\)\n.+)\n", text)[1]
+    pasted = re.search(r"Example:\n  (xlstm-jax .+(?<=\\)\n.+)\n", text)[1]
     example = re.sub(r" \\\n +", " ", pasted)
     assert example == arguments.EXAMPLES[name]
-    done = script(f"{example} --json")
+    done = script(f"{example} --json", cwd=tmp_path)
     assert done.returncode in ((0, 1) if name == "lint" else (0,)), done.stderr
     assert json.loads(done.stdout)
 
@@ -708,6 +718,34 @@ def test_the_example_of_the_help_works_when_pasted(name):
 def test_every_command_has_an_example_that_its_parser_takes(name):
     args = arguments.make_parser().parse_args(shlex.split(arguments.EXAMPLES[name])[1:])
     assert args.command == name
+    # The package has the file, and no folder of a checkout is needed.
+    assert name == "doctor" or args.factory.startswith("xlstm_jax.")
+
+
+def test_a_command_alone_shows_the_help_and_fails(capsys):
+    """As git does: people read the help, and a script that loses its arguments stops."""
+    assert cli.main([]) == 2
+    out, err = capsys.readouterr()
+    with pytest.raises(SystemExit, match=r"^0$"):
+        cli.main(["--help"])
+    assert out == capsys.readouterr().out and err == "" and "Search for the fastest options" in out
+
+
+VERB = re.compile(
+    r"(print|import|pass|compile|take|set|search|accumulate|keep|explain|fail|draw|limit|report|show|find|predict)\b"
+)
+
+
+def test_each_help_begins_with_a_verb_and_names_the_default():
+    for name, spec in arguments.COMMANDS.items():
+        assert VERB.match(spec.text.lower()) and len(spec.text) <= 64, name  # one line of 80 columns
+        for option in ("--json", "--traceback", *spec.options):
+            text = (arguments.OPTIONS[option] | arguments.VARIANTS.get((name, option), {}))["help"]
+            assert VERB.match(text) and text.endswith(")"), text
+            assert "(default: " in text or "(required)" in text, text
+            assert "; " not in text.replace("; may be repeated", "") and ". " not in text, text  # one sentence
+    used = {option for spec in arguments.COMMANDS.values() for option in spec.options}
+    assert used | {"--json", "--traceback"} == set(arguments.OPTIONS)  # guard
 
 
 @pytest.mark.parametrize("words", [[], *([name] for name in arguments.EXAMPLES)], ids=str)

@@ -22,10 +22,12 @@ from rich.console import Console, Group
 from rich.padding import Padding
 from rich.table import Table
 
-from docs.example_training import training
 from xlstm_jax.cli import doctor, self_test
+from xlstm_jax.cli.example import training
 from xlstm_jax.cli.self_test import Check
+from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload
 from xlstm_jax.distributed.plan.planning import plan_sharding
+from xlstm_jax.distributed.plan.table import LEFT_OUT
 from xlstm_jax.forecast import CHIPS, Forecast
 from xlstm_jax.forecast.cost.collective_traffic import Collective, Overlap, Timing
 from xlstm_jax.forecast.cost.flops import Flops, Work
@@ -36,7 +38,7 @@ from xlstm_jax.forecast.report import _array, owners_of
 from xlstm_jax.forecast.training.fitting import Fit, Options, Trial
 from xlstm_jax.forecast.training.linting.lint import Finding
 from xlstm_jax.forecast.training.linting.lint import table as lint_table
-from xlstm_jax.formatting import MIN_WIDTH, rich_table
+from xlstm_jax.formatting import MIN_WIDTH, FirstFitting, format_milliseconds, rich_table
 
 ROOT = Path(__file__).parents[2]
 WIDTHS = [60, 80, 100, 140]
@@ -50,8 +52,11 @@ def shown(renderable, width):
 
 
 def tables_in(renderable):
+    """The tables of a report; of those with fewer and fewer columns only the first, which has all."""
     if isinstance(renderable, Group):
         return [table for part in renderable.renderables for table in tables_in(part)]
+    if isinstance(renderable, FirstFitting):
+        return tables_in(renderable.tables[0])
     return [renderable] if isinstance(renderable, Table) else []
 
 
@@ -241,6 +246,52 @@ def test_a_collective_whose_wait_is_not_known_comes_last_and_has_no_time():
 @pytest.mark.parametrize("name", TABLES)
 def test_every_cell_of_every_table_is_shown_in_full(name, width):
     assert_shown_in_full(made(name), width)
+
+
+@pytest.mark.parametrize("offload", [NO_OFFLOAD, Offload()], ids=["on the device", "offload"])
+@pytest.mark.parametrize("width", [80, 90, 100, 110, 140])
+def test_a_plan_has_a_line_for_each_leaf_from_80_columns_on(width, offload):
+    some = training()
+    plan = plan_sharding(some.model, {"dp": 4, "fsdp": 64}, *some.init_inputs, tx=some.tx, offload=offload)
+    leaves = plan.table().renderables[0]
+    drawn = leaves.chosen(Console(width=width), Console(width=width).options)
+    lines, (every, *_) = shown(leaves, width), leaves.tables
+    assert not missing(drawn, width)
+    rows = list(zip(*([plain(cell) for cell in column.cells] for column in drawn.columns), strict=True))
+    assert len(rows) > 10 and any("12×4096×1024" in cell for row in rows for cell in row)  # guard
+    assert all(any(" ".join(" ".join(row).split()) == " ".join(line.split()) for line in lines) for row in rows)
+    if left := left_out(every, drawn):
+        assert f"A wider terminal also shows: {', '.join(left)}." in " ".join(" ".join(lines).split())
+    assert left if width == 80 else width < 140 or not left
+
+
+def left_out(every, drawn):
+    """The columns that a plan leaves out, the first one first."""
+    shown_columns = {str(column.header) for column in drawn.columns}
+    return [name for name in LEFT_OUT if name in {str(column.header) for column in every.columns} - shown_columns]
+
+
+def test_a_plan_in_a_terminal_that_is_too_narrow_for_a_line_has_all_columns():
+    leaves = of_a_plan().renderables[0]
+    assert leaves.chosen(Console(width=60), Console(width=60).options) is leaves.tables[0]
+    assert leaves.chosen(Console(width=80), Console(width=80).options) is not leaves.tables[0]  # guard
+
+
+def test_a_time_that_cannot_matter_is_0():
+    """2.06e-07 ms stood in a table of waits."""
+    assert [format_milliseconds(seconds) for seconds in (2.06e-10, 4.9e-7, -1e-9, 0.0)] == ["0 ms"] * 4
+    assert [format_milliseconds(seconds) for seconds in (6e-7, 0.000567, 0.0999, 0.1, 1.5)] == [
+        "0.0006 ms",
+        "0.567 ms",
+        "99.9 ms",
+        "100 ms",
+        "1,500 ms",
+    ]
+    found = forecast_of_a_tpu()
+    beside = dataclasses.replace(found.collectives[0].overlapped, seconds=2.06e-13)
+    some = (dataclasses.replace(found.collectives[0], overlapped=beside), *found.collectives[1:])
+    lines = "\n".join(shown(dataclasses.replace(found, collectives=some).table(), 140))
+    assert not re.search(r"e-\d+ ms", lines) and " 0 ms" in lines
 
 
 @pytest.mark.parametrize("width", [20, 30, 41, 53, 67, 79, 121])

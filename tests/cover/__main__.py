@@ -1,6 +1,6 @@
 """Chooses the tests of ``make test`` from recordings, and writes the data in tests/cover: see tests/cover/__init__.py.
 
-Without a folder of recordings the choice stays, and only the cases that see mutations are added to it.
+Without a folder of recordings the choice stays, and only cases that detect mutations are added.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from tests.measures import PACKAGE
 from tests.mutants.catalogue import all_mutants, functions_of
 
 CASES_OF_A_FUNCTION = 24
-Entering = Mapping[tuple[str, str], Sequence[str]]  # by file and function the cases that enter the function
+Entering = Mapping[tuple[str, str], Sequence[str]]  # cases that enter a function, by file and function
 
 
 def main(args: argparse.Namespace) -> int:
@@ -52,24 +52,24 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _kept_seen(file: Path | None) -> dict[str, tuple[str, float]]:
-    """The case that sees each mutation: as it was last measured, of the mutations that there are."""
+    """Returns the last measured case of each existing mutation."""
     seen = data.read_seen() | (data.read_seen(file) if file else {})
     names = {mutant.name for mutant in all_mutants()}
     return {name: case for name, case in seen.items() if name in names and data.is_there(case[0])}
 
 
 def _choose(found: Sequence[Recorded], seen: Mapping[str, tuple[str, float]], functions_s: float) -> dict[str, float]:
-    """The chosen cases and their seconds; promises stand in tests/quick.py, and count as taken."""
+    """Returns the chosen cases and their seconds; promises of tests/quick.py count as taken."""
     by_case = {entry.case: entry for entry in found}
     seconds = {entry.case: entry.seconds for entry in found}
-    # A mutation may be seen by a file that cannot be imported: any of its cases sees it, so the shortest.
+    # If a file that fails to import detects a mutation, any case of the file does: take the shortest.
     needed = {}
     for case, spent in seen.values():
         cases = [other for other in by_case if other.startswith(f"{case}::")] if case.endswith(".py") else []
         best = min(cases, key=lambda other: seconds[other], default=case)
         needed[best] = seconds.get(best, spent)
     promised = {case for case in by_case if quick.is_chosen(case, set(quick.PROMISES))}
-    alone = {entry.case: entry for entry in found if not entry.has_processes}  # of others not all lines are seen
+    alone = {entry.case: entry for entry in found if not entry.has_processes}  # child processes hide lines
 
     functions = as_bits(
         {case: {(path, name) for path, of in entry.lines.items() for name in of} for case, entry in by_case.items()}
@@ -115,10 +115,10 @@ def _choose(found: Sequence[Recorded], seen: Mapping[str, tuple[str, float]], fu
 
 
 def entering(found: Sequence[Recorded]) -> dict[tuple[str, str], list[str]]:
-    """Returns by file and function the cases that a mutation of it is run against, the shortest first.
+    """Returns by file and function the cases to run a mutation of the function against, the shortest first.
 
-    They are one case of each test that enters the function, so that they differ: first those that together execute all
-    of its lines, then those that execute few functions besides, which are about it.
+    One case of each test that enters the function, for variety: first cases that together execute all lines of the
+    function, then cases that execute few further functions, and so are about the function.
     """
     tests: defaultdict[tuple[str, str], dict[str, Recorded]] = defaultdict(dict)
     breadth = {entry.case: sum(map(len, entry.lines.values())) for entry in found}
@@ -139,9 +139,9 @@ def entering(found: Sequence[Recorded]) -> dict[tuple[str, str], list[str]]:
 
 
 def with_added(before: Entering, new: Entering) -> dict[tuple[str, str], list[str]]:
-    """Returns the cases that enter each function: new ones first, then those from before that are still there.
+    """Returns the cases that enter each function: new cases first, then existing cases from before.
 
-    A function that has moved to another file of the library keeps its cases, if one file alone has the function.
+    A moved function keeps its cases, if exactly one file of the library has the function.
     """
     functions = {
         str(path.relative_to(PACKAGE)): {name for name, _, _ in functions_of(ast.parse(path.read_text()))}

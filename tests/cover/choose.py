@@ -1,14 +1,14 @@
-"""Chooses few and short cases that do together what all cases do: a weighted cover by greed.
+"""Chooses few and short cases that together cover the lines of all cases: a weighted greedy cover.
 
-A set of lines or functions is an integer with a bit for each, so that millions of memberships are joined and counted
-quickly. The cover by greed takes the case that adds most for each second until nothing is missing, which is at most
-ln(n) times as long as the shortest cover, and then leaves out what later cases have made needless.
+A set of lines or functions is an integer with a bit for each member, so that millions of memberships are joined and
+counted quickly. The greedy cover takes the case with the largest gain per second until nothing is missing, which is at
+most ln(n) times as long as the shortest cover, and then removes cases that later cases have made redundant.
 """
 
 import heapq
 from collections.abc import Collection, Iterable, Mapping
 
-CASE_S = 0.02  # what pytest spends on a case besides
+CASE_S = 0.02  # pytest's overhead per case
 
 
 def cover(
@@ -17,9 +17,9 @@ def cover(
     taken: Iterable[str] = (),
     budget_s: float = float("inf"),
 ) -> list[str]:
-    """Returns the cases that are added to ``taken`` so that together they have all bits of all sets, or most of them.
+    """Returns cases to add to ``taken``, so that together they have all bits of all sets, or most.
 
-    A case that does not fit into ``budget_s``, the seconds of all that are added, is left out.
+    A case that does not fit into ``budget_s``, the total seconds of added cases, is left out.
 
     >>> sets = {"a": 0b111, "b": 0b011, "c": 0b100}
     >>> cover(sets, {"a": 9.0, "b": 1.0, "c": 1.0})
@@ -40,7 +40,7 @@ def cover(
         gain = -(sets[case] & ~has).bit_count() / cost[case]
         if not gain or spent + cost[case] > budget_s:
             continue
-        if heap and gain > heap[0][0]:  # it was better before others were taken
+        if heap and gain > heap[0][0]:  # the gain shrank as other cases were taken
             heapq.heappush(heap, (gain, case))
             continue
         added.append(case)
@@ -52,7 +52,7 @@ def cover(
 def without_needless(
     sets: Mapping[str, int], cost: Mapping[str, float], added: Collection[str], taken: Iterable[str]
 ) -> list[str]:
-    """Returns the added cases without those whose bits others have, the longest left out first."""
+    """Returns the added cases without redundant cases, the longest removed first."""
     kept = list(added)
     taken = list(taken)
     for case in sorted(added, key=lambda case: -cost[case]):
@@ -66,7 +66,7 @@ def without_needless(
 
 
 def as_bits(sets: Mapping[str, Iterable[object]]) -> dict[str, int]:
-    """Returns each set as an integer with a bit for each of its members, and a common place for equal members."""
+    """Returns each set as an integer with a bit per member; equal members have the same bit in all sets."""
     place: dict[object, int] = {}
     found = {}
     for case, members in sets.items():

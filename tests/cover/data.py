@@ -1,7 +1,7 @@
-"""The data beside this file: the chosen cases, the case that sees each mutation, the cases that enter each function.
+"""Data files in this folder: chosen cases, the case that detects each mutation, cases that enter each function.
 
-One entry a line, sorted, so that a change of the choice is a short difference in git. Cases are named as pytest does
-below tests/; the example of a docstring by its file below the root.
+Every entry is a line, sorted, so that a change of the choice is a short difference in git. Cases have pytest's names
+below tests/; the example of a docstring has the name of its file below the root.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ def write_chosen(seconds: Mapping[str, float]) -> None:
 
 
 def read_seen(file: Path = SEEN) -> dict[str, tuple[str, float]]:
-    """Returns by the name of each mutation the case that saw it and the processor seconds until then."""
+    """Returns by the name of each mutation the case that detected the mutation, and the processor seconds."""
     entries = (line.split("\t") for line in _lines(file))
     return {name: (case, float(seconds)) for name, case, seconds in entries}
 
@@ -39,7 +39,7 @@ def write_seen(seen: Mapping[str, tuple[str, float]]) -> None:
 
 
 def add_seen(file: Path, name: str, case: str, seconds: float) -> None:
-    """Adds one mutation to a file as ``read_seen`` reads it."""
+    """Appends a mutation in the format of ``read_seen``."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "a") as opened:
         opened.write(f"{name}\t{case}\t{seconds:.1f}\n")
@@ -47,9 +47,9 @@ def add_seen(file: Path, name: str, case: str, seconds: float) -> None:
 
 @cache
 def matrix() -> tuple[dict[str, float], dict[tuple[str, str], list[str]]]:
-    """Returns the seconds of cases, and by file and function the cases that enter it.
+    """Returns the seconds of cases, and by file and function the cases that enter the function.
 
-    A case has a key, which begins its line; a function's line ends with the keys of its cases.
+    A case has a key at the start of its line; a function's line ends with the keys of its cases.
     """
     seconds, case_of, entering = {}, {}, {}
     for line in _lines(MATRIX):
@@ -65,7 +65,7 @@ def matrix() -> tuple[dict[str, float], dict[tuple[str, str], list[str]]]:
 def write_matrix(seconds: Mapping[str, float], entering: Mapping[tuple[str, str], Sequence[str]]) -> None:
     cases = sorted({case for some in entering.values() for case in some})
     key_of = {case: hashlib.sha256(case.encode()).hexdigest()[:6] for case in cases}
-    assert len(set(key_of.values())) == len(cases), "two cases have one key; give keys another digit"
+    assert len(set(key_of.values())) == len(cases), "two cases have the same key; use a longer hash for keys"
     functions = (
         f"{path}\t{function}\t{' '.join(key_of[case] for case in some)}"
         for (path, function), some in sorted(entering.items())
@@ -74,7 +74,7 @@ def write_matrix(seconds: Mapping[str, float], entering: Mapping[tuple[str, str]
 
 
 def path_of(case: str) -> str:
-    """Returns what pytest is given to run a case or a file of the data.
+    """Returns pytest's argument for a case or a file of the data.
 
     >>> path_of("plan/test_plan.py::test_name"), path_of("xlstm_jax/formatting.py::xlstm_jax.formatting.number")
     ('tests/plan/test_plan.py::test_name', 'xlstm_jax/formatting.py::xlstm_jax.formatting.number')
@@ -83,7 +83,7 @@ def path_of(case: str) -> str:
 
 
 def is_there(case: str) -> bool:
-    """Returns whether the case's file is there, and has its function; parameters are not looked at."""
+    """Returns whether the case's file exists and has the function; parameters are ignored."""
     file, _, function = path_of(case).partition("::")
     name = function.partition("[")[0].rpartition(".")[2].rpartition("::")[2]
     return (ROOT / file).is_file() and (file.startswith("xlstm_jax/") or f"def {name}" in (ROOT / file).read_text())

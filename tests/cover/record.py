@@ -1,11 +1,11 @@
-"""Records what each test executes: ``pytest --record FOLDER``.
+"""Records the lines that each test executes: ``pytest --record FOLDER``.
 
-A line of the library counts where a function executes it during the test, its fixtures included; what runs at import
-does not count. Lines in processes that a test starts are not seen, and such tests are noted.
+A line of the library counts if a function executes the line during the test, fixtures included; code that runs at
+import does not count. Lines in child processes are invisible, and tests with child processes are marked.
 
-``sys.monitoring`` calls back once for each line and test, and for functions of the library alone: the first start of a
-function in a test says whose it is, and only those of the library report lines. JAX forgets before each test what it
-has traced, so that lines and seconds do not depend on the tests before.
+``sys.monitoring`` calls back once per line and test, and for functions of the library alone: the first start of a
+function in a test decides whether the function belongs to the library, and only library functions report lines. Before
+each test JAX's traces are cleared, so that lines and seconds do not depend on earlier tests.
 """
 
 import json
@@ -25,22 +25,22 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIBRARY = str(ROOT / "xlstm_jax") + os.sep
 NAME = "lines of the library that tests execute"
-STAMP = "XLSTM_JAX_RECORDING"  # set by the process that starts pytest's workers: when the recording began
+STAMP = "XLSTM_JAX_RECORDING"  # set by the process that starts pytest's workers: start time of the recording
 STARTS_PROCESS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system", "os.exec"}
 
 
 class Recorded(NamedTuple):
-    """What a test took and executed: ``lines[file][function]`` are numbers of lines, files below xlstm_jax/."""
+    """A test's time and executed lines: ``lines[file][function]`` are numbers of lines, files below xlstm_jax/."""
 
-    case: str  # below tests/, as pytest names it; of a docstring its file below the root
+    case: str  # pytest's name below tests/; of a docstring the file below the root
     outcome: str  # "passed", "failed" or "skipped"
-    seconds: float  # of the processor: all threads, and processes that ended during the test
+    seconds: float  # processor time of all threads, and of processes that ended during the test
     has_processes: bool
     lines: Mapping[str, Mapping[str, set[int]]]
 
 
 def recorded(folder: Path) -> list[Recorded]:
-    """Returns what the files of a folder have, of each case the last; a line that was cut off does not count."""
+    """Returns the last recording of each case in a folder; truncated lines are ignored."""
     found: dict[str, Recorded] = {}
     for file in sorted(folder.glob("*.jsonl")):
         for line in file.read_text().splitlines():
@@ -57,7 +57,7 @@ def recorded(folder: Path) -> list[Recorded]:
 
 
 def case_of(nodeid: str) -> str:
-    """Returns the name by which a test stands in the data.
+    """Returns the name of a test in the data.
 
     >>> case_of("tests/plan/test_plan.py::test_name[case]")
     'plan/test_plan.py::test_name[case]'
@@ -66,7 +66,7 @@ def case_of(nodeid: str) -> str:
 
 
 def function_of(qualname: str) -> str:
-    """Returns the function that a function without a name stands in, or the function itself.
+    """Returns the named function that contains an anonymous function, or the function itself.
 
     >>> function_of("Metric.update.<locals>.<lambda>.<locals>.<genexpr>")
     'Metric.update'
@@ -78,7 +78,7 @@ def function_of(qualname: str) -> str:
 
 
 class Recorder:
-    """The plugin: a line of JSON for each test, in a file of this process."""
+    """Plugin that writes a line of JSON for each test, into a file per process."""
 
     def __init__(self, folder: Path) -> None:
         if sys.version_info < (3, 12):
@@ -86,7 +86,7 @@ class Recorder:
         os.environ.setdefault(STAMP, f"{time.time_ns():x}")
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.file = folder, folder / f"{os.environ[STAMP]}-{os.getpid()}.jsonl"
-        self.codes: dict[int, CodeType] = {}  # by id, and kept, so that no id is used twice
+        self.codes: dict[int, CodeType] = {}  # by id; keeping the code prevents reuse of an id
         self.hits: set[tuple[int, int]] = set()
         self.has_processes = False
         self.outcomes: list[str] = []
@@ -99,7 +99,7 @@ class Recorder:
 
     def _start(self, code: CodeType, offset: int) -> object:
         del offset
-        # A module or the body of a class is not optimized: these run at import.
+        # Code of modules and class bodies is not optimized: such code runs at import.
         if code.co_filename.startswith(LIBRARY) and code.co_flags & CO_OPTIMIZED and id(code) not in self.codes:
             self.codes[id(code)] = code
             sys.monitoring.set_local_events(self.tool, code, sys.monitoring.events.LINE)
@@ -116,7 +116,7 @@ class Recorder:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leaves out what earlier calls have recorded; all workers of this one see the same."""
+        """Deselects tests recorded by earlier calls; all workers of a call deselect the same tests."""
         stamp = os.environ[STAMP]
         done = set()
         for file in self.folder.glob("*.jsonl"):
@@ -127,9 +127,9 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        import jax  # not by those who only read recordings
+        import jax  # slow; readers of recordings do without
 
-        # A function that an earlier test has traced would not be entered again, and its lines would not be this test's.
+        # A function traced by an earlier test would not run again, and its lines would miss in this test.
         jax.clear_caches()
         events = sys.monitoring.events
         self.hits.clear()
@@ -150,7 +150,7 @@ class Recorder:
 
     def _write(self, nodeid: str, seconds: float) -> None:
         lines: defaultdict[str, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
-        for code, line in list(self.hits):  # a thread that a test left behind may add to them
+        for code, line in list(self.hits):  # a leftover thread may add entries meanwhile
             path = self.codes[code].co_filename.removeprefix(LIBRARY)
             lines[path][function_of(self.codes[code].co_qualname)].add(line)
         entry = {
@@ -168,7 +168,7 @@ class Recorder:
 
 
 def _done(file: Path) -> Iterator[str]:
-    """The cases of a file of an earlier call that need not run again."""
+    """Yields the cases in a file of an earlier call that need not run again."""
     for line in file.read_text().splitlines():
         try:
             entry = json.loads(line)
@@ -179,13 +179,13 @@ def _done(file: Path) -> Iterator[str]:
 
 
 def _seconds() -> float:
-    """Processor seconds of all threads, and of the processes that have ended."""
+    """Returns the processor seconds of all threads, and of ended child processes."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
 def _ranges(numbers: set[int]) -> str:
-    """Numbers as text: "3-5,9"."""
+    """Returns numbers as text: "3-5,9"."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and ranges[-1][1] == number - 1:

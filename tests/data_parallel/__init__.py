@@ -1,1 +1,1 @@
-"""Sharding, gathering and synchronising of parameters, and the modules around them."""
+"""Tests of sharding, gathering and synchronising parameters, and of the module wrappers."""

@@ -1,4 +1,4 @@
-"""What a step moves: counted in the lowered program, leaf by leaf; and nothing at all on one device."""
+"""Tests of the collectives of a step: counted per leaf in the lowered program; one device needs no collectives."""
 
 import re
 from collections import Counter
@@ -19,7 +19,7 @@ BOTH_MODES = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no
 
 
 def collectives(text):
-    """All collectives of a StableHLO text: (kind, shape of the first result)."""
+    """Returns the collectives of a StableHLO text as (kind, shape of the first result)."""
     flat = as_called(text).replace("\n", " ")
     found = re.findall(r'"stablehlo\.(all_gather|reduce_scatter|all_reduce)"\(.*?->\s*\(?tensor<([^>]*)>', flat)
     assert len(found) == len(re.findall(r"stablehlo\.(?:all_gather|reduce_scatter|all_reduce)\"", flat))
@@ -27,7 +27,7 @@ def collectives(text):
 
 
 def lowered(shape, axis_name, check_vma, scan=False, remat=False, around=lambda model: model):
-    """The boxed variables and the lowered loss and gradient of the model on a mesh."""
+    """Returns the boxed variables, and the lowered loss and gradient of the model on a mesh."""
     devices = jax.devices()[: int(np.prod(list(shape.values())))]
     mesh, axes = DeviceMeshManager.create_device_mesh(shape, devices), tuple(shape)
     model = around(Model)(fsdp(axis_name=axis_name), scan, remat)
@@ -68,26 +68,26 @@ def test_no_all_reduce_of_a_sharded_gradient(shape, check_vma):
     shards = Counter(
         leaf.value.sharding.shard_shape(leaf.value.shape) for _, leaf in leaves if is_box(leaf) and "dp" in shape
     )
-    # The loss, every replicated leaf over all axes, and (with replicas) every shard over dp: nothing else.
+    # Expected: the loss, every replicated leaf over all axes, and (with replicas) every shard over dp.
     assert reduced == Counter([()]) + whole + shards
 
 
 @pytest.mark.parametrize("check_vma, around", [(True, lambda model: model), (False, fsdp)], ids=["blocks", "all too"])
 def test_a_scan_gathers_one_layer_at_a_time(check_vma, around):
-    """Also where the whole model is wrapped, too: what modules within it gather is not its own to gather."""
+    """Each layer of a scan is gathered separately, also if the full model is wrapped around wrapped modules."""
     variables, program = lowered({"fsdp": 8}, "fsdp", check_vma, scan=True, remat=True, around=around)
     gathered = [dims for kind, dims in collectives(program.as_text()) if kind == "all_gather"]
     kernel = variables["params"]["blocks"]["Dense_0"]["kernel"].value.shape
     assert kernel == (3, 16, 32)
-    assert (32, 16) in gathered  # the dim that is gathered comes first
+    assert (32, 16) in gathered  # the gathered dim comes first
     assert sorted(kernel) not in [sorted(dims) for dims in gathered]
     in_blocks = [path for path, leaf in leaves_with_path(variables) if is_box(leaf) and "blocks" in path]
-    assert len(gathered) == 2 * len(in_blocks) + 2 or around is fsdp  # which splits and gathers stacked biases, too
+    assert len(gathered) == 2 * len(in_blocks) + 2 or around is fsdp  # fsdp also splits stacked biases
 
 
 @BOTH_MODES
 def test_compiled_as_lowered(check_vma):
-    """XLA adds no collective of its own."""
+    """XLA compiles the lowered collectives and adds no further collective."""
     _, program = lowered({"dp": 2, "fsdp": 4}, "fsdp", check_vma, remat=True)
     compiled = program.compile().as_text()
     count = Counter(kind for kind, _ in collectives(program.as_text()))
@@ -100,7 +100,7 @@ def test_compiled_as_lowered(check_vma):
 
 
 def instructions(compiled_text):
-    """How many instructions of each kind a compiled program has."""
+    """Returns the number of instructions of each kind in a compiled program."""
     return Counter(re.findall(r"= (?:\([^=]*?\)|\S+) ([a-z][a-z\-]*)\(", compiled_text))
 
 

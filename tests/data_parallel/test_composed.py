@@ -1,4 +1,4 @@
-"""What stands around gathers: branches, mapped variables and placements are right, or refused with the cure."""
+"""Tests of transformations around gathers (branches, mapped variables, placements): exact, or an error."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def state_of(model, *inputs):
 
 
 def gradients(model, loss_fn, batch, inputs, check_vma):
-    """Of the ready step."""
+    """Returns the gradients of a step of ``make_train_step``."""
     step = make_train_step(loss_fn, mesh_of(2, 4), AXES, check_vma=check_vma, allow_replicated=True)
     return unbox(step(state_of(model, *inputs), batch, jax.random.key(2))[0].opt_state)
 
@@ -144,7 +144,7 @@ def test_a_step_of_ones_own_refuses_them_too(way, check_vma):
 
 
 class ByHand(nn.Module):
-    """Weight norm by ``nn.map_variables``."""
+    """Weight norm written with ``nn.map_variables``."""
 
     @nn.compact
     def __call__(self, x):
@@ -211,7 +211,7 @@ def test_chosen_so_or_by_size_gradients_are_those_of_one_device(name, where, che
 
 
 def test_guard_of_shards_the_norm_is_another():
-    """What the refusal is for: an in-source wrapper within the map, which nothing sees."""
+    """Guard: the norm of a shard differs from the norm of the kernel, if a wrapper within ``nn.map_variables`` runs."""
 
     class Inside(nn.Module):
         @nn.compact
@@ -247,7 +247,7 @@ def test_a_batch_that_is_split_by_another_dim_than_rows_is_refused(spec):
     for args, kwargs in (((placed, jax.random.key(0)), {}), ((), {"batch": placed, "rng": jax.random.key(0)})):
         with pytest.raises(ValueError, match=refused):
             step(state, *args, **kwargs)
-    step(state, X, jax.random.key(0))  # the state is whole still
+    step(state, X, jax.random.key(0))  # the failed call has not donated the state
 
 
 @pytest.mark.parametrize("spec", [P(), P("dp"), P("fsdp"), P(AXES), P(("fsdp", "dp"), None)], ids=str)

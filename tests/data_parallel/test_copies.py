@@ -1,4 +1,4 @@
-"""Copies of somebody else's, in a file of its own: one device of each group sends the gradient for all."""
+"""Tests of a user-defined reduction over copies: one device of each group sends the gradient for all devices."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ BATCH, TX = data(), optax.sgd(0.1)
 
 @dataclass(frozen=True)
 class Rotating(Copies):
-    """Sums in rounds: in each the devices pass the terms on to their neighbours along an axis."""
+    """Sums in rounds: each round passes the terms on to the next device along an axis."""
 
     scale: float = 1.0  # other than 1: a wrong mean
 

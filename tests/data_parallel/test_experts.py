@@ -1,4 +1,4 @@
-"""Parameters that the model itself splits over an axis of the batch (experts): gradients are those of one device."""
+"""Tests of experts that the model splits over a batch axis: gradients equal the gradients on one device."""
 
 from functools import partial
 
@@ -37,7 +37,7 @@ WEIGHTS = (jnp.arange(32) % 4 / 2).astype(jnp.float32)
 
 
 class MoE(nn.Module):
-    """Experts split over "ep"; tokens of a group go to all of its devices, and the results come back."""
+    """Experts split over "ep"; the tokens of a group go to all devices of the group, and the results return."""
 
     names: tuple = ("ep", None, None)
 
@@ -133,13 +133,13 @@ def test_with_weights_and_clipped_a_step_is_that_of_one_device(check_vma, mesh, 
         return total / weight
 
     grads = jax.grad(of_one)(params)
-    assert np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(grads))) > 0.2  # guard: it is clipped
+    assert np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(grads))) > 0.2  # guard: gradients are clipped
     want = optax.apply_updates(params, tx.update(grads, tx.init(params))[0])
     close(unbox(state.params), want)
 
 
 def by_hand(loss, params, x):
-    """``jax.grad`` and ``sync_gradients``."""
+    """Returns gradients by ``jax.grad`` and ``sync_gradients``."""
     value, grads = jax.value_and_grad(loss)(params, x)
     return lax.pmean(value, AXES), sync_gradients(grads, AXES)
 
@@ -169,7 +169,7 @@ def test_a_step_of_ones_own_has_them_too(model, way, check_vma, mesh, params):
 
 
 def gathered_by_hand(params, apply_fn, x, rng):
-    """The model has named the axes of its own leaves for a gather that the loss calls."""
+    """Loss that calls ``gather_params`` for leaves whose axes the model has named."""
     whole = gather_params(params, ("ep", "fsdp"))
     return jnp.mean((PLAIN.apply({"params": whole}, x) - x) ** 2)
 
@@ -191,7 +191,7 @@ def test_a_gather_that_sync_gradients_would_not_know_of_is_refused(mesh):
 
 
 def test_what_the_wrapper_gathers_is_no_leaf_of_the_models_own(mesh, params):
-    """A model that names "fsdp" itself, as models written for jit do, within a wrapper over that axis."""
+    """A wrapper over "fsdp" accepts a model that names "fsdp" itself, as models written for jit do."""
     model = shard_module_params(partial(Gathered, names=(None, "fsdp", None)), "fsdp", min_weight_size=8)()
     state = state_of(model, mesh)
     assert state.params["up"].names == (None, "fsdp", None) and state.params["up"].model_axes == ()
@@ -200,7 +200,7 @@ def test_what_the_wrapper_gathers_is_no_leaf_of_the_models_own(mesh, params):
 
 
 class Gathered(nn.Module):
-    """The same model, each device computing all experts."""
+    """``MoE`` with gathered experts: each device computes all experts."""
 
     names: tuple
 
@@ -214,7 +214,7 @@ class Gathered(nn.Module):
 
 
 class NNXMoE(nnx.Module):
-    """The same of NNX; its metadata name the axis."""
+    """NNX version of ``MoE``; the metadata of the parameters name the axis."""
 
     def __init__(self, rngs, names=("ep", None, None)):
         init = nnx.initializers.lecun_normal(batch_axis=0)

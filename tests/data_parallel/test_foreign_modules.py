@@ -1,4 +1,4 @@
-"""Modules and losses that somebody else wrote: wrapped as they are, or refused by name, with the cure."""
+"""Tests of third-party modules and losses: wrapped unchanged, or an error that names the module and the cure."""
 
 import functools
 from typing import Any
@@ -91,7 +91,7 @@ def test_what_a_function_makes_outside_of_a_module_is_a_wrapped_module():
 
 
 def registers_config(cls):
-    """As libraries of models do, which keep the arguments beside the fields."""
+    """Stores the arguments beside the fields, as model libraries do."""
     plain_init = cls.__init__
 
     @functools.wraps(plain_init)
@@ -142,7 +142,7 @@ class Calls(nn.Module):
 
 
 def outcome(layer, by_keyword):
-    """The shapes of the parameters, or the error by its type."""
+    """Returns the shapes of the parameters, or the type of the error."""
     try:
         return jax.eval_shape(lambda: unbox(initialised(Calls(layer, by_keyword))))
     except (ValueError, jax.errors.TracerBoolConversionError) as error:
@@ -174,17 +174,17 @@ def test_a_norm_of_parameters_around_a_wrapped_layer_is_refused_at_init_and_righ
     with pytest.raises(ValueError, match=rf"'Dense_0' is wrapped .*, and nn.{kind.__name__} stands around it"):
         initialised(around)
     want = Reparametrised(kind).init(jax.random.key(0), X)
-    assert jax.tree.structure(around.init(jax.random.key(0), X)) == jax.tree.structure(want)  # on no mesh it is plain
+    assert jax.tree.structure(around.init(jax.random.key(0), X)) == jax.tree.structure(want)  # off the mesh: plain
     variables = initialised(fsdp(Reparametrised)(kind))
     assert jax.tree.structure(unbox(variables)) == jax.tree.structure(want)
     assert any(leaf_of(variables["params"]["Dense_0"]["kernel"]).names)
 
 
-# ------------------------------------------------------------------------------- parameters that a loss does not train
+# ------------------------------------------------------------------------------------------------ untrained parameters
 
 
 class Adapted(nn.Module):
-    """A base that is to stay as it is, and a head that is trained on top of it."""
+    """A frozen base and a trained head."""
 
     wrap: Any = plain
 
@@ -208,11 +208,11 @@ def test_parameters_that_a_loss_closes_over_are_refused_by_name(check_vma):
     state = state_of({"head": params["head"]}, optax.sgd(0.1))
     with pytest.raises(ValueError, match=r"'base/kernel' is split over \('fsdp',\) by its box.* \(8, 16\) is whole on"):
         step.lower(state, BATCH, jax.random.key(0))
-    # Those that an outer jit has traced are known by the shape that Linen finds.
+    # Leaves that an outer jit has traced are recognised by the shape that Linen finds.
     in_jit = jax.jit(lambda params: on_mesh(lambda x: Adapted(fsdp).apply(params, x), MESH, check_vma, P(), P())(X))
     with pytest.raises(ValueError, match=r"'base/kernel' is split over .*closes over it.*trainable=lambda"):
         in_jit.lower({"params": params})
-    # Of a model sharded from outside too, and where a leaf is read without its module.
+    # Also for a model sharded from outside, and where a leaf is read without its module.
     outside = shard_modules(Adapted(), nn.Dense, "fsdp", min_weight_size=8)
     in_jit = jax.jit(lambda params: on_mesh(lambda x: outside.apply(params, x), MESH, check_vma, P(), P())(X))
     with pytest.raises(ValueError, match=r"'base/kernel' is split over .*closes over it"):
@@ -242,12 +242,12 @@ def test_frozen_parameters_train_the_rest_as_one_device_does():
         updates, opt_state = optax.adam(0.1).update(grads["head"], opt_state)
         want = {**want, "head": optax.apply_updates(want["head"], updates)}
     assert_same_params(state.params, want)
-    assert not np.allclose(want["head"]["kernel"], start["head"]["kernel"], atol=0.1)  # guard: it was trained
+    assert not np.allclose(want["head"]["kernel"], start["head"]["kernel"], atol=0.1)  # guard: the head trains
     moments = [np.shape(leaf) for leaf in jax.tree.leaves(state.opt_state) if np.ndim(leaf)]
     assert (16, 4) in moments and (8, 16) not in moments  # of the head alone
 
 
-# ------------------------------------------------------------------------------------------ gradients inside of a loss
+# --------------------------------------------------------------------------------------------- gradients inside a loss
 
 
 def squared_error(params, x, y):
@@ -255,7 +255,7 @@ def squared_error(params, x, y):
 
 
 def gradient_on_mesh(loss, params, check_vma, by_hand=False):
-    """The gradient of ``loss(params, x, y)`` over all devices; ``by_hand`` it is the loss that returns it."""
+    """Returns the gradient of ``loss(params, x, y)`` over all devices; with ``by_hand`` the loss returns gradients."""
     specs = partition_specs(params, MESH)
 
     def gradient(params, x, y):
@@ -269,7 +269,7 @@ def norm_of(tree):
 
 
 def clipped_for_each_example(params, x, y):
-    """The mean over examples of gradients that were scaled to a norm below 1, as private training has it."""
+    """Returns the mean over examples of gradients clipped to a norm below 1, as in private training."""
 
     def clipped(x, y):
         grads = jax.grad(squared_error)(params, x[None], y[None])
@@ -307,11 +307,11 @@ def test_gradients_inside_a_loss_of_what_was_gathered_before_are_exact(check_vma
     want = clipped_for_each_example(unbox(params), X, BATCH["y"])
     assert_same_params(got, want)
     unclipped = jax.grad(squared_error)(unbox(params), X, BATCH["y"])
-    assert not np.allclose(unclipped["head"]["kernel"], want["head"]["kernel"], rtol=0.1)  # guard: it clips
+    assert not np.allclose(unclipped["head"]["kernel"], want["head"]["kernel"], rtol=0.1)  # guard: the clip acts
 
 
 def test_gradients_of_inputs_inside_a_loss_are_exact():
-    """A gradient penalty, through blocks in a scan that are computed twice."""
+    """A gradient penalty through rematerialised blocks in a scan has exact gradients."""
     params = initialised(Model(fsdp, remat=True))["params"]
 
     def penalty(wrap, params, x, y):
@@ -364,7 +364,7 @@ class ExactGelu(nn.Module):
 
 
 def has_typed_erf():
-    """Whether this JAX has a derivative of erf under ``check_vma=True``; 0.12.0 has none."""
+    """Returns whether this JAX differentiates erf under ``check_vma=True`` (0.12.0 does not)."""
     try:
         jax.eval_shape(on_mesh(jax.grad(lambda x: jax.lax.erf(x).sum()), MESH, True, P(AXES), P(AXES)), X)
     except ValueError:

@@ -1,4 +1,4 @@
-"""A model that nobody may edit is sharded from outside, as if its source had wrapped the modules."""
+"""Tests of models sharded from outside: same results as if the source had wrapped the modules."""
 
 import functools
 import re
@@ -37,11 +37,11 @@ TX = optax.adamw(1e-2, eps=1e-3)
 # An error of a gradient is divided by eps where the gradient is small, and the largest parameters are about 0.1.
 THREE_STEPS = 1e-4
 
-# ------------------------------------------------------------------------- models of somebody else, in several styles
+# ------------------------------------------------------------------------------- third-party models in several styles
 
 
 class Layer(nn.Module):
-    """Submodules made in ``setup``, a flag as a positional argument."""
+    """Layer with submodules made in ``setup``, and a flag as a positional argument."""
 
     width: int = 16
 
@@ -56,7 +56,7 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
-    """A list of layers, rematerialised, with numbers as names."""
+    """A rematerialised list of layers, with numbers as names."""
 
     width: int = 16
 
@@ -90,7 +90,7 @@ class Tied(nn.Module):
 
 
 class Scanned(nn.Module):
-    """Compact, with names that Linen makes, and its layers in a scan."""
+    """Compact module with automatic Linen names and a scan of layers."""
 
     @nn.compact
     def __call__(self, tokens):
@@ -106,7 +106,7 @@ class Scanned(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Cells that make their carry themselves."""
+    """Recurrent cells that initialise their carry."""
 
     @nn.compact
     def __call__(self, tokens):
@@ -121,7 +121,7 @@ def loss_fn(params, apply_fn, tokens, rng):
 
 @functools.cache
 def three_steps_on_one_device(model):
-    """The parameters at the start and after three steps of AdamW on the whole batch."""
+    """Returns the parameters at the start and after three steps of AdamW on the full batch."""
     start = params = jax.jit(model.init)(KEY, TOKENS)["params"]
     state = TX.init(params)
 
@@ -136,7 +136,7 @@ def three_steps_on_one_device(model):
 
 
 def units(model, *inputs, mesh=None):
-    """The paths of the modules that gather something, by the plan."""
+    """Returns the paths of the gathering modules in the plan."""
     rows = plan_sharding(model, (mesh or mesh_of(2, 4)).shape, *inputs).rows
     return {row.gathered_with for row in rows if row.gathered_with is not None}
 
@@ -166,13 +166,13 @@ def test_three_steps_are_those_of_one_device(name, check_vma):
     state = create_train_state(sharded, TX, mesh, KEY, TOKENS, batch_axes=AXES)
     assert chosen <= units(sharded, TOKENS)
     split = [leaf for _, leaf in leaves_with_path(state.params) if leaf_of(leaf).axes]
-    assert len(split) >= 2  # guard: there is something to gather
+    assert len(split) >= 2  # guard: some leaves are split
     assert_same_params(map_leaves(true_value, state.params), start, 3e-7)
     step = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma)
     for _ in range(3):
         state, _ = step(state, TOKENS, KEY)
     assert_same_params(map_leaves(true_value, state.params), want, THREE_STEPS)
-    assert not np.allclose(jax.tree.leaves(start)[-1], jax.tree.leaves(want)[-1], rtol=0.01)  # guard: they have moved
+    assert not np.allclose(jax.tree.leaves(start)[-1], jax.tree.leaves(want)[-1], rtol=0.01)  # guard: parameters move
 
 
 def test_it_gathers_as_the_same_modules_wrapped_in_the_source_do():
@@ -217,7 +217,7 @@ def test_a_plan_names_the_module_that_gathers_each_leaf_and_keeps_it():
     assert ShardingPlan.from_json(plan.to_json()) == plan
 
 
-# ----------------------------------------------------------------------------------------------------- which modules
+# ------------------------------------------------------------------------------------------------- choice of modules
 
 WHERE = {
     "a class": (Layer, {"h/0", "h/1"}),
@@ -261,7 +261,7 @@ def initialised(model):
 
 
 def whole_in_shard_map(model, run):
-    """``run(model, variables, tokens)`` inside ``shard_map``, with the variables of ``init_sharded``."""
+    """Returns ``run(model, variables, tokens)`` inside ``shard_map``, with the variables of ``init_sharded``."""
     mesh, variables = mesh_of(2, 4), initialised(model)
     specs = partition_specs(variables, mesh)
     return on_mesh(partial(run, model), mesh, True, (specs, P(AXES)), P(AXES))(variables, TOKENS)
@@ -288,7 +288,7 @@ USES = {
 def test_it_is_used_as_the_plain_model(use):
     variables = three_steps_on_one_device(Tied())[0]
     got = jax.tree.leaves(whole_in_shard_map(USED, USES[use]))
-    if use == "dropout":  # each device draws for its own batch
+    if use == "dropout":  # each device draws for its local batch
         assert all(np.isfinite(leaf).all() for leaf in got)
         return
     for g, w in zip(got, jax.tree.leaves(USES[use](Tied(), {"params": variables}, TOKENS)), strict=True):

@@ -1,4 +1,4 @@
-"""Frozen parameters are split and gathered as all others, and have no gradient, no moments and no other collective."""
+"""Tests of frozen parameters: split and gathered as others, without gradients, moments or extra collectives."""
 
 import io
 import re
@@ -67,11 +67,11 @@ from xlstm_jax.forecast.training import Workload
 MESH, KEY, BATCH = mesh_of(2, 4), jax.random.key(0), data()
 X = BATCH["x"]
 STEPS = 3
-ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))  # it would decay what it sees, and clips always
+ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))  # decays and clips every leaf
 
 
 def is_trained(path):
-    """Of ``Model``, the second Dense of each block and the head; the first Dense, norms and some biases are frozen."""
+    """Selects the head and each block's second Dense; the first Dense, norms and some biases are frozen."""
     return "Dense_1" in path
 
 
@@ -79,14 +79,14 @@ FROZEN = {"trainable": is_trained, "frozen_dtype": "bfloat16"}
 
 
 def split_tree(params, trainable):
-    """The trained and the frozen leaves by path, and a function that merges them again."""
+    """Returns the trained and the frozen leaves by path, and a function that merges the two dicts."""
     paths, treedef = trees.flatten_with_path(params, lambda node: False)
     trained, rest = ({p: x for p, x in paths if bool(trainable(p)) == kind} for kind in (True, False))
     return trained, rest, lambda both: jax.tree.unflatten(treedef, [both[path] for path, _ in paths])
 
 
 def trained_on_one_device(model, start, tx, trainable=is_trained, steps=STEPS, loss_fn=mean_loss, batch=BATCH):
-    """Losses, and parameters by path, of plain optax on the trained leaves alone."""
+    """Returns losses, and parameters by path, of plain optax on the trained leaves alone."""
     trained, rest, merge = split_tree(start, trainable)
     opt_state = tx.init(trained)
 
@@ -113,7 +113,7 @@ def run(step, state, batch=BATCH, steps=STEPS):
 
 
 def on_host(params):
-    """Whole values, without boxes and padding."""
+    """Returns unsharded values on the host, without boxes and padding."""
     return trees.map_leaves(lambda leaf: np.asarray(true_value(leaf)), params)
 
 
@@ -122,7 +122,7 @@ def frozen_paths(tree):
 
 
 class Ahead(nn.Module):
-    """``Model`` whose layers are gathered ahead."""
+    """``Model`` whose layers are gathered ahead by ``scan_layers``."""
 
     @nn.compact
     def __call__(self, x):
@@ -148,7 +148,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_rest_is_trained_as_one_device_trains_it(case):
     make_model, options = CASES[case]
-    # 3 divides neither 8 nor 16: the one case that pads does so.
+    # 3 divides neither 8 nor 16, so the case with uneven="pad" does pad.
     mesh, batch = (mesh_of(2, 3), data(24)) if "padded" in case else (MESH, BATCH)
     state = create_train_state(make_model(), ADAM, mesh, KEY, X, batch_axes=AXES, **FROZEN)
     assert any(not leaf_of(leaf).stores_value for _, leaf in trees.leaves_with_path(state.params)) == ("padded" in case)
@@ -195,7 +195,7 @@ def test_muon_beside_frozen_leaves_is_that_of_one_device_wherever_its_momenta_li
 
 
 class LoRADense(nn.Dense):
-    """A Dense whose kernel W is W + A B: names of the plain one, and two more."""
+    """A Dense with the kernel W + A B: the parameter names of ``nn.Dense``, and two more."""
 
     rank: int = 2
 
@@ -207,7 +207,7 @@ class LoRADense(nn.Dense):
 
 
 class Attention(nn.Module):
-    """A block of a Transformer, one head; ``dense`` makes its projections."""
+    """Transformer block with one head; ``dense`` makes the projections."""
 
     dense: type[nn.Module] = nn.Dense
 
@@ -235,7 +235,7 @@ class Transformer(nn.Module):
 
 
 TOKENS = jax.random.randint(jax.random.key(3), (16, 9), 0, 32)
-# Steps in proportion to gradients: Adam's first ones are of +-1 for a gradient that is 0 but for rounding.
+# SGD instead of Adam: Adam's first steps are +-1 for a gradient that is pure rounding.
 SGD = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.5, momentum=0.9))
 LORA = {"trainable": lambda path: "lora" in path, "frozen_dtype": "bfloat16"}
 
@@ -247,7 +247,7 @@ def token_loss(params, apply_fn, batch, rng=None):
 
 
 def merged(params):
-    """The weights of the plain model: W + A B, and no adapters."""
+    """Returns the weights of the plain model: W + A B, without adapters."""
     if "lora_a" not in params:
         return {name: merged(leaf) if isinstance(leaf, dict) else leaf for name, leaf in params.items()}
     return {"kernel": params["kernel"] + params["lora_a"] @ params["lora_b"], "bias": params["bias"]}
@@ -278,7 +278,7 @@ def test_lora_on_a_transformer_is_that_of_one_device_and_its_merged_weights_are_
     assert np.abs(kernels[0] - kernels[1].astype(np.float32)).max() > 1e-3  # guard: the adapters matter
 
 
-# ------------------------------------------------------------------------------------- what the program does, and not
+# ------------------------------------------------------------------------------------------ operations of the program
 
 
 def collectives(lowered):
@@ -303,7 +303,7 @@ def test_frozen_leaves_are_gathered_as_before_and_nothing_else_travels(remat):
     everything, frozen = counts
     assert everything["reduce_scatter"] == len(split)
     assert frozen["reduce_scatter"] == len(list(filter(is_trained, split))) == 4
-    # Nothing before the first block is trained, so nobody asks for the gradient of its input: with remat, its second
+    # No parameter before the first block is trained, so its input needs no gradient: with remat, its second
     # Dense is not gathered for the backward pass.
     assert frozen["all_gather"] == everything["all_gather"] - remat >= len(split)
     assert frozen["all_reduce"] < everything["all_reduce"]
@@ -359,7 +359,7 @@ def test_an_optimizer_inside_shard_map_sees_and_decays_what_is_trained():
 
 
 def test_wrappers_freeze_their_modules_and_all_within_them():
-    """By ``shard_module_params`` and ``shard_modules``, leaves that stay whole too; one device sees the same."""
+    """``shard_module_params`` and ``shard_modules`` freeze replicated leaves too, with and without a mesh."""
 
     class Adapted(nn.Module):
         base: nn.Module
@@ -418,7 +418,7 @@ def test_two_trees_are_merged_in_the_loss():
     losses, state = run(make_train_step(loss_fn, MESH, AXES), state)
     np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
     assert_same_params(on_host(state.params), want)
-    assert np.abs(state.params["delta"]["Dense_1"]["kernel"]).max() > 0.01  # guard: it was trained
+    assert np.abs(state.params["delta"]["Dense_1"]["kernel"]).max() > 0.01  # guard: the adapter trains
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -470,7 +470,7 @@ def test_a_plan_says_what_is_frozen_and_counts_no_gradient_and_no_moments_of_it(
     console.print(plan.table())
     frozen_rows = [line for line in console.file.getvalue().splitlines() if "frozen" in line]
     assert len(frozen_rows) == len(frozen_paths(state.params))
-    # A model without wrappers is planned as if it had some.
+    # A model without wrappers is planned like a wrapped model.
     assumed = plan_sharding(nn.Dense(16), {"fsdp": 8}, X, min_weight_size=8, trainable=lambda path: path == "bias")
     assert not assumed.row("kernel").trainable and assumed.row("kernel").parts == 8 and assumed.row("bias").trainable
 
@@ -486,7 +486,7 @@ def test_a_workload_is_forecast_without_the_moments_of_frozen_leaves():
 
 
 def test_what_looks_at_all_parameters_looks_at_those_that_are_trained():
-    """Muon's matrices, the check of a step, the guard against what is not finite, a line search."""
+    """Muon, ``check_step``, ``skip_nonfinite`` and a line search see trained parameters only."""
     muon_plan = plan_sharding(Model(fsdp()), dict(MESH.shape), X, tx=muon(1e-3), **FROZEN)
     step, abstract = abstract_step(Model(fsdp()), tx=muon(1e-3), **FROZEN)
     assert jax.eval_shape(step, abstract, BATCH, KEY)[0].params["Dense_0"]["kernel"].value.dtype == "bfloat16"
@@ -536,4 +536,4 @@ def test_nothing_to_train_is_refused_and_a_predicate_where_none_belongs():
         step.lower(state, BATCH, KEY)
     with pytest.raises(TypeError, match=r"trainable=<function.*not True or False.*create_train_state"):
         shard_module_params(nn.Dense, "fsdp", trainable=is_trained)
-    assert freeze_params({"ids": jnp.arange(3)}, is_trained)["ids"].shape == (3,)  # no float: as it was
+    assert freeze_params({"ids": jnp.arange(3)}, is_trained)["ids"].shape == (3,)  # integers stay unchanged

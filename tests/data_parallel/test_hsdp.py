@@ -1,6 +1,6 @@
-"""Hybrid sharding: shards on the fast axes, copies on the slow ones, reduced within the layer's backward pass.
+"""Tests of hybrid sharding: shards on fast axes, copies on slow axes, reduced within the layer's backward pass.
 
-That it trains as one device does is in ``tests/exactness``.
+``tests/exactness`` compares the training with one device.
 """
 
 from functools import cache
@@ -44,7 +44,7 @@ def state_of(wrap, mesh):
 
 
 def programme(wrap, **options):
-    """The equations of a step on a 2 x 4 mesh."""
+    """Returns the equations of a step on a 2 x 4 mesh."""
     mesh = mesh_of(2, 4)
     state = jax.eval_shape(lambda: state_of(wrap, mesh))
     step = make_train_step(mean_loss, mesh, AXES, **options)
@@ -52,7 +52,7 @@ def programme(wrap, **options):
 
 
 def reductions(found, axis="dp"):
-    """(shape, dtype, what it is within) of all sums over an axis of more than a scalar."""
+    """Returns (shape, dtype, enclosing primitives) of all sums of arrays over an axis; scalars are excluded."""
     sums = [(w, e) for w, e in found if e.primitive.name.startswith("psum") and axis in e.params["axes"]]
     return [(v.aval.shape, str(v.aval.dtype), within) for within, e in sums for v in e.invars if v.aval.shape]
 
@@ -60,10 +60,10 @@ def reductions(found, axis="dp"):
 def test_the_copies_are_reduced_within_the_layers_backward_and_in_the_chosen_dtype():
     found = reductions(programme(wrapped(reduce_dtype=jnp.bfloat16)))
     blocks = [(shape, dtype) for shape, dtype, within in found if "scan" in within]
-    # A quarter of each leaf of one block; never a whole or a stacked one.
+    # A quarter of each leaf of one block; never an unsharded or a stacked leaf.
     assert sorted(blocks) == [((8,), "bfloat16"), ((8, 16), "bfloat16"), ((16, 8), "bfloat16")]
     without = reductions(programme(fsdp()))
-    assert not [within for _, _, within in without if "scan" in within]  # guard: it is the option that does it
+    assert not [within for _, _, within in without if "scan" in within]  # guard: the option causes the reductions
     assert {dtype for _, dtype, _ in without} == {"float32"}
 
 
@@ -78,7 +78,7 @@ def test_nothing_that_was_reduced_there_is_reduced_again():
 @pytest.mark.parametrize("names", [("x", "y"), (("x", "tp", "y"), None)], ids=str)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_copies_are_averaged_once_however_their_dims_are_gathered(check_vma, names):
-    """A second mean would change no value, and send as much again."""
+    """A gradient has one reduction over copies; a second mean would keep the values and double the traffic."""
     axes = ("dp", "x", "tp", "y")
     sizes = dict.fromkeys(axes, 2) if "tp" in str(names) else {"dp": 2, "x": 2, "y": 2}
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), (jax.sharding.AxisType.Auto,) * len(sizes))
@@ -95,7 +95,7 @@ def test_copies_are_averaged_once_however_their_dims_are_gathered(check_vma, nam
 
 
 def test_an_average_over_copies_is_known_again():
-    """Under types a gradient of copies is a sum, which ``sync_gradients`` divides: once, however often it is called."""
+    """``sync_gradients`` divides a sum over copies once under types, however often a loss calls it."""
     w, x = jnp.ones((8, 2)), jnp.arange(8.0)
 
     def gradients(w, x):
@@ -135,7 +135,7 @@ def test_an_axis_splits_or_copies_and_must_be_there():
         state_of(wrap, mesh)
 
 
-# --------------------------------------------------------------------------- what else depends on a shard, or splits it
+# --------------------------------------------------------------------------------------------------- penalties, experts
 
 
 def no_penalty(params):
@@ -147,7 +147,7 @@ def penalty_by_values(params):
 
 
 def penalty_by_norm(params):
-    # Of what is split: under check_vma=True whole leaves vary within a loss, and are refused.
+    # Only split leaves: under check_vma=True replicated leaves vary within a loss, which raises.
     return 0.1 * global_norm([leaf for _, leaf in leaves_with_path(params) if leaf_of(leaf).axes]) ** 2
 
 
@@ -159,8 +159,8 @@ def first_state(shape, replicas):
 
 @cache
 def gradient_norm(shape, check_vma, accumulation, penalty, replicas=True):
-    """That of a loss with a penalty on the parameters, after one step of one minibatch, or of two."""
-    mesh, state = mesh_of(*shape), jax.tree.map(jnp.copy, first_state(shape, replicas))  # a step takes it over
+    """Returns the gradient norm of a loss with a penalty on the parameters, after one step of 1 or 2 minibatches."""
+    mesh, state = mesh_of(*shape), jax.tree.map(jnp.copy, first_state(shape, replicas))  # the step donates its state
     loss = lambda params, *args: mean_loss(params, *args) + penalty(params)  # noqa: E731
     options = {"num_minibatches": 1 if accumulation == "reduce_each" else 2, "accumulation": accumulation}
     _, metrics = make_train_step(loss, mesh, AXES, check_vma=check_vma, **options)(state, BATCH, jax.random.key(0))
@@ -172,7 +172,7 @@ def gradient_norm(shape, check_vma, accumulation, penalty, replicas=True):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_penalty_on_the_shards_themselves_counts_once(check_vma, accumulation):
     want = gradient_norm((1, 1), True, "reduce_each", penalty_by_values)
-    assert gradient_norm((1, 1), True, "reduce_each", no_penalty) < 0.9 * want  # guard: it is a large part
+    assert gradient_norm((1, 1), True, "reduce_each", no_penalty) < 0.9 * want  # guard: the penalty counts
     for replicas in (True, False)[: 1 if accumulation == "reduce_replicas_once" else 2]:
         got = gradient_norm((2, 4), check_vma, accumulation, penalty_by_values, replicas)
         assert got == pytest.approx(want, rel=1e-5)
@@ -183,12 +183,12 @@ def test_a_penalty_on_the_shards_themselves_counts_once(check_vma, accumulation)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_penalty_on_the_global_norm_counts_once(check_vma, shape, replicas):
     want = gradient_norm((1, 1), True, "reduce_each", penalty_by_norm)
-    assert gradient_norm((1, 1), True, "reduce_each", no_penalty) < 0.9 * want  # guard: it is a large part
+    assert gradient_norm((1, 1), True, "reduce_each", no_penalty) < 0.9 * want  # guard: the penalty counts
     assert gradient_norm(shape, check_vma, "reduce_each", penalty_by_norm, replicas) == pytest.approx(want, rel=1e-5)
 
 
 class Experts(nn.Module):
-    """One expert for each device along "dp"."""
+    """A layer with one expert per device along "dp"."""
 
     @nn.compact
     def __call__(self, x):

@@ -1,4 +1,4 @@
-"""Initialisation: the values of the plain model on one device, for any mesh, and no device ever holding the whole."""
+"""Tests of initialisation: values equal the plain model on one device, for any mesh; each device holds shards only."""
 
 import re
 
@@ -19,7 +19,7 @@ KEY, X = jax.random.key(0), jnp.ones((16, 8))
 
 
 class ManyInitializers(nn.Module):
-    """One leaf for each initializer of note, and raw random bits."""
+    """A leaf for each common initializer, and raw random bits."""
 
     @nn.compact
     def __call__(self, x):
@@ -42,7 +42,7 @@ class ManyInitializers(nn.Module):
 
 
 def units_apart(a, b):
-    """The largest distance in units of the last place, for real floats of one dtype."""
+    """Returns the largest distance in units of the last place, for real floats of one dtype."""
     a, b = np.asarray(a), np.asarray(b)
     spacing = np.spacing(np.maximum(np.abs(a), np.abs(b)).astype(np.float64).astype(a.dtype))
     return np.max(np.abs(a.astype(np.float64) - b.astype(np.float64)) / np.asarray(spacing, np.float64), initial=0)
@@ -58,7 +58,7 @@ def test_values_are_those_of_the_plain_model_on_one_device(name, dp, fsdp_size):
     }[name]
     want = jax.jit(plain.init)(KEY, X)
     got = init_sharded(wrapped, mesh_of(dp, fsdp_size), KEY, X, batch_axes=AXES)
-    split_by_three = name == "initializers"  # the blocks have no dim that 3 divides, and stay whole there
+    split_by_three = name == "initializers"  # the blocks have no dim that 3 divides, and stay replicated
     assert (fsdp_size == 3 and not split_by_three) or any(is_box(leaf) for _, leaf in leaves_with_path(got))
     for (path, w), g in zip(leaves_with_path(want), jax.tree.leaves(unbox(got)), strict=True):
         assert (g.shape, g.dtype) == (w.shape, w.dtype), path
@@ -69,7 +69,7 @@ def test_values_are_those_of_the_plain_model_on_one_device(name, dp, fsdp_size):
             np.testing.assert_allclose(g, w, atol=1e-6)
         else:
             parts = [(g.real, w.real), (g.imag, w.imag)] if jnp.issubdtype(w.dtype, jnp.complexfloating) else [(g, w)]
-            # erf_inv in scalar code rounds apart from vector code by 1 unit, and what follows makes 2 to 3 of it. XLA
+            # erf_inv in scalar code rounds 1 unit apart from vector code, and later operations make 2 to 3 units. XLA
             # takes scalar code for rows that do not fill a SIMD register of 8 values.
             limit = 2 if g.sharding.shard_shape(g.shape)[-1] >= 8 else 3
             assert all(units_apart(a, b) <= limit for a, b in parts), path
@@ -81,20 +81,20 @@ def test_another_key_gives_other_values():
 
 
 def largest_buffer(compiled_text):
-    """The largest number of values in any array of a compiled program."""
+    """Returns the largest size of any array of a compiled program."""
     shapes = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", compiled_text)
     return max(int(np.prod([int(d) for d in shape.split(",")])) for shape in shapes)
 
 
 def test_no_device_ever_holds_a_whole_leaf():
-    """Read off the compiled program of each device: its largest array is a slice, not the leaf."""
+    """The largest array of the compiled initialisation is a shard, so each device holds shards only."""
     rows, columns = 256, 512
     model = fsdp(nn.Dense)(columns)
     x = jnp.ones((8, rows))
     compiled = jitted_init(model, mesh_of(1, 8), KEY, x, batch_axes=AXES).lower(KEY, (x,)).compile().as_text()
     assert largest_buffer(compiled) <= rows * columns // 8
     plain = jax.jit(nn.Dense(columns).init).lower(KEY, x).compile().as_text()
-    assert largest_buffer(plain) >= rows * columns  # guard: the reading sees a whole leaf where there is one
+    assert largest_buffer(plain) >= rows * columns  # guard: the measurement sees an unsharded leaf
 
 
 def test_inputs_of_any_size_and_keywords_pass():

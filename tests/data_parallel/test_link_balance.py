@@ -1,4 +1,4 @@
-"""Over a whole model every axis of a torus carries as much as the others: orders of the axes are chosen by bytes."""
+"""Tests of the balance of torus links: orders of axes are chosen by bytes, so that each axis carries the same load."""
 
 from functools import partial
 
@@ -27,7 +27,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 
 
 def test_layers_that_share_an_order_out_of_balance_take_turns():
-    # One matrix in each of four layers: with one order for all, one axis would carry nearly everything.
+    # One matrix in each of four layers: with the same order for all, one axis would carry nearly all bytes.
     class Layers(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -50,7 +50,7 @@ class Perceptron(nn.Module):
 
 
 def trained(model, mesh, axes):
-    """Initial parameters, their boxes' names, and the parameters after a step."""
+    """Returns initial parameters, the names of their boxes, and the parameters after a step."""
 
     def loss(params, apply_fn, batch, rng):
         return jnp.mean(apply_fn({"params": params}, batch) ** 2)
@@ -82,7 +82,7 @@ def test_plan_and_state_have_the_same_orders_and_a_model_trains_as_on_one_device
 
 
 class OfTokens(nn.Module):
-    """A table that is far larger than the two layers together, and is the head, too, or is not."""
+    """A table far larger than both layers together; with ``tied`` the table is also the head."""
 
     tied: bool
 
@@ -108,7 +108,7 @@ def test_a_table_that_is_looked_up_by_rows_counts_as_nothing(tied, planned):
         )
         names = {path: leaf_of(leaf).names for path, leaf in leaves_with_path(state.params)}
     outermost = {entry_axes(next(filter(None, names[f"{name}/kernel"])))[0] for name in ("up", "down")}
-    # A table that is gathered takes one axis, and both layers the other.
+    # A gathered table takes one axis, both layers the other axis.
     assert len(outermost) == (1 if tied else 2)
 
 
@@ -144,7 +144,7 @@ def test_which_axes_cross_hosts_is_kept_where_a_call_does_not_say_it():
 
 @pytest.mark.parametrize("count, orders", [(1, 0), (3, 6), (6, 720), (8, 336)])
 def test_of_many_axes_few_orders_are_tried_and_links_are_in_balance(monkeypatch, count, orders):
-    """All orders of eight axes are 40,320 for each leaf, which took seconds."""
+    """``balanced_orders`` tries few orders of many axes: all 40,320 orders of eight axes took seconds per leaf."""
     axis_sizes = {f"axis_{i}": 2 for i in range(count)}
     tried, traffic = [], link_balance._traffic
     monkeypatch.setattr(link_balance, "_traffic", lambda *args: tried.append(args[1]) or traffic(*args))

@@ -1,4 +1,4 @@
-"""Models whose parameters have logical names (MaxText, T5X, Flax's lm1b) train unedited, as on one device."""
+"""Tests of models with logical names (MaxText, T5X, Flax's lm1b): unedited, with the results of one device."""
 
 from functools import cache, partial
 
@@ -24,7 +24,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 
-# "mlp" has a rule whose axis the mesh does not have; "in" and "layers" have none.
+# The rule of "mlp" names an axis that this mesh lacks; "in" and "layers" have no rule.
 RULES = (("batch", "fsdp"), ("embed", "fsdp"), ("mlp", "tensor"), ("heads", None))
 X = jax.random.normal(jax.random.key(1), (8, 8)) * (1 + jnp.arange(8))[:, None]
 
@@ -67,14 +67,14 @@ def one_device():
 
 @pytest.mark.parametrize("wrap, check_vma", [(fsdp, True), (plain, False)], ids=["wrapped", "plain"])
 def test_a_model_with_logical_names_trains_as_on_one_device(wrap, check_vma):
-    """Also where the rules are in force in the step: constraints of activations have nothing to do there."""
+    """Training with logical names equals one device, also with the rules active in the step: constraints are no-ops."""
     mesh = mesh_of(2, 4)
     with nn.logical_axis_rules(RULES):
         state = create_train_state(
             Model(wrap), KEPT, mesh, jax.random.key(0), X, batch_axes=AXES, allow_replicated=True
         )
     names = jax.tree.map(lambda leaf: leaf_of(leaf).names, state.params, is_leaf=lambda leaf: hasattr(leaf, "names"))
-    assert names["blocks"]["Dense_0"]["kernel"] == (None, "fsdp", None)  # the axis of "embed", and no other
+    assert names["blocks"]["Dense_0"]["kernel"] == (None, "fsdp", None)  # only the axis of "embed"
     assert names["first"]["kernel"] == (None, "fsdp")
     start, want = one_device()
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), unbox(state.params), start)
@@ -98,7 +98,7 @@ def test_a_plan_reads_them_too_and_without_rules_they_are_refused():
 
 
 class WithMean(nn.Module):
-    """Keeps the mean of its input in a collection whose dims have logical names, too."""
+    """Keeps the mean of the input in a collection whose dims have logical names."""
 
     @nn.compact
     def __call__(self, x):
@@ -117,13 +117,13 @@ def test_a_collection_beside_the_parameters_is_whole():
     with nn.logical_axis_rules(RULES):
         state = create_train_state(WithMean(), KEPT, mesh, jax.random.key(0), X, batch_axes=AXES, allow_replicated=True)
     assert state.collections["stats"]["mean"].shape == (16,) and state.collections["stats"]["mean"].is_fully_replicated
-    assert leaf_of(state.params["Dense_0"]["kernel"]).names == (None, "fsdp")  # guard: that of parameters is split
+    assert leaf_of(state.params["Dense_0"]["kernel"]).names == (None, "fsdp")  # guard: the kernel is split
     _, metrics = make_train_step(loss, mesh, AXES, allow_replicated=True)(state, X, jax.random.key(0))
     assert np.isfinite(metrics["loss"])
 
 
 class Attention(nn.Module):
-    """Layers of Flax that initialise a flat matrix in a box of the names of the kernel."""
+    """Flax layers that initialise a flat matrix in a box with the names of the kernel."""
 
     @nn.compact
     def __call__(self, x, _=None):
@@ -140,7 +140,7 @@ class Layers(nn.Module):
         layers = {"length": 2, "metadata_params": {nn.PARTITION_NAME: "layers"}}
         scanned = nn.scan(self.wrap(Attention), variable_axes={"params": 0}, split_rngs={"params": True}, **layers)
         x, _ = scanned(name="blocks")(x[:, None] * jnp.arange(1.0, 3.0)[:, None], None)
-        # The same kind with axes of the mesh, none of which splits.
+        # A layer of the same kind, with a box of mesh-axis names that splits no dim.
         init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, None, None))
         return nn.DenseGeneral((2, 4), kernel_init=init, use_bias=False)(x).mean(1).reshape(-1, 8)
 
@@ -164,7 +164,7 @@ def test_attention_of_flax_with_logical_names_trains_as_on_one_device(wrap, chec
 
 
 def test_a_layer_that_makes_a_flat_matrix_in_a_box_is_initialised_in_a_mesh():
-    """``nn.DenseGeneral`` reads a box of three names around a matrix, which Flax would constrain by these names."""
+    """``nn.DenseGeneral`` with a box of three names around a matrix initialises in a mesh, where Flax alone raises."""
     init = nn.with_partitioning(nn.initializers.lecun_normal(), ("fsdp", None, None))
     layer = nn.DenseGeneral((2, 4), kernel_init=init, use_bias=False)
     options = {"batch_axes": AXES, "allow_replicated": True}
@@ -184,7 +184,7 @@ def test_names_whose_axes_do_not_divide_a_dim_are_refused():
 
 
 class InTheStyleOfT5X(nn.Module):
-    """Names in a collection beside the parameters."""
+    """Module with the logical names in a collection beside the parameters."""
 
     @nn.compact
     def __call__(self, x):
@@ -245,7 +245,7 @@ def test_names_of_nnx_variables_are_read_by_the_rules():
 
 
 def test_specs_read_logical_names_as_axes_of_the_mesh_that_they_get():
-    """Also where no mesh is set, as beside a plain init of the model."""
+    """``partition_specs`` maps logical names to axes of its mesh, also for a plain init without a set mesh."""
     with nn.logical_axis_rules((("a", "fsdp"), ("b", "other"))):
         params = nn.Dense(8, kernel_init=named("a", "b")).init(jax.random.key(0), jnp.ones((2, 8)))
         assert partition_specs(params, mesh_of(2, 4))["params"]["kernel"] == jax.P("fsdp")

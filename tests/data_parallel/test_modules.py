@@ -1,4 +1,4 @@
-"""A wrapped module is the plain module: names, methods, transformations, collections, in and out of shard_map."""
+"""Tests of wrapped modules: names, methods, transformations and collections equal the plain module, in any context."""
 
 from functools import partial
 
@@ -21,10 +21,10 @@ X = jax.random.normal(jax.random.key(1), (16, 16))
 
 
 def check_parity(make, x=X, mesh=None, loss=None, check_vma=True, min_sharded=1, **apply_options):
-    """``make(wrap)`` builds a model; wrapped on a mesh it must have the values and gradients of plain on one device.
+    """Checks that ``make(wrap)`` has the same values and gradients wrapped on a mesh and plain on one device.
 
     The wrapped model is initialised by ``init_sharded``; forward and backward run inside ``shard_map``. At least
-    ``min_sharded`` leaves must really be split, so that a wrapper which does nothing fails.
+    ``min_sharded`` leaves must be split, so that a wrapper without effect fails.
     """
     mesh = mesh or mesh_of(2, 4)
     loss = loss or (lambda model, variables, x: jnp.mean(jnp.sin(model.apply(variables, x, **apply_options)) ** 2))
@@ -51,7 +51,7 @@ def check_parity(make, x=X, mesh=None, loss=None, check_vma=True, min_sharded=1,
 
 
 class Tied(nn.Module):
-    """An embedding used twice: to embed, and by ``attend`` as the head."""
+    """An embedding used twice: for the lookup, and by ``attend`` as the head."""
 
     wrap: object
 
@@ -63,7 +63,7 @@ class Tied(nn.Module):
 
 
 class TwoMethods(nn.Module):
-    """No ``__call__`` at all; helpers that Linen leaves alone; a field that holds a function."""
+    """Module without ``__call__``: helpers that Linen does not wrap, and a function as a field."""
 
     activation: object = nn.relu
 
@@ -113,7 +113,7 @@ def test_every_public_method_gathers(method):
             self.inner = self.wrap(TwoMethods)()
 
         def __call__(self, x):
-            # Both are run at init, so that all parameters are there.
+            # Both modules run at init, so that all parameters exist.
             outputs = {"encode": self.inner.encode(x), "decode": self.inner.decode(x)}
             return outputs[method]
 
@@ -138,7 +138,7 @@ def test_methods_by_name_gather_inside_shard_map():
 
 
 def test_a_shard_that_no_wrapper_has_gathered_gathers_itself_where_it_is_read():
-    """A method of the plain class, and a module shared into a wrapped one."""
+    """A shard gathers itself on a read in a method of the plain class, or in a module shared into a wrapped module."""
 
     class Shares(nn.Module):
         @nn.compact
@@ -161,7 +161,7 @@ def test_a_shard_that_no_wrapper_has_gathered_gathers_itself_where_it_is_read():
         run = on_mesh(lambda v, x, a=model.apply, m=method: a(v, x, method=m), mesh, True, (specs, P(AXES)), P(AXES))
         assert_allclose(run(boxed, X), model.apply(boxed, X, method=method), rtol=1e-5, atol=1e-6)
         shards = on_mesh(lambda v: jax.tree.map(lambda s: s[None], unbox(v)), mesh, True, (specs,), P(AXES))(boxed)
-        assert shards["params"]["dense"]["kernel"].shape != (8, 16, 16)  # guard: what lies on a device is not whole
+        assert shards["params"]["dense"]["kernel"].shape != (8, 16, 16)  # guard: a device holds a shard
 
 
 def test_weight_norm_inside_a_wrapped_module():
@@ -221,7 +221,7 @@ STACKS = {
 }
 
 
-# Types are followed through each order; without them what matters is where a gather stands, and how often it is called.
+# Types work in every order; without types the position and the number of gathers matter.
 WITHOUT_TYPES = ("scan(remat(wrap))", "wrap(scan)", "jit(wrap)", "vmap(wrap), experts", "called twice")
 
 
@@ -342,7 +342,7 @@ def test_collections_beside_params_pass_through(check_vma):
         _, updates = wrapped.apply(variables, x, mutable=["batch_stats", "intermediates"])
         return updates["batch_stats"], updates["intermediates"]["inner"]["hidden"][0]
 
-    # Over fsdp all devices compute the same, which types cannot know: the statistics come back from each.
+    # Over fsdp all devices compute the same statistics, which types cannot show: each device returns a copy.
     run = on_mesh(
         lambda v, x: jax.tree.map(lambda s: s[None], local(v, x)[0]),
         mesh,
@@ -368,7 +368,7 @@ def test_only_params_are_split():
     assert is_box(got["params"]["Dense_0"]["kernel"]) and not is_box(got["cache"]["rows"])
 
 
-# ------------------------------------------------------------------------------------------------- where it is used
+# --------------------------------------------------------------------------------------------------------- contexts
 
 
 def test_outside_shard_map_it_is_the_plain_module_bit_for_bit():
@@ -468,7 +468,7 @@ def test_a_leaf_of_integers_or_keys_beside_weights():
 
 
 def test_what_watches_modules_is_told_innermost_first():
-    """Linen's stack of interceptors is a private name: this test fails where a release renames or turns it."""
+    """``watching`` returns Linen's interceptors innermost first; fails if a release changes the private stack."""
 
     class Watcher:
         def intercept(self, method, args, kwargs, context):
@@ -481,7 +481,7 @@ def test_what_watches_modules_is_told_innermost_first():
 
 
 def test_a_leaf_is_named_by_the_way_from_the_top_of_the_model():
-    """The name of the collection, which a module's own path begins with, stands nowhere within the path."""
+    """``path_in_model`` drops the collection name at the front and keeps equal names within the path."""
     assert path_in_model(("block", "Dense_0"), "params/kernel") == "block/Dense_0/kernel"
     assert path_in_model((), "params/Dense_0/params") == "Dense_0/params"
     assert path_in_model(None, "params/kernel") == "params/kernel"

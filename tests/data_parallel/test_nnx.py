@@ -1,6 +1,6 @@
-"""NNX models as their Linen twins, sharded from outside: same values, same collectives, same plan.
+"""Tests of NNX models sharded from outside: values, collectives and plan equal the Linen twins.
 
-That they train as one device does is in ``tests/exactness``.
+``tests/exactness`` compares the training with one device.
 """
 
 import copy
@@ -60,7 +60,7 @@ KEY, BATCH = jax.random.key(0), data()
 
 
 def is_unit(path, module):
-    """What the Linen model wraps: blocks, and the layers before and after them."""
+    """Selects the modules that the Linen model wraps: blocks, and the layers before and after the blocks."""
     return isinstance(module, Block) or path in ("first", "last")
 
 
@@ -125,7 +125,7 @@ def test_a_twin_has_the_plan_and_the_collectives_of_the_linen_model(block, check
     assert counts[0] == counts[1] > 5
 
 
-# ------------------------------------------------------------------------------------ modules of Flax, and of all kinds
+# --------------------------------------------------------------------------------------------------------- Flax modules
 
 
 def squared_error(module, x, y):
@@ -133,7 +133,7 @@ def squared_error(module, x, y):
 
 
 def assert_gradients_of_one_device(make, where, check_vma, **options):
-    """Loss and gradients of the sharded model over a mesh, against those of the plain module; the number of boxes."""
+    """Checks loss and gradients of the sharded model against the plain module; returns the number of boxes."""
     model, mesh = sharded(make, where, min_weight_size=16, **options), mesh_of(2, 2)
     variables = init_sharded(model, mesh, KEY, BATCH["x"], batch_axes=AXES)
     rest = {name: value for name, value in variables.items() if name != "params"}
@@ -152,13 +152,13 @@ def assert_gradients_of_one_device(make, where, check_vma, **options):
 
 
 def pure(state):
-    """A state of NNX as the library has it: names, no numbers, in paths."""
+    """Returns an NNX state as the library stores states: names instead of numbers in paths."""
     flat = {"/".join(map(str, path)): leaf.get_raw_value() for path, leaf in nnx.to_flat_state(state)}
     return unflatten_dict(flat, sep="/")
 
 
 class Everything(nnx.Module):
-    """Attention, a recurrence, a norm and a tied embedding, as Flax has them."""
+    """Attention, a recurrence, a norm and a tied embedding of Flax."""
 
     def __init__(self, rngs):
         self.first = nnx.Linear(8, 16, rngs=rngs)
@@ -171,7 +171,7 @@ class Everything(nnx.Module):
         h = self.first(x)[:, None, :] * jnp.arange(1, 4)[None, :, None]
         h = self.recurrent(h + self.attention(self.norm(h)))[:, -1]
         h = h + self.embed(jnp.argmax(x, -1) % 4)
-        # Read where no module is running that gathers: as an array, transposed, in part.
+        # The parameter is read while no gathering module runs: as an array, transposed, in part.
         tied = self.embed.embedding
         return self.embed.attend(h) + h @ tied.T + (h * tied[1]).sum(-1, keepdims=True) + jnp.dot(h, tied[...].T)
 
@@ -184,7 +184,7 @@ def test_layers_of_flax_and_reads_outside_of_them():
 
 
 class Closing(nnx.Module):
-    """Layers in closures of JAX's transformations, in transformed methods, under transformations of NNX."""
+    """Layers in closures of JAX's transformations, in transformed methods, and under NNX transformations."""
 
     def __init__(self, rngs):
         self.first, self.mid = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 16, rngs=rngs)
@@ -223,7 +223,7 @@ def test_a_leaf_that_does_not_divide_is_padded():
 
 
 def test_weights_are_gathered_again_where_that_is_asked_for():
-    """As often as in the Linen twin, and more often than without the option."""
+    """``reshard_after_forward`` adds the same number of gathers in NNX as in the Linen twin."""
     counts = []
     for option in ({}, {"reshard_after_forward": True}):
         for model in (sharded(**option), linen.Model(fsdp(**option))):
@@ -232,12 +232,12 @@ def test_weights_are_gathered_again_where_that_is_asked_for():
     assert counts[0] == counts[1] < counts[2] == counts[3]
 
 
-# ------------------------------------------------------------------------------------------------------ NNX's own way
+# ---------------------------------------------------------------------------------------------- NNX's transformations
 
 
 @cache
 def trained_by_nnx_on_one_device():
-    """Losses of three steps with ``nnx.Optimizer``, and the parameters after them."""
+    """Returns the losses of three steps with ``nnx.Optimizer``, and the final parameters."""
     whole = nnx_model(Model).bind(jax.jit(nnx_model(Model).init)(KEY, BATCH["x"]))
     optimizer = nnx.Optimizer(whole, optax.adamw(1e-2), wrt=nnx.Param)
 
@@ -254,7 +254,7 @@ def trained_by_nnx_on_one_device():
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("own", [True, False], ids=["nnx.shard_map", "jax.shard_map"])
 def test_a_step_of_nnx_with_its_optimizer(own):
-    """``nnx.jit``, ``nnx.Optimizer`` and a sharded module, against the plain module on one device."""
+    """``nnx.jit`` and ``nnx.Optimizer`` train a sharded module with the results of the plain module on one device."""
     mesh, model = mesh_of(2, 4), sharded()
     module = model.bind(init_sharded(model, mesh, KEY, BATCH["x"], batch_axes=AXES))
     optimizer = nnx.Optimizer(module, optax.adamw(1e-2), wrt=nnx.Param)
@@ -337,7 +337,7 @@ def test_statistics_train_as_on_one_device_with_the_whole_batch(check_vma):
     want = nnx_model(Noisy).unbind(whole)
     assert_same_params(state.params, want["params"])
     assert_same_params(state.collections, {"batch_stats": want["batch_stats"]})
-    assert np.abs(want["batch_stats"]["norm"]["mean"]).max() > 1e-3  # guard: it moved
+    assert np.abs(want["batch_stats"]["norm"]["mean"]).max() > 1e-3  # guard: the mean moves
 
 
 def test_the_norms_over_devices_are_no_obstacle_to_init_on_inputs():
@@ -354,7 +354,7 @@ def test_dropout_in_the_step_differs_from_device_to_device_and_is_that_of_the_ke
         own = jnp.mean(apply_fn({"params": params}, batch, rngs=rng) ** 2)
         return own, {"variance": (own - jax.lax.pmean(own, AXES)) ** 2}
 
-    mesh, x = mesh_of(2, 4), jnp.ones((8, 8))  # one row for each device, of which all are equal
+    mesh, x = mesh_of(2, 4), jnp.ones((8, 8))  # one row per device, all rows equal
     step = make_train_step(loss, mesh, AXES, has_aux=True)
 
     def run(seed):
@@ -381,7 +381,7 @@ def test_dropout_draws_from_the_keys_that_are_given():
 
 
 def by_view(module, x):
-    """As docs/nnx.md says it; what is printed, copied and split on the way gathers nothing and draws no key."""
+    """Calls the view of docs/nnx.md; printing, copying and splitting on the way gather nothing and draw no key."""
     module = nnx.view(module, deterministic=True, use_running_average=True)
     assert "Linear(" in str(module) and "Dropout(" in str(copy.deepcopy(module))
     return nnx.merge(*nnx.split(module))(x)
@@ -400,12 +400,12 @@ def test_a_view_without_dropout_evaluates_without_a_key_and_gathers_no_more_than
     plain = nnx.view(Noisy(nnx.Rngs(KEY)), deterministic=True, use_running_average=True)
     evaluation = outputs(by_view)
     np.testing.assert_allclose(evaluation.compile()(variables, BATCH["x"]), plain(BATCH["x"]), rtol=1e-5, atol=1e-6)
-    assert count_collectives(evaluation.as_text()) == 2  # one for each kernel
-    with pytest.raises(ValueError, match="'dropout/rngs/key' draws random numbers"):  # guard: it has one that would
+    assert count_collectives(evaluation.as_text()) == 2  # one per kernel
+    with pytest.raises(ValueError, match="'dropout/rngs/key' draws random numbers"):  # guard: it would draw
         outputs(Noisy.__call__)
 
 
-# ---------------------------------------------------------------------------------- what stands around, and the bridges
+# ------------------------------------------------------------------------------------------------ surroundings, bridges
 
 
 def test_a_checkpoint_goes_from_linen_to_nnx_and_back_bit_for_bit(tmp_path):
@@ -416,7 +416,7 @@ def test_a_checkpoint_goes_from_linen_to_nnx_and_back_bit_for_bit(tmp_path):
         checkpoint.save(1, of_linen)
         arrived = checkpoint.restore_params(rename_leaves(of_nnx.params, back(NAMES_OF_SCAN)), 1)
         of_nnx = of_nnx.replace(params=rename_leaves(arrived, NAMES_OF_SCAN))
-        make_train_step(mean_loss, mesh, AXES).lower(of_nnx, BATCH, KEY)  # it is a state of the NNX model
+        make_train_step(mean_loss, mesh, AXES).lower(of_nnx, BATCH, KEY)  # the state is a state of the NNX model
         checkpoint.save(2, of_nnx)
         returned = checkpoint.restore_params(rename_leaves(of_linen.params, NAMES_OF_SCAN), 2)
     returned = rename_leaves(returned, back(NAMES_OF_SCAN))
@@ -476,7 +476,7 @@ def test_nnx_layers_in_wrapped_linen_modules():
 
 
 class AroundLinen(nnx.Module):
-    """An NNX model around a Linen one."""
+    """An NNX model around a Linen model."""
 
     def __init__(self, wrap, rngs):
         layers = nn.Sequential([wrap(nn.Dense)(10), nn.gelu, wrap(nn.Dense)(4)])
@@ -489,7 +489,7 @@ class AroundLinen(nnx.Module):
 
 @pytest.mark.parametrize("where", [nnx.Linear, AroundLinen])
 def test_a_wrapped_linen_module_as_an_nnx_module(where):
-    """It is gathered by the wrapped Linen modules inside of it, with their padding, also within a unit of NNX."""
+    """Wrapped Linen modules gather and pad within ``ToNNX``, also inside of an NNX unit."""
     make = partial(AroundLinen, fsdp(min_weight_size=16, uneven="pad"))
     mesh, model = mesh_of(2, 4), sharded(make, where, min_weight_size=16)
     params = init_sharded(model, mesh, KEY, BATCH["x"], batch_axes=AXES)["params"]
@@ -513,7 +513,7 @@ def test_a_wrapped_linen_module_as_an_nnx_module(where):
         sharded(plain, nnx.bridge.ToNNX)
 
 
-# ------------------------------------------------------------------------------------------------- names and refusals
+# --------------------------------------------------------------------------------------------------- names and errors
 
 
 def test_axes_that_a_variable_names_are_kept():
@@ -581,7 +581,7 @@ def test_names_of_leaves():
 
 
 def test_tracing_costs_little_more_than_the_plain_module():
-    """Measured at 1.1 to 1.35 times the same step with whole parameters; the bound here allows for a busy machine."""
+    """Tracing takes 1.1 to 1.35 times as long as with replicated parameters; the bound 3 is for a busy machine."""
 
     def seconds(model):
         state = abstract_train_state(

@@ -1,4 +1,4 @@
-"""``uneven="pad"``: dims that the devices do not divide are stored with zeros, which nobody else sees."""
+"""Tests of ``uneven="pad"``: dims that the devices do not divide are stored with zeros, invisible to users."""
 
 from functools import cache
 
@@ -33,7 +33,7 @@ TX = {
 
 
 class Odd(nn.Module):
-    """No dim of it is a multiple of 2, 4 or 8; its hidden layers are scanned."""
+    """Model without dims that 2, 4 or 8 divide; the hidden layers are scanned."""
 
     wrap: object = lambda module: module
 
@@ -80,13 +80,13 @@ def start(devices, tx="adamw", wrap=PADDED):
 
 @cache
 def program(devices, tx, wrap, check_vma):
-    """The state that a training begins with, and its step."""
+    """Returns the initial state of a training, and the step."""
     return start(devices, tx, wrap), make_train_step(loss_fn, mesh_of(devices), "fsdp", check_vma=check_vma)
 
 
 def trained(devices, tx="adamw", wrap=PADDED, steps=3, check_vma=True):
     state, step = program(devices, tx, wrap, check_vma)
-    state = jax.tree.map(jnp.copy, state)  # a step takes it over
+    state = jax.tree.map(jnp.copy, state)  # the step donates its state
     for _ in range(steps):
         state, metrics = step(state, batch(), jax.random.key(0))
     return state, metrics
@@ -97,7 +97,7 @@ def true_tree(tree):
 
 
 def padding_of(tree):
-    """The values of all padding, by path."""
+    """Returns the values of all padding, by path."""
     found = {}
     for path, leaf in leaves_with_path(tree):
         if not leaf_of(leaf).stores_value:
@@ -108,20 +108,20 @@ def padding_of(tree):
     return found
 
 
-# What an optimizer sees of the padding does not depend on the mode, nor on the number of devices.
+# The padding that an optimizer sees depends neither on the mode nor on the number of devices.
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "devices, check_vma, tx", [(8, True, "adafactor"), (8, True, "adamw"), (8, False, "lamb"), (4, True, "adamw")]
 )
 def test_it_trains_as_one_device_does(devices, check_vma, tx):
-    """Adafactor and LAMB look across a leaf: with the padding in their means they would be wrong."""
+    """Padded training equals one device with Adafactor and LAMB, whose means over a leaf must exclude padding."""
     state, metrics = trained(devices, tx, check_vma=check_vma)
     want, want_metrics = trained(1, tx, wrap=plain)
     assert_same_params(true_tree(state.params), true_tree(want.params), tolerance=1e-4)
     np.testing.assert_allclose(metrics["grad_norm"], want_metrics["grad_norm"], rtol=1e-5)
     assert all(
         not leaf_of(leaf).stores_value for _, leaf in leaves_with_path(state.params)
-    )  # guard: that is what was tested
+    )  # guard: some leaves are padded
 
 
 def test_stored_evenly_with_zeros_that_stay_zero():

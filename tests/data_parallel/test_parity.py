@@ -1,9 +1,9 @@
-"""Sharded training is the training of one device: gradients and ten AdamW steps, over every mesh and option.
+"""Tests of parity with one device: gradients and ten AdamW steps, over every mesh and option.
 
-The reference runs on one device without any collective. In float32 both do the same sums in another order, so they
+The reference runs on one device without collectives. In float32 both do the same sums in another order, so the results
 agree to 1e-5 of a leaf's largest entry. A gather in bfloat16 rounds each device's gradient to 8 bits before the mean:
-the reference does likewise, share by share, and an entry that lies at the border of two roundings may then fall to
-either side, one bfloat16 unit (2^-8) in one share out of N.
+the reference does likewise, share by share, and an entry at the border of two roundings may then fall to either side,
+one bfloat16 unit (2^-8) in one share out of N.
 """
 
 import itertools
@@ -32,7 +32,7 @@ BATCH = data()
 
 
 def keep_gradients():
-    """An optax transform that changes nothing and remembers the gradients that it was given."""
+    """Returns an optax transform that passes gradients through and keeps the last gradients as state."""
     return optax.GradientTransformation(
         lambda params: jax.tree.map(jnp.zeros_like, params), lambda updates, state, params=None: (updates, updates)
     )
@@ -43,7 +43,7 @@ def optimizer():
 
 
 def train(step, state):
-    """The gradients of the first step, all losses, and the last parameters."""
+    """Returns the gradients of the first step, all losses, and the last parameters."""
     losses = []
     for index in range(STEPS):
         state, metrics = step(state, BATCH, jax.random.key(0))
@@ -55,7 +55,7 @@ def train(step, state):
 
 @cache
 def reference(scan: bool, cast: frozenset, shares: int):
-    """The same on one device: plain modules, a loop over shares of the batch, leaves in ``cast`` rounded to bf16."""
+    """Trains on one device: plain modules, a loop over shares of the batch, leaves in ``cast`` rounded to bf16."""
     model, tx = Model(scan=scan), optimizer()
     params = jax.jit(model.init)(jax.random.key(0), BATCH["x"])["params"]
 
@@ -86,8 +86,8 @@ def reference(scan: bool, cast: frozenset, shares: int):
 
 
 OPTIONS = (("vma", "no_vma"), ("loop", "scan"), ("keep", "remat"), ("fp32", "bf16"))
-# Two trainings on each mesh, in which every option has either value: which of the two values each has in the first, and
-# the other one in the second. So any two options meet in each of their four ways.
+# Two trainings on each mesh; each option has one value in the first training and the other value in the second,
+# chosen so that any two options occur in all four combinations.
 VALUES = ("0110", "0011", "0101", "0000", "1000")
 CASES = [
     (mesh_shape, *(option[(int(value) + other) % 2] for option, value in zip(OPTIONS, values, strict=True)))
@@ -121,14 +121,14 @@ def test_sharded_training_is_the_training_of_one_device(mesh_shape, vma, blocks,
     rounding = FLOAT32_ROUNDING if gather_dtype is None else 2.0**-8 / devices + FLOAT32_ROUNDING
     assert_same_params(got[0], want[0], rounding)
     np.testing.assert_allclose(got[1], want[1], rtol=max(rounding / 10, 2e-6))
-    # A step moves an entry by at most the learning rate; its relative error is that of the gradients.
+    # A step moves an entry by at most the learning rate, with the relative error of the gradient.
     assert_same_params(
         got[2], want[2], FLOAT32_ROUNDING if gather_dtype is None else STEPS * LEARNING_RATE * rounding * 4
     )
 
 
 def test_the_table_would_see_a_missing_mean():
-    """The guard: one device's share alone gives other gradients, and bfloat16 others than float32."""
+    """Guard: the comparison sees gradients of a single share, and gradients of weights in bfloat16."""
     first, _, _ = reference(True, frozenset(), 1)
     model = Model()
     params = jax.jit(model.init)(jax.random.key(0), BATCH["x"])["params"]

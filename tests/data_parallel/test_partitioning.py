@@ -1,4 +1,4 @@
-"""Which dim is split, what a box says, and which spec follows: decided from shapes and names alone."""
+"""Tests of the choice of the split dim, the names of a box, and the specs: functions of shapes and names alone."""
 
 import json
 
@@ -114,7 +114,7 @@ def test_what_is_known_of_a_leaf_is_the_same_for_all_boxes():
         assert jax.tree.structure(leaf_of(other)) == jax.tree.structure(box) and leaf_of(other).value is value
     bare = leaf_of(value)
     assert (bare.axes, bare.trainable, bare.stores_value, bare.true_shape) == ((), True, True, (4, 2))
-    assert leaf_of(box) is box  # it is not made anew
+    assert leaf_of(box) is box  # the same object, not a copy
 
 
 def test_paths_read_like_names():

@@ -1,4 +1,4 @@
-"""``scan_layers`` gathers layers ahead, and is the scan without it: the same parameters, gradients and bytes."""
+"""Tests of ``scan_layers``, which gathers layers ahead: parameters, gradients and bytes equal the plain scan."""
 
 from collections import defaultdict
 from functools import cache, partial
@@ -31,7 +31,7 @@ P = jax.P
 
 
 class Layer(nn.Module):
-    """A residual block with dropout, an own and a shared input, a small leaf that stays whole, and an output."""
+    """Residual block with dropout, a per-layer and a shared input, a small replicated leaf, and an output."""
 
     rate: float = 0.0
     hidden: int = 32
@@ -45,7 +45,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Dense, layers in a scan, Dense; the carry has an integer, which takes no gradient."""
+    """Dense, scanned layers, Dense; the carry has an integer, which takes no gradient."""
 
     layer: Any
     prefetch: bool = True
@@ -65,7 +65,7 @@ def loss(params, apply_fn, batch, rng):
 
 
 def step_of(model, mesh, check_vma, minibatches=1):
-    """Loss and gradient over all devices, and its arguments."""
+    """Returns a step (loss and gradient over all devices) and the arguments of the step."""
     batch = {name: data()[name] for name in "xy"}
     params = init_sharded(model, mesh, jax.random.key(0), batch["x"], batch_axes=AXES)["params"]
     specs = partition_specs(params, mesh)
@@ -94,18 +94,18 @@ def both_steps(case):
     return [step_of(Model(layer, prefetch), mesh_of(*shape), check_vma, minibatches) for prefetch in (True, False)]
 
 
-# The first and the last iterations are compiled by themselves: what fusion rounds there differs by some float32 units.
+# The first and the last iterations are compiled separately: fusion rounds differently by some float32 units.
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_gradients_are_those_of_the_scan(case):
     (got, got_grads), (want, want_grads) = (step(*args) for step, args in both_steps(case))
     np.testing.assert_allclose(got, want, rtol=1e-6)
     assert_same_params(got_grads, want_grads, 2e-6)
-    assert all(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(unbox(want_grads)))  # guard: all leaves count
+    assert all(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(unbox(want_grads)))  # guard: no gradient vanishes
 
 
 def test_each_layer_computes_with_its_own_weights():
-    """A layer doubles the carry and adds its weight: the first layer's weight counts most."""
+    """``prefetched_scan`` pairs layers with weights; layers double the carry and add a weight, so order matters."""
     weights = np.float32([1, 10, 100, 1000])[:, None] * np.ones((4, 2), np.float32)
     mesh = mesh_of(1, 2)
 
@@ -119,7 +119,7 @@ def test_each_layer_computes_with_its_own_weights():
 
 
 def sent_bytes(step, args, mesh):
-    """Bytes that a device sends, by kind of collective."""
+    """Returns the bytes that a device sends, by kind of collective."""
     program, sent = parse(step.lower(*args).compile().as_text()), defaultdict(float)
     trips = {instruction.name: n for computation, n in program.executed() for instruction in computation.instructions}
     for found in find_collectives(program, dict(mesh.shape)):
@@ -130,12 +130,12 @@ def sent_bytes(step, args, mesh):
 def test_nothing_more_is_gathered_or_scattered():
     ahead, without = (sent_bytes(*step, mesh_of(2, 4)) for step in both_steps("2x4, staged, dropout"))
     assert ahead["reduce-scatter"] == without["reduce-scatter"] > 0
-    # What backward gathers first is what forward has gathered last: XLA may find that, and gather it once.
+    # Backward first gathers the layer that forward gathered last: XLA may notice, and gather the layer once.
     assert 0.8 * without["all-gather"] < ahead["all-gather"] <= without["all-gather"]
 
 
 def products_wait_for_gathers(step, args):
-    """For each forward loop that gathers: whether a product in it reads what the same iteration gathers."""
+    """Returns for each gathering forward loop whether a product reads a result of the same iteration's gathers."""
     found = []
     for _, eqn in equations(jax.make_jaxpr(step)(*args)):
         body = eqn.params["jaxpr"].jaxpr if eqn.primitive.name == "scan" else None
@@ -181,7 +181,7 @@ def test_fewer_layers_than_are_on_their_way(layers):
 
 
 class Plain(nn.Module):
-    """Without inputs nor outputs beside the carry; features stay 8."""
+    """Layer without inputs and outputs beside the carry; features stay 8."""
 
     @nn.compact
     def __call__(self, x):

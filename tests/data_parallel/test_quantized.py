@@ -1,4 +1,4 @@
-"""Floats in blocks of codes with scales: what a round trip loses, what travels, and what training sees of it."""
+"""Tests of block-quantized floats: the loss of a round trip, the wire format, and the effect on training."""
 
 import math
 from collections import Counter, defaultdict
@@ -84,7 +84,7 @@ def round_trip(x, format_name):
 
 
 def largest_of_blocks(x):
-    """For each value of rows the largest absolute value of its block; by a loop."""
+    """Returns for each value of each row the largest absolute value of its block, by a loop."""
     out = np.zeros(x.shape)
     for row, out_row in zip(np.abs(x).reshape(-1, x.shape[-1]), out.reshape(-1, x.shape[-1]), strict=True):
         for start in range(0, len(row), BLOCK_SIZE):
@@ -92,7 +92,7 @@ def largest_of_blocks(x):
     return out
 
 
-# ----------------------------------------------------------------------------------------------- what is lost of values
+# ------------------------------------------------------------------------------------------------------------- rounding
 
 
 @pytest.mark.one_in(2)
@@ -143,7 +143,7 @@ def test_a_packed_row_takes_the_bytes_that_are_said(format_name):
     assert packed_size(4096) <= MOST_OF_BFLOAT16 * 2 * 4096
 
 
-# ----------------------------------------------------------------------------------------------------- what is gathered
+# -------------------------------------------------------------------------------------------------------------- gathers
 
 
 @pytest.mark.parametrize("shape", [(8, 256), (128, 6), (3, 5, 64), (40,)], ids=str)
@@ -164,7 +164,7 @@ def test_shards_are_unpacked_where_they_stood(format_name, shape):
 
 @pytest.mark.parametrize("dim, check_vma", [(0, True), (1, False)])
 def test_several_stages_round_once_and_the_gradient_is_that_of_what_arrives(dim, check_vma):
-    """All bits as of one stage over one axis; a bfloat16 leaf arrives as bfloat16."""
+    """A gather in several stages rounds once, bit-equal to one stage over one axis, and keeps the dtype bfloat16."""
     w, x = jnp.asarray(values((128, 64)), jnp.bfloat16), jnp.asarray(values((8, 128), 1))
     spec = P(AXES) if dim == 0 else P(None, AXES)
 
@@ -199,7 +199,7 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
-    """A scan that is computed again, and one that gathers layers ahead, as they are packed."""
+    """A rematerialised scan and a scan that gathers layers ahead."""
 
     wrap: Any
 
@@ -211,7 +211,7 @@ class Layers(nn.Module):
 
 
 class Padded(nn.Module):
-    """Dims that no axis divides."""
+    """Dense layers with dims that no axis divides."""
 
     wrap: Any
 
@@ -221,7 +221,7 @@ class Padded(nn.Module):
 
 
 def as_they_arrive(params, count, format_name):
-    """What modules see of float32 parameters that were packed in ``count`` shards, each layer by itself."""
+    """Returns float32 parameters after quantization in ``count`` shards, each layer packed separately."""
 
     def one(value, dim):
         shards = jnp.split(value, count, dim)
@@ -259,12 +259,12 @@ def test_gradients_are_those_of_one_device_at_the_weights_that_arrive(cls, by, c
     assert float(got[0]) == pytest.approx(float(want[0]), rel=1e-5)
     assert_same_params(map_leaves(true_value, got[1]), want[1])
     exact = jax.jit(lambda p: one_device(map_leaves(true_value, p)))(params)
-    assert not np.allclose(got[0], exact, rtol=1e-5)  # guard: what was rounded is seen
+    assert not np.allclose(got[0], exact, rtol=1e-5)  # guard: the comparison sees the rounding
 
 
 @cache
 def programme():
-    """Collectives of the traced step, as (name, shape, dtype) of what is sent; scalars left out."""
+    """Returns the collectives of the traced step as (name, shape, dtype) of each operand, without scalars."""
     mesh, batch = mesh_of(2, 4), data()
     wrap = fsdp(gather_dtype="int8", replicas=Replicas("dp", reduce_dtype="int8"))
     state = abstract_train_state(
@@ -281,7 +281,7 @@ def test_nothing_but_bytes_is_gathered_and_sent_to_copies():
     exchanged = [dtype for name, _, dtype in programme() if name == "all_to_all"]
     assert len(gathers) >= 8 + 5 and set(gathers) == {"uint8"}  # guard: of weights, and of means
     assert len(exchanged) == 5 and set(exchanged) == {"uint8"}
-    assert max(map(math.prod, sums)) < 64  # biases and norms, which stay whole
+    assert max(map(math.prod, sums)) < 64  # biases and norms, which stay replicated
 
 
 def test_the_plan_says_what_is_sent():
@@ -308,7 +308,7 @@ def test_the_mean_over_copies_is_the_same_bits_on_all_and_within_the_bound(shape
 
     got = np.asarray(on_mesh(mean, mesh, check_vma, P(("a", "b")), P(("a", "b")))(grads))
     assert (got == got[0]).all() and np.any(got[0] != grads.mean(0))
-    # Each copy's part by the largest of its values anywhere, and the mean once more.
+    # The part of each copy is rounded by the largest value on any device, and the mean once more.
     bounds = [FORMATS["int8"].error_bound(0, np.abs(each).max()) for each in (*(grads / 4), got[0])]
     assert np.abs(got[0] - grads.astype(np.float64).mean(0)).max() <= sum(bounds) * FLOAT32_STEPS
 
@@ -354,7 +354,7 @@ SIZES = {"dp": 2, "fsdp": 4}
 
 
 def compiled(topology):
-    """A program that gathers a weight in each format, and reduces its gradient over copies in it."""
+    """Compiles a program that gathers a weight, and reduces its gradient over copies, in each format."""
     mesh = jax.sharding.AbstractMesh(tuple(SIZES.values()), tuple(SIZES), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
     def gradients(weights, x):

@@ -1,4 +1,4 @@
-"""The library's box is what ``flax.struct`` would make of it, for JAX, Flax, pickles and copies alike."""
+"""Tests of the library's box: JAX, Flax, pickles and copies treat the box like a ``flax.struct`` dataclass."""
 
 import copy
 import copyreg
@@ -18,7 +18,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 
 
 class AsFlaxHasIt(nn.Partitioned):
-    """A box that Flax registers."""
+    """A box registered by Flax."""
 
 
 VALUE = jnp.arange(8.0)
@@ -87,7 +87,7 @@ def test_a_box_that_was_replaced_leaves_the_other_as_it_was():
 
 
 class FlaxPickler(pickle.Pickler):
-    """Pickles ``Sharded`` as version 0.3.0 did, where Flax registered it: an empty box, and the dict of its fields."""
+    """Pickles ``Sharded`` as version 0.3.0 did with Flax's registration: an empty box, and the dict of the fields."""
 
     def __init__(self, file, fields):
         super().__init__(file)
@@ -99,7 +99,11 @@ class FlaxPickler(pickle.Pickler):
 
 def test_a_pickle_of_version_0_3_0_is_read():
     fields = {field.name: getattr(MADE, field.name) for field in dataclasses.fields(MADE)}
-    assert AsFlaxHasIt(VALUE, ("fsdp",)).__reduce_ex__(4)[2].keys() == {"value", "names", "mesh"}  # guard: so they are
+    assert AsFlaxHasIt(VALUE, ("fsdp",)).__reduce_ex__(4)[2].keys() == {
+        "value",
+        "names",
+        "mesh",
+    }  # guard: Flax's fields
     for state in (fields, {name: fields[name] for name in fields if name != "marks"}):  # before a field was added
         FlaxPickler(file := io.BytesIO(), state).dump(MADE)
         box = pickle.loads(file.getvalue())

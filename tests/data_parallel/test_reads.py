@@ -1,4 +1,4 @@
-"""A box that is read inside ``shard_map`` gathers itself: exact values and gradients in both modes, a gather each."""
+"""Tests of boxes read inside ``shard_map``: one gather per read, with exact values and gradients in both modes."""
 
 from functools import partial
 
@@ -35,7 +35,7 @@ READS = {
 
 
 class Weight(nn.Module):
-    """One parameter, which is read past the wrapper: [12, features]."""
+    """Module with one parameter of shape [12, features], read outside of the wrapper's methods."""
 
     features: int = 8
 
@@ -73,7 +73,7 @@ def test_what_is_read_and_its_gradient_are_those_of_the_plain_array(name, check_
     def local(variables, x):
         weight = variables["params"]["weight"]
         assert (weight.shape, weight.ndim, weight.dtype) == ((12, features), 2, jnp.float32)
-        assert weight.value.shape != weight.shape  # guard: what is on a device is a shard
+        assert weight.value.shape != weight.shape  # guard: a device holds a shard
         grads = {name: jax.grad(partial(losses, read))(variables, x) for name, read in READS.items()}
         return sync_gradients(grads, AXES)
 
@@ -123,7 +123,7 @@ def test_a_read_costs_a_gather_each_in_the_dtype_of_its_wrapper():
     lines = [line for line in as_called(run.lower(weight, X).as_text()).splitlines() if "all_gather" in line]
     assert len(lines) == 2 and all("bf16" in line for line in lines)
 
-    def gathered(weight):  # what a call leaves open, the wrapper says
+    def gathered(weight):  # the wrapper supplies the axis that the call leaves open
         return gather_params(weight, "fsdp", "float16"), gather_params(weight, "fsdp", None, "float32")
 
     found = jax.eval_shape(on_mesh(gathered, mesh, False, (partition_specs(weight, mesh),), P()), weight)
@@ -131,7 +131,7 @@ def test_a_read_costs_a_gather_each_in_the_dtype_of_its_wrapper():
 
 
 def test_a_split_of_the_model_itself_is_left():
-    """Tensor parallel: the module computes with its shard over "dp", and "fsdp" alone is gathered."""
+    """The wrapper gathers "fsdp" alone: a tensor-parallel module computes with its shard over "dp"."""
 
     class Column(nn.Module):
         @nn.compact

@@ -1,7 +1,7 @@
-"""A remat policy that keeps activations as asked and never a gathered weight, nor what is made of it alone.
+"""Tests of ``remat_policy``: keeps the requested activations, drops gathered weights and arrays derived from weights.
 
-What is kept is read from JAX's own list of residuals, inside ``shard_map``: sizes are such that only whole weights have
-a weight's number of values. What is computed again is counted in the gradient's jaxpr.
+Kept arrays are read from JAX's list of residuals, inside ``shard_map``: only an unsharded weight has a weight's number
+of values. Recomputed operations are counted in the gradient's jaxpr.
 """
 
 import gc
@@ -29,7 +29,7 @@ from xlstm_jax.forecast.training import Workload
 
 try:
     from jax._src.ad_checkpoint import saved_residuals
-except ImportError:  # as older releases had it
+except ImportError:  # the path in older releases
     from jax.ad_checkpoint import saved_residuals
 
 SAVEABLE = jax.checkpoint_policies
@@ -39,7 +39,7 @@ BASES = ("everything", "dots", "nothing")
 
 
 class Mlp(nn.Module):
-    """Two products; what it computes in, and so whether gathered weights are cast, is a field."""
+    """Two products; ``dtype`` is the compute dtype, and so decides whether gathered weights are cast."""
 
     dtype: type = jnp.float32
 
@@ -50,7 +50,7 @@ class Mlp(nn.Module):
 
 
 class Tied(nn.Module):
-    """The table of an embedding, as it is and transposed."""
+    """An embedding table, used as stored and transposed."""
 
     @nn.compact
     def __call__(self, x):
@@ -63,7 +63,7 @@ def codes(key, shape):
 
 
 class Dequantised(nn.Module):
-    """Weights made of others: by scales per block, by a table of 16 values, normalised, and clipped."""
+    """Weights derived from parameters: by scales per block, by a table of 16 values, normalised, and clipped."""
 
     @nn.compact
     def __call__(self, x):
@@ -78,7 +78,7 @@ class Dequantised(nn.Module):
 
 
 class Named(nn.Module):
-    """A weight that is named where it comes out of the gather, as one would to have it dropped by its name."""
+    """A weight with a checkpoint name right after the gather, as for a policy that drops weights by name."""
 
     @nn.compact
     def __call__(self, x):
@@ -145,7 +145,7 @@ def abstract_params(module, scan):
 
 
 def per_device(module, policy, scan, check_vma, ask):
-    """What ``ask(loss, params, x)`` says of the loss of one device, while it is traced inside ``shard_map``."""
+    """Returns ``ask(loss, params, x)`` for the loss of one device, evaluated while ``shard_map`` traces."""
     mesh, model, params = mesh_of(1, MESH_SIZE), Stack(module, policy, scan), abstract_params(module, scan)
     told = []
 
@@ -162,7 +162,7 @@ def per_device(module, policy, scan, check_vma, ask):
 
 
 def kept_sizes(module, policy, scan=False, check_vma=True, *, frozen=False):
-    """Numbers of values that are kept for the backward pass, one layer of those that a scan stacks."""
+    """Returns the sizes of the values kept for the backward pass; stacked values count as one layer."""
 
     def ask(loss, params, x):
         return saved_residuals(partial(loss, params), x) if frozen else saved_residuals(loss, params, x)
@@ -172,7 +172,7 @@ def kept_sizes(module, policy, scan=False, check_vma=True, *, frozen=False):
 
 
 def count(jaxpr, name):
-    """How often a primitive stands in a jaxpr and those within it."""
+    """Returns the number of equations of a primitive in a jaxpr, nested jaxprs included."""
     inner = [sub for eqn in jaxpr.eqns for sub in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr)]
     return sum(eqn.primitive.name == name for eqn in jaxpr.eqns) + sum(
         count(getattr(sub, "jaxpr", sub), name) for sub in inner if is_jaxpr(sub)
@@ -190,7 +190,7 @@ def counted(module, policy, name, scan=False):
     return per_device(module, policy, scan, True, ask)
 
 
-# ------------------------------------------------------------------------------------------------------ what is kept
+# ------------------------------------------------------------------------------------------------------- kept arrays
 
 
 @pytest.mark.one_in(3)
@@ -205,7 +205,7 @@ def test_no_whole_weight_is_kept(module, scan):
 @in_and_out_of_scan
 @every_module
 def test_jaxs_policies_keep_weights(module, scan):
-    """Guard: the sizes tell a whole weight, and there is one to drop."""
+    """Guard: JAX's policies keep weights, and the size identifies an unsharded weight."""
     for policy in ("none", SAVEABLE.everything_saveable):
         assert WEIGHT in kept_sizes(module, policy, scan)
 
@@ -213,13 +213,13 @@ def test_jaxs_policies_keep_weights(module, scan):
 @in_and_out_of_scan
 @every_module
 def test_frozen_weights_are_not_kept_either(module, scan):
-    """Gradients with respect to the input alone: the gather, which has a derivative of its own, is one operation."""
+    """Frozen weights are dropped: in gradients of the input the gather, with its custom rule, is one operation."""
     assert WEIGHT not in kept_sizes(module, remat_policy(), scan, frozen=True)
     assert WEIGHT in kept_sizes(module, SAVEABLE.everything_saveable, scan, frozen=True)
 
 
 def test_to_refuse_a_name_keeps_the_weight():
-    """The gather's own output, in front of the name, is kept."""
+    """``save_anything_except_these_names`` keeps the output of the gather, in front of the name."""
     refusing = SAVEABLE.save_anything_except_these_names("gathered")
     assert WEIGHT in kept_sizes(MODULES["named"], refusing)
     assert WEIGHT not in kept_sizes(MODULES["named"], remat_policy(refusing))
@@ -227,7 +227,7 @@ def test_to_refuse_a_name_keeps_the_weight():
 
 @pytest.mark.parametrize("refused", [frozenset(), GATHERS], ids=["nothing", "gathers"])
 def test_to_refuse_the_gather_alone_keeps_what_is_made_of_it(refused):
-    """Guard of the list of operations: a cast weight is a weight."""
+    """Guard of the list of operations: a policy that rejects only the gather keeps the cast weight."""
     policy = partial(keep_but, refused)
     assert WEIGHT in kept_sizes(MODULES["cast after the gather"], policy)
     assert WEIGHT in kept_sizes(MODULES["dequantised"], policy)
@@ -237,7 +237,7 @@ def keep_but(refused, primitive, *_, **__):
     return primitive.name not in refused
 
 
-# -------------------------------------------------------------------------------------------- what is computed again
+# --------------------------------------------------------------------------------------------- recomputed operations
 
 
 @pytest.mark.one_in(3)
@@ -273,7 +273,7 @@ def test_a_policy_of_ones_own_decides_about_the_rest():
     assert activation in kept_sizes(named, remat_policy(SAVEABLE.save_any_names_but_these("gathered")))
     assert activation not in kept_sizes(named, remat_policy(SAVEABLE.save_only_these_names("another")))
     assert activation not in kept_sizes(named, remat_policy(SAVEABLE.nothing_saveable))
-    # Who asks for a weight by its name gets it.
+    # A policy that saves a weight by name keeps the weight.
     assert WEIGHT in kept_sizes(named, remat_policy(SAVEABLE.save_only_these_names("gathered")))
 
 
@@ -286,7 +286,7 @@ def test_a_policy_that_offloads_is_heard():
     assert policy(eqn.primitive, kernel, kernel, **eqn.params).dst == "pinned_host"
 
 
-# -------------------------------------------------------------------------------------------------------- the numbers
+# ------------------------------------------------------------------------------------------------------------ results
 
 
 @pytest.mark.one_in(2)
@@ -321,7 +321,7 @@ def test_the_same_base_gives_the_same_object():
     assert remat_policy(keep_but) is remat_policy(keep_but)
 
 
-# Operations that only the other one of the two releases that are tested has.
+# Operations that exist in only one of the two tested releases of JAX.
 OTHER_RELEASE = {
     *("log2", "one_minus_square", "polynomial", "relayout", "reduced_vary_cast", "vary_unreduced_cast"),
     *("reduced_vary_cast_p", "vary_unreduced_cast_p"),
@@ -331,7 +331,7 @@ OTHER_RELEASE = {
 def test_the_lists_name_operations_that_there_are():
     names = {thing.name for thing in gc.get_objects() if isinstance(thing, Primitive)}
     assert {name for name in names if name.startswith("all_gather")} <= GATHERS
-    # A release has some of them in two operations, and not all.
+    # A release may split some gathers into two operations (_start and _done), and lack others.
     assert {name.removesuffix("_start").removesuffix("_done") for name in GATHERS} <= names
     assert RECOMPUTED - names <= OTHER_RELEASE
 
@@ -378,7 +378,7 @@ def gathers(found, direction):
 
 @pytest.mark.slow
 def test_on_a_tpu_the_bytes_of_gathered_weights_are_free():
-    """Against a policy that differs in the gathers alone, so that nothing else explains it."""
+    """On a TPU ``remat_policy`` frees the bytes of gathered weights; the reference policy differs in gathers only."""
     pytest.importorskip("libtpu")
     keeping, dropping = compiled(partial(keep_but, RECOMPUTED)), compiled(remat_policy("everything"))
     saved = keeping.memory.temporary_bytes - dropping.memory.temporary_bytes

@@ -1,4 +1,4 @@
-"""``reshard_after_forward``: gathered weights are dropped after the forward pass, and nothing else changes."""
+"""Tests of ``reshard_after_forward``: gathered weights are dropped after forward, and results are unchanged."""
 
 from functools import partial
 
@@ -24,7 +24,7 @@ EVERYTHING = jax.checkpoint_policies.everything_saveable
 
 
 def loss_and_gradients(model, mesh, check_vma=True):
-    """The jitted function and its arguments."""
+    """Returns the jitted function and its arguments."""
     variables = init_sharded(model, mesh, jax.random.key(0), BATCH["x"], batch_axes=AXES)
     specs = partition_specs(variables, mesh)
 
@@ -36,7 +36,7 @@ def loss_and_gradients(model, mesh, check_vma=True):
 
 
 def gathers(model, mesh, of="jit"):
-    """How many gathers and products run in the traced gradient, within an operation of the name ``of``."""
+    """Returns the numbers of gathers and products in the traced gradient, within operations named ``of``."""
     fn, args = loss_and_gradients(model, mesh)
     traced = [(within, eqn) for within, eqn in equations(jax.make_jaxpr(fn)(*args)) if of in within]
     found = [(eqn.primitive.name, 3 if "scan" in within else 1) for within, eqn in traced]
@@ -68,7 +68,7 @@ def test_weights_are_gathered_again_and_no_product_is_computed_again(scan):
 
 
 class Flagged(nn.Module):
-    """Takes a flag and a keyword, and has a second method."""
+    """Module with a flag, a keyword argument, and a second method."""
 
     @nn.compact
     def __call__(self, x, train, *, scale=None):
@@ -95,7 +95,7 @@ def test_flags_keywords_dropout_and_other_methods_work_as_they_do_without():
         mapped = jax.shard_map(fn, mesh=mesh, in_specs=(specs, P("fsdp")), out_specs=P("fsdp"), check_vma=False)
         outputs.append(jax.jit(mapped)(variables, x))
     jax.tree.map(np.testing.assert_array_equal, *outputs)
-    assert np.ptp(np.asarray(outputs[0][0]), axis=0).max() > 0  # guard: rows are equal but for what dropout took
+    assert np.ptp(np.asarray(outputs[0][0]), axis=0).max() > 0  # guard: rows differ only by dropout
 
 
 def test_a_module_that_reads_its_parameters_in_setup_works_too():
@@ -127,7 +127,7 @@ def test_on_one_device_and_outside_of_shard_map_there_is_nothing_to_drop():
 
 
 def around(policy):
-    """The model with an ``nn.remat`` of this policy around each wrapped block."""
+    """Returns the model with an ``nn.remat`` of this policy around each wrapped block."""
 
     class Outer(Model):
         @nn.compact
@@ -148,19 +148,19 @@ def _block():
 
 
 def test_the_policy_of_an_outer_remat_decides():
-    """What the page on remat says of two of them; the lint's ``kept-gathered`` reports the first case."""
+    """An outer remat policy overrides ``reshard_after_forward`` in the two cases of the remat page."""
     mesh = mesh_of(2, 4)
 
     def counted(policy, reshard):
         return gathers(around(policy)(fsdp(reshard_after_forward=reshard)), mesh, of="scan")["all_gather"]
 
     once = counted(EVERYTHING, False)
-    assert counted(EVERYTHING, True) == once  # the outer policy keeps what the inner one would drop
+    assert counted(EVERYTHING, True) == once  # the outer policy keeps weights that the inner policy drops
     assert counted(remat_policy(), True) == counted(remat_policy(), False) > once
 
 
 class Sized(nn.Module):
-    """A method that returns what is no array beside what is one."""
+    """Module that returns a dict of an array, a string and a number."""
 
     @nn.compact
     def __call__(self, x):
@@ -189,7 +189,7 @@ def _complex(key, shape):
 
 
 class Spectral(nn.Module):
-    """Real parameters and complex values between, and a complex parameter."""
+    """Real parameters with complex intermediate values, and a complex parameter."""
 
     @nn.compact
     def __call__(self, x, _=None):
@@ -215,7 +215,7 @@ COMPLEX = {
 
 @pytest.mark.parametrize("block, check_vma", [("again", True), ("policy", False)])
 def test_complex_values_train_as_without_the_option(block, check_vma):
-    """JAX's own policies end in an error of ``reduce_precision`` there."""
+    """``reshard_after_forward`` trains complex values, for which JAX's policies raise in ``reduce_precision``."""
     fn, args = loss_and_gradients(Spectra(COMPLEX[block]()), mesh_of(2, 4), check_vma)
     params = unbox(args[0]["params"])
     loss, grads = jax.jit(jax.value_and_grad(lambda p: mean_loss(p, Spectra(Spectral).apply, BATCH)))(params)
@@ -223,6 +223,6 @@ def test_complex_values_train_as_without_the_option(block, check_vma):
     np.testing.assert_allclose(got, loss, rtol=1e-5)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), unbox(sharded["params"]), grads)
     assert jnp.iscomplexobj(grads["blocks"]["mix"])  # guard
-    with pytest.raises(TypeError, match="reduce_precision does not accept"):  # guard: what is kept would be complex
+    with pytest.raises(TypeError, match="reduce_precision does not accept"):  # guard: the kept values are complex
         kept = nn.remat(Spectral, policy=EVERYTHING)
         jax.eval_shape(jax.grad(lambda p: mean_loss(p, Spectra(kept).apply, BATCH)), params)

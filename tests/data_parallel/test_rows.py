@@ -1,4 +1,4 @@
-"""A lookup in a split table sends rows where these are fewer bytes than the table, and is the lookup of one device."""
+"""Tests of lookups that send rows instead of a split table, if rows have fewer bytes: equal to one device."""
 
 import math
 import re
@@ -29,7 +29,7 @@ from xlstm_jax.distributed.data_parallel.wire.lookup import LANES, RowLookup, by
 
 V, D = 32, 12
 MESHES = {"one axis": {"fsdp": 8}, "two": {"x": 2, "y": 4}, "copies": {"dp": 2, "fsdp": 4}}
-# Many tokens are the same, some count from the end, and one is none.
+# Many tokens are equal, some are negative (count from the end), and one token is out of range.
 TOKENS = jax.random.randint(jax.random.key(0), (16, 5), 0, V).at[:, 1].set(3).at[4, 2].set(-2).at[9, 3].set(V)
 
 
@@ -44,7 +44,7 @@ def lookup_of(dim, outer, group, true=(V, D), stored=(V, D), how=DEFAULT_COMMUNI
     return RowLookup(true, stored, dim, outer, group, *counts, how)
 
 
-# ------------------------------------------------------------------------------------------------------- by one array
+# ------------------------------------------------------------------------------------------------ lookups in an array
 
 
 LOOKUPS = {
@@ -68,7 +68,7 @@ def test_rows_and_gradient_are_those_of_one_device(case, check_vma, mesh_of):
     table = jax.random.normal(jax.random.key(1), true)
     weight = jax.random.normal(jax.random.key(2), (*TOKENS.shape, D))
     padded = jnp.pad(table, [(0, full - size) for full, size in zip(stored, true, strict=True)])
-    tokens = TOKENS.at[9, 3].set(0)  # the gradient of a row of NaN is none
+    tokens = TOKENS.at[9, 3].set(0)  # out of range: the row is NaN, with gradient 0
 
     def loss(shard, tokens, weight):
         return (look_up(shard, tokens, lookup) * weight).sum()
@@ -78,7 +78,7 @@ def test_rows_and_gradient_are_those_of_one_device(case, check_vma, mesh_of):
     got = rows(padded, TOKENS)
     want = jnp.take(table, TOKENS, axis=0)
     np.testing.assert_array_equal(got, want)
-    assert np.isnan(got).any(axis=-1).sum() >= 1 and not np.isnan(got).all()  # guard: the token that is none
+    assert np.isnan(got).any(axis=-1).sum() >= 1 and not np.isnan(got).all()  # guard: the out-of-range token
 
     grad = on_mesh(jax.grad(loss), mesh, check_vma, (split, jax.P(axes), jax.P(axes)), split)(padded, tokens, weight)
     whole = jax.grad(lambda table: (jnp.take(table, tokens, axis=0) * weight).sum() / 8)(table)
@@ -94,7 +94,7 @@ def test_repeated_rows_are_summed_in_float32(mesh_of):
         return look_up(shard, tokens, lookup).astype(jnp.float32).sum()
 
     grad = on_mesh(jax.grad(loss), mesh_of["one axis"], True, (jax.P("fsdp"), jax.P("fsdp")), jax.P("fsdp"))
-    np.testing.assert_array_equal(grad(jnp.zeros((V, D)), tokens)[0], np.full(D, 400.0))  # in bfloat16 it stops at 256
+    np.testing.assert_array_equal(grad(jnp.zeros((V, D)), tokens)[0], np.full(D, 400.0))  # a bfloat16 sum stops at 256
 
 
 def test_the_way_with_fewest_bytes_is_taken():
@@ -110,11 +110,11 @@ def test_the_way_with_fewest_bytes_is_taken():
     assert choose(table, table, 0, [("fsdp", 8)], tokens=29000) is None
 
 
-# ----------------------------------------------------------------------------------------------------------- by models
+# -------------------------------------------------------------------------------------------------------------- models
 
 
 class Untied(nn.Module):
-    """``embed`` makes the embedding, of this shape; each of 8 devices has 10 tokens."""
+    """``embed`` makes the embedding of this shape; each of 8 devices has 10 tokens."""
 
     embed: type[nn.Module] = nn.Embed
     dtype: type | None = None
@@ -133,7 +133,7 @@ class Step(nn.Module):
 
 
 class Scanned(nn.Module):
-    """The lookup stands in a scan over the tokens' second dim, under ``nn.remat``."""
+    """A lookup in a scan over the tokens' second dim, under ``nn.remat``."""
 
     @nn.compact
     def __call__(self, tokens):
@@ -150,7 +150,7 @@ def loss_fn(params, apply_fn, batch, rng):
 
 
 def trained(model, mesh, check_vma=True, **options):
-    """The step, the state, parameters before and after one step of it, and those of one device."""
+    """Returns the step and the state."""
     axes = tuple(mesh.shape)
     state = create_train_state(model, optax.sgd(0.5), mesh, jax.random.key(1), BATCH, batch_axes=axes)
     step = make_train_step(loss_fn, mesh, axes, check_vma=check_vma, **options)
@@ -158,7 +158,7 @@ def trained(model, mesh, check_vma=True, **options):
 
 
 def tables_sent(step, state, size=64 * 24):
-    """How often the whole table is gathered, and how many all-to-alls there are, in the lowered step."""
+    """Returns the number of gathers of the full table and of all-to-alls in the lowered step."""
     text = step.lower(state, BATCH, jax.random.key(2)).as_text()
     results = re.findall(r"stablehlo\.all_gather.* -> tensor<((?:\d+x)+)\w+>", text)
     gathered = [math.prod(map(int, dims.split("x")[:-1])) for dims in results]
@@ -193,7 +193,7 @@ def test_a_model_trains_as_on_one_device(case, check_vma, mesh_of):
     mesh, axes, options, shape = CASES[case]
     model = shard_modules(Untied(shape=shape), nn.Embed, axes, min_weight_size=64, **options)
     step, state = trained(model, mesh_of[mesh], check_vma)
-    of_columns = 2 if shape[0] == 63 else 4  # a table that is split by features has them
+    of_columns = 2 if shape[0] == 63 else 4  # tables that are split by features
     assert tables_sent(step, state, shape[0] * shape[1]) == (0, of_columns)
     assert_as_on_one_device(step, state, Untied(shape=shape))
 
@@ -265,7 +265,7 @@ def test_a_frozen_table_takes_no_gradient(mesh_of):
 
 
 class Reversed(nn.Embed):
-    """An embedding whose lookup is its own."""
+    """An embedding with an overridden lookup."""
 
     def __call__(self, tokens):
         return super().__call__(self.num_embeddings - 1 - tokens)
@@ -309,7 +309,7 @@ def test_intermediates_are_captured(mesh_of):
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 def test_narrow_tokens_count_as_any_others(dtype, mesh_of):
-    """A table has more rows than the dtype of the tokens counts."""
+    """Gradients are exact for tokens of a narrow dtype, although the table has more rows than the dtype can count."""
     table = jax.random.normal(jax.random.key(1), (512, D))
     tokens = jax.random.randint(jax.random.key(2), (16, 5), 0, 100)
     lookup = lookup_of(0, (), ("fsdp",), true=(512, D), stored=(512, D))
@@ -323,7 +323,7 @@ def test_narrow_tokens_count_as_any_others(dtype, mesh_of):
 
 
 def test_an_axis_of_copies_with_one_device_is_none(mesh_of):
-    """In a step of one's own, whose tokens vary over it by their type."""
+    """An axis of copies with one device changes nothing in a custom step, whose tokens vary over the axis by type."""
     mesh = DeviceMeshManager.create_device_mesh({"dp": 1, "fsdp": 8})
     lookup = lookup_of(0, (), ("fsdp",), how=Communication(replicas=Replicas("dp")))
     table, spec = jax.random.normal(jax.random.key(1), (V, D)), jax.P(("dp", "fsdp"))
@@ -339,7 +339,7 @@ def test_an_axis_of_copies_with_one_device_is_none(mesh_of):
 
 
 class Twice(nn.Module):
-    """Two streams of tokens, by one table."""
+    """Two streams of tokens, looked up in the same table."""
 
     @nn.compact
     def __call__(self, tokens):

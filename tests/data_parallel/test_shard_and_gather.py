@@ -1,4 +1,4 @@
-"""shard, gather and sync: the life of a leaf, against one device without any collective."""
+"""Tests of shard, gather and sync: the life of a leaf, against one device without collectives."""
 
 from functools import partial
 
@@ -27,7 +27,7 @@ def normal(seed, shape, dtype=jnp.float32):
 
 
 def sharded_tree(tree, mesh, axis_name, min_weight_size=0):
-    """What ``shard_params`` makes of a tree, seen from outside: boxes with names around local shapes."""
+    """Returns the result of ``shard_params`` for a tree, seen from outside: boxes with names around local shapes."""
     boxes, threshold = [], () if min_weight_size is None else (min_weight_size,)
 
     def local(tree):
@@ -101,7 +101,7 @@ def test_sharding_twice_is_sharding_once_and_other_axes_are_kept():
         assert jax.tree.structure(shard_params(once, "fsdp", 0)) == jax.tree.structure(once)
         back = gather_params(once, "fsdp")
         assert back["tp"].names == ("tp", None) and not is_box(back["short"])
-        plain = nn.Partitioned(once["tp"].value, once["tp"].names)  # a box that the model has made itself
+        plain = nn.Partitioned(once["tp"].value, once["tp"].names)  # a box that the model makes
         assert gather_params(plain, "fsdp").value.shape == back["tp"].value.shape == (8, 8)
         return unbox(back)
 
@@ -117,7 +117,7 @@ def test_sharding_twice_is_sharding_once_and_other_axes_are_kept():
 @pytest.mark.parametrize("names", [("tp", "fsdp"), ("fsdp", "tp"), ("fsdp", "tp", "dp"), ("dp", "fsdp", "tp")], ids=str)
 @pytest.mark.parametrize("gathered", ["fsdp", ("dp", "fsdp")], ids=str)
 def test_an_axis_left_in_a_tuple_holds_its_contiguous_part(gathered, names, check_vma):
-    """The gathered value is the shard that the axes left over hold in the plain layout, and its gradient too."""
+    """Gathering part of a tuple of axes leaves the shard of the remaining axes' plain layout; gradients too."""
     mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 2, "tp": 2})
     w, c = normal(0, (16, 3)), normal(1, (16, 3))
     gone = {gathered} if isinstance(gathered, str) else set(gathered)
@@ -137,7 +137,7 @@ def test_an_axis_left_in_a_tuple_holds_its_contiguous_part(gathered, names, chec
     specs = (P(names), P(left)), (P(tuple(a for a in mesh.axis_names if a not in left), left), P(names))
     value, grad = on_mesh(local, mesh, check_vma, *specs)(w, c)
     assert all(np.array_equal(row, w) for row in value)
-    # Every device along the gathered axes has the same loss, so the mean over them is the gradient of one.
+    # Every device along the gathered axes has the same loss, so the mean over them equals the gradient of a device.
     assert_allclose(grad, c, rtol=1e-6)
 
 
@@ -153,7 +153,7 @@ def test_leaves_of_any_dtype_come_back_in_it(dtype):
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.bool_], ids=lambda d: d.__name__)
 def test_integers_are_never_cast(dtype):
-    # 1001 is no bfloat16; bytes and bools would survive the cast, but must come back in their own dtype.
+    # bfloat16 cannot represent 1001; bytes and bools would survive the cast, but must return in their dtype.
     w = jnp.arange(1000, 1064).reshape(8, 8).astype(dtype)
     got = on_mesh(
         lambda w: gather_params(shard_params(w, "fsdp", 0), "fsdp", gather_dtype=jnp.bfloat16),
@@ -175,7 +175,7 @@ def test_a_negative_dim_counts_from_the_end():
 
 
 def scattered_as(dtype, grad_scatter_dtype, devices):
-    """The dtype of the reduce-scatter of a gradient, and all dtypes of floats in its trace."""
+    """Returns the dtype of a gradient's reduce-scatter, and all dtypes of floats in the trace."""
 
     def local(w):
         return jax.grad(lambda w: jnp.sum(gather_array_with_mean_grads(w, 0, "fsdp", None, grad_scatter_dtype)))(w)
@@ -194,7 +194,7 @@ def test_sums_that_nobody_asked_to_narrow_run_in_float32():
 
 def test_nothing_is_narrowed_where_nothing_travels():
     assert scattered_as(jnp.float32, jnp.bfloat16, 1) == ([], {"float32"})
-    assert "bfloat16" in scattered_as(jnp.float32, jnp.bfloat16, 8)[1]  # guard: it would be seen
+    assert "bfloat16" in scattered_as(jnp.float32, jnp.bfloat16, 8)[1]  # guard: a cast would be seen
 
 
 def test_eight_bit_floats_travel_and_are_summed_wider():
@@ -241,7 +241,7 @@ def test_sharded_gradient_is_the_unsharded_gradient(check_vma, dp, fsdp, shape):
         return gather_params(sync_gradients(grads, AXES), "fsdp")[None]
 
     want = jax.grad(loss)(w, x)  # one device, no collectives
-    # The gradient comes back whole from every device. (Gathered, its type varies, hence the leading dim.)
+    # The gradient is replicated on return. (A gather makes its type varying, hence the leading dim.)
     got = on_mesh(one_device, mesh_of(dp, fsdp), check_vma, (P(), P(AXES)), P(AXES))(w, x)
     for row in got:
         assert_allclose(row, want, rtol=FLOAT32_ROUNDING, atol=FLOAT32_ROUNDING * np.abs(want).max())
@@ -281,7 +281,7 @@ def test_a_gradient_is_scattered_along_any_dim(dim, dtype):
 
 @BOTH_MODES
 def test_dtypes_on_the_wire(check_vma):
-    """The dtypes of the lowered collectives are those asked for; results come back in x's own."""
+    """Lowered collectives have the requested dtypes; results return in the dtype of x."""
 
     def run(gather_dtype, scatter_dtype):
         def local(w, x):
@@ -320,7 +320,7 @@ def test_a_float16_mean_does_not_overflow_where_its_sum_would():
     assert 8 * 9000 > float(np.finfo(np.float16).max)  # guard
 
     def of_first_device(w):
-        one = jnp.where(jax.lax.axis_index("fsdp") == 0, 80000.0, 0.0)  # more than float16 has, but for an eighth of it
+        one = jnp.where(jax.lax.axis_index("fsdp") == 0, 80000.0, 0.0)  # an eighth fits into float16, the sum does not
         return jax.grad(lambda w: jnp.sum(gather_array_with_mean_grads(w, 0, "fsdp", None, jnp.float16) * one))(w)
 
     got = on_mesh(of_first_device, mesh_of(1, 8), False, P("fsdp"), P("fsdp"))(jnp.ones((8, 8), jnp.float32))
@@ -335,7 +335,7 @@ def test_a_narrow_term_has_the_bits_of_a_wide_division(dtype, count):
     term = partial(term_of_mean, count=count, dtype=jnp.dtype(dtype))
     assert_array_equal(jax.jit(term)(value), want)
     wide = [eqn for _, eqn in equations(jax.make_jaxpr(term)(value)) if eqn.primitive.name == "convert_element_type"]
-    assert bool(wide) == (count == 6)  # a power of two divides the value as it is
+    assert bool(wide) == (count == 6)  # a power of two divides without a cast
 
 
 @BOTH_MODES
@@ -374,7 +374,7 @@ def test_integer_leaves_get_no_gradient():
 @BOTH_MODES
 @pytest.mark.parametrize("axis_names", [("dp", "fsdp"), ["fsdp", "dp"]], ids=str)
 def test_sync_averages_each_leaf_over_the_axes_that_its_box_does_not_name(axis_names, check_vma):
-    """Plain ``jax.grad`` in both modes, for a whole leaf and for ones over one axis and over both."""
+    """``sync_gradients`` averages plain ``jax.grad`` in both modes, for leaves split over no axis, one, and two."""
     mesh = mesh_of(2, 4)
     w, x = normal(0, (16, 8)), normal(1, (32, 16))
     boxes = {"whole": (None, None), "one": ("fsdp", None), "both": (("dp", "fsdp"), None)}
@@ -394,14 +394,14 @@ def test_sync_averages_each_leaf_over_the_axes_that_its_box_does_not_name(axis_n
 
 
 def test_what_is_equal_by_type_counts_once_in_a_sum():
-    """And not once for each device, as ``lax.psum`` would count it."""
+    """``collectives.psum`` counts a value that is replicated by type once, unlike ``lax.psum`` (once per device)."""
     for check_vma, count in ((True, 1), (False, 8)):
         run = on_mesh(lambda x: collectives.psum([x], [AXES])[0], mesh_of(2, 4), check_vma, P(), P())
         assert run(jnp.float32(1)) == count
 
 
 def test_without_sync_devices_would_drift_apart():
-    """The guard of the test above: the local gradient of a whole leaf is far from the mean."""
+    """Guard of the test above: without sync, the local gradient of a replicated leaf is far from the mean."""
     w, x = normal(0, (3, 5)), normal(1, (32, 3))
     grads = on_mesh(
         lambda w, x: jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)[None],
@@ -414,7 +414,7 @@ def test_without_sync_devices_would_drift_apart():
 
 
 def test_narrow_gradients_are_averaged_in_float32():
-    """8 x 9000 does not fit in float16; in bfloat16 the mean of 256 + i would lose every i."""
+    """``sync_gradients`` averages in float32: float16 overflows at 8 x 9000, bfloat16 loses 1 / 128."""
     fp16 = jnp.full((8, 1), 9000, jnp.float16)
     bf16 = (1 + jnp.arange(8) / 128).astype(jnp.bfloat16)[:, None]
 

@@ -1,4 +1,4 @@
-"""Layers of a loop become layers of a scan and back, shard by shard; and an array is split over devices."""
+"""Tests of ``stack_layers`` and ``unstack_layers``, shard by shard; and of splitting an array over devices."""
 
 from functools import cache, partial
 
@@ -38,21 +38,21 @@ TX = optax.adamw(1e-2)
 
 @cache
 def states():
-    """A state of the loop, and one of the scan, on the same mesh."""
+    """Returns a state of the loop model and a state of the scan model, on the same mesh."""
     wrap = fsdp(axis_name=AXES, gather_dtype="bfloat16", uneven="pad", min_weight_size=4)
     where = (TX, mesh_of(2, 4), jax.random.key(0), data()["x"])
     return [create_train_state(Model(wrap, scan), *where, batch_axes=AXES) for scan in (False, True)]
 
 
 def described(tree):
-    """Structure with boxes, shapes, dtypes and places of a tree, without values."""
+    """Returns boxes, shapes, dtypes and placements of a tree, without values."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves]
 
 
 @pytest.mark.slow
 def test_a_state_of_a_loop_goes_on_as_one_of_a_scan():
-    """Boxes, shapes and places are those of the scan's own state, moments included, and so is the next step."""
+    """``stack_layers`` makes a scan state of a loop state: boxes, placements, moments and the next step agree."""
     loop, scan = states()
     step = make_train_step(mean_loss, mesh_of(2, 4), AXES)
     loop, _ = step(jax.tree.map(jnp.copy, loop), data(), jax.random.key(1))
@@ -68,7 +68,7 @@ def test_a_state_of_a_loop_goes_on_as_one_of_a_scan():
     loop, of_loop = step(loop, data(), jax.random.key(1))
     stacked, of_scan = step(stacked, data(), jax.random.key(1))
     np.testing.assert_allclose(of_scan["loss"], of_loop["loss"], rtol=FLOAT32_ROUNDING)
-    # AdamW makes a step of lr=0.01 out of a gradient however small, so a gradient that is rounding alone may differ by
+    # AdamW makes a step of lr=0.01 out of any gradient, so a gradient that is pure rounding may differ by
     # a hundredth of it here.
     assert_same_params(unstack_layers(stacked.params, SCAN, LOOP), loop.params, 1e-3)
 
@@ -142,7 +142,7 @@ def test_each_device_gets_its_slice_in_the_order_of_the_axes(axes):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_the_gradient_of_a_slice(check_vma):
-    """Of a parameter that all devices hold, and of what an all-gather has made (as in a tensor-parallel layer)."""
+    """``split_array_over_mesh`` has exact gradients for replicated parameters and for the output of an all-gather."""
     w, v, c = (jax.random.normal(key, (8, 16)) for key in jax.random.split(jax.random.key(0), 3))
 
     def loss(w, v, c):
@@ -153,7 +153,7 @@ def test_the_gradient_of_a_slice(check_vma):
             v = jax.lax.all_gather(v_shard, "fsdp", axis=1, tiled=True)
             return loss(*(split_array_over_mesh(x, "fsdp", 0) for x in (w, v, c)))
 
-        # JAX transposes its own all_gather to the sum over devices.
+        # JAX transposes all_gather to the sum over devices.
         return *value_and_grad(local, "fsdp")(w, v_shard), jax.grad(lambda v: local(w, v) / 8)(v_shard)
 
     split = PartitionSpec(None, "fsdp")

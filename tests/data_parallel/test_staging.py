@@ -1,4 +1,4 @@
-"""Over several axes a leaf is gathered and scattered in stages, in an order that keeps all axes equally busy."""
+"""Tests of gathers and scatters in stages over several axes, in an order that balances the load of the axes."""
 
 import itertools
 import math
@@ -32,7 +32,7 @@ def mesh():
 
 
 def busiest(sizes, orders, axis_sizes):
-    """Bytes over the busiest axis, by walking through the stages of each gather, and over all axes."""
+    """Returns the bytes over the busiest axis, by walking through the stages of each gather, and over all axes."""
     load = dict.fromkeys(axis_sizes, 0.0)
     for size, order in zip(sizes, orders, strict=True):
         piece = size / math.prod(axis_sizes.values())
@@ -90,12 +90,12 @@ def test_the_staged_gather_is_the_flat_one_in_every_bit(dtype, check_vma):
         cast = value if name == "whole" else value.astype(dtype or value.dtype)
         np.testing.assert_array_equal(gathered[name], np.broadcast_to(cast, (8, *value.shape)))
     assert len(outermost) > 1  # guard: the orders do differ
-    assert math.prod(slices["a"].shape[1:]) == TREE["a"].size // 8  # guard: there was something to gather
+    assert math.prod(slices["a"].shape[1:]) == TREE["a"].size // 8  # guard: the leaf needs a gather
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_the_staged_scatter_is_the_mean_to_rounding(check_vma):
-    """Three stages of two float32 terms round three times, as any order of the sum does."""
+    """A staged scatter is the mean up to three float32 roundings, one per stage, as any order of the sum."""
     weights = jax.random.normal(jax.random.key(9), (8,)) * 2.0 ** jnp.arange(8)
 
     def gradient(tree, weight):
@@ -121,7 +121,7 @@ EMPTY = [(0,), (0, 8, 3)]
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_arrays_of_every_rank_are_scattered_as_along_their_own_dim_in_every_bit(check_vma):
-    """As matrices along a leading dim, one collective for each axis, in the array's own dtype."""
+    """A ``reduce_scatter`` of any rank is bit-equal to one collective per axis along the dim, in the array's dtype."""
     cases = [(shape, dim) for shape in SHAPES + EMPTY for dim, size in enumerate(shape) if size % 8 == 0]
     kinds = map(jnp.dtype, ["float32", "bfloat16", "int32", "float16"])
     dtypes = list(itertools.islice(itertools.cycle(kinds), len(cases)))
@@ -198,4 +198,4 @@ def test_the_same_tree_is_split_the_same_way_inside_and_outside_of_shard_map():
     names = {path: leaf.names for path, leaf in leaves_with_path(outside)}
     plan = plan_sharding(model, dict.fromkeys(AXES, 2), x)
     assert names == seen == {f"params/{row.path}": row.names for row in plan.rows}
-    assert len({leaf_of(leaf).axes[0] for _, leaf in leaves_with_path(outside)}) > 1  # guard: they do rotate
+    assert len({leaf_of(leaf).axes[0] for _, leaf in leaves_with_path(outside)}) > 1  # guard: orders differ

@@ -1,4 +1,4 @@
-"""A store of somebody else's, in a file of its own: leaves that devices keep transposed."""
+"""Tests of a user-defined store: leaves that devices keep transposed."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +34,7 @@ BATCH, TX = data(), optax.adam(0.1)
 
 @dataclass(frozen=True)
 class Transposed(Store):
-    """Keeps a matrix with its last two dims exchanged; ``layers`` dims stand in front."""
+    """Store of matrices with the last two dims exchanged, after ``layers`` leading dims."""
 
     layers: int = 0
 
@@ -65,7 +65,7 @@ class Transposed(Store):
 
 
 class Transpose:
-    """``uneven="transpose"``: matrices that are split are kept transposed."""
+    """``uneven="transpose"``: split matrices are stored transposed."""
 
     def reason(self, dim, size, parts):
         return None
@@ -103,7 +103,7 @@ def transposed_state(mesh, tx=TX, make=Two, **options):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_store_of_ones_own_is_one_class(check_vma, tmp_path):
-    """Loss, gradients, moments and a checkpoint, which holds the values of the plain model."""
+    """A user-defined store keeps loss, gradients and moments exact; a checkpoint has the plain model's values."""
     mesh = mesh_of(2, 4)
     state = transposed_state(mesh)
     kernels = transposed_leaves(state.params)
@@ -128,7 +128,7 @@ def test_a_store_of_ones_own_is_one_class(check_vma, tmp_path):
 
 
 def test_a_part_of_a_padded_leaf_keeps_its_zeros():
-    """Of 5 rows stored as 8, on one device all, and on two devices four each."""
+    """A ``ZeroPadding`` of 5 rows stored as 8 reads 5 rows on one device, and four on each of two devices."""
     store, stored = ZeroPadding((5, None)), jnp.pad(jnp.ones((5, 3)), ((0, 3), (0, 0)))
     assert store.read(stored, (False, False)).shape == store.shape((8, 3), (1, 1)) == (5, 3)
     assert store.read(stored[:4], (True, False)).shape == (4, 3)

@@ -1,8 +1,8 @@
-"""Tensor parallelism inside wrapped modules: a leaf may be split over another axis, which the gather leaves alone.
+"""Tests of tensor parallelism inside wrapped modules: the gather leaves a split over another axis alone.
 
-The stack is as in Megatron: products split by columns, then by rows; between them tokens are split as well (sequence
-parallel). Parameters become plain ``nn.Partitioned`` by ``nn.map_variables``, on a dim of their own or on the one that
-is split; sharding over "fsdp" then goes around it, or inside of it.
+The stack is as in Megatron: products split by columns, then by rows; between the products tokens may be split as well
+(sequence parallel). ``nn.map_variables`` turns parameters into plain ``nn.Partitioned`` boxes, on an extra dim or on
+the split dim; the sharding over "fsdp" then wraps around the boxes, or inside.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.collectives import is_tracked, own_shard
 
 WIDTH, HIDDEN, LAYERS = 8, 16, 1
-TX = optax.chain(KEPT, optax.adamw(1e-2))  # its state has the gradients of the last step
+TX = optax.chain(KEPT, optax.adamw(1e-2))  # the optimizer state contains the gradients of the last step
 BATCH = jax.random.normal(jax.random.key(1), (8, 4, WIDTH)) * (1 + jnp.arange(8) % 3)[:, None, None]  # [b, t, d]
 MESHES = {"4x2": {"fsdp": 4, "tp": 2}, "2x2x2": {"dp": 2, "fsdp": 2, "tp": 2}}
 
@@ -42,7 +42,7 @@ MESHES = {"4x2": {"fsdp": 4, "tp": 2}, "2x2x2": {"dp": 2, "fsdp": 2, "tp": 2}}
 
 @jax.custom_vjp
 def same_on_all(x):
-    """x, which is equal along "tp": its gradient is the sum of those of the devices, each of which uses x alone."""
+    """Returns x, which is equal along "tp": the gradient is the sum of the gradients of all devices."""
     return x
 
 
@@ -51,7 +51,7 @@ same_on_all.defvjp(lambda x: (x, None), lambda _, grad: (jax.lax.psum(grad, "tp"
 
 @jax.custom_vjp
 def summed(x):
-    """The sum over "tp", whose gradient is that of each term. Without types JAX would sum the gradient once more."""
+    """Returns the sum over "tp" with the gradient of each term. Without types JAX would sum the gradient again."""
     return jax.lax.psum(x, "tp")
 
 
@@ -70,10 +70,10 @@ def leave(x):
 
 
 class OnEachDevice(nn.Module):
-    """A layer whose parameters are this device's own along "tp".
+    """Layer whose parameters differ per device along "tp".
 
-    ``dims`` names the dim of a leaf along which the devices' parts lie beside each other; any other leaf is stacked
-    along a new first dim. With ``only_first`` the parts of all devices but one are zero, and stay so.
+    ``dims`` names the dim of a leaf along which the devices' parts are concatenated; any other leaf is stacked along a
+    new first dim. With ``only_first`` the parts of all devices except the first are zero, and stay zero.
     """
 
     make: Callable[..., nn.Module]
@@ -118,7 +118,7 @@ class OnEachDevice(nn.Module):
 
 
 class Block(nn.Module):
-    """Columns, then rows; with ``sequence`` x [b, t, d] is split over "tp" along t outside of the products."""
+    """Products by columns, then by rows; ``sequence`` splits x [b, t, d] over "tp" along t outside of the products."""
 
     tp: int
     sequence: bool
@@ -128,7 +128,7 @@ class Block(nn.Module):
     def __call__(self, x):
         dense = self.wrap(nn.Dense)
         x = jax.lax.all_gather(x, "tp", axis=1, tiled=True) if self.sequence else enter(x)
-        dims = {"kernel": 1, "bias": 0} if self.wrap is plain else None  # else "fsdp" may split that dim
+        dims = {"kernel": 1, "bias": 0} if self.wrap is plain else None  # else "fsdp" may split the dim
         h = OnEachDevice(partial(dense, HIDDEN // self.tp), dims, name="columns")(x)
         y = OnEachDevice(partial(dense, WIDTH, use_bias=False), name="rows")(nn.gelu(h))
         y = y + OnEachDevice(partial(Bias, WIDTH), only_first=True, name="bias")(y)
@@ -145,7 +145,7 @@ class Bias(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks with residual connections, whole parameters between them, tokens split or not."""
+    """Blocks with residual connections, replicated parameters in between, tokens split or not."""
 
     tp: int
     sequence: bool
@@ -171,13 +171,13 @@ def split_tokens(x):
 
 
 def gathered(x):
-    """Each device's tokens put among zeros, and summed: whole, and equal along "tp" by type."""
+    """Returns the tokens of all devices, by a sum of zero-padded parts: equal along "tp" by type."""
     whole = 0 * jnp.concatenate([x] * jax.lax.axis_size("tp"), axis=1)
     return leave(jax.lax.dynamic_update_slice_in_dim(whole, x, jax.lax.axis_index("tp") * x.shape[1], 1))
 
 
 def on_one_device(params, x):
-    """The same from the global parameters, without a mesh."""
+    """Trains from the global parameters, without a mesh."""
     x = x @ params["first"]["kernel"] + params["first"]["bias"]
     for layer in range(LAYERS):
         columns, rows, bias = (params[f"block_{layer}"][name]["sharded"] for name in ("columns", "rows", "bias"))
@@ -191,7 +191,7 @@ def error(y, x):
     return jnp.mean((y - jnp.roll(x, 1, axis=-1)) ** 2)
 
 
-# --------------------------------------------------------------------------------------------------------- the tests
+# ------------------------------------------------------------------------------------------------------------- tests
 
 
 def mesh_and_axes(name):
@@ -201,7 +201,7 @@ def mesh_and_axes(name):
 
 @cache
 def initialised(model, mesh, axes):
-    """Inside ``shard_map``, as each device draws its own parameters; in two passes, the first for the specs."""
+    """Initialises inside ``shard_map``, with different draws per device; in two passes, the first for the specs."""
 
     init = partial(on_mesh, lambda x: model.init(jax.random.key(0), x)["params"], mesh, False, P(axes))
     return init(partition_specs(jax.eval_shape(init(P()), BATCH), mesh))(BATCH)
@@ -246,7 +246,7 @@ def test_gradients_and_three_steps_are_those_of_one_device(case, check_vma):
         assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
         assert_same_params(state.opt_state[0], grads)
     assert_same_params(state.params, want)
-    assert not np.allclose(start["first"]["kernel"], want["first"]["kernel"], atol=1e-2)  # guard: it was trained
+    assert not np.allclose(start["first"]["kernel"], want["first"]["kernel"], atol=1e-2)  # guard: parameters move
 
 
 def names_of(params):
@@ -254,7 +254,7 @@ def names_of(params):
 
 
 def test_the_cases_split_leaves_over_both_axes_and_over_one():
-    """A guard: what the parity above is about does occur in its models."""
+    """Guard: the models of the parity test have leaves split over both axes, and over one axis."""
     around, tokens, inside = (names_of(initialised(model, *mesh_and_axes(name))) for name, model in CASES.values())
     for found in (around, tokens):
         assert found["block_0/columns/sharded/kernel"] == ("fsdp", "tp")
@@ -271,7 +271,7 @@ NAMES = [("tp", "fsdp"), ("fsdp", "tp"), ("tp", None), (("tp", "fsdp"), None), (
 
 @pytest.mark.parametrize("names", NAMES, ids=str)
 def test_a_gather_leaves_a_plain_box_of_the_other_axis(names):
-    """Whatever dim that axis splits, and also within a tuple: with "fsdp" outermost the values are the same."""
+    """A gather over "fsdp" leaves "tp" on any dim, also within a tuple: with "fsdp" outermost the values agree."""
     mesh, value = mesh_and_axes("4x2")[0], jax.random.normal(jax.random.key(0), (16, 16))
     left = tuple("tp" if name == "tp" or isinstance(name, tuple) else None for name in names)
 

@@ -1,6 +1,6 @@
-"""Modules of a third library are one adapter over ``unit``: a sketch for modules that are pytrees, as Equinox's are.
+"""Tests of a third module library: a sketch of an adapter over ``unit``, for modules that are pytrees as Equinox's.
 
-Equinox is no dependency of the project. ``Module`` has what matters here: it is a frozen dataclass, and a pytree.
+Equinox is no dependency of the project. ``Module`` has the relevant property: a frozen dataclass that is a pytree.
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ PYTREES = unit.ModuleSystem(Module)
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The module that ``make`` returns, as ``init`` and ``apply``; ``shard_modules`` chooses the units in it."""
+    """The module that ``make`` returns, with ``init`` and ``apply``; ``shard_modules`` chooses the units."""
 
     make: object
     chosen: tuple = ()
@@ -79,7 +79,7 @@ class Model:
         return self._with_units(bound, lambda module, policy: module)(*inputs)
 
     def _with_units(self, module, prepared, path=""):
-        """The module with units in it, from the innermost on; each is ``prepared`` before it becomes a unit."""
+        """Returns the module with units, innermost first; each chosen module is ``prepared``, then becomes a unit."""
         for name, value in vars(module).items():
             if isinstance(value, Module):
                 inner = self._with_units(value, prepared, f"{path}/{name}".lstrip("/"))
@@ -150,7 +150,7 @@ def test_units_of_a_third_library_gather_in_each_method_and_drop():
     for options in ({}, {"reshard_after_forward": True}):
         state, step = step_of(shard_modules(Model(make), Linear, **SMALL, **options), True)
         counts.append(as_called(step.lower(state, BATCH, KEY).as_text()).count("stablehlo.all_gather"))
-    # Kept, each of both weights is gathered once. Dropped, it is gathered by each of its four calls, and again in the
+    # Kept, each of the two weights is gathered once. Dropped, a weight is gathered in each of four calls, and in the
     # backward pass but for up(x), as x has no gradient.
     assert counts == [2, 7]
 

@@ -1,4 +1,4 @@
-"""A parameter that a loss reads twice is gathered once, and its gradient scattered once: a tied embedding, say."""
+"""Tests of parameters that a loss reads twice, such as tied embeddings: one gather and one scatter per step."""
 
 from functools import partial
 
@@ -26,7 +26,7 @@ TOKENS = jax.random.randint(jax.random.key(0), (8, 5), 0, 64)
 
 
 class Tied(nn.Module):
-    """The table is read by a lookup and by the head; ``head_in_remat`` puts the second read into ``nn.remat``."""
+    """A table read by a lookup and by the head; ``head_in_remat`` puts the second read into ``nn.remat``."""
 
     head_in_remat: bool = False
 
@@ -55,7 +55,7 @@ def linen_loss(params, apply_fn, batch, rng):
 
 
 def past_the_wrapper(params, apply_fn, batch, rng):
-    """The head reads the box itself, and no wrapped module stands between."""
+    """Loss whose head reads the box without a wrapped module in between."""
     x = nn.tanh(jnp.take(params["embed"]["embedding"].unbox(), batch, axis=0))
     return optax.softmax_cross_entropy_with_integer_labels(x @ params["embed"]["embedding"].T, batch).mean()
 
@@ -68,7 +68,7 @@ def step_and_state(model, where, loss, check_vma=True):
 
 
 def of_the_table(step, state):
-    """How often the table, of 64 x 32 values in four shards, is gathered, and its gradient scattered."""
+    """Returns the number of gathers of the table (64 x 32 values in four shards), and of scatters of its gradient."""
     found = [eqn for _, eqn in equations(step.trace(state, TOKENS, jax.random.key(2)).jaxpr)]
     gathers = [e for e in found if e.primitive.name.startswith("all_gather") and e.outvars[0].aval.size == 64 * 32]
     scatters = [e for e in found if e.primitive.name == "reduce_scatter" and e.invars[0].aval.size == 64 * 32]
@@ -107,7 +107,7 @@ def test_its_gradient_is_that_of_one_device(case):
     want = jax.tree.map(lambda p, g: p - 0.5 * g, before, jax.grad(plain)(before))
     jax.tree.map(partial(np.testing.assert_allclose, rtol=FLOAT32_ROUNDING, atol=1e-7), after, want)
     table, moved = before["embed"]["embedding"], want["embed"]["embedding"]
-    assert np.abs(table - moved).max() > 1e-4  # guard: there is a gradient to compare
+    assert np.abs(table - moved).max() > 1e-4  # guard: the gradient is not 0
 
 
 def test_of_nnx_too():
@@ -119,7 +119,7 @@ def test_a_read_within_a_transformation_gathers_by_itself():
     step, state = step_and_state(Tied(head_in_remat=True), (nn.Embed, nn.Dense), linen_loss)
     gathers, scatters = of_the_table(step, state)
     assert gathers >= 2 and scatters == 2
-    step(state, TOKENS, jax.random.key(2))  # no array of the inner trace is read outside of it
+    step(state, TOKENS, jax.random.key(2))  # no array of the inner trace leaks
 
 
 def test_a_read_within_a_checkpoint_is_not_read_outside_of_it():

@@ -1,7 +1,7 @@
-"""What comes before a step, and between steps: counted, as times are not the same twice.
+"""Tests of the costs before and between steps, measured as counts, because times vary.
 
-Equal layers of a Python loop share the functions by which their weights are gathered and their gradients scattered.
-A call of a step runs a fixed number of functions of the library, however large the state is, and one for each box.
+Equal layers of a Python loop share the functions that gather weights and scatter gradients. A call of a step runs a
+fixed number of functions of the library, independent of the size of the state, and one function per box.
 """
 
 import re
@@ -29,7 +29,7 @@ MAKES_A_BOX = "_of_parts"
 
 
 class Loop(nn.Module):
-    """Layers in a Python loop, of kernels of rank 2 or 3."""
+    """Layers in a Python loop, with kernels of rank 2 or 3."""
 
     layers: int
     general: bool = False
@@ -49,7 +49,7 @@ def loss_fn(params, apply_fn, batch, rng):
 
 @cache
 def step_of(layers, general=False):
-    """A step of the sharded model, and its arguments."""
+    """Returns a step of the sharded model, and its arguments."""
     model, mesh, x = Loop(layers, general), mesh_of(2, 4), jnp.ones((8, 32))
     model = shard_modules(model, (nn.Dense, nn.DenseGeneral), AXES, 2**8)
     state = create_train_state(model, optax.sgd(0.1), mesh, jax.random.key(0), x, batch_axes=AXES)
@@ -58,7 +58,7 @@ def step_of(layers, general=False):
 
 @cache
 def plain_step_of(layers, general=False):
-    """The same with global arrays."""
+    """Returns a step on global arrays, and its arguments."""
     model, x = Loop(layers, general), jnp.ones((8, 32))
     params = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
     state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1))
@@ -72,7 +72,7 @@ def plain_step_of(layers, general=False):
 
 @cache
 def equations_of_step(make, layers, general):
-    """How many equations JAX has traced; those of a function that is shared count once."""
+    """Returns the number of equations that JAX has traced; equations of a shared function count once."""
     step, args = make(layers, general)
     return len(list(all_equations(step.trace(*args).jaxpr.eqns)))
 
@@ -84,7 +84,7 @@ def test_equal_layers_share_what_gathers_and_scatters(general):
         for step, args in (step_of(layers, general) for layers in (7, 10))
     )
     assert few == many
-    assert all(few.values())  # guard: there are some
+    assert all(few.values())  # guard: no count is 0
 
 
 @pytest.mark.parametrize("general", [False, True])
@@ -96,7 +96,7 @@ def test_a_layer_adds_few_equations_to_those_of_the_model(general):
 
 
 def test_products_of_gradients_stay_as_they_are_on_cpus_alone():
-    """A barrier keeps XLA from transposing those in bfloat16 within, which its kernels for CPUs do not take."""
+    """A barrier stops XLA from transposing bfloat16 products, whose transposed form has no CPU kernels."""
 
     def grad(shard, x):
         return jax.grad(lambda shard: jnp.sum(x @ gather_array_with_mean_grads(shard, 0, "fsdp")))(shard)
@@ -110,7 +110,7 @@ def test_products_of_gradients_stay_as_they_are_on_cpus_alone():
 
 
 def calls_of_a_step(layers):
-    """The functions of the library that a call of a step runs, by name."""
+    """Returns the names of the library functions that a call of a step runs."""
     step, (state, x, rng) = step_of(layers)
     state, called = jax.tree.map(jnp.copy, state), []
 
@@ -135,7 +135,7 @@ def boxes_of(tree):
 def test_a_call_runs_as_many_functions_however_large_the_state_is():
     few, many = ([name for name in calls_of_a_step(layers) if name != MAKES_A_BOX] for layers in (2, 5))
     assert few == many
-    assert 0 < len(many) <= 24, many  # four of them walk the table of checks
+    assert 0 < len(many) <= 24, many  # four of these walk the table of checks
 
 
 def test_a_call_makes_each_box_once():
@@ -144,7 +144,7 @@ def test_a_call_makes_each_box_once():
 
 
 def test_a_step_returns_the_structure_that_it_was_given():
-    """The fields of boxes are then compared by identity, at each call."""
+    """A step returns the same field objects of boxes, so that the next call compares them by identity."""
     step, (state, x, rng) = step_of(2)
     after, _ = step(jax.tree.map(jnp.copy, state), x, rng)
     pairs = [(vars(a), vars(b)) for a, b in zip(*(boxes_of(tree) for tree in (state, after)), strict=True)]

@@ -1,4 +1,4 @@
-"""Rows that are sent to devices: padded as everywhere, and ragged as on TPUs, by an exchange that CPUs can do."""
+"""Tests of rows sent between devices: padded, and ragged as on TPUs, by an exchange that runs on CPUs."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ AXES = ("ep",)
 
 
 def like_a_tpus(value, out, starts, sizes, places, coming, axis_name):
-    """``lax.ragged_all_to_all`` as its documentation says, of all rows of all devices."""
+    """Implements the documentation of ``lax.ragged_all_to_all``, from the gathered rows of all devices."""
     everyones = [lax.all_gather(x, axis_name) for x in (value, starts, sizes, places)]
     me = lax.axis_index(axis_name)
     for device in range(COUNT):
@@ -32,7 +32,7 @@ def like_a_tpus(value, out, starts, sizes, places, coming, axis_name):
 
 
 def there_and_back(rows, counts):
-    """Of this device: what has come, what comes back of it, and the gradient of both."""
+    """Returns for this device the received rows, the rows sent back, and the gradient of the round trip."""
     counts = counts[0]
     coming = lax.all_to_all(counts, AXES, 0, 0, tiled=True)
     exchange = counts, coming, Exchange(AXES, MOST, LENGTH)
@@ -60,13 +60,13 @@ def test_a_ragged_exchange_is_the_padded_one(monkeypatch, check_vma):
     monkeypatch.setattr(lax, "ragged_all_to_all", like_a_tpus)
     jax.tree.map(np.testing.assert_array_equal, run(), padded)
     arrived, back, grad = padded
-    # Device 2 has 3 rows of device 0, none of 1, 4 of 2 and 1 of 3, each from a place of its own on.
+    # Device 2 receives 3 rows of device 0, none of 1, 4 of 2 and 1 of 3, each group at its offset.
     of_two = np.asarray(arrived).reshape(COUNT, COUNT, MOST, WIDTH)[2]
     assert [int(np.any(part, axis=1).sum()) for part in of_two] == SENT[:, 2].tolist()
     np.testing.assert_array_equal(of_two[0, :3], rows[5:8])
     factors = np.where(np.asarray(rows), np.asarray(back) / np.asarray(rows), 0)
     np.testing.assert_allclose(grad, 2 * factors**2 * rows, rtol=1e-5)
-    assert not np.asarray(back).reshape(COUNT, LENGTH, WIDTH)[0, 9:].any()  # rows that went nowhere
+    assert not np.asarray(back).reshape(COUNT, LENGTH, WIDTH)[0, 9:].any()  # rows without a destination
 
 
 @pytest.mark.slow
@@ -87,4 +87,4 @@ def test_on_a_torus_of_three_axes_rows_alone_are_sent():
     program = compile_for_topology(step, *arrays, topology="v5p:2x2x2", cache=None)
     assert (
         program.hlo.count(" ragged-all-to-all(") == 4 and " all-to-all(f32" not in program.hlo
-    )  # each and its gradient
+    )  # each kernel and its gradient

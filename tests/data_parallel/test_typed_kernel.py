@@ -1,4 +1,4 @@
-"""Kernels of other packages under types: exact, and lowered for TPUs, in whole steps with gradients."""
+"""Tests of third-party kernels under types: exact, and lowered for TPUs in full steps with gradients."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -34,7 +34,7 @@ TOKENS, HEADS, WIDTH = 128, 2, 128
 
 
 def plain_attention(q, k, v):
-    """Causal, of [rows, heads, tokens, width], in float32."""
+    """Returns causal attention of [rows, heads, tokens, width], in float32."""
     scores = jnp.einsum("bhqd,bhkd->bhqk", q, k)
     scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
     return jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(scores), v)
@@ -47,7 +47,7 @@ def splash_attention(q, k, v, interpret=False):
 
 
 KERNELS = {"flash": partial(flash_attention, causal=True), "splash": splash_attention}
-# Interpreted, each in its own way: the context in which a program runs, and the kernel.
+# Two ways to interpret kernels: the context in which a program runs, and the kernel's option.
 INTERPRETED = {
     "flash": (pltpu.force_tpu_interpret_mode, KERNELS["flash"]),
     "splash": (nullcontext, partial(splash_attention, interpret=True)),
@@ -71,7 +71,7 @@ class Model(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        if not self.in_scan:  # interpreted kernels call back to the host, which Flax's scan does not take
+        if not self.in_scan:  # interpreted kernels call back to the host, which fails in Flax's scan
             return Layer(self.attention, name="layers")(x, None)[0]
         layer = nn.remat(Layer, prevent_cse=False)
         stack = nn.scan(layer, length=2, variable_axes={"params": 0}, split_rngs={"params": True})
@@ -93,7 +93,7 @@ def x():
 
 @pytest.fixture(scope="module")
 def expected(x):
-    """Loss and gradients of the plain formula on one device."""
+    """Returns loss and gradients of the plain formula on one device."""
     model = Model(plain_attention)
     params = model.init(jax.random.key(1), x)["params"]
     return jax.value_and_grad(loss_fn)(params, model.apply, x, None)
@@ -102,7 +102,7 @@ def expected(x):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_step_with_a_kernel_is_that_of_the_plain_formula(kernel, check_vma, x, expected):
-    """In interpret mode. The kernels sum blocks of the softmax in float32, as the formula does, in another order."""
+    """An interpreted kernel equals the formula up to rounding: the float32 sums of the softmax differ in order only."""
     loss, grads = expected
     context, attention = INTERPRETED[kernel]
     step = make_train_step(loss_fn, mesh_of(2, 4), AXES, check_vma=check_vma)
@@ -133,7 +133,7 @@ def test_a_whole_step_lowers_for_tpus(kernel):
 
 
 def test_kernels_of_experts_and_of_decoding_lower_for_tpus():
-    """A ragged product with its gradient; paged attention, which has none."""
+    """A ragged product with its gradient, and paged attention without gradients, lower for TPUs."""
 
     def grouped(rows, weights, sizes):
         return typed_kernel(gmm)(rows, weights, sizes).astype(jnp.float32).sum()
@@ -154,7 +154,7 @@ def test_kernels_of_experts_and_of_decoding_lower_for_tpus():
 
 
 def scaled(x, weight, flag=2.0):
-    """``flag * x * weight`` by a Pallas kernel with a gradient rule of its own; ``x`` [n, 8], ``weight`` [8]."""
+    """Returns ``flag * x * weight`` by a Pallas kernel with a custom gradient; ``x`` [n, 8], ``weight`` [8]."""
 
     def kernel(a, b, out):
         out[...] = flag * a[...] * b[...]
@@ -172,7 +172,7 @@ def scaled(x, weight, flag=2.0):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_weight_that_all_devices_hold_gets_the_sum_of_its_gradients(check_vma):
-    """As JAX gives it to the plain formula; without types each device has its own part."""
+    """The gradient of a replicated weight is summed as in the plain formula; without types each device has a part."""
     x, weight = jax.random.normal(jax.random.key(0), (16, 8)), jnp.arange(8.0)
 
     def gradient(fn):
@@ -204,7 +204,7 @@ def test_it_is_right_in_vmap_scan_and_remat_with_a_flag():
 
 
 def test_arrays_that_a_kernel_closes_over_count_as_arguments():
-    """In the body of a scan, which JAX traces once more for the gradient."""
+    """Arrays closed over by a kernel in a scan body get gradients, although JAX traces the body twice."""
     x, weight = jax.random.normal(jax.random.key(0), (16, 8)), jnp.arange(8.0)
 
     def gradients(product):
@@ -217,7 +217,7 @@ def test_arrays_that_a_kernel_closes_over_count_as_arguments():
 
         specs = (P("fsdp"), P())
         over = jax.jit(on_mesh(jax.grad(loss, argnums=(0, 1)), mesh_of(1, 8), True, specs, specs))
-        assert len(jax.tree.leaves(over.lower(x, weight).in_avals)) == 2  # guard: nothing has outlived its trace
+        assert len(jax.tree.leaves(over.lower(x, weight).in_avals)) == 2  # guard: no array outlives its trace
         return over(x, weight)
 
     found = gradients(lambda x, w: typed_kernel(lambda x: scaled(x, w))(x))
@@ -235,7 +235,7 @@ def test_a_kernel_of_another_platform_is_refused_where_it_is_lowered():
 
 
 def test_arguments_that_vary_over_different_axes_are_cast():
-    """Rows over both axes, by a weight for each of two rows of devices."""
+    """Rows over both axes and weights over "dp" alone have exact gradients."""
     x, weight = jax.random.normal(jax.random.key(0), (16, 8)), jnp.arange(16.0)
 
     def gradients(fn):
@@ -254,7 +254,7 @@ def test_without_types_it_is_the_function_itself():
 
 
 def fused_norm(x):
-    """``x / |x|`` along the last dim by a kernel, with a gradient rule of its own."""
+    """Returns ``x / |x|`` along the last dim, by a kernel with a custom gradient."""
 
     def kernel(a, out):
         out[...] = a[...] / jnp.sqrt((a[...] ** 2).sum(-1, keepdims=True) + 1e-6)
@@ -266,7 +266,7 @@ def fused_norm(x):
 
 
 def fused_cross_entropy(logits, labels):
-    """Of ``logits[n, c]`` and ``labels[n]``, by a kernel that also makes the gradient, which its rule keeps."""
+    """Returns the losses of ``logits[n, c]`` and ``labels[n]``; the kernel also makes the gradient for backward."""
 
     def kernel(a, label, loss, grad):
         shifted = a[...] - a[...].max(-1, keepdims=True)
@@ -320,7 +320,7 @@ def test_a_step_with_kernels_for_norm_and_loss_is_that_of_the_formulas(check_vma
 
 
 class NormFirst(nn.Module):
-    """A layer that begins with a kernel, so that in a scan it is traced before anything varies."""
+    """Layer that begins with a kernel: in a scan the kernel is traced before any value varies."""
 
     @nn.compact
     def __call__(self, x, _):
@@ -350,7 +350,7 @@ def test_a_kernel_of_what_does_not_vary_is_right_in_a_scan_and_on_one_device(dp,
 
 
 class OfTokamax(nn.Module):
-    """Attention, a product of experts and the loss of a head, each by Tokamax's kernel for TPUs."""
+    """Attention, a product of experts and the loss of a head, each by a Tokamax kernel for TPUs."""
 
     wrap: Callable
     loss: bool
@@ -376,7 +376,7 @@ class OfTokamax(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", [False, True], ids=["attention and experts", "loss too"])
 def test_a_step_with_kernels_of_tokamax_lowers_for_tpus(monkeypatch, loss):
-    """They ask for the device: the mesh names one that is not there, and their own check of it is left out."""
+    """Steps with tokamax kernels lower for TPUs: the mesh names an absent device, and tokamax's device check is off."""
     pytest.importorskip("tokamax")
     from absl import flags
     from tokamax._src.ops.attention import api as attention
@@ -388,7 +388,7 @@ def test_a_step_with_kernels_of_tokamax_lowers_for_tpus(monkeypatch, loss):
         for one in (kernel, kernel.vjp):
             if hasattr(one, "supported_on"):
                 monkeypatch.setattr(type(one), "supported_on", lambda *_: True)
-    flags.FLAGS(["pytest"])  # which it reads
+    flags.FLAGS(["pytest"])  # the kernels read the flags
     device = jax.sharding.AbstractDevice("TPU v5e", 1, "tpu")
     mesh = DeviceMeshManager.create_abstract_mesh({"dp": 2, "fsdp": 4}).update(abstract_device=device)
     x, rng = jax.ShapeDtypeStruct((16, 1024, 64), jnp.float32), jax.eval_shape(lambda: jax.random.key(0))

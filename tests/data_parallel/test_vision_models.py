@@ -1,7 +1,7 @@
-"""A residual network with batch statistics and a diffusion U-Net train on a mesh as on one device.
+"""Tests of a residual network with batch statistics and a diffusion U-Net: training equals one device.
 
-Convolutions bring kernels of rank 4, attention some of rank 3, BatchNorm statistics of the whole batch: with the axes
-of the batch as its ``axis_name`` they are sums over all devices, forward and backward.
+Convolutions have kernels of rank 4, attention of rank 3; BatchNorm has statistics of the global batch: with the batch
+axes as ``axis_name`` the statistics are sums over all devices, forward and backward.
 """
 
 from functools import cache
@@ -32,18 +32,18 @@ def classify(params, apply_fn, batch, rng, collections):
 
 
 def denoise(params, apply_fn, batch, rng, collections=None):
-    """The noise, found in an image that it was mixed into at some level."""
+    """Returns the loss of predicting the noise in an image mixed with noise at some level."""
     level = batch["level"][:, None, None, None]
     noisy = jnp.sqrt(1 - level) * batch["image"] + jnp.sqrt(level) * batch["noise"]
     loss = jnp.mean((apply_fn({"params": params}, noisy, batch["level"]) - batch["noise"]) ** 2)
     return loss if collections is None else (loss, collections)
 
 
-# The optimizer's state begins with the gradients that it was given.
+# The optimizer state begins with the gradients that the optimizer received.
 KEEP = optax.GradientTransformation(
     lambda params: jax.tree.map(jnp.zeros_like, params), lambda g, _, params=None: (g, g)
 )
-# A gradient that vanishes, that of the bias of attention's keys, is rounding alone; this eps keeps it small.
+# A gradient that vanishes (bias of attention's keys) is pure rounding; this eps keeps its update small.
 TX = optax.chain(KEEP, optax.adamw(1e-3, eps=1e-3))
 
 MESH, WRAP = mesh_of(2, 4), fsdp(min_weight_size=16)  # scales and biases of norms are split, too
@@ -55,7 +55,7 @@ CASES = {
 
 @cache
 def one_device(name):
-    """(loss, gradients) of each step, and parameters and collections after all: on one device, without collectives."""
+    """Returns (loss, gradients) of each step, and the final parameters and collections, on one device."""
     cls, _, loss_fn, inputs = CASES[name]
     model = cls()
     kept = dict(jax.jit(model.init)(KEY, *inputs))
@@ -97,7 +97,7 @@ def test_it_trains_as_on_one_device(name, check_vma, remat):
         state, metrics = step(state, BATCH, KEY)
         np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
         assert_same_params(state.opt_state[0], grads, 5e-5)
-    # A bias that began at 0 has moved by 3 learning rates, each to the relative error of its gradient.
+    # A bias that began at 0 has moved by 3 learning rates, each with the relative error of the gradient.
     assert_same_params(state.params, params, 1e-4)
     if kept:
         assert_same_params(dict(state.collections), kept)

@@ -1,4 +1,4 @@
-"""A wire format and an extension of somebody else's, each in a file of its own: what they must write, and no more."""
+"""Tests of a user-defined wire format and extension, each in a single file: the code that such a file needs."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -24,14 +24,14 @@ UNIT = 2.0**-8  # the distance of two bfloat16 values, relative to the larger: m
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Stochastic:
-    """bfloat16 on the wire, rounded up or down with the probability that makes the mean right."""
+    """Wire format in bfloat16 with stochastic rounding, whose mean is right."""
 
     rounds_again: ClassVar[bool] = True
     dtype: object
 
     def send(self, shard):
         bits = lax.bitcast_convert_type(shard.astype(jnp.float32), jnp.uint32)
-        # Random bits of the values' own, so that a step needs no key: 16 bits are added, and cut off.
+        # Random bits derived from the values, so that a step needs no key: add 16 bits, then truncate.
         noise = (bits * jnp.uint32(2654435761)) >> 16
         return lax.bitcast_convert_type(((bits + noise) >> 16).astype(jnp.uint16), jnp.bfloat16)
 
@@ -115,7 +115,7 @@ def test_a_format_that_no_row_names_is_refused():
 
 
 class Counting(Extension):
-    """Counts the calls of modules within units."""
+    """Extension that counts the calls of modules within units."""
 
     calls: ClassVar[list[str]] = []
 

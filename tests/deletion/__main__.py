@@ -1,4 +1,4 @@
-"""``make test-deletion``: deletes each feature from a copy, and prints what was left and whether the tests passed."""
+"""``make test-deletion``: deletes each feature from a copy, and prints the leftovers and whether the tests passed."""
 
 import argparse
 import os
@@ -17,11 +17,11 @@ from rich.table import Table
 from tests.commit import commit_hash
 from tests.deletion.delete import LIBRARY, copy_tree, delete
 from tests.deletion.features import FEATURES, NOT_YET, WITHOUT_ROW, Feature
-from tests.measures import MOVED, module_of
+from tests.measures import module_of
 
 console = Console() if sys.stdout.isatty() else Console(width=160)
 
-# Of these files the tests that ``make test`` has: trainings beside one device, and what stands on the core.
+# Test files of which only the tests of ``make test`` run: exact trainings, and tests of the core.
 CORE = (
     "tests/data_parallel/test_shard_and_gather.py",
     "tests/data_parallel/test_wires.py",
@@ -40,7 +40,7 @@ IMPORT_ALL = "import importlib, sys; [importlib.import_module(name) for name in 
 
 
 class Deleted(NamedTuple):
-    """The outcome of one deletion; ``fault`` is empty where all tests of what is left pass."""
+    """Outcome of a deletion; ``fault`` is empty if all remaining tests pass."""
 
     feature: Feature
     lines: int
@@ -50,7 +50,7 @@ class Deleted(NamedTuple):
 
 
 def deleted(feature: Feature, tree: Path, with_tests: bool) -> Deleted:
-    """Deletes a feature from a copy of the tree at ``tree``, and runs what is left."""
+    """Deletes a feature from a copy of the tree at ``tree``, and runs the remaining tests."""
     copy_tree(tree)
     lines, left = delete(feature, tree)
     files = sorted((tree / "xlstm_jax").rglob("*.py"))
@@ -58,8 +58,7 @@ def deleted(feature: Feature, tree: Path, with_tests: bool) -> Deleted:
     if left:
         return Deleted(feature, lines, knowing, "-", f"imported by {', '.join(left)}")
     environment = os.environ | {"PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu"}
-    moved = {module_of(file) for file in MOVED}
-    modules = [name for file in files if (name := module_of(file, tree)) not in moved and file.stem != "__main__"]
+    modules = [module_of(file, tree) for file in files if file.stem != "__main__"]
     command = [sys.executable, "-c", IMPORT_ALL, *modules]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     if done.returncode:

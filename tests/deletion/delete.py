@@ -1,4 +1,4 @@
-"""Removes a feature's files, and what imports them, from a copy of the tree."""
+"""Removes a feature's files, and imports of the files, from a copy of the tree."""
 
 import ast
 import os
@@ -22,7 +22,7 @@ COPIED = ("xlstm_jax", "tests", "benchmarks", "conftest.py", "pyproject.toml", "
 
 
 def copy_tree(to: Path) -> None:
-    """Copies the files that git tracks to a folder that does not exist yet."""
+    """Copies the files tracked by git to a new folder."""
     listed = subprocess.run(["git", "ls-files", *COPIED], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in listed.splitlines():
         if (ROOT / name).exists():
@@ -31,7 +31,7 @@ def copy_tree(to: Path) -> None:
 
 
 def delete(feature: Feature, tree: Path) -> tuple[int, list[str]]:
-    """Deletes the feature; returns the number of deleted lines, and the files of the library that still import it."""
+    """Deletes the feature; returns the number of deleted lines, and the library files that still import the feature."""
     gone, lines = set(), 0
     for name in feature.files:
         path = tree / os.path.normpath(f"{LIBRARY}/{name}")
@@ -43,7 +43,7 @@ def delete(feature: Feature, tree: Path) -> tuple[int, list[str]]:
         gone.add(module_of(path, tree))
         if path.is_dir():
             shutil.rmtree(path)
-    # Faces import from each other: a name that one has lost is lost for those that import the name from there.
+    # Faces import from each other: a name removed from a face is removed from faces that import the name.
     lost: dict[str, set[str]] = {}
     faces = [*(tree / "xlstm_jax").rglob("__init__.py"), *(tree / name for name in REGISTRIES)]
     faces = sorted((face for face in faces if face.exists()), key=lambda file: -len(file.parts))
@@ -64,12 +64,12 @@ def delete(feature: Feature, tree: Path) -> tuple[int, list[str]]:
 
 
 def is_gone(module: str, name: str, gone: Collection[str], lost: dict[str, set[str]]) -> bool:
-    """Returns whether ``from module import name`` names what is gone."""
+    """Returns whether ``from module import name`` names removed code."""
     return module in gone or f"{module}.{name}" in gone or name in lost.get(module, ())
 
 
 def missing(file: Path, gone: Collection[str], lost: dict[str, set[str]]) -> list[ast.stmt]:
-    """Returns the import statements of a file that name what is gone."""
+    """Returns the import statements of a file that name removed code."""
     found: list[ast.stmt] = []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -81,7 +81,7 @@ def missing(file: Path, gone: Collection[str], lost: dict[str, set[str]]) -> lis
 
 
 def without(face: Path, gone: Collection[str], lost: dict[str, set[str]]) -> set[str]:
-    """Rewrites a face without imports of what is gone; returns the names that the face no longer has."""
+    """Rewrites a face without imports of removed code; returns the names that the face no longer has."""
     statements = missing(face, gone, lost)
     if not statements:
         return set()
@@ -93,7 +93,7 @@ def without(face: Path, gone: Collection[str], lost: dict[str, set[str]]) -> set
         names |= {alias.asname or alias.name for alias in bad}
         node.names = [alias for alias in node.names if alias not in bad]
         lines[node.lineno - 1 : node.end_lineno] = [ast.unparse(node) + "\n"] if node.names else []
-    # Rows of registries and of ``__all__`` have a line of their own, or stand between commas.
+    # Rows of registries and of ``__all__`` have separate lines, or commas in between.
     rest = "".join(lines)
     for name in names:
         rest = re.sub(rf'^\s*"?\b{name}\b"?,\s*(#.*)?\n', "", rest, flags=re.M)

@@ -1,4 +1,4 @@
-"""The features that can be deleted, and those that cannot yet."""
+"""The features that can be deleted, and the features that cannot be deleted yet."""
 
 import re
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ DISTRIBUTED = Path(__file__).parents[2] / "xlstm_jax" / "distributed"
 
 @dataclass(frozen=True)
 class Feature:
-    """A feature that stands beside the core.
+    """A feature beside the core.
 
     ``files`` are files and folders, relative to ``xlstm_jax/distributed``. ``knows`` is a regular expression of the
-    names by which code outside of ``files`` would know the feature. ``own`` are the tests of the feature that name it
-    by an option alone: files of ``tests``, and tests as pytest's ``--deselect`` takes them.
+    names by which code outside of ``files`` would refer to the feature. ``own`` are the tests of the feature that name
+    the feature by an option alone: files of ``tests``, and tests in the form of pytest's ``--deselect``.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Feature:
         return {path: text for path, text in texts.items() if not any(path.is_relative_to(place) for place in own)}
 
     def known_in(self, texts: Mapping[Path, str]) -> int:
-        """Returns how many files know the feature: faces and comments only name a feature."""
+        """Returns how many files refer to the feature; faces and comments do not count."""
         code = [re.sub(r"#.*", "", text) for path, text in texts.items() if path.name != "__init__.py"]
         return sum(bool(re.search(self.knows, text)) for text in code)
 
@@ -137,10 +137,17 @@ FEATURES = [
     ),
     Feature("averages of weights", ("optimizers/ema.py",), r"\bwith_ema\b|\bema_params\b"),
     Feature("skipped steps", ("optimizers/nonfinite.py",), r"\bskip_nonfinite\b|\bskip_counts\b"),
-    Feature("faults", ("resilience",), r"\bLoopGuard\b|\bcheck_replicas\b|distributed\.resilience\b"),
+    Feature("replay of steps", ("training/replay",), r"\breplayed\b|\bReplayError\b|training\.replay\b"),
+    Feature("faults", ("resilience", "training/replay"), r"\bLoopGuard\b|\bcheck_replicas\b|distributed\.resilience\b"),
+    Feature(
+        "publications",
+        ("checkpoint/publication",),
+        r"\bapply_publication\b|checkpoint\.publication\b",
+        own=("tests/checkpoint/test_publish.py", "tests/checkpoint/test_follow.py", "tests/checkpoint/test_layout.py"),
+    ),
     Feature(
         "checkpoints, and faults that read their checksums",
-        ("checkpoint", "resilience"),
+        ("checkpoint", "resilience", "training/replay"),
         r"\bCheckpointer\b|distributed\.checkpoint\b",
     ),
     Feature(
@@ -193,7 +200,7 @@ FEATURES = [
 # Why a feature cannot be deleted, or not yet.
 NOT_YET: dict[str, str] = {}
 
-# Features without a row, and why none can be deleted.
+# Features without a row, and why each cannot be deleted.
 WITHOUT_ROW = {
     "frozen parameters": "`trainable` is a field of a leaf: the gather, its gradient and the optimizer read it",
 }

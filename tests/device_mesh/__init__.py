@@ -1,1 +1,1 @@
-"""Meshes of devices, and batches on them."""
+"""Tests of meshes of devices, and of the layout of batches."""

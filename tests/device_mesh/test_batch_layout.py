@@ -1,4 +1,4 @@
-"""A batch is laid out as its specs say, on devices and without; what the data or the mesh do not have is refused."""
+"""Tests of batch layouts: by the specs, with and without devices; specs that the data or the mesh lack raise."""
 
 from functools import partial
 
@@ -37,7 +37,7 @@ def test_each_device_gets_its_part(mesh):
 
 
 def test_parts_by_number_are_those_of_the_devices(mesh):
-    """So that one device can compute what each of them does."""
+    """``layout.part`` returns the part of each device by number, so that one device can compute every part."""
     layout = batch_layout(mesh, None, SPEC)
     assert layout.axes == ("dp", "fsdp", "cp") and layout.row_axes == ROWS
     own = lambda batch: jax.tree.map(lambda x: x[None] if x.ndim else x, batch)  # noqa: E731
@@ -61,7 +61,7 @@ def test_rows_are_padded_and_tokens_are_not(mesh):
 
 
 def test_a_step_has_the_layout_of_a_batch_that_was_laid_out_before(mesh):
-    """Inside ``shard_map`` each token lies at the position that layers read; leaves in natural order are exchanged."""
+    """Inside ``shard_map`` each token is at the position that layers read; leaves in natural order are exchanged."""
     natural = np.tile(np.arange(16), (4, 1))
     batch, layout = to_zigzag({"x": natural}, 2) | {"natural": natural}, batch_layout(mesh, None, P(ROWS, "cp"))
 
@@ -78,7 +78,7 @@ def test_a_step_has_the_layout_of_a_batch_that_was_laid_out_before(mesh):
 
 
 def test_a_whole_batch_is_laid_out_in_zigzag_and_back():
-    """Scalars and a number for each row stay as they are."""
+    """``to_zigzag`` and ``from_zigzag`` keep scalars and per-row numbers."""
     batch = BATCH | {"weights": np.ones((4, 16)), "positions": np.tile(np.arange(16), (4, 1)), "x": np.ones((4, 16, 3))}
     there = to_zigzag(batch, 2)
     assert there["positions"].value[0].tolist() == [*range(4), *range(12, 16), *range(4, 12)]
@@ -109,7 +109,7 @@ def test_a_step_refuses_a_batch_that_lies_otherwise(mesh):
 
 
 class Scale:
-    """One parameter, 2."""
+    """Model with the parameter 2."""
 
     def init(self, rng):
         del rng

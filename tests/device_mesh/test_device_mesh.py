@@ -1,4 +1,4 @@
-"""Meshes by name and size, and simulated devices. (Meshes over several processes: ``tests/processes``.)"""
+"""Tests of meshes by name and size, and of simulated devices. (``tests/processes``: meshes over several processes.)"""
 
 import itertools
 import os
@@ -64,12 +64,12 @@ def test_devices_lie_in_the_order_given():
 def test_what_are_no_devices_are_refused(devices, error, message):
     with pytest.raises(error, match=message):
         create({"fsdp": 2}, devices)
-    assert create({"fsdp": 4}, np.array(jax.devices()[:4]).reshape(2, 2)).size == 4  # guard: an array of them is fine
+    assert create({"fsdp": 4}, np.array(jax.devices()[:4]).reshape(2, 2)).size == 4  # guard: an array of devices passes
 
 
 def test_a_mesh_without_devices_takes_no_batch():
     abstract = DeviceMeshManager.create_abstract_mesh({"fsdp": 8})
-    assert abstract_batch({"x": np.ones(8)}, abstract, "fsdp")["x"].shape == (8,)  # guard: it is a mesh
+    assert abstract_batch({"x": np.ones(8)}, abstract, "fsdp")["x"].shape == (8,)  # guard: the mesh is usable
     with pytest.raises(ValueError, match=r"batch\['x'\] .* has 10 rows, which the 8 devices .* Take 16 rows"):
         abstract_batch({"x": np.ones(10)}, abstract, "fsdp")
     with pytest.raises(
@@ -80,7 +80,7 @@ def test_a_mesh_without_devices_takes_no_batch():
 
 @pytest.mark.parametrize("count, sizes", [(8, (3, 3)), (12, (5, 1, 3)), (7, (2, -1)), (24, (3, 5, 7))], ids=str)
 def test_the_nearest_shapes_are_the_nearest(count, sizes):
-    """Against all shapes there are, tried one by one."""
+    """The suggested shapes are the nearest of all possible shapes."""
 
     def away(shape):
         return sum(abs(np.log(new / old)) for new, old in zip(shape, sizes, strict=True) if old > 0)
@@ -118,7 +118,7 @@ for sizes in ((2, 8), (8, 2), (1, 16)):
 
 
 def test_the_first_axes_cross_the_slices_of_a_tpu_that_is_not_there():
-    """Two slices of eight chips, each over two hosts, as libtpu describes them; skipped where that is not installed."""
+    """The first axes cross the slices of an absent TPU: two slices of eight chips on two hosts each; needs libtpu."""
     pytest.importorskip("libtpu")
     environment = os.environ | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     run = subprocess.run([sys.executable, "-c", TWO_SLICES], capture_output=True, text=True, env=environment)
@@ -172,7 +172,7 @@ def test_what_there_is_to_know_about_a_mesh():
 
 
 def test_simulating_too_late_says_so():
-    simulate_cpu_devices(8)  # what is there already is fine
+    simulate_cpu_devices(8)  # a second call passes
     with pytest.raises(
         RuntimeError, match=r"simulate_cpu_devices\(4\) came too late: JAX already runs on 8 cpu device"
     ):
@@ -200,7 +200,7 @@ def test_only_simulate_cpu_devices_leaves_a_variable_in_the_environment(call, np
 def test_libtpu_does_not_complain_where_there_is_no_accelerator():
     pytest.importorskip("libtpu")
     if not devices._has_cpus_alone():
-        pytest.skip("this machine may have one")
+        pytest.skip("this machine may have an accelerator")
     code = "from xlstm_jax.distributed.processes import available_devices as a; print(len(a(3)))"
     environment = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
@@ -246,7 +246,7 @@ print("done")
 
 @pytest.mark.slow
 def test_programs_in_flight_together_do_not_wait_for_each_other_for_ever():
-    """Without the threads that simulate_cpu_devices asks for, two runs in five never end on JAX 0.10."""
+    """Concurrent programs end with the threads of ``simulate_cpu_devices``; without them two runs in five hang."""
     for _ in range(2):
         run = subprocess.run([sys.executable, "-c", MANY_IN_FLIGHT], capture_output=True, text=True, timeout=180)
         assert run.stdout == "done\n", run.stderr

@@ -1,6 +1,6 @@
-"""Runs all rows, prints what of the library's raises they reach: ``python -m tests.errors``; ``--write`` keeps it.
+"""Runs all rows, and prints the number of reached raises: ``python -m tests.errors``; ``--write`` records them.
 
-``--all`` lists the places that no row reaches even where unreached.txt has a reason.
+``--all`` also lists unreached places with a reason in unreached.txt.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Errors of checkpoints, of safetensors files, and of jobs of several processes, in folders that are removed again."""
+"""Errors of checkpoints, safetensors files, and jobs of several processes, in temporary folders."""
 
 import json
 import os
@@ -16,7 +16,17 @@ from xlstm_jax.distributed import (
     import_safetensors,
     initialize_distributed,
 )
-from xlstm_jax.distributed.checkpoint import CheckpointError, Stored
+from xlstm_jax.distributed.checkpoint import (
+    CheckpointError,
+    Joined,
+    Repeated,
+    Stacked,
+    Stored,
+    VersionNeededError,
+    apply_publication,
+    from_layout,
+    publish,
+)
 from xlstm_jax.distributed.checkpoint.checksums import checksum_each
 from xlstm_jax.distributed.checkpoint.record import check_sound, from_json, record_without_sums, to_json, with_sums
 
@@ -26,7 +36,7 @@ TWO = {"a": {"params": {"w": jnp.ones(3)}, "opt": {"w": jnp.ones(3)}}, "b": {"pa
 
 
 def within(work):
-    """Calls ``work(folder)`` with an empty folder."""
+    """Returns a call of ``work(folder)`` with an empty folder."""
 
     def call():
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -36,7 +46,7 @@ def within(work):
 
 
 def saved(use, state=None, step=1, **options):
-    """A directory with one step, and what ``use(checkpointer)`` does there."""
+    """Returns a call that saves a step and runs ``use(checkpointer)`` in the same folder."""
 
     def work(folder):
         with Checkpointer(folder, **options) as checkpointer:
@@ -64,7 +74,7 @@ def option(**options):
 
 
 def placed(make):
-    """A ``Checkpointer`` in a place beneath a folder, which ``make(folder)`` returns."""
+    """Returns a call that makes a ``Checkpointer`` at ``make(folder)``, a place beneath a temporary folder."""
     return within(lambda folder: Checkpointer(make(folder)))
 
 
@@ -95,7 +105,7 @@ def two_writers(folder):
 
 
 def emptied(use):
-    """Steps 10 and 20, the second of which is an empty folder."""
+    """Returns a call that runs ``use(checkpointer)`` on steps 10 and 20, where step 20 is an empty folder."""
 
     def work(folder):
         with Checkpointer(folder) as checkpointer:
@@ -150,7 +160,7 @@ def record(number=7, **change):
 
 
 def exported(use, tree=None, **options):
-    """Exports leaves, and what ``use(folder)`` does there."""
+    """Returns a call that exports leaves and runs ``use(folder)``."""
 
     def work(folder):
         export_safetensors(
@@ -173,7 +183,7 @@ def exporting(tree, **options):
 
 
 def header(**fields):
-    """The header of a file with one tensor; ``fields`` are JSON."""
+    """Returns the header of a file with one tensor; ``fields`` are JSON."""
     entry = {"dtype": '"F32"', "shape": "[1]", "data_offsets": "[0,4]"} | fields
     return '{"w":{' + ",".join(f'"{name}":{value}' for name, value in entry.items()) + "}}"
 
@@ -189,7 +199,7 @@ def with_header(text, values=4):
 
 
 def with_bytes(change):
-    """A sound file after a change of its bytes."""
+    """Returns a call that imports a file after a change of its bytes."""
 
     def work(folder):
         file = folder / "model.safetensors"
@@ -200,7 +210,7 @@ def with_bytes(change):
 
 
 def with_index(change):
-    """A model in several files after a change of the index's text."""
+    """Returns a call that reads a model in several files after a change of the index's text."""
     three = {name: np.full(100, i, np.float32) for i, name in enumerate("abc")}
 
     def work(folder):
@@ -222,6 +232,54 @@ def in_two_files(folder):
 def a_folder(folder):
     (folder / "model.safetensors").mkdir()
     import_safetensors(folder, {"w": np.ones(1)})
+
+
+THREE = {"w": np.zeros(100, np.float32), "b": np.zeros(2, np.float32)}
+
+
+def published(use):
+    """Publishes a version and a delta, and what ``use(folder)`` does there."""
+
+    def work(folder):
+        publish(THREE, folder)
+        publish(THREE | {"w": np.eye(1, 100, dtype=np.float32)[0]}, folder, since=1)
+        use(folder)
+
+    return within(work)
+
+
+def after_change(name, change):
+    """Reads a publication after a change of the bytes of a file."""
+
+    def work(folder):
+        file = folder / name
+        file.write_bytes(change(file.read_bytes()))
+        apply_publication({}, folder)
+
+    return published(work)
+
+
+def with_layout(*rules):
+    """Publishes tensors in a layout."""
+    tree = {"a": np.ones((2, 3)), "b": np.ones((2, 4)), "e0": np.ones(1), "e2": np.ones(1)}
+    return within(lambda folder: publish(tree, folder, layout=rules))
+
+
+def out_of_layout(arrays, *rules):
+    """Reads arrays in a layout of two rows ``a`` and ``b``."""
+    like = {"a": np.ones((1, 3)), "b": np.ones((1, 3))}
+    return lambda: from_layout(arrays, [Joined(("a", "b"), "ab"), *rules], like)
+
+
+def with_single_file(folder):
+    (folder / "model.safetensors").touch()
+    publish(ONE, folder)
+
+
+def without_base(folder):
+    publish(THREE, folder, since=2)
+    (folder / "model-00000002.delta.json").unlink()
+    apply_publication({}, folder)
 
 
 def no_boolean():
@@ -711,6 +769,129 @@ ROWS = [
     ),
     checkpoints(
         "export-bytes-zero", exporting(ONE, max_file_bytes=0), ValueError, "…=… must be at least 1", "max_file_bytes=0"
+    ),
+    tensors(
+        "publish-beside-a-file",
+        within(with_single_file),
+        FileExistsError,
+        "… exists, and readers would take it",
+        "model.safetensors exists, and readers",
+    ),
+    tensors(
+        "publish-since-nothing",
+        within(lambda folder: publish(ONE, folder, since=3)),
+        ValueError,
+        "since=… cannot be built on",
+        "since=3 cannot be built on: ",
+        " has no version.",
+    ),
+    tensors(
+        "follow-nothing",
+        within(lambda folder: apply_publication({}, folder)),
+        FileNotFoundError,
+        "no version is published in",
+        "no version is published in ",
+    ),
+    tensors(
+        "follow-other-arrays",
+        published(lambda folder: apply_publication({"w": np.ones(2)}, folder)),
+        VersionNeededError,
+        "version … in … applies to version",
+        "version 2 in ",
+        " applies to version 1, and the arrays",
+    ),
+    tensors(
+        "follow-lost-version",
+        published(without_base),
+        FileNotFoundError,
+        "… is missing, on which version",
+        "model-00000002.delta.json is missing, on which version 3",
+    ),
+    tensors(
+        "follow-index",
+        after_change("model.safetensors.index.json", lambda content: content.replace(b"1", b"2")),
+        ValueError,
+        "… is damaged, or no index",
+        "index.json is damaged, or no index that `publish` wrote",
+    ),
+    tensors(
+        "follow-header",
+        after_change("model-00000002-00000-00000.delta", lambda content: content.replace(b"pt", b"pu")),
+        ValueError,
+        "… is damaged",
+        "00000.delta is damaged: its header is not that of version 2",
+    ),
+    tensors(
+        "follow-values",
+        after_change("model-00000001-00000-00000.safetensors", lambda content: content[:-1] + b"x"),
+        ValueError,
+        "'…' of version … in … is damaged",
+        " of version 2 in ",
+        " is damaged, in 'model-00000001-00000-00000.safetensors'",
+    ),
+    tensors(
+        "follow-gaps",
+        after_change("model-00000002-00000-00000.delta", lambda content: content[:-1] + b"\xff"),
+        ValueError,
+        "'…' of version … in … is damaged",
+        " of version 2 in ",
+        " is damaged, in 'model-0000000",
+    ),
+    tensors(
+        "layout-missing",
+        with_layout(Joined(("a", "x"), "ax")),
+        ValueError,
+        "layout: '…' is to be joined with",
+        "layout: 'a' is to be joined with 'x', which",
+    ),
+    tensors(
+        "layout-shapes",
+        with_layout(Joined(("a", "b"), "ab")),
+        ValueError,
+        "layout: … of … do not fit together",
+        "layout: 'a', 'b' of float64[2, 3], float64[2, 4] do not fit together along dim 0",
+    ),
+    tensors(
+        "layout-numbers",
+        with_layout(Stacked(r"e(?P<n>\d)", "e")),
+        ValueError,
+        "layout: the parts of",
+        "layout: the parts of 'e' have the numbers [0, 2]",
+    ),
+    tensors(
+        "layout-repeated",
+        with_layout(Repeated("head", "embed")),
+        ValueError,
+        "layout: '…' is to repeat",
+        "layout: 'head' is to repeat 'embed', which",
+    ),
+    tensors(
+        "layout-name-twice",
+        with_layout(Repeated("b", "a")),
+        ValueError,
+        "layout: two tensors would have the name",
+        "layout: two tensors would have the name 'b'",
+    ),
+    tensors(
+        "layout-other-tensors",
+        out_of_layout({"x": np.ones((2, 3))}),
+        ValueError,
+        "layout: … are tensors of the layout or",
+        "layout: 'ab', 'x' are tensors of the layout or of the arrays, but not of both",
+    ),
+    tensors(
+        "layout-other-shape",
+        out_of_layout({"ab": np.ones((2, 4))}),
+        ValueError,
+        "layout: the tensor",
+        "layout: the tensor 'ab' is float64[2, 4], and float64[2, 3] by the model's",
+    ),
+    tensors(
+        "layout-tied-differ",
+        out_of_layout({"ab": np.ones((2, 3)), "again": np.zeros((2, 3))}, Repeated("again", "ab")),
+        ValueError,
+        "layout: '…' repeats '…', and its values differ",
+        "layout: 'again' repeats 'a', and its values differ",
     ),
     tensors(
         "export-again",

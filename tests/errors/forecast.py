@@ -1,4 +1,4 @@
-"""Errors of the forecast of a program and of the command xlstm-jax; nothing is compiled for a topology."""
+"""Errors of forecasts and of the command xlstm-jax; nothing is compiled for a topology."""
 
 import sys
 import tempfile
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import optax
 
+import xlstm_jax
 from tests.errors.shared import AXES, DeviceMeshManager, P, create, jax, jnp, mean_loss, mesh_of, nn
 from tests.errors.table import Section
 from xlstm_jax.accelerators import compiler_options, resolved, resolved_on
@@ -40,7 +41,7 @@ def workload(batch=X, **options):
 
 
 def built(mesh, topology=None, **options):
-    """A forecast of a step on a mesh."""
+    """Returns a forecast of a step on a mesh."""
 
     def call():
         with warnings.catch_warnings():
@@ -82,7 +83,7 @@ def fitted(topology="v5e:2x2", *args, build=unused, **options):
 
 @cache
 def small():
-    """A forecast on the devices at hand and the plan of one step."""
+    """Returns a forecast on the available devices and a plan."""
     mesh = create({"fsdp": 2}, jax.devices()[:2])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -108,7 +109,7 @@ def damaged():
 
 
 def module(**names):
-    """A module that can be imported as ``of_errors``."""
+    """Makes an importable module ``of_errors``."""
     made = types.ModuleType("of_errors")
     vars(made).update(names)
     sys.modules["of_errors"] = made
@@ -127,7 +128,7 @@ def passes_on(axis_name=None, **sharding):
 
 
 def written(text):
-    """A module of this text, which is imported."""
+    """Returns a call that loads a factory from a module with this text."""
 
     def call():
         with tempfile.TemporaryDirectory() as folder:
@@ -523,7 +524,7 @@ ROWS = [
         factory(passes_on, layers=2),
         FactoryError,
         "--set …=...: … has no argument",
-        "passes others on to functions that have none of this name either",
+        "and passes others on, as to shard_modules, which has axis_name",
     ),
     command(
         "factory-import-raises",
@@ -562,7 +563,7 @@ ROWS = [
     ),
     command(
         "command-no-axis-of-fsdp",
-        lambda: commands._check_shard_axes({"tp": 2}, load_factory("docs.example_training:training"), {}),
+        lambda: commands._check_shard_axes({"tp": 2}, load_factory("xlstm_jax.cli.example:training"), {}),
         ValueError,
         "--mesh …",
         "no axis begins with fsdp",
@@ -589,15 +590,10 @@ ROWS = [
     ),
     # ----- imports
     imports(
-        "import-forecast",
-        lambda: __import__("xlstm_jax.distributed.forecast"),
-        ImportError,
-        "xlstm_jax.distributed.forecast is",
-    ),
-    imports(
-        "import-hardware",
-        lambda: __import__("xlstm_jax.distributed.hardware"),
-        ImportError,
-        "xlstm_jax.distributed.hardware is",
+        "import-unknown",
+        lambda: xlstm_jax.hardware,
+        AttributeError,
+        "module … has no attribute",
+        "has no attribute 'hardware'",
     ),
 ]

@@ -1,4 +1,4 @@
-"""Errors of meshes and of the batches that are laid out on them."""
+"""Errors of meshes and of the layout of batches."""
 
 import collections
 import dataclasses
@@ -34,7 +34,7 @@ CHIP = collections.namedtuple("CHIP", "id process_index coords slice_index platf
 
 
 def chips(places, slices=()):
-    """Devices with a place in a torus, as those of TPUs have."""
+    """Returns devices with a place in a torus, as TPUs have."""
     return [
         CHIP(i, s, p, s, "tpu", "TPU v5e", 0)
         for i, (p, s) in enumerate(itertools.zip_longest(places, slices, fillvalue=0))
@@ -43,7 +43,7 @@ def chips(places, slices=()):
 
 @dataclasses.dataclass
 class Unregistered:
-    """A dataclass that JAX does not know."""
+    """A dataclass that is not registered with JAX."""
 
     x: np.ndarray
 
@@ -74,7 +74,7 @@ SPECS = {"tokens": P(("dp", "fsdp"), "cp"), "label": P(("dp", "fsdp")), "scale":
 
 
 def sharded(**options):
-    """Both ways to lay out a batch refuse it alike; the second's error is the row's."""
+    """Checks that both functions that lay out a batch raise the same text; raises the second error."""
     batch = TOKENS | options.pop("change", {})
     try:
         shard_batch(batch, CUBE, **options)
@@ -87,7 +87,7 @@ def sharded(**options):
 
 
 def spec(name, words, *says, error=ValueError, section=calls, **options):
-    """A row of a batch_spec that does not fit."""
+    """Returns a row for an invalid ``batch_spec``."""
     return section(name, lambda: sharded(**options), error, words, *says)
 
 

@@ -29,7 +29,7 @@ BATCH_MESH = create({"batch": 8})
 
 
 def counted(decide, scores, labels, *weight):
-    """The accuracy of scores, of which nothing is computed."""
+    """Returns a call that traces the accuracy of scores."""
     metric = ConfusionMatrix(decide, {"it": Accuracy()})
     return lambda: jax.eval_shape(metric.observe, scores, labels, *weight)
 
@@ -39,7 +39,7 @@ def ranked(*given, **options):
 
 
 def reduced(fn):
-    """A reduction of one number on each device of a mesh with the axis "batch"."""
+    """Returns a call that reduces one number per device over the axis "batch"."""
     return lambda: shaped(fn, jnp.ones(8), mesh=BATCH_MESH, in_specs=P("batch"))
 
 
@@ -59,7 +59,7 @@ def beyond():
 
 
 def loaded(change):
-    """The state dict of an accumulator, after a change."""
+    """Returns a call that loads the state dict of an accumulator after a change."""
 
     def load():
         accumulator = MetricAccumulator(jnp.float32(0))
@@ -71,7 +71,7 @@ def loaded(change):
 
 
 class OfValues(m.PureMetric):
-    """A metric that observes what it is given."""
+    """A metric that returns its arguments as observations."""
 
     def identity(self):
         return {"total": Total.identity(), "count": Count.identity()}

@@ -42,7 +42,7 @@ PAIRS = create({"fsdp": 4, "tp": 2})
 
 
 def shown(layer, x, sizes=TP4, spec=WHOLE, dtype=jnp.float32):
-    """Initialises on a mesh with these axes, and applies inside ``shard_map``; nothing is computed."""
+    """Returns a call that initialises on a mesh with these axes and applies inside ``shard_map``, by tracing only."""
 
     def call():
         mesh, given = create(sizes), jax.ShapeDtypeStruct(x, dtype)
@@ -58,7 +58,7 @@ def named(*names):
 
 
 class Pair(nn.Module):
-    """Two layers of one input that are not alike."""
+    """Two different layers with the same input."""
 
     @nn.compact
     def __call__(self, x):
@@ -66,7 +66,7 @@ class Pair(nn.Module):
 
 
 def two_roles(layer):
-    """A layer that is wrapped over the axis along which it keeps its own part."""
+    """Returns a call with a layer wrapped over the axis that already splits the layer."""
 
     def call():
         mesh, x, axes = DeviceMeshManager.create_abstract_mesh({"fsdp": 2, "tp": 4}), jnp.ones((8, 8)), ("fsdp", "tp")
@@ -96,12 +96,12 @@ def batch_over_tp():
 
 
 def unbound():
-    """A layer inside of a ``shard_map`` over other axes."""
+    """Applies a layer inside a ``shard_map`` over other axes."""
     shaped(lambda x: ColumnDense(8, axis_name="model").apply({"params": {}}, x), jnp.ones((2, 4)))
 
 
 class Layers(nn.Module):
-    """Three layers whose products show whether their inputs are whole."""
+    """Three layers whose products depend on unsharded inputs."""
 
     @nn.compact
     def __call__(self, x):
@@ -119,7 +119,7 @@ class Between(nn.Module):
 
 
 def split(model, how, x=(8, 8), check_vma=True):
-    """Splits the layers of a model, and applies it on a mesh; nothing is computed."""
+    """Returns a call that splits the layers of a model and applies the model on a mesh, by tracing only."""
 
     def call():
         given = jax.ShapeDtypeStruct(x, jnp.float32)
@@ -153,7 +153,7 @@ def attended(tokens=4, heads=8, key_tokens=4, key_heads=2, **options):
 
 
 def within(fn):
-    """A function of tokens that are laid out in zigzag."""
+    """Returns a call of a function of tokens in zigzag layout."""
 
     def call(x):
         with in_layout(x, "zigzag") as x:
@@ -164,7 +164,7 @@ def within(fn):
 
 
 def laid_out(layout="zigzag", spec=SPLIT, **leaves):
-    """A batch whose leaves are given as (layout, devices, tokens)."""
+    """Returns a call with a batch whose leaves are given as (layout, devices, tokens)."""
 
     def local(batch):
         with in_layout(batch, layout):

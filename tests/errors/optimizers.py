@@ -31,6 +31,7 @@ from xlstm_jax.distributed import (
     check_replicas,
     plan_sharding,
     remat_policy,
+    replayed,
     shard_modules,
 )
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
@@ -95,7 +96,7 @@ def whole_and_split():
 
 
 def not_averaged(tx, over=None):
-    """A gradient that was averaged over too few axes, handed to an optimizer inside of ``shard_map``."""
+    """Returns a call of an optimizer inside ``shard_map``, with a gradient averaged over too few axes."""
     from xlstm_jax.distributed import sync_gradients
 
     def local(x):
@@ -108,7 +109,7 @@ def not_averaged(tx, over=None):
 
 
 def own(update=None, **required):
-    """A transform whose update needs ``loss=``."""
+    """Returns a transform whose update needs ``loss=``."""
 
     def needs_loss(updates, state, params=None, *, loss):
         return updates, state
@@ -179,7 +180,7 @@ IN_STEP = {
 
 
 def monitored():
-    """An optimizer whose state changes its tree."""
+    """Updates with an optimizer whose state changes its tree."""
     tx = skip_nonfinite(
         optax.GradientTransformation(
             lambda params: {}, lambda updates, state, params=None: (updates, {"new": jnp.ones(())})
@@ -224,7 +225,7 @@ def edited(old, new):
 
 
 def guarded(*steps, **options):
-    """A loop whose steps return these metrics."""
+    """Returns a call of a loop whose steps return these metrics."""
 
     def call():
         with LoopGuard(**options) as guard:
@@ -259,7 +260,7 @@ def entered_twice():
 
 
 def in_a_thread():
-    """A guard outside of the main thread; its error is raised here."""
+    """Enters a guard outside of the main thread, and raises its error in this thread."""
     found = []
 
     def run():
@@ -826,5 +827,27 @@ ROWS = [
     ),
     Section("Checkpoints")(
         "replicas-gone", gone, ValueError, "…: '…' of shape … is gone", "check_replicas: 'bias' of shape (4,) is gone"
+    ),
+    loops(
+        "replayed-function",
+        lambda: replayed(jax.jit(lambda state, batch, rng: (state, {}))),
+        TypeError,
+        "replayed takes a step of make_train_step",
+        "Pass what make_train_step returned",
+    ),
+    loops(
+        "replayed-never",
+        lambda: replayed(make_train_step(mean_loss, MESH, AXES), every=0),
+        ValueError,
+        "every=…: a replay in every",
+        "every=0",
+        "1 or more",
+    ),
+    loops(
+        "replayed-abstract",
+        lambda: replayed(make_train_step(mean_loss, MESH.abstract_mesh, AXES)),
+        ValueError,
+        "replayed: the mesh of the step is abstract",
+        "moves work between devices",
     ),
 ]

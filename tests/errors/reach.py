@@ -1,9 +1,8 @@
-"""Which ``raise`` or warning of the library an exception came from, and how many of them the rows reach.
+"""Maps exceptions to the ``raise`` statements and warnings of the library, and counts the places that rows reach.
 
-A place is named by file, function and the first words of its text, and not by its line, which moves. An exception's
-traceback has the line: the place is the innermost frame of the library whose line is within a ``raise`` or a warning.
-Rows turn warnings into exceptions, so that one way serves both. What an exception was raised from, or came while it was
-handled, was raised as well.
+A place is named by file, function and the first words of its text, because lines move. The traceback of an exception
+contains the line: the place is the innermost library frame whose line is within a ``raise`` or a warning. Rows turn
+warnings into exceptions, so that both are treated alike. Causes and contexts of an exception count as raised, too.
 """
 
 import traceback
@@ -17,11 +16,11 @@ from tests.errors.table import HERE, Row, raised, rows
 from tests.raised import PACKAGE, Message, excused, messages
 
 REACHED, UNREACHED = HERE / "reached.txt", HERE / "unreached.txt"
-WORDS = 60  # letters of a text that name a place
+WORDS = 60  # characters of a text that name a place
 
 
 class Place(NamedTuple):
-    """One ``raise`` or warning: all texts that it may say begin with ``text``, as the source tells them apart."""
+    """A ``raise`` or warning, which may have several texts; all texts begin with ``text``, unique in the source."""
 
     name: str
     file: str
@@ -36,7 +35,7 @@ class Place(NamedTuple):
 
 @cache
 def places() -> dict[str, Place]:
-    """Returns each ``raise`` and warning with a text of its own by its name; what goes on as it came has none."""
+    """Returns each ``raise`` and warning with a text by name; a bare re-raise is excluded."""
     found: dict[tuple[str, int], list[Message]] = {}
     for said in messages():
         if not excused(said):
@@ -59,7 +58,7 @@ def _by_file() -> dict[Path, list[Place]]:
 
 
 def reached_by(error: BaseException | None) -> list[str]:
-    """Returns the names of the places of an exception and of those behind it, the exception's own first."""
+    """Returns the names of the places of an exception, its causes and contexts, outermost first."""
     names: list[str] = []
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -77,12 +76,12 @@ def reached_by(error: BaseException | None) -> list[str]:
 
 
 def measured(of: Iterable[Row] | None = None) -> dict[str, list[str]]:
-    """Runs rows, all if none are given; returns the names of the places that each of them reaches."""
+    """Runs rows, by default every row; returns the names of the places that each row reaches."""
     return {row.name: reached_by(raised(row)) for row in (rows() if of is None else of)}
 
 
 def kept() -> dict[str, list[str]]:
-    """Returns what reached.txt says: the names of places by row."""
+    """Returns the content of reached.txt: the names of places by row."""
     found: dict[str, list[str]] = {}
     row = ""
     for line in REACHED.read_text().splitlines():
@@ -100,7 +99,7 @@ def written(found: dict[str, list[str]]) -> str:
 
 
 def reasons() -> dict[str, str]:
-    """Returns what unreached.txt says: the reason by the name of the place."""
+    """Returns the content of unreached.txt: the reason by the name of the place."""
     found: dict[str, str] = {}
     reason = ""
     for line in UNREACHED.read_text().splitlines():
@@ -114,7 +113,7 @@ def reasons() -> dict[str, str]:
 
 
 def by_folder(reached: set[str]) -> Iterator[tuple[str, int, int]]:
-    """Yields each folder of the library with the number of its places that are reached, and of all."""
+    """Yields each folder of the library with the number of reached places, and of all places."""
     folders = {name: "/".join(place.file.split("/")[:-1][:2]) or "(top)" for name, place in places().items()}
     every, some = Counter(folders.values()), Counter(folders[name] for name in reached)
     for folder in sorted(every):

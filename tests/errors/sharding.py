@@ -74,11 +74,11 @@ X, SGD, WHOLE = BATCH["x"], optax.sgd(0.1), P()
 
 
 class OfNnx(nnx.Module):
-    """A module of Flax's other kind."""
+    """A module of Flax NNX."""
 
 
 class Foreign:
-    """A class that is no module."""
+    """A class that is not a module."""
 
 
 def wrapped(*args, **options):
@@ -90,7 +90,7 @@ def initialised(model, x=X, mesh=MESH, axes=AXES):
 
 
 class Around(nn.Module):
-    """A layer that is wrapped as an instance which its parent has named."""
+    """A module with a wrapped layer instance, named by the parent."""
 
     @nn.compact
     def __call__(self, x):
@@ -128,7 +128,7 @@ class Layered(nn.Module):
 
 
 class Named(nn.Module):
-    """A kernel of which dims have these names."""
+    """A kernel with named dims."""
 
     names: tuple = ("mlp", None)
     shape: tuple = (8, 16)
@@ -148,7 +148,7 @@ class Logical(nn.Module):
 
 
 def closed_over_error(check_vma=True):
-    """A loss that closes over parameters in boxes."""
+    """Traces a loss that closes over boxed parameters."""
     params = init_sharded(fsdp(nn.Dense)(4), MESH, KEY, X, batch_axes=AXES)["params"]
     loss = lambda scale, apply_fn, batch, rng: scale["s"] * mean_loss(params, apply_fn, batch)  # noqa: E731
     state = TrainState.create(apply_fn=fsdp(nn.Dense)(4).apply, params={"s": jnp.ones(())}, tx=SGD)
@@ -180,7 +180,7 @@ def on_shards(fn, shape=(8, 8), spec=WHOLE, out=WHOLE, mesh=MESH, check_vma=Fals
 
 
 def gradient_inside(penalty):
-    """A loss with a gradient of split parameters in it."""
+    """Returns a call that traces a loss containing a gradient of split parameters."""
     model = fsdp(nn.Dense)(4)
     state = abstract_train_state(model, SGD, MESH, KEY, X, batch_axes=AXES)
 
@@ -191,7 +191,7 @@ def gradient_inside(penalty):
 
 
 def by_hand():
-    """A gather over an axis that the model itself splits, differentiated by ``jax.grad``."""
+    """Differentiates a gather over an axis of the model by ``jax.grad``."""
     box = lambda w: Sharded(w, (None, "fsdp"), model_axes=("fsdp",))  # noqa: E731
     fn = lambda w: jax.grad(lambda w: jnp.sum(gather_params({"up": box(w)}, "fsdp")["up"] ** 2))(w)  # noqa: E731
     shaped(fn, jnp.ones((8, 16)), in_specs=P(None, "fsdp"), out_specs=P(None, "fsdp"))
@@ -228,7 +228,7 @@ def box_class(bases=(), **members):
 
 
 def cached():
-    """A ``cached_property`` that knows its name."""
+    """Returns a ``cached_property`` with its name set."""
 
     class Has:
         @cached_property
@@ -239,7 +239,7 @@ def cached():
 
 
 class HasPostInit:
-    """A class to mix in."""
+    """A mixin class."""
 
     def __post_init__(self):
         """Does nothing."""
@@ -284,7 +284,7 @@ def writes():
 
 
 class Other(nnx.Module):
-    """Layers that are scanned over another dim than the first."""
+    """Layers scanned over a dim other than the first."""
 
     def __init__(self, rngs):
         self.layers = nnx.vmap(lambda rngs: nnx.Linear(16, 8, rngs=rngs), out_axes=1)(rngs.split(3))

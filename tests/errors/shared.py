@@ -1,4 +1,4 @@
-"""What the rows share: a small mesh, model, state and batch, each made once."""
+"""Shared objects of the rows: a small mesh, model, state and batch, each made once."""
 
 from functools import cache
 
@@ -23,7 +23,7 @@ WHOLE = P()
 
 @cache
 def state():
-    """A state of MODEL and adam on MESH; rows trace steps with it and run none, so that it stays."""
+    """Returns a state of MODEL and adam on MESH; rows only trace steps, so the state is never donated."""
     return create_train_state(MODEL, optax.adam(1e-3), MESH, KEY, BATCH["x"], batch_axes=AXES)
 
 
@@ -35,7 +35,7 @@ def trace(given=None, batch=BATCH, rng=KEY, *local, loss=mean_loss, mesh=MESH, a
 
 
 def shaped(fn, *args, mesh=MESH, in_specs=WHOLE, out_specs=WHOLE, check_vma=True):
-    """Traces a function inside of ``shard_map``, and runs nothing."""
+    """Traces a function inside ``shard_map`` without running."""
     return jax.eval_shape(on_mesh(fn, mesh, check_vma, in_specs, out_specs), *args)
 
 

@@ -1,4 +1,4 @@
-"""A row of the table of errors, and what comes of its call."""
+"""Row of the table of errors, and the check of its call."""
 
 import importlib
 import re
@@ -15,9 +15,9 @@ AREAS = sorted(file.stem for file in HERE.glob("*.py") if "\nROWS = [\n" in file
 
 
 class Row(NamedTuple):
-    """One mistake: ``call`` makes it, the message begins with ``words`` and contains each text of ``says``.
+    """A mistake: ``call`` makes the mistake, the message begins with ``words`` and contains each text of ``says``.
 
-    ``words`` is a row of ``page``, a section of docs/troubleshooting.md, with ``…`` for what varies.
+    ``words`` is a row of ``page``, a section of docs/troubleshooting.md, with ``…`` for variable parts.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Row(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A section of docs/troubleshooting.md, which makes the rows that stand in it.
+    """A section of docs/troubleshooting.md, which makes its rows.
 
     >>> Section("Meshes and devices").page
     'troubleshooting.md#meshes-and-devices'
@@ -63,8 +63,8 @@ def begins(message: str, words: str) -> bool:
 
 
 def raised(row: Row) -> BaseException | None:
-    """Returns the exception that a row's call raises, or None; a warning that the row expects is raised, too."""
-    mistakes._warned.clear()  # what is said once is said anew
+    """Returns the exception that a row's call raises, or None; an expected warning is raised as an exception."""
+    mistakes._warned.clear()  # warnings given once are given again
     with warnings.catch_warnings():
         if issubclass(row.exception, Warning):
             warnings.simplefilter("error", row.exception)
@@ -76,7 +76,7 @@ def raised(row: Row) -> BaseException | None:
 
 
 def complaint(row: Row, error: BaseException | None) -> str:
-    """Returns what of an exception is not as the row says, or nothing."""
+    """Returns the difference between an exception and its row, or ""."""
     if error is None:
         return f"{row.name}: nothing was raised, and the row expects a {row.exception.__name__}"
     came = f"; in place came {type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,6 +1,6 @@
-"""Each row of the table of errors is what the library answers, stands on its page, and reaches the kept ``raise``.
+"""Tests of the table of errors: each row raises its error, is on its page, and reaches the recorded ``raise``.
 
-What no row reaches has a reason in unreached.txt, and no other ``raise`` has one: a new one needs a row or a reason.
+Each ``raise`` without a row has a reason in unreached.txt, and no other ``raise``: a new one needs a row or a reason.
 """
 
 import re
@@ -14,7 +14,7 @@ from tests.raised import PAGE, heads, messages
 from tests.raised import begins as is_of
 
 ROWS = rows()
-# Messages of the page that no row has, though a row reaches the ``raise``: it says several, or is within another error.
+# Messages of the page without a row, although a row reaches their ``raise``: several texts, or a nested error.
 WITHOUT_ROW = {
     "… was deleted: it was donated": "a batch that was deleted, with which JAX 0.10 ends the process",
     "JAX … has no gradient of this loss": "JAX 0.12 alone: data_parallel/test_foreign_modules.py",
@@ -29,7 +29,7 @@ WITHOUT_ROW = {
 
 
 def sections() -> dict[str, set[str]]:
-    """The first words on the page by section, which is written as a row writes it."""
+    """Returns the first words on the page by section; section names are written as in rows."""
     found = {}
     for part in re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[1:]:
         heading, _, text = part.partition("\n")
@@ -67,30 +67,32 @@ def test_each_message_of_the_page_has_a_row_or_a_reason():
     bare = sorted(lost - WITHOUT_ROW.keys())
     assert not bare, "\n".join(["docs/troubleshooting.md has messages without a row in tests/errors:", *bare])
     needless = sorted(WITHOUT_ROW.keys() - lost)
-    assert not needless, "\n".join(["WITHOUT_ROW has what has a row, or is not on the page:", *needless])
+    assert not needless, "\n".join(
+        ["WITHOUT_ROW lists messages that have a row or are missing on the page:", *needless]
+    )
 
 
 def test_each_raise_is_reached_by_a_row_or_has_a_reason():
-    """The number of those that rows reach cannot shrink in silence: each that is lost would need a reason."""
+    """Each ``raise`` has a row or a reason, so that a lost row needs a reason."""
     reached = {name for names in reach.kept().values() for name in names}
     reasons, there = reach.reasons(), reach.places()
     bare = [f"{place.where}: {name}" for name, place in there.items() if name not in reached and name not in reasons]
     assert not bare, "\n".join(["no row of tests/errors reaches, and unreached.txt has no reason for:", *bare])
     both = sorted(reasons.keys() & reached)
-    assert not both, "\n".join(["a row reaches what unreached.txt says no row reaches:", *both])
+    assert not both, "\n".join(["rows reach raises that unreached.txt lists as unreached:", *both])
     gone = sorted((reasons.keys() | reached) - there.keys())
-    assert not gone, "\n".join(["reached.txt or unreached.txt has what is no raise of the library:", *gone])
+    assert not gone, "\n".join(["reached.txt or unreached.txt lists raises that the library does not have:", *gone])
     assert all(reasons.values())
 
 
 def test_what_is_kept_is_of_the_rows_that_there_are():
     names = Counter(row.name for row in ROWS)
-    assert not [name for name, count in names.items() if count > 1], "two rows have one name"
+    assert not [name for name, count in names.items() if count > 1], "two rows have the same name"
     assert reach.kept().keys() == names.keys(), "`python -m tests.errors --write` writes reached.txt anew"
 
 
 def test_most_raises_are_reached():
-    """Guard: there are rows and places, and places were found by line."""
+    """Guard: rows and places exist, and places are found by line."""
     assert len({name for names in reach.kept().values() for name in names}) > 450
     assert len(reach.places()) > 550
 
@@ -118,7 +120,7 @@ def fail(error):
     ids=["nothing", "type", "words", "pieces", "right"],
 )
 def test_a_row_that_is_wrong_says_what_came_in_place(row, says):
-    """Guard: a row can fail."""
+    """Guard: a wrong row fails, and the text names the actual error."""
     found = complaint(row, raised(row))
     assert says in found and bool(found) == bool(says)
 

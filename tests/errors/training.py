@@ -44,9 +44,10 @@ from xlstm_jax.distributed import (
     unbox,
     value_and_grad,
 )
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.metrics import WeightedMean
 from xlstm_jax.distributed.optimizers import skip_nonfinite, with_ema
-from xlstm_jax.distributed.training import accumulate_gradients, chunked_cross_entropy
+from xlstm_jax.distributed.training import accumulate_gradients, chunked_cross_entropy, default_batch_axes
 
 calls, losses, models, evaluation, collections, checking, names, frozen, optimizers = map(
     Section,
@@ -67,7 +68,7 @@ SGD, MEAN = optax.sgd(0.1), WeightedMean()
 
 @dataclasses.dataclass
 class PlainBatch:
-    """A dataclass that JAX does not know."""
+    """A dataclass that is not registered with JAX."""
 
     x: object
 
@@ -79,11 +80,11 @@ class Foreign:
 
 
 class OfNnx(nnx.Module):
-    """A module of Flax's other kind."""
+    """A module of Flax NNX."""
 
 
 def abstract(tx=SGD, model=None, batch=BATCH, **options):
-    """A state of a wrapped Dense without values."""
+    """Returns a state of a wrapped Dense without values."""
     return abstract_train_state(model or fsdp(nn.Dense)(4), tx, MESH, KEY, batch["x"], batch_axes=AXES, **options)
 
 
@@ -94,7 +95,7 @@ def traced(loss=mean_loss, tx=SGD, batch=BATCH, axes=AXES, model=None, **options
 
 @cache
 def dense(mesh=MESH):
-    """A state with values of a wrapped Dense; rows of it end before a step runs."""
+    """Returns a state of a wrapped Dense; its rows raise before a step runs."""
     return create_train_state(fsdp(nn.Dense)(4), SGD, mesh, KEY, BATCH["x"], batch_axes=AXES)
 
 
@@ -103,12 +104,12 @@ def changed(**leaves):
 
 
 def returned(change, **options):
-    """A step of a loss function that returns a change of the mean loss."""
+    """Returns a call of a step whose loss function returns a change of the mean loss."""
     return lambda: trace(loss=lambda *args: change(mean_loss(*args)), **options)
 
 
 def donated(leaf="state"):
-    """A step on what a step before has taken over."""
+    """Runs a step on donated arguments of an earlier step."""
     step = make_train_step(mean_loss, MESH, AXES)
     one = jax.tree.map(jnp.copy, dense())
     after, _ = step(one, BATCH, KEY)
@@ -141,6 +142,7 @@ def evaluate(
 
 
 STEP = make_train_step(mean_loss, MESH, AXES)
+WITH_KEY = make_train_step(lambda params, apply_fn, batch, rng: mean_loss(params, apply_fn, batch, rng), MESH, AXES)
 EVALUATION = make_eval_step(lambda params, apply_fn, batch: {"values": batch["x"]}, MESH, AXES, metric=WeightedMean())
 
 
@@ -170,7 +172,7 @@ def in_a_branch():
 
 
 def of_rows(model, loss, mesh=MESH, **options):
-    """Traces a step of a model of sequences, of which nothing is split."""
+    """Returns a call that traces a step of an unsplit model of sequences."""
     whole = {"batch_axes": AXES, "allow_replicated": True}
     of = abstract_train_state(model, SGD, mesh, KEY, ROWS3, **whole)
     return lambda: make_train_step(loss, mesh, AXES, allow_replicated=True, **options).trace(of, ROWS3, KEY)
@@ -229,7 +231,7 @@ STATS = {"stats": {"n": jnp.zeros(())}}
 
 
 def counting(params, _, batch, rng, kept):
-    """A loss that counts devices whose rows are positive on the mean."""
+    """Loss that counts devices whose rows are positive on the mean."""
     n = lax.cond(batch["x"].mean() > 0, lambda n: n + 1, lambda n: n, kept["stats"]["n"])
     return jnp.mean((batch["x"] @ params["w"]) ** 2) * (1 + n), {"stats": {"n": n}}
 
@@ -267,7 +269,7 @@ def deleted():
 
 
 def padded(weigh=False, loss=mean_loss, **options):
-    """A step on 14 rows that were padded to 16."""
+    """Runs a step on 14 rows padded to 16."""
     rows = {name: np.asarray(BATCH[name][:14]) for name in ("x", "y")}
     batch, weight = shard_batch(rows, MESH, AXES, pad=True)
     batch |= {"weight": weight} if weigh else {}
@@ -275,7 +277,7 @@ def padded(weigh=False, loss=mean_loss, **options):
 
 
 class AroundScan(nn.Module):
-    """A scan within a module that is wrapped."""
+    """A wrapped module with a scan inside."""
 
     @nn.compact
     def __call__(self, x):
@@ -395,12 +397,20 @@ ROWS = [
         "a Dense; write a function",
     ),
     losses(
-        "loss-function-of-three",
-        lambda: make_train_step(lambda params, apply_fn, batch: 0.0, MESH, AXES),
+        "loss-function-of-two",
+        lambda: make_train_step(lambda params, batch: 0.0, MESH, AXES),
         TypeError,
         "… calls …, with … arguments",
         "loss_fn(params, apply_fn, batch, rng), with 4",
-        "is the function <lambda>(params, apply_fn, batch)",
+        "is the function <lambda>(params, batch)",
+    ),
+    losses(
+        "loss-function-with-key",
+        lambda: make_train_step(lambda params, apply_fn, batch, noise: 0.0, MESH, AXES).eval_shape(dense(), BATCH),
+        TypeError,
+        "… takes a key as argument",
+        "(params, apply_fn, batch, noise) takes a key as argument 4, and the step was given none. Pass a key",
+        "or write loss_fn(params, apply_fn, batch)",
     ),
     losses(
         "eval-function-of-two",
@@ -551,7 +561,7 @@ ROWS = [
             "seed)",
         )
         for name, (bad, says) in KEYS.items()
-        if name != "seed"
+        if name not in ("seed", "none")
     ],
     models(
         "key-seed",
@@ -593,21 +603,32 @@ ROWS = [
     ),
     calls("metric-without-local", with_metric([]), ValueError, "make_train_step has metric=…", "was given local=None"),
     calls(
+        "batch-axes-none-left",
+        lambda: default_batch_axes({"kernel": Sharded(jnp.ones((8, 8)), ("dp", "fsdp"), model_axes=AXES)}, MESH),
+        ValueError,
+        "the model itself splits parameters over every axis",
+        "every axis of the mesh, ('dp', 'fsdp') (over 'fsdp' it splits 'kernel')",
+    ),
+    calls(
         "call-without-key",
-        lambda: STEP(dense(), BATCH),
+        lambda: WITH_KEY(dense(), BATCH),
         TypeError,
         "… was called without",
         "step(state, batch, rng) was called without 'rng'. Pass a key",
     ),
     calls(
         "call-without-batch",
-        lambda: STEP.lower(dense()),
+        lambda: WITH_KEY.lower(dense()),
         TypeError,
         "… was called without",
         "step(state, batch, rng) was called without 'batch'",
     ),
     calls(
-        "call-shape-without-key", lambda: STEP.eval_shape(dense(), BATCH), TypeError, "… was called without", "'rng'"
+        "call-shape-without-key",
+        lambda: WITH_KEY.eval_shape(dense(), BATCH),
+        TypeError,
+        "… was called without",
+        "'rng'",
     ),
     calls(
         "call-unknown-name",

@@ -50,20 +50,20 @@ def goes_on(folder, processes, want):
     assert got["rows"] == want["rows"] and got["leaves"] == want["leaves"]
 
 
-@pytest.mark.parametrize("fault, limit_s", [("exception", GONE_S), ("stuck", TIMEOUT_S + 2)])
+@pytest.mark.parametrize("fault, promised_s", [("exception", GONE_S), ("stuck", TIMEOUT_S + 2)])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_after_a_fault_in_one_process_all_are_gone_in_time(fault, limit_s, victim, undisturbed, tmp_path):
+def test_after_a_fault_in_one_process_all_are_gone_in_time(fault, promised_s, victim, undisturbed, tmp_path):
     at = job.SAVE_EVERY * 2 + 3
     with job.started(tmp_path, 2, "--step-timeout", TIMEOUT_S, fault=fault, at=at, on=(victim,)) as processes:
         assert processes.wait_for(lambda: f"FAULT {fault}" in processes.stderr(victim))
-        gone = processes.wait_gone(60.0)
+        gone = processes.wait_gone(job.STARTING_S)
         assert 0 not in processes.codes()
-        said = processes.stderr(victim)
+        said, longest = processes.stderr(victim), job.limit_s(promised_s, processes)
     if fault == "exception":
         assert "the disk with the data is gone" in said
     else:
         assert "in faulty" in said  # the stack of the thread that hangs
-    assert gone <= limit_s
+    assert gone <= longest
     lost = at - job.committed(tmp_path)
     assert lost <= 2 * job.SAVE_EVERY
     goes_on(tmp_path, 2, undisturbed)
@@ -76,7 +76,7 @@ def test_sigterm_commits_a_checkpoint_on_all_processes_and_loses_nothing(process
         assert running.wait_for(lambda: job.steps_done(tmp_path) >= 8)
         before, start = job.steps_done(tmp_path), time.monotonic()
         running.children[victim].send_signal(signal.SIGTERM)
-        running.wait_gone(60.0)
+        running.wait_gone(job.STARTING_S)
         gone = time.monotonic() - start
         assert running.codes() == [75] * processes, running.stderr(0)
         shown = (tmp_path / "stdout0").read_text()
@@ -106,7 +106,7 @@ def test_killing_the_launcher_ends_its_processes_with_a_checkpoint(tmp_path):
         launcher.wait()
     start = time.monotonic()
     while any(Path(f"/proc/{child}").exists() for child in children):
-        assert time.monotonic() - start < 20.0
+        assert time.monotonic() - start < job.STARTING_S
         time.sleep(0.02)
     gone = time.monotonic() - start
     assert job.committed(tmp_path) >= 8
@@ -118,7 +118,7 @@ def test_a_job_goes_on_with_another_number_of_processes(processes, undisturbed, 
     with job.started(tmp_path, 2) as running:
         assert running.wait_for(lambda: job.steps_done(tmp_path) >= 8)
         running.children[0].send_signal(signal.SIGTERM)
-        running.wait_gone(60.0)
+        running.wait_gone(job.STARTING_S)
     stopped = job.committed(tmp_path)
     with job.started(tmp_path, processes) as again:
         again.wait_gone(job.STARTING_S)
@@ -153,14 +153,14 @@ def test_a_full_disk_ends_the_job_with_its_reason_and_leaves_the_last_good_step(
             assert processes.wait_for(lambda: any(path.name.isdecimal() for path in (disk / "steps").glob("*")))
             (disk / "filler").write_bytes(b"0" * (shutil.disk_usage(disk).free))
             start = time.monotonic()
-            processes.wait_gone(60.0)
+            processes.wait_gone(job.STARTING_S)
             gone = time.monotonic() - start
             assert 0 not in processes.codes()
-            said = processes.stderr(0) + processes.stderr(1)
+            said, longest = processes.stderr(0) + processes.stderr(1), job.limit_s(TIMEOUT_S + 2, processes)
         assert "no space left" in said.lower() or "resource_exhausted" in said.lower(), said[-3000:]
         (disk / "filler").unlink()
         shutil.copytree(disk / "steps", tmp_path / "run/steps")
-    assert gone <= TIMEOUT_S + 2
+    assert gone <= longest
     lost = job.steps_done(tmp_path) - job.committed(tmp_path)
     goes_on(tmp_path, 2, undisturbed)
     record("disk full", 1, gone, f"{lost} steps", "bit-equal")
@@ -183,7 +183,7 @@ def test_processes_that_differ_are_told_so_at_once(what, differing, named, tmp_p
         for process in (0, 1):
             assert named in processes.stderr(process) and "process" in processes.stderr(process)
     assert not (tmp_path / "run/metrics").exists()
-    assert took <= TOLD_S
+    assert took <= job.limit_s(TOLD_S, processes)
     record(f"another {what} in process 1", 1, took, "", "refused, with its name")
 
 
@@ -199,7 +199,7 @@ def test_a_process_with_other_code_is_found(tmp_path):
         took = time.time() - job.last_arrival(processes)
         assert processes.codes() == [2, 2]
         assert all("common_types" in processes.stderr(process) for process in (0, 1))
-    assert took <= TOLD_S
+    assert took <= job.limit_s(TOLD_S, processes)
     record("other code in process 1", 1, took, "", "refused, with the file")
 
 

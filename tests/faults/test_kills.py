@@ -5,6 +5,7 @@ the end of each, parameters, optimizer, metrics, rng and place in the data, and 
 with those of a job that was left alone, bit for bit.
 """
 
+import math
 import random
 import time
 
@@ -16,17 +17,18 @@ from tests.faults.report import record
 ROUNDS = {2: 34, 4: 16}  # by the number of processes
 PHASES = ("start-up", "step", "save")
 GONE_S = 3.0
-START_TIMEOUT_S = 15  # who is left before all have joined waits that long for the others
-STARTING_GONE_S = START_TIMEOUT_S + 15.0  # of the rest of the start-up, compilation included
+START_TIMEOUT_S = 15  # who is left before all have joined waits that long for the others; longer on a slow machine
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2x2", "4x1"])
 def undisturbed(request, tmp_path_factory):
+    """Returns the number of processes, how the job ends that is left alone, and a timeout for its start."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    with job.started(folder, request.param, "--start-timeout", START_TIMEOUT_S) as processes:
+    with job.started(folder, request.param) as processes:
         processes.wait_gone(job.STARTING_S)
         assert processes.codes() == [0] * request.param, processes.stderr(0)
-    return request.param, job.final_state(folder)
+        start_s = job.last_arrival(processes) - processes.launched
+    return request.param, job.final_state(folder), max(START_TIMEOUT_S, math.ceil(start_s))
 
 
 def moment(phase, rng, folder):
@@ -49,24 +51,27 @@ def moment(phase, rng, folder):
 
 
 def test_killed_at_random_the_job_ends_as_if_nothing_had_happened(undisturbed, tmp_path):
-    kill_until_done(*undisturbed, ROUNDS[undisturbed[0]], tmp_path)
+    number, want, start_timeout_s = undisturbed
+    kill_until_done(number, want, ROUNDS[number], tmp_path, start_timeout_s=start_timeout_s)
 
 
-def kill_until_done(number, want, wanted_rounds, tmp_path, phases=PHASES):
+def kill_until_done(number, want, wanted_rounds, tmp_path, phases=PHASES, start_timeout_s=START_TIMEOUT_S):
     """Jobs of ``number`` processes, killed ``wanted_rounds`` times in all, each of which has to end as ``want``."""
     rng, rounds, jobs, gone, lost, saves = random.Random(number), 0, 0, {phase: [] for phase in PHASES}, [], []
     while rounds < wanted_rounds:
         folder = tmp_path / f"job{jobs}"
         jobs += 1
         while True:
-            with job.started(folder, number, "--start-timeout", START_TIMEOUT_S) as processes:
+            with job.started(folder, number, "--start-timeout", start_timeout_s) as processes:
                 killed = rounds < wanted_rounds and processes.wait_for(
                     moment(phases[rounds % len(phases)], rng, folder)
                 )
                 if killed and any(child.poll() is None for child in processes.children):
                     victims = job.random_victims(rng, number)
                     processes.kill(victims)
-                    gone[phases[rounds % len(phases)]].append(processes.wait_gone(STARTING_GONE_S))
+                    phase = phases[rounds % len(phases)]
+                    gone[phase].append(processes.wait_gone(job.STARTING_S))
+                    assert phase == "start-up" or gone[phase][-1] <= job.limit_s(GONE_S, processes)
                     lost.append(job.steps_done(folder) - job.committed(folder))
                     saves.append(job.steps_done(folder) // job.SAVE_EVERY - job.committed(folder) // job.SAVE_EVERY)
                     rounds += 1
@@ -81,13 +86,12 @@ def kill_until_done(number, want, wanted_rounds, tmp_path, phases=PHASES):
     for phase in PHASES:
         if gone[phase]:
             record(f"{what}, in a {phase}", len(gone[phase]), max(gone[phase]), f"{max(lost)} steps", "bit-equal")
-    assert max(gone["step"] + gone["save"], default=0) <= GONE_S
     assert max(saves) <= 1  # the one that was under way
 
 
 def test_the_comparison_sees_another_seed(tmp_path, undisturbed):
     """Guard of the comparison above."""
-    number, want = undisturbed
+    number, want, _ = undisturbed
     if number != 2:
         pytest.skip("once is enough")
     with job.started(tmp_path, number, "--seed", "1") as processes:

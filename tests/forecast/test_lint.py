@@ -31,7 +31,7 @@ from xlstm_jax.distributed.data_parallel.leaf import leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.trees import map_leaves
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch
 from xlstm_jax.distributed.plan.planning import plan_sharding
-from xlstm_jax.forecast import CHIPS, Forecast, forecast
+from xlstm_jax.forecast import CHIPS, Forecast, Roofline, forecast
 from xlstm_jax.forecast.training import Workload
 from xlstm_jax.forecast.training.linting import product_rules
 from xlstm_jax.forecast.training.linting.lint import Finding, LintError, findings_of, lint, raise_if, table
@@ -417,6 +417,189 @@ def test_scores_that_attention_holds_are_found(monkeypatch):
     (finding,) = each("held-scores", step, plan)
     assert (finding.where, finding.bytes) == ("attention", 2 * 32 * 32 * 2)
     assert "docs/kernels.md" in finding.cure and "4 KiB per device" in finding.text
+
+
+def for_a_chip(forecast, *, memory_s=0.01, compute_s=0.1, exposed_s=0.0, total_bytes=None, topology="h100:1x8"):
+    """The forecast of a step on CPU devices, as if for a chip of known figures: seconds by published rates."""
+    hbm_bytes = memory_s * CHIPS[topology.split(":")[0]].hbm_bandwidth
+    bounds = Roofline(compute_s, memory_s, 0.0, forecast.flops.total, hbm_bytes, 0.0)
+    known = {"topology": topology, "roofline": bounds, "exposed_seconds": exposed_s, "code_bytes": 0}
+    if total_bytes is not None:
+        known["memory"] = dataclasses.replace(forecast.memory, temporary_bytes=total_bytes - forecast.total_bytes)
+    return dataclasses.replace(forecast, available_bytes=80 * 10**9, **known)
+
+
+class Uniform(nn.Module):
+    """Layers that all compute in one dtype."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x):
+        dense = partial(wrap(nn.Dense, gather_dtype=self.dtype), WIDTH, dtype=self.dtype)
+        return dense(name="second")(nn.gelu(dense(name="first")(x)))
+
+
+def test_a_model_that_is_all_float32():
+    wide, narrow = Uniform(jnp.float32), Uniform(jnp.bfloat16)
+    (finding,) = each("float32-model", for_a_chip(cached(wide)), plan_of(wide))
+    assert finding.where == "the model" and "100% of its products have operands of float32" in finding.text
+    # Twice the rate in bfloat16: 989 and 494.5 TFLOP/s, and half of the bytes that gathers send.
+    flops = cached(wide).flops.total
+    assert flops / 494.5e12 * 1e3 < 0.0005 and "and take" not in finding.text  # too short to be a cost
+    sent = sum(c.wire_bytes_per_step for c in cached(wide).collectives if c.leaves)
+    assert sent and finding.bytes == round(sent / 2) and "sends 384 KiB of float32 weights" in finding.text
+    assert "dtype=jnp.bfloat16 to the modules" in finding.cure and "gather_dtype=jnp.bfloat16" in finding.cure
+    assert each("float32-model", for_a_chip(cached(narrow)), plan_of(narrow)) == []
+    assert each("float32-model", for_a_chip(cached(Mixed())), plan_of(Mixed())) == []  # a layer alone: wide-product
+    assert each("float32-model", cached(wide), plan_of(wide)) == []  # of CPU devices: the chip is not known
+
+
+@pytest.mark.parametrize("chip, times", [("h100", "take 2.02 ms at the peak rate, in bfloat16 1.01 ms"), ("v5e", "")])
+def test_a_model_of_float32_takes_longer_where_the_chip_has_a_faster_rate(chip, times):
+    step = for_a_chip(cached(Uniform(jnp.float32)), topology=f"{chip}:1x8")
+    work = tuple(dataclasses.replace(one, flops=1e12 / len(step.flops.work)) for one in step.flops.work)
+    step = dataclasses.replace(step, flops=dataclasses.replace(step.flops, work=work))
+    (finding,) = each("float32-model", step, plan_of(Uniform(jnp.float32)))
+    assert times in finding.text and ("peak rate" in finding.text) == bool(times)
+
+
+@cache
+def attentive(model=None):
+    batch = jax.ShapeDtypeStruct((8 * 32, WIDTH), jnp.bfloat16)
+    return compiled(model or Attentive(), mesh_of(2, 4), batch=batch)
+
+
+def test_scores_are_a_cost_by_their_share_of_memory():
+    scores = 2 * 32 * 32 * 2
+    few = for_a_chip(attentive(), total_bytes=10**9)
+    most = for_a_chip(attentive(), total_bytes=10 * scores)
+    assert each("held-scores", few, plan_of(Attentive())) == []
+    (finding,) = each("held-scores", most, plan_of(Attentive()))
+    assert finding.bytes == scores and "The array is 10% of the step's memory" in finding.text
+
+
+def test_scores_are_a_cost_by_their_share_of_time():
+    moved = product_rules.SCORES_PASSES * 2 * 32 * 32 * 2
+    seconds = moved / (0.8 * CHIPS["h100"].hbm_bandwidth)
+    long, short = (
+        for_a_chip(attentive(), memory_s=0.0, compute_s=times * seconds, total_bytes=10**9) for times in (25, 5)
+    )
+    assert each("held-scores", long, plan_of(Attentive())) == []
+    (finding,) = each("held-scores", short, plan_of(Attentive()))
+    assert "32 KiB of scores, read and written in a step," in finding.text and "20% of the step." in finding.text
+
+
+class Layers(nn.Module):
+    """Two layers of attention, in a loop or in a scan."""
+
+    scanned: bool
+
+    @nn.compact
+    def __call__(self, x):
+        if self.scanned:
+            layers = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+            return layers(name="layers")(x, None)[0]
+        for i in range(2):
+            x = Layer(name=f"layer_{i}")(x, None)[0]
+        return x
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return Attentive(name="inner")(x), None
+
+
+@pytest.mark.parametrize("scanned", [True, False])
+def test_scores_of_all_layers_are_one_cost(scanned):
+    step = for_a_chip(attentive(Layers(scanned)), total_bytes=2 * 32 * 32 * 2)
+    (finding,) = each("held-scores", step, plan_of(Layers(scanned)))
+    assert "64 KiB of scores" in finding.text and finding.bytes == 2 * 32 * 32 * 2
+    assert finding.where == ("layers/inner/attention" if scanned else "layer_*/inner/attention")
+
+
+def test_a_step_that_waits_for_memory():
+    """Seconds of products at 55% of the rate and of bytes at 80% of the bandwidth are compared."""
+    bound = for_a_chip(cached(), memory_s=0.08, compute_s=0.0275)
+    (finding,) = each("memory-bound", bound, plan_of())
+    assert finding.where == "the step" and "bound by memory, not by arithmetic" in finding.text
+    assert "which takes 100 ms; the matrix products take 50 ms." in finding.text
+    assert finding.bytes == round(0.08 * CHIPS["h100"].hbm_bandwidth) and "chunked_cross_entropy" in finding.cure
+    for other in (
+        for_a_chip(cached(), memory_s=0.08, compute_s=0.06),  # products take longer
+        for_a_chip(cached(), memory_s=0.08, compute_s=0.0275, exposed_s=0.2),  # most of it waits for collectives
+        cached(),  # CPU devices
+    ):
+        assert each("memory-bound", other, plan_of()) == []
+
+
+def test_the_cure_of_a_step_that_waits_for_memory_is_that_of_its_bytes():
+    def cure_of(forecast, model):
+        (finding,) = each("memory-bound", forecast, plan_of(model))
+        return finding.text + finding.cure
+
+    wide, narrow, free = Uniform(jnp.float32), Uniform(jnp.bfloat16), 10**8
+    assert "100% of the products are float32" in cure_of(for_a_chip(cached(wide), memory_s=1.0), wide)
+    assert "float32" not in cure_of(for_a_chip(cached(narrow), memory_s=1.0), narrow)
+
+    few_bytes = 3 * plan_of(narrow).parameters.per_device / CHIPS["h100"].hbm_bandwidth
+    of_update = cure_of(for_a_chip(cached(narrow), memory_s=few_bytes, compute_s=0.0), narrow)
+    # SGD reads parameters and gradients, and writes parameters: all of these bytes.
+    assert "The optimizer's update is 100% of the bytes" in of_update and "more tokens" in of_update
+    assert "more tokens" not in cure_of(for_a_chip(cached(narrow), memory_s=1.0), narrow)  # guard
+
+    recomputing = for_a_chip(cached(), memory_s=1.0, total_bytes=free)
+    assert "stay free" in cure_of(recomputing, None) and "Recompute less" in cure_of(recomputing, None)
+    full = for_a_chip(cached(), memory_s=1.0, total_bytes=78 * 10**9)
+    with_all = for_a_chip(cached(Model(layers=kept)), memory_s=1.0, total_bytes=free)
+    assert "Recompute" not in cure_of(full, None) and "Recompute" not in cure_of(with_all, None)
+
+    some = 16 * 2 * 32 * 32 * 2 / CHIPS["h100"].hbm_bandwidth
+    attention = for_a_chip(attentive(), memory_s=some, compute_s=0.0)
+    assert "Attention scores are 50% of the bytes or more" in cure_of(attention, Attentive())
+
+
+class Decoder(nn.Module):
+    """A small GPT, all of one dtype."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(2):
+            attention = wrap(nn.MultiHeadDotProductAttention, gather_dtype=self.dtype)
+            x = x + attention(8, dtype=self.dtype, name=f"attention_{i}")(nn.LayerNorm(dtype=self.dtype)(x))
+            h = nn.gelu(wrap(nn.Dense, gather_dtype=self.dtype)(4 * WIDTH, dtype=self.dtype, name=f"up_{i}")(x))
+            x = x + wrap(nn.Dense, gather_dtype=self.dtype)(WIDTH, dtype=self.dtype, name=f"down_{i}")(h)
+        return x
+
+
+@pytest.mark.cuda_plugin
+def test_a_gpt_of_float32_on_gpus_has_each_of_its_costs_found():
+    """It had one finding, of 64 MiB, in a step of 550 ms."""
+    batch = jax.ShapeDtypeStruct((8 * 4, 512, WIDTH), jnp.float32)
+    mesh = DeviceMeshManager.create_abstract_mesh({"fsdp": 8})
+    model = Decoder(jnp.float32)
+    step = compiled(model, mesh, batch=batch, topology="h100:1x8")
+    findings = lint(step, plan_sharding(model, {"fsdp": 8}, batch))
+    assert {finding.rule for finding in findings} >= {"float32-model", "held-scores", "memory-bound"}
+    (bound,) = [finding for finding in findings if finding.rule == "memory-bound"]
+    assert "100% of the products are float32" in bound.text and "Attention scores are" in bound.text
+
+
+@pytest.mark.cuda_plugin
+def test_large_products_of_bfloat16_on_gpus_have_none_of_these():
+    class Large(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            dense = partial(wrap(nn.Dense), use_bias=False, dtype=jnp.bfloat16)
+            return dense(4096, name="second")(dense(16384, name="first")(x))
+
+    batch, mesh = jax.ShapeDtypeStruct((8 * 8192, 4096), jnp.bfloat16), {"fsdp": 8}
+    step = compiled(Large(), DeviceMeshManager.create_abstract_mesh(mesh), batch=batch, topology="h100:1x8")
+    findings = lint(step, plan_sharding(Large(), mesh, batch))
+    assert not {"float32-model", "held-scores", "memory-bound"} & {finding.rule for finding in findings}
 
 
 # -------------------------------------------------------------------------------------- what only a TPU's compiler does

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from tests.forecast.kept import KeptTexts, assert_kept_is_compiled
 from xlstm_jax.accelerators import compiler_options
 from xlstm_jax.distributed import DeviceMeshManager, abstract_train_state, make_train_step, shard_module_params
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch
@@ -51,6 +52,13 @@ def mean_square(params, apply_fn, batch, rng=None):
 @cache
 def findings(width, tokens, sizes=STAGED, min_weight_size=2**10, options=()):
     """(findings, forecast) of a step on two hosts of four."""
+    is_kept = (width, tokens, sizes, min_weight_size, options) == (*WAITING.values(), STAGED, 2**10, ())
+    cache = KeptTexts("waiting") if is_kept else False
+    plan, found = forecast_of(width, tokens, sizes, min_weight_size, options, cache)
+    return lint(found, plan), found
+
+
+def forecast_of(width, tokens, sizes=STAGED, min_weight_size=2**10, options=(), cache=False):
     sizes = dict(sizes)
     model, axes = Model(width, tuple(sizes), min_weight_size), tuple(sizes)
     batch, mesh = jax.ShapeDtypeStruct((8 * tokens, width), jnp.bfloat16), DeviceMeshManager.create_abstract_mesh(sizes)
@@ -58,8 +66,8 @@ def findings(width, tokens, sizes=STAGED, min_weight_size=2**10, options=()):
     state = abstract_train_state(model, optax.sgd(1e-3), mesh, rng, batch, batch_axes=axes, allow_replicated=True)
     step = make_train_step(mean_square, mesh, axes, allow_replicated=True)
     args = (state, abstract_batch(batch, mesh, axes), rng)
-    found = forecast(step, *args, topology=TOPOLOGY, compiler_options=dict(options))
-    return lint(found, plan_sharding(model, sizes, batch)), found
+    found = forecast(step, *args, topology=TOPOLOGY, compiler_options=dict(options), cache=cache)
+    return plan_sharding(model, sizes, batch), found
 
 
 def of_rule(found, rule):
@@ -67,8 +75,14 @@ def of_rule(found, rule):
 
 
 WAITING = {"width": 1024, "tokens": 8192}
+KEPT = {"waiting": lambda cache: forecast_of(**WAITING, cache=cache)[1]}
 BYTES = 2 * 1024 * 4096 * 2  # of the two kernels of a layer in bfloat16
 PASSES = 3 * 4  # forward, again in backward, and the scatter, of 4 layers
+
+
+@pytest.mark.slow
+def test_the_kept_step_is_what_the_compiler_writes():
+    assert_kept_is_compiled("waiting", KEPT)
 
 
 def test_each_network_carries_its_stage():

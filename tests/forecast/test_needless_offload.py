@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 
+from tests.forecast.kept import KeptTexts, assert_kept_is_compiled
 from tests.support import fsdp
 from xlstm_jax.distributed import Offload, plan_sharding
 from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD
@@ -59,14 +60,27 @@ def search(tmp_path_factory):
     return cache(lambda budget=None: fit(build_step, TOPOLOGY, budget, meshes=[MESH], cache=kept))
 
 
-@pytest.fixture
-def offloaded(search):
-    """The forecast of the step that needs it."""
-    return search().best.forecast
+def forecast_offloaded(cache):
+    step, args = Workload(Layers(), optax.adam(1e-3), X, loss, offload=Offload()).build_step(MESH)
+    return forecast(step, *args, topology=TOPOLOGY, cache=cache)
+
+
+KEPT = {"offloaded": forecast_offloaded}
+
+
+@pytest.fixture(scope="module")
+def offloaded():
+    """The forecast of the step that needs it, which the search finds."""
+    return forecast_offloaded(KeptTexts("offloaded"))
 
 
 def findings(found):
     return [f for f in lint(found, plan_sharding(Layers(), MESH, X)) if f.rule == "needless-offload"]
+
+
+@pytest.mark.slow
+def test_the_kept_step_is_what_the_compiler_writes():
+    assert_kept_is_compiled("offloaded", KEPT)
 
 
 def test_a_training_that_needs_offload_gets_it_and_one_that_does_not_does_not(search):

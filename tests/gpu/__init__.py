@@ -1,1 +1,1 @@
-"""What only a card can say, on one NVIDIA GPU: ``make test-gpu``. Where there is none it says so and fails nothing."""
+"""Tests on one NVIDIA GPU: ``make test-gpu``. Without a GPU the command prints a message and succeeds."""

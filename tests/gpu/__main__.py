@@ -1,11 +1,11 @@
-"""Runs all of it and writes ``benchmarks/results/gpu/<card>.json``: ``make test-gpu``.
+"""Runs the GPU suite and writes ``benchmarks/results/gpu/<card>.json``: ``make test-gpu``.
 
-    python -m tests.gpu                     some minutes on one NVIDIA GPU; of several the first is taken
+    python -m tests.gpu                     some minutes on one NVIDIA GPU, the first of several
 
-  suite      those tests of the normal suite that one device can run, and parity, on the card
-  measured   what ``measures`` finds; a figure that should hold and does not is printed, and the exit status is 1
+  suite      tests of the normal suite that need one device, and parity, on the card
+  measured   the results of ``measures``; failed expectations are printed, and the exit status is 1
 
-Nothing imports JAX before a card is found, so that a machine without one needs nothing of CUDA.
+JAX is imported only after a card is found, so that a machine without a card needs no CUDA.
 """
 
 import json
@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 OUT = ROOT / "benchmarks" / "results" / "gpu"
-# What these ask for is one device. With --noconftest nothing simulates eight on the CPU.
+# Tests for one device. --noconftest turns off the eight simulated CPU devices.
 SUITE = (
     "tests/gpu/test_on_card.py",
     "tests/data_parallel/test_parity.py",
@@ -26,7 +26,7 @@ SUITE = (
     "tests/forecast/test_flops.py",
 )
 MANY_DEVICES = "not (8- or 4x2 or 2x4 or 1x8 or missing_mean or shard_map or split_the_tokens or sharded_head)"
-# JAX multiplies float32 in TF32 by default on GPUs, which is not what the tests' tolerances are about.
+# JAX multiplies float32 in TF32 by default on GPUs, which exceeds the tolerances of the tests.
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "0",
     "JAX_PLATFORMS": "cuda",
@@ -37,7 +37,7 @@ INSTALL = 'JAX does not see the card: pip install -U "jax[cuda12]" in the enviro
 
 
 def card() -> str | None:
-    """The name of the first GPU, as the driver has it; None where there is none."""
+    """Returns the driver's name of the first GPU, or None."""
     if shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "--id=0"]
@@ -46,7 +46,7 @@ def card() -> str | None:
 
 
 def suite() -> dict[str, int]:
-    """How many tests have passed, failed, ...: the suite in a process of its own."""
+    """Runs the suite in a separate process; returns the numbers of passed tests, failed tests, ..."""
     command = [sys.executable, "-m", "pytest", "--noconftest", "-q", *SUITE, "-k", MANY_DEVICES]
     environment = os.environ | ENVIRONMENT | {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
     run = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)

@@ -1,9 +1,9 @@
-"""What is measured on a card; each function takes the device, so that all but memory can be tried on a CPU.
+"""Measurements on a card; each function takes the device, so that all except memory can run on a CPU.
 
-same text    the wrapped model compiles to what the plain one does, on a mesh of one
-step time    of the wrapped model over that of the plain one
-memory       the peak that the device counts, beside what ``forecast`` says for one GPU of its kind
-options      each of ``compiler_options`` is accepted by the compiler that runs here
+same text    the wrapped model compiles to the text of the plain model, on a mesh of one device
+step time    of the wrapped model, relative to the plain model
+memory       the peak reported by the device, and the ``forecast`` for one GPU of the same kind
+options      each of ``compiler_options`` is accepted by the installed compiler
 training     tokens per second and MFU of the training job
 """
 
@@ -28,7 +28,7 @@ from xlstm_jax.accelerators import compiler_options
 from xlstm_jax.forecast.hardware import chip_of
 
 PLAIN, WRAPPED = "replicated", "ours"
-COUNTED = ("small", "1.3B")  # models whose peak is counted, as far as they fit
+COUNTED = ("small", "1.3B")  # models whose peak is measured, if they fit
 TRAINING = "--model transformer --d-model 1024 --heads 16 --layers 12 --context 1024 --batch-size 16 --dtype bfloat16 \
 --gather-dtype bfloat16 --remat --steps 60 --log-every 10 --eval-every 60 --checkpoint-every 0 --sample-bytes 0"
 TRAINING_S = 900
@@ -36,7 +36,7 @@ TIME_RATIO, MEMORY_OFF = 1.05, 0.10  # at most so much longer; the forecast's pe
 
 
 def everything(device: jax.Device) -> dict[str, Any]:
-    """All measures, JSON as it is."""
+    """Returns all measurements as JSON values."""
     return {
         "card": device.device_kind,
         "versions": installed_versions("jax-cuda12-plugin"),
@@ -49,22 +49,22 @@ def everything(device: jax.Device) -> dict[str, Any]:
 
 
 def same_text(device: jax.Device) -> dict[str, int]:
-    """Instructions of the plain model's step, and how many lines of the wrapped one's differ."""
+    """Returns the number of instructions of the plain model's step, and of different lines in the wrapped one."""
     plain = instructions(CASES[PLAIN], device)
     wrapped = instructions(dataclasses.replace(CASES[WRAPPED], options={"remat": False}), device)
     return {"instructions": len(plain), "differing": len(set(plain) ^ set(wrapped)) + abs(len(plain) - len(wrapped))}
 
 
 def step_times(device: jax.Device, model: str = "medium", rounds: int = 10) -> dict[str, Any]:
-    """``benchmarks.step_time`` of the wrapped model, of the plain one, and of ``jit``."""
+    """Returns ``benchmarks.step_time`` of the wrapped model, the plain model, and ``jit``."""
     with Progress(console=Console(quiet=True)) as progress:
         return step_time.measure(MODELS[model], [PLAIN, WRAPPED, "jit"], rounds, 4, progress, devices=[device])
 
 
 def memories(device: jax.Device) -> dict[str, Any]:
-    """For each model that fits: bytes that a forecast for one such GPU gives, and those that the device counts.
+    """Returns forecast and reported bytes of each model that fits.
 
-    Nothing of a card that the table of chips does not have: there is no forecast to compare with.
+    The result is empty for a card outside of the table of chips, because such a card has no forecast.
     """
     chip, found = chip_of(device.device_kind), {}
     if chip is None:
@@ -78,7 +78,7 @@ def memories(device: jax.Device) -> dict[str, Any]:
 
 
 def options_accepted(device: jax.Device) -> dict[str, str]:
-    """Each option by itself, on a small step: "accepted", or what the compiler says."""
+    """Returns for each option, alone on a small step, "accepted" or the compiler's error."""
     found = {}
     step, args = build(SIZES["small"], CASES[WRAPPED], (1,), [device])
     lowered = step.lower(*args)
@@ -92,7 +92,7 @@ def options_accepted(device: jax.Device) -> dict[str, str]:
 
 
 def training(options: str = TRAINING) -> dict[str, float]:
-    """The training job in a process of its own: its last row, with tokens per second and MFU."""
+    """Runs the training job in a separate process; returns its last row, with tokens per second and MFU."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "run")
         command = [sys.executable, "-m", "benchmarks.train_lm", *options.split(), "--out", str(out)]
@@ -103,7 +103,7 @@ def training(options: str = TRAINING) -> dict[str, float]:
 
 
 def failures(found: dict[str, Any]) -> list[str]:
-    """What should hold and does not, one line each."""
+    """Returns the failed expectations, one line each."""
     failed = [f"suite: {found['suite']}"] if found["suite"]["exit code"] else []
     if found["same_text"]["differing"]:
         failed.append(f"compiled text: {found['same_text']}")

@@ -1,4 +1,4 @@
-"""Parity on one device: what wrapping changes in values on a mesh of one, which is nothing."""
+"""Tests of parity on one device: wrapping changes no values on a mesh of one device."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ STEPS = 3
 
 
 def trained(wrap, learning_rate=1e-2):
-    """Losses of some steps of AdamW and the last parameters, on a mesh of the first device."""
+    """Returns the losses of some steps of AdamW and the last parameters, on a mesh of the first device."""
     mesh = DeviceMeshManager.create_device_mesh({"fsdp": 1}, devices=jax.devices()[:1])
     batch, key = data(), jax.random.key(0)
     tx = optax.adamw(learning_rate)
@@ -33,4 +33,4 @@ def test_the_wrapped_model_trains_as_the_plain_one(options):
     np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), params, want)
     other_losses, _ = trained(plain, learning_rate=2e-2)
-    assert not np.allclose(other_losses, want_losses, rtol=1e-3)  # guard: training changes them
+    assert not np.allclose(other_losses, want_losses, rtol=1e-3)  # guard: losses depend on the rate

@@ -1,1 +1,1 @@
-"""The project itself: pages, layers, wheel, and the tests of the tests."""
+"""Tests of the project: pages, layers, wheel, and the test suite."""

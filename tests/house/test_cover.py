@@ -1,4 +1,4 @@
-"""The choice of `make test` by measurement: recordings, the cover, and the data that stand in git. See tests/cover."""
+"""Tests of the measured selection of quick tests (`make test`): recordings, cover, data. See tests/cover."""
 
 import os
 import subprocess
@@ -33,20 +33,20 @@ def test_that_fails():
 
 
 def test_cases_of_the_data_are_tests():
-    """By file and function; ``pytest --quick`` compares the parameters, too."""
+    """Cases of the data exist by file and function; ``pytest --quick`` also compares the parameters."""
     seconds, entering = data.matrix()
     cases = {*data.chosen(), *seconds, *(case for case, _ in data.read_seen().values())}
     lacking = sorted(case for case in cases if not data.is_there(case))
-    assert not lacking, f"these tests are not there: {lacking[:5]}. {data.REMAKE}"
+    assert not lacking, f"the cover data name missing tests: {lacking[:5]}. {data.REMAKE}"
     assert all(set(some) <= set(seconds) for some in entering.values())
 
 
 def test_every_mutation_is_seen_by_a_quick_test():
-    """By the case that was measured, or, where none was, by the tests that the mutation names."""
+    """Every mutation has a quick test: the measured case, or else the tests that the mutation names."""
     names = {mutant.name: mutant for mutant in all_mutants()}
     seen, tests = data.read_seen(), quick.chosen()
     stale = sorted(set(seen) - set(names))
-    assert not stale, f"no mutation is called {stale[:5]}. {data.REMAKE}"
+    assert not stale, f"the cover data name missing mutations: {stale[:5]}. {data.REMAKE}"
 
     def is_quick(case):
         file_is_seen = case.endswith(".py") and any(test.startswith(f"{case}::") for test in tests)
@@ -54,7 +54,7 @@ def test_every_mutation_is_seen_by_a_quick_test():
 
     unseen = [name for name, (case, _) in seen.items() if not is_quick(case)]
     unseen += [name for name in set(names) - set(seen) if not set(names[name].tests) <= tests]
-    assert not unseen, f"no quick test sees {unseen[:5]}. {data.REMAKE}"
+    assert not unseen, f"no quick test detects the mutations {unseen[:5]}. {data.REMAKE}"
 
 
 def test_data_are_read_as_they_were_written(tmp_path, monkeypatch):
@@ -88,9 +88,9 @@ def test_a_case_that_was_renamed_is_missing(monkeypatch):
     [
         ({"a": "xyz", "b": "xy", "c": "z"}, {"a": 9, "b": 1, "c": 1}, [], 99, {"b", "c"}),
         ({"a": "xyz", "b": "xy", "c": "z"}, {"a": 1, "b": 1, "c": 1}, [], 99, {"a"}),
-        # What is taken counts, and is not added again.
+        # Chosen tests count, and are not added again.
         ({"a": "xyz", "b": "xy", "c": "z"}, {"a": 9, "b": 1, "c": 1}, ["b"], 99, {"c"}),
-        # The first by its rate is needless after the second and the third.
+        # The test with the best rate is redundant after the second and the third.
         ({"a": "wxyz", "b": "wx12345", "c": "yz67890"}, {"a": 0.1, "b": 5, "c": 5}, [], 99, {"b", "c"}),
         ({"a": "xyz", "b": "x"}, {"a": 9, "b": 5}, [], 6, {"b"}),
     ],
@@ -111,7 +111,7 @@ def test_a_recording_has_the_lines_of_each_test(tmp_path):
     options = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "timeout": 300}
     outputs = [subprocess.run(command, capture_output=True, text=True, **options) for _ in range(2)]
     assert "1 failed, 2 passed" in outputs[0].stdout, outputs
-    assert "1 failed, 2 deselected" in outputs[1].stdout  # what was recorded is not run again, what failed is
+    assert "1 failed, 2 deselected" in outputs[1].stdout  # recorded tests are skipped, failed tests rerun
     found = {entry.case.rpartition("::")[2]: entry for entry in recorded(tmp_path / "runs")}
     assert {name: entry.outcome for name, entry in found.items()} == {
         "test_sizes": "passed",
@@ -124,6 +124,6 @@ def test_a_recording_has_the_lines_of_each_test(tmp_path):
     source = (ROOT / "xlstm_jax" / file).read_text().splitlines()
     executed = "\n".join(source[line - 1] for line in sorted(lines))
     assert "known = math.prod(" in executed and "return tuple(" in executed
-    # Lines that raise, and those of other functions and of the import.
+    # Excluded: lines that raise, lines of other functions, and import lines.
     assert "nearest =" not in executed and "def " not in executed
     assert not found["test_of_a_process"].lines

@@ -1,4 +1,4 @@
-"""Each program in docs/examples/ is the code of its tutorial, and the whole loop runs as a file."""
+"""Tests of docs/examples/: each program is the code of its tutorial, and the full loop runs as a file."""
 
 import ast
 import importlib.util
@@ -58,7 +58,7 @@ def test_the_notebooks_are_what_the_script_makes_of_the_pages():
     "file", [pytest.param(f, marks=[] if f.stem == "plain_script" else pytest.mark.slow, id=f.stem) for f in NOTEBOOKS]
 )
 def test_a_notebook_runs_and_shows_tables(file, tmp_path):
-    """In a kernel of its own, from a folder without the library, as a user opens it."""
+    """A notebook runs in a separate kernel, from a folder without the library, and shows tables."""
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     notebook = nbformat.read(file, 4)
     nbformat.validate(notebook)

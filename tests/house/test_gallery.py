@@ -1,4 +1,4 @@
-"""Each program of the gallery trains, its first step is that of one device, and its page shows it."""
+"""Tests of the gallery: each program trains, the first step equals one device, and the page shows the program."""
 
 import importlib.util
 import runpy
@@ -16,7 +16,7 @@ from xlstm_jax.distributed import check_step, make_train_step
 DOCS = Path(__file__).parents[2] / "docs"
 GALLERY = DOCS / "gallery"
 PROGRAMS = sorted(file.stem for file in GALLERY.glob("*.py") if file.stem != "shared")
-STEPS = {"diffusion": 60, "gan": 100, "long_context": 80, "mamba": 40, "ppo": 8}  # some learn later than others
+STEPS = {"diffusion": 60, "gan": 100, "long_context": 80, "mamba": 40, "ppo": 8}  # slow learners need more steps
 FEW = 20
 
 
@@ -42,12 +42,12 @@ def test_a_program_is_short_and_its_picture_small(name):
     assert len(lines) <= 100 and max(map(len, lines)) <= 88
     picture = (GALLERY / f"{name}.png").read_bytes()
     assert len(picture) < 40 * 2**10
-    assert struct.unpack(">2I", picture[16:24]) == (691, 432)  # all of one size
+    assert struct.unpack(">2I", picture[16:24]) == (691, 432)  # all pictures have one size
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "graph" else pytest.mark.slow) for n in PROGRAMS])
 def test_a_program_trains_and_begins_as_on_one_device(name, tmp_path, monkeypatch):
-    """All that a program makes are watched steps; it knows nothing of the test but the number of steps."""
+    """Every step of a program passes ``check_step`` once; the test sets only the number of steps."""
     checks, losses = [], []
 
     def watched(*args, **options):
@@ -70,14 +70,14 @@ def test_a_program_trains_and_begins_as_on_one_device(name, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     with matplotlib.rc_context():
         end = runpy.run_path(str(GALLERY / f"{name}.py"))
-    sys.modules.pop("shared")  # the name is too common to be left there
+    sys.modules.pop("shared")  # a common name must not stay imported
 
     assert [check.verdict for check in checks] == ["right"] * len(losses), "\n".join(map(str, checks))
     assert max(abs(check.loss_ratio - 1) for check in checks) < 1e-5
     assert all(own for own in losses) and (tmp_path / f"{name}.png").exists()
-    if name == "ppo":  # its loss is of other pushes each time
+    if name == "ppo":  # each loss is on new pushes
         assert end["lives"][-1] > 1.5 * end["lives"][0]
-    elif name == "gan":  # its losses are of a game; points far off become points near by
+    elif name == "gan":  # losses of a game do not decrease; far points become near points
         assert end["off"] < 0.2
     else:
         first = losses[0][:few]

@@ -1,15 +1,15 @@
-"""Folders import only from those before them, never sideways, never up; no word names two things; nothing is hidden."""
+"""Tests of the layers: folders import earlier folders only, and each public name has one definition."""
 
 import ast
-import importlib
 import re
+import sys
 from collections import defaultdict
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-from tests.measures import FOREIGN, MOVED, module_of, names_imported
+from tests.measures import FOREIGN, module_of, names_imported
 
 PACKAGE = Path(__file__).parents[2] / "xlstm_jax"
 
@@ -18,20 +18,21 @@ ORDER = """common_types, private_names, quiet_import, program_names
     < data_parallel < processes, optimizers, model_parallel < device_mesh, checkpoint < metrics, plan, resilience
     < training < forecast < cli"""
 LEVEL = {name.strip(): level for level, names in enumerate(ORDER.split("<")) for name in names.split(",")}
-FILES = sorted(set(PACKAGE.rglob("*.py")) - set(MOVED))
+EXAMPLE = PACKAGE / "cli" / "example.py"  # written as a user's program, with the names that users import
+FILES = sorted(set(PACKAGE.rglob("*.py")) - {EXAMPLE})
 
 
 MODULES = {module_of(path): path for path in FILES}
-FACES = ["xlstm_jax", "xlstm_jax.distributed"]  # of all folders
+FACES = ["xlstm_jax", "xlstm_jax.distributed"]  # modules that collect names of all folders
 
 
 def folder_of(module):
-    """The folder that a module belongs to, as ``ORDER`` names it."""
+    """Returns the folder of a module, as named in ``ORDER``."""
     return re.sub(r"^xlstm_jax\.(distributed\.)?", "", module).split(".")[0]
 
 
 def imported(source):
-    """The library's own modules that a file imports."""
+    """Yields the library modules that a file imports."""
     for name in names_imported(source):
         if name.startswith("xlstm_jax"):
             yield name if name in MODULES else name.rpartition(".")[0]
@@ -55,14 +56,6 @@ def test_a_forecast_of_any_program_imports_nothing_of_a_training(module):
     assert any("distributed" in name for name in imported(MODULES["xlstm_jax.forecast.training.workload"].read_text()))
 
 
-@pytest.mark.parametrize("path", MOVED, ids=lambda path: path.stem)
-def test_an_old_place_says_the_new_one(path):
-    with pytest.raises(ModuleNotFoundError, match=r"is xlstm_jax\.forecast.* now"):
-        importlib.import_module(f"xlstm_jax.distributed.{path.stem}")
-    with pytest.raises(ModuleNotFoundError, match=r"is xlstm_jax\.forecast.* now"):
-        importlib.import_module(f"xlstm_jax.distributed.{path.stem}.anything")
-
-
 def test_no_files_import_each_other():
     graph = {module: set(imported(path.read_text())) - {module} for module, path in MODULES.items()}
     list(TopologicalSorter(graph).static_order())
@@ -75,12 +68,12 @@ def test_the_check_sees_an_upward_import():
 
 
 def definitions(path):
-    """Names of the functions and classes at the top of a file."""
+    """Returns the names of a file's top-level functions and classes."""
     kinds = ast.FunctionDef | ast.ClassDef
     return [node.name for node in ast.parse(path.read_text()).body if isinstance(node, kinds)]
 
 
-# The functions that scripts run; and the metric's all_gather, which is public, of dictionaries.
+# Functions that scripts run; and the metric's public all_gather, which gathers dictionaries.
 SAID_TWICE = {"main", "all_gather"}
 
 
@@ -108,7 +101,7 @@ def test_collectives_prints_and_boxed_walks_stand_in_one_place(path):
 
 
 def test_linen_is_known_where_modules_are_lifted_and_nowhere_else():
-    """So that other modules can stand beside them: the rest asks for a box, or for a model's ``init`` and ``apply``."""
+    """Only modules that lift Linen modules import Linen; other code uses boxes, or a model's ``init`` and ``apply``."""
     in_modules = {"holders", "linen_module", "scan_layers", "shard_modules", "unconstrained_boxes"}
     beside = {"fp8_products", "logical_names", "pieces", "recurrent_carries", "rows"}  # at units of Linen
     split = {"attention", "dense", "embedding", "experts", "split_input", "splitting"}
@@ -126,7 +119,7 @@ def test_frames_and_closures_of_other_libraries_are_read_in_one_place(path):
     assert bool(found) == (path.stem == "introspection") or path.stem in READS_ERRORS, f"{path.stem} reads {found}"
 
 
-READS_ERRORS = {"jax_errors"}  # the frames of an error that was raised, for its text
+READS_ERRORS = {"jax_errors"}  # reads the frames of a raised error for its text
 
 
 def test_nnx_is_known_by_its_own_modules_and_the_metric_that_is_a_module_of_it():
@@ -135,11 +128,17 @@ def test_nnx_is_known_by_its_own_modules_and_the_metric_that_is_a_module_of_it()
 
 
 def who_imports(name):
-    """The files that import something of a module."""
+    """Returns the names of files that import from a module."""
     return {path.stem for path in FILES if any(i.startswith(name) for i in names_imported(path.read_text()))}
 
 
 def test_the_package_itself_imports_nothing_but_what_comes_before_jax():
-    assert list(names_imported((PACKAGE / "__init__.py").read_text())) == [
+    names = list(names_imported((PACKAGE / "__init__.py").read_text()))
+    assert [name for name in names if name.partition(".")[0] not in sys.stdlib_module_names] == [
         "xlstm_jax.quiet_import.load_cuda_plugin_quietly"
     ]
+
+
+def test_the_example_imports_what_users_import():
+    names = [name for name in names_imported(EXAMPLE.read_text()) if name.startswith("xlstm_jax")]
+    assert names == ["xlstm_jax.distributed.shard_module_params", "xlstm_jax.forecast.training.Workload"]

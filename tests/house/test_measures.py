@@ -1,4 +1,4 @@
-"""No two entries of a folder import each other; and the counts of ``python -m tests.measures`` are right."""
+"""Tests of ``python -m tests.measures``: no cyclic imports between entries of a folder; counts are right."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ def test_no_entries_of_a_folder_import_each_other():
 
 
 def test_cycles_are_found_at_any_depth(tmp_path):
-    """Of files, of a file and a folder, and never by way of what an ``__init__`` hands on."""
+    """Cycles between files, and between a file and a folder, are found; re-exports of an ``__init__`` do not count."""
     package = tmp_path / "package"
     (package / "inner").mkdir(parents=True)
     for name, text in {

@@ -1,4 +1,4 @@
-"""Mutations of the library: their texts are those of today, and the few that run here are seen. See docs/mutants.md."""
+"""Tests of the mutations: texts match the source, and tests detect a sample. See docs/mutants.md."""
 
 import ast
 import subprocess
@@ -66,7 +66,7 @@ def test_ten_mutations_are_seen():
 
 
 def test_all_kinds_of_mutations_are_drawn_and_texts_are_not():
-    """All mutations of a short source, by hand: what they replace, and by what."""
+    """The drawn mutations of a short source equal a list written by hand: replaced text and replacement."""
     found = drawn.mutations_of("xlstm_jax/x.py", SOURCE)
     changes = {(mutant.kind, SOURCE[mutant.start : mutant.end].strip(), mutant.text.strip()) for mutant in found}
     assert changes == {
@@ -131,13 +131,13 @@ print(outcome.result, outcome.test)
 
 
 def test_a_mutation_that_was_drawn_is_run_against_its_cases():
-    """In a process without JAX's threads, as it forks: cases that see it, that do not, and that are not there."""
+    """``run`` reports detected, undetected and missing cases, in a process without JAX's threads, because it forks."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.stdout.split("\n") == ["failed True", "passed False", "empty False", "empty ", ""], done.stdout
 
 
 def test_survivors_that_were_judged_are_mutations_with_a_reason():
-    assert not list(drawn.stale(drawn.judged())), "change these in tests/mutants/judged.txt, or delete them"
+    assert not list(drawn.stale(drawn.judged())), "correct or delete the stale entries of tests/mutants/judged.txt"
     assert all(len(reason) > 10 for _, reason in drawn.judged())
     path = "distributed/device_mesh/meshes.py"
     known = (path, "filled_sizes", "if len(wild) > 1 or True:", "if len(wild) >= 1 or True:")

@@ -1,7 +1,7 @@
-"""Names that JAX and Flax do not promise stand in one file, each does what it is used for, and releases are bounded.
+"""Tests of private names of JAX and Flax: one file, each with the expected behaviour, and bounded releases.
 
-Where a new release takes a name away or changes what it does, the failing test says which name, and its message which
-release: it is that of the environment, and the last one that had the name is the upper bound of setup.cfg.
+If a new release removes a name or changes its behaviour, the failing test gives the name, and its message the release:
+the release of the environment; the last release with the name is the upper bound for setup.cfg.
 """
 
 import ast
@@ -42,14 +42,14 @@ def imports_without_promise(tree):
 
 
 def names_of_others(tree, own):
-    """Attributes that begin with one ``_`` and that no file of the library defines."""
+    """Yields attributes with one leading ``_`` that no file of the library defines."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr) and node.attr not in own | DOCUMENTED:
             yield node.attr
 
 
 def defined(tree):
-    """What the library calls its own: functions, fields, and attributes and variables that are set."""
+    """Yields the names that the library defines: functions, fields, and assigned attributes and variables."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -66,7 +66,7 @@ def test_they_stand_in_one_file():
         if path != THE_FILE and (others := {*imports_without_promise(tree), *names_of_others(tree, own)})
     }
     assert not found
-    assert len(list(imports_without_promise(trees[THE_FILE]))) >= 10  # guard: the search sees them
+    assert len(list(imports_without_promise(trees[THE_FILE]))) >= 10  # guard: the search finds names
     assert {"_global_interceptor_stack", "_register_atexit"} <= set(names_of_others(trees[THE_FILE], own))
 
 
@@ -107,7 +107,7 @@ def test_a_release_without_a_name_is_told_with_both_versions(module, name):
     assert "pip install 'jax>=" in said
 
 
-# ------------------------------------------------------------------------------- what each name does, in this release
+# ----------------------------------------------------------------------------- behaviour of each name in this release
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -210,4 +210,4 @@ def test_keys_of_a_kind_of_their_own():
 
 def test_the_json_handler_of_orbax_saves_by_the_function_that_is_overridden():
     ocp = pytest.importorskip("orbax.checkpoint")
-    assert inspect.iscoroutinefunction(ocp.JsonCheckpointHandler._save_fn), "orbax has changed it"
+    assert inspect.iscoroutinefunction(ocp.JsonCheckpointHandler._save_fn), "orbax has changed a private name"

@@ -1,7 +1,10 @@
-"""Names and paths that users may have written stay importable: from where they were in 0.1, or moved to in 0.2."""
+"""Tests of old names and paths: importable from their place in 0.1, or with the new place of 0.2."""
 
+import ast
 import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,7 +32,7 @@ PUBLIC_IN_0_1 = {
         reduce_max reduce_max_collective reduce_mean reduce_mean_collective reduce_min reduce_min_collective
         reduce_sum reduce_sum_collective""",
     "xlstm_jax.distributed.device_mesh": """
-        DeviceMeshManager abstract_batch auto_mesh available_devices check_no_explicit_mesh mesh_axes
+        DeviceMeshManager abstract_batch auto_mesh available_devices mesh_axes
         shard_batch simulate_cpu_devices""",
     "xlstm_jax.distributed.training": """
         abstract_train_state accumulate_gradients create_train_state fold_rng_over_axis init_sharded
@@ -82,12 +85,50 @@ def test_the_source_the_help_and_the_reference_show_the_same_groups():
     tables = [re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) for table in in_reference[1::2]]
     assert dict(zip(map(str.lower, in_reference[::2]), tables, strict=True)) == groups
 
+    assert {"checkpoint", "model_parallel", "resilience"} <= set(dir(face))
+    assert all(hasattr(face, name) for name in dir(face))
     packages = re.split("Less common names are in the subpackages ", face.__doc__)[1]
     assert set(dir(face)) == {*face.__all__, *re.findall(r"``(\w+)``", packages), "metrics"}
 
 
+SCRIPT = """
+import sys, xlstm_jax
+assert dir(xlstm_jax) == ["__version__", "cli", "distributed", "forecast"], dir(xlstm_jax)
+assert "xlstm_jax.distributed" not in sys.modules
+assert callable(xlstm_jax.forecast.forecast) and callable(xlstm_jax.distributed.make_train_step)
+try:
+    xlstm_jax.hardware
+except AttributeError as error:
+    assert "no attribute 'hardware'" in str(error)
+else:
+    raise AssertionError("a name that never was there")
+"""
+
+
+def test_packages_are_listed_before_they_are_imported():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["forecast", "hardware"])
+def test_a_module_that_moved_is_no_file_that_type_checkers_and_editors_offer(name):
+    """It was one that raised, so ``from xlstm_jax.distributed import forecast`` passed mypy and pyright."""
+    folder = Path(xlstm_jax.distributed.__file__).parent
+    assert not list(folder.glob(f"{name}*")) and name not in dir(xlstm_jax.distributed)
+    assert (folder.parent / "forecast" / "__init__.py").exists()  # guard
+    with pytest.raises(ModuleNotFoundError, match=f"No module named 'xlstm_jax.distributed.{name}'"):
+        importlib.import_module(f"xlstm_jax.distributed.{name}")
+
+
+def test_type_checkers_refuse_an_unknown_name_of_a_package():
+    """A module with ``__getattr__`` would have any name, for a type checker."""
+    for path in (xlstm_jax.__file__, xlstm_jax.distributed.__file__):
+        tree = ast.parse(Path(path).read_text())
+        assert not [node for node in tree.body if getattr(node, "name", "") == "__getattr__"]
+
+
 def test_the_name_of_the_options_is_the_function_and_no_module():
-    """It was both, and importing the module gave the function."""
+    """``compiler_options`` is a function and no module; with both names, importing the module returned the function."""
     import xlstm_jax.distributed
 
     assert callable(xlstm_jax.distributed.compiler_options)

@@ -1,4 +1,4 @@
-"""A program on a machine without a GPU says nothing of one, where CUDA's plugin is installed to compile for GPUs."""
+"""Tests of imports on a machine with CUDA's plugin and without a GPU: no message about a GPU."""
 
 import subprocess
 import sys

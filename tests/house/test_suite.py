@@ -1,4 +1,4 @@
-"""The tests themselves: helpers have one name, and only tests of the benchmarks need the benchmarks."""
+"""Tests of the test suite: helpers have one import name, and only tests of the benchmarks need the benchmarks."""
 
 import ast
 from pathlib import Path
@@ -18,7 +18,7 @@ OF_BENCHMARKS = ("benchmarks/*", "compiled_cases*", "faults/*", "gpu/*", "target
 
 
 def imported(source):
-    """The top-level modules that a file imports, wherever it does; "." where it imports by a relative name."""
+    """Yields the top-level modules of all imports of a file; "." for a relative import."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom):
             yield "." if node.level else node.module.partition(".")[0]
@@ -32,7 +32,7 @@ def name_of(path):
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_helpers_are_imported_from_tests(path):
-    """``support`` beside ``tests.support`` would be a second module, with other classes and other caches."""
+    """Tests import helpers as ``tests.support``; ``support`` would be a second module with separate caches."""
     assert not set(imported(path.read_text())) & (HELPERS | {"."}), "write: from tests.helper import name"
 
 
@@ -49,7 +49,7 @@ def test_the_checks_see_what_they_forbid():
 
 
 def test_the_quick_tests_are_those_of_the_mutations_and_the_promises():
-    """A name is a file, a function or one case; ``make test`` and ``make test-rest`` share the tests between them."""
+    """A chosen name (a file, a function or a case) selects exactly its cases, and every promise is a quick test."""
     tests = {"a/test_a.py", "b/test_b.py::test_b", "c/test_c.py::test_c[one]"}
     cases = ["a/test_a.py::test_x[1]", "b/test_b.py::test_b[1]", "c/test_c.py::test_c[one]"]
     assert all(quick.is_chosen(f"tests/{case}", tests) for case in cases)

@@ -1,4 +1,4 @@
-"""Two models of Hugging Face, as they come, sharded from outside; all others by ``make test-models``."""
+"""Tests of two Hugging Face models, unedited and sharded from outside; ``make test-models`` runs all models."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Each error and warning of the library is on the page of troubleshooting by its first words, and no other is."""
+"""Tests of the page of troubleshooting: each error and warning of the library has an entry with its first words."""
 
 import html
 import re
@@ -26,7 +26,7 @@ def test_no_excuse_is_left_over():
 
 
 def test_what_is_compared_is_there():
-    """Guard: the source was found and read, and rows say something."""
+    """Guard: the source has more than 350 messages, and the page more than 250 different entries."""
     assert sum(is_read(said.text) for said in messages()) > 350
     assert len(heads()) == len(set(heads())) > 250
 

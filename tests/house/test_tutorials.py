@@ -1,4 +1,4 @@
-"""What a tutorial shows beside its program is true of the program."""
+"""Tests of the tutorials: the text beside a program agrees with the program."""
 
 import difflib
 import re
@@ -19,11 +19,13 @@ def test_the_difference_that_is_shown_is_that_of_the_two_scripts():
     _, _, *wanted = difflib.unified_diff(before.splitlines(), after.splitlines())
     (shown,) = blocks_of(PAGE, "diff")
     assert changes(shown.splitlines()) == changes(wanted)
-    assert len(changes(wanted)) < len(before.splitlines()), "no script of other lines: few of them change"
+    assert len(changes(wanted)) < len(before.splitlines()), (
+        "the diff is not small: the two scripts differ in most lines"
+    )
 
 
 def test_the_pages_say_how_many_lines_change():
-    """The data and the imports of the script count, too."""
+    """The pages state the lines of the script, data and imports included, and the numbers of removed and new lines."""
     data, before, after = (text for text in blocks_of(PAGE) if "PATTERNS =" in text or "class Classifier" in text)
     before, after = (data + text for text in (before, after))
     _, _, *lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0)

@@ -1,9 +1,10 @@
-"""The wheel, installed into a fresh environment without the checkout and without extras, is all that a user needs."""
+"""Tests of the wheel: works in a fresh environment without checkout and extras."""
 
 import importlib.metadata
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 import xlstm_jax
 from tests.house.test_docs import ROOT
 from tests.support import blocks_of
-from xlstm_jax.cli import doctor
+from xlstm_jax.cli import arguments, doctor
 
 SOURCES = ("pyproject.toml", "setup.cfg", "setup.py", "README.md", "LICENSE", "MANIFEST.in", "CHANGELOG.md")
 EXTRAS = {extra: (doctor.extras() or {})[extra] for extra in ("forecast",)}  # Flax needs orbax
@@ -25,7 +26,7 @@ WHERE = "import sys, xlstm_jax; print(xlstm_jax.__file__); print(*sys.path, sep=
 
 
 def run(command, cwd, **environment):
-    """Runs it without anything that leads Python to the checkout; returns stdout."""
+    """Runs a command without access to the checkout; returns stdout."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [str(word) for word in command], cwd=cwd, env=kept | environment, capture_output=True, text=True, timeout=300
@@ -36,7 +37,7 @@ def run(command, cwd, **environment):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built from a copy: in the checkout, setuptools would leave its files and find those of earlier builds."""
+    """Builds the wheel from a copy, because setuptools leaves files in the checkout and picks up earlier builds."""
     folder = tmp_path_factory.mktemp("source")
     shutil.copytree(ROOT / "xlstm_jax", folder / "xlstm_jax", ignore=shutil.ignore_patterns("__pycache__"))
     for name in SOURCES:
@@ -48,7 +49,7 @@ def wheel(tmp_path_factory):
 
 
 def link_dependencies(folder):
-    """Links what is installed here to a folder, but for the extras, and for what leads to the checkout."""
+    """Links the installed packages into a folder, except the extras and paths to the checkout."""
     left_out = {top for names in [["xlstm_jax"], *EXTRAS.values()] for name in names for top in installed_by(name)}
     folder.mkdir()
     for path in Path(sysconfig.get_path("purelib")).iterdir():
@@ -57,7 +58,7 @@ def link_dependencies(folder):
 
 
 def installed_by(name):
-    """The files and folders of a package in site-packages."""
+    """Returns the files and folders of a package in site-packages."""
     try:
         return {path.parts[0] for path in importlib.metadata.distribution(name).files}
     except importlib.metadata.PackageNotFoundError:
@@ -66,7 +67,7 @@ def installed_by(name):
 
 @pytest.fixture(scope="module")
 def environment(wheel, tmp_path_factory):
-    """The folder of a fresh environment: the wheel, and by links what it needs."""
+    """Returns the folder of a fresh environment with the wheel and links to its dependencies."""
     folder = tmp_path_factory.mktemp("environment") / "venv"
     venv.create(folder, symlinks=True)
     (site_packages,) = folder.glob("lib/python*/site-packages")
@@ -107,6 +108,11 @@ def test_the_doctor_runs_and_says_which_extras_are_missing(environment, tmp_path
     assert found["versions"]["xlstm_jax"] == xlstm_jax.__version__
     assert all(check["ok"] for check in found["checks"]) and len(found["checks"]) >= 8
     assert found["tested_on"] == "8 simulated CPU devices" or "x" in found["tested_on"]
+
+
+def test_the_example_of_the_help_runs_without_a_checkout(environment, tmp_path):
+    command = [environment / "bin" / "xlstm-jax", *shlex.split(arguments.EXAMPLES["plan"])[1:]]
+    assert "blocks" in run(command, tmp_path)
 
 
 def test_a_forecast_for_tpus_says_what_to_install(environment, tmp_path):

@@ -1,1 +1,1 @@
-"""Metrics on many devices, their states and their files."""
+"""Tests of metrics on many devices, their states and their files."""

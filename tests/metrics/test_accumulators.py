@@ -1,4 +1,4 @@
-"""Metrics with a state of their own: accumulators, the interface, and the catalogue behind it."""
+"""Tests of metrics with a separate state: accumulators, the interface, and the catalogue behind accumulators."""
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ def test_before_sync_the_value_is_what_this_process_has_seen_in_the_shape_of_the
     assert accumulator.value.dtype == accumulator.dtype
     before = np.asarray(accumulator.value)
     np.testing.assert_array_equal(before, initial + np.full(shape, 6))
-    accumulator.sync()  # of one process, so that it is the same
+    accumulator.sync()  # a sync of one process changes nothing
     np.testing.assert_array_equal(accumulator.value, before)
 
 
@@ -81,7 +81,7 @@ def placed(shape, spec):
 )
 def test_an_update_does_not_wait_for_a_value_that_is_being_computed(make, arrange):
     accumulator, x = make(), jnp.eye(256)
-    for _ in range(2):  # first with what must be compiled
+    for _ in range(2):  # the first call compiles
         value = arrange(half_a_second_of_work(x))
         accumulator.update(value)
         waited = value.is_ready()
@@ -111,7 +111,7 @@ def test_a_number_counts_once_whatever_the_number_of_devices_and_so_does_the_ini
     for mesh in (mesh_of(1, 1), mesh_of(2, 4), mesh_of(1, 8)):
         accumulator = MetricAccumulator(jnp.float32(10), mesh=mesh)
         accumulator.update(1.5)
-        accumulator.update(jax.device_put(jnp.float32(2.0), NamedSharding(mesh, P())))  # the same on all devices
+        accumulator.update(jax.device_put(jnp.float32(2.0), NamedSharding(mesh, P())))  # replicated
         accumulator.sync()
         assert float(accumulator.value) == 13.5
 

@@ -1,7 +1,7 @@
-"""Confusion matrices and binned rankings over uneven shares are what scikit-learn makes of all rows at once.
+"""Tests of confusion matrices and binned rankings: uneven shares equal scikit-learn on all rows at once.
 
-Eight devices see from none to eight rows per update, the rest of their rows is padding: weight 0, scores NaN, labels
-that do not exist. The reference gets the other rows of all devices and updates in one float64 array.
+Eight devices see from none to eight rows per update, the other rows are padding: weight 0, scores NaN, invalid labels.
+The reference gets the real rows of all devices and updates in one float64 array.
 """
 
 import itertools
@@ -74,7 +74,7 @@ METRIC = Compose(
 
 @cache
 def rows():
-    """name -> (scores, labels), [updates, devices, rows, ...]; class 5 does not occur, device d likes class d % 5."""
+    """Returns name -> (scores, labels) [updates, devices, rows, ...]; class 5 is absent, device d prefers d % 5."""
     rng = np.random.default_rng(0)
     shape = (UPDATES, DEVICES, ROWS)
     device = np.arange(DEVICES)[None, :, None]
@@ -83,7 +83,7 @@ def rows():
     logits[..., 5] = -9.0
     many = (rng.random((*shape, CLASSES)) < (1 + device[..., None]) / 12) & (np.arange(CLASSES) < 5)
     yes = rng.random(shape) < (1 + device) / 10
-    # Away from the borders of bins, which float32 and float64 do not round alike.
+    # Scores away from bin borders, where float32 and float64 round differently.
     bins = np.clip(BINS * (0.2 + 0.4 * yes + 0.3 * rng.normal(size=shape)), 0, BINS - 1).astype(int)
     scores = (bins + rng.uniform(0.1, 0.9, shape)) / BINS
     predicted = np.where(rng.random(shape) < 0.1, CLASSES, logits.argmax(-1))
@@ -99,7 +99,7 @@ def rows():
 
 @cache
 def weights(kind):
-    """[updates, devices, rows]: 0 is padding."""
+    """Returns weights [updates, devices, rows]; 0 is padding."""
     real = np.arange(ROWS) < SHARES[..., None]
     if kind != "fractional":
         return (real * (kind == "ones")).astype(np.float32)
@@ -107,7 +107,7 @@ def weights(kind):
 
 
 def padded(kind, without=None):
-    """The batches as devices see them, [updates, devices * rows, ...]; ``without`` the share of one device."""
+    """Returns the batches of all devices, [updates, devices * rows, ...]; ``without`` pads a device's full share."""
     weight = weights(kind).copy()
     if without is not None:
         weight[:, without] = 0
@@ -129,7 +129,7 @@ def padded(kind, without=None):
 
 @cache
 def seen(name, kind):
-    """(scores, labels, weight) of the rows that are no padding, in one array each, float64."""
+    """Returns (scores, labels, weight) of the real rows, each in a single float64 array."""
     scores, labels = rows()[name]
     real = weights(kind) != 0
     scores = scores if scores.dtype == int else scores.astype(np.float32).astype(np.float64)
@@ -295,7 +295,7 @@ def test_a_label_that_does_not_exist_is_wrong_and_no_class_missed_it():
 
 
 def test_a_threshold_is_not_rounded_to_the_dtype_of_the_scores():
-    below = jnp.array([0.699], jnp.bfloat16)  # 0.69921875, which is what 0.7 is in bfloat16
+    below = jnp.array([0.699], jnp.bfloat16)  # 0.69921875, the bfloat16 of 0.7
     assert below[0] == jnp.bfloat16(0.7)
     assert value_of(Accuracy(), Binary(threshold=0.7), below, np.array([0])) == 1
 
@@ -339,7 +339,7 @@ def ranked():
 
 
 def values_of_few(scores, labels, weight=1.0):
-    """The values of up to 16 rows, padded to that."""
+    """Returns the metric values of up to 16 rows, padded to 16."""
     padding = (0, 16 - len(scores))
     weight = np.pad(np.broadcast_to(np.float32(weight), np.shape(scores)), padding)
     scores = np.pad(np.asarray(scores, np.float32), padding, constant_values=np.nan)
@@ -360,7 +360,7 @@ def test_the_error_by_binning_is_within_its_bound(scores, labels, weight):
 
 
 def test_the_bound_is_reached():
-    got = values_of_few([0.51, 0.52, 0.53], [1, 0, 0])  # one bin: the positive is the lowest, and might be the highest
+    got = values_of_few([0.51, 0.52, 0.53], [1, 0, 0])  # one bin: the positive may have any rank
     assert_allclose([got["auroc"], got["auroc_error_bound"]], [0.5, 0.5])
     assert_allclose([got["average_precision"], got["average_precision_error_bound"]], [1 / 3, 2 / 3], rtol=TOLERANCE)
 

@@ -1,4 +1,4 @@
-"""The three interfaces of metrics in two real processes with two devices each, over loopback."""
+"""Tests of the three interfaces of metrics in two real processes with two devices each, over loopback."""
 
 import json
 import socket

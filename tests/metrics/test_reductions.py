@@ -1,4 +1,4 @@
-"""Metric dictionaries reduced on global arrays, inside shard_map and pmap, and by ``DistributedMetrics``."""
+"""Tests of reductions of metric dictionaries: global arrays, shard_map, pmap, and ``DistributedMetrics``."""
 
 import re
 from functools import partial
@@ -164,7 +164,7 @@ def test_twenty_metrics_take_one_collective_per_operation_and_dtype_and_a_gather
     assert counts(lambda x: jax.tree.map(lambda v: jax.lax.psum(v, "batch"), metrics_of(x))) == (20, 0)  # guard
 
 
-# --------------------------------------------------------------------------------- pmap, the class, and what is outside
+# ---------------------------------------------------------------------------------------- pmap, the class, unmapped use
 
 
 @partial(jax.pmap, axis_name="batch")

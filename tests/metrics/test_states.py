@@ -1,4 +1,4 @@
-"""Pure metric states: exact on uneven counts, monoids, no communication but in sync, numbers that last."""
+"""Tests of pure metric states: exact on uneven counts, monoids, communication in sync only, no overflow."""
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +32,13 @@ from xlstm_jax.distributed.metrics import (
 )
 from xlstm_jax.distributed.metrics.cells import Count, Maximum, Minimum, Total
 
-ROWS = 6  # per device, of which some are padding
-SHARES = [6, 0, 3, 5, 1, 6, 2, 4]  # real rows of each device; one has nothing
+ROWS = 6  # per device, padding included
+SHARES = [6, 0, 3, 5, 1, 6, 2, 4]  # real rows of each device; one device has no rows
 U = 2.0**-24
 
 
 class MeanSquare(PureMetric):
-    """A metric of a user, as in the documentation of ``PureMetric``."""
+    """A user's metric, as in the documentation of ``PureMetric``."""
 
     def identity(self):
         return {"total": Total.identity(), "count": Count.identity()}
@@ -51,7 +51,7 @@ class MeanSquare(PureMetric):
 
 
 def uneven(updates=3, seed=0):
-    """values [u, 8 * ROWS] and weights: fractions on the real rows, 0 on the padding, which holds NaN."""
+    """Returns values [u, 8 * ROWS] and weights: fractions on the real rows, 0 on the padding (NaN)."""
     rng = np.random.default_rng(seed)
     real = np.concatenate([np.arange(ROWS) < share for share in SHARES])
     values = rng.normal(2.0, 3.0, (updates, real.size)).astype(np.float32)
@@ -60,12 +60,12 @@ def uneven(updates=3, seed=0):
 
 
 def float64(total):
-    """What a Total holds, both parts."""
+    """Returns both parts of a Total in float64."""
     return np.asarray(total.high, np.float64) + np.asarray(total.low, np.float64)
 
 
 def run(metric, mesh, axes, check_vma, *arrays):
-    """Updates with arrays [u, b] one after the other, each device with its part, and synchronizes."""
+    """Updates with arrays [u, b] in sequence, each device with its part, and synchronizes."""
     split = P(axes)
     places = (split, *[split] * len(arrays))
     update = on_mesh(metric.update, mesh, check_vma, places, split)
@@ -183,7 +183,7 @@ def test_merge_is_commutative_and_associative_and_the_identity_neutral(name, dat
     if kind is not Total:
         assert same(left, right)
         return
-    # Each merge is off by 3 u^2 of its result at most, or 3 u^2 of the sizes where signs differ; there are four.
+    # Each of four merges errs by at most 3 u^2 of the result, or 3 u^2 of the sizes for different signs.
     size = sum(abs(x) for some in numbers for x in some)
     exact = sum(float(np.float32(x)) for some in numbers for x in some)
     for cell in (left, right):
@@ -231,7 +231,7 @@ TWENTY = Compose(
 
 @pytest.fixture(params=["gathered", "reduced"])
 def way(request, monkeypatch):
-    """Both ways to synchronize: small states are gathered from all devices, larger ones reduced."""
+    """Selects the way to synchronize: small states are gathered from all devices, larger states reduced."""
     if request.param == "reduced":
         monkeypatch.setattr(states, "GATHER_BYTES", 0)
     return request.param
@@ -257,12 +257,12 @@ def test_sync_issues_one_collective_or_one_per_operation_and_dtype_and_update_no
         return [metric.sync(metric.empty(AXES)) for metric in TWENTY.metrics.values()]
 
     apart = on_mesh(one_by_one, mesh, check_vma, split, P()).lower(local)
-    assert count_collectives(apart.as_text()) == 22  # guard: the count sees what is not fused
+    assert count_collectives(apart.as_text()) == 22  # guard: unfused collectives are counted
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_both_ways_to_synchronize_agree_with_numpy(way, check_vma):
-    """The sums of 8 devices of any sign and size, NaN and infinities among them, counts beyond 32 bits, and bools."""
+    """Both ways to synchronize equal NumPy: sums of any size, NaN, infinities, counts beyond 32 bits, bools."""
     # Merged in pairs, or summed as halves of 12 bits, which is exact to a pair only for values of similar size.
     error = 8 * {"gathered": 3 * U**2, "reduced": U}[way]
     rng = np.random.default_rng(0)
@@ -308,19 +308,19 @@ def test_a_state_is_a_few_vectors_whatever_the_number_of_metrics():
     assert jax.tree.structure(named.empty().cells) == jax.tree.structure(named.identity())
 
 
-# ---------------------------------------------------------------------------------------------------- numbers that last
+# -------------------------------------------------------------------------------------------------------- large numbers
 
 
 def test_a_float_sum_goes_on_beyond_2_to_the_24():
     add = jax.jit(lambda s, n: jax.lax.fori_loop(0, n, lambda _, s: Sum().update(s, 1.0), s))
     state = add(Sum().as_local(Sum().state_of(Total.of(2.0**24 - 10)), "fsdp", mesh_of(1, 1)).replace(axes=()), 1000)
     assert float64(state.cells)[0] == 2**24 + 990
-    assert np.float32(2**24) + np.float32(1) == 2**24  # guard: float32 alone stops there
+    assert np.float32(2**24) + np.float32(1) == 2**24  # guard: float32 alone stops at 2^24
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_ten_billion_samples_are_counted_and_averaged(check_vma):
-    """Eight devices with 1.25e9 samples each, and a few more steps."""
+    """Count and mean stay exact for 1.25e9 samples on each of eight devices, and a few more steps."""
     mesh, split = mesh_of(1, 8), P(AXES)
     metric = Compose({"n": Sum(jnp.int32), "mean": WeightedMean()})
     before = {"n": Count.of(1_250_000_001), "mean": {"total": Total.of(1.25e9), "weight": Total.of(1.25e9)}}
@@ -343,13 +343,13 @@ def test_ten_billion_samples_are_counted_and_averaged(check_vma):
 
 
 def test_sums_of_devices_of_similar_size_lose_nothing_on_the_way(way):
-    """Gathered they are merged as pairs; reduced they travel as halves, whose sums are exact."""
+    """Sums of similar size stay exact: gathers merge pairs; reductions send halves, whose sums are exact."""
     del way
     values = (1e8 + np.random.default_rng(0).uniform(0, 1e8, 8)).astype(np.float32)
     total = float64(run(Sum(), mesh_of(1, 8), AXES, True, values[None]).cells)
     exact = values.astype(np.float64).sum()
     assert abs(total - exact) <= 8 * 2.0**-36 * exact
-    assert abs(float(np.float32(exact)) - exact) > 8 * 2.0**-36 * exact  # guard: one float32 would lose that much
+    assert abs(float(np.float32(exact)) - exact) > 8 * 2.0**-36 * exact  # guard: a single float32 would err more
 
 
 def test_counts_of_any_sign_and_size():
@@ -361,7 +361,7 @@ def test_counts_of_any_sign_and_size():
             assert float(cell.value) == pytest.approx(x + y, rel=2 * U)
             assert int(cell.from_pieces([3 * piece for _, piece in cell.pieces()]).exact()) == 3 * (x + y)
     assert int(Count.of(np.array([5, -7], np.int32)).exact()) == -2
-    quarters = [jnp.uint32(x) for x in (0x1FFFF, 0xFFFF, 0, 0)]  # the carry of the first makes one of the second
+    quarters = [jnp.uint32(x) for x in (0x1FFFF, 0xFFFF, 0, 0)]  # the first carry causes the second
     assert int(cell.from_pieces(quarters).exact()) == 0x1FFFF + (0xFFFF << 16)
 
 
@@ -376,7 +376,7 @@ def test_with_x64_on_floats_and_counts_have_64_bits():
         assert value.dtype == jnp.int64 and int(value[0]) == 2**41 - 4
 
 
-# ---------------------------------------------------------------------------- axes, types, and states that are mixed up
+# ----------------------------------------------------------------------------------------- wrong axes, types and states
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -502,7 +502,7 @@ def test_the_train_step_carries_the_state_without_a_further_collective(check_vma
     np.testing.assert_allclose(got["square"], np.mean(np.asarray(batch["x"], np.float64) ** 2), rtol=1e-6)
     assert float(got["n"]) == 64 and float(metrics["loss"]) == pytest.approx(error.mean(), rel=1e-5)
     _, _, local = step(state, batch, rng, emptied)
-    assert step._cache_size() == 1, "the emptied state made the step compile again"
+    assert step._cache_size() == 1, "the step was compiled again for the emptied state"
     assert float(make_log_step(metric, mesh, AXES)(local)[0]["n"]) == 32
 
 

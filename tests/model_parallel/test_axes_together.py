@@ -1,8 +1,8 @@
-"""Axes of the model together, three on a mesh: ten accumulated and clipped steps are those of one device.
+"""Tests of three model axes on a mesh: ten accumulated and clipped steps equal one device.
 
-Pairs of an axis and another feature are in ``tests/exactness``. Here the model has all that is split over an axis:
-embedding, attention and feed-forward over "tp", tokens between them too (where "cp" leaves them), experts over "ep",
-and a sequence over "cp". The axes of the batch are all but "tp".
+``tests/exactness`` tests pairs of an axis and another feature. The model here has all layers that an axis splits:
+embedding, attention and feed-forward over "tp", tokens in between too (unless "cp" splits them), experts over "ep",
+and a sequence over "cp". All axes except "tp" split the batch.
 """
 
 from functools import cache, partial
@@ -51,7 +51,7 @@ class Expert(nn.Module):
 
 
 def attend(query, key, value, impl):
-    """Positions count, so that each device must know which tokens it has."""
+    """Attention with position-dependent factors, so that each device needs the positions of its tokens."""
     angle = context_positions(query.shape[1]).astype(jnp.float32)[None, :, None, None] / 3.0
     return context_attention(query * jnp.cos(angle), key * jnp.cos(angle), value, impl=impl)
 
@@ -158,7 +158,7 @@ RUNS = [(shape, *HOW[(number + turn) % 4]) for turn in range(4) for number, shap
 @pytest.mark.one_in(44)
 @pytest.mark.parametrize("shape, optimizer, check_vma", RUNS, ids=str)
 def test_ten_accumulated_steps_on_a_mesh_are_those_of_one_device(shape, optimizer, check_vma):
-    """Clipped; tokens between layers are split over "tp" where "cp" leaves them whole, and whole where it does not."""
+    """Ten clipped, accumulated steps equal one device; "tp" splits tokens between layers unless the mesh has "cp"."""
     mesh = mesh_of({"dp": 1, "fsdp": 1} | shape)
     model = Decoder(
         True, "cp" not in shape, "ulysses" if shape.get("cp") == 2 else "ring", wrap=partial(fsdp, min_weight_size=16)
@@ -175,4 +175,4 @@ def test_ten_accumulated_steps_on_a_mesh_are_those_of_one_device(shape, optimize
         assert float(metrics["loss"]) == pytest.approx(want, rel=1e-5)
     assert_same_params(state.opt_state[0], opt_state[0])
     assert_same_params(state.params, params, 1e-4)  # ten times rounded, and divided by small second moments
-    assert losses[-1] < 0.8 * losses[0]  # guard: it was trained
+    assert losses[-1] < 0.8 * losses[0]  # guard: the loss decreases

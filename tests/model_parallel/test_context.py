@@ -1,4 +1,4 @@
-"""Attention over a split sequence has the values and gradients of one device, and keeps and sends what it says."""
+"""Tests of attention over a split sequence: values and gradients of one device, and the stated memory and traffic."""
 
 import math
 import re
@@ -40,7 +40,7 @@ def mesh():
 
 
 def of_one_device(query, key, value, causal=True, window=None, segment_ids=None):
-    """The softmax over all keys, written out."""
+    """Reference: the softmax over all keys."""
     ahead = jnp.arange(TOKENS) - jnp.arange(TOKENS)[:, None]
     left, right = window if isinstance(window, tuple) else (window, window) if window else (TOKENS, TOKENS)
     seen = (ahead >= -left) & (ahead <= (min(right, 0) if causal else right))
@@ -52,7 +52,7 @@ def of_one_device(query, key, value, causal=True, window=None, segment_ids=None)
 
 
 def with_gradients(attend):
-    """Result and gradients of query, key and value, of a function of them."""
+    """Returns the result of ``attend``, and the gradients of query, key and value."""
 
     def run(*arrays):
         out, backward = jax.vjp(attend, *arrays)
@@ -62,7 +62,7 @@ def with_gradients(attend):
 
 
 def over_devices(mesh, check_vma, layout, **options):
-    """``context_attention`` of global arrays in their natural order, which go into their layout inside or before."""
+    """Runs ``context_attention`` on global arrays in natural order, laid out inside or before."""
     segments = options.pop("segment_ids", None)
     n = mesh.shape["cp"]
 
@@ -74,7 +74,7 @@ def over_devices(mesh, check_vma, layout, **options):
     split = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=SPLIT, check_vma=check_vma)
 
     def of_all(query, *arrays):
-        query = to_zigzag(query, n) if layout == "zigzag" else query  # the others by an exchange
+        query = to_zigzag(query, n) if layout == "zigzag" else query  # key and value by an exchange
         out = split(query, *arrays, segments)
         return from_zigzag(out, n) if layout == "zigzag" else out
 
@@ -120,7 +120,7 @@ def test_guard_a_layout_that_is_not_the_batchs_gives_another_result(mesh):
 
 
 class Attention(nn.Module):
-    """Projections, a factor that depends on the position, attention."""
+    """Attention with projections and a factor that depends on the position."""
 
     impl: str = "gather"
 
@@ -151,7 +151,7 @@ def test_in_a_step_parameters_have_the_gradients_of_one_device(check_vma, mesh):
 
 
 def test_narrow_inputs_are_summed_in_float32(mesh):
-    """And the ring takes values of another size than keys."""
+    """Narrow inputs are summed in float32, and in the ring values may have another size than keys."""
     narrow = [x.astype(jnp.bfloat16) for x in (QUERY, KEY, jnp.concatenate([VALUE, VALUE], axis=-1))]
     got = jax.jit(over_devices(mesh, False, "contiguous", impl="ring"))(*narrow)
     assert got.dtype == jnp.bfloat16
@@ -159,11 +159,11 @@ def test_narrow_inputs_are_summed_in_float32(mesh):
     np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=0, atol=0.02 * np.abs(want).max())
 
 
-# -------------------------------------------------------------------------------------------- what is kept and sent
+# ----------------------------------------------------------------------------------------------- memory and traffic
 
 
 def traced(mesh, fn, *specs):
-    """What ``fn`` of this device's query, key and value computes, as equations."""
+    """Returns the primitives of ``fn`` of local query, key and value."""
     local = jax.shard_map(fn, mesh=mesh, in_specs=specs or (SPLIT,) * 3, out_specs=SPLIT, check_vma=False)
     return [eqn.primitive.name for _, eqn in equations(jax.make_jaxpr(local)(QUERY, KEY, VALUE))]
 
@@ -174,18 +174,18 @@ def gradients(*arrays, **options):
 
 def test_the_ring_sends_each_shard_once_round(mesh):
     forward = traced(mesh, lambda *arrays: context_attention(*arrays, impl="ring"))
-    assert forward.count("ppermute") == 2 * 3 and "all_gather" not in forward  # keys and values, to 3 others
+    assert forward.count("ppermute") == 2 * 3 and "all_gather" not in forward  # keys and values, to 3 other devices
     both = traced(mesh, lambda *arrays: gradients(*arrays, impl="ring")[0])
-    assert both.count("ppermute") == 2 * (3 + 3 + 4)  # keys again, and their gradients, which come home
+    assert both.count("ppermute") == 2 * (3 + 3 + 4)  # keys again, and their gradients, which return home
 
 
 def test_a_window_ends_the_ring_where_no_one_looks(mesh):
     forward = traced(mesh, lambda *arrays: context_attention(*arrays, impl="ring", window=3))
-    assert forward.count("ppermute") == 2 * 1  # a device has 4 tokens, and sees those of the one before
+    assert forward.count("ppermute") == 2 * 1  # a device has 4 tokens, and sees the previous device's tokens
 
 
 def test_the_ring_keeps_what_is_local(mesh):
-    """Query, key, value and result, and one number for each query: no logits, and no keys of others."""
+    """The ring keeps local query, key, value, result, and a number per query: no logits, and no remote keys."""
     kept = []
 
     def forward(*arrays):
@@ -200,7 +200,7 @@ def test_the_ring_keeps_what_is_local(mesh):
 
 
 def test_in_a_loop_over_layers_the_ring_keeps_no_masks(mesh):
-    """JAX would compute masks of all blocks ahead of the loop, as they depend on no activation: as large as logits."""
+    """In a loop over layers, JAX computes masks per pair of blocks; hoisted masks would be as large as the logits."""
 
     def loss(*arrays):
         layer = jax.checkpoint(lambda x, _: (context_attention(x, *arrays[1:], impl="ring", block_size=2), None))
@@ -212,7 +212,7 @@ def test_in_a_loop_over_layers_the_ring_keeps_no_masks(mesh):
     local = jax.shard_map(gradient, mesh=mesh, in_specs=(SPLIT,) * 3, out_specs=SPLIT, check_vma=False)
     made = [v.aval for _, eqn in equations(jax.make_jaxpr(local)(QUERY, KEY, VALUE)) for v in eqn.outvars]
     masks = [value.ndim for value in made if value.ndim >= 5 and value.dtype == bool]
-    assert set(masks) == {5}  # those of one pair of blocks; with the blocks of a sequence they have 6 and 7 dims
+    assert set(masks) == {5}  # masks of one pair of blocks; masks of a sequence of blocks have 6 and 7 dims
 
 
 @pytest.mark.slow
@@ -236,7 +236,7 @@ def test_on_tpus_the_ring_permutes_beside_its_products_and_keeps_no_logits():
 
 @pytest.mark.parametrize("layout, shares", [("contiguous", [3, 7, 11, 15]), ("zigzag", [9, 9, 9, 9])])
 def test_zigzag_gives_all_devices_the_same_work(layout, shares):
-    """Pairs of half shards that the ring does not pass over, of each device."""
+    """With zigzag each device computes the same number of pairs of half shards."""
     order = zigzag_order(16, 4) if layout == "zigzag" else np.arange(16)
     halves = order.reshape(4, 2, 2)
     how = context._How((), layout, True, None, 1.0, 2)
@@ -304,7 +304,7 @@ def test_positions_are_those_of_the_layout(layout, mesh):
 
 @pytest.mark.parametrize("devices", [2, 3, 4])
 def test_devices_exchange_their_chunks(devices):
-    """Leaves of several dtypes and ranks, over two axes, too: each gets what ``to_zigzag`` gives it."""
+    """``in_layout`` equals ``to_zigzag`` for leaves of several dtypes and ranks, also over two axes."""
     shape = {"a": 2, "b": 2} if devices == 4 else {"a": devices}
     mesh, axes = DeviceMeshManager.create_device_mesh(shape, devices=jax.devices()[:devices]), tuple(shape)
     tokens = np.arange(3 * 4 * devices).reshape(3, -1)
@@ -329,7 +329,7 @@ def values_of(batch):
 
 
 def test_what_jax_keeps_of_an_inner_function_is_of_its_layout(mesh):
-    """A function at the top of a module is traced once by ``jit``, ``scan`` and ``checkpoint``, for all who call it."""
+    """The trace cache of ``jit`` distinguishes layouts: an inner function is traced once per layout."""
 
     @jax.jit
     def positions(x):
@@ -345,4 +345,4 @@ def test_what_jax_keeps_of_an_inner_function_is_of_its_layout(mesh):
         np.testing.assert_array_equal(split(jnp.zeros((2, 16)))[0], want)
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
+# --------------------------------------------------------------------------------------------------------------- errors

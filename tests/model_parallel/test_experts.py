@@ -1,4 +1,4 @@
-"""Experts that are split over devices: results, losses and gradients are those of one device that has them all."""
+"""Tests of experts split over devices: results, losses and gradients equal one device with all experts."""
 
 from functools import partial
 from itertools import cycle
@@ -52,21 +52,21 @@ class MLP(nn.Module):
 
 
 def loss_fn(params, apply_fn, x, rng):
-    """The error and both losses of the router."""
+    """Returns the error plus both losses of the router."""
     y, sown = apply_fn({"params": params}, x, mutable=["losses"])
     balance, z = sown["losses"]["load_balance"][0], sown["losses"]["router_z"][0]
     return jnp.mean((y - x) ** 2) + 0.3 * balance + 0.1 * z
 
 
 def of_one_device(**options):
-    """Parameters, loss and gradients of all experts on one device."""
+    """Returns parameters, loss and gradients of all experts on one device."""
     model = Experts(MLP(), COUNT, axis=None, **options)
     params = jax.jit(model.init)(jax.random.key(0), X)["params"]
     return params, *jax.jit(jax.value_and_grad(lambda params: loss_fn(params, model.apply, X, None)))(params)
 
 
 def step_on(shape, axes, check_vma, tx=KEPT, **options):
-    """State and metrics after a step on a mesh, and the state before, without its boxes."""
+    """Returns state and metrics after a step on a mesh, and the unboxed initial parameters."""
     mesh = DeviceMeshManager.create_device_mesh(shape, devices=jax.devices()[: int(np.prod(list(shape.values())))])
     said = {} if check_vma or "ep" in axes else {"batch_axes": axes}
     model = Experts(MLP(), COUNT, block_size=4, **said, **options)
@@ -77,7 +77,7 @@ def step_on(shape, axes, check_vma, tx=KEPT, **options):
     return *step(state, X, jax.random.key(2)), before
 
 
-# Axes of the mesh, and those of the batch: "ep" splits it too, or is an axis of its own.
+# Axes of the mesh, and of the batch: "ep" splits the batch too, or is a separate axis.
 MESHES = [
     ({"dp": 2, "fsdp": 2, "ep": 2}, ("dp", "fsdp", "ep")),
     ({"fsdp": 2, "ep": 4}, ("fsdp",)),
@@ -100,7 +100,7 @@ CASES = [(mesh, name) for name in OPTIONS for mesh in MESHES]
 def test_a_step_has_the_initial_values_the_loss_and_the_gradients_of_one_device(case, check_vma):
     (shape, axes), name = case
     options = OPTIONS[name]
-    # With a capacity: rows in as many groups as devices have parts of them.
+    # With a capacity: as many groups of rows as devices that split the rows.
     groups = {"row_groups": int(np.prod(list(shape.values())))} if "capacity_factor" in options else {}
     params, loss, grads = of_one_device(**options, **groups)
     state, metrics, before = step_on(shape, axes, check_vma, **options)
@@ -118,7 +118,7 @@ def test_a_device_that_initialises_in_shard_map_has_its_part_of_the_experts():
 
     key, x = jax.random.key(3), X[:4, 0]
     got = jax.jit(jax.shard_map(init, mesh=mesh, in_specs=(P(), P("ep")), out_specs=P("ep")))(key, x)
-    want = jax.jit(init)(key, x)  # without a mesh, of all
+    want = jax.jit(init)(key, x)  # without a mesh, all experts
     assert got.shape == (4, DIM, DIM) and not np.array_equal(want[0], want[2])
     np.testing.assert_array_equal(got, want)
 
@@ -154,7 +154,7 @@ def test_in_a_step_of_ones_own_sync_gradients_knows_the_experts():
 
 @pytest.mark.parametrize("expert, where", [(MLP, (Experts, nn.Dense)), (shard_module_params(MLP, "fsdp", 8), nn.Embed)])
 def test_what_is_chosen_or_wrapped_within_an_expert_is_split_with_it(expert, where):
-    """Modules within an expert gather nothing by themselves: they would do so in a loop that differs by device."""
+    """Modules within an expert are split with the expert: their gather would run in a loop that differs by device."""
     mesh, axes = DeviceMeshManager.create_device_mesh({"fsdp": 4, "ep": 2}), ("fsdp", "ep")
 
     class Model(nn.Module):
@@ -178,7 +178,7 @@ def test_what_is_chosen_or_wrapped_within_an_expert_is_split_with_it(expert, whe
 
 
 class SplitMLP(nn.Module):
-    """``NormedMLP`` with its layers split over "tp", behind a norm that is not."""
+    """``NormedMLP`` with layers split over "tp", behind a replicated norm."""
 
     @nn.compact
     def __call__(self, x):
@@ -196,7 +196,7 @@ class NormedMLP(nn.Module):
 
 
 def test_rows_of_a_split_expert_stay_equal_by_type_along_its_axis():
-    """The expert has a part of its weights on each device, and sums its results, as a row-split layer does."""
+    """Rows stay replicated by type along "tp" for an expert split by rows, which sums its results."""
     mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "tp": 2}, devices=jax.devices()[:4])
 
     def expert(weights, rows):
@@ -215,7 +215,7 @@ def test_rows_of_a_split_expert_stay_equal_by_type_along_its_axis():
 
 @pytest.mark.parametrize("axes, check_vma", [(("dp", "ep"), True), (("dp",), True), (("dp",), False)])
 def test_layers_within_an_expert_may_be_split_over_a_further_axis(axes, check_vma):
-    """The axis of experts splits the batch, or is an axis of its own."""
+    """Layers within an expert may be split over "tp", whether or not the axis of experts splits the batch."""
     mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "ep": 2, "tp": 2})
     options = {"num_experts": 4, "top_k": 2, "block_size": 4}
     plain = Experts(NormedMLP(), axis=None, **options)
@@ -245,7 +245,7 @@ def test_guard_rows_must_come_back_to_their_tokens(monkeypatch):
 
 
 def test_guard_gradients_of_tokens_that_are_the_same_come_from_all_devices(monkeypatch):
-    """Without their own rule, slice and gather have other gradients where there are no types."""
+    """Guard: without types, slice and gather need a custom rule; the default gradients are twice as large."""
     monkeypatch.setattr(experts_file, "all_parts", collectives.all_gather_equal)
     state, _, _ = step_on({"dp": 4, "ep": 2}, "dp", False, top_k=2)
     got, want = unbox(state.opt_state)["experts"], of_one_device(top_k=2)[2]["experts"]
@@ -262,7 +262,7 @@ def on_rows(params, apply_fn, x):
 
 
 def evaluated(axes, **options):
-    """What ``make_eval_step`` finds without types on the mesh fsdp=2, ep=2; and the parameters."""
+    """Returns the metrics of ``make_eval_step`` without types on the mesh fsdp=2, ep=2; and the parameters."""
     mesh = DeviceMeshManager.create_device_mesh({"fsdp": 2, "ep": 2}, devices=jax.devices()[:4])
     model, metric = Experts(MLP(), COUNT, 2, capacity_factor=0.8, **options), WeightedMean()
     state = create_train_state(model, KEPT, mesh, jax.random.key(0), X, batch_axes=axes, allow_replicated=True)
@@ -291,7 +291,7 @@ def test_without_types_it_must_be_said_whether_tokens_are_the_same():
 
 
 def test_tokens_of_sequence_parallelism_are_refused_without_types():
-    """The router's gradient would lack the tokens of the other devices."""
+    """Without types, tokens of sequence parallelism raise: the router's gradient would miss tokens of other devices."""
     mesh = DeviceMeshManager.create_device_mesh({"fsdp": 2, "tp": 2}, devices=jax.devices()[:4])
 
     class Model(nn.Module):
@@ -318,7 +318,7 @@ def test_tokens_of_sequence_parallelism_are_refused_without_types():
 
 
 def test_weighted_rows_count_in_the_routers_losses_by_their_weights():
-    """Devices with 1, 2, 3, 4 rows that count: the mean of devices' losses times weights is that of one device."""
+    """Router losses are weighted by rows: with 1, 2, 3, 4 weighted rows per device, the mean equals one device."""
     mesh = DeviceMeshManager.create_device_mesh({"dp": 4}, devices=jax.devices()[:4])
     logits = jax.random.normal(jax.random.key(3), (16, 5)) * 2
     weights = (jnp.arange(16) % 4 <= jnp.arange(16) // 4).astype(jnp.float32)
@@ -334,7 +334,7 @@ def test_weighted_rows_count_in_the_routers_losses_by_their_weights():
     want, of_one = jax.jit(jax.value_and_grad(lambda logits: sums(logits, weights)))(logits)
     np.testing.assert_allclose(got, want, rtol=FLOAT32_ROUNDING)
     np.testing.assert_allclose(grad, of_one, rtol=0, atol=FLOAT32_ROUNDING)
-    kept = logits[weights > 0]  # rows of weight 0 are as if they were not there
+    kept = logits[weights > 0]  # reference: rows of weight 0 removed
     alone = jax.jit(sums)(kept, jnp.ones(len(kept)))
     np.testing.assert_allclose(want, alone, rtol=FLOAT32_ROUNDING)
 
@@ -349,7 +349,7 @@ def test_a_balanced_router_has_the_loss_1():
 
 
 def test_an_expert_has_the_gradient_of_its_rows_alone():
-    """Of three rows in blocks of two, the second block reaches into the rows of the next expert."""
+    """An expert's gradient has its rows only, although the second block of two contains rows of the next expert."""
     factors, rows = np.float32([2, 3]), np.float32([[1], [10], [100], [1000], [10000]])
     total = lambda factors: apply_by_group(doubled, factors, rows, jnp.array([3, 1]), 2).sum()  # noqa: E731
     assert jax.grad(total)(factors).tolist() == [111, 1000]
@@ -386,7 +386,10 @@ def doubled(factor, rows):
 
 
 def test_what_is_over_the_capacity_is_dropped_last_choices_first():
-    """C = ceil(0.5 x 2 x 4 / 2) = 2 rows of each expert: first choices of rows 0 and 1, then nothing."""
+    """Rows above the capacity are dropped, last choices first.
+
+    C = ceil(0.5 x 2 x 4 / 2) = 2 rows of each expert: the first choices of rows 0 and 1, then no further rows.
+    """
     routing = Routing(jnp.array([[0, 1], [0, 1], [0, 1], [1, 0]]), jnp.ones((4, 2)), jnp.zeros((4, 2)))
     factors, rows = jnp.array([[1.0], [10.0]]), jnp.arange(1.0, 5)[:, None]
     with_capacity = partial(mix_experts_with_capacity, doubled, capacity_factor=0.5)
@@ -398,7 +401,7 @@ def test_what_is_over_the_capacity_is_dropped_last_choices_first():
 
 
 def test_an_expert_takes_more_rows_than_two_bytes_count():
-    """All rows choose the second of two experts, which has a place for each."""
+    """An expert takes 40,000 rows, more than 16 bits count, if all rows choose the expert and the capacity allows."""
     rows, factors, ones = np.arange(40_000.0, dtype=np.float32)[:, None], np.float32([[1], [10]]), np.ones((40_000, 1))
     routing = Routing(ones.astype(np.int32), ones.astype(np.float32), np.zeros((40_000, 2), np.float32))
     out, dropped = jax.jit(partial(mix_experts_with_capacity, doubled, capacity_factor=2.0))(factors, rows, routing)
@@ -407,7 +410,7 @@ def test_an_expert_takes_more_rows_than_two_bytes_count():
 
 
 def of_length_one(factor, rows):
-    """An expert with no finite derivative at zeros."""
+    """An expert whose derivative at zeros is not finite."""
     return factor * rows / jnp.sqrt((rows**2).sum(-1, keepdims=True))
 
 
@@ -416,7 +419,7 @@ def test_rows_that_are_not_an_experts_leave_no_nan_in_gradients():
     routing = Routing(jnp.array([[1], [1], [1]]), jnp.ones((3, 1)), jnp.zeros((3, 2)))
 
     def sums(factors, rows):
-        grouped = apply_by_group(of_length_one, factors, rows, jnp.array([1, 1]), 4)  # a row behind them, and a block
+        grouped = apply_by_group(of_length_one, factors, rows, jnp.array([1, 1]), 4)  # an extra row, and a padded block
         slots, _ = mix_experts_with_capacity(of_length_one, factors, rows, routing, capacity_factor=1.0)
         return grouped.sum() + slots.sum()
 
@@ -432,7 +435,7 @@ def test_choices_that_are_no_experts_or_twice_the_same_give_nan():
         mix_experts_with_capacity(doubled, factors, rows, routing, capacity_factor=9.0)[0],
     ):
         np.testing.assert_array_equal(mixed.ravel(), [11, np.nan, np.nan, np.nan])
-    # Choices of other tokens do not push a token's own out of what is sent.
+    # Choices of other tokens do not displace a token's choice from the sent rows.
     mesh, twice = (
         DeviceMeshManager.create_device_mesh({"ep": 2}, devices=jax.devices()[:2]),
         jnp.array([[0, 0], [0, 1]]),
@@ -445,7 +448,7 @@ def test_choices_that_are_no_experts_or_twice_the_same_give_nan():
 
 
 def test_padding_takes_no_place_of_a_capacity():
-    """C = 2 rows of each expert: the first two rows are padding, and would have both places of expert 0."""
+    """Rows of weight 0 use no capacity: with C = 2, two padding rows would fill expert 0."""
     routing = Routing(jnp.array([[0], [0], [0], [0]]), jnp.ones((4, 1)), jnp.zeros((4, 2)))
     mixed = partial(mix_experts_with_capacity, doubled, jnp.ones((2, 1)), jnp.arange(1.0, 5)[:, None], routing)
     out, dropped = mixed(capacity_factor=1.0, row_weights=jnp.array([0, 0, 1, 2]))
@@ -488,12 +491,12 @@ def test_tokens_travel_and_parameters_do_not():
     split = jax.shard_map(local, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
     found = [eqn for _, eqn in equations(jax.make_jaxpr(split)(params, X[:, 0], jnp.zeros((32, 8))))]
     sent = [eqn.outvars[0].aval.shape for eqn in found if eqn.primitive.name == "all_to_all"]
-    # Rows there and back, 4 to each device at most, since a token goes to an expert once; and how many they are.
+    # Rows both ways, at most 4 to each device, since a token goes to an expert once; and the counts.
     assert sorted(sent) == [(8, 1), (8, 4, DIM), (8, 4, DIM)]
     assert not [eqn for eqn in found if eqn.primitive.name in ("all_gather", "psum")]
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
+# --------------------------------------------------------------------------------------------------------------- errors
 
 
 def refused(match, shape=None, axes=("ep",), x=X, **options):
@@ -525,7 +528,7 @@ def test_what_does_not_fit_is_refused():
     )
 
 
-# --------------------------------------------------------------------------------------- beside the rest of the library
+# -------------------------------------------------------------------------------------------------- with other features
 
 
 class Layer(nn.Module):
@@ -539,7 +542,7 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
-    """A scan of two layers that are computed again for the backward pass."""
+    """A scan of two rematerialised layers."""
 
     axis: str | None = "ep"
 
@@ -587,7 +590,7 @@ def test_three_steps_with_other_features_are_those_of_one_device(feature):
     for number in range(3):
         state, _ = step(state, X, jax.random.key(number))
         new, opt_state = step_of_one(params, opt_state)
-        if making:  # what is frozen stays
+        if making:  # frozen parameters stay
             new["layers"]["mixture"]["experts"] = start["layers"]["mixture"]["experts"]
         params = new
     assert_same_params(state.params, params, 1e-4)
@@ -612,7 +615,7 @@ def test_narrow_gathers_of_experts_are_near():
 
 
 def test_on_one_device_experts_have_forward_mode_derivatives():
-    """A product with the Hessian; with a capacity the slope, too."""
+    """Experts on one device have a Hessian-vector product; with a capacity, a directional derivative."""
     params = Experts(MLP(), COUNT, 2).init(jax.random.key(0), X)["params"]
     ones = jax.tree.map(jnp.ones_like, params)
 

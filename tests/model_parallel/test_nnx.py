@@ -1,7 +1,7 @@
-"""The functions beneath the layers in an NNX model: values and gradients are those of one device.
+"""Tests of the functions beneath the layers in an NNX model: values and gradients equal one device.
 
-Kernels say by their metadata how they are split, as ``nnx.Linear`` lets them; the model calls ``enter_split`` and
-``leave_split`` around them, ``context_attention`` between, and ``mix_experts`` on stacked parameters of its own.
+The metadata of kernels name the split axes, as in ``nnx.Linear``; the model calls ``enter_split`` and ``leave_split``
+around the kernels, ``context_attention`` in between, and ``mix_experts`` on stacked parameters.
 """
 
 from functools import partial
@@ -42,7 +42,7 @@ def linear(inputs, outputs, names, rngs):
 
 
 class Attention(nnx.Module):
-    """Heads over "tp", the sequence over "cp" in a ring."""
+    """Attention with heads over "tp", and the sequence over "cp" in a ring."""
 
     def __init__(self, rngs):
         self.query, self.key, self.value = (linear(WIDTH, WIDTH, (None, "tp"), rngs) for _ in range(3))
@@ -57,7 +57,7 @@ class Attention(nnx.Module):
 
 
 class Mixture(nnx.Module):
-    """Experts over "ep", which splits the batch, too."""
+    """Experts over "ep", which also splits the batch."""
 
     def __init__(self, rngs):
         self.router = nnx.Linear(WIDTH, EXPERTS, use_bias=False, rngs=rngs)
@@ -75,7 +75,7 @@ class Mixture(nnx.Module):
 
     @property
     def axes(self):
-        """() outside of ``shard_map``, where each device has all experts."""
+        """Returns () outside of ``shard_map``, where each device has all experts."""
         return ("ep",) if "ep" in jax.sharding.get_abstract_mesh().manual_axes else ()
 
 
@@ -112,5 +112,5 @@ def test_a_step_of_an_nnx_model_is_that_of_one_device(shape, check_vma):
     np.testing.assert_allclose(metrics["loss"], loss, rtol=FLOAT32_ROUNDING)
     assert_same_params(state.opt_state, grads)
     of_device = state.params["attention"]["query"]["kernel"].value.addressable_shards[0].data.shape
-    assert np.prod(of_device) == WIDTH * WIDTH / mesh.shape["tp"] / mesh.shape["fsdp"]  # guard: it was split
+    assert np.prod(of_device) == WIDTH * WIDTH / mesh.shape["tp"] / mesh.shape["fsdp"]  # guard: the kernel is split
     assert state.params["mixture"]["up"].names[0] == "ep"

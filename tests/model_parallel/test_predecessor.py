@@ -1,4 +1,4 @@
-"""A tensor-parallel program of the predecessor with its names changed has the same losses: that of the page."""
+"""Tests that a renamed tensor-parallel program of the predecessor has the losses of the page."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A recurrence over a split sequence has the states and gradients of one device."""
+"""Tests of recurrences over a split sequence: states and gradients equal one device."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def one_after_the_other(decay, update, initial, reverse=False):
 
 
 def split_states(decay, update, initial, reverse=False):
-    """The same of this device's tokens, from a zero state, and what the state before them has become."""
+    """Returns the states of local tokens: scanned from a zero state, plus the decayed state of earlier devices."""
 
     def combine(before, after):
         return before[0] * after[0], after[0] * before[1] + after[1]
@@ -79,13 +79,13 @@ def test_gradients_of_decays_and_updates_too(check_vma):
     want = jax.jit(jax.grad(lambda *arrays: loss(one_after_the_other, *arrays), (0, 1)))(DECAY, UPDATE)
     for g, w in zip(got, want, strict=True):
         np.testing.assert_allclose(g, w, rtol=0, atol=FLOAT32_ROUNDING * np.abs(w).max())
-    # guard: without what the devices before bring, states differ
+    # guard: states differ without the state of earlier devices
     alone = one_after_the_other(DECAY[6:], UPDATE[6:], jnp.zeros(SIZE))
     assert np.abs(alone - one_after_the_other(DECAY, UPDATE, INITIAL)[6:]).max() > 0.1
 
 
 def stabilized(before, after):
-    """Steps of an exponential gate: log of the decay, largest exponent so far, state divided by its exponential."""
+    """Combines steps of an exponential gate: log decay, largest exponent so far, state over its exponential."""
     (decay_1, largest_1, state_1), (decay_2, largest_2, state_2) = before, after
     largest = jnp.maximum(largest_1 + decay_2, largest_2)
     state = jnp.exp(largest_1 + decay_2 - largest) * state_1 + jnp.exp(largest_2 - largest) * state_2
@@ -93,7 +93,7 @@ def stabilized(before, after):
 
 
 def test_steps_of_ones_own_are_combined():
-    """As in xLSTM: exponents of hundreds, which no float32 holds but for the stabilizer."""
+    """``scan_over_axis`` combines xLSTM steps with exponents of hundreds, which float32 needs a stabilizer for."""
     log_decay, exponent = jnp.log(DECAY[:, 0]), 200 * jnp.sin(jnp.arange(TOKENS))
     none = jnp.zeros(()), jnp.float32(-1e30), jnp.zeros(())
 

@@ -1,7 +1,7 @@
-"""Tensor and sequence parallelism beside FSDP: training is that of one device, on every mesh, in both modes.
+"""Tests of tensor and sequence parallelism beside FSDP: training equals one device, on every mesh, in both modes.
 
-The model has all split layers: embedding, attention with grouped queries, gated and plain feed-forward, and a head with
-losses that need no logits. Tokens between layers are whole, split, or split and gathered in rings.
+The model has all split layers: embedding, attention with grouped queries, gated and plain feed-forward, and a head
+with losses without logits. Tokens between layers are replicated, split, or split and gathered in rings.
 """
 
 from functools import cache, partial
@@ -60,11 +60,9 @@ from xlstm_jax.distributed.model_parallel.dense import column_products, row_prod
 VOCAB, WIDTH, LENGTH = 24, 8, 8
 TX = optax.chain(
     KEPT, optax.clip_by_global_norm(0.5), optax.adamw(1e-2)
-)  # its state has the gradients of the last step
+)  # the state contains the gradients of the last step
 TOKENS = jax.random.randint(jax.random.key(1), (8, LENGTH), 0, VOCAB)
-WEIGHTS = jnp.where(
-    jnp.arange(8 * LENGTH).reshape(8, LENGTH) % 3 == 0, -100, TOKENS
-)  # labels, of which a third counts not
+WEIGHTS = jnp.where(jnp.arange(8 * LENGTH).reshape(8, LENGTH) % 3 == 0, -100, TOKENS)  # labels; a third has no weight
 
 WHOLE, SPLIT, RING = {}, {"sequence_dim": 1}, {"sequence_dim": 1, "ring": True}
 MESHES = {"2x4": {"fsdp": 2, "tp": 4}, "4x2": {"fsdp": 4, "tp": 2}, "2x2x2": {"dp": 2, "fsdp": 2, "tp": 2}}
@@ -114,7 +112,7 @@ BATCH = (TOKENS, WEIGHTS)
 
 @cache
 def one_device(kv_heads, steps=10):
-    """Initial parameters of the plain model; after some steps: its parameters, last gradients, and losses."""
+    """Returns the plain model's initial parameters; and after some steps parameters, last gradients, and losses."""
     model = Model(kv_heads)
     start = jax.jit(model.init)(jax.random.key(0), *BATCH)["params"]
     params, opt_state, losses = train_on_one_device(model, TX, start, loss_fn, BATCH, steps)
@@ -158,11 +156,11 @@ def test_ten_steps_of_adamw_with_clipping_are_those_of_one_device(name, kv_heads
         assert float(metrics["loss"]) == pytest.approx(want, rel=1e-5)
     assert_same_params(state.opt_state[0], grads)
     assert_same_params(state.params, params, 1e-4)  # ten times rounded, and divided by small second moments
-    assert losses[-1] < 0.8 * losses[0]  # guard: it was trained
+    assert losses[-1] < 0.8 * losses[0]  # guard: the loss decreases
 
 
 def test_each_device_has_the_key_head_of_its_queries():
-    """Two key heads on four devices: the first two compute the first head, and the others the second."""
+    """Each device has the key head of its queries: of four devices, two compute the first head, two the second."""
     rng, mesh = np.random.default_rng(0), DeviceMeshManager.create_device_mesh({"tp": 4}, devices=jax.devices()[:4])
     x, kernel = (rng.normal(size=shape).astype(np.float32) for shape in ((3, 5), (5, 2, 4)))
     layer = ColumnDense((2, 4), copied=True, use_bias=False)
@@ -173,7 +171,7 @@ def test_each_device_has_the_key_head_of_its_queries():
 
 
 class SumsInScan(nn.Module):
-    """The sum over devices of each layer's result."""
+    """Layer that returns the sum of its result over devices."""
 
     @nn.compact
     def __call__(self, x, _):
@@ -181,7 +179,7 @@ class SumsInScan(nn.Module):
 
 
 def test_a_layer_of_flaxs_scan_may_sum_what_differs_by_device():
-    """Flax traces a layer once for its shapes alone, and all of its arguments are then equal on all devices by type."""
+    """A layer in Flax's scan may sum varying values, although Flax's shape trace treats all arguments as replicated."""
     mesh = DeviceMeshManager.create_device_mesh({"tp": 2}, devices=jax.devices()[:2])
     layers = nn.scan(SumsInScan, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()
     params = {"params": {"scale": np.float32([1, 2, 4])}}
@@ -209,7 +207,7 @@ def test_a_checkpoint_restores_onto_other_meshes(tmp_path):
 
 
 def test_what_is_split_over_which_axis():
-    """A guard: the parity above is of leaves that are split over both axes, over one, and over none."""
+    """Guard: the parity test above has leaves split over both axes, over one axis, and over none."""
     params = state_of("2x4", kv_heads=2, tx=KEPT).params
     block = params["block"]
     assert block["up"]["kernel"].names == ("fsdp", "tp") and block["down"]["kernel"].names == ("tp", "fsdp")
@@ -226,7 +224,7 @@ class Scaled(nn.Module):
 
 
 def test_names_of_the_initialiser_stay_beside_the_axis_of_the_layer():
-    """As in Flax's own layers: names of mesh axes, and logical ones."""
+    """Names of the initialiser (mesh axes or logical) are kept beside the layer's axis, as in Flax's layers."""
     mesh, _ = on("2x4")
     init = nn.initializers.lecun_normal()
     logical = nn.with_logical_partitioning(init, ("embed", "mlp"))
@@ -282,9 +280,9 @@ def test_parameters_and_results_on_one_device_are_those_of_flaxs_layers(case):
 # -------------------------------------------------------------------------- how activations enter, leave and are split
 
 X = jax.random.normal(jax.random.key(2), (4, 8, 3))  # [b, t, d]
-W = 1 + jnp.arange(4.0)  # what each device multiplies by
+W = 1 + jnp.arange(4.0)  # the factor of each device
 
-# A function of x and of a device's own w; the same on one device, of all w; whether x, and the result, are split.
+# (function of x and the local w, reference of x and all w, is x split?, is the result split?)
 PAIRS = {
     "enter, leave": (lambda x, w: leave_split(jnp.tanh(enter_split(x, "tp") * w), "tp"), False, False),
     "gather, scatter": (lambda x, w: scatter_tokens(jnp.tanh(gather_tokens(x, 1, "tp") * w), 1, "tp"), True, True),
@@ -298,12 +296,12 @@ def summed_terms(x, w):
 
 
 def square(y):
-    """A loss whose gradient differs from token to token."""
+    """Returns a loss whose gradient differs between tokens."""
     return jnp.sum(y**2 * jnp.linspace(0.5, 2, y.shape[1])[:, None])
 
 
 def gradients_of(fn, in_split, out_split, check_vma):
-    """Of x and w: with a whole result each device has the loss of all tokens; with a split one of all after a join."""
+    """Returns the gradients of x and w of a loss of all tokens; a split result is joined before the loss."""
     mesh = DeviceMeshManager.create_device_mesh({"tp": 4}, devices=jax.devices()[:4])
 
     def loss(x, w):
@@ -336,7 +334,7 @@ def test_token_numbers_without_features_are_split_and_joined():
 
 
 def test_rings_are_gathers_and_scatters_of_the_same_products():
-    """With the gradients of both factors, each device's own."""
+    """Ring products have the gradients of gather and scatter, for both factors, with a different w per device."""
     mesh, w = DeviceMeshManager.create_device_mesh({"tp": 4}, devices=jax.devices()[:4]), jnp.arange(24.0) / 24
 
     def loss(x, w, ring):
@@ -354,7 +352,7 @@ def test_rings_are_gathers_and_scatters_of_the_same_products():
 
 
 def test_guard_without_types_a_plain_sum_has_another_gradient():
-    """Why ``leave_split`` and ``enter_split`` have rules of their own."""
+    """Guard: without types, a plain sum without ``leave_split`` or ``enter_split`` has a different gradient."""
     want = jax.grad(lambda x: square(summed_terms(x, W)))(X)
     for fn in (
         lambda x, w: jax.lax.psum(jnp.tanh(enter_split(x, "tp") * w), "tp"),
@@ -364,7 +362,7 @@ def test_guard_without_types_a_plain_sum_has_another_gradient():
 
 
 def primitives(split):
-    """The equations of a device's loss and gradients."""
+    """Returns the equations of a device's loss and gradients."""
     mesh, _ = on("2x4")
     model = Model(2, split, partial(fsdp, min_weight_size=16))
     params = jax.eval_shape(partial(init_sharded, model, mesh, jax.random.key(0), batch_axes="fsdp"), *BATCH)["params"]
@@ -375,7 +373,7 @@ def primitives(split):
 
 
 def over(eqns, kind, axis):
-    """The shapes that collectives of a kind return over an axis."""
+    """Returns the result shapes of collectives of a kind over an axis."""
     axes_of = lambda eqn: str(eqn.params.get("axis_name", eqn.params.get("axes")))  # noqa: E731
     return [eqn.outvars[0].aval.shape for eqn in eqns if eqn.primitive.name == kind and axis in axes_of(eqn)]
 
@@ -398,7 +396,7 @@ def test_a_ring_permutes_and_gathers_no_tokens():
     assert len(over(ring, "ppermute", "tp")) >= 3 * 6 and not over(split, "ppermute", "tp")
 
 
-# ----------------------------------------------------------------------------------------------------- what is refused
+# -------------------------------------------------------------------------------------------------------------- errors
 
 
 def test_tokens_that_are_none_and_that_count_from_the_end_are_as_in_flax():
@@ -499,7 +497,7 @@ def test_a_norm_on_split_tokens_that_is_not_wrapped_is_right_by_types_and_refuse
 
 
 class Foreign(nn.Module):
-    """A block of Flax's own layers, whose author knew of no mesh."""
+    """A block of Flax layers, written without a mesh in mind."""
 
     @nn.compact
     def __call__(self, x):
@@ -529,7 +527,7 @@ def test_a_model_is_split_from_outside(check_vma, where):
 
 
 class ForeignDecoder(nn.Module):
-    """With a table that is the head, too, or a head of its own; its author's loss has whole logits."""
+    """Decoder with a tied head or a separate head; the loss uses unsharded logits."""
 
     tied: bool
 
@@ -598,7 +596,7 @@ def test_a_model_of_several_methods_is_split_and_what_stands_between_is_said_wit
 
 
 class Layers(nn.Module):
-    """Three layers whose products show whether their inputs are whole."""
+    """Three layers whose products depend on unsharded inputs."""
 
     @nn.compact
     def __call__(self, x):
@@ -643,7 +641,7 @@ def test_layers_that_are_no_pair_are_refused_by_their_names(case, check_vma):
 
 
 def test_layers_of_one_input_and_of_one_result_are_no_mistake():
-    """Queries and keys are three column-split layers in a row, and a split activation may enter two row-split ones."""
+    """Column-split layers may share an input (queries and keys), and row-split layers a split activation."""
 
     class Fork(nn.Module):
         @nn.compact

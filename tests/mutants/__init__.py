@@ -1,1 +1,1 @@
-"""Small mistakes put into the library, one at a time, each of which some test must see; see docs/mutants.md."""
+"""Mutations: small mistakes put into the library, one at a time, that tests must detect; see docs/mutants.md."""

@@ -1,7 +1,7 @@
-"""``make test-mutants``: every mutation against the tests that should see it, and a table of those that nobody saw.
+"""``make test-mutants``: runs each mutation against its tests, and prints a table of undetected mutations.
 
-First those of the catalogue, which must be seen; then a set that is drawn (``tests/mutants/drawn.py``), of which the
-rate of survivors is printed apart.
+First the mutations of the catalogue, which must be detected; then a drawn set (``tests/mutants/drawn.py``), whose rate
+of survivors is printed separately.
 """
 
 import argparse
@@ -26,8 +26,8 @@ console = Console() if sys.stdout.isatty() else Console(width=160)
 
 
 DRAWN = 40
-LIMIT_S = 60.0  # of processor time as it was recorded, for a mutation that was drawn
-SURVIVE = 0.1  # the share that may
+LIMIT_S = 60.0  # recorded processor time, for a drawn mutation
+SURVIVE = 0.1  # allowed share of survivors
 
 
 def main(args: argparse.Namespace) -> int:
@@ -46,7 +46,7 @@ def _catalogue(args: argparse.Namespace) -> int:
     for mutant in mutants:
         mutant.check()
     begun = time.monotonic()
-    marked = "not slow" if args.record else ""  # as `make test` runs them
+    marked = "not slow" if args.record else ""  # as in `make test`
     tests = {test for mutant in mutants for test in mutant.tests}
     # The suite has run the tests of the few.
     first = [] if args.short or args.turn else _shown("without a mutation", _by_file(tests), args.jobs)
@@ -55,7 +55,7 @@ def _catalogue(args: argparse.Namespace) -> int:
             console.print(outcome.text, markup=False)
         console.print("These tests must pass without a mutation.")
         return 2
-    # One case is known to see a mutation that was measured, and is enough in turn.
+    # For a measured mutation, the case known to fail is enough.
     seen = data.read_seen() if args.turn else {}
     cases = {name: (case,) for name, (case, _) in seen.items() if "::" in case and data.is_there(case)}
     runs = [
@@ -78,7 +78,7 @@ def _catalogue(args: argparse.Namespace) -> int:
 
 
 def _drawn(args: argparse.Namespace, count: int) -> int:
-    """Runs mutations that were drawn; ends with 2 where a test that saw one does not pass without it."""
+    """Runs drawn mutations; returns 2 if a test that detects a mutation fails without the mutation."""
     seconds, entering = data.matrix()
     if not entering:
         console.print(f"{data.MATRIX} is not there, which says what tests enter a function: tests/cover/__init__.py")
@@ -103,7 +103,7 @@ def _drawn(args: argparse.Namespace, count: int) -> int:
     alive = sorted((o for o in judged if o.result == "passed"), key=lambda o: o.run.mutant.name)
     if args.times:
         _print(found, True)
-    # A file that cannot be imported has seen the mutation where, without one, pytest can collect its cases.
+    # An import error of a file detects the mutation if pytest can collect the file without the mutation.
     seen_by = {o.test for o in found if o.result == "failed"}
     again = [Run((file,), cases=tuple(some)) for file, some in _cases_by_file(seen_by).items()]
     without = _shown("what saw them, without a mutation", again, args.jobs)
@@ -136,7 +136,7 @@ def _by_file(tests: set[str]) -> list[Run]:
 
 
 def _shown(what: str, runs: Sequence[Run], jobs: int, record: Path | None = None) -> list[Outcome]:
-    """The outcomes, with a bar that no thread draws: a process with threads should not fork."""
+    """Returns the outcomes, with a bar drawn without threads: a process with threads should not fork."""
     found = []
     with Progress(console=console, auto_refresh=False) as progress:
         task = progress.add_task(what, total=len(runs))

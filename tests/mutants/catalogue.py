@@ -1,16 +1,16 @@
-"""The mutations, read from the ``.txt`` files beside this one, one for each folder.
+"""The mutations, read from the ``.txt`` files in this folder, one file per folder of the library.
 
-# wire/gather_array                          the file of the library, of the folder that the .txt file is called by
+# wire/gather_array                          the file of the library, in the folder that names the .txt file
                                              (base.txt: files beside the folders)
-a gradient is summed, not averaged           what breaks; with * in front it is one of the few that run in CI
-@ _backward                                  the function, method or class that is changed; none in a module's own lines
-- axis_size(axes), how                       a text that stands there exactly once; of several lines each has a -
-+ 1, how                                     what stands in its place
-? data_parallel/test_parity.py::test_name    a test in tests/ that should see it, as pytest names it; cheap first
-= why no test does                           of a mutation that changes nothing which anybody could see
+a gradient is summed, not averaged           the mistake; a leading * marks the few mutations that run in CI
+@ _backward                                  the changed function, method or class; absent for module-level lines
+- axis_size(axes), how                       a text that occurs exactly once; each of several lines has a -
++ 1, how                                     the replacement
+? data_parallel/test_parity.py::test_name    a test in tests/ that should detect it, pytest's name; cheap first
+= why no test does                           for an equivalent mutation, without visible effect
 
-A mutation follows its function: where the file no longer has the function with the text, the one file of the library
-that has both is changed. Without a function, the one file that has the text once.
+A mutation follows its function: if the file no longer has the function with the text, the mutation changes the only
+file of the library that has both. Without a function, the only file that has the text once.
 """
 
 import ast
@@ -20,14 +20,14 @@ from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).parent
-JUDGED = HERE / "judged.txt"  # of mutations that were drawn: tests/mutants/drawn.py
+JUDGED = HERE / "judged.txt"  # judged drawn mutations: tests/mutants/drawn.py
 ROOT = HERE.parents[1]
 LIBRARY = "xlstm_jax/distributed"
 
 
 @dataclass
 class Mutant:
-    """``before`` becomes ``after`` in ``function``, of the file at ``path``; ``stays`` is why no test sees it.
+    """Replaces ``before`` by ``after`` in ``function`` at ``path``; ``stays`` explains why no test detects it.
 
     ``listed`` is the file that the catalogue names.
     """
@@ -43,7 +43,7 @@ class Mutant:
 
     @property
     def path(self) -> str:
-        """The file that is changed: the listed one or, where the function has moved, the one that has it now."""
+        """The changed file: the listed file or, for a moved function, the file that has the function now."""
         if self._count(self.listed) == 1:
             return self.listed
         others = [path for path in _library() if self._count(path) == 1]
@@ -54,7 +54,7 @@ class Mutant:
         return f"{self.listed.removeprefix(f'{LIBRARY}/').removesuffix('.py')}: {self.breaks}"
 
     def mutated(self, source: str) -> str:
-        """The source with the mutation; a ``ValueError`` where its text does not stand there once."""
+        """Returns the source with the mutation; raises a ``ValueError`` unless the text occurs exactly once."""
         before, after = "\n".join(self.before), "\n".join(self.after)
         places = [(start, end) for start, end in _places(source, self.function) if before in source[start:end]]
         count = sum(source[start:end].count(before) for start, end in places)
@@ -68,14 +68,14 @@ class Mutant:
         return source[:start] + source[start:end].replace(before, after) + source[end:]
 
     def _count(self, path: str) -> int:
-        """How often the function, in this file, has the text."""
+        """Returns how often the function, in this file, contains the text."""
         file, before = ROOT / path, "\n".join(self.before)
         if not file.exists() or before not in (source := _source(path)):
             return 0
         return sum(source[start:end].count(before) for start, end in _places(source, self.function))
 
     def check(self) -> None:
-        """Raises a ``ValueError`` where it is no mutation, or names no test."""
+        """Raises a ``ValueError`` if the mutation changes nothing or names no test."""
         self.mutated((ROOT / self.path).read_text())
         if self.before == self.after or not self.tests:
             raise ValueError(f"{self.name}: it changes nothing, or names no test.")
@@ -97,7 +97,7 @@ def _source(path: str) -> str:
 
 @cache
 def _places(source: str, function: str) -> list[tuple[int, int]]:
-    """Where the functions of this qualified name begin and end in the source; all of the source without a name."""
+    """Returns start and end of each function with this qualified name; without a name, of the full source."""
     if not function:
         return [(0, len(source))]
     ends = [0]

@@ -1,29 +1,29 @@
-"""Mutations that nobody has chosen: drawn from all that small changes of these kinds make of the library.
+"""Random mutations, drawn from all small changes of these kinds in the library.
 
     compare    < becomes <=, == becomes !=, is becomes is not, in becomes not in, and back
     bound      an integer is larger or smaller by one
-    axis       axis=0 becomes axis=-1, axis=1 becomes axis=0; of two names of axes the other
+    axis       axis=0 becomes axis=-1, axis=1 becomes axis=0; a name of an axis becomes another name
     dtype      float32 becomes bfloat16, int32 becomes int16, ...
     call       a statement that calls is left out; f(x, ...) and x.f(...) become x
     logic      and becomes or, not x becomes x, the condition of an if is negated
     swap       two neighbouring arguments that are both names, or both attributes, change places
-    none       a value that is returned is None
+    none       a returned value becomes None
 
-``python -m tests.mutants`` draws some, as many of each kind, with a seed that is the commit, and runs each against
+``python -m tests.mutants`` draws the same number of each kind, with the commit as seed, and runs each mutation against
 tests that enter the changed function (``tests/cover/matrix.txt``), the shortest first.
 
-What changes nothing, or a text for people alone, is not drawn: docstrings, strings and f-strings, annotations,
-decorators, defaults of arguments; statements that raise, assert, warn, log or print; ``__repr__`` and what returns a
-table of rich's; ``xlstm_jax/cli``, and the files of reports and tables (``SKIPPED``); code that runs at import;
-conversions such as ``tuple(x)`` are not left out. Functions that no test enters in its own process are counted, and not
-drawn.
+Changes without effect, or of a text for people alone, are not drawn: docstrings, strings and f-strings, annotations,
+decorators, defaults of arguments; statements that raise, assert, warn, log or print; ``__repr__`` and functions that
+return a table of rich; ``xlstm_jax/cli``, and the files of reports and tables (``SKIPPED``); code that runs at import;
+conversions such as ``tuple(x)`` are not left out. Functions that no test enters in the test's process are counted, and
+not drawn.
 
-A survivor that has no effect anybody could see goes into ``judged.txt``, with the reason, and is drawn no more:
+A survivor without visible effect goes into ``judged.txt``, with the reason, and is not drawn again:
 
-    # distributed/optimizers/norms.py: global_norm     file and function, as the list of survivors has them
-    - if size > 1:                                     the changed lines, without what they begin with
+    # distributed/optimizers/norms.py: global_norm     file and function, as in the list of survivors
+    - if size > 1:                                     the changed lines, without indentation
     + if size >= 1:
-    = of one device the sum is the value               why nobody could see it
+    = of one device the sum is the value               why the change is invisible
 """
 
 import ast
@@ -39,7 +39,7 @@ from tests.commit import commit_hash
 from tests.mutants.catalogue import JUDGED, ROOT
 
 KINDS = ("compare", "bound", "axis", "dtype", "call", "logic", "swap", "none")
-# Files of texts for people, below xlstm_jax/; and what runs before tests do.
+# Files of texts for people, below xlstm_jax/; and code that runs before tests.
 SKIPPED = (
     "cli/",
     "formatting.py",
@@ -54,7 +54,7 @@ SKIPPED = (
 TEXT_FUNCTIONS = re.compile(r"__repr__|__str__|__rich\w*|_repr_\w*|\w*_message|\w*_table|_?described?\w*|_cure")
 TEXT_RESULTS = re.compile(r"\b(RenderableType|RenderResult|Table|Text|Group|Console)\b")
 TELLS = re.compile(r"(^|\.)(_?warn\w*|print|log|debug|info|warning|error|add_note)$")
-# Calls whose first argument in their place is an error at once, or no change that matters.
+# Calls that fail at once, or change nothing relevant, if replaced by their first argument.
 CONVERSIONS = set(
     "str repr tuple list dict set frozenset int float bool len isinstance issubclass hasattr getattr setattr callable "
     "type iter next range enumerate zip map filter cast open partial vars id hash super min max sum any all".split()
@@ -91,7 +91,7 @@ NO_BOUNDS = {"stacklevel", "indent", "maxsize", "timeout", "timeout_s", "digits"
 
 @dataclass(frozen=True)
 class Drawn:
-    """``start`` to ``end``, in bytes of the file at ``path``, becomes ``text``."""
+    """Mutation that replaces the bytes ``start`` to ``end`` of the file at ``path`` by ``text``."""
 
     path: str
     function: str
@@ -100,10 +100,10 @@ class Drawn:
     start: int
     end: int
     text: str
-    before: str  # the changed lines, without what they begin with
+    before: str  # the changed lines, without indentation
     after: str
 
-    stays = ""  # as a mutation of the catalogue has it
+    stays = ""  # as in a mutation of the catalogue
 
     @property
     def name(self) -> str:
@@ -111,7 +111,7 @@ class Drawn:
 
     @property
     def key(self) -> tuple[str, str, str, str]:
-        """What it is known by in another commit, too."""
+        """The identity of the mutation across commits."""
         return self.path.removeprefix("xlstm_jax/"), self.function, self.before, self.after
 
     def mutated(self, source: str) -> str:
@@ -160,7 +160,7 @@ class _Finder(ast.NodeVisitor):
         after = stripped(self.code[first:start] + text.encode() + self.code[end:last])
         self.found.append(Drawn(self.path, ".".join(self.scope), kind, line, start, end, text, before, after))
 
-    # What is looked at
+    # Visited nodes
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self.scope.append(node.name)
@@ -182,7 +182,7 @@ class _Finder(ast.NodeVisitor):
     visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815
 
     def _skip(self, node: ast.AST) -> None:
-        """Texts for people, and invariants."""
+        """Skips texts for people, and invariants."""
 
     visit_Raise = visit_Assert = visit_JoinedStr = _skip  # noqa: N815
 
@@ -250,7 +250,10 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _wrapped(self, node: ast.Call) -> ast.expr | None:
-        """What the call is of: ``x`` of ``f(x, ...)``, ``module.f(x)``, ``self.f(x)``, and of ``x.f(...)``."""
+        """Returns the argument or object that replaces the call.
+
+        ``x`` of ``f(x, ...)``, ``module.f(x)`` and ``self.f(x)``, and of ``x.f(...)``.
+        """
         name = ast.unparse(node.func).rpartition(".")[2]
         if name in CONVERSIONS or name.lstrip("_")[:1].isupper():  # a class
             return None
@@ -297,7 +300,7 @@ class _Finder(ast.NodeVisitor):
 
 
 def _bound(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
-    """The names of a function's arguments and of what it assigns, without those of its comprehensions."""
+    """Returns the names of a function's arguments and assigned variables, without variables of comprehensions."""
     nodes = list(ast.walk(function))
     inner = {
         name
@@ -323,7 +326,7 @@ def _integer(node: ast.expr) -> int | None:
 
 
 def mutations_of(path: str, source: str) -> list[Drawn]:
-    """Returns all mutations of a file that can be compiled."""
+    """Returns the mutations of a file that compile."""
     finder = _Finder(path, source)
     finder.visit(ast.parse(source))
     return [drawn for drawn in finder.found if _compiles(drawn.mutated(source))]
@@ -346,17 +349,17 @@ def files() -> list[str]:
 def draw(
     count: int, seed: int, functions: Collection[tuple[str, str]], only: str = ""
 ) -> tuple[list[Drawn], dict[str, int]]:
-    """Returns a set of mutations, as many of each kind, and how many functions tests enter and do not enter.
+    """Returns a set of mutations, the same number of each kind, and the counts of functions that tests enter or miss.
 
     Args:
-      count: how many mutations; fewer if there are fewer.
-      seed: draws the same again, of the same library.
-      functions: file below xlstm_jax/ and name of those that tests enter.
+      count: how many mutations; fewer if the library has fewer.
+      seed: reproduces a draw on the same library.
+      functions: file below xlstm_jax/ and name of the functions that tests enter.
       only: a text in the paths of the files.
     """
     chance = random.Random(seed)
     judged_keys = {key for key, _ in judged()}
-    # Each function has the same chance, however long it is.
+    # Each function has the same chance, whatever its length.
     by_kind: dict[str, dict[tuple[str, str], list[Drawn]]] = {kind: defaultdict(list) for kind in KINDS}
     entered, not_entered = set(), set()
     for path in files():
@@ -387,13 +390,13 @@ def draw(
 
 
 def seed_of_commit() -> int:
-    """Returns a number that the commit chooses; 0 outside of a repository."""
+    """Returns a number derived from the commit; 0 outside of a repository."""
     return int(commit_hash()[:8] or "0", 16)
 
 
 @cache
 def judged() -> list[tuple[tuple[str, str, str, str], str]]:
-    """Returns the survivors that have no effect, by ``Drawn.key``, each with the reason."""
+    """Returns the survivors without effect, by ``Drawn.key``, each with the reason."""
     found = []
     path = function = ""
     before: list[str] = []
@@ -415,7 +418,7 @@ def judged() -> list[tuple[tuple[str, str, str, str], str]]:
 
 
 def stale(entries: Sequence[tuple[tuple[str, str, str, str], str]]) -> Iterator[str]:
-    """Yields the judged survivors that are no mutations of the library as it is."""
+    """Yields the judged survivors that are no mutations of the current library."""
     by_path = defaultdict(set)
     for path in {key[0] for key, _ in entries}:
         file = ROOT / "xlstm_jax" / path

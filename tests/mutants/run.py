@@ -1,7 +1,7 @@
-"""Runs tests against copies of the tree that a mutation has changed, several at a time.
+"""Runs tests against mutated copies of the tree, several at a time.
 
-This process imports JAX once, and starts no device. Each run is a fork of it, which imports the library from its copy
-and calls pytest: a second or two, and the tests that it is given.
+This process imports JAX once, and starts no device. Each run is a fork, which imports the library from its copy and
+calls pytest: a second or two, plus the tests.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-# Before JAX is imported; as conftest.py has it.
+# Set before the import of JAX, as in conftest.py.
 os.environ |= {"JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": "1"}
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0"
 
@@ -30,7 +30,7 @@ from tests.cover.data import path_of
 from tests.mutants.catalogue import ROOT, Mutant
 from tests.mutants.drawn import Drawn
 
-# The library, its tests, and what these import or read: where a file is missing, tests fail without any mutation.
+# The library, the tests, and files that these import or read: a missing file fails tests without any mutation.
 FOLDERS = ("xlstm_jax", "tests", "benchmarks", "docs", ".ci")
 ENDINGS = (".py", ".md", ".toml", ".cfg", ".cff")
 COPIED = [path for path in sorted(ROOT.iterdir()) if path.name in FOLDERS or path.suffix in ENDINGS]
@@ -40,24 +40,24 @@ POLL_S = 0.05
 
 
 class Run(NamedTuple):
-    """The tests that are run, with a mutation or without one.
+    """A run of tests, with or without a mutation.
 
-    Where ``cases`` are given, these of the tests alone, in their order; a case that is not there is left out.
+    If ``cases`` are given, only these cases of the tests run, in the given order; missing cases are left out.
     """
 
     tests: tuple[str, ...]
     mutant: Mutant | Drawn | None = None
     cases: tuple[str, ...] = ()
     limit_s: float | None = None  # of processor time
-    marked: str = ""  # as pytest's -m: all tests without it
+    marked: str = ""  # pytest's -m; "" runs all tests
 
 
 class Outcome(NamedTuple):
-    """What came of it: "passed", "failed", "hung", "broken" where tests cannot run, "empty" where there are none."""
+    """Outcome of a run: "passed", "failed", "hung", "broken" (tests cannot run), or "empty" (no tests)."""
 
     run: Run
     result: str
-    test: str  # the first that failed
+    test: str  # the first failed test
     seconds: float  # of processor time
     text: str
 
@@ -75,7 +75,7 @@ class _Child(NamedTuple):
 
 
 class _Cases:
-    """The plugin that keeps the cases of a run, in their order."""
+    """Plugin that selects and orders the cases of a run."""
 
     def __init__(self, cases: Sequence[str]) -> None:
         self.place = {path_of(case): number for number, case in enumerate(cases)}
@@ -87,7 +87,7 @@ class _Cases:
 
 
 class _FirstFailure:
-    """The plugin that writes the name of the first test, or file, that failed: names can have spaces."""
+    """Plugin that writes the name of the first failed test, or file: names can have spaces."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -102,7 +102,7 @@ class _FirstFailure:
 
 
 def outcomes(runs: Sequence[Run], jobs: int) -> Iterator[Outcome]:
-    """What comes of the runs, each as it ends."""
+    """Yields the outcome of each run as the run ends."""
     waiting = list(reversed(runs))
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         free = [_copy(Path(folder) / str(job)) for job in range(jobs)]
@@ -146,10 +146,10 @@ def _started(run: Run, copy: Path) -> _Child:
 
 
 def _run_tests(run: Run, copy: Path, log: Path) -> None:
-    """In the child: it never returns."""
+    """Runs in the child process, and never returns."""
     code = 99
     try:
-        os.setsid()  # what it starts ends with it
+        os.setsid()  # child processes end with the group
         with open(log, "w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)

@@ -1,1 +1,1 @@
-"""Optimizers on shards, on whole matrices, and with their state in host memory."""
+"""Tests of optimizers: on shards, on unsharded matrices, and with state in host memory."""

@@ -1,9 +1,9 @@
-"""What of the library's own optax has too, tried in the ready step beside a training on one device.
+"""Comparison with optax: library functions that optax also has, in the ready step and on one device.
 
-Optimizers run on global arrays there, so whatever of optax is equal needs no second of its kind.
-``optax.apply_if_finite`` is equal in what it does with a gradient, and in nothing else: ``skip_nonfinite`` is kept. The
-rate that ``optax.inject_hyperparams`` keeps is one line of the program; that of a schedule in an optimizer as people
-write it is not. The tables of docs/resilience.md and docs/training.md give these results.
+Optimizers run on global arrays in the ready step, so the library duplicates no optax function with equal results.
+``optax.apply_if_finite`` treats gradients equally, and differs otherwise: the library keeps ``skip_nonfinite``.
+Reading the rate of ``optax.inject_hyperparams`` is one line of the program; reading the rate of a schedule in an
+ordinary optimizer is not. The tables of docs/resilience.md and docs/training.md give the results.
 """
 
 from functools import partial
@@ -32,12 +32,12 @@ from xlstm_jax.distributed import (
 from xlstm_jax.distributed.optimizers import matrix_dimensions, on_unsharded_matrices
 
 KEY, MESH, LIMIT, RATE = jax.random.key(0), mesh_of(2, 4), 2, 0.02
-NEVER = np.iinfo(np.int32).max  # errors in a row after which optax's applies them
+NEVER = np.iinfo(np.int32).max  # errors in a row after which optax applies updates anyway
 OURS, OPTAX = skip_nonfinite, partial(optax.apply_if_finite, max_consecutive_errors=LIMIT)
 BOTH = pytest.mark.parametrize("wrapper", [OURS, OPTAX], ids=["ours", "optax's"])
 GOOD = data() | {"extra": 0.0}
-BAD = GOOD | {"x": GOOD["x"].at[3, 0].set(jnp.nan)}  # of one device
-BAD_LOSS = GOOD | {"extra": jnp.inf}  # the gradients of which are finite
+BAD = GOOD | {"x": GOOD["x"].at[3, 0].set(jnp.nan)}  # NaN on one device
+BAD_LOSS = GOOD | {"extra": jnp.inf}  # the gradients are finite
 
 
 def loss_fn(params, apply_fn, batch, rng):
@@ -51,7 +51,7 @@ def first_state(tx, model=None, **options):
 
 
 def trained(tx, batches, model=None, num_minibatches=1, **options):
-    """The last state; and for each step its metrics, and whether it changed the parameters."""
+    """Returns the last state; and for each step the metrics, and whether parameters changed."""
     state = first_state(tx, model, **options)
     step, seen = make_train_step(loss_fn, MESH, AXES, num_minibatches, allow_replicated=True), []
     for batch in batches:
@@ -62,7 +62,7 @@ def trained(tx, batches, model=None, num_minibatches=1, **options):
 
 
 def on_one_device(tx, batches):
-    """Parameters after an optimizer without a wrapper, to which the batches that are not finite were not given."""
+    """Returns parameters after training without a wrapper on the finite batches only."""
     model = Model(scan=False)
     params = jax.jit(model.init)(KEY, GOOD["x"])["params"]
     state = tx.init(params)
@@ -87,7 +87,7 @@ def normalized(updates, params=None):
 
 
 def by_matrix(of_matrices):
-    """``of_matrices`` for kernels; biases are left as they are."""
+    """Applies ``of_matrices`` to kernels, and the identity to biases."""
     labels = partial(jax.tree.map, lambda p: "matrix" if p.ndim == 2 else "other")
     return optax.partition({"matrix": of_matrices, "other": optax.identity()}, labels)
 
@@ -137,7 +137,7 @@ def test_a_limit_that_is_never_reached_is_equal_there():
     state = counted.init(jnp.ones(2))._replace(notfinite_count=jnp.int32(NEVER))
     updates, state = counted.update(jnp.array([jnp.nan, 1.0]), state, jnp.ones(2))
     assert not updates.any() and state.notfinite_count == NEVER
-    below = optax.apply_if_finite(optax.sgd(1.0), NEVER - 1)  # guard: one below it is
+    below = optax.apply_if_finite(optax.sgd(1.0), NEVER - 1)  # guard: a limit below NEVER is reached
     assert np.isnan(below.update(jnp.array([jnp.nan, 1.0]), state, jnp.ones(2))[0]).any()
 
 
@@ -154,7 +154,7 @@ def test_the_counts_of_optax_are_in_no_metric_and_the_guard_ends_a_run_that_skip
         return [(int(metrics["skipped_steps"]), int(metrics["skipped_in_a_row"])) for metrics in seen]
 
     def of_optax(state):
-        """Copies, as the next step takes the state over."""
+        """Returns copies, because the next step donates the state."""
         kept = state.opt_state
         return {"skipped_steps": jnp.copy(kept.total_notfinite), "skipped_in_a_row": jnp.copy(kept.notfinite_count)}
 
@@ -193,7 +193,7 @@ def test_statistics_of_a_batch_that_is_skipped_are_left_out_by_ours_alone(wrappe
 def test_moments_on_the_host_come_a_few_at_a_time_with_ours_and_all_at_once_with_optax(monkeypatch):
     ours, plain = (fetches(tx, 1, monkeypatch) for tx in (OURS(optax.adam(0.1)), optax.adam(0.1)))
     assert ours == plain and (len(plain[0]), plain[1]) == (4, 3)  # each of four moments but the first waits
-    # All into one branch of a condition, so that no moment goes back before the last one comes.
+    # optax puts all moments into one branch of a condition, so each moment waits for the last moment to arrive.
     come, barriers = fetches(OPTAX(optax.adam(0.1)), 1, monkeypatch)
     assert (len(come), barriers) == (4, 0)
 
@@ -217,13 +217,12 @@ INJECTED = optax.inject_hyperparams(optax.sgd)
 
 
 def kept_rate(opt_state):
-    """The program's line, a copy, as the next step takes the state over."""
+    """Returns a copy of the rate by the program's line, because the next step donates the state."""
     return jnp.copy(opt_state.hyperparams["learning_rate"])
 
 
 def rates(tx, kept, learning_rate=None, batches=(GOOD,) * 3, **options):
-    """Of each step what the program reads of the state after it, the metric, and the length of its update by that of
-    its gradient."""
+    """Returns three lists over steps: the rate read from the state, the metric, and update norm / gradient norm."""
     state, seen = first_state(tx), []
     step = make_train_step(loss_fn, MESH, AXES, learning_rate=learning_rate, allow_replicated=True, **options)
     for batch in batches:
@@ -295,7 +294,7 @@ def test_a_rate_in_the_state_is_gone_after_the_next_step_and_a_metric_is_not():
 
 @pytest.mark.parametrize("tx", [optax.adamw(DOWN), muon(DOWN), INJECTED(DOWN)], ids=["adamw", "muon", "injected"])
 def test_the_name_of_the_rate_finds_it_in_no_state_with_a_schedule(tx):
-    """``None`` where nothing injects, and two where something does: the value, and the schedule's state."""
+    """``optax.tree`` finds no rate without ``inject_hyperparams``, and two with a schedule: value and state."""
     state = tx.init({"kernel": jnp.ones((4, 4))})
     found = optax.tree.get_all_with_path(state, "learning_rate")
     assert len(found) == (2 if hasattr(state, "hyperparams") else 0)
@@ -312,7 +311,7 @@ def test_muon_is_injected_with_its_number_of_iterations_left_out():
 
 
 def test_parameters_of_16_bits_make_an_injected_adam_nan():
-    """Its decay of 0.999 is rounded to 1 with them; and a rate without a schedule to 16 bits."""
+    """With bfloat16 parameters an injected Adam rounds the decay 0.999 to 1, giving NaN, and rounds the rate."""
     params = {"kernel": jnp.ones(4, jnp.bfloat16)}
 
     def two_updates(tx):

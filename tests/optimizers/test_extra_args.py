@@ -1,4 +1,4 @@
-"""Every transform of optax is exact in a step or refused by name; each gets the extra arguments that it takes."""
+"""Tests that each optax transform is exact in a step or named in an error, and gets its extra arguments."""
 
 import inspect
 import re
@@ -31,12 +31,12 @@ from xlstm_jax.distributed.optimizers import slow_params, with_slow_params
 from xlstm_jax.distributed.optimizers.extra_args import OF_A_STEP, REFUSED, taking_extra_args
 from xlstm_jax.distributed.optimizers.optax_introspection import name_of, parts
 
-PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"  # not there where mutations run
+PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"  # missing in the copy for mutations
 STEPS = 4
 
 
 def own(*names, required=(), everything=False):
-    """A transform of a user that scales by 2 and notes which arguments beside the usual ones it was given."""
+    """Returns a user's transform that scales by 2 and records the names of its extra arguments."""
     seen = []
     kinds = inspect.Parameter
 
@@ -58,7 +58,7 @@ def own(*names, required=(), everything=False):
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update), seen
 
 
-# ------------------------------------------------------------------------------------------- what a transform is given
+# -------------------------------------------------------------------------------------------- arguments of a transform
 
 AROUND = {
     "alone": lambda tx: tx,
@@ -124,7 +124,7 @@ def test_what_two_transforms_need_and_refuse_is_said():
 
 
 def test_a_transform_to_which_optax_passes_no_extra_arguments_is_named():
-    """By its type ``optax.GradientTransformation`` optax leaves out what its update needs."""
+    """A ``GradientTransformation`` gets no extra arguments from optax, and the error names the transform."""
 
     def halved(updates, state, params=None, *, value):
         return jax.tree.map(lambda u: value * u, updates), state
@@ -134,7 +134,7 @@ def test_a_transform_to_which_optax_passes_no_extra_arguments_is_named():
         tx.update(jnp.ones(3), tx.init(jnp.ones(3)), jnp.ones(3), **GIVEN)
 
 
-# ------------------------------------------------------------------------------------------------ refused, by its name
+# -------------------------------------------------------------------------------------------------------------- errors
 
 
 def abstract(tx):
@@ -142,7 +142,7 @@ def abstract(tx):
 
 
 def private():
-    # As contrib.dpsgd is made, which warns of its own argument.
+    # Built like contrib.dpsgd, which warns about an argument.
     return optax.chain(contrib.differentially_private_aggregate(1.0, 1.0, jax.random.key(0)), optax.scale(-0.1))
 
 
@@ -186,20 +186,20 @@ def test_a_diagonal_of_gradients_makes_sophia_callable():
 
 # ------------------------------------------------------------------------------------------- the list of optax's names
 
-# Other names of what the cases have, and what only puts others together.
+# Aliases of functions in the cases, and functions that only combine others.
 OTHER_NAMES = {
     "multi_transform": "partition",
     "inject_stateful_hyperparams": "inject_hyperparams",
     "with_extra_args_support": "chain",
     "identity": "chain",
-    "optimistic_adam": "optimistic_adam_v2",  # optax warns of it
+    "optimistic_adam": "optimistic_adam_v2",  # optax deprecates the name
     "dpsgd": "differentially_private_aggregate",
     "sophia": "hutchinson_estimator_diag_hessian",
 }
 
 
 def makers(module):
-    """The names of functions of ``module`` that make a transform."""
+    """Yields the names of functions of ``module`` that make a transform."""
     for name, value in vars(module).items():
         fn = getattr(value, "func", value)
         if inspect.isfunction(fn) and not name.startswith("_") and fn.__module__.startswith("optax"):
@@ -212,7 +212,7 @@ def makers(module):
 
 @cache
 def in_cases():
-    """The names of optax that the cases write, and those of the transforms within them."""
+    """Returns the optax names in the source of the cases, and the names of the transforms inside."""
     written = set(re.findall(r"(?:optax|contrib)\.(\w+)", inspect.getsource(cases)))
     return written | {part.name for case in CASES for part in parts(case.build())}
 
@@ -238,7 +238,7 @@ DATA = data(features=7)
 
 
 def two_layers(wrap=plain):
-    """A kernel and a bias that are padded, a kernel that is split as it is, a bias of 4 that stays whole."""
+    """A padded kernel and a padded bias, a split kernel, and a replicated bias of 4."""
     return nn.Sequential([wrap(nn.Dense)(6), nn.tanh, wrap(nn.Dense)(4)])
 
 
@@ -248,7 +248,7 @@ def looking_ahead():
 
 @cache
 def trained(build, **options):
-    """The state after four steps on the mesh, and the parameters after each."""
+    """Returns the state after four steps on the mesh, and the parameters after each step."""
     mesh = mesh_of(2, 4)
     state = create_train_state(
         two_layers(fsdp(uneven="pad", min_weight_size=6)), build(), mesh, jax.random.key(0), DATA["x"], batch_axes=AXES
@@ -261,7 +261,7 @@ def trained(build, **options):
 
 @cache
 def one_device():
-    """The first parameters, and the gradient of the loss as a function of them."""
+    """Returns the initial parameters, and the gradient of the loss as a function of parameters."""
     model = two_layers()
     params = jax.jit(model.init)(jax.random.key(0), DATA["x"])["params"]
     return params, jax.jit(jax.grad(lambda params: mean_loss(params, model.apply, DATA)))
@@ -273,7 +273,7 @@ def measured():
 
 
 def test_measures_of_a_monitor_are_those_of_one_device():
-    """No case of the table: optax's state has measures only after the first update, so a step is compiled twice."""
+    """Measures of a monitor equal one device; optax adds measures in the first update, so a step compiles twice."""
     state, (params, grad) = trained(measured), one_device()
     tx = measured()
     opt_state = tx.init(params)
@@ -282,7 +282,7 @@ def test_measures_of_a_monitor_are_those_of_one_device():
         params = optax.apply_updates(params, updates)
     assert_same_params(state.params, params)
     got, want = jax.tree.leaves(state.opt_state), jax.tree.leaves(opt_state)
-    assert len(want) == 5  # two measures, that of the snapshot, the mean's and its count
+    assert len(want) == 5  # two measures, the snapshot's measure, the mean's, and its count
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
@@ -298,10 +298,10 @@ def test_lookahead_is_that_of_one_device_with_its_slow_weights_in_the_state():
     assert_same_params(state.params, pair.fast)
     assert_same_params(slow, pair.slow)
     moved = [np.abs(f - s).max() for f, s in zip(*map(jax.tree.leaves, pair), strict=True)]
-    assert max(moved) > 1e-3  # guard: a step after the third has taken the fast ones away from the slow
+    assert max(moved) > 1e-3  # guard: after the third step the fast weights leave the slow weights
     box, kernel = slow["layers_0"]["kernel"], state.params["layers_0"]["kernel"]
     assert (box.names, box.value.shape, box.value.sharding) == (kernel.names, kernel.value.shape, kernel.value.sharding)
-    assert box.value.shape != (7, 6)  # guard: it is padded
+    assert box.value.shape != (7, 6)  # guard: the leaf is padded
 
 
 def test_slow_weights_keep_the_dtype_of_the_parameters_beside_wider_updates():
@@ -347,7 +347,7 @@ def test_sam_is_that_of_one_device(opaque):
         updates, opt_state = update(grad(params), opt_state, params)
         params = optax.apply_updates(params, updates)
     assert_same_params(state.params, params)
-    # guard: without adversarial steps the parameters are others
+    # guard: parameters differ without adversarial steps
     adam = optax.adam(0.02)
     without, adam_state, update = start, adam.init(start), jax.jit(adam.update)
     for _ in range(STEPS if opaque else STEPS // 2):

@@ -1,4 +1,4 @@
-"""Which leaves are matrices is decided from paths and shapes, is said, and is refused where nothing tells."""
+"""Tests of the choice of matrices by path and shape: reported, and an error for ambiguous leaves."""
 
 import io
 
@@ -24,7 +24,7 @@ def shapes_of(model, *inputs):
 
 
 def chosen(shapes, overrides=None):
-    """By path (count, rows, columns), or the reason why a leaf is no matrix."""
+    """Returns by path (count, rows, columns), or the reason why a leaf is no matrix."""
     choices = choose_matrices(shapes, overrides)
     return {path: (c.count, *c.matrix) if c.dims else c.reason for path, c in choices.items()}
 
@@ -45,7 +45,7 @@ def test_a_language_model_whose_layers_are_stacked():
 
 
 class Vision(nn.Module):
-    """A convolution and Flax's own attention, both with biases."""
+    """A convolution and Flax's attention, both with biases."""
 
     @nn.compact
     def __call__(self, x):
@@ -70,7 +70,7 @@ def test_what_is_said_of_a_pattern_of_paths_decides(dims, found):
 
 
 def test_shards_are_judged_by_their_global_shapes():
-    """On each device the kernel has as many rows as the stacked scale has layers, and still is one matrix."""
+    """Shards are classified by global shape: a local kernel with as many rows as layers still is one matrix."""
     params = {"norm": {"scale": jnp.ones((4, 8))}, "mix": {"kernel": jnp.ones((16, 8))}}
     found = []
 
@@ -90,7 +90,7 @@ def test_the_plan_says_which_leaves_are_matrices_and_who_owns_them():
     six = next(one for one in plan.matrices if one.leaves == kernels)
     places = "2 places on each of 4 owners, 25% of them idle; the busiest has 1.33 x the mean"
     assert str(six) == f"6 matrices of 16 x 32, muon: {places}"
-    assert (six.idle_fraction, six.workless_fraction) == (2 / 8, 1 / 4)  # two, two, two, and none
+    assert (six.idle_fraction, six.workless_fraction) == (2 / 8, 1 / 4)  # devices own two, two, two, and no matrices
     whole = next(one for one in plan_sharding(model, {"fsdp": 1}, data()["x"], tx=muon(0.1)).matrices)
     assert str(whole) == "6 matrices of 16 x 32, muon: every device does the same work"
     (none,) = (one for one in plan.matrices if one.reason == "a scale is a vector")

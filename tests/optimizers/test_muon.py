@@ -1,4 +1,4 @@
-"""Muon on shards is ``optax.contrib.muon`` on one device, for every mesh and in every place where it may run."""
+"""Tests of Muon on shards: equal to ``optax.contrib.muon`` on one device, for every mesh and in every context."""
 
 import math
 import re
@@ -54,7 +54,7 @@ TOLERANCE = 1e-5  # of float32: some 80 roundings of a leaf's largest entry
 
 
 class Odd(nn.Module):
-    """Kernels of 8 x 9 and 9 x 7 that no axis divides but along dim 0 of the first, and one of three dims."""
+    """Kernels of 8 x 9 and 9 x 7 (devices divide only dim 0 of the first), and a kernel of three dims."""
 
     wrap: object = plain
 
@@ -84,7 +84,7 @@ def step_on_one_device(model, tx):
 
 @cache
 def reference(model, **options):
-    """Parameters and state after ten steps of optax's own on one device, with the same leaves taken for matrices."""
+    """Returns parameters and state after ten steps of optax's Muon on one device, with the same choice of matrices."""
     params = started(model)
     tx = optax_muon(params, **options)
     state, step = tx.init(params), step_on_one_device(model, tx)
@@ -131,7 +131,7 @@ def test_ten_steps_are_those_of_one_device(name):
 
 
 def test_which_leaves_are_matrices_is_not_what_optax_says():
-    """Guard: its default takes stacked kernels for no matrices, and stacked biases for one."""
+    """Guard: optax by default treats stacked biases as a matrix, and stacked kernels as none."""
     params = started(Model())
     theirs, ours = (
         tx.init(params).inner_states["muon"].inner_state[0].mu["blocks"]["Dense_0"]
@@ -168,7 +168,7 @@ def two_updates(tx, params, grads):
     for _ in range(2):
         updates, state = tx.update(grads, state, params)
         params = jax.tree.map(lambda p, u: p + u, params, updates)
-        grads = jax.tree.map(jnp.sin, grads)  # others, so that the weights of old and new ones show
+        grads = jax.tree.map(jnp.sin, grads)  # other gradients, to separate the weights of old and new gradients
     return params
 
 
@@ -205,11 +205,11 @@ def test_copies_share_the_work_where_that_makes_it_less():
     got, lowered = inside(tx, True, LARGE, dp=4, fsdp_size=2)
     assert_same_params(got, want, TOLERANCE)
     of_each = re.findall(r"dot_general.*-> tensor<((?:\d+x)?)256x256xf32>", lowered.as_text())
-    assert set(of_each) == {""}  # one of the four on a device; along fsdp alone it would be "2x"
+    assert set(of_each) == {""}  # a device has one of four; along fsdp alone: "2x"
 
 
 def test_each_matrix_of_a_round_comes_back_from_its_owner():
-    """Three forms on three devices: each has one matrix, which the rule must see whole."""
+    """``by_owners`` gives each of three devices the unsharded matrix of one form, and returns the results."""
     shapes = {"a": (3, 6), "b": (4, 9), "c": (2, 12)}
     matrices = {name: np.random.default_rng(i).normal(size=shape) for i, (name, shape) in enumerate(shapes.items())}
     mesh = DeviceMeshManager.create_device_mesh({"fsdp": 3}, devices=jax.devices()[:3])
@@ -238,7 +238,7 @@ def test_the_guard_still_refuses_optax_s_own():
 
 @pytest.mark.parametrize("exchange_dtype, differ", [("bfloat16", True), ("float32", False)])
 def test_what_travels_narrow_is_rounded_once_each_way(exchange_dtype, differ):
-    """To 8 bits of mantissa before and behind: 2**-8 of each entry, and what Newton-Schulz makes of the first."""
+    """A narrow ``exchange_dtype`` rounds once each way, to 2**-8; Newton-Schulz amplifies the first rounding."""
     shapes = {name: SHAPES[name] for name in ("up", "down")}
     dims = {name: DIMS[name] for name in shapes}
     tx = muon(RATE, muon_weight_dimension_numbers=dims, exchange_dtype=exchange_dtype)
@@ -268,7 +268,7 @@ def primitives_of_a_step(tx):
 
 
 def test_a_step_has_two_all_to_alls_for_each_round_of_forms_and_none_between():
-    """Kernels of 16 x 32 and 32 x 16 are one form; 8 x 16 and 16 x 4 are others, few enough to travel together."""
+    """Muon has two all-to-alls per round: 16 x 32 and 32 x 16 share a form, 8 x 16 and 16 x 4 share a round."""
     assert primitives_of_a_step(muon(RATE)).count("all_to_all") == 2 * 2
     assert "all_to_all" not in primitives_of_a_step(optax.adamw(RATE))  # guard
 
@@ -282,7 +282,7 @@ def test_state_is_that_of_optax_and_lies_where_the_parameters_do():
 
 @pytest.mark.slow
 def test_a_checkpoint_goes_to_and_from_optax_on_another_mesh(tmp_path):
-    """A training that the other optimizer goes on with after five of ten steps is that of one device."""
+    """Five steps with one optimizer and five with the other, through a checkpoint, equal ten steps on one device."""
     model, x = Model(wrap=fsdp), data()["x"]
     runs = {"ours": (mesh_of(2, 4), muon(RATE)), "theirs": (mesh_of(1, 1), optax_muon(started(Model())))}
     steps = {name: make_train_step(mean_loss, mesh, AXES, allow_replicated=True) for name, (mesh, _) in runs.items()}
@@ -314,7 +314,7 @@ def test_a_step_that_is_not_finite_is_skipped():
     jax.tree.map(np.testing.assert_array_equal, unbox(state.params), before)
 
 
-# ------------------------------------------------------------------------------------------------------- its arguments
+# ----------------------------------------------------------------------------------------------------------- arguments
 
 
 @pytest.mark.one_in(2)
@@ -330,7 +330,7 @@ def test_on_one_device_options_are_those_of_optax(options):
 
 
 class Layers(nn.Module):
-    """Eight layers of two matrices of one form, 256 x 1024, and one of another, 256 x 256."""
+    """Eight layers, each with two matrices of the form 256 x 1024 and one of 256 x 256."""
 
     axis_name: tuple[str, ...]
 
@@ -362,7 +362,10 @@ def square(params, apply_fn, x, rng):
     ],
 )
 def test_compiled_there_are_two_all_to_alls_and_the_work_of_one_share(topology, sizes):
-    """On 8 devices each has two of the 16 and one of the 8, one form after the other; on 32 one of 24, or zeros."""
+    """Compiled Muon has two all-to-alls per round and a device's share of the flops.
+
+    On 8 devices a device owns 2 of 16 large and 1 of 8 small matrices, form by form; on 32 devices 1 of 24, or zeros.
+    """
     x, devices = jax.ShapeDtypeStruct((64, 256), jnp.float32), math.prod(sizes.values())
     workload = Workload(Layers(tuple(sizes)), muon(RATE, exchange_dtype="bfloat16"), x, square)
     step, args = workload.build_step(sizes)
@@ -372,19 +375,22 @@ def test_compiled_there_are_two_all_to_alls_and_the_work_of_one_share(topology, 
     forms, largest = {"256x1024": 16, "256x256": 8}, 256 * 1024
     together = devices >= 24
     assert [c.count for c in exchanges] == [1] * (2 if together else 4) and ours == exchanges  # none in Newton-Schulz
-    values = devices * largest if together else 16 * largest + 8 * 256 * 256  # with the zeros for devices without one
-    assert sum(c.wire_bytes for c in exchanges) <= 1.05 * 2 * values * 2 / devices  # there and back, in bfloat16
+    values = devices * largest if together else 16 * largest + 8 * 256 * 256  # includes zeros for idle devices
+    assert sum(c.wire_bytes for c in exchanges) <= 1.05 * 2 * values * 2 / devices  # both ways, in bfloat16
     work = {name: flops for name, flops in found.flops.by_module().items() if "muon" in name}
     one, other = (newton_schulz_flops(256, columns, steps=5) for columns in (1024, 256))
     names = ["muon_256x1024_256x256"] if together else [f"muon_{form}" for form in forms]
     assert work == dict(zip(names, [one] if together else [2 * one, other], strict=True))
-    if not together:  # while one form is orthogonalised the other travels
+    if not together:  # orthogonalising one form overlaps the exchange of the other
         assert all(c.asynchronous for c in exchanges)
         assert any(set(c.overlapped.modules) - set(c.modules) for c in exchanges)
 
 
 def test_forms_of_fewer_matrices_than_devices_are_worked_on_side_by_side():
-    """On 8 devices six of 16 x 32 by six, and each of the two others by one: a step takes as long as the largest."""
+    """Forms with fewer matrices than devices run in parallel: a step costs the largest matrix only.
+
+    On 8 devices six devices own a 16 x 32 matrix each, and two devices own a smaller matrix each.
+    """
     state = abstract_state(mesh_of(1, 8), muon(RATE))
     step = make_train_step(mean_loss, mesh_of(1, 8), AXES, allow_replicated=True)
     work = forecast(step, state, data(), jax.random.key(1)).flops.by_module()

@@ -1,4 +1,4 @@
-"""A step whose loss or gradient is not finite is skipped on all devices alike."""
+"""Tests of ``skip_nonfinite``: all devices skip a step whose loss or gradient is not finite."""
 
 import re
 from functools import cache
@@ -26,7 +26,7 @@ class Mlp(nn.Module):
 
 
 def loss_fn(params, apply_fn, batch, rng=None):
-    """sqrt(root * out^2) is |out| where root is 1; where it is 0 the value is finite, and the gradient NaN."""
+    """Loss with sqrt(root * out^2), which is |out| for root = 1; root = 0 gives a finite value and a NaN gradient."""
     del rng
     out = apply_fn({"params": params}, batch["x"])
     root = jnp.sqrt(batch["root"][:, None] * out**2)
@@ -41,7 +41,7 @@ TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.05))
 
 
 def batches():
-    """16 examples, of which the last, on one device alone, is bad in some steps."""
+    """Yields batches of 16 examples; in some steps the last example, on a single device, is bad."""
     for step, kind in enumerate(KINDS):
         x = np.random.default_rng(step).normal(size=(16, 8)).astype(np.float32)
         batch = {"x": x, "root": np.ones(16, np.float32), "extra": np.zeros(16, np.float32)}
@@ -51,7 +51,7 @@ def batches():
 
 
 def bits(tree):
-    """Copies of all leaves, as bytes; of a key, its words."""
+    """Returns the bytes of all leaves; of a key, the bytes of its data."""
     leaves = jax.tree.leaves(tree)
     return [np.asarray(jax.random.key_data(x) if is_prng_key(x) else x).tobytes() for x in leaves]
 
@@ -61,7 +61,7 @@ def start_of(tx, mesh):
 
 
 def trained(step, state, skip=()):
-    """The state after the steps whose kind is not in ``skip``, and the metrics of each."""
+    """Returns the state after the steps whose kind is not in ``skip``, and the metrics of each step."""
     before, metrics = jax.tree.map(lambda leaf: leaf.sharding, state), []
     for kind, batch in batches():
         if kind not in skip:
@@ -90,14 +90,14 @@ def test_skipped_steps_leave_the_training_that_never_had_them(dp, fsdp_size, che
     step = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma)
     start = start_of(tx, mesh)
     state, metrics = trained(step, jax.tree.map(jnp.copy, start))
-    # In every bit that of the same program; to rounding that of optax on one device, which XLA compiles otherwise.
+    # Bit-equal to the same program without bad steps; equal up to rounding to optax on one device.
     want, _ = trained(step, start, skip=tuple(POISON))
     assert bits((state.params, state.opt_state.inner_state)) == bits((want.params, want.opt_state.inner_state))
     assert_same_params(state.params, trained_on_one_device())
     assert [int(row["skipped_steps"]) for row in metrics] == SKIPPED
     assert [int(row["skipped_in_a_row"]) for row in metrics] == IN_A_ROW
     moment = state.opt_state.inner_state[1][0].mu["Dense_0"]["kernel"]
-    assert moment.sharding.spec == P(None, "fsdp")  # split like its parameter, though one level further down
+    assert moment.sharding.spec == P(None, "fsdp")  # split like its parameter, one level deeper
     assert int(state.step) == len(KINDS)
     check_replicas(state)
 
@@ -134,7 +134,7 @@ def test_a_skipped_update_changes_no_bit_of_the_parameters_and_the_state():
     _, state = step(params, tx.init(params), 1.0)
     after, skipped = step(params, state, jnp.nan)
     assert bits(after) == bits(params) and bits(skipped.inner_state) == bits(state.inner_state)
-    assert bits(step(params, state, 1.0)[0]) != bits(params)  # guard: a good one does
+    assert bits(step(params, state, 1.0)[0]) != bits(params)  # guard: a good step changes parameters
     assert (int(skipped.skipped_steps), int(skipped.skipped_in_a_row)) == (1, 1)
 
 
@@ -152,7 +152,7 @@ def test_inside_shard_map_one_bad_shard_is_one_decision_too(check_vma):
 
     new, skipped = run(skip_nonfinite(optax.sgd(0.5)))
     assert int(skipped) == 1 and (np.asarray(new) == 1).all()
-    if not check_vma:  # guard: optax's own lets the other devices go on
+    if not check_vma:  # guard: with optax's apply_if_finite the other devices go on
         went_on, _ = run(optax.apply_if_finite(optax.sgd(0.5), 3))
         assert (np.asarray(went_on) == 0.5).sum() == 14
 

@@ -1,4 +1,4 @@
-"""An optimizer's state in host memory changes where it lies, and no bit of any value."""
+"""Tests of optimizer state in host memory: placement changes, and all values are bit-equal."""
 
 from collections.abc import Callable
 from functools import partial
@@ -45,7 +45,7 @@ CLIPPED = skip_nonfinite(with_ema(optax.chain(optax.clip_by_global_norm(0.1), AD
 
 
 class Layer(nn.Module):
-    """Of scanned layers, which are stacked to W[2, 16, 16]."""
+    """Layer of a scan, stacked to W[2, 16, 16]."""
 
     @nn.compact
     def __call__(self, x, _=None):
@@ -64,7 +64,7 @@ class Model(nn.Module):
 
 @pytest.fixture(autouse=True)
 def a_leaf_at_a_time(monkeypatch):
-    """The moments of the suite's models would be one group: each moment is a group of its own."""
+    """Makes each moment a group; by default the moments of small models form a single group."""
     monkeypatch.setattr(streaming, "GROUP_BYTES", 1)
 
 
@@ -115,7 +115,7 @@ def test_steps_are_those_without_offload(tx, wrap, loss, check_vma, options, acc
     want, want_metrics = trained(state_of(tx, ON_DEVICE, wrap), step, batches)
     assert_same_bits((got, got_metrics), (want, want_metrics))
     assert kinds(got.opt_state) == before and "pinned_host" in before and "device" in before
-    assert set(kinds(want.opt_state)) == {"device"}  # guard: the two do differ in where they lie
+    assert set(kinds(want.opt_state)) == {"device"}  # guard: the two placements differ
     moved = [leaf for leaf, kind in zip(jax.tree.leaves(first.opt_state), before, strict=True) if kind == "pinned_host"]
     assert all(leaf.is_deleted() for leaf in moved)  # donated
 
@@ -123,7 +123,7 @@ def test_steps_are_those_without_offload(tx, wrap, loss, check_vma, options, acc
 def test_what_is_small_or_whole_stays_on_the_device():
     state = state_of(optax.adam(1e-2), ON_HOST)
     mu = state.opt_state[0].mu
-    assert kinds(mu["Dense_0"]) == ["device", "pinned_host"]  # a bias of 16 values, which is not split
+    assert kinds(mu["Dense_0"]) == ["device", "pinned_host"]  # a replicated bias of 16 values
     assert kinds(state.opt_state[0].count) == ["device"] and set(kinds(state.params)) == {"device"}
     averaged = state_of(with_ema(optax.sgd(1e-2), 0.99), ON_HOST)
     assert kinds(averaged.opt_state.ema["Dense_0"]) == ["device", "pinned_host"]
@@ -161,7 +161,7 @@ def test_the_state_of_another_optimizer_is_named():
 
 
 def in_16_bits(optimizer, params, mesh):
-    """A wrapper that stores moments in bfloat16."""
+    """Wraps an optimizer to store moments in bfloat16."""
     del params, mesh
 
     def cast(opt_state, dtype):
@@ -196,7 +196,7 @@ COUPLED = {
 
 
 def on_one_device(tx, on_host):
-    """Parameters, state and gradients of a transform, what is as large as a parameter on the host; and its update."""
+    """Returns parameters, state (arrays on the host if ``on_host``) and gradients of ``tx``, and an update function."""
     params = {"a": jnp.arange(12.0).reshape(4, 3), "b": jnp.ones((2, 5)), "c": jnp.float32(2)}
     sharding = jax.NamedSharding(jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)), jax.P())
     params = jax.device_put(params, sharding)
@@ -230,7 +230,7 @@ def test_a_transform_that_couples_leaves_is_the_same(tx):
 
 
 def fetches(tx, group_bytes, monkeypatch):
-    """The bytes of moments that come to the device, one after the other, and the number of barriers between them."""
+    """Returns the bytes of each fetch of moments, in order, and the number of barriers in between."""
     monkeypatch.setattr(streaming, "GROUP_BYTES", group_bytes)
     params, state, grads, update = on_one_device(tx, True)
     found = [eqn for _, eqn in equations(jax.make_jaxpr(update)(params, state, grads))]
@@ -243,12 +243,12 @@ def _comes_from_host(eqn):
 
 
 def test_moments_come_one_by_one_those_of_the_smallest_parameter_first_and_small_ones_together(monkeypatch):
-    adam, come = optax.adam(0.1), [40, 40, 48, 48]  # "b", and "a", which is first among the parameters
+    adam, come = optax.adam(0.1), [40, 40, 48, 48]  # "b", and "a" (first in the parameters)
     assert fetches(adam, 1, monkeypatch) == (come, 3)
     assert fetches(adam, 2 * 40, monkeypatch) == (come, 2)  # both moments of "b" at once
     assert fetches(adam, 2**20, monkeypatch) == (come, 0)
     assert fetches(optax.lamb(0.1), 1, monkeypatch) == (come, 3)
-    assert fetches(COUPLED["by a branch over all"], 1, monkeypatch)[1] == 0  # all must have come before the first
+    assert fetches(COUPLED["by a branch over all"], 1, monkeypatch)[1] == 0  # all arrive before the first leaves
 
 
 def test_each_moment_waits_for_the_one_before_it(monkeypatch):
@@ -258,15 +258,15 @@ def test_each_moment_waits_for_the_one_before_it(monkeypatch):
     puts = {x: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "device_put" for x in eqn.outvars}
     barriers = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier"]
     kinds_of = [[_comes_from_host(puts[x]) for x in eqn.invars] for eqn in barriers]
-    assert kinds_of == [[True, False]] * 3  # a moment that has come, and a new one that has gone back
-    # What has come is used behind the barrier alone.
+    assert kinds_of == [[True, False]] * 3  # a moment arrives, its new value leaves
+    # Only operations behind the barrier use a fetched moment.
     come = [x for x, eqn in puts.items() if _comes_from_host(eqn)]
     used = [x for eqn in jaxpr.eqns if eqn not in barriers for x in eqn.invars if x in come]
     assert set(used) == {come[0]}
 
 
 def average_first(tx):
-    """``with_ema``, with the average before the moments that its new value needs."""
+    """Returns ``with_ema`` with the average stored before the moments, which the new average depends on."""
     averaged = with_ema(tx, 0.99)
 
     def update(updates, state, params):
@@ -281,11 +281,11 @@ def average_first(tx):
 def test_a_moment_whose_new_value_waits_for_others_does_not_break_the_chain(monkeypatch):
     come, barriers = fetches(average_first(optax.adam(0.1)), 1, monkeypatch)
     assert come == [40] * 3 + [48] * 3
-    assert barriers == 4  # all but the first two, before which nothing has gone back
+    assert barriers == 4  # all but the first two, which wait for no transfer
 
 
 def test_each_new_moment_goes_back_before_the_next_comes_though_a_function_of_all_is_jitted(monkeypatch):
-    """Adam's correction of biases is one call for all parameters, which the average's new values need."""
+    """Each new moment leaves before the next arrives, although Adam's jitted bias correction uses all parameters."""
     monkeypatch.setattr(streaming, "GROUP_BYTES", 1)
     params, state, grads, update = on_one_device(with_ema(optax.adam(0.1), 0.99), True)
     jaxpr = jax.make_jaxpr(update)(params, state, grads).jaxpr

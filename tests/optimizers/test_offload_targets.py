@@ -1,4 +1,4 @@
-"""What offload saves of a device's memory, by the compilers' own plans for devices that are not there."""
+"""Tests of the device memory that offload saves, by compiler reports for absent devices."""
 
 import math
 from functools import partial
@@ -26,7 +26,7 @@ H100 = pytest.param("h100:1x8", marks=pytest.mark.cuda_plugin, id="h100")
 
 
 def adams_update(shapes, topology, on_host):
-    """The forecast of Adam's update on 8 devices: parameters and gradients in HBM, moments there or on the host."""
+    """Returns the forecast of Adam on 8 devices: parameters and gradients in HBM, moments there or on the host."""
     mesh = DeviceMeshManager.create_abstract_mesh({"fsdp": 8})
     split = [jax.NamedSharding(mesh, jax.P(*[None] * (len(shape) - 2), "fsdp")) for shape in shapes]
     at_home = [sharding.with_memory_kind("pinned_host") if on_host else sharding for sharding in split]
@@ -57,7 +57,7 @@ def test_of_20_gib_half_are_on_the_host_and_the_rest_fits(topology):
     assert bytes_ == 5 * GIB and found.fits
     assert found.total_bytes <= 1.15 * 2 * bytes_  # parameters and gradients
     assert found.host.stored_bytes == found.host.to_device_bytes == found.host.to_host_bytes == 2 * bytes_
-    assert adams_update(shapes, topology, False).fits is False  # guard: it is the offload that makes room
+    assert adams_update(shapes, topology, False).fits is False  # guard: offload makes the model fit
 
 
 @pytest.mark.one_in(2)
@@ -66,7 +66,7 @@ def test_of_1_gib_most_moments_are_saved(topology):
     shapes = [(8192, 1024)] * 64  # 256 MiB each of parameters and gradients per device, in leaves of 4 MiB
     on_host, on_device = (adams_update(shapes, topology, there) for there in (True, False))
     assert on_device.total_bytes - on_host.total_bytes >= 0.4 * 2 * 256 * 2**20
-    if topology.startswith("v5e"):  # groups that come in and go back, and what belongs to no moment: of 512 MiB
+    if topology.startswith("v5e"):  # groups in transfer, and arrays other than moments
         assert on_host.memory.temporary_bytes <= 5 * GROUP_BYTES
 
 
@@ -75,7 +75,7 @@ def test_stacked_layers_take_little_more_than_three_times_their_bytes(topology):
     shapes, bytes_ = [(8192, 1024)] * 24 + [(40, 8192, 1024)], 160 * 2**20  # the last on each device
     found = adams_update(shapes, topology, True)
     assert found.memory.temporary_bytes <= 3.5 * bytes_  # both moments and their new values would take 4 times
-    assert found.memory.temporary_bytes >= 2 * bytes_  # guard: such a leaf comes as one
+    assert found.memory.temporary_bytes >= 2 * bytes_  # guard: a stacked leaf is one group
 
 
 class Layer(nn.Module):
@@ -85,7 +85,7 @@ class Layer(nn.Module):
 
 
 def backward_of_layers(topology, offload):
-    """The forecast of the gradient of 40 layers, each of which keeps its input: 4 MiB on each of 8 devices."""
+    """Returns the forecast of the gradient of 40 layers, each keeping its input: 4 MiB on each of 8 devices."""
     mesh = DeviceMeshManager.create_abstract_mesh({"fsdp": 8})
     x = jax.ShapeDtypeStruct((8 * 2048, 1024), jnp.bfloat16, sharding=jax.NamedSharding(mesh, jax.P("fsdp")))
     block = nn.remat(shard_module_params(Layer, "fsdp"), policy=remat_policy("nothing", offload=offload))
@@ -104,6 +104,6 @@ def backward_of_layers(topology, offload):
 @pytest.mark.parametrize("topology", [V5E])
 def test_activations_on_the_host_leave_less_than_half_of_the_temporaries(topology):
     there, here = (backward_of_layers(topology, names) for names in ([BLOCK_INPUT], []))
-    assert here.memory.temporary_bytes >= 40 * 4 * 2**20  # guard: the inputs fill them
+    assert here.memory.temporary_bytes >= 40 * 4 * 2**20  # guard: the inputs fill HBM
     assert there.memory.temporary_bytes <= 0.5 * here.memory.temporary_bytes
     assert there.host.to_device_bytes == there.host.to_host_bytes == 40 * 4 * 2**20

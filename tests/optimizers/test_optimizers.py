@@ -1,4 +1,4 @@
-"""Optimizers on sharded parameters: exact outside ``shard_map``, and inside of it exact or refused."""
+"""Tests of optimizers on sharded parameters: exact outside ``shard_map``; inside exact, or an error."""
 
 from functools import cache, partial
 
@@ -39,11 +39,11 @@ def test_the_table_is_not_empty_and_names_nothing_twice():
     assert sum(case.on_shards == RIGHT for case in CASES) >= 20 <= sum(case.on_shards != RIGHT for case in CASES)
 
 
-# ------------------------------------------------------------------------------------- outside of shard_map: all exact
+# ----------------------------------------------------------------------------------------- outside of shard_map: exact
 
 
 class TwoLayers(nn.Module):
-    """A kernel split by columns, one split by rows, a vector that is split, and one of 4 values that stays whole."""
+    """A kernel split by columns, a kernel split by rows, a split vector, and a replicated vector of 4 values."""
 
     wrap: object = plain
 
@@ -76,12 +76,12 @@ def loss_on_one_device(params):
 
 @cache
 def gradient_on_one_device():
-    """The same for all optimizers: compiled once."""
+    """Returns the loss and gradient function, compiled once for all optimizers."""
     return jax.jit(jax.value_and_grad(loss_on_one_device))
 
 
 def on_one_device(tx):
-    """Parameters after four steps of optax as anyone would write them, without a mesh."""
+    """Returns the parameters after four ordinary optax steps without a mesh."""
     tx = optax.with_extra_args_support(tx)
 
     @jax.jit
@@ -106,14 +106,14 @@ def places(tree):
 
 
 def furthest(got, want):
-    """The largest difference of any leaf, in parts of the leaf's largest entry."""
+    """Returns the largest difference of any leaf, relative to the leaf's largest entry."""
     got, want = jax.tree.leaves(unbox(got)), jax.tree.leaves(unbox(want))
     return max(np.abs(np.asarray(g) - np.asarray(w)).max() / np.abs(w).max() for g, w in zip(got, want, strict=True))
 
 
 @cache
 def first_state():
-    """With no optimizer: the parameters of all cases, which are compiled for once."""
+    """Returns a state without optimizer: the initial parameters of all cases, compiled once."""
     x = whole_batch()["x"]
     return create_train_state(
         TwoLayers(wrapped), optax.identity(), mesh_of(2, 4), jax.random.key(0), x, batch_axes=AXES
@@ -121,8 +121,8 @@ def first_state():
 
 
 def started(tx):
-    """What ``create_train_state`` makes with this optimizer."""
-    state = jax.tree.map(jnp.copy, first_state())  # a step takes it over
+    """Returns the state of ``create_train_state`` for this optimizer."""
+    state = jax.tree.map(jnp.copy, first_state())  # the step donates its state
     return state.replace(tx=tx, opt_state=sharded_opt_state(tx, state.params, mesh_of(2, 4)))
 
 
@@ -160,11 +160,11 @@ def test_the_model_of_the_table_splits_rows_columns_and_vectors_and_leaves_one_w
     assert_same_params(state.params, plain_start())
 
 
-# ------------------------------------------------------------------------------------- inside of it: right, or refused
+# -------------------------------------------------------------------------------- inside shard_map: exact, or an error
 
 
 def boxed(params):
-    """The parameters of ``TwoLayers`` in the boxes that the wrapped model gives them."""
+    """Returns the parameters of ``TwoLayers`` in the boxes of the wrapped model."""
 
     def box(value, names):
         return Sharded(value, names) if any(names) else value
@@ -174,7 +174,7 @@ def boxed(params):
 
 @cache
 def four_gradients():
-    """Gradients of four steps, stacked; large, small and of very different size from one shard to the next."""
+    """Returns stacked gradients of four steps, with scales that differ between steps and between shards."""
     rng = np.random.default_rng(2)
 
     def gradients(leaf):
@@ -187,25 +187,25 @@ def four_gradients():
 
 
 def one_update(tx, params, state, grads, value):
-    """One update with given gradients, to which a little of the parameters is added, as from a quadratic loss."""
+    """Returns parameters and state after an update, with 0.1 times the parameters added as a quadratic loss does."""
     grads = jax.tree.map(lambda g, p: g + 0.1 * p, grads, params)
     updates, state = tx.update(grads, state, params, value=value, grad=grads, value_fn=lambda params: value)
     return optax.apply_updates(params, updates), state
 
 
 def four_updates(tx, params, grads):
-    """Parameters after four updates."""
+    """Returns the parameters after four updates."""
     tx = optax.with_extra_args_support(tx)
 
     def step(carry, grads_and_value):
         return strong(one_update(tx, *carry, *grads_and_value)), None
 
-    values = jnp.array([2.0, 1.0, 1.5, 1.5])  # of the loss, for those that watch it
+    values = jnp.array([2.0, 1.0, 1.5, 1.5])  # losses, for transforms that need the value
     return jax.lax.scan(step, (params, strong(tx.init(params))), (grads, values))[0][0]
 
 
 def on_shards(tx, updates=four_updates, check_vma=False):
-    """``four_updates`` inside ``shard_map``, every device with its slices."""
+    """Runs ``four_updates`` inside ``shard_map``, on the shards of each device."""
     mesh, params = mesh_of(2, 4), boxed(plain_start())
     specs = partition_specs(params, mesh)
     stacked = jax.tree.map(lambda spec: P(None, *spec), specs, is_leaf=lambda x: isinstance(x, P))
@@ -217,7 +217,7 @@ def on_shards(tx, updates=four_updates, check_vma=False):
 
 
 def off_shards(tx):
-    """``four_updates`` on one device."""
+    """Runs ``four_updates`` on one device."""
     return jax.jit(lambda params, grads: four_updates(tx, params, grads))(plain_start(), four_gradients())
 
 
@@ -257,7 +257,7 @@ BOXES = {
 
 
 def tree_of(leaves, dtype=jnp.float32):
-    """A tree {"layer": {name: 16 x 8}}, boxed as ``BOXES`` says; entries grow, so that no two slices have one norm."""
+    """Returns a tree of 16 x 8 leaves in the boxes of ``BOXES``; entries grow, so that slices have different norms."""
     rng, growing = np.random.default_rng(3), 1 + np.arange(128).reshape(16, 8)
     values = {name: jnp.asarray(rng.normal(size=(16, 8)) * growing, dtype) for name in leaves}
     return {"layer": {n: Sharded(v, BOXES[n]) if any(BOXES[n]) else v for n, v in values.items()}}
@@ -273,7 +273,7 @@ def clip(max_norm):
     return lambda tree: tx.update(tree, tx.init(tree))[0]
 
 
-# All boxes on each mesh in each mode; each box by itself on one mesh, where neither axis is of size 1.
+# All boxes together on each mesh in each mode; each box alone on one mesh, where both axes have size > 1.
 NORMS = [(list(BOXES), *mesh, mode) for mesh in MESHES for mode in (True, False)]
 NORMS += [([name], 2, 4, bool(i % 2)) for i, name in enumerate(BOXES)]
 
@@ -383,7 +383,7 @@ def test_clipping_over_shards_before_adamw_passes_the_guard_and_is_right(check_v
 
 
 def whole_and_split():
-    """A boxed tree outside of ``shard_map``, of global shapes."""
+    """Returns a boxed tree outside of ``shard_map``, with global shapes."""
     return boxed(plain_start())
 
 
@@ -399,7 +399,7 @@ def test_guard_refuses_a_norm_that_a_mask_hides_from_most_leaves():
 
 
 def test_guard_finds_a_factored_moment_that_the_small_tree_is_too_small_to_show():
-    # Matrices of the small tree have dims of 3 and 4, below 8; the real ones are 8 x 16 and 16 x 4.
+    # Matrices of the small tree have dims 3 and 4, below 8; the larger tree has 8 x 16 and 16 x 4.
     tx = optax.adafactor(0.01, min_dim_size_to_factor=8, clipping_threshold=None, multiply_by_parameter_scale=False)
     with pytest.raises(ValueError, match=r"'scale_by_factored_rms'.*has the shape \(8,\), and not that of"):
         elementwise_only(tx).init(whole_and_split())

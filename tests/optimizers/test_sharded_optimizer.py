@@ -1,7 +1,7 @@
-"""Wrappers of ``ShardedOptimizer`` that the library does not have, each a few lines here: updates stay exact.
+"""Tests of user-defined wrappers of ``ShardedOptimizer``: each is a few lines, and updates stay exact.
 
 rounded    keeps moments in bfloat16
-cautious   divides gradients by a factor in the optimizer's state, which doubles where the loss has risen
+cautious   divides gradients by a factor in the optimizer's state, which doubles after each rise of the loss
 measured   adds the norm of the gradients that the optimizer sees to the metrics of a step
 """
 
@@ -73,14 +73,14 @@ def measured(optimizer, params, mesh):
 
 @pytest.fixture
 def registry():
-    """The registry of wrappers, which is as before after the test."""
+    """Yields the registry of wrappers, and restores the registry after the test."""
     before = list(WRAPPERS)
     yield WRAPPERS
     WRAPPERS[:] = before
 
 
 class TwoLayers(nn.Module):
-    """Kernels that are split by rows, a bias that is padded, and one that stays whole."""
+    """Kernels split by rows, a padded bias, and a replicated bias."""
 
     wrap: object = plain
 
@@ -101,11 +101,11 @@ def one_device():
     return jax.jit(TwoLayers().init)(jax.random.key(0), data()["x"])["params"]
 
 
-# ------------------------------------------------------------------------------------------------ wrappers of one's own
+# ------------------------------------------------------------------------------------------------ user-defined wrappers
 
 
 def test_moments_in_bfloat16_are_those_of_one_device_bit_for_bit(registry):
-    # Powers of two and whole gradients, so that float32 rounds nothing, in whatever order XLA computes.
+    # Powers of two and integer gradients, so that float32 is exact in any order of XLA.
     tx = optax.sgd(2.0**-10, momentum=0.5)
     registry.insert(0, rounded)  # the innermost
     state = started(tx)
@@ -125,7 +125,7 @@ def test_moments_in_bfloat16_are_those_of_one_device_bit_for_bit(registry):
     trace = state.opt_state[0].trace["up"]["bias"].value
     assert trace.dtype == jnp.bfloat16 and trace.shape == (20,)  # padded, and split, as in float32
     assert trace.sharding.spec == state.params["up"]["bias"].value.sharding.spec
-    # Guard: float32 moments make other parameters.
+    # Guard: float32 moments give other parameters.
     assert not np.array_equal(exact["up"]["kernel"], params["up"]["kernel"])
 
 
@@ -144,7 +144,7 @@ def test_a_factor_in_the_state_scales_gradients_as_on_one_device(registry, check
         smaller = jax.tree.map(lambda g, factor=factor: g / factor, grads)
         updates, opt_state = tx.update(smaller, opt_state, params)
         params = optax.apply_updates(params, updates)
-        # The outermost sees gradients as they are.
+        # The outermost wrapper sees unchanged gradients.
         np.testing.assert_allclose(metrics["seen_norm"], optax.tree.norm(grads), rtol=1e-4)
         np.testing.assert_allclose(metrics["grad_norm"], metrics["seen_norm"], rtol=1e-6)
     assert_same_params(state.params, params, 1e-4)
@@ -166,7 +166,7 @@ def test_without_wrappers_a_step_is_that_of_one_device(registry):
     assert_same_params(state.params, params, 1e-4)
 
 
-# ------------------------------------------------------------------------------------- states: where, and made by whom
+# -------------------------------------------------------------------------------------- placement and origin of states
 
 
 @pytest.mark.parametrize("tx", [optax.adafactor(0.1), optax.adam(0.1)], ids=["adafactor", "adam"])
@@ -183,7 +183,7 @@ def test_shardings_are_where_the_state_lies(tx):
 
 
 def test_a_state_knows_whether_its_optimizer_sees_boxes():
-    """Also where all parameters are padded, so that no box of a moment differs from that of a padded moment."""
+    """``sees_boxes`` is right, also if all parameters are padded and moments have boxes like padded moments."""
 
     def alike(cls):
         return fsdp(cls, min_weight_size=1, uneven="pad")
@@ -194,4 +194,4 @@ def test_a_state_knows_whether_its_optimizer_sees_boxes():
     assert created.sees_boxes and not made.sees_boxes
     assert not TrainState.create(params=unbox(made.params), **kept).sees_boxes
     stepped, _ = make_train_step(mean_loss, mesh_of(2, 4), AXES)(created, data(), jax.random.key(1))
-    assert not stepped.sees_boxes  # its moments are stored as those of create_train_state
+    assert not stepped.sees_boxes  # moments are stored as by create_train_state

@@ -1,4 +1,4 @@
-"""Rules that need whole matrices run on their owners, and do what they do on one device."""
+"""Tests of rules that need unsharded matrices: computed by owners, equal to one device."""
 
 from functools import cache
 
@@ -23,7 +23,7 @@ RATE = 0.02
 
 
 def shampoo():
-    """Shampoo for one matrix: the gradient between inverse fourth roots, of Gram matrices far from singular."""
+    """Returns Shampoo for one matrix: the gradient between inverse fourth roots of well-conditioned Gram matrices."""
 
     def init(matrix):
         return jnp.eye(matrix.shape[0]), jnp.eye(matrix.shape[1])
@@ -47,7 +47,7 @@ def transform(rule):
 
 
 def by_hand(rule, steps=3):
-    """The same on one device: every matrix by itself, and its transpose where it has more rows than columns."""
+    """Trains on one device: each matrix separately, transposed if it has more rows than columns."""
     inner, model, grad = rule(), Model(), jax.jit(jax.grad(mean_loss), static_argnums=1)
     update_of = jax.jit(inner.update)
     params = jax.jit(model.init)(jax.random.key(0), data()["x"])["params"]
@@ -85,7 +85,7 @@ def three_steps_of_shampoo():
 def test_shampoo_is_that_of_each_matrix_on_one_device():
     got, want = whole(three_steps_of_shampoo()), by_hand(shampoo)
     assert_same_params(got, want, 1e-4)  # eigenvectors of Gram matrices: ten times their rounding
-    plainly = by_hand(optax.identity)  # guard: it does something else
+    plainly = by_hand(optax.identity)  # guard: the rule changes updates
     assert np.abs(plainly["Dense_0"]["kernel"] - want["Dense_0"]["kernel"]).max() > 1e-3
 
 
@@ -94,7 +94,7 @@ def whole(state):
 
 
 def test_owners_keep_the_state_of_their_matrices_alone(tmp_path):
-    """Six kernels of 16 x 32 on four devices: two places on each, of which two are left over, and are not saved."""
+    """Six kernels of 16 x 32 on four devices: two slots per device; the two empty slots are not saved."""
     state = three_steps_of_shampoo()
     left, _ = state.opt_state.inner_state[0].of_owners["16x32"]
     assert left.names == ("fsdp", None, None) and left.value.shape == (8, 16, 16) and left.true_shape[0] == 6

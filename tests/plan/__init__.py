@@ -1,1 +1,1 @@
-"""What will be sharded, and how, before it is."""
+"""Tests of the plan of sharding."""

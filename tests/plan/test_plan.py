@@ -1,4 +1,4 @@
-"""The plan against what is really placed, gathered and kept: leaf by leaf and byte by byte, on 8 simulated devices."""
+"""Tests of the plan against real placements, gathers and kept bytes: leaf by leaf, byte by byte, on 8 devices."""
 
 import io
 import json
@@ -63,7 +63,7 @@ TX = optax.chain(optax.adamw(1e-2), optax.adafactor(1e-2, min_dim_size_to_factor
 
 
 class MLP(nn.Module):
-    """Leaves that are split along either dim, too small, and of sizes that nothing divides."""
+    """Leaves split along either dim, small leaves, and leaves with sizes that no axis divides."""
 
     wrap: object = staticmethod(lambda cls: cls)
 
@@ -88,7 +88,7 @@ class ConvNet(nn.Module):
 
 
 class Tied(nn.Module):
-    """An embedding that is used twice in a forward pass."""
+    """An embedding used twice in a forward pass."""
 
     wrap: object
 
@@ -100,7 +100,7 @@ class Tied(nn.Module):
 
 
 class Boxed(nn.Module):
-    """Kernels that the model itself splits over "dp", as for tensor parallelism, and a wrapper within a wrapper."""
+    """Kernels that the model splits over "dp", as for tensor parallelism, and a wrapper within a wrapper."""
 
     wrap: object
 
@@ -114,7 +114,7 @@ class Boxed(nn.Module):
 
 
 class Members(nn.Module):
-    """Members of an ensemble, one group of them on each "dp": ``nn.vmap`` names the dim that it adds."""
+    """Members of an ensemble, a group per device of "dp": ``nn.vmap`` names the added dim."""
 
     wrap: object
     members: int = 4
@@ -133,13 +133,13 @@ class Members(nn.Module):
 
 
 class Kinds(nn.Module):
-    """A leaf of each kind of dtype; those that take no gradient have no optimizer state."""
+    """A leaf of each kind of dtype; leaves without gradients have no optimizer state."""
 
     @nn.compact
     def __call__(self, x):
         normal = nn.initializers.normal
         self.param("bf16", normal(1.0, jnp.bfloat16), (16, 8))
-        # Used, because XLA for CPU aborts where it reduces a complex gradient that is a constant 0.
+        # A used leaf, because XLA for CPU aborts on the reduction of a complex gradient that is a constant 0.
         x = x + jnp.abs(self.param("complex", normal(1.0, jnp.complex64), (16, 8))).sum()
         self.param("counts", lambda key: jnp.arange(64))
         self.param("flags", lambda key: jnp.ones((64,), bool))
@@ -152,7 +152,7 @@ def language_model(block):
     return LanguageModel(block, 32, 3, 2, remat=True, wrap=fsdp())
 
 
-# Model, input, mesh; and how many of its parameters are split, and how many stay whole.
+# Model, input, mesh; number of split parameters, number of replicated parameters.
 MODELS = {
     "dense": (MLP(fsdp()), X, (2, 4), 3, 5),
     "scanned": (Model(fsdp(), remat=True), X, (2, 4), 5, 5),
@@ -171,7 +171,7 @@ MODELS = {
 
 
 def placed(model, tx, mesh, x):
-    """Variables and optimizer state as they lie on the mesh."""
+    """Returns variables and optimizer state placed on the mesh."""
     variables = dict(init_sharded(model, mesh, KEY, x, batch_axes=AXES))
     if set(variables) == {"params"}:
         state = create_train_state(model, tx, mesh, KEY, x, batch_axes=AXES, allow_replicated=True)
@@ -182,14 +182,14 @@ def placed(model, tx, mesh, x):
 
 
 def share(value):
-    """Bytes of a global array: of all of it, and of its piece on the first device."""
+    """Returns the total bytes of a global array, and the bytes of its shard on the first device."""
     piece = value.addressable_shards[0].data
     itemsize = value.dtype.itemsize
     return ByteCount(math.prod(value.shape) * itemsize, math.prod(piece.shape) * itemsize)
 
 
 def state_shares(opt_state, paths):
-    """Bytes of the optimizer's state by parameter: the longest path that the state's own ends with."""
+    """Returns the bytes of the optimizer state per parameter, matched by the longest path suffix."""
     shares = Counter()
     for path, value in leaves_with_path(opt_state):
         owners = [own for own in paths if f"/{path}".endswith(f"/{own}")]
@@ -203,7 +203,7 @@ def plan_of(name, **options):
     return plan_sharding(model, {"dp": dp, "fsdp": fsdp_size}, x, **options)
 
 
-# ----------------------------------------------------------------------------------------------------- against reality
+# ------------------------------------------------------------------------------------------------ plan and real arrays
 
 
 @pytest.mark.one_in(3)
@@ -227,7 +227,7 @@ def test_the_plan_is_what_is_placed_leaf_by_leaf_and_byte_by_byte(name):
         )
     for path in (*params, *states):
         assert plan.row(path).optimizer == states.get(path, ByteCount()), path
-    # Guards: the comparison is of as many leaves, split and whole, as the model was made to have.
+    # Guards: the comparison covers the intended numbers of split and replicated leaves.
     parts = [row.parts > 1 for row in plan.rows if row.collection == "params"]
     assert (sum(parts), len(parts) - sum(parts)) == (num_split, num_whole)
     assert any(state.per_device < state.total for state in states.values()) == (num_split > 0)
@@ -266,7 +266,7 @@ def test_gradients_have_the_bytes_of_the_plan(name):
 
 
 def gathers_of(jaxpr, times=1):
-    """Results of all all-gathers of a program, with how often each runs: loops multiplied out."""
+    """Returns the results of all all-gathers of a program, with the number of runs, loops included."""
     found = Counter()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name.startswith("all_gather"):
@@ -279,7 +279,7 @@ def gathers_of(jaxpr, times=1):
 
 
 def forward_gathers(model, applied, x):
-    """The all-gathers of ``applied``'s forward pass inside ``shard_map``, on the parameters of ``model``."""
+    """Returns the all-gathers of ``applied``'s forward pass inside ``shard_map``, on the parameters of ``model``."""
     mesh = mesh_of(2, 4)
     variables = jax.eval_shape(lambda: init_sharded(model, mesh, KEY, x, batch_axes=AXES))
     specs = partition_specs(variables, mesh)
@@ -303,7 +303,7 @@ def test_gathered_bytes_and_uses_are_the_gathers_of_a_forward_pass(make, x, time
 
 
 def test_a_padded_dim_is_no_layer():
-    """Three biases in eight rows are gathered once: 8 // 3 counts no layers, which a scan alone adds."""
+    """Three biases in eight rows are gathered once: only a scan counts as layers, not the padding ratio 8 // 3."""
     model = shard_module_params(nn.Dense, "fsdp", min_weight_size=0, uneven="pad")(3)
     plan = plan_sharding(model, {"fsdp": 8}, jnp.ones((8, 5)))
     assert {row.path: (row.shape, row.uses, row.gathered_bytes) for row in plan.rows} == {
@@ -313,7 +313,7 @@ def test_a_padded_dim_is_no_layer():
 
 
 def test_members_of_vmap_on_a_device_are_gathered_in_one():
-    """Four members over two "dp": each device gathers its two, at once. The plan counts them by the piece."""
+    """Each device gathers its two of four ensemble members at once; the plan counts each member."""
     wrap = fsdp(min_weight_size=16)
     found = forward_gathers(Members(wrap), Members(wrap, members=2), X)
     rows = plan_sharding(Members(wrap), {"dp": 2, "fsdp": 4}, X).rows
@@ -360,7 +360,7 @@ def test_a_model_wrapped_as_a_whole_has_the_plan_of_the_plain_one():
     assert everywhere.rows != plain.rows
 
 
-# ------------------------------------------------------------------------------------------------------- without trace
+# ----------------------------------------------------------------------------------------------------- without tracing
 
 
 def test_70_billion_parameters_on_4096_devices_take_seconds_and_no_memory():
@@ -369,7 +369,7 @@ def test_70_billion_parameters_on_4096_devices_take_seconds_and_no_memory():
     tokens = jax.ShapeDtypeStruct((4096, 2048), jnp.int32)
     before, start = {id(array) for array in jax.live_arrays()}, time.process_time()
     plan = plan_sharding(model, {"dp": 16, "fsdp": 256}, tokens, tx=optax.adamw(1e-3))
-    assert time.process_time() - start < 20  # of the processor, on which it takes half a second: others may be at work
+    assert time.process_time() - start < 20  # processor time; half a second on an idle machine
     assert {id(array) for array in jax.live_arrays()} <= before
     assert plan.devices == 4096 and sum(math.prod(row.shape) for row in plan.rows) > 69e9
     up = plan.row("blocks/up/kernel")
@@ -377,7 +377,7 @@ def test_70_billion_parameters_on_4096_devices_take_seconds_and_no_memory():
 
 
 class Jitted(nn.Module):
-    """``nn.jit`` keeps what it has traced from one call of ``init`` to the next."""
+    """``nn.jit`` reuses a trace for several calls of ``init``."""
 
     @nn.compact
     def __call__(self, x):
@@ -497,7 +497,7 @@ def test_fractions_in_two_digits():
     assert [format_fraction(f) for f in (0, 0.000019, 0.0312, 0.5, 1)] == ["0%", "0.0019%", "3.1%", "50%", "100%"]
 
 
-# -------------------------------------------------------------------------------------------------------- text and back
+# ----------------------------------------------------------------------------------------------------------------- JSON
 
 
 @pytest.mark.parametrize(
@@ -578,7 +578,7 @@ def test_on_one_device_nothing_is_replicated():
     assert "stays whole on the one device" in plan_sharding(Model(), {"fsdp": 1}, X).explain("Dense_0/bias")
 
 
-# ------------------------------------------------------------------------------------------------------------ refusals
+# -------------------------------------------------------------------------------------------------------------- errors
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
@@ -628,7 +628,7 @@ def test_a_plan_without_wrappers_says_what_it_assumes():
 
 
 def test_what_offload_keeps_on_the_host_is_told_apart():
-    """Beside the abstract state, whose leaves say where they lie; and in each form of the plan."""
+    """The plan counts host and device bytes of offloaded state as the abstract state does, and in each text."""
     tx, sizes = optax.adam(1e-3), {"dp": 2, "fsdp": 4}
     state = abstract_train_state(Model(fsdp), tx, mesh_of(2, 4), KEY, X, batch_axes=AXES, offload=Offload())
     want = {"pinned_host": 0, "device": 0}
@@ -636,7 +636,7 @@ def test_what_offload_keeps_on_the_host_is_told_apart():
         want[leaf.sharding.memory_kind] += math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
     plan, without = (plan_sharding(Model(fsdp), sizes, X, tx=tx, offload=Offload(there)) for there in (True, False))
     assert (plan.host.per_device, plan.optimizer.per_device) == tuple(want.values())
-    assert want["pinned_host"] > 5 * want["device"] > 0 == without.host.total  # guard: there are both
+    assert want["pinned_host"] > 5 * want["device"] > 0 == without.host.total  # guard: both kinds exist
     assert plan.bytes_per_device == without.bytes_per_device - plan.host.per_device
     assert ShardingPlan.from_json(plan.to_json()) == plan
     assert {d.path for d in plan.diff(without)} == {row.path for row in plan.rows if row.host.total}
@@ -647,7 +647,7 @@ def test_what_offload_keeps_on_the_host_is_told_apart():
 
 
 class Positions(nn.Module):
-    """With a table of four learned positions; it can be called on four tokens and on no other number."""
+    """Model with a table of four learned positions, which only accepts four tokens."""
 
     @nn.compact
     def __call__(self, tokens):
@@ -686,7 +686,7 @@ DO_NOT_FIT = {
 @pytest.mark.parametrize("of_workload", [False, True], ids=["plan_sharding", "Workload"])
 @pytest.mark.parametrize("model, inputs, says", DO_NOT_FIT.values(), ids=DO_NOT_FIT)
 def test_inputs_that_do_not_fit_the_model_are_named_with_those_that_do(model, inputs, says, of_workload):
-    """README's model of a batch [b, t + 1] of tokens, an argument that is not given, another size of an image."""
+    """The error names wrong and fitting inputs: README's batch [b, t + 1], a missing argument, an image size."""
     workload = Workload(model, optax.sgd(0.1), inputs, mean_loss)
     with pytest.raises(ValueError, match=says) as raised:
         workload.build_step({"fsdp": 4}) if of_workload else plan_sharding(model, {"fsdp": 4}, inputs)

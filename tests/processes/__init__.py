@@ -1,1 +1,1 @@
-"""Several processes that join, agree and leave."""
+"""Tests of several processes that join, agree and leave."""

@@ -11,7 +11,8 @@ import pytest
 from tests.processes.test_processes import ROOT, free_port
 from xlstm_jax.distributed.resilience import EXIT_FAILED
 
-SOON_S, LIMIT_S = 5, 60
+LIMIT_S = 240  # of a test that hangs
+LEAVING_S = 3  # promised after an exception: docs/resilience.md
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def run(tmp_path):
     def start(mode, count):
         port, command = free_port(), [sys.executable, "-m", "tests.leaving_process", mode]
         for rank in range(count):
-            arguments = [*command, str(rank), str(count), str(port), str(tmp_path / "run")]
+            arguments = [*command, str(rank), str(count), str(port), str(tmp_path / "run"), str(time.time())]
             running.append(
                 subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             )
@@ -42,6 +43,16 @@ def line_of(process, word):
     raise AssertionError(process.stderr.read()[-3000:])
 
 
+def time_after(processes, word):
+    """Returns when the last process wrote the word, and the seconds that it had run by then.
+
+    To start takes a process many times the work that it takes to end, and both take longer on a slow or busy machine:
+    the seconds of the start bound those of the end.
+    """
+    lines = [line_of(process, word) for process in processes]
+    return max((float(at), float(ran)) for _, at, ran in lines)
+
+
 def ended(processes):
     """Exit codes and what was written to stderr, of each."""
     errors = [process.communicate(timeout=LIMIT_S)[1] for process in processes]
@@ -53,9 +64,9 @@ def ended(processes):
 def test_after_a_timeout_that_names_the_peer_all_leave(run, mode, count):
     """The stuck one too, which sleeps in Python."""
     processes = run(mode, count)
-    begun = max(float(line_of(process, "JOINED")[1]) for process in processes)
+    joined, start_s = time_after(processes, "JOINED")
     codes, errors = ended(processes)
-    assert time.time() - begun < 1 + SOON_S, codes  # peer_timeout_s, and then
+    assert time.time() - joined < 1 + LEAVING_S + start_s, codes  # peer_timeout_s, and then
     assert codes == [EXIT_FAILED] * count, "\n".join(error[-1500:] for error in errors)
     stuck = 0 if "first" in mode else count - 1
     assert any(f"TimeoutError: process {stuck} did not come to look for the newest step" in text for text in errors)
@@ -66,9 +77,9 @@ def test_after_a_timeout_that_names_the_peer_all_leave(run, mode, count):
 @pytest.mark.parametrize("mode", ["exception", "guard, first"])
 def test_an_exception_in_one_process_ends_the_others_with_its_text(run, mode):
     processes = run(mode, 2)
-    begun = max(float(line_of(process, "JOINED")[1]) for process in processes)
+    joined, start_s = time_after(processes, "JOINED")
     codes, errors = ended(processes)
-    assert time.time() - begun < SOON_S and codes == [EXIT_FAILED] * 2, errors
+    assert time.time() - joined < LEAVING_S + start_s and codes == [EXIT_FAILED] * 2, errors
     peer = errors[1 if "first" in mode else 0]
     assert "has left with exit code 13: OSError: the data are gone. Process" in peer
 
@@ -107,20 +118,18 @@ def test_a_program_that_shuts_the_job_down_itself_ends_in_peace(run):
 
 def test_ctrl_c_to_one_process_ends_all(run):
     processes = run("interrupt", 2)
-    for process in processes:
-        line_of(process, "JOINED")
-    time.sleep(0.3)
+    _, start_s = time_after(processes, "JOINED")
     processes[0].send_signal(signal.SIGINT)
     begun = time.monotonic()
     codes, _ = ended(processes)
-    assert codes == [130, EXIT_FAILED] and time.monotonic() - begun < SOON_S
+    assert codes == [130, EXIT_FAILED] and time.monotonic() - begun < LEAVING_S + start_s
 
 
 def test_a_commit_that_hangs_ends_all_processes(run, tmp_path):
     processes = run("save", 2)
-    begun = max(float(line_of(process, "SAVED")[1]) for process in processes)
+    saved, start_s = time_after(processes, "SAVED")
     codes, errors = ended(processes)
-    assert time.time() - begun < 2 + 1 + SOON_S and set(codes) <= {1, EXIT_FAILED}, (codes, errors)
+    assert time.time() - saved < 2 + LEAVING_S + start_s and set(codes) <= {1, EXIT_FAILED}, (codes, errors)
     assert any(
         "saving step 2 to" in text and "it was not on disk within async_timeout_s=2 s" in text for text in errors
     )

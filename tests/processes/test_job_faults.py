@@ -1,4 +1,4 @@
-"""The quick part of the fault suite (all of it: ``make test-faults``): the training job killed, and started again."""
+"""Quick tests of the fault suite (in full: ``make test-faults``): the training job is killed, and restarted."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Real processes over loopback: joining, agreeing on a configuration, and one batch from the rows of each."""
+"""Tests of real processes over loopback: joining, agreeing on a configuration, and a batch of rows of each process."""
 
 import functools
 import json
@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -28,9 +29,8 @@ from xlstm_jax.distributed.processes.same_everywhere import COMPARED_OPTIONS, en
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "processes.md"
-LIMIT_S = 120  # of a run on a busy machine; the promises about time are asserted one by one
-RAISED_WITHIN_S = 5
-BUSY_S = 3.0  # what other tests on the same cores may add to any wait
+LIMIT_S = 480  # of a run that hangs; the promises about time are asserted one by one
+PEER_TIMEOUT_S = 2  # the longest that a process waits for another in tests.process_script
 
 
 def free_port():
@@ -40,7 +40,7 @@ def free_port():
 
 
 def start(part, rank, count, port, **environment):
-    command = [sys.executable, "-m", "tests.process_script", part, str(rank), str(count), str(port)]
+    command = [sys.executable, "-m", "tests.process_script", part, str(rank), str(count), str(port), str(time.time())]
     return subprocess.Popen(
         command,
         cwd=ROOT,
@@ -52,7 +52,7 @@ def start(part, rank, count, port, **environment):
 
 
 def ended(running):
-    """The last line that each process printed, after all have ended well."""
+    """Returns the last line of each process, after all processes have succeeded."""
     try:
         done = [process.communicate(timeout=LIMIT_S) for process in running]
     finally:
@@ -83,10 +83,13 @@ def four():
 
 
 def raised(processes, name, message):
-    """What each process raised, after checking that it matches and came in time."""
+    """Returns the errors of the processes, after checking text and time.
+
+    A start, which is more work than a step, takes longer on a slow or busy machine, too.
+    """
     for process in processes:
         assert re.search(message, str(process[name]["result"])), process[name]
-        assert process[name]["seconds"] < RAISED_WITHIN_S
+        assert process[name]["seconds"] < PEER_TIMEOUT_S + process["start_s"]
     return [process[name]["result"] for process in processes]
 
 
@@ -141,7 +144,7 @@ def test_joining_again_is_fine_if_it_is_the_same(two):
 
 def check_listens_on_loopback_only(listening):
     assert all(re.fullmatch(r"(0{16}FFFF0000)?0100007F:[0-9A-F]{4}", address) for address in listening)
-    assert listening  # guard: it was seen at all
+    assert listening  # guard: a port was seen
 
 
 def test_the_coordinator_listens_on_its_own_address_only(two):
@@ -149,7 +152,7 @@ def test_the_coordinator_listens_on_its_own_address_only(two):
 
 
 def as_srun(rank, port):
-    """The environment that ``srun --ntasks=2`` makes."""
+    """Returns the environment that ``srun --ntasks=2`` makes."""
     return {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2"} | {
         "SLURM_PROCID": str(rank),
         "SLURM_LOCALID": str(rank),
@@ -167,8 +170,8 @@ def test_under_slurm_no_argument_is_needed_and_the_coordinator_listens_on_its_ow
 @pytest.mark.parametrize(
     "resolved, bind",
     [
-        (["127.0.0.1"], "127.0.0.1:7"),  # a host that has no other address than this, as the name says
-        (["127.0.1.1"], None),  # Debian's /etc/hosts for the host's own name: the others find another address
+        (["127.0.0.1"], "127.0.0.1:7"),  # a host with a single address, the address of its name
+        (["127.0.1.1"], None),  # Debian's /etc/hosts for the host's name: others find another address
         (["192.0.2.1"], None),  # of another host
         (["127.0.1.1", "0.0.0.0"], "0.0.0.0:7"),  # stands for an address of this host
         ([], None),
@@ -222,11 +225,12 @@ def test_waiting_for_a_process_that_never_comes_is_bounded():
         for process in alone:
             process.kill()
             process.wait()
-    join = json.loads(told.splitlines()[-1])["join"]
+    told = json.loads(told.splitlines()[-1])
+    join = told["join"]
     assert re.match(
         r"TimeoutError: process 1 of 2 found nothing that listens at 127.0.0.1:\d+ within 3 s", join["result"]
     )
-    assert 3 <= join["seconds"] < 3 + BUSY_S
+    assert 3 <= join["seconds"] < 3 + told["start_s"]
     assert alone[0].returncode == -6 and "Deadline Exceeded" in aborted
 
 
@@ -236,7 +240,7 @@ def test_waiting_for_a_process_that_never_comes_is_bounded():
 def test_processes_that_agree_go_on_at_once(two):
     for process in two:
         assert process["same"]["result"] is None and process["same again"]["result"] is None
-        assert process["same again"]["seconds"] < BUSY_S
+        assert process["same again"]["seconds"] < process["start_s"]
 
 
 @pytest.mark.parametrize(
@@ -256,7 +260,7 @@ def test_processes_that_agree_go_on_at_once(two):
 def test_every_process_raises_what_differs_and_where(two, name, message):
     first, second = raised(two, name, message)
     assert first.splitlines()[1:] == second.splitlines()[1:]
-    assert first.count("\n") == 1  # guard: only what differs is named
+    assert first.count("\n") == 1  # guard: only differences are named
 
 
 @pytest.mark.slow
@@ -276,7 +280,7 @@ def test_a_process_that_does_not_come_is_named(two):
     raised(two, "late", r"^TimeoutError: process 1 did not come to compare the plan within 0.5 s")
 
 
-# ------------------------------------------------------------------------------------------------ restoring, together
+# ---------------------------------------------------------------------------------------------------------- restoring
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +299,7 @@ def restoring():
     ],
 )
 def test_a_mistake_of_one_process_in_a_restore_is_raised_in_both(restoring, name, message):
-    assert [process["fits"]["result"] for process in restoring] == [2, 2]  # guard: it can be read
+    assert [process["fits"]["result"] for process in restoring] == [2, 2]  # guard: the step is readable
     assert len(set(raised(restoring, name, message))) == 1
 
 
@@ -308,12 +312,12 @@ def test_a_mistake_of_one_process_in_a_restore_is_raised_in_both(restoring, name
     ],
 )
 def test_a_process_that_is_alive_but_stuck_is_not_waited_for(restoring, name, what):
-    message = rf"^TimeoutError: process 1 did not come to {what} within 1 s, for which process [01] waits\. See the log"
+    message = rf"^TimeoutError: process 1 did not come to {what} within 2 s, for which process [01] waits\. See the log"
     raised(restoring, name, message)
     assert [process["fits again"]["result"] for process in restoring] == [2, 2]
 
 
-# ----------------------------------------------------------------------------------------------------- what is compared
+# ------------------------------------------------------------------------------------------------------ compared values
 
 
 @dataclass
@@ -361,7 +365,7 @@ def test_every_leaf_of_a_configuration_has_its_path():
     }
     assert want.items() <= got.items()
     assert got["config/act"].endswith(".gelu") and got["key"].startswith("key<fry>[] (0, 0), sha256")
-    assert entries_of(value) == got  # nothing in it depends on where things lie in memory
+    assert entries_of(value) == got  # independent of memory addresses
 
 
 @pytest.mark.parametrize(
@@ -437,12 +441,11 @@ def test_rows_of_processes_arrive_in_order(two):
 
 def test_batches_of_the_same_shape_cost_no_agreement(two):
     for process in two:
-        assert process["again"] == [True] * 3
-        assert min(process[f"again {i}"]["seconds"] for i in range(3)) < 0.5
+        assert process["again"] == [True] * 3 and process["comparisons of the same shape"] == 0
 
 
 def test_meshes_do_not_disturb_each_other(two):
-    """Batches that go to two meshes in turn are compared once on each."""
+    """Batches on two alternating meshes are compared once per mesh."""
     for process in two:
         rows = process["rows"]["all"]
         assert process["other mesh 0"]["result"] == process["other mesh 1"]["result"] == rows
@@ -455,7 +458,7 @@ def test_padding_has_weight_zero(two):
     for process in two:
         assert process["padded"] == [*row[0][:3], row[0][0], *row[1][:3], row[1][0]]
         assert process["weight"] == [1, 1, 1, 0, 1, 1, 1, 0]
-        # Process 0 has no rows left, and repeats one of the batch before.
+        # Process 0 has no rows left, and repeats a row of the last batch.
         assert process["uneven"] == [row[0][0]] * 4 + [*row[1][:3], row[1][0]]
         assert process["uneven weight"] == [0, 0, 0, 0, 1, 1, 1, 0]
 
@@ -494,7 +497,7 @@ def test_processes_that_hold_the_same_part_hand_in_the_same_rows(two):
 
 
 def test_of_whole_rows_a_device_gets_its_tokens(two):
-    """Over an axis that crosses processes each has half of the tokens; else each has its own rows."""
+    """A device gets its half of the tokens if the axis crosses processes; otherwise each process has its rows."""
     for rank, process in enumerate(two):
         rows = np.arange(8).reshape(2, 4)
         both, of_one = process["tokens of both"], process["tokens of one"]
@@ -527,7 +530,7 @@ def test_in_one_process_the_batch_is_laid_out_over_its_devices():
 
 
 def test_rows_that_pad_are_real_rows_in_turn():
-    """Of all dtypes; scalars stay. Without rows that of a batch before is repeated, which had the same leaves."""
+    """Padding repeats real rows in turn, in all dtypes; a process without rows repeats a row of an earlier batch."""
     rows = {"x": jnp.arange(3, dtype=jnp.bfloat16), "tokens": np.arange(6).reshape(3, 2), "is": np.array([True] * 3)}
     batch, weight = shard_batch(rows | {"n": 7}, mesh_of(2, 4), ("dp", "fsdp"), pad=True)
     for name, leaf in rows.items():
@@ -542,7 +545,7 @@ def test_rows_that_pad_are_real_rows_in_turn():
 
 
 class Tensor:
-    """A tensor of another library, with the dtype and the conversion of NumPy."""
+    """A tensor of another library, with NumPy's dtype and conversion."""
 
     shape, ndim, dtype = (8,), 1, np.dtype(np.float32)
 

@@ -1,1 +1,1 @@
-"""Faults in a running job."""
+"""Tests of faults in a running job."""

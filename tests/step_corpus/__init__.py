@@ -1,4 +1,4 @@
-"""Training steps as users write them, right and wrong, with what ``check_step`` must say of each."""
+"""Corpus of training steps in the style of users, right and wrong, with the expected verdict of ``check_step``."""
 
 from tests.step_corpus import own, ready, sequences, split
 from tests.step_corpus.entries import Case, Entry, Setting, error_of

@@ -1,8 +1,8 @@
-"""What an entry of the corpus is, the world it lives in (mesh, model, state), and its truth on one device.
+"""Entry of the corpus, its setting (mesh, model, state), and the reference on one device.
 
-An entry says how users write a step, and whether it is right. ``error_of`` proves the label without ``check_step``: at
-dropout 0, with a rate of 1 and plain gradient descent, the step moves each parameter by its gradient, which is compared
-with that of the plain model on one device that sees the whole batch.
+An entry is a training step in a user's style, labelled right or wrong. ``error_of`` proves the label without
+``check_step``: at dropout 0, with a rate of 1 and plain gradient descent, the step moves each parameter by its
+gradient, compared with the gradient of the plain model on one device with the global batch.
 """
 
 import re
@@ -35,7 +35,7 @@ GRADIENT_IS_UPDATE = optax.sgd(1.0)
 
 
 class Setting(NamedTuple):
-    """One cell of the matrix; ``tx`` is another optimizer than the entry's."""
+    """A cell of the matrix; ``tx`` replaces the entry's optimizer."""
 
     dropout: float
     check_vma: bool
@@ -47,7 +47,7 @@ class Setting(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What ``check_step(step, state, batch, rng, *rest, **kwargs)`` takes."""
+    """Arguments of ``check_step(step, state, batch, rng, *rest, **kwargs)``."""
 
     step: Callable[..., Any]
     state: Any
@@ -59,11 +59,11 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """A training step, and what must be said of it.
+    """A training step, and the expected verdict.
 
-    ``names`` is found in what is said of a wrong one, ``refused`` in the error where it does not even run. ``truth`` is
-    the loss that is meant, on one device; None: the loss that the step has. ``tolerance`` is that of a right step's
-    gradients; a wrong one is off by ten times that.
+    ``names`` occurs in the text about a wrong step, ``refused`` in the error of a step that does not run. ``truth`` is
+    the intended loss on one device; None: the loss of the step. ``tolerance`` is for gradients of a right step; a
+    wrong step errs by ten times more.
     """
 
     name: str
@@ -81,8 +81,8 @@ class Entry:
     wrap: dict[str, Any] = field(default_factory=dict)  # of shard_modules
     trainable: Callable[[str], bool] | None = None
     check_vma: tuple[bool, ...] = (True, False)
-    nnx: bool = True  # also with the twin in NNX, where there is one
-    without_draws: Callable[..., Any] | None = None  # the loss with fixed noise in place of the draws of its own
+    nnx: bool = True  # also with the NNX twin, if the model has a twin
+    without_draws: Callable[..., Any] | None = None  # the loss with fixed noise instead of draws
     tolerance: float = 1e-3
 
     @property
@@ -99,12 +99,12 @@ class Entry:
         return [Setting(rate, vma, api) for api in apis for vma in self.check_vma for rate in rates]
 
     def allowed(self, setting: Setting) -> set[str]:
-        """The verdicts that are not false: the label's, an error where one is said; keys of others nobody knows."""
+        """Returns the acceptable verdicts: label, expected error, "cannot tell" for custom steps with random draws."""
         random = self.is_own and (self.without_draws is not None or setting.dropout > 0)
         return {self.verdict, *(["refused"] * bool(self.refused)), *(["cannot tell"] * random)}
 
     def is_proved(self, check_vma: bool, api: str) -> bool:
-        """Whether the step without dropout is what the label says; what the library refuses to run is wrong."""
+        """Returns whether the step without dropout is as labelled; a step that the library rejects is wrong."""
         try:
             error = error_of(self, check_vma, api)
         except (ValueError, TypeError) as raised:
@@ -143,7 +143,7 @@ def batch_on_mesh(model: str) -> dict[str, jax.Array]:
 
 
 def plain_model(model: str, dropout: float, api: str, axes: Any = None) -> Any:
-    """The model without sharding."""
+    """Returns the model without sharding."""
     if api == "nnx":
         return nnx_model(partial(NNX[model], rate=dropout))
     return LINEN[model](dropout, axes) if model == "stats" else LINEN[model](dropout)
@@ -153,7 +153,7 @@ def plain_model(model: str, dropout: float, api: str, axes: Any = None) -> Any:
 def _state(model: str, mesh: str, dropout: float, api: str, tx: Any, wrap: tuple[Any, ...], trainable: Any) -> Any:
     _, axis_name, axes, options = MESHES[mesh]
     plain = plain_model(model, dropout, api, axes)
-    # It has parameters of its own in boxes; of others the modules are wrapped.
+    # This model makes boxed parameters; modules of other models are wrapped.
     whole = model == "split_experts"
     units = lambda path, _: (path == "") == whole and "/" not in path  # noqa: E731
     sharded = shard_modules(plain, units, axis_name, min_weight_size=64, **(options | dict(wrap)))
@@ -168,9 +168,9 @@ def _state(model: str, mesh: str, dropout: float, api: str, tx: Any, wrap: tuple
 
 
 def on_one_device(entry: Entry, setting: Setting) -> tuple[float, Any]:
-    """The loss that is meant, and its gradients, of the plain model on one device with the whole batch.
+    """Returns the intended loss and its gradients, of the plain model on one device with the global batch.
 
-    The mesh has the axes of the entry's and one device along each, for losses that ask for an axis.
+    The mesh has the entry's axes with one device along each, for losses that use an axis.
     """
     mesh, state = mesh_of(entry.mesh), entry.state(setting)
     apply_fn = plain_model(entry.model, 0.0, setting.api, entry.axes).apply
@@ -200,7 +200,7 @@ def _zero_if_frozen(trainable: Callable[[str], bool], path: Any, grad: jax.Array
 
 
 def error_of(entry: Entry, check_vma: bool, api: str) -> float:
-    """How far the step at dropout 0 is from the truth: gradients (updates, where it brings an optimizer) and loss."""
+    """Returns the error of the step at dropout 0: of gradients (updates, if the step has an optimizer) and loss."""
     setting = Setting(0.0, check_vma, api, GRADIENT_IS_UPDATE)
     if entry.without_draws is not None:
         entry = replace(entry, loss=entry.without_draws, without_draws=None)
@@ -225,7 +225,7 @@ def error_of(entry: Entry, check_vma: bool, api: str) -> float:
 
 
 def differences(got: Any, want: Any) -> list[float]:
-    """Of each leaf the largest, at the scale of its largest entry, but not below 1/1000 of the tree's."""
+    """Returns each leaf's largest difference, relative to its largest entry (at least 1/1000 of the tree's)."""
     want = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(want)]
     largest = [float(np.abs(leaf).max()) for leaf in want]
     scales = [max(own, 1e-3 * max(largest), 1e-30) for own in largest] if want else []
@@ -234,7 +234,7 @@ def differences(got: Any, want: Any) -> list[float]:
 
 
 def true_copies(x: jax.Array) -> np.ndarray:
-    """The value on the host; infinite where devices that should hold the same do not."""
+    """Returns the value on the host; infinite if copies on devices differ."""
     seen: dict[Any, np.ndarray] = {}
     for shard in x.addressable_shards:
         other = seen.setdefault(str(shard.index), np.asarray(shard.data))

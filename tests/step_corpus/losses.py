@@ -1,4 +1,4 @@
-"""Loss functions as users write them; each is called with the rows at hand, a device's own or the whole batch."""
+"""Loss functions in a user's style; each is called with local rows or with the global batch."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def outputs(params: Any, apply_fn: Any, batch: Any, rng: Any) -> jax.Array:
 
 
 def rows(params: Any, apply_fn: Any, batch: Any, rng: Any) -> jax.Array:
-    """The loss of each row: cross-entropy."""
+    """Returns the cross-entropy of each row."""
     return optax.softmax_cross_entropy_with_integer_labels(outputs(params, apply_fn, batch, rng), batch["y"])
 
 
@@ -24,7 +24,7 @@ def mean(*args: Any) -> jax.Array:
 
 
 def squares(params: Any, apply_fn: Any, batch: Any, rng: Any) -> jax.Array:
-    """Another loss than ``mean``."""
+    """Returns the mean squared error, a loss other than ``mean``."""
     return jnp.mean((outputs(params, apply_fn, batch, rng) - batch["target"]) ** 2)
 
 
@@ -33,17 +33,17 @@ def unit(x: jax.Array) -> jax.Array:
 
 
 def of_rows(reduce: Any) -> Loss:
-    """``reduce(losses of rows)``."""
+    """Returns a loss ``reduce(losses of rows)``."""
     return lambda *args: reduce(rows(*args))
 
 
 def of_outputs(fn: Any) -> Loss:
-    """``fn(outputs, batch)``."""
+    """Returns a loss ``fn(outputs, batch)``."""
     return lambda params, apply_fn, batch, rng: fn(outputs(params, apply_fn, batch, rng), batch)
 
 
 def tokens(params: Any, apply_fn: Any, batch: Any, rng: Any) -> jax.Array:
-    """The loss of each token of rows of tokens."""
+    """Returns the loss of each token of rows of tokens."""
     logits = apply_fn({"params": params}, batch["x"][:, :-1], rngs=rng)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["x"][:, 1:])
 
@@ -60,7 +60,7 @@ def tokens_sum(*args: Any) -> jax.Array:
 
 
 def masked_mean(params: Any, apply_fn: Any, batch: Any, rng: Any) -> jax.Array:
-    """The mean over the rows that count: another one on each device."""
+    """Returns the mean over the rows with mask 1, whose number differs between devices."""
     return (rows(params, apply_fn, batch, rng) * batch["mask"]).sum() / jnp.maximum(batch["mask"].sum(), 1)
 
 
@@ -73,7 +73,7 @@ def masked_pair_aux(*args: Any) -> Any:
 
 
 def mean_as_sum(*args: Any) -> tuple[jax.Array, jax.Array]:
-    """For ``weighted=True``, which takes a sum: here the sum is divided already."""
+    """Returns a mean where ``weighted=True`` expects a sum."""
     return masked_mean(*args), args[2]["mask"].sum()
 
 
@@ -93,11 +93,11 @@ def sum_stats(*args: Any) -> Any:
     return loss * len(args[2]["y"]), updated
 
 
-# ------------------------------------------------------------------------------------- draws of the loss itself
+# ------------------------------------------------------------------------------------------------- random draws
 
 
 def diffusion(drawn: bool = True, reduce: Any = jnp.mean) -> Loss:
-    """Noise and times are drawn from rng; or else made of the row, the same on any number of devices."""
+    """Returns a diffusion loss with noise and times drawn from rng, or computed from each row."""
 
     def loss(params: Any, apply_fn: Any, batch: Any, rng: Any) -> jax.Array:
         of_time, of_noise, of_model = jax.random.split(rng, 3)
@@ -115,7 +115,7 @@ def diffusion(drawn: bool = True, reduce: Any = jnp.mean) -> Loss:
 
 
 def contrastive(axes: Any = None) -> Loss:
-    """InfoNCE with the rows of the batch as negatives: those of all devices with ``axes``."""
+    """Returns InfoNCE with the rows of the batch as negatives; with ``axes``, the rows of all devices."""
 
     def loss(z: jax.Array, batch: Any) -> jax.Array:
         z, keys = unit(z), unit(batch["target"])
@@ -129,7 +129,7 @@ def contrastive(axes: Any = None) -> Loss:
 
 
 def two_sided(axes: Any = None) -> Loss:
-    """InfoNCE in both directions, as CLIP has it: gradients flow through the gathered outputs, too."""
+    """Returns InfoNCE in both directions, as in CLIP: gradients also flow through the gathered outputs."""
 
     def loss(z: jax.Array, batch: Any) -> jax.Array:
         z, keys = unit(z), unit(batch["target"])
@@ -148,21 +148,21 @@ def _mean_over(axes: Any) -> Any:
 
 
 def covariance(axes: Any = None) -> Loss:
-    """As of Barlow Twins: the second moments of the batch are to be the identity's."""
+    """Returns a loss as in Barlow Twins: the distance of the batch's second moments from the identity."""
 
     def loss(z: jax.Array, batch: Any) -> jax.Array:
         average = _mean_over(axes)
         z = z - average(z)
         moments = average(z[:, :, None] * z[:, None, :])
         off = jnp.mean((moments - jnp.eye(z.shape[1])) ** 2)
-        # What is equal on all devices is no device's own: something of its rows that adds 0 makes it so by type.
+        # A replicated value would stay replicated by type; adding 0 * (local rows) makes the type varying.
         return off + 0 * z.sum()
 
     return of_outputs(loss)
 
 
 def advantages(axes: Any = None) -> Loss:
-    """Policy gradients with advantages that are normalised over the batch."""
+    """Returns a policy gradient loss with advantages normalised over the batch."""
 
     def loss(logits: jax.Array, batch: Any) -> jax.Array:
         average, reward = _mean_over(axes), batch["x"].sum(-1) + batch["y"]
@@ -175,7 +175,7 @@ def advantages(axes: Any = None) -> Loss:
 
 
 def standardised(axes: Any = None) -> Loss:
-    """Squared error of outputs that are normalised over the batch, as by a batch norm in the loss."""
+    """Returns the squared error of outputs normalised over the batch, as by a batch norm in the loss."""
 
     def loss(z: jax.Array, batch: Any) -> jax.Array:
         average = _mean_over(axes)
@@ -201,7 +201,7 @@ def dice(z: jax.Array, batch: Any) -> jax.Array:
 
 
 def ranking(z: jax.Array, batch: Any) -> jax.Array:
-    """Pairs of rows are to be in the order of their targets."""
+    """Returns a loss on pairs of rows, which should be in the order of their targets."""
     score, target = z[:, 0], batch["target"][:, 0]
     later = target[:, None] > target[None]
     return jnp.mean(later * jax.nn.softplus(score[None] - score[:, None]))

@@ -1,7 +1,7 @@
-"""The models of the corpus in Linen, some with a twin in NNX, and their batches: some hundred to some thousand values.
+"""Models of the corpus in Linen, some with an NNX twin, and their batches: some hundred to some thousand values.
 
-Models are plain, and sharded from outside: the same class is the one-device reference. Rows differ in scale, so that no
-device's share of them is the mean.
+Models are plain, and sharded from outside: the same class is the one-device reference. Rows differ in scale, so that
+each device's mean differs from the global mean.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ class MLP(nn.Module):
     head_init: Any = LECUN
     dtype: Any = None
     extra_head: bool = False
-    of_rows: bool = False  # normalises by the rows that it sees, and keeps no statistics
+    of_rows: bool = False  # normalises by the current rows, without statistics
 
     @nn.compact
     def __call__(self, x):
@@ -43,7 +43,7 @@ class MLP(nn.Module):
 
 
 class NnxMLP(nnx.Module):
-    """The twin of ``MLP``."""
+    """NNX twin of ``MLP``."""
 
     def __init__(self, rngs, rate=0.0, norm=False, head_init=LECUN, extra_head=False):
         self.up, self.middle = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 32, rngs=rngs)
@@ -60,7 +60,7 @@ class NnxMLP(nnx.Module):
 
 
 class Attention(nn.Module):
-    """Four tokens of a row's 16 features; the gradient of the bias of the keys is 0 but for rounding."""
+    """Attention over four tokens of a row's 16 features; the gradient of the key bias is pure rounding."""
 
     rate: float = 0.0
 
@@ -93,7 +93,7 @@ class Scanned(nn.Module):
 
 
 class Stats(nn.Module):
-    """``batch_stats``, over the axes of the batch."""
+    """Model with ``batch_stats`` over the batch axes."""
 
     rate: float = 0.0
     axes: Any = None
@@ -105,7 +105,7 @@ class Stats(nn.Module):
 
 
 class Tied(nn.Module):
-    """Next tokens, from a table whose last rows no token of the batch has; the head is the table."""
+    """Next-token model with a tied head; no token of the batch uses the last rows of the table."""
 
     rate: float = 0.0
 
@@ -117,7 +117,7 @@ class Tied(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each row to the expert with the greatest weight; the gate never picks the last one, whose gradients are 0."""
+    """Each row goes to the expert with the greatest weight; never to the last expert, whose gradients are 0."""
 
     rate: float = 0.0
 
@@ -130,7 +130,7 @@ class Experts(nn.Module):
 
 
 class SplitExperts(nn.Module):
-    """Experts split over "ep", which also splits the batch: tokens go to every expert of the group and come back."""
+    """Experts split over "ep", which also splits the batch: tokens go to every expert of the group and return."""
 
     split: bool = True
 
@@ -162,7 +162,7 @@ class Convolution(nn.Module):
 
 
 class LoRA(nn.Module):
-    """Dense layers with adapters, whose second factor begins at 0: the gradient of the first is then 0."""
+    """Dense layers with adapters, whose second factor starts at 0: the gradient of the first factor is 0."""
 
     rate: float = 0.0
 
@@ -188,7 +188,7 @@ class Denoiser(nn.Module):
 
 
 class Sequence(nn.Module):
-    """The next of 16 tokens, by causal attention; ``layout`` is what the call names, if it names one."""
+    """Next-token model with causal attention over 16 tokens; ``layout`` is the optional argument of the call."""
 
     layout: str | None = None
     exchange: bool = True
@@ -238,7 +238,7 @@ WITHOUT_DROPOUT = {"still", "split_experts", *split_models.MODELS} | SEQUENCES
 
 
 def batch_of(model: str) -> dict[str, np.ndarray]:
-    """32 rows (16 of tokens): inputs, classes, targets, and a mask of which devices have more or fewer."""
+    """Returns 32 rows (16 of tokens): inputs, classes, targets, and a mask with different counts per device."""
     rng, rows = np.random.default_rng(7), 32
     x = rng.normal(size=(rows, 16)) * (1 + np.arange(rows) % 7)[:, None] / 4
     batch = {"x": x.astype(np.float32), "y": rng.integers(0, CLASSES, rows).astype(np.int32)}
@@ -253,7 +253,7 @@ def batch_of(model: str) -> dict[str, np.ndarray]:
 
 
 def inputs_of(model: str, batch: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
-    """What ``model.init`` takes."""
+    """Returns the inputs of ``model.init``."""
     if model == "denoiser":
         return batch["x"], batch["mask"]
     if model in SEQUENCES:

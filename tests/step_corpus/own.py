@@ -1,7 +1,7 @@
-"""Steps of a user's own: ``shard_map`` by hand around some way to gradients, keys of some making, and an update.
+"""Custom steps: a handwritten ``shard_map`` around a gradient function, a key function, and an update.
 
-``own(grads_of, ...)`` makes such a step. ``grads_of(loss, params, batch, rng, axes)`` runs on a device, ``loss`` being
-``loss(params, batch, rng)``, and returns what the step reports and the gradients.
+``own(grads_of, ...)`` makes a step. ``grads_of(loss, params, batch, rng, axes)`` runs on a device, with
+``loss(params, batch, rng)``, and returns the reported value and the gradients.
 """
 
 import functools
@@ -48,7 +48,7 @@ def same_everywhere(rng: jax.Array, count: Any, axes: Any) -> jax.Array:
 
 
 def of_the_step(rng: jax.Array, count: Any, axes: Any) -> jax.Array:
-    """The argument rng is not looked at."""
+    """Returns a key of the step number; the argument rng is ignored."""
     return fold_rng_over_axis(jax.random.fold_in(jax.random.key(11), count), axes)
 
 
@@ -68,7 +68,7 @@ def own(
     batch_axes: Any = None,
     minimised: Any = None,
 ) -> Callable[[Entry, Setting], Case]:
-    """``rows_of(batch)`` are the rows that the step takes, ``minimised`` its loss where that is not the entry's."""
+    """Returns the maker of a custom step; ``rows_of(batch)`` selects rows, ``minimised`` replaces the entry's loss."""
 
     def make(entry: Entry, setting: Setting) -> Case:
         state, mesh, axes = entry.state(setting), mesh_of(entry.mesh), entry.axes
@@ -91,7 +91,7 @@ def own(
     return make
 
 
-# ----------------------------------------------------------------------------------------- ways to gradients
+# ---------------------------------------------------------------------------------------- gradient functions
 
 
 def ours(loss: Any, params: Any, batch: Any, rng: Any, axes: Any) -> Any:
@@ -99,7 +99,7 @@ def ours(loss: Any, params: Any, batch: Any, rng: Any, axes: Any) -> Any:
 
 
 def of_jax(loss: Any, params: Any, batch: Any, rng: Any, axes: Any, change: Any = lambda x: x) -> Any:
-    """Plain JAX's, which nobody has averaged; ``change`` is what is done to the loss that is differentiated."""
+    """Returns unaveraged gradients of plain JAX; ``change`` transforms the differentiated loss."""
 
     def changed(params: Any) -> Any:
         value = loss(params, batch, rng)
@@ -110,7 +110,7 @@ def of_jax(loss: Any, params: Any, batch: Any, rng: Any, axes: Any, change: Any 
 
 
 def then(change: Callable[[Any, Any], Any], grads_of: GradsOf = ours) -> GradsOf:
-    """``grads_of``, and ``change(grads, axes)`` of its gradients."""
+    """Returns ``grads_of`` followed by ``change(grads, axes)``."""
 
     def both(loss: Any, params: Any, batch: Any, rng: Any, axes: Any) -> Any:
         value, grads = grads_of(loss, params, batch, rng, axes)
@@ -123,7 +123,7 @@ synced = then(sync_gradients, of_jax)
 
 
 def with_changed_loss(change: Callable[[Any, Any], Any]) -> GradsOf:
-    """Differentiates ``change(loss, axes)``, and averages as one should."""
+    """Returns a function that differentiates ``change(loss, axes)`` and averages correctly."""
 
     def grads_of(loss: Any, params: Any, batch: Any, rng: Any, axes: Any) -> Any:
         value, grads = of_jax(loss, params, batch, rng, axes, lambda x: change(x, axes))
@@ -133,7 +133,7 @@ def with_changed_loss(change: Callable[[Any, Any], Any]) -> GradsOf:
 
 
 def times(factor: float, where: str = "") -> Callable[[Any, Any], Any]:
-    """Gradients times a factor: all, or those of leaves with ``where`` in their path."""
+    """Returns a change that multiplies gradients by a factor: all, or leaves with ``where`` in their path."""
 
     def change(grads: Any, axes: Any) -> Any:
         scale = lambda path, g: g * factor if where in jax.tree_util.keystr(path) else g  # noqa: E731
@@ -143,7 +143,7 @@ def times(factor: float, where: str = "") -> Callable[[Any, Any], Any]:
 
 
 def reported(change: Callable[[Any, Any], Any]) -> GradsOf:
-    """Right gradients, and a loss of this device's own changed by ``change``."""
+    """Returns correct gradients with a reported loss of ``change(local loss, axes)``."""
 
     def grads_of(loss: Any, params: Any, batch: Any, rng: Any, axes: Any) -> Any:
         return change(loss(params, batch, rng), axes), value_and_grad(loss, axes)(params, batch, rng)[1]
@@ -152,7 +152,7 @@ def reported(change: Callable[[Any, Any], Any]) -> GradsOf:
 
 
 def by_hand(count: int, divisor: float, take: slice = slice(None)) -> GradsOf:
-    """Minibatches in a loop, gradients added and divided by ``divisor``; ``take`` says which of them."""
+    """Returns a loop over minibatches that adds gradients and divides by ``divisor``; ``take`` selects minibatches."""
 
     def grads_of(loss: Any, params: Any, batch: Any, rng: Any, axes: Any) -> Any:
         parts = [jax.tree.map(lambda x: jnp.split(x, count)[i], batch) for i in range(count)]  # noqa: B023
@@ -172,7 +172,7 @@ def clipped_on_shards(grads: Any, axes: Any) -> Any:
 
 
 def first_device(grads: Any, axes: Any) -> Any:
-    """Of leaves, what device 0 holds along the first axis."""
+    """Returns the leaves of device 0 along the first axis."""
     return jax.tree.map(lambda g: lax.psum(jnp.where(lax.axis_index(axes[0]) == 0, g, 0 * g), axes[0]), grads)
 
 
@@ -184,7 +184,7 @@ def signs(grads: Any, axes: Any) -> Any:
 
 
 def with_own(tx: Any, change: Callable[[Any], Any] = lambda updates: updates) -> Callable[..., Any]:
-    """The step's own optimizer, and not the state's; ``change`` is what is done to its updates."""
+    """Returns an update by a separate optimizer instead of the state's; ``change`` transforms the updates."""
 
     def finish(state: Any, value: Any, grads: Any) -> tuple[Any, Any]:
         before = unbox(state.params)
@@ -204,7 +204,7 @@ def never(state: Any, value: Any, grads: Any) -> tuple[Any, Any]:
 
 
 def changed(change: Callable[[Any, Any], Any], before: bool = False) -> Callable[..., Any]:
-    """``change(state after the update, state before it)``; with ``before`` the first is handed to the optimizer."""
+    """Returns an update with ``change(new state, old state)``; with ``before`` the change precedes the optimizer."""
 
     def finish(state: Any, value: Any, grads: Any) -> tuple[Any, Any]:
         if before:
@@ -219,7 +219,7 @@ def decayed(new: Any, old: Any) -> Any:
 
 
 def noisy(new: Any, old: Any) -> Any:
-    """Noise on all parameters, that no optimizer knows of."""
+    """Adds noise to all parameters, outside of the optimizer."""
     key = jax.random.key(13)
     return new.replace(params=jax.tree.map(lambda p: p + 0.01 * jax.random.normal(key, p.shape), new.params))
 
@@ -248,13 +248,13 @@ def frozen_too(new: Any, old: Any) -> Any:
 
 
 def last_weights(new: Any, old: Any) -> Any:
-    """The average of the weights is replaced by the weights themselves."""
+    """Replaces the average of the weights by the weights."""
     opt_state = new.opt_state._replace(ema=unbox(new.params))
     return new.replace(opt_state=opt_state)
 
 
 def one_less(new: Any, old: Any) -> Any:
-    """All counts of the optimizer stay at 0."""
+    """Keeps all counts of the optimizer at 0."""
     zero = lambda x: jnp.zeros_like(x) if x.dtype == jnp.int32 and not x.shape else x  # noqa: E731
     return new.replace(opt_state=jax.tree.map(zero, new.opt_state))
 
@@ -266,7 +266,7 @@ def with_rate(new: Any, old: Any) -> Any:
 
 
 def on_shards(tx: Any) -> Callable[[Entry, Setting], Case]:
-    """Gradients and the update in one ``shard_map``: the optimizer sees shards."""
+    """Returns a step with gradients and update in one ``shard_map``: the optimizer sees shards."""
 
     def make(entry: Entry, setting: Setting) -> Case:
         state, mesh, axes = entry.state(setting), mesh_of(entry.mesh), entry.axes
@@ -473,7 +473,7 @@ MOMENTUM, AVERAGED, RATED = optax.sgd(0.1, momentum=0.9), with_ema(SGD, 0.9), op
 COUNTED = optax.sgd(optax.linear_schedule(0.1, 0.0, 10))
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1))
 NOT_FIRST = {"trainable": lambda path: "Dense_0" not in path}
-# What is made of gradients has to do neither with dropout nor with types.
+# Changes of gradients depend neither on dropout nor on types.
 STILL = {"model": "still", "check_vma": (True,)}
 right_update = functools.partial(right, kind="update", **STILL)
 wrong_update = functools.partial(wrong, kind="update", **STILL)

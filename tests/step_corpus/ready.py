@@ -1,4 +1,4 @@
-"""Steps of ``make_train_step``: right ones with its options, and losses that are another on one device."""
+"""Steps of ``make_train_step``: right steps with options, and losses that differ from the loss on one device."""
 
 import functools
 from typing import Any
@@ -32,7 +32,7 @@ def ready(entry: Entry, setting: Setting) -> Case:
 
 
 def closes_over(entry: Entry, setting: Setting) -> Case:
-    """The loss reads parameters from outside, not those that it is given."""
+    """Returns a step whose loss reads outer parameters instead of its argument."""
     outer = jax.device_get(unbox(entry.state(setting).params))
 
     def loss(params: Any, *rest: Any) -> jax.Array:
@@ -134,7 +134,7 @@ RIGHT = [
     ),
 ]
 
-# What the findings must name, in words that may be chosen otherwise.
+# Words that the findings must contain.
 SUM = r"sum|divided|global batch"
 STATISTIC = r"statistic|no mean|not a mean|not the mean|all_gather|minibatch|normalis"
 WEIGHT = r"weight"
@@ -148,7 +148,7 @@ def _statistic(name: str, loss: Any, **more: Any) -> Entry:
 
 
 def with_stopped(params: Any, apply_fn: Any, batch: Any, rng: Any) -> jax.Array:
-    """The gradient of the first layers is stopped where a target's was meant to be."""
+    """Returns a step that stops the gradient of the first layers by mistake, instead of a target's gradient."""
     stopped = {
         name: leaf if "2" in name or "head" in name else lax.stop_gradient(leaf) for name, leaf in params.items()
     }
@@ -166,7 +166,7 @@ def one_device_only(*args: Any) -> jax.Array:
 
 
 def stopped_norm(z: jax.Array, batch: Any) -> jax.Array:
-    """The scale of all outputs at hand, through which no gradient is to flow, divides the loss."""
+    """Divides the loss by the scale of all local outputs, without a gradient through the scale."""
     return jnp.mean((z - batch["target"]) ** 2) / lax.stop_gradient(jnp.std(z) + 1e-3)
 
 

@@ -1,4 +1,4 @@
-"""Steps whose sequences are split over "cp": positions, labels and layouts, right and wrong."""
+"""Steps with sequences split over "cp": positions, labels and layouts, right and wrong."""
 
 import functools
 from typing import Any
@@ -21,26 +21,26 @@ SPEC, DEVICES = P("fsdp", "cp"), 4
 
 
 def next_tokens(params: Any, apply_fn: Any, batch: Any, rng: Any, positions: Any = None) -> jax.Array:
-    """Labels are beside their tokens; positions those of the batch, or given."""
+    """Returns the loss of labels stored beside their tokens; positions of the batch, or given."""
     positions = batch["positions"] if positions is None else positions
     logits = apply_fn({"params": params}, batch["x"], positions)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
 
 def with_positions(of: Any) -> Any:
-    """``next_tokens`` with positions ``of(tokens of this device)``."""
+    """Returns ``next_tokens`` with positions ``of(local tokens)``."""
     return lambda params, apply_fn, batch, rng: next_tokens(
         params, apply_fn, batch, rng, jnp.broadcast_to(of(batch["x"].shape[1]), batch["x"].shape)
     )
 
 
 def index_times_length(length: int) -> jax.Array:
-    """As one writes it by hand: right where tokens are contiguous."""
+    """Returns handwritten positions, right for contiguous tokens."""
     return lax.axis_index("cp") * length + jnp.arange(length)
 
 
 def shifted_inside(params: Any, apply_fn: Any, batch: Any, rng: Any) -> jax.Array:
-    """The label of a device's last token is on another device, and is left out."""
+    """Drops the label of a device's last token, which another device has."""
     logits = apply_fn({"params": params}, batch["x"], batch["positions"])
     return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], batch["x"][:, 1:]).mean()
 
@@ -57,7 +57,7 @@ def laid_out(batch: Any) -> Any:
 
 
 def laid_out_but_positions(batch: Any) -> Any:
-    """Positions are added afterwards, in their natural order."""
+    """Adds positions in natural order after the layout."""
     return {**laid_out(batch), "positions": batch["positions"]}
 
 
@@ -69,7 +69,7 @@ def ready(entry: Entry, setting: Setting, given: Any = natural, **split: Any) ->
 
 
 def own(entry: Entry, setting: Setting, given: Any = natural, layout: str | None = "zigzag") -> Case:
-    """A ``shard_map`` by hand; None: nothing says how tokens lie."""
+    """Returns a step with a handwritten ``shard_map``; ``layout`` None leaves the layout of tokens open."""
     state, mesh = entry.state(setting), mesh_of(entry.mesh)
     specs = partition_specs(state.params, mesh)
 

@@ -1,6 +1,6 @@
-"""Models whose layers are split over the mesh axis "tp" (tensor parallel), right and with the mistakes of such layers.
+"""Models with layers split over the mesh axis "tp" (tensor parallel), right and with typical mistakes.
 
-Each mistake is one argument of ``Split``. On one device, where "tp" has one device, all of them compute the same.
+Each mistake is an argument of ``Split``. On one device along "tp" all variants compute the same.
 """
 
 import functools
@@ -22,7 +22,7 @@ def _is_split() -> bool:
 
 
 def _by_hand(reduce: Any) -> Any:
-    """A reduction over the axis by ``jax.lax``, where there is the axis."""
+    """Returns a reduction over the axis by ``jax.lax``, the identity without the axis."""
     return lambda x: reduce(x, AXIS) if _is_split() else x
 
 
@@ -39,7 +39,7 @@ def _columns_of_device_0(x: jax.Array) -> jax.Array:
 
 
 class Up(nn.Module):
-    """A layer that is split by columns."""
+    """A layer split by columns."""
 
     enter: Any = _entered
 
@@ -51,7 +51,7 @@ class Up(nn.Module):
 
 
 class Down(nn.Module):
-    """A layer that is split by rows; with ``bias_inside`` each device adds the bias before the sum."""
+    """A layer split by rows; with ``bias_inside`` each device adds the bias before the sum."""
 
     leave: Any = _left
     bias_inside: bool = False
@@ -65,7 +65,7 @@ class Down(nn.Module):
 
 
 class Scale(nn.Module):
-    """A factor of all features, of which a device has its part; the factor itself is replicated."""
+    """Multiplies the local part of the features by a replicated factor."""
 
     @nn.compact
     def __call__(self, x):
@@ -89,7 +89,7 @@ class Split(nn.Module):
         h = nn.gelu(Up(self.enter, name="up")(x))
         if self.between is not None:
             h = self.between(name="between")(h)
-        if self.normalised:  # by the features that a device has
+        if self.normalised:  # by the local features
             h = h / (1 + jnp.sqrt(jnp.mean(h**2, -1, keepdims=True)))
         h = nn.Dropout(self.rate, deterministic=False)(h)
         x = x + Down(self.leave, self.bias_inside, name="down")(h)

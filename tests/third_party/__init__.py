@@ -1,1 +1,1 @@
-"""Models of other people's packages, as they are, sharded from outside and compared with one device; minutes."""
+"""Tests of third-party models: unedited, sharded from outside and compared with one device; run for minutes."""

@@ -1,7 +1,7 @@
-"""The models: small, with example inputs, and the classes of their repeated blocks. No source of theirs is edited.
+"""The models: small, with example inputs, and the classes of their repeated blocks. No third-party source is edited.
 
-The residual network and one U-Net are the suite's own, in the style of Flax's examples. Those of Hugging Face come from
-the last line of releases of ``transformers`` and ``diffusers`` that has Flax models.
+The residual network and one U-Net belong to this suite, in the style of Flax's examples. The Hugging Face models are
+from the last releases of ``transformers`` and ``diffusers`` with Flax models.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,10 +22,10 @@ BATCH, LENGTH, WIDTH, VOCAB = 8, 8, 32, 64
 
 @dataclass(frozen=True)
 class Case:
-    """A model, ``where`` it is sharded, and its inputs with leading dim ``BATCH``.
+    """A model, ``where`` to shard the model, and inputs with leading dim ``BATCH``.
 
-    ``on_mesh`` is the model in its place where devices share a batch: with the axes of its statistics. ``exact_gelu``:
-    it computes that, or another function with ``erf``.
+    ``on_mesh`` replaces the model if devices share a batch: with the axes of its statistics. ``exact_gelu``: the model
+    computes exact GELU, or another function with ``erf``.
     """
 
     model: Any
@@ -35,7 +35,7 @@ class Case:
     exact_gelu: bool = False
 
     def output(self, result: Any) -> jax.Array:
-        """The array of what the model returns: logits, a sample."""
+        """Returns the array in the model's result: logits, a sample."""
         if isinstance(result, Mapping):
             return result["logits"] if "logits" in result else next(iter(result.values()))
         return result if isinstance(result, jax.Array) else result[0]
@@ -67,7 +67,7 @@ def gpt2(**sizes: Any) -> Case:
 
 
 class ScannedGPT2(nn.Module):
-    """What a user may write around somebody else's block: an embedding, a scan over layers, under remat or not."""
+    """A user's model around a third-party block: an embedding, a scan over layers, with or without remat."""
 
     config: Any
     block: Any
@@ -110,7 +110,7 @@ def bert(remat: bool = False) -> Case:
 def t5(remat: bool = False) -> Case:
     from transformers.models.t5 import modeling_flax_t5 as t5
 
-    # JAX has dropped the keyword a_max of clip, by which this file calls it: it gets a jnp that still has it.
+    # JAX has dropped the keyword a_max of clip that this file uses: substitute a jnp with the keyword.
     t5.jnp = SimpleNamespace(**vars(jnp) | {"clip": lambda x, a_max: jnp.clip(x, max=a_max)})
     config = t5.T5Config(
         vocab_size=VOCAB, d_model=WIDTH, d_kv=8, d_ff=2 * WIDTH, num_layers=2, num_heads=4, use_cache=False
@@ -129,7 +129,7 @@ def llama() -> Case:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=64,  # its table of angles is cut at this, wherever it is
+        max_position_embeddings=64,  # length of the table of angles
     )
     model = llama.FlaxLlamaForCausalLMModule(config)
     return Case(model, (llama.FlaxLlamaDecoderLayer, nn.Embed), (tokens(), ones(), positions()))

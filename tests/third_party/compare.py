@@ -1,4 +1,4 @@
-"""One model, sharded from outside, beside the same model on one device: values, gradients, AdamW steps, collectives."""
+"""Compares a model sharded from outside with one device: values, gradients, AdamW steps, collectives."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -15,14 +15,14 @@ from xlstm_jax.distributed import create_train_state, make_train_step, shard_mod
 from xlstm_jax.distributed.data_parallel.leaf import is_box
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 
-# Adam divides by the root of the second moment: without this a gradient that is rounding alone would be a whole step.
+# Adam divides by the root of the second moment: without eps, a gradient that is pure rounding would be a full step.
 TX = optax.adamw(1e-2, eps=1e-4)
 STEPS = 3
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Largest differences from one device, each over the largest entry of its leaf; and what was split and sent."""
+    """Largest differences from one device, relative to each leaf's largest entry; and counts of collectives."""
 
     same_bits: bool
     gradients: float
@@ -34,13 +34,13 @@ class Outcome:
 
 
 def outcome_of(name: str, check_vma: bool) -> Outcome:
-    """The outcome of a model of the catalogue."""
+    """Returns the outcome of a model of the catalogue."""
     case, like = _reference(name)
     return sharded(case, check_vma, like)
 
 
 def has_gradient(name: str, check_vma: bool) -> bool:
-    """Whether this JAX can differentiate a model: 0.12 cannot an exact gelu, under ``check_vma=True``."""
+    """Returns whether this JAX differentiates a model; 0.12 lacks exact GELU under ``check_vma=True``."""
     return not (check_vma and jax.__version_info__ >= (0, 12) and CASES[name]().exact_gelu)
 
 
@@ -51,7 +51,7 @@ def _reference(name: str) -> tuple[Case, Any]:
 
 
 def loss_of(case: Case) -> Any:
-    """Mean squared distance of the outputs from fixed targets: every output has a gradient."""
+    """Returns the mean squared distance of the outputs from fixed targets: every output has a gradient."""
 
     def distance(result: Any) -> jax.Array:
         output = case.output(result).astype(jnp.float32)
@@ -68,7 +68,7 @@ def loss_of(case: Case) -> Any:
 
 
 def on_one_device(case: Case) -> tuple[Any, Any, Any]:
-    """(parameters at the start, gradients of the first step, parameters after ``STEPS``), without any mesh."""
+    """Returns (initial parameters, gradients of the first step, parameters after ``STEPS``), without any mesh."""
     loss = loss_of(case)
     variables = dict(jax.jit(case.model.init)(jax.random.key(0), *case.inputs))
     start = params = variables.pop("params")
@@ -88,7 +88,7 @@ def on_one_device(case: Case) -> tuple[Any, Any, Any]:
 
 
 def sharded(case: Case, check_vma: bool, like: tuple[Any, Any, Any]) -> Outcome:
-    """The same training, sharded from outside, on a mesh of 2 x 2 devices."""
+    """Returns the results of the model sharded from outside, on a mesh of 2 x 2 devices."""
     mesh, (start, first, last) = mesh_of(2, 2), like
     model = shard_modules(case.on_mesh or case.model, case.where, "fsdp", min_weight_size=64)
     state = create_train_state(model, with_kept_gradients(), mesh, jax.random.key(0), *case.inputs, batch_axes=AXES)
@@ -112,7 +112,7 @@ def sharded(case: Case, check_vma: bool, like: tuple[Any, Any, Any]) -> Outcome:
 
 
 def with_kept_gradients() -> optax.GradientTransformation:
-    """``TX``, with the gradients of the last step in its state."""
+    """Returns ``TX`` with the gradients of the last step in the state."""
     keep = optax.GradientTransformation(
         lambda params: jax.tree.map(jnp.zeros_like, params), lambda grads, state, params=None: (grads, grads)
     )
@@ -120,7 +120,7 @@ def with_kept_gradients() -> optax.GradientTransformation:
 
 
 def difference(got: Any, want: Any) -> float:
-    """The largest of all leaves' largest differences, over a leaf's largest entry (the tree's, where that vanishes)."""
+    """Returns the largest difference of any leaf, relative to its largest entry (the tree's, if the leaf vanishes)."""
     got, want = (jax.tree.map(lambda x: np.asarray(x, np.float64), unbox(tree)) for tree in (got, want))
     scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(want))
 

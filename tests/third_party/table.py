@@ -1,7 +1,7 @@
 """Runs every model in both modes, and writes the table of docs/any_model.md: ``python -m tests.third_party.table``.
 
-The outcomes are kept in outcomes.json beside this file, for each release of JAX those of its last run; the table shows
-the larger error. A test compares the table on the page with them.
+outcomes.json in this folder has the outcomes of the last run per release of JAX; the table shows the larger error. A
+test compares the table on the page with the file.
 """
 
 import json
@@ -24,7 +24,7 @@ Outcomes = Mapping[str, Mapping[str, Any]]
 
 
 def row(name: str, mode: str, releases: list[Outcomes]) -> list[str]:
-    """What all releases of JAX say of a model in one mode, which has a mark where one of them refuses it."""
+    """Returns the row of a model in one mode for all releases of JAX, with a mark if a release rejects the model."""
     found = [models[name][mode] for models in releases]
     seen = [outcome for outcome in found if outcome]
     counts = {(o["split"], o["leaves"], o["gathers"], o["scatters"]) for o in seen}
@@ -43,7 +43,7 @@ def row(name: str, mode: str, releases: list[Outcomes]) -> list[str]:
 
 
 def table(kept: Mapping[str, Any]) -> str:
-    """The kept outcomes in Markdown."""
+    """Returns the recorded outcomes in Markdown."""
     releases = [run["models"] for run in kept.values()]
     rows = [row(name, mode, releases) for name in releases[0] for mode in ("True", "False")]
     lines = [HEAD, ["---"] * len(HEAD), *rows]
@@ -54,12 +54,12 @@ def table(kept: Mapping[str, Any]) -> str:
 
 
 def on_page(page: str) -> str:
-    """The part of the page that the table is."""
+    """Returns the table's part of the page."""
     return page.partition(BEGIN)[2].partition(END)[0]
 
 
 def run() -> dict[str, Any]:
-    """The outcomes of all models on this release of JAX; None where JAX has no gradient of one."""
+    """Returns the outcomes of all models on this release of JAX; None if JAX lacks a model's gradient."""
     import diffusers
     import transformers
 

@@ -1,4 +1,4 @@
-"""Products in int8 of AQT (``aqtp``), as the ``dot_general`` of Flax's layers: the training is that of one device."""
+"""Tests of int8 products of AQT (``aqtp``) as ``dot_general`` of Flax's layers: training equals one device."""
 
 import re
 from functools import partial
@@ -46,7 +46,7 @@ def test_products_in_int8_train_as_on_one_device(check_vma):
 
 
 def test_gradients_of_weights_in_int8_have_scales_of_a_device():
-    """The product that makes such a gradient sums over examples, and its scales are of a device's own."""
+    """Gradients of int8 weights differ slightly from one device: their product sums over examples with local scales."""
     off, _ = difference_from_one_device(True, 8)
     assert 1e-5 < off < 1e-2
 

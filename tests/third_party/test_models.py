@@ -1,10 +1,10 @@
-"""Models of other packages, not a line of them edited, train sharded as they do on one device: ``make test-models``.
+"""Tests of unedited third-party models: sharded training equals one device: ``make test-models``.
 
-Gradients agree to the rounding of float32, 6e-8 for each operation: some 300 of them, as the longest of these models
-and the recurrent one have between a parameter and the loss, add up to 2e-5 at most. Adam divides an entry's gradient g
+Gradients agree to the rounding of float32, 6e-8 per operation: some 300 operations, as the longest of these models and
+the recurrent model have between a parameter and the loss, add up to 2e-5 at most. Adam divides an entry's gradient g
 by |g| + eps, so that an error d in a small g moves the step by up to learning_rate * d / eps = 100 d: parameters after
-some steps agree to 100 times less than a leaf's largest gradient does, which is 1e-4 of the largest parameter in leaves
-that start at zero.
+some steps agree to 100 times less than a leaf's largest gradient does, which is 1e-4 of the largest parameter in
+leaves that start at zero.
 """
 
 import jax
@@ -27,7 +27,7 @@ def test_a_model_sharded_from_outside_trains_as_on_one_device(name, check_vma):
     assert outcome.same_bits
     assert outcome.gradients <= GRADIENT_ROUNDING
     assert outcome.steps <= STEP_ROUNDING
-    # A tied embedding is gathered, and its gradient scattered, where it embeds and where it is the head.
+    # A tied embedding is gathered, and its gradient scattered, for the lookup and for the head.
     assert 0 < outcome.split <= outcome.scatters <= outcome.gathers
 
 

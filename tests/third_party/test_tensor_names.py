@@ -1,4 +1,4 @@
-"""Files with the names of PyTorch's models: what is exported is read by transformers, and imported to the same bits."""
+"""Tests of files with PyTorch's names: transformers reads exported files, and an import has the same bits."""
 
 import flax
 import jax
@@ -52,7 +52,7 @@ def test_transformers_reads_what_is_exported_and_it_comes_back(name, tmp_path):
     model = getattr(transformers, cls)(config, seed=0)
     export_safetensors(model.params, tmp_path, names=TRANSFORMERS)
     config.save_pretrained(tmp_path)
-    theirs = getattr(transformers, cls).from_pretrained(tmp_path, from_pt=True)  # its own conversion of names and dims
+    theirs = getattr(transformers, cls).from_pretrained(tmp_path, from_pt=True)  # transformers' conversion
     ours, found = (flax.traverse_util.flatten_dict(tree) for tree in (model.params, theirs.params))
     assert ours.keys() == found.keys() and len(ours) > 10
     assert all(np.array_equal(ours[path], found[path]) for path in ours)
@@ -62,13 +62,13 @@ def test_transformers_reads_what_is_exported_and_it_comes_back(name, tmp_path):
 
 
 def far(a, b):
-    """The largest distance of two trees."""
+    """Returns the largest distance of two trees."""
     return max(jax.tree.leaves(jax.tree.map(lambda x, y: np.abs(np.asarray(x) - np.asarray(y)).max(), a, b)))
 
 
 @pytest.mark.parametrize("kind, names", [("Flax", {r"(.+)": r"\1"}), ("", TRANSFORMERS)], ids=["Flax", "PyTorch"])
 def test_a_llama_goes_from_its_file_to_a_sharded_step_and_back(kind, names, tmp_path):
-    """The file is written, and the trained one read, by transformers' own model of either kind."""
+    """A Llama goes from transformers' file through a sharded step to a file that transformers reads."""
     if not kind:
         pytest.importorskip("torch")
     name, config = MODELS["Llama"]

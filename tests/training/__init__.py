@@ -1,1 +1,1 @@
-"""Steps, states, losses, evaluation, and what checks them."""
+"""Tests of steps, states, losses, evaluation, and the checks of steps."""

@@ -1,4 +1,4 @@
-"""Three ways to accumulate: the same gradients, different traffic."""
+"""Tests of the three ways to accumulate: the same gradients with different traffic."""
 
 from functools import cache
 
@@ -19,7 +19,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 from xlstm_jax.distributed.training.accumulation import STRATEGIES
 
 AXES, BATCH, LAYERS = ("dp", "fsdp"), data(batch=32), 3
-TX = optax.sgd(1.0)  # the parameters after a step are those before, less the gradient
+TX = optax.sgd(1.0)  # with SGD of rate 1 the change of the parameters is minus the gradient
 
 
 @cache
@@ -47,7 +47,7 @@ WRAP = (("replicas", Replicas("dp")),)
 @pytest.mark.parametrize("accumulation", list(STRATEGIES))
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_each_gives_the_gradient_of_the_whole_batch(accumulation, check_vma):
-    """Weights are uneven between devices and minibatches."""
+    """Each way gives the gradient of the global batch, with uneven weights of devices and minibatches."""
     step, state = step_on(mesh_of(2, 4), WRAP, num_minibatches=2, accumulation=accumulation, check_vma=check_vma)
     after, metrics = step(state, BATCH, jax.random.key(0))
     want, want_metrics = on_one_device()
@@ -55,11 +55,11 @@ def test_each_gives_the_gradient_of_the_whole_batch(accumulation, check_vma):
     assert_same_params(after.params, want.params)
     before = start(mesh_of(1, 1), ()).params
     with pytest.raises(AssertionError):
-        assert_same_params(after.params, before, tolerance=1e-2)  # guard: there is a gradient
+        assert_same_params(after.params, before, tolerance=1e-2)  # guard: the gradient is not 0
 
 
 def collectives(**options):
-    """How often each collective runs on more than a scalar, by name and axes: in the loop over minibatches, and not."""
+    """Counts the collectives on arrays by name, axis and loop depth."""
     step, state = step_on(mesh_of(2, 4), WRAP, **options)
     found = equations(jax.make_jaxpr(step)(state, BATCH, jax.random.key(0)))
     count = {}
@@ -75,7 +75,7 @@ def collectives(**options):
 
 def test_when_the_collectives_run():
     each = collectives(num_minibatches=2)
-    assert each["reduce_scatter", "fsdp", 2] == 3  # depth: the loop over minibatches, and that over layers
+    assert each["reduce_scatter", "fsdp", 2] == 3  # depth: the loops over minibatches and layers
     assert [key for key in each if key[0].startswith("psum") and key[2] == 2]
     once = collectives(num_minibatches=2, accumulation="reduce_once")
     assert {depth for _, _, depth in once} == {0}
@@ -85,12 +85,12 @@ def test_when_the_collectives_run():
 
 
 def test_gathered_once_is_gathered_as_the_modules_would():
-    """In bfloat16 the modules see the same rounded weights, and so the same loss, up to the order of float32 sums.
+    """``reduce_once`` sees the same rounded bfloat16 weights as ``reduce_each``: equal losses up to float32 rounding.
 
-    Weights that were not rounded would move it by some 1e-4.
+    Unrounded weights would move the loss by some 1e-4.
 
-    A minibatch's gradient is rounded to 8 bits where it leaves its module, which XLA does earlier or later as it fuses:
-    gradients agree to that unit, 2^-8 of a leaf's largest entry.
+    A minibatch's gradient is rounded to 8 bits on leaving its module, and XLA rounds earlier or later depending on
+    fusion: gradients agree to that unit, 2^-8 of a leaf's largest entry.
     """
     wrap = (*WRAP, ("uneven", "pad"), ("gather_dtype", jnp.bfloat16))
     before, results = start(mesh_of(2, 4), wrap).params, []
@@ -104,7 +104,7 @@ def test_gathered_once_is_gathered_as_the_modules_would():
 
 
 def test_weights_that_are_gathered_once_have_the_dtype_in_which_they_travel():
-    """As where each module gathers its own."""
+    """``reduce_once`` gathers weights in the same dtype as gathers per module."""
 
     def local(shard):
         box = Sharded(shard, ("fsdp",), communication=Communication.of("bfloat16", None))
@@ -119,7 +119,7 @@ def test_weights_that_are_gathered_once_have_the_dtype_in_which_they_travel():
 
 
 def test_gathered_once_gradients_are_not_narrowed_on_their_way():
-    """Weights are gathered in bfloat16, which 1 + 2^-12 would not survive."""
+    """``reduce_once`` with a bfloat16 gather keeps gradients in float32: 1 + 2^-12 is exact."""
     mean = jnp.full((8, 2), 1 + 2.0**-12)
 
     def local(shard):
@@ -140,7 +140,7 @@ def test_boxes_of_flax_are_gathered_by_the_modules_where_all_others_are_gathered
 
 
 class TensorParallel(nn.Module):
-    """Two products, columns and rows of whose kernels are split over "tp"."""
+    """Two products; the kernels are split over "tp" by columns and by rows."""
 
     @nn.compact
     def __call__(self, x):

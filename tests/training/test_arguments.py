@@ -1,4 +1,4 @@
-"""What is wrong with an argument is said in words that name argument, leaf, rule and cure; and what is right passes."""
+"""Tests of argument errors: the text names argument, leaf, rule and cure; correct arguments pass."""
 
 from functools import cache
 
@@ -40,7 +40,7 @@ def new_state(mesh=MESH, tx=None):
 
 @cache
 def kept_state():
-    """For what is traced or refused, and so not donated."""
+    """Returns a shared state for calls that only trace or raise, and so donate nothing."""
     return new_state()
 
 
@@ -53,7 +53,7 @@ def trace(state=None, batch=BATCH, rng=KEY, *local, loss=mean_loss, mesh=MESH, *
 
 @pytest.mark.parametrize("leaf", ["state/params/bias", "state/opt_state/0/count", "state/step", "rng"])
 def test_a_state_on_another_mesh_than_the_step_is_refused_before_xla_sees_it(leaf):
-    """XLA ends the process where the state's buffers are to be donated to a program for another mesh."""
+    """A state on another mesh raises; XLA would abort the process on donating buffers to a program of another mesh."""
     here, there = kept_state(), new_state(mesh_of(4, 2))
     rng = jax.device_put(KEY, jax.NamedSharding(mesh_of(4, 2), P())) if leaf == "rng" else KEY
     name = leaf.split("/")[1] if "/" in leaf else ""
@@ -86,7 +86,7 @@ def test_a_state_on_other_devices_is_refused(move, devices):
 
 @pytest.mark.parametrize("of", ["all", "params", "local", "batch"])
 def test_what_was_donated_is_not_used_again(of):
-    """Some releases of JAX end the process there."""
+    """A donated argument raises an error on a second use, where some releases of JAX abort the process."""
     metric = WeightedMean() if of == "local" else None
     local = [metric.empty(AXES, MESH)] if metric else []
     loss = (lambda *args: (mean_loss(*args), {"values": mean_loss(*args)})) if metric else mean_loss
@@ -110,7 +110,7 @@ def test_a_step_is_a_jitted_function_still():
     state, _ = step(new_state(), BATCH, KEY)
     step(state, BATCH, KEY)
     assert step._cache_size() == 1
-    assert jax.eval_shape(step, state, BATCH, KEY)[1]["loss"].shape == ()  # its arguments are tracers there
+    assert jax.eval_shape(step, state, BATCH, KEY)[1]["loss"].shape == ()  # the arguments are tracers
     step.clear_cache()
     assert step._cache_size() == 0
 
@@ -119,7 +119,7 @@ def test_a_step_is_a_jitted_function_still():
 
 
 def test_the_arguments_that_are_right_trace():
-    """Guard of what follows."""
+    """Guard of the tests below: correct arguments trace."""
     trace()
     trace(rng=jax.random.PRNGKey(0))
     trace(batch=(BATCH["x"], {"t": 0.5}), loss=lambda p, f, b, r: jnp.mean(f({"params": p}, b[0])) * b[1]["t"])
@@ -127,7 +127,7 @@ def test_the_arguments_that_are_right_trace():
 
 
 def test_a_nan_in_an_argument_is_named_in_place_of_a_recursion_error():
-    """In which JAX ends, where no operation has made the NaN that it looks for."""
+    """``naming_nans`` replaces JAX's ``RecursionError`` by the leaf and index of a NaN or infinity."""
     bad = {"x": np.float32([[0, 1], [2, np.nan]]), "y": np.float32([np.inf])}
     for looks, of_first in (
         (jax.debug_nans, r"jax_debug_nans: batch\['x'\] of shape \(2, 2\) holds NaN at index \(1, 1\)"),
@@ -140,7 +140,7 @@ def test_a_nan_in_an_argument_is_named_in_place_of_a_recursion_error():
 
 
 def test_a_nan_in_an_argument_is_named_where_jax_looks_for_one():
-    """JAX itself ends in a ``RecursionError`` there."""
+    """Under ``jax.debug_nans`` a step names the argument with a NaN; JAX alone raises a ``RecursionError``."""
     step, bad = make_train_step(mean_loss, MESH, AXES), np.array(BATCH["x"])
     bad[5, 2] = np.nan
     params = jax.tree.map(lambda leaf: leaf.at[..., 1].set(np.nan), kept_state().params)
@@ -154,7 +154,7 @@ def test_a_nan_in_an_argument_is_named_where_jax_looks_for_one():
 
 
 def test_a_nan_that_reaches_no_result_is_no_error():
-    """As of labels that are missing, which the loss leaves out."""
+    """A NaN in missing labels, which the loss masks, passes under ``jax.debug_nans``."""
 
     def labelled(params, apply_fn, batch, rng):
         y = jnp.where(jnp.isnan(batch["labels"]), 0, batch["labels"])
@@ -168,7 +168,7 @@ def test_a_nan_that_reaches_no_result_is_no_error():
 
 
 def test_the_state_of_another_optimizer():
-    trace(kept_state().replace(tx=optax.adam(1e-3)))  # guard: an optimizer that keeps the same may go on
+    trace(kept_state().replace(tx=optax.adam(1e-3)))  # guard: an optimizer with equal state passes
     for tx, rule in [(optax.sgd(0.1, momentum=0.9), r"its leaf '0/count' is of shape \(\), and tx.init makes none"),
                      (optax.adamw(1e-3), "its leaves are in another tree")]:  # fmt: skip
         with pytest.raises(ValueError, match=f"not a state of state.tx for state.params: {rule}"):
@@ -209,7 +209,7 @@ def test_a_norm_that_is_infinite_or_traced_clips():
 ], ids=lambda x: x if isinstance(x, str) else "")  # fmt: skip
 @pytest.mark.parametrize("over", [None, "fsdp", AXES], ids=str)
 def test_a_gradient_that_was_not_averaged_is_named_where_an_optimizer_sees_it(over, tx, name):
-    """Under ``check_vma=True``; a weight cast to varying has a gradient that JAX does not sum."""
+    """Optimizers reject unaveraged gradients under types: JAX sums no gradient of a weight cast to varying."""
 
     def local(x):
         w = {"w": jnp.ones(8)}

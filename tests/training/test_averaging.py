@@ -1,4 +1,4 @@
-"""An average of the weights is that of one device, bit for bit, wherever weights lie; and it costs no communication."""
+"""Tests of weight averages: bit-equal to one device for any placement, without communication."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*are trained in bfloat16")
 
 
 class Small(nn.Module):
-    """Kernels of 8 x 18 and 18 x 4, the first of which no axis of 4 divides along its larger dim; and a bias of 4."""
+    """Kernels of 8 x 18 and 18 x 4 (4 devices do not divide the larger dim 18), and a bias of 4."""
 
     wrap: object = plain
     param_dtype: object = jnp.float32
@@ -69,7 +69,7 @@ def first_state(tx, model=None, mesh=None):
 
 
 def history(tx, model=None, mesh=None, **options):
-    """The last of four states, and copies of the parameters of all five without boxes and padding."""
+    """Returns the state after four steps, and the unboxed, unpadded parameters before and after each step."""
     state = first_state(tx, model, mesh)
     step = make_train_step(mean_loss, mesh or mesh_of(2, 4), AXES, **options)
     params = [whole(state.params)]
@@ -89,7 +89,7 @@ def next_average(average, new):
 
 
 def average_on_one_device(params):
-    """Of the parameters as they were after each step."""
+    """Returns the average of the parameters over the steps, on one device."""
     average = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), params[0])
     for new in params[1:]:
         average = next_average(average, new)
@@ -120,7 +120,7 @@ def test_the_average_of_a_training_is_that_of_one_device_bit_for_bit(name):
     kept, want = whole(state.opt_state.ema), average_on_one_device(params)
     assert_equal_bits(kept, want)
     assert {leaf.dtype for leaf in jax.tree.leaves(kept)} == {np.dtype("float32")}
-    # What is evaluated lies as the parameters do.
+    # The evaluated average is placed as the parameters.
     assert_equal_bits(whole(average), jax.tree.map(lambda a, p: a.astype(p.dtype), want, params[0]))
     assert jax.tree.structure(average) == jax.tree.structure(state.params)
     assert jax.tree.map(lambda x: x.sharding, average) == jax.tree.map(lambda x: x.sharding, state.params)
@@ -142,7 +142,7 @@ def test_the_plan_counts_it():
     model = Small(padded, jnp.bfloat16)
     plan = plan_sharding(model, mesh_of(2, 4).shape, data()["x"], tx=with_ema(optax.sgd(0.1), DECAY))
     assert plan.optimizer.per_device == 2 * plan.parameters.per_device + 4  # of float32, and a counter
-    assert plan.optimizer.per_device < 2 * plan.parameters.total / 2  # guard: it is split
+    assert plan.optimizer.per_device < 2 * plan.parameters.total / 2  # guard: the average is split
 
 
 @pytest.mark.one_in(2)
@@ -165,10 +165,10 @@ def test_a_step_that_is_not_finite_leaves_the_average():
     bad = {**data(), "x": data()["x"].at[0, 0].set(jnp.nan)}
     state, metrics = step(state, bad, jax.random.key(1))
     assert metrics["skipped_steps"] == 1 == state.opt_state.inner_state.num_updates
-    # What was read before the step has its own buffers: the step has taken over those of the state.
+    # The average read before the step has separate buffers: the step has donated the buffers of the state.
     assert taken_over.inner_state.ema["up"]["kernel"].is_deleted()
     assert_equal_bits(whole(ema_params(state.opt_state, state.params)), whole(before))
-    # Guard: a step that is taken moves it.
+    # Guard: a finite step changes the average.
     state, _ = step(state, data(), jax.random.key(1))
     moved = whole(ema_params(state.opt_state, state.params))
     assert (moved["up"]["kernel"] != whole(before)["up"]["kernel"]).all()
@@ -178,7 +178,7 @@ def test_a_step_that_is_not_finite_leaves_the_average():
 
 
 def make_evaluate(mesh):
-    """The mean error of a state, and how many programs that took."""
+    """Returns a function of a state: the mean error, and the number of compiled programs."""
 
     def errors(params, apply_fn, batch):
         return {"values": (apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2}
@@ -196,7 +196,7 @@ def test_it_is_evaluated_exported_and_restored_on_another_mesh(tmp_path):
     evaluate = make_evaluate(mesh_of(2, 4))
     last, _ = evaluate(state)
     found, programs = evaluate(state.replace(params=average))
-    assert programs == 1  # the one of the parameters
+    assert programs == 1  # average and parameters share a program
     np.testing.assert_allclose(found, mean_loss(want, Small().apply, data()), rtol=1e-6)
     assert abs(found / last - 1) > 1e-3  # guard
     with Checkpointer(tmp_path / "steps") as checkpointer:
@@ -209,7 +209,7 @@ def test_it_is_evaluated_exported_and_restored_on_another_mesh(tmp_path):
     assert_equal_bits(whole(import_safetensors(tmp_path / "model.safetensors", restored.params)), want)
 
 
-# ----------------------------------------------------------------------------------------------- by itself, and refused
+# ------------------------------------------------------------------------------------------ the transform alone, errors
 
 BOXES = {"split": ("fsdp", None), "whole": None}
 
@@ -242,7 +242,7 @@ def test_inside_shard_map_it_passes_the_guard_and_is_that_of_one_device(check_vm
 
 
 def weights_of_updates(tx, count=6):
-    """The weight in ``ema_params`` after updates whose gradients are 1: weights 0, -1, -2, ... of rate 1."""
+    """Returns ``ema_params`` of a weight after each update; with gradients of 1 the weight is 0, -1, -2, ..."""
     params = jnp.zeros(())
     state, seen = tx.init(params), []
     for _ in range(count):

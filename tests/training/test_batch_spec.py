@@ -1,4 +1,4 @@
-"""With ``batch_spec`` a step, an evaluation and ``check_step`` on split sequences are those of one device."""
+"""Tests of ``batch_spec``: steps, evaluations and ``check_step`` on split sequences equal one device."""
 
 import math
 import re
@@ -54,7 +54,7 @@ class Transformer(nn.Module):
         q, k, v = (nn.DenseGeneral((2, 8), use_bias=False, name=name)(h) for name in "qkv")
         if self.exchange:
             y = context_attention(q, k, v, "cp", impl=self.impl, segment_ids=segments, block_size=2)
-        else:  # each device attends to its own tokens alone
+        else:  # each device attends to local tokens alone
             y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         x = x + nn.DenseGeneral(WIDTH, axis=(-2, -1), name="out")(y)
         x = nn.Dropout(self.dropout, deterministic=not self.dropout)(x)
@@ -77,7 +77,7 @@ def weighted_loss(params, apply_fn, batch, rng):
 
 
 def data() -> dict[str, Any]:
-    """Documents packed into rows, and weights of tokens such that every device has another sum of them."""
+    """Returns packed documents, and token weights with a different sum on every device."""
     rng = np.random.default_rng(0)
     text = rng.integers(0, VOCABULARY, (ROWS, TOKENS + 1))
     text = np.where(np.arange(TOKENS + 1) % 3 == 0, np.arange(ROWS)[:, None], text)
@@ -124,7 +124,7 @@ def optimizer():
 
 @cache
 def one_device(loss_fn, steps=4):
-    """The losses, the first gradient and the last parameters of one device that has the batch in its natural order."""
+    """Returns losses, first gradient and last parameters of one device, with the batch in natural order."""
     model, tx = Transformer(), optimizer()
     params = jax.jit(model.init)(KEY, BATCH["tokens"], BATCH["segments"])["params"]
 
@@ -189,7 +189,7 @@ def test_steps_on_split_sequences_are_those_of_one_device(name, check_vma, impl,
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 @pytest.mark.parametrize("accumulation", ["reduce_each", "reduce_once", "reduce_replicas_once"])
 def test_minibatches_of_copies_are_those_of_one_device(accumulation, check_vma):
-    """Parameters are split over "fsdp", with copies along "dp" and "cp"."""
+    """Minibatches equal one device with parameters split over "fsdp", and copies along "dp" and "cp"."""
     mesh, spec = specs_of("dp_fsdp_cp")
     state = state_of("dp_fsdp_cp", keep_gradients(), replicas=Replicas(("dp", "cp")))
     how = {"num_minibatches": 2, "accumulation": accumulation, "weighted": True, "check_vma": check_vma}
@@ -206,7 +206,7 @@ def keep_gradients():
 
 
 def distilled(params, apply_fn, batch, rng, *, teacher):
-    """The student is to have the teacher's logits for each token, of a sequence of which both see all."""
+    """Distillation loss: squared distance to the teacher's logits; both models see the full sequence."""
     of_student, of_teacher = (
         apply_fn({"params": values}, batch["tokens"], batch["segments"]) for values in (params, teacher)
     )
@@ -236,7 +236,7 @@ def test_a_teacher_reads_split_sequences_too(check_vma):
 
 
 def test_gradients_are_those_of_one_device_and_no_mean_of_means():
-    """Of a batch that was laid out before, but for leaves in natural order."""
+    """A batch laid out by ``shard_batch``, with weights in natural order, gives the gradients of one device."""
     mesh, spec = specs_of("fsdp_cp")
     batch = shard_batch(to_zigzag(BATCH, 2) | {"weights": BATCH["weights"]}, mesh, batch_spec=spec)
     found = {}
@@ -293,7 +293,7 @@ def test_an_evaluation_of_split_sequences_is_that_of_one_device(name, check_vma)
 
 
 class PerToken(nn.Module):
-    """Each token by itself: no layer looks at another one."""
+    """Model that treats each token separately."""
 
     @nn.compact
     def __call__(self, tokens, segments):
@@ -378,7 +378,7 @@ def test_an_axis_that_splits_a_layer_is_none_of_the_batch():
 
 
 def test_a_forecast_counts_what_a_device_has_of_the_sequence():
-    """Of the batch a quarter of the rows and half of the tokens; and the exchange is over "cp"."""
+    """A forecast counts a quarter of the rows and half of the tokens per device, and an exchange over "cp"."""
     mesh, spec = specs_of("fsdp_cp")
     training = Workload(
         split_model("fsdp_cp"),
@@ -398,4 +398,4 @@ def test_a_forecast_counts_what_a_device_has_of_the_sequence():
     assert ("cp",) in {collective.axes for collective in found.collectives if collective.kind == "all-gather"}
     of_batch = 4 * (4 * 2 * 8 + 2 + 1)
     of_state = sum(math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in jax.tree.leaves(unbox(args[0].params)))
-    assert found.memory.argument_bytes == of_state + of_batch + 4  # the number of the step; no one draws from the key
+    assert found.memory.argument_bytes == of_state + of_batch + 4  # 4: the step number; the key is unused

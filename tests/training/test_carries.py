@@ -1,4 +1,4 @@
-"""What minibatches hand on: a carry of somebody else's, a carry removed, and the loop that runs all of them."""
+"""Tests of carries between minibatches: a user-defined carry, a removed carry, and the loop over minibatches."""
 
 import flax.linen as nn
 import jax
@@ -21,7 +21,7 @@ X = jnp.arange(32.0)
 
 
 class Counted(Carry):
-    """The number of minibatches before this one, which the loss function reads."""
+    """Carry with the number of earlier minibatches, which the loss function reads."""
 
     @classmethod
     def of(cls, inputs):
@@ -52,7 +52,7 @@ def test_a_carry_of_ones_own_needs_no_other_file(check_vma, monkeypatch):
     def step(w, x):
         return accumulate_gradients(counting_loss, w, x, None, AXES, 2, collections={"count": jnp.int32(0)})
 
-    # On one device: each of 8 devices has two minibatches of two rows.
+    # Reference on one device: each of 8 devices has two minibatches of two rows.
     parts = np.asarray(X).reshape(8, 2, 2).mean((0, 2))
     want = np.mean(parts * (1 + np.arange(2)))
     run = on_mesh(step, mesh_of(2, 4), check_vma, (P(), P(AXES)), P())
@@ -86,7 +86,7 @@ def observed_loss(params, apply_fn, x, rng):
     return jnp.mean(out**2), {"values": out, "weight": jnp.ones_like(out)}
 
 
-USES = {  # the carry, a model and a loss that need it
+USES = {  # carry: (model, loss, options)
     "KeptCollections": (Normalised, kept_loss, {}),
     "OverwrittenScales": (Scaled, kept_loss, {}),
     "MetricState": (lambda: fsdp(nn.Dense)(16), observed_loss, {"metric": WeightedMean()}),
@@ -107,9 +107,9 @@ def test_without_one_carry_steps_that_use_others_are_the_same_programs(removed, 
     others = [name for name in USES if name != removed]
     before = [lowered(name)[0] for name in others]
     kinds = [kind for kind in CARRIES if kind.__name__ != removed]
-    assert len(kinds) == len(CARRIES) - 1 == len(others)  # guard: the removed carry was there
+    assert len(kinds) == len(CARRIES) - 1 == len(others)  # guard: CARRIES contained the removed carry
     monkeypatch.setattr("xlstm_jax.distributed.training.carries.CARRIES", kinds)
-    # Scales would stay as they are, as a collection that the loss function returns unchanged.
+    # Without its carry, scales would pass unchanged, as an ordinary collection.
     if removed != "OverwrittenScales":
         with pytest.raises(AssertionError, match="no carry takes the"):
             lowered(removed)
@@ -117,7 +117,7 @@ def test_without_one_carry_steps_that_use_others_are_the_same_programs(removed, 
 
 
 def test_models_of_the_cases_have_the_collections_that_they_are_for():
-    """Guard of the test above."""
+    """Guard of the test above: the models have the collections of their cases."""
     assert set(lowered("KeptCollections")[1].collections) == {"batch_stats"}
     assert set(lowered("OverwrittenScales")[1].collections) == {OVERWRITTEN}
 

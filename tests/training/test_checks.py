@@ -1,4 +1,4 @@
-"""The table of checks: without any row the same programs run, and each row stands for something that is looked at."""
+"""Tests of the table of checks: an empty table leaves programs unchanged, and each row runs a check."""
 
 from collections import Counter
 from pathlib import Path
@@ -76,12 +76,12 @@ def test_without_any_row_the_same_program_runs_and_returns_the_same_bits(name, m
 
 
 def test_the_table_is_what_looks(monkeypatch):
-    """Guard: a mistake that the table refuses goes on without it."""
+    """Guard: a mistake that the table rejects passes an empty table."""
     step, (state, batch, _) = RUNS["no types"]()
     with pytest.raises(TypeError, match=r"rng is .* where step\(state, batch, rng\) takes a key"):
         step.lower(state, batch, 3)
     monkeypatch.setattr(TABLE, [])
-    with pytest.raises(TypeError, match="key"):  # JAX's own
+    with pytest.raises(TypeError, match="key"):  # raised by JAX
         step.lower(state, batch, 3)
 
 
@@ -94,7 +94,7 @@ def test_each_moment_has_rows_and_each_row_a_page():
 
 
 def test_each_moment_of_a_training_comes(monkeypatch):
-    """Guard of the first test: the steps in it meet all moments but failures."""
+    """Guard of the first test: its steps reach all moments except failures."""
     met = set()
     rows = [check._replace(looks=lambda _, moment=check.moment: met.add(moment)) for check in CHECKS]
     monkeypatch.setattr(TABLE, rows)

@@ -1,6 +1,7 @@
-"""What a model keeps beside its parameters goes through state and step as on one device with the whole batch.
+"""Tests of collections: state and step treat batch statistics as one device with the global batch.
 
-And what devices would each make of their own examples is refused before anything runs, in both ``check_vma`` modes.
+Values that devices would compute from local examples alone raise an error before the step runs, in both ``check_vma``
+modes.
 """
 
 from functools import partial
@@ -48,7 +49,7 @@ STATS = "batch_stats/BatchNorm_0"
 
 
 class Net(nn.Module):
-    """Batch statistics between two layers; ``axis_name`` as BatchNorm takes it."""
+    """Batch statistics between two layers; ``axis_name`` is BatchNorm's."""
 
     axis_name: Any = AXES
     wrap: Any = plain
@@ -71,18 +72,18 @@ def state_of(model, tx=TX, mesh=None, create=create_train_state, **options):
 
 
 def traced(loss, model=None, state=None, **options):
-    """A step that is not run, on a state that is not there."""
+    """Traces a step on an abstract state."""
     state = state_of(model or Net(wrap=fsdp()), create=abstract_train_state) if state is None else state
     return make_train_step(loss, mesh_of(2, 4), AXES, **options).trace(state, BATCH, KEY)
 
 
 def on_one_device(model):
-    """The loss of the model, and its updated collections: of (params, batch, collections)."""
+    """Returns a function of (params, batch, collections): the loss, and the updated collections."""
     return jax.jit(lambda params, batch, kept: loss_fn(params, model.apply, batch, None, kept))
 
 
 def one_step(collections, model):
-    """(parameters, collections) after a step on one device."""
+    """Returns (parameters, collections) after a step on one device."""
     params = jax.jit(model.init)(KEY, BATCH["x"])["params"]
     loss_and_grads = jax.jit(jax.value_and_grad(on_one_device(model), has_aux=True))
     (_, updated), grads = loss_and_grads(params, BATCH, collections)
@@ -102,7 +103,7 @@ def test_statistics_of_each_device_are_refused_by_leaf_axes_and_cure(check_vma):
 
 
 class Stack(nn.Module):
-    """A scan over wrapped layers with batch statistics, which are recomputed in the backward pass."""
+    """A scan over wrapped layers with batch statistics, recomputed in the backward pass."""
 
     wrap: Any
 
@@ -121,12 +122,12 @@ class Layer(nn.Module):
 
 @pytest.mark.parametrize("check_vma, axis_name", [(True, AXES), (False, "fsdp")])
 def test_statistics_of_the_whole_batch_pass_in_layers_that_are_scanned(check_vma, axis_name):
-    """Under ``check_vma`` the wrappers gather over all axes of the batch: ``nn.scan`` forgets types as it begins."""
+    """Global batch statistics pass in a scan with gathers over all batch axes, as ``nn.scan`` drops types."""
     traced(loss_fn, Stack(fsdp(axis_name=axis_name)), check_vma=check_vma)
 
 
 def test_what_is_refused_would_drift_and_is_found():
-    """A step of one's own, which declares statistics equal that are not: types are off, and nobody looks."""
+    """``check_replicas`` finds statistics that a custom step wrongly declares as replicated."""
     model, mesh = Net(None, fsdp()), mesh_of(2, 4)
     state = state_of(model)
 
@@ -179,7 +180,7 @@ def _kept(variables):
 
 
 class Spectral(nn.Module):
-    """A layer whose largest singular value is kept: made of a weight that is gathered."""
+    """Spectral normalisation: a collection derived from a gathered weight."""
 
     @nn.compact
     def __call__(self, x):
@@ -187,7 +188,7 @@ class Spectral(nn.Module):
 
 
 class Counting(nn.Module):
-    """Keeps what is equal on all devices: made of weights, whole and gathered, of a count, and of a key."""
+    """Collections that are equal on all devices: derived from weights (replicated and gathered), a count, and a key."""
 
     wrap: Any = plain
 
@@ -195,7 +196,7 @@ class Counting(nn.Module):
     def __call__(self, x):
         scale = self.param("scale", nn.initializers.ones, (8,))
         count = self.variable("seen", "count", lambda: jnp.int32(0))
-        mean = self.variable("seen", "mean", lambda: 0.0)  # weakly typed: a step must not compile twice for it
+        mean = self.variable("seen", "mean", lambda: 0.0)  # weakly typed: must not cause a second compilation
         large = self.variable("seen", "large", lambda: jnp.array(False))
         key = self.variable("keys", "key", lambda: jax.random.key(3))
         if not self.is_initializing():
@@ -224,7 +225,7 @@ def test_what_is_made_of_parameters_counts_and_keys_is_equal_and_passes():
 
 
 class Codes(nn.Module):
-    """Codes that decay, split over an axis by a box of the model's own."""
+    """Decaying codes, split over an axis by a box of the model."""
 
     @nn.compact
     def __call__(self, x):
@@ -255,7 +256,7 @@ def test_a_leaf_that_the_model_has_boxed_stays_split(check_vma):
     ("reduce_each", True), ("reduce_once", False), ("reduce_replicas_once", True),
 ])  # fmt: skip
 def test_minibatches_hand_collections_on(accumulation, check_vma):
-    """As on one device: the j-th minibatch has the j-th rows of every device."""
+    """Minibatches pass collections on as on one device, where minibatch j has row j of every device."""
 
     def weighted(params, apply_fn, batch, rng, collections):
         out, updated = apply_fn({"params": params, **collections}, batch["x"], mutable=list(collections))
@@ -292,7 +293,7 @@ def test_a_step_that_is_skipped_leaves_collections_as_they_were():
     state, _ = step(state, BATCH, KEY)
     held = jax.tree.map(np.asarray, (state.params, state.collections))
     nan = BATCH | {"x": BATCH["x"].at[3, 0].set(jnp.nan)}
-    # Squares overflow, and the variance is infinite; what it divides is 0, and loss and gradients are finite.
+    # Squares overflow to an infinite variance; dividing gives 0, and loss and gradients are finite.
     large = BATCH | {"x": jnp.where(jnp.arange(16) % 2, 1e20, -1e20)[:, None] * jnp.ones(8)}
     for bad, count in [(nan, 1), (large, 2)]:
         state, metrics = step(state, bad, KEY)
@@ -302,11 +303,11 @@ def test_a_step_that_is_skipped_leaves_collections_as_they_were():
     assert metrics["skipped_in_a_row"] == 0 and not same(jax.tree.map(np.asarray, state.collections), held[1])
 
 
-# ------------------------------------------------------------------------------------- what the loss function returns
+# --------------------------------------------------------------------------------------- results of the loss function
 
 
 def _updated(change):
-    """A loss function that returns ``change(updated collections)``."""
+    """Returns a loss function with ``change(updated collections)`` as collections."""
 
     def changed(*args):
         loss, updated = loss_fn(*args)
@@ -322,7 +323,7 @@ def test_a_collection_that_is_left_out_stays():
     assert same(jax.tree.map(np.asarray, state.collections), held)
 
 
-# --------------------------------------------------------------------------------------------------- what a state holds
+# ---------------------------------------------------------------------------------------------------- fields of a state
 
 
 class Sowing(nn.Module):
@@ -392,11 +393,11 @@ def test_a_checkpoint_goes_to_another_mesh_whole_or_in_parts(tmp_path):
 
 
 class WithSlowParams(TrainState):
-    slow: Any  # has no default, though it comes after a field that has one
+    slow: Any  # a field without default after a field with default
 
 
 def test_states_without_collections_are_what_they_were(tmp_path):
-    """A plain Flax state trains, and its checkpoint is one of ours; a subclass keeps its fields."""
+    """A plain Flax state trains and checkpoints like a state of the library; a subclass keeps its fields."""
     ours = state_of(Block(8), allow_replicated=True)
     fields = {name: getattr(ours, name) for name in ("step", "apply_fn", "params", "tx", "opt_state")}
     flaxs = train_state.TrainState(**fields)
@@ -413,11 +414,11 @@ def test_states_without_collections_are_what_they_were(tmp_path):
     assert jax.tree.structure(slow.slow) == jax.tree.structure(fields["params"]) and slow.collections == {}
 
 
-# ------------------------------------------------------------------------------------- what the equations of a loss say
+# -------------------------------------------------------------------------------------------------- equations of a loss
 
 
 def _scanned(x, w):
-    """With its first turn the second value differs along "fsdp", and with the next the third does."""
+    """Scan whose second value differs along "fsdp" from the first turn on, and the third from the next turn on."""
 
     def turn(carry, _):
         a, b, c = carry
@@ -428,7 +429,7 @@ def _scanned(x, w):
 
 
 def _while(x, w):
-    """How often the second value is counted up depends on the first."""
+    """Loop in which the first value decides how often the second is incremented."""
     start = x.sum(), 0 * x.sum() + w.sum()
     return jax.lax.while_loop(lambda values: values[0] < 3, lambda values: (values[0] + x.sum(), values[1] + 1), start)
 
@@ -456,7 +457,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_equations_say_what_types_say(name):
-    """Of functions that cast no type further than they must; and without types they say the same."""
+    """``differing_axes`` reads the same axes from equations as types show, with and without ``check_vma``."""
     found = {}
 
     def on_device(check_vma, x, w):
@@ -479,7 +480,7 @@ def test_a_branch_that_is_chosen_by_what_differs_has_a_result_that_differs():
 
 
 def test_what_is_not_known_is_taken_to_differ():
-    """A sum over groups, an array of an outer trace, and a primitive around an index of the device."""
+    """Values of unknown equations count as differing: a sum over groups, an outer trace, an unknown primitive."""
 
     def on_device(x, w):
         group_sum = partial(jax.lax.psum, axis_name="fsdp", axis_index_groups=[[0, 1], [2, 3]])

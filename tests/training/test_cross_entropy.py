@@ -1,4 +1,4 @@
-"""Losses without logits: equal to those of all logits at once, wherever they are taken, and smaller."""
+"""Tests of chunked losses: equal to losses of all logits at once, in every transformation, with smaller arrays."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ ROUNDING = {jnp.float32: 2e-6, jnp.bfloat16: 2e-2, jnp.float64: 1e-13}
 
 
 def example(batch=8, length=6, dtype=jnp.float32, vocab=VOCAB):
-    """hidden [b, t, d], kernel [d, V], labels [b, t]; rows differ in scale, so that no share is the mean."""
+    """Returns hidden [b, t, d], kernel [d, V], labels [b, t]; rows differ in scale, so shares differ from the mean."""
     keys = jax.random.split(jax.random.key(0), 3)
     hidden = (
         jax.random.normal(keys[0], (batch, length, DIM), dtype) * (1 + jnp.arange(batch, dtype=dtype))[:, None, None]
@@ -31,7 +31,7 @@ def example(batch=8, length=6, dtype=jnp.float32, vocab=VOCAB):
 
 
 def all_logits(hidden, kernel, labels):
-    """What the chunked losses are compared with: optax on all logits, which are in float32 or wider."""
+    """Reference: optax on all logits, in float32 or wider."""
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     logits = jnp.einsum("...d,dv->...v", hidden, kernel, preferred_element_type=wide)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
@@ -39,7 +39,7 @@ def all_logits(hidden, kernel, labels):
 
 
 def weighted(losses_of):
-    """A scalar in which every token and both differentiable outputs weigh differently."""
+    """Returns a scalar loss with a different weight for every token and both differentiable outputs."""
 
     def loss(hidden, kernel, labels, **options):
         found = losses_of(hidden, kernel, labels, **options)
@@ -50,12 +50,12 @@ def weighted(losses_of):
 
 
 def gradients(losses_of, *arrays):
-    """Of hidden and kernel."""
+    """Returns the gradients of hidden and kernel."""
     return jax.jit(jax.grad(weighted(losses_of), argnums=(0, 1)))(*arrays)
 
 
 def close(got, want, tolerance):
-    """Within ``tolerance`` of the largest entry."""
+    """Asserts equality within ``tolerance`` of the largest entry."""
     assert got.dtype == want.dtype
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert_allclose(got, want, rtol=0, atol=tolerance * np.abs(want).max())
@@ -86,7 +86,7 @@ def test_losses_and_gradients_are_those_of_all_logits(dtype, chunk_size):
 
 
 def test_the_gradient_of_a_bfloat16_kernel_is_rounded_once():
-    """Beside the gradient in float64, it is off by one rounding of the result and the factors' roundings, averaged."""
+    """A bfloat16 kernel's gradient differs from float64 by one rounding of the result and averaged factor roundings."""
     hidden, kernel, labels = example(batch=512, dtype=jnp.bfloat16)
 
     def mean(losses_of):
@@ -97,12 +97,12 @@ def test_the_gradient_of_a_bfloat16_kernel_is_rounded_once():
         want = np.asarray(jax.jit(jax.grad(mean(all_logits)))(*wide))
     gradient = jax.grad(mean(partial(chunked_cross_entropy, chunk_size=8)))
     got = jax.jit(gradient)(kernel, hidden)
-    # CPUs sum in float32 whatever they are asked for; what is asked of others, the program says.
+    # CPUs always sum in float32; the program shows the dtype that other backends use.
     products = [eqn for _, eqn in equations(jax.make_jaxpr(gradient)(kernel, hidden)) if "dot" in eqn.primitive.name]
     assert len(products) > 2 and {str(eqn.outvars[0].aval.dtype) for eqn in products} == {"float32"}
     assert got.dtype == jnp.bfloat16
     error = np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
-    assert error < 2**-8  # a sum in bfloat16 over 3072 tokens would be off by several times that
+    assert error < 2**-8  # a bfloat16 sum over 3072 tokens would err several times more
 
 
 @pytest.mark.one_in(3)
@@ -187,7 +187,7 @@ def test_labels_of_one_byte_beside_more_entries_than_two_bytes_count():
 
 
 def sizes_in(jaxpr):
-    """The number of values of every array in a jaxpr and those within."""
+    """Yields the size of every array in a jaxpr, nested jaxprs included."""
     for eqn in jaxpr.eqns:
         yield from (var.aval.size for var in eqn.outvars if hasattr(var.aval, "size"))
         for sub in jaxprs_in_params(eqn.params):
@@ -204,7 +204,7 @@ def test_no_array_holds_all_logits():
 
 
 def scanned(losses_of):
-    """The losses of one row of the batch after the other, by the same kernel."""
+    """Returns a function of the losses, computed row by row in a scan with a shared kernel."""
 
     def losses(hidden, kernel, labels, **options):
         return jax.lax.scan(
@@ -230,7 +230,7 @@ def test_under_remat_scan_and_vmap(around):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("varying", ["all", "hidden and labels", "kernel"])
 def test_inside_shard_map_with_any_of_the_inputs_equal_on_all_devices(varying, check_vma):
-    """Gradients have the types of their inputs: that of a kernel that is equal everywhere is the sum over devices."""
+    """Gradients have the types of the inputs: the gradient of a replicated kernel is the sum over devices."""
     mesh, split = mesh_of(2, 2), PartitionSpec(AXES)
     hidden, kernel, labels = example()
     kernels = jnp.stack([kernel * (1 + i) for i in range(4)]) if varying != "hidden and labels" else kernel[None]
@@ -275,7 +275,7 @@ def test_jit_may_split_the_tokens():
 
 
 class Tied(nn.Embed):
-    """An embedding whose table is the head, too."""
+    """An embedding whose table is also the head."""
 
     def losses(self, hidden, labels):
         return chunked_cross_entropy(hidden, self.embedding, labels, vocab_dim=0, chunk_size=8)
@@ -325,7 +325,7 @@ def test_the_head_can_be_initialised_by_its_losses():
     )
 
 
-# Half of all combinations: any two of the three meet in each of their four ways.
+# Half of all combinations: any two of the three options occur in all four combinations.
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "check_vma, gather_dtype, tied",

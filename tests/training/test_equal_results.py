@@ -1,6 +1,6 @@
-"""What a step returns as one value for all devices is equal on all, or is refused before anything runs.
+"""Tests of results that a step declares replicated: equal on all devices, or an error before the step runs.
 
-Types of ``check_vma=True`` do not show branches, so the equations are read; both modes refuse the same programs.
+Types of ``check_vma=True`` ignore branches, so the library reads the equations; both modes reject the same programs.
 """
 
 from functools import partial
@@ -32,14 +32,14 @@ def mean_loss(params, batch):
 
 
 def counting(count, params, _, batch, rng, collections):
-    """A loss whose model counts: ``count(n, rows of this device)``."""
+    """Loss of a model with a counter, updated by ``count(n, rows of this device)``."""
     del rng
     n = count(collections["stats"]["n"], batch)
     return mean_loss(params, batch) * (1 + n), {"stats": {"n": n}}
 
 
 def hot(x):
-    """A predicate of this device's rows."""
+    """Returns a predicate of local rows."""
     return x.mean() > 0
 
 
@@ -64,7 +64,7 @@ by_rule.defvjp(lambda n, x: (by_rule(n, x), x), lambda x, g: (g, jnp.zeros_like(
 
 
 def written(flag, n):
-    """In a mutable array, in a branch."""
+    """Increments a mutable array in a branch."""
     ref = jax.new_ref(n)
 
     def write():
@@ -140,7 +140,7 @@ def test_a_step_of_ones_own_refuses_and_accepts_the_same(check_vma):
 
 @BOTH_MODES
 def test_a_step_reads_the_trace_that_it_runs(check_vma):
-    """The loss is traced once, also where types vary and values are equal; guard: it is traced."""
+    """A step traces the loss once, also if types vary and values are equal."""
     calls = []
 
     def loss(*args):
@@ -161,7 +161,7 @@ def factor():
 
 
 def ring_mean(x):
-    """A mean over "tp" by hand, of which no equation shows that it is equal."""
+    """Returns the mean over two devices of "tp" by ``ppermute``; the equations do not show that it is replicated."""
     return (x + lax.ppermute(x, "tp", [(0, 1), (1, 0)])) / 2
 
 
@@ -209,7 +209,7 @@ def test_an_evaluation_that_differs_along_another_axis_is_refused(check_vma):
 
 
 def test_what_is_reduced_by_hand_is_left_to_the_user_without_types():
-    """A ring of one's own; guard: the same without the ring is refused."""
+    """Without types a reduction by a hand-written ring passes; guard: without the ring the step raises."""
     mesh = DeviceMeshManager.create_device_mesh(WITH_TP, devices=jax.devices()[:4])
     for mean, refused in (ring_mean, False), (lambda x: x, True):
 

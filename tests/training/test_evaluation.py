@@ -1,4 +1,4 @@
-"""An evaluation on shards is that of one device on the whole set; it gathers once, and reduces and keeps nothing."""
+"""Tests of evaluation on shards: results of one device, one gather, no reductions, nothing kept for backward."""
 
 from functools import cache
 from typing import Any
@@ -61,7 +61,7 @@ def evaluate(step, state, metric=METRIC):
 
 
 def on_one_device(params, scan=True, rows=21):
-    """The whole set at once, by the plain model."""
+    """Evaluates the plain model on the full set at once."""
     out = Model(scan=scan).apply({"params": params}, SET["x"][:rows])
     losses = jnp.mean((out - SET["y"][:rows]) ** 2, axis=-1)
     return {"loss": losses.mean(), "rows": len(losses), "worst": losses.max()}
@@ -126,13 +126,13 @@ def temporary_bytes(layers, train):
 
 
 def test_nothing_is_kept_for_a_backward_pass():
-    """As much memory for eight layers as for two, where a training step keeps what it has gathered of each."""
+    """Evaluation needs as much memory for eight layers as for two; a training step keeps gathered weights per layer."""
     one_layer = 64 * 64 * 4
     assert abs(temporary_bytes(8, train=False) - temporary_bytes(2, train=False)) < one_layer / 4
     assert temporary_bytes(8, train=True) - temporary_bytes(2, train=True) > 5 * one_layer  # guard
 
 
-# ----------------------------------------------------------------------------------------------- what else a state has
+# --------------------------------------------------------------------------------------------- other fields of a state
 
 
 class WithAverage(TrainState):
@@ -167,7 +167,7 @@ def test_collections_are_handed_in_where_there_are_some():
     assert_allclose(got, model.apply({"params": params} | collections, SET["x"])[:, 0].mean(), rtol=FLOAT32_ROUNDING)
 
 
-# ------------------------------------------------------------------------------------------------------------ refusals
+# -------------------------------------------------------------------------------------------------------------- errors
 
 
 def test_a_state_of_a_metric_is_taken_over_and_the_state_of_the_training_is_not():

@@ -1,4 +1,4 @@
-"""Further trees of a step: gathered, never differentiated, never donated; programs of two models are one device's."""
+"""Tests of extra trees: gathered, never differentiated, never donated; two-model programs equal one device."""
 
 import re
 from functools import cache, partial
@@ -42,7 +42,7 @@ def copied(state):
 
 
 def through(params, apply_fn, batch, rng, *, teacher, of_teacher=None):
-    """The teacher says what is wanted, and judges, too: gradients flow through it, not to it."""
+    """Distillation loss with a teacher that also scores outputs: gradients pass the teacher, not its parameters."""
     of_teacher = of_teacher or apply_fn
     out = apply_fn({"params": params}, batch["x"])
     wanted = of_teacher({"params": teacher}, batch["x"])
@@ -87,14 +87,14 @@ def test_a_second_model_in_a_step_is_that_of_one_device(mesh, options, policy, c
         state, metrics = step(state, BATCH, KEY, extra_trees={"teacher": teacher})
         assert_allclose(metrics["loss"], right, rtol=1e-5)
     assert_same_params(state.params, want)
-    assert_same_params(teacher, same)  # as it was, and alive
+    assert_same_params(teacher, same)  # unchanged, and not donated
     assert step._cache_size() == 1
     start = unbox(state_of(mesh).params)["blocks"]["Dense_0"]["kernel"]
     assert np.abs(np.asarray(start) - want["blocks"]["Dense_0"]["kernel"]).max() > 1e-3  # guard
 
 
 class Ahead(nn.Module):
-    """Layers whose weights are gathered ahead, by a gradient rule of the library's own."""
+    """Layers whose weights are gathered ahead, by the library's custom gradient rule."""
 
     @nn.compact
     def __call__(self, x):
@@ -104,7 +104,7 @@ class Ahead(nn.Module):
 
 @pytest.mark.parametrize("model", [Model(fsdp), Model(fsdp, remat=True), Ahead()], ids=["", "remat", "ahead"])
 def test_nothing_is_scattered_for_a_further_tree(model):
-    """It is gathered where it is used, and again in the backward pass of layers that are rematerialised."""
+    """An extra tree is gathered on use and for remat, and never scattered."""
     mesh = mesh_of(2, 4)
     state, teacher = state_of(mesh, 0, model), state_of(mesh, 1, model).params
 
@@ -118,7 +118,7 @@ def test_nothing_is_scattered_for_a_further_tree(model):
     got, plain = count(through, extra_trees={"teacher": teacher}), count(mean_loss)
     assert got[:2] == plain[:2]
     assert got[2] > plain[2]
-    assert count(own)[0] > got[0]  # guard: trained, it is scattered
+    assert count(own)[0] > got[0]  # guard: a trained tree is scattered
 
 
 def test_a_narrow_teacher_and_an_average_are_further_trees():
@@ -194,7 +194,7 @@ def test_an_evaluation_takes_them_too(check_vma):
     assert not np.isclose(make_log_step(metric, mesh, AXES)(own)[0], want)
 
 
-# ------------------------------------------------------------------------------------------------------------- refused
+# -------------------------------------------------------------------------------------------------------------- errors
 
 
 def given(others, loss=through, mesh=None, **options):
@@ -287,7 +287,7 @@ def test_a_large_tree_that_is_whole_on_each_device_is_told():
         )
 
 
-# --------------------------------------------------------------------------------------------------- whole programs
+# ----------------------------------------------------------------------------------------------- two-model programs
 
 
 @pytest.mark.slow

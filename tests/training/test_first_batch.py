@@ -1,4 +1,4 @@
-"""Real processes compare, once, what must be the same in all: the key of the parameters, and the first batch."""
+"""Tests with several processes that compare, once, the parameter key and the first batch."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_of_four_processes_two_of_which_hold_the_same_rows(four):
     raised(four, "seeds", r"'rng' is .* on process 0, but .* on process 1, but .* on process 2, but .* on process 3$")
     raised(four, "unlike copies", r"processes 0, 1 hold the same rows of the first batch of a step, as copies")
     for process in four:
-        assert process["own rows"]["result"] == []  # equal in processes 0 and 1, which hold the same rows
+        assert process["own rows"]["result"] == []  # processes 0 and 1 have the same rows
         (told,) = process["equal rows"]["result"]
         assert told.startswith("processes 0, 1, 2, 3 hand in equal rows")
 

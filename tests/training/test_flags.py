@@ -1,6 +1,6 @@
-"""The library's own code raises under none of JAX's flags of types, in ordinary combinations of what a step takes.
+"""Tests of JAX's type flags: the library raises under none of them, in ordinary combinations of step options.
 
-A step is traced under each flag. What raises in optax or Flax by itself stands in no case: Adam's bias correction,
+A step is traced under each flag. No case contains code of optax or Flax that raises by itself: Adam's bias correction,
 ``optax.contrib.muon``, ``sam``, ``lookahead``, ``MultiSteps``, ``reduce_on_plateau``, cosine schedules mix ints, bools
 and floats, as does a Flax module whose weights arrive in another dtype than its ``dtype``.
 """
@@ -164,7 +164,7 @@ def of_layers(params, apply_fn, batch, rng):
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its loss, an optimizer, and options of the state and of the step."""
+    """A model, the loss, an optimizer, and options of the state and of the step."""
 
     model: Any = field(default_factory=Net)
     loss: Any = mean
@@ -198,7 +198,7 @@ CASES = {
     "metric": Case(loss=observed, step=ACCUMULATED | {"metric": WeightedMean()}),
     "collections": Case(Net(normed=True), with_statistics, ALL_OF_OURS, step=ACCUMULATED),
     "learning rate": Case(tx=optax.sgd(LINEAR), step={"learning_rate": LINEAR}),
-    # Not the optimizer's own, which optax itself could not call.
+    # Another schedule than the optimizer's, because optax cannot call that schedule under the flags.
     "another learning rate": Case(step={"learning_rate": {"all": optax.cosine_decay_schedule(0.1, 100)}}),
     "all of ours": Case(tx=ALL_OF_OURS),
     "muon": Case(tx=muon(LINEAR, adaptive=True, exchange_dtype="bfloat16", consistent_rms=0.2, weight_decay=0.1)),
@@ -295,7 +295,7 @@ def test_finite_steps_pass_under_debug_nans():
 
 @pytest.mark.parametrize("flag", FLAGS)
 def test_the_flags_are_on_while_a_step_is_traced(flag):
-    """Guard: a loss that a flag forbids, or changes, is forbidden or changed."""
+    """Guard: each flag forbids, or changes, the loss of the test."""
 
     def loss(params, apply_fn, batch, rng):
         mixed = batch["weight"] * (batch["weight"] > 0) if flag == "strict" else batch["y"] * batch["y"][0]

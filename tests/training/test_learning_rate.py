@@ -1,4 +1,4 @@
-"""The learning rate among the metrics of a step is the one by which the parameters have moved."""
+"""Tests of the learning rate in the metrics: equal to the rate that moved the parameters."""
 
 import flax.linen as nn
 import jax
@@ -24,7 +24,7 @@ def in_groups(of_matrices, of_vectors):
 
 
 def trained(tx, learning_rate=None, batches=(BATCH,) * 3):
-    """For each step its metrics, and how far each parameter has moved."""
+    """Returns for each step the metrics, and the distance that each parameter moved."""
     state = create_train_state(MODEL, tx, MESH, KEY, BATCH["x"], batch_axes=AXES)
     step, seen = make_train_step(mean_loss, MESH, AXES, learning_rate=learning_rate), []
     for batch in batches:

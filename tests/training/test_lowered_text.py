@@ -1,8 +1,8 @@
-"""Training steps lower to the same text as before: a change of the library's structure changes no program.
+"""Tests that training steps lower to the recorded text: a refactoring of the library changes no program.
 
-Of each text a digest is kept, by the releases of the packages that have a part in it; on others there is nothing to
-compare with. To see what has changed, write the texts on two commits and compare them; where that is what was meant,
-keep the new digests, on both ends of JAX:
+A digest of each text is recorded per set of package releases; on other releases the comparison is skipped. To find a
+change, write the texts on two commits and compare; for an intended change record new digests, on the oldest and the
+newest JAX:
 
     python -m tests.training.test_lowered_text runs/before
     python -m tests.training.test_lowered_text runs/after
@@ -40,7 +40,7 @@ CASES = {
         mean_loss,
         {},
     ),
-    # copies of the shards, padding, the library's own policy; minibatches that gather and scatter once; weights
+    # copies of the shards, padding, the library's remat policy; minibatches that gather and scatter once; weights
     "replicas": (
         partial(Model, fsdp(replicas=Replicas("dp"), uneven="pad", reshard_after_forward=True), scan=False),
         weighted_loss,
@@ -52,7 +52,7 @@ CASES = {
 
 @cache
 def lowered(case):
-    """The StableHLO text of the step, which names no file and no function of the library."""
+    """Returns the StableHLO text of the step, which names no file and no function of the library."""
     make_model, loss_fn, options = CASES[case]
     mesh, batch = mesh_of(2, 4), data()
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adafactor(1e-3))
@@ -70,12 +70,14 @@ def digest(case):
 def test_a_training_step_lowers_to_the_kept_text(case):
     kept = json.loads(KEPT.read_text())
     if RELEASES not in kept:
-        pytest.skip(f"texts are kept of {'; '.join(kept)}, and this is {RELEASES}")
-    assert digest(case) == kept[RELEASES][case], "another program; this file's docstring says how to see it"
+        pytest.skip(f"digests are recorded for {'; '.join(kept)}, and this is {RELEASES}")
+    assert digest(case) == kept[RELEASES][case], (
+        "the lowered program changed; this file's docstring explains how to find the difference"
+    )
 
 
 def test_options_change_the_text():
-    """Guard: the digests tell programs apart."""
+    """Guard: each case has a different digest."""
     assert len({digest(case) for case in CASES}) == len(CASES)
 
 

@@ -1,4 +1,4 @@
-"""Mistakes that run, and programs that once ended in raw errors: told once; their right neighbours are not."""
+"""Tests of mistakes that run, and of programs that ended in raw errors: a single warning; correct code has none."""
 
 import re
 import warnings
@@ -58,7 +58,7 @@ def padding(features, **options):
 
 
 def copied(tree):
-    """Parameters without boxes that no step takes over."""
+    """Returns unboxed copies of the parameters, safe from donation."""
     return jax.tree.map(jnp.copy, unbox(tree))
 
 
@@ -70,7 +70,7 @@ def traced(loss=mean_loss, tx=None, batch=BATCH, axes=AXES, model=None, **option
     return make_train_step(loss, MESH, axes, **options).trace(abstract(tx, model, axes=axes), batch, KEY)
 
 
-# ------------------------------------------------------------------------------------- what is told, and its neighbours
+# ------------------------------------------------------------------------------------- warnings, and correct neighbours
 
 
 def with_mask(mask):
@@ -82,7 +82,7 @@ def is_kernel(path, _):
 
 
 def aux(**beside):
-    """A loss function with these functions of the squared errors beside the loss."""
+    """Returns a trace of a step whose loss has auxiliary outputs: functions of the squared errors."""
 
     def loss(params, apply_fn, batch, rng):
         errors = (apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2
@@ -96,14 +96,14 @@ def idle(**options):
 
 
 def uses_dp(params, apply_fn, batch, rng):
-    """Each device along "dp" takes its own half of the rows: a batch that a model splits itself."""
+    """Loss in which each device along "dp" takes half of the rows: the model splits the batch."""
     half = batch["x"].shape[0] // 2
     x = jax.lax.dynamic_slice_in_dim(batch["x"], jax.lax.axis_index("dp") * half, half)
     return jax.lax.pmean(jnp.mean(apply_fn({"params": params}, x) ** 2), "dp")
 
 
 def padded(weigh=False, loss=mean_loss, **options):
-    """A step, or an evaluation, on 14 rows that were padded to 16."""
+    """Runs a step on 14 rows padded to 16."""
     rows = {name: np.asarray(BATCH[name][:14]) for name in ("x", "y")}
     batch, weight = shard_batch(rows, MESH, AXES, pad=True)
     batch |= {"weight": weight} if weigh else {}
@@ -258,7 +258,7 @@ def test_parameters_of_a_second_model_go_with_the_state(check_vma):
     assert check_step(step, state, ODD, KEY).ok
 
 
-# ----------------------------------------------------------------------------------------- an update of one's own, GANs
+# ------------------------------------------------------------------------------------------------- custom updates, GANs
 
 TXS = {
     "clipped adam": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1)),
@@ -357,7 +357,7 @@ def test_a_forward_derivative_gathers_first(check_vma):
 
 
 class Shares(nn.Module):
-    """A module whose parameters lie where those of its Dense do."""
+    """Module that shares the scope of its Dense, so the parameters have the same paths."""
 
     def setup(self):
         self.dense = nn.Dense(4)
@@ -404,7 +404,7 @@ def test_the_state_of_another_optimizer_is_told(name, tmp_path):
     says = r"'train/opt_state/0/count' was saved with the optimizer chain\(scale_by_adam, scale\) of.*restore_params"
     with pytest.warns(UserWarning, match=says):
         restored(tmp_path, getattr(optax, name)(0.1), lambda state: {"train": state, "epoch": 0})
-    restored(tmp_path, optax.adam(0.2, b1=0.8), lambda state: {"train": state, "epoch": 0})  # the same, other numbers
+    restored(tmp_path, optax.adam(0.2, b1=0.8), lambda state: {"train": state, "epoch": 0})  # other numbers only
 
 
 def test_steps_of_another_experiment_are_not_saved_behind_those_of_one(tmp_path):
@@ -413,7 +413,7 @@ def test_steps_of_another_experiment_are_not_saved_behind_those_of_one(tmp_path)
     with pytest.raises(ValueError, match=says):
         saved(tmp_path, optax.sgd(0.1), 2)
     assert saved(tmp_path, optax.adam(0.2), 2)
-    with Checkpointer(tmp_path) as checkpointer:  # goes on from its parameters
+    with Checkpointer(tmp_path) as checkpointer:  # restores parameters alone
         params = checkpointer.restore_params(abstract().params)
         assert checkpointer.save(3, create(optax.sgd(0.1)).replace(params=params))
 
@@ -421,7 +421,7 @@ def test_steps_of_another_experiment_are_not_saved_behind_those_of_one(tmp_path)
 # ------------------------------------------------------------------------------------------------------------- the page
 
 DOCS = Path(__file__).parents[2] / "docs"
-KINDS = {"prevented", "refused", "told", "check_step", "not seen"}
+KINDS = {"prevented", "error", "warns", "check_step", "not detected"}
 
 
 def rows():
@@ -437,7 +437,7 @@ def test_each_row_of_the_page_has_an_answer_and_names_a_message_or_a_step_that_t
     assert len(rows()) > 70 and {answer for _, answer, _ in rows()} == KINDS
     for mistake, answer, how in rows():
         quoted = set(re.findall(r"`([^`]+)`", how))
-        if answer in ("refused", "told"):
+        if answer in ("error", "warns"):
             assert quoted & heads and all(quote in heads for quote in quoted if "…" in quote), mistake
         if answer == "check_step":
             assert quoted and quoted <= wrong, mistake

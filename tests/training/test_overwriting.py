@@ -1,6 +1,6 @@
-"""Flax's fp8 products: scales and histories, whose gradient is their next value, are those of one device.
+"""Tests of Flax's fp8 products: scales and histories, whose gradient is the next value, equal one device.
 
-And so are the bits of their kernels, which are quantised before they are gathered.
+Kernels are quantised before the gather, bit-equal to one device.
 """
 
 import re
@@ -73,7 +73,7 @@ def loss_fn(params, apply_fn, x, rng, collections):
 
 
 def on_one_device(tx, minibatches, op, layers=0, start=None):
-    """Ten steps of the plain model, as Flax's own ``TrainState`` overwrites."""
+    """Runs ten steps of the plain model with the overwriting of Flax's ``TrainState``."""
     model = Fp8(op=op, layers=layers)
     variables = start or model.init(jax.random.key(0), X)
     params, scales = variables["params"], variables[OVERWRITTEN]
@@ -86,7 +86,7 @@ def on_one_device(tx, minibatches, op, layers=0, start=None):
     def step(params, scales, opt_state):
         total = jax.tree.map(jnp.zeros_like, params)
         for part in range(minibatches):
-            rows = X.reshape(8, minibatches, -1, 16)[:, part].reshape(-1, 16)  # each device's own part
+            rows = X.reshape(8, minibatches, -1, 16)[:, part].reshape(-1, 16)  # the rows of each device
             grads, scales = jax.grad(loss, (0, 1))(params, scales, rows)
             total = jax.tree.map(lambda sum_, g: sum_ + g / minibatches, total, grads)
         updates, opt_state = tx.update(total, opt_state, params)
@@ -121,12 +121,12 @@ def test_scales_after_each_of_ten_steps_are_those_of_one_device(check_vma, op, m
         state, _ = step(state, X, jax.random.key(2))
         assert_alike(state, params, scales)
     moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), start, jax.device_get(state.collections[OVERWRITTEN]))
-    assert all(jax.tree.leaves(moved))  # guard: all were overwritten
+    assert all(jax.tree.leaves(moved))  # guard: every scale changes
 
 
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_kernels_that_travel_in_fp8_train_as_on_one_device(check_vma, tmp_path):
-    """In a scan, computed again, in minibatches; and from a checkpoint after half of the steps."""
+    """Kernels gathered in fp8 train as on one device: in a scan, remat, minibatches, and after a checkpoint."""
     tx, mesh, wrap = optax.sgd(0.02), mesh_of(2, 4), fsdp(gather_dtype=NARROW, min_weight_size=64)
     state = create_train_state(Fp8(wrap, layers=2), tx, mesh, jax.random.key(0), X, batch_axes=AXES)
     step = make_train_step(loss_fn, mesh, AXES, 2, check_vma=check_vma)
@@ -141,12 +141,12 @@ def test_kernels_that_travel_in_fp8_train_as_on_one_device(check_vma, tmp_path):
 
 
 def gathers(lowered):
-    """The dtypes of what is gathered."""
+    """Returns the dtypes of all gathers."""
     return set(re.findall(r"stablehlo.all_gather.* -> tensor<[0-9x]+x(\w+)>", lowered.as_text()))
 
 
 class Own(nn.Module):
-    """A layer with a product of its own, which gets ``of(kernel)``."""
+    """A layer with a custom product of ``of(kernel)``."""
 
     of: Any = lambda kernel: kernel
     times: int = 1
@@ -159,7 +159,7 @@ class Own(nn.Module):
 
 
 class Reads(nn.Module):
-    """Flax's layer, under what changes its kernel or takes it through."""
+    """Flax's layer under a transformation that changes or passes its kernel."""
 
     how: str
 
@@ -200,7 +200,7 @@ def test_products_compute_with_the_bits_that_they_have_alone(model, check_vma):
 
 
 def lowered(model, loss=loss_fn, **options):
-    """The step of a model, lowered without any values."""
+    """Returns the lowered step of a model, without values."""
     mesh = mesh_of(2, 4)
     state = abstract_train_state(model, optax.sgd(0.05), mesh, jax.random.key(0), X, batch_axes=AXES)
     return make_train_step(loss, mesh, AXES, **options).lower(state, X, jax.random.key(2))
@@ -232,8 +232,10 @@ def test_where_no_fp8_is_asked_for_no_product_is_looked_at():
 
 @pytest.mark.slow
 def test_two_products_and_what_is_gathered_once_travel_in_blocks(monkeypatch):
-    jax.clear_caches()  # what other tests have traced
-    monkeypatch.setattr(fp8_products, "quantised", lambda *_: pytest.fail("as its product rounds it"))
+    jax.clear_caches()  # drop traces of earlier tests
+    monkeypatch.setattr(
+        fp8_products, "quantised", lambda *_: pytest.fail("a kernel was quantised as its product rounds")
+    )
     assert gathers(lowered(fsdp(gather_dtype=NARROW)(Own)(times=2))) == {"ui8"}
     once = {"num_minibatches": 2, "accumulation": "reduce_once"}
     assert gathers(lowered(Fp8(fsdp(gather_dtype=NARROW)), **once)) == {"ui8"}
@@ -264,7 +266,7 @@ def test_a_scale_whose_rule_is_missing_is_refused():
 
 
 def test_a_teacher_in_fp8_is_not_trained():
-    """Bare kernels, which are whole, cannot be told from a student's; ``freeze_params`` says that they are frozen."""
+    """A teacher in fp8 is not trained; ``freeze_params`` distinguishes bare replicated kernels from a student's."""
     mesh = mesh_of(2, 4)
     teacher, student = (
         create_train_state(model, optax.sgd(0.1), mesh, jax.random.key(0), X, batch_axes=AXES)
@@ -291,7 +293,7 @@ def test_a_scale_that_differs_between_devices_is_refused():
 
 
 def weighted_loss(params, apply_fn, x, rng, collections):
-    """Rows of zeros are padding: four devices of the eight have no others."""
+    """Weighted loss with rows of zeros as padding: four of the eight devices have padding only."""
     out, updated = apply_fn({"params": params, **collections}, x, mutable=list(collections))
     weights = jnp.any(x != 0, -1)
     return (jnp.sum(weights * jnp.mean((out - x[:, :4]) ** 2, -1)), jnp.sum(weights)), updated
@@ -303,7 +305,7 @@ def weighted_loss(params, apply_fn, x, rng, collections):
     ids=["mean", "padding", "kernels that products round"],
 )
 def test_check_step_computes_with_the_scales_of_a_mean_over_devices(wrap, loss, x):
-    """Of a device's own mean the gradients would be eight times as large, and clipped where fp8 ends."""
+    """``check_step`` uses scales of the global mean: gradients of local means are eight times larger, and clipped."""
     state = create_train_state(Fp8(wrap), optax.sgd(0.05), mesh_of(2, 4), jax.random.key(0), x, batch_axes=AXES)
     step = make_train_step(loss, mesh_of(2, 4), AXES, weighted=loss is weighted_loss)
     state, _ = step(state, x, jax.random.key(2))

@@ -1,4 +1,4 @@
-"""A batch whose rows were padded trains as its real rows on one device; and what counts the copies is said, once."""
+"""Tests of padded batches: training equals the real rows on one device; code that counts copies is warned about."""
 
 import warnings
 from functools import partial
@@ -41,7 +41,7 @@ class Normalised(nn.Module):
 
 
 class OfBatch(nn.Module):
-    """Normalises by statistics of the batch, or by those that it keeps."""
+    """Normalises by batch statistics, or by running averages."""
 
     frozen: bool = False
 
@@ -52,7 +52,7 @@ class OfBatch(nn.Module):
 
 
 class LookedUp(nn.Module):
-    """Rows of a table that is split over devices, which exchange them."""
+    """Looks up rows of a split table, which devices exchange."""
 
     @nn.compact
     def __call__(self, x):
@@ -81,7 +81,7 @@ def padded(rows=11, with_weight=True):
 
 @pytest.mark.parametrize("check_vma, rows", [(True, 11), (False, 3)])
 def test_a_padded_batch_trains_as_its_rows_on_one_device(check_vma, rows):
-    """With 3 rows five devices hold copies alone."""
+    """A padded batch trains as its rows on one device, also if five devices have copies alone (3 rows)."""
 
     def loss_fn(params, x):
         return jnp.mean(errors_of(params, Normalised().apply, {"x": x}))
@@ -100,7 +100,7 @@ def test_a_padded_batch_trains_as_its_rows_on_one_device(check_vma, rows):
     assert np.isnan(grads(params)["Dense_0"]["kernel"]).any()  # guard: so would rows of zeros
 
 
-# ----------------------------------------------------------------------------------------------- what counts the copies
+# ------------------------------------------------------------------------------------------ code that counts the copies
 
 
 def with_statistics(params, apply_fn, batch, rng, collections, mask=None):
@@ -150,7 +150,7 @@ def of_seen(params, apply_fn, batch, rng):
 
 
 def compared(params, apply_fn, batch, rng, masked=False):
-    """Each row beside the rows of all devices, those of weight 0 too unless ``masked``."""
+    """Compares each row with the rows of all devices; rows of weight 0 are excluded only with ``masked``."""
     out = apply_fn({"params": params}, batch["x"])
     logits = out @ jax.lax.all_gather(out, AXES, tiled=True).T
     if masked:
@@ -222,7 +222,7 @@ def test_what_uses_the_weights_stays_silent(program):
 
 
 def contrastive(params, apply_fn, batch, rng, masked=False):
-    """Each row beside all rows of the device, those of weight 0 too unless ``masked``."""
+    """Compares each row with the rows of the device; rows of weight 0 are excluded only with ``masked``."""
     out = apply_fn({"params": params}, batch["x"])
     others = batch["weight"] > 0 if masked else batch["weight"] >= 0
     logits = jnp.where(others, out @ out.T, -1e9)

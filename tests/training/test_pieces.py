@@ -1,4 +1,4 @@
-"""A head that is read by pieces: losses and gradients of the whole kernel, which is never whole on a device."""
+"""Tests of a head read in pieces: losses and gradients of the unsharded kernel, which no device ever holds."""
 
 import math
 import re
@@ -38,7 +38,7 @@ from xlstm_jax.formatting import format_bytes
 
 VOCAB, DIM, ROWS, LENGTH = 48, 16, 16, 3
 BATCH = ("x", "y")
-# With what is asked of the wire, how far gradients may be from those of one device, relative to the largest.
+# Wire formats, and the tolerance of gradients against one device, relative to the largest entry.
 WIRES = {
     "float32": (DEFAULT_COMMUNICATION, 2e-6),
     "gathered in bfloat16": (Communication("bfloat16"), 2e-2),
@@ -53,7 +53,7 @@ def mesh():
 
 
 def example(vocab=VOCAB):
-    """hidden, kernel, labels; rows differ in scale, some labels do not count."""
+    """Returns hidden, kernel, labels; rows differ in scale, and some labels have no weight."""
     keys = jax.random.split(jax.random.key(0), 3)
     hidden = jax.random.normal(keys[0], (ROWS, LENGTH, DIM)) * (1 + jnp.arange(ROWS))[:, None, None] / 4
     labels = jax.random.randint(keys[2], (ROWS, LENGTH), 0, vocab).at[::5, 1].set(-100)
@@ -61,16 +61,16 @@ def example(vocab=VOCAB):
 
 
 def weighted_loss(hidden, kernel, labels, **options):
-    """A scalar in which tokens and both differentiable outputs weigh differently; and which labels were likeliest."""
+    """Returns a scalar with different weights for tokens and both differentiable outputs, and the correct flags."""
     found = chunked_cross_entropy(hidden, kernel, labels, **options)
     weight = 1 + labels % 3
     return jnp.sum(found.loss * weight + 0.1 * found.log_normalizer**2), found.correct
 
 
 def on_devices(mesh, check_vma, names, how=DEFAULT_COMMUNICATION, *, whole=False, chunk_size=16, vocab_dim=1):
-    """A function of (hidden, kernel, labels): losses of devices, which labels were likeliest, both gradients.
+    """Returns a function of (hidden, kernel, labels): losses of devices, correct flags, both gradients.
 
-    The gradient of the kernel is the mean over devices that split it, or hold copies; over others, it is summed.
+    The gradient of the kernel is the mean over devices that split the kernel or have copies, else the sum.
     """
 
     def losses(hidden, shard, labels):
@@ -115,7 +115,7 @@ def test_losses_and_gradients_are_those_of_one_device(mesh, axes, dim, vocab_dim
     assert_array_equal(correct, likeliest)
     assert 0 < correct.sum() < correct.size
     close(grads[0], wanted[0], 2e-6)
-    close(8 * grads[1], wanted[1], tolerance)  # the mean, of a loss that is a sum over devices
+    close(8 * grads[1], wanted[1], tolerance)  # mean over devices of a summed loss
     assert not np.allclose(grads[1], wanted[1], rtol=0.1)  # guard: a sum would be seen
 
 
@@ -134,7 +134,7 @@ def test_along_other_axes_the_gradient_is_that_of_a_kernel_that_is_gathered(mesh
 
 
 def test_of_equal_logits_the_first_entry_is_the_likeliest(mesh):
-    """Pieces hold entries of all devices: a later piece has entries that come before those of an earlier one."""
+    """The first of several equal logits wins, although a later piece may contain earlier entries."""
     hidden, kernel, _ = example()
     labels = jnp.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % VOCAB
     for likeliest in (0, 7, 11):
@@ -164,7 +164,7 @@ def test_labels_that_do_not_count_and_labels_beyond_the_vocabulary(mesh):
 @pytest.mark.parametrize("names", [(None, BATCH), (BATCH, None)], ids=str)
 @pytest.mark.parametrize("replicas", [None, Replicas("x")], ids=["two axes", "copies"])
 def test_padding_has_no_gradient_where_the_loss_is_not_finite(mesh, replicas, names, check_vma):
-    """Else it would become NaN, and stay so when the entries that count are restored or replaced."""
+    """Padding has gradient 0 for a loss that is not finite; else the padding would stay NaN after a restore."""
     hidden, kernel, labels = example(37)
     along, axes = names.index(None) ^ 1, "y" if replicas else BATCH
     stored = 40
@@ -243,7 +243,7 @@ def test_a_head_by_pieces_has_the_gradients_of_one_device(mesh, vocab, changes, 
 @pytest.mark.parametrize("names", [(None, BATCH), (BATCH, None)], ids=str)
 @pytest.mark.parametrize("trainable", [True, False], ids=["trained", "frozen"])
 def test_no_array_of_a_program_has_the_size_of_the_kernel(mesh, trainable, names):
-    """The largest array is a piece, its gradient, or the logits of a piece; of a frozen kernel nothing is scattered."""
+    """The largest array is a piece, its gradient, or its logits; a frozen kernel needs no scatter."""
     hidden, kernel, labels = example(480)
 
     def run(hidden, shard, labels, *, whole):
@@ -267,7 +267,7 @@ def test_no_array_of_a_program_has_the_size_of_the_kernel(mesh, trainable, names
 
 
 class Doubled(LMHead):
-    """Its losses are twice those of the head."""
+    """Head with doubled losses."""
 
     def losses(self, hidden, labels):
         found = super().losses(hidden, labels)
@@ -295,7 +295,7 @@ def test_losses_of_ones_own_run_on_a_kernel_that_is_gathered(mesh, wrap):
 
 
 class Scaled(LMHead):
-    """A head of twice the logits, and with a method of its own."""
+    """Head with doubled logits and an additional method."""
 
     def scores(self, hidden, labels):
         return -self.losses(hidden, labels).loss
@@ -321,7 +321,7 @@ def test_a_subclass_is_gathered_for_what_it_has_changed_and_for_its_own_methods(
 
 
 class Files(nn.Dense):
-    """A user's layer with a name that means something else here."""
+    """A user's layer with a method named like a method of the library."""
 
     @classmethod
     def from_shards(cls, files):
@@ -352,7 +352,7 @@ def from_outside(**options):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_head_of_a_model_that_is_sharded_from_outside_trains_in_minibatches(mesh, check_vma):
-    """Each minibatch scatters its own gradient; the step is that of one device."""
+    """Minibatches with a scatter each train a head sharded from outside as on one device."""
     plain, batch = Model(), batch_of(VOCAB, rows=32)
     start = jax.jit(plain.init)(jax.random.key(0), batch)["params"]
     state = create_train_state(from_outside(), KEPT, mesh, jax.random.key(0), batch, batch_axes=BATCH)
@@ -410,7 +410,7 @@ def test_a_plan_says_nothing_of_pieces_where_the_kernel_is_gathered_whole(mesh, 
     assert row.uses and not row.piece_bytes
 
 
-# ------------------------------------------------------------------------------------------------- what goes as a whole
+# ---------------------------------------------------------------------------------------------------- unsharded kernels
 
 
 def in_a_branch(losses):
@@ -433,7 +433,7 @@ def for_each_row(losses):
     ids=["blocks", "an axis of the model", "padded features", "a branch", "examples by themselves"],
 )
 def test_what_cannot_go_by_pieces_is_gathered_whole(mesh, around, fields):
-    """The program is that of a kernel which has been gathered."""
+    """The program without pieces is the program of a gathered kernel."""
     fields = {"names": (None, BATCH)} | fields
 
     def run(hidden, shard, labels, *, whole):
@@ -461,7 +461,7 @@ def test_outside_of_shard_map_values_are_global():
 
 
 def test_a_gradient_within_the_loss_is_refused(mesh):
-    """As of a gather: it would be averaged over devices, while those of whole leaves would not be."""
+    """``jax.grad`` inside a loss raises: it would average the kernel's gradient, but no replicated leaf's."""
     model = Model(partial(fsdp, axis_name=BATCH))
     batch = batch_of(VOCAB)
     state = create_train_state(model, KEPT, mesh, jax.random.key(0), batch, batch_axes=BATCH)

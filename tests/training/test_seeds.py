@@ -1,4 +1,4 @@
-"""Training loops and metrics as the systems that this library continues document them, against one device."""
+"""Tests of training loops and metrics as documented by the predecessor systems, against one device."""
 
 from functools import partial
 
@@ -96,7 +96,7 @@ def test_a_loop_under_plain_jit_is_that_of_one_device(mesh):
 
 @pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map, check_vma=False"])
 def test_a_loop_with_a_step_for_each_device_is_that_of_one_device(mesh, how):
-    """``pmap`` as documented; the rows of a device differ, so that a step without the reduction would go elsewhere."""
+    """The documented ``pmap`` loop equals one device; rows differ by device, so a missing reduction shows."""
     model, params, optimizer_state = linear()
 
     def train_step(params, optimizer_state, batch, reduce=DataParallel.all_reduce_gradients_static):
@@ -163,7 +163,7 @@ def test_a_loop_of_nnx_without_jit_is_that_of_one_device(mesh):
     assert all(len(leaf.sharding.device_set) == 8 for leaf in jax.tree.leaves(got))
 
 
-# ----------------------------------------------------------------------------------------------------------- its pieces
+# --------------------------------------------------------------------------------------------------- parts of the loops
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -225,7 +225,7 @@ def test_what_does_not_fit_is_refused(mesh, fails, error, match):
 
 
 def test_a_number_with_an_operation_of_its_own_is_that_of_each_device():
-    """As documented: the size of the batch, a Python number, is summed."""
+    """``reduce_custom`` sums a Python number over devices, as documented."""
 
     @partial(jax.pmap, axis_name="batch")
     def step(x):
@@ -288,7 +288,7 @@ def test_labels_that_are_neither_numbers_nor_one_hot_show():
     metric = ConfusionMatrix(Multiclass(2), {"top1": Accuracy()})
     scores, smoothed = jnp.eye(2), jnp.array([[0.9, 0.1], [0, 1]])
     assert np.isnan(metric.result(metric.observe(scores, smoothed))["top1"])
-    assert metric.result(metric.observe(scores, smoothed, np.array([0, 1])))["top1"] == 1  # guard: the other row
+    assert metric.result(metric.observe(scores, smoothed, np.array([0, 1])))["top1"] == 1  # guard: the valid row
 
 
 def test_compute_is_one_program_that_is_compiled_once():

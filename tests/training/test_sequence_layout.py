@@ -1,4 +1,4 @@
-"""The layout of a split sequence is said once: what contradicts it is refused, while a step is traced."""
+"""Tests of the sequence layout: a contradiction between model and step raises while the step is traced."""
 
 import flax.linen as nn
 import jax
@@ -30,7 +30,7 @@ def mesh():
 
 
 class Model(nn.Module):
-    """Attention over "cp", or a recurrence; ``layout`` and ``positions`` are what calls name."""
+    """Attention over "cp", or a recurrence; ``layout`` and ``positions`` are arguments of the calls."""
 
     layout: str | None = None
     positions: str | None = None
@@ -48,7 +48,7 @@ class Model(nn.Module):
 
 
 def traced(mesh, model, batch, is_evaluation=False, check_vma=True, **options):
-    """The step with the model, traced for the batch."""
+    """Returns the trace of a step with the model on the batch."""
     key, split = jax.random.key(0), {"batch_spec": SPEC, "check_vma": check_vma} | options
     state = create_train_state(model, optax.sgd(0.1), mesh, key, BATCH["x"], batch_axes="fsdp", allow_replicated=True)
     if not is_evaluation:
@@ -148,7 +148,7 @@ def test_two_sequences_are_not_laid_out():
 
 @pytest.mark.parametrize("batch", [BATCH, ZIGZAG], ids=["natural", "laid out"])
 def test_a_batch_that_was_laid_out_is_not_exchanged(batch, mesh):
-    """And the same layout may be named in every place."""
+    """A batch in zigzag layout needs no exchange, and every argument may name the same layout."""
     placed = shard_batch(batch, mesh, batch_spec=SPEC)
     found = traced(mesh, Model("zigzag", "zigzag"), placed, layout="zigzag")
     assert str(found.jaxpr).count("ppermute[") == (2 if batch is BATCH else 0)  # attention gathers keys

@@ -1,4 +1,4 @@
-"""A training state is shown in one line, and in a notebook as a table, whatever its leaves are at the moment."""
+"""Tests of the text of a training state: one line, and a table in a notebook, for any kind of leaf."""
 
 import re
 

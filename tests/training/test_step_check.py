@@ -1,4 +1,4 @@
-"""``check_step`` finds the mistakes that people make in steps of their own, and says what they are."""
+"""Tests of ``check_step``: common mistakes in custom steps are found and explained."""
 
 import math
 import re
@@ -35,7 +35,7 @@ KEY, BATCH = jax.random.key(0), data()
 
 
 class Model(nn.Module):
-    """Kernels that are split and biases that are whole."""
+    """Two layers with split kernels and replicated biases."""
 
     @nn.compact
     def __call__(self, x):
@@ -61,7 +61,7 @@ def loss_fn(params, batch):
 
 
 def of_jax(params, batch, change=lambda loss: loss):
-    """What plain JAX makes of the loss on this device; what is reported is the mean."""
+    """Returns the mean loss, and the local gradients of plain JAX."""
 
     def loss(params):
         local = loss_fn(params, batch)
@@ -76,7 +76,7 @@ def right(params, batch):
 
 
 def then(reduce, grads_of):
-    """``grads_of``, and then ``reduce`` of the gradients."""
+    """Returns ``grads_of`` followed by ``reduce`` of the gradients."""
 
     def both(params, batch):
         value, grads = grads_of(params, batch)
@@ -103,7 +103,7 @@ def times(factor):
 
 
 def own_step(grads_of, mesh, params, check_vma, tx=None):
-    """A step as people write it, around ``grads_of(params, batch)``; with ``tx`` its optimizer is its own."""
+    """Returns a typical custom step around ``grads_of(params, batch)``; ``tx`` replaces the state's optimizer."""
     specs = partition_specs(params, mesh)
     on_mesh = partial(jax.shard_map, mesh=mesh, in_specs=(specs, P(AXES)), out_specs=(P(), specs))
     run = on_mesh(grads_of, check_vma=check_vma)
@@ -214,7 +214,7 @@ def test_a_step_with_its_own_optimizer_is_compared_by_what_that_makes_of_gradien
 
 @pytest.mark.slow
 def test_a_gradient_that_is_rounding_alone_is_not_looked_at(mesh):
-    """That of the bias of attention's keys is 0: softmax does not see what is added to all its inputs."""
+    """``check_step`` skips the gradient of attention's key bias, pure rounding because softmax is shift-invariant."""
 
     class Net(nn.Module):
         @nn.compact
@@ -231,7 +231,7 @@ def test_a_gradient_that_is_rounding_alone_is_not_looked_at(mesh):
 
 
 def checked_step_of_one_leaf(factor=1, calls=1):
-    """Returns what ``check_step`` finds in a step of one leaf on two devices, with ``factor`` times the gradient."""
+    """Returns the result of ``check_step`` for a leaf on two devices, with ``factor`` times the gradient."""
     mesh, x = mesh_of(1, 2), np.arange(1.0, 9, dtype=np.float32).reshape(2, 4)
     params = {"w": jax.device_put(np.ones(4, np.float32), NamedSharding(mesh, P("fsdp")))}
     state = TrainState.create(apply_fn=lambda params, x: params["w"] * x, params=params, tx=optax.sgd(0.1))
@@ -305,7 +305,7 @@ def test_a_step_that_calls_its_optimizer_twice_is_found(mesh, state):
 
 
 def test_the_tolerance_is_that_of_rounding():
-    """What is off by 1e-4 is wrong in every way that it can be, and what is off by 1e-6 is right."""
+    """A relative difference of 1e-4 (ratio, direction, zero leaf) is an error, 1e-6 is rounding."""
     right = {"w": np.array([1.0, 2.0, -3.0]), "zero": np.zeros(3)}
 
     def compared(**changes):

@@ -1,4 +1,4 @@
-"""What ``check_step`` tells people to write makes their step right, in both modes of ``check_vma``."""
+"""Tests of the cures that ``check_step`` suggests: the changed step is right, in both modes of ``check_vma``."""
 
 import re
 
@@ -60,7 +60,7 @@ def without_draws(loss):
     return lambda params, apply_fn, batch, rng: loss(params, lambda v, x, rngs: apply_fn(v, x), batch, rng)
 
 
-PAIRS = {  # what is wrong, what is said, what is right
+PAIRS = {  # name: (wrong loss, message, corrected loss)
     "root": (root, "a function of a mean .*pmean", root_of_all),
     "negatives": (
         without_draws(losses.two_sided()),

@@ -1,4 +1,4 @@
-"""``check_step`` of losses that draw: exact at any dropout; and of what breaks where the checker itself is broken."""
+"""Tests of ``check_step`` for losses that draw: exact at any dropout, and failing if the checker is broken."""
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +81,7 @@ def test_without_the_comparison_of_slices_a_sum_would_be_right(monkeypatch):
 
 
 def test_draws_that_go_by_a_row_s_position_are_no_statistic():
-    """Stratified times, as diffusion models have them: a row's draw depends on where it is."""
+    """Draws by row position, as stratified times of diffusion models, are judged exactly."""
 
     def loss(params, apply_fn, batch, rng, reduce=jnp.mean):
         count = len(batch["x"])
@@ -106,15 +106,15 @@ def test_a_row_s_weight_is_not_taken_for_a_draw_that_goes_by_its_position(reduce
     "options", [{"gather_dtype": "int8"}, {"gather_dtype": "bfloat16", "grad_scatter_dtype": "bfloat16"}], ids=str
 )
 def test_narrow_traffic_is_rounding_and_no_fault(options):
-    """Weights are compared as they arrive; sums may be off by what their dtype rounds, far from any factor."""
+    """``check_step`` compares weights as gathered; narrow sums may err by rounding, far below any factor."""
     wrap = fsdp(replicas=Replicas("dp", reduce_dtype="int8"), **options)
     state = state_of(Net(wrap=wrap))
     found = check(loss_by(jnp.mean), state)
     assert found.verdict == "right", str(found)
-    assert max(leaf.tolerance for leaf in found.leaves) < 0.2  # guard: a sum over 8 devices is far beyond it
+    assert max(leaf.tolerance for leaf in found.leaves) < 0.2  # guard: a sum over 8 devices exceeds 0.2 by far
 
 
-# ------------------------------------------------------------------------------------------------ steps of one's own
+# ------------------------------------------------------------------------------------------------------ custom steps
 
 
 def own_step(key_of, factor=1.0):
@@ -152,7 +152,7 @@ def test_a_step_of_one_s_own_is_compared_exactly_whatever_it_makes_of_its_key(fa
 
 
 def test_keys_that_nobody_can_follow_are_never_right_by_default(monkeypatch):
-    """With few keys the means are too uncertain, and the answer says what would tell."""
+    """With few keys the means are too uncertain: the verdict is "cannot tell", and names the missing input."""
     monkeypatch.setattr(comparison, "MOST_KEYS", 8)
     step, state = own_step(of_its_own)
     found = check_step(step, state, BATCH, KEY, loss_fn=loss_by(jnp.mean))

@@ -1,4 +1,4 @@
-"""``check_step`` compares what a step makes of its gradients, too: ``step_check/update`` and ``recording``."""
+"""Tests of the optimizer update in ``check_step``: ``step_check/update`` and ``recording``."""
 
 import re
 
@@ -25,7 +25,7 @@ def state():
 
 
 def after(change):
-    """A ready step, and ``change(new state, old state)`` of what it returns."""
+    """Returns a step that applies ``change(new state, old state)`` to the result of a ready step."""
     ready = make_train_step(mean_loss, mesh_of(2, 4), AXES)
 
     def step(state, batch, rng):
@@ -41,14 +41,14 @@ def said(step, state):
 
 
 def begun_anew(new, old):
-    """From the second step on the state of the optimizer stays as it was."""
+    """Keeps the optimizer state unchanged from the second step on."""
     kept = lambda x, y: jnp.where(old.step > 0, y, x)  # noqa: E731
     inner = jax.tree.map(kept, new.opt_state.inner, old.opt_state.inner)
     return new.replace(opt_state=Recorded(inner, new.opt_state.record))
 
 
 def moments_lost(new, old):
-    """Moments are 0 after each step, as ``tx.init`` makes them."""
+    """Sets the moments to 0 after each step, as ``tx.init`` does."""
     zeros = jax.tree.map(jnp.zeros_like, new.opt_state.inner)
     return new.replace(opt_state=Recorded(zeros, new.opt_state.record))
 
@@ -89,7 +89,7 @@ def test_a_record_reads_like_the_state_and_is_of_the_same_training(state):
     for a, b in zip(jax.tree.leaves(unbox(recorded.params)), jax.tree.leaves(unbox(plain.params)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
     moved = [np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (recorded.params, state.params)), strict=True)]
-    assert all(moved)  # guard: a record of an optimizer that does nothing would be equal, too
+    assert all(moved)  # guard: records of an idle optimizer would be equal
 
 
 def test_a_state_is_compared_leaf_by_leaf_and_counts_to_the_bit():

@@ -1,4 +1,4 @@
-"""``check_step`` says what is so of every step of the corpus: the kept outcomes are of all, some are run here."""
+"""Tests of ``check_step``'s verdicts on the corpus: all recorded outcomes, and a sample that runs here."""
 
 import json
 from dataclasses import replace
@@ -13,7 +13,7 @@ KEPT = json.loads(OUTCOMES.read_text()) if OUTCOMES.exists() else {}
 
 
 def sample():
-    """Every eighth entry, each in another setting."""
+    """Returns every eighth entry, each in a different setting."""
     for number, entry in enumerate(ENTRIES[3::8]):
         settings = entry.settings()
         yield pytest.param(entry, settings[(5 * number + 1) % len(settings)], id=entry.title)

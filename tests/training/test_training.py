@@ -1,4 +1,4 @@
-"""Gradients inside shard_map and the ready-made step, against one device on the whole batch."""
+"""Tests of gradients inside ``shard_map`` and of the ready-made step, against one device on the global batch."""
 
 import gc
 from functools import cache, partial
@@ -53,7 +53,7 @@ def boxed_params(mesh):
 
 
 def run_grads(fn, mesh, check_vma, params=None, batch=BATCH):
-    """(loss, grads) of ``fn(params, batch)`` inside shard_map."""
+    """Returns (loss, grads) of ``fn(params, batch)`` inside shard_map."""
     params = boxed_params(mesh) if params is None else params
     specs = partition_specs(params, mesh)
     return on_mesh(fn, mesh, check_vma, (specs, P(AXES)), (P(), specs))(params, batch)
@@ -61,7 +61,7 @@ def run_grads(fn, mesh, check_vma, params=None, batch=BATCH):
 
 @cache
 def whole_batch(loss):
-    """Loss and gradient of the plain model on one device."""
+    """Returns loss and gradient of the plain model on one device."""
     return jax.jit(jax.value_and_grad(lambda params: loss(params, PLAIN.apply, BATCH)))(PARAMS)
 
 
@@ -76,7 +76,7 @@ def global_weighted_mean(params, apply_fn, batch):
 @pytest.mark.one_in(2)
 @BOTH_MODES
 def test_averages_are_known_again_and_not_divided_twice(check_vma):
-    """By what they are: as another array an average has the type of a sum under ``check_vma=True``."""
+    """``sync_gradients`` divides its averages once; a scaled copy counts as a sum under ``check_vma=True``."""
 
     def again(params, batch, changed=False):
         loss, grads = value_and_grad(lambda p: mean_loss(p, WRAPPED.apply, batch), AXES)(params)
@@ -93,7 +93,7 @@ def test_averages_are_known_again_and_not_divided_twice(check_vma):
         assert_same_params(got, want)
     _, got = run_grads(partial(again, changed=True), mesh_of(2, 4), check_vma)
     bias = got["Dense_0"]["bias"]
-    assert check_vma != np.allclose(bias, want["Dense_0"]["bias"], rtol=0.1)  # guard: it does matter which array it is
+    assert check_vma != np.allclose(bias, want["Dense_0"]["bias"], rtol=0.1)  # guard: a scaled average counts as a sum
 
 
 def test_what_is_known_of_averages_goes_when_they_go():
@@ -119,7 +119,7 @@ def test_value_and_grad_is_that_of_the_whole_batch(weighted, dp, fsdp_size, chec
 
 
 def test_a_mean_of_means_would_be_wrong_where_weights_differ():
-    """The guard of the weighted case: devices do hold different weights, one of them none."""
+    """Guard of the weighted case: devices have different weights, and one device has weight 0."""
     weights = BATCH["weight"].reshape(8, 2).sum(1)
     assert weights.min() == 0 and len(set(weights.tolist())) > 4
     shares = [jax.tree.map(lambda x, i=i: x[2 * i : 2 * i + 2], BATCH) for i in range(8) if weights[i]]
@@ -148,7 +148,7 @@ def test_a_weight_that_is_a_python_number_counts_on_every_device(check_vma):
 
 
 def test_the_weight_is_a_constant_to_the_gradient():
-    """Else that of w x / w, whatever x is, would be 0."""
+    """The weight is a constant for the gradient; otherwise the gradient of w x / w would be 0."""
     step = value_and_grad(lambda w, x: (jnp.sum(w * x), w * jnp.sum(x)), AXES, weighted=True)
     loss, grad = on_mesh(step, mesh_of(2, 4), True, (P(), P(AXES)), P())(jnp.float32(2), jnp.arange(16.0))
     assert_allclose([loss, grad], [1, 1 / 2], rtol=1e-6)
@@ -186,7 +186,7 @@ def test_without_types_a_loss_that_is_already_averaged_gives_the_same():
 
 @pytest.mark.parametrize("axes, batch, missing, size", [("dp", "dp", "fsdp", 4), ("fsdp", AXES, "dp", 2)], ids=str)
 def test_an_axis_that_is_left_out_is_refused_where_the_type_shows_it(axes, batch, missing, size):
-    """Left alone, gradients of whole leaves would come back as sums over that axis."""
+    """Batch axes that omit an axis raise: gradients of replicated leaves would be sums over the omitted axis."""
     mesh = mesh_of(2, 4)
     params = boxed_params(mesh)
     specs = partition_specs(params, mesh)
@@ -211,7 +211,7 @@ def test_the_gradient_norm_of_narrow_gradients_is_summed_in_float32():
     state = create_train_state(fsdp(Half)(), optax.sgd(0.0), mesh, KEY, BATCH["x"], batch_axes=AXES)
     step = make_train_step(lambda p, f, b, r: jnp.mean(f({"params": p}, b["x"] * 0 + 300.0)), mesh, AXES)
     _, metrics = step(state, BATCH, KEY)
-    assert_allclose(metrics["grad_norm"], 300 * 8, rtol=1e-3)  # its square does not fit in float16
+    assert_allclose(metrics["grad_norm"], 300 * 8, rtol=1e-3)  # the square exceeds float16
 
 
 def test_plain_grad_and_one_sync_give_the_same_in_both_modes():
@@ -253,7 +253,7 @@ def test_accumulation_is_the_gradient_of_the_whole_batch(weighted, count, check_
 
 
 def test_aux_of_a_weighted_loss_is_divided_by_the_weight_of_the_batch():
-    """One device, whose minibatches have the weights 1 and 3."""
+    """Auxiliary outputs of a weighted loss are divided by the batch's weight: one device, minibatch weights 1 and 3."""
 
     def loss(w, batch, rng):
         return (w * jnp.sum(batch["y"]), jnp.sum(batch["weight"])), {"y": jnp.sum(batch["y"])}
@@ -288,7 +288,7 @@ def test_aux_of_minibatches_is_averaged_like_the_loss(check_vma):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("count, check_vma", [(2, False), (1, True)])
 def test_aux_says_how_it_is_reduced(count, check_vma):
-    """Over 8 devices, and with 2 over minibatches too: a mean would be 2 tokens, or 1, where there are 16."""
+    """Auxiliary cells define their reduction over devices and minibatches: a mean would count 2 of 16 tokens."""
 
     def loss(params, apply_fn, batch, rng):
         y = batch["y"]
@@ -309,7 +309,7 @@ def test_aux_says_how_it_is_reduced(count, check_vma):
 
 
 def test_narrow_gradients_are_summed_over_minibatches_in_float32():
-    """Weights of 10^5 would overflow float16, and 16 + 1/128 is no bfloat16: sums of minibatches must be wider."""
+    """Minibatches sum gradients in float32: weights of 10^5 overflow float16, and bfloat16 lacks 16 + 1/128."""
 
     def run(dtype, values, weight):
         def loss(w, batch, rng):
@@ -406,7 +406,7 @@ def test_a_weighted_step_over_minibatches_with_aux(count):
 
 
 class WithDropout(nn.Module):
-    """Counts what dropout leaves of ones; one parameter, so that there is something to train."""
+    """Module that applies dropout to ones, with a parameter to train."""
 
     @nn.compact
     def __call__(self, x):
@@ -419,7 +419,7 @@ def test_dropout_differs_by_device_example_and_step():
 
     def loss(params, apply_fn, batch, rng):
         out = apply_fn({"params": params}, batch["x"], rngs={"dropout": rng})
-        # The mask as a number, seen through the auxiliary output: its mean over devices has few collisions.
+        # The mask as a number, returned as auxiliary output: the mean over devices has few collisions.
         return jnp.mean(out), {f"column_{i}": jnp.mean(out[:, i]) for i in range(8)}
 
     mesh, model = mesh_of(1, 8), fsdp(WithDropout)()
@@ -430,7 +430,7 @@ def test_dropout_differs_by_device_example_and_step():
     for _ in range(2):
         state, metrics = step(state, BATCH, KEY)
         masks.append([float(metrics[f"column_{i}"]) for i in range(8)])
-    # 16 examples: with one mask for all devices a column would be 0, 1/2 or 1 of 2.0 (two examples per device).
+    # 16 examples: with the same mask on all devices a column would be 0, 1/2 or 1 of 2.0 (two examples per device).
     assert masks[0] != masks[1]
     assert any(value not in (0.0, 1.0, 2.0) for value in masks[0])
 

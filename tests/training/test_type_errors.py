@@ -1,4 +1,4 @@
-"""Errors of JAX's types under ``check_vma=True`` name their cause, and a step that works."""
+"""Tests of JAX's type errors under ``check_vma=True``: the text names the cause and a step that works."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def trace(model, loss, mesh=None, **options):
 
 
 def of_dense(change):
-    """A loss of one layer, from ``change`` of its results."""
+    """Returns a loss of one layer with ``change`` applied to the output."""
     return lambda params, apply_fn, batch, rng: jnp.mean(change(apply_fn({"params": params}, batch)) ** 2)
 
 
@@ -35,7 +35,7 @@ def test_a_collective_over_a_vmapped_axis_says_what_works():
 
 
 def test_a_mean_over_axes_along_which_a_value_is_equal_says_what_works():
-    """BatchNorm over all axes of a mesh of which one does not split the batch."""
+    """BatchNorm over a mesh axis that does not split the batch raises an error with the cure."""
     mesh, model = jax.sharding.AbstractMesh((2, 2, 2), (*AXES, "tp")), OfRow((*AXES, "tp"))
     with pytest.raises(ValueError, match=r"'tp'.* is equal along some of these axes.*axis_name= of a BatchNorm"):
         trace(model, with_statistics, mesh)

@@ -1,6 +1,6 @@
-"""Sharding that was asked for and does not happen is told: once, with the cause and the cure.
+"""Tests of warnings about replicated parameters: one warning, with the cause and the cure.
 
-That nothing is split, that 5 % of the parameters' bytes are not, and that a wrapper gathers all layers at once.
+Cases: nothing is split; 5 % of the parameters' bytes are replicated; a wrapper gathers all layers at once.
 """
 
 import re
@@ -59,7 +59,7 @@ def test_a_state_that_is_whole_everywhere_is_told_once_with_cause_and_cure(model
     with pytest.warns(UserWarning, match=f"{NOTHING}.*{says}.*pass allow_replicated=True") as told:
         state = create(model, mesh)
     assert len(told) == 1 and told[0].filename == __file__
-    create(model, mesh)  # has been told
+    create(model, mesh)  # warned before
     traced(state, mesh)
 
 
@@ -92,13 +92,13 @@ def test_it_is_silent_where_parameters_are_split_or_one_device_has_all_or_the_us
         create(nn.Dense(4), mesh)
 
 
-# ------------------------------------------------------------------------------------- a good part that is replicated
+# ------------------------------------------------------------------------------------------- partly replicated models
 
 TOKENS = jnp.zeros((8, 4), jnp.int32)
 
 
 class GPT(nn.Module):
-    """A usual one: its attention is of ``nn.DenseGeneral``, and a few parameters are its own."""
+    """Typical GPT: attention with ``nn.DenseGeneral``, and a few parameters of the model class."""
 
     width: int = 64
     remat: bool = False
@@ -134,7 +134,7 @@ def state_of(model, mesh=None, **options):
 
 
 def state_by_hand(model):
-    """With Flax's own state, as of parameters that ``init_sharded`` has made."""
+    """Returns Flax's ``TrainState`` of parameters made by ``init_sharded``."""
     init = partial(init_sharded, model, mesh_of(2, 4), batch_axes=AXES)
     params = jax.eval_shape(init, KEY, TOKENS)["params"]
     return TrainState.create(apply_fn=model.apply, params=params, tx=KEPT)
@@ -166,7 +166,7 @@ def test_a_good_part_that_is_replicated_is_told_once_with_the_classes_to_wrap(mo
     why = "" if by_hand else r" \(no wrapped module owns it\)"
     assert re.search(rf"8 devices of the mesh dp=2,fsdp=4 .* The largest: 'embed/embedding', 128 KiB{why}; ", text)
     assert f"shard_modules(model, ({classes}), axis_name). If it is meant, pass allow_replicated=True" in text
-    assert not told_by(lambda: step.trace(make(model), TOKENS, KEY))  # has been told
+    assert not told_by(lambda: step.trace(make(model), TOKENS, KEY))  # warned before
 
 
 def test_a_leaf_below_the_threshold_has_another_cure():
@@ -234,7 +234,7 @@ def test_a_wrapper_around_a_scan_is_told(make):
     with pytest.warns(UserWarning, match=says) as told:
         state = create(make(), mesh)
     assert len(told) == 1
-    traced(state, mesh)  # has been told
+    traced(state, mesh)  # warned before
     mistakes._warned.clear()
     with pytest.warns(UserWarning, match=says):
         traced(state, mesh)

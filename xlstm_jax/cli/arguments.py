@@ -13,7 +13,7 @@ MAX_SHOWN = 80  # characters of a wrong argument in an error
 UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 EXIT_CODES = "Exit codes: 0 success, 1 {bad}, 2 error."
-FACTORY = "--factory docs.example_training:training"
+FACTORY = "--factory xlstm_jax.cli.example:training"  # in the package, so that examples run in any folder
 EXAMPLES = {
     "plan": f"xlstm-jax plan {FACTORY} --mesh dp=4,fsdp=64",
     "forecast": f"xlstm-jax forecast {FACTORY} --topology v5e:16x16",
@@ -110,71 +110,73 @@ def _shown(text: str) -> str:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "--json": {"action": "store_true", "help": "Print JSON to stdout instead of tables."},
-    "--traceback": {"action": "store_true", "help": "Print the traceback of an error."},
+    "--json": {"action": "store_true", "help": "print JSON to stdout (default: tables)"},
+    "--traceback": {"action": "store_true", "help": "print the traceback of an error (default: one line)"},
     "--factory": {
-        "required": True, "metavar": "module:function", "help": "Path of your function that returns a Workload.",
+        "required": True, "metavar": "module:function",
+        "help": "import your function that returns a Workload (required)",
     },
     "--set": {
         "action": Setting, "default": [], "type": parse_setting, "metavar": "name=value",
-        "help": "Pass an argument to the factory, as remat=True. Repeat the option for several arguments.",
+        "help": "pass an argument to the factory, as remat=True; may be repeated (default: the factory's defaults)",
     },
     "--topology": {
         "metavar": "chip:shape",
-        "help": "Devices, as v5e:16x16 or h100:32x8. By default plan uses the sizes of --mesh; forecast and lint "
-        "compile for simulated CPU devices, with the same collectives but another schedule.",
+        "help": "compile for these devices, as v5e:16x16 or h100:32x8 (default: simulated CPU devices)",
     },
     "--mesh": {
         "type": parse_mesh, "metavar": "axis=size,...",
-        "help": "Axes and sizes of the mesh, outermost first, as dp=4,fsdp=64; one size may be -1. Parameters are "
-        "split over axes whose names begin with fsdp (others: --set \"shard_axes=('data',)\"). Default: an axis for "
-        "each dim of the torus (GPUs: across hosts, and within a host), or a flat axis fsdp if the factory has no "
-        "argument shard_axes.",
+        "help": "set the axes and sizes of the mesh, as dp=4,fsdp=64 (default: the topology's)",
     },
     "--model-axes": {
         "type": parse_mesh, "metavar": "axis=size,...",
-        "help": "Axes of the model and the maximum number of devices for each, the largest traffic first, as "
-        "tp=8,cp=4; FSDP gets the rest. Replaces --mesh. The Workload's batch_spec gives the split of the batch.",
+        "help": "search over sizes of the model's axes up to these, as tp=8,cp=4 (default: FSDP alone)",
     },
     "--minibatches": {
         "type": parse_count, "default": 1, "metavar": "N",
-        "help": "Number of minibatches per device and step; default 1.",
+        "help": "accumulate gradients over N minibatches per device and step (default: 1)",
     },
     "--offload": {
-        "action": "store_true", "help": "Keep the optimizer's state in host memory, as offload=Offload() does.",
+        "action": "store_true", "help": "keep optimizer state in host memory (default: the Workload's choice)",
     },
     "--compiler-options": {
         "choices": ("auto",), "metavar": "auto",
-        "help": "Compile with the options that hide collectives on the topology's chip; default: no options.",
+        "help": "compile with the options that hide collectives on this chip (default: XLA's defaults)",
     },
     "--no-cache": {
         "action": "store_true",
-        "help": "Compile anew and store nothing. By default programs compiled for a topology are stored in "
-        "$XLSTM_JAX_CACHE_DIR or ~/.cache/xlstm_jax, and read from there.",
+        "help": "compile anew and store nothing (default: reuse programs of ~/.cache/xlstm_jax)",
     },
-    "--explain": {"metavar": "leaf", "help": "Explain the split of a leaf in a sentence, as blocks/up/kernel."},
-    "--diff": {"metavar": "old.json", "help": "Print differences from a plan written with --json."},
+    "--explain": {"metavar": "leaf", "help": "explain the split of a leaf, as blocks/up/kernel (default: the table)"},
+    "--diff": {"metavar": "old.json", "help": "print differences from a plan written with --json (default: the table)"},
     "--max-replicated-fraction": {
         "type": parse_fraction, "metavar": "x",
-        "help": "Fail if more than this fraction of the parameters' bytes is replicated; 0 to 1, as 0.02.",
+        "help": "fail if more than this fraction of parameter bytes is replicated (default: 1)",
     },
     "--max-bytes-per-device": {
-        "type": parse_bytes, "metavar": "size", "help": "Fail if a device keeps more bytes, as 14GiB.",
+        "type": parse_bytes, "metavar": "size",
+        "help": "fail if a device keeps more bytes, as 14GiB (default: no limit)",
     },
-    "--out": {"metavar": "picture.png", "help": "Path of a PNG, with a plot of memory and time."},
+    "--out": {"metavar": "picture.png", "help": "draw memory and time to a PNG file (default: no picture)"},
     "--budget": {
         "type": parse_bytes, "metavar": "size",
-        "help": "Memory budget of each device, as 14GiB; default: the memory available to programs.",
+        "help": "limit the memory of each device, as 14GiB (default: all memory that programs get)",
     },
     "--jobs": {
         "type": parse_count, "metavar": "N",
-        "help": "Maximum number of parallel compilations; default: one for every 2 cores, as memory allows.",
+        "help": "compile up to N variants at once (default: one for every 2 cores, as memory allows)",
     },
     "--rules": {
         "type": lambda text: text.split(","), "metavar": "name,...",
-        "help": "Names of the rules that count; default: every rule.",
+        "help": "report findings of these rules (default: every rule)",
     },
 }  # fmt: skip
+# Options that differ between commands. Only `fit` requires a topology, whose memory is the budget.
+VARIANTS: dict[tuple[str, str], dict[str, Any]] = {
+    ("plan", "--topology"): {"help": "take the mesh of these devices, as v5e:16x16 or h100:32x8 (default: --mesh)"},
+    ("fit", "--topology"): {"required": True, "help": "compile for these devices, as v5e:2x4 or h100:1x8 (required)"},
+    ("fit", "--mesh"): {"help": "search on this mesh, as dp=4,fsdp=64 (default: try several meshes)"},
+}
 TRAINING = ("--factory", "--set", "--topology", "--mesh")
 STEP = (*TRAINING, "--minibatches", "--offload", "--compiler-options", "--no-cache")
 
@@ -189,20 +191,20 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "plan": Command(
-        "Show how each leaf is split, or why it is replicated, and bytes per device",
+        "Show how each leaf is split, and its bytes per device",
         "a check fails or --diff finds a difference",
         (*TRAINING, "--offload", "--explain", "--diff", "--max-replicated-fraction", "--max-bytes-per-device"),
     ),
     "forecast": Command(
-        "Compute memory, traffic and time of a compiled step", "the step does not fit", (*STEP, "--out")
+        "Predict memory, traffic and time of a training step", "the step does not fit", (*STEP, "--out")
     ),
     "fit": Command(
-        "Search for the fastest options of the step that fit; compiles several times",
+        "Search for the fastest options with which a step fits",
         "nothing fits",
         (*TRAINING, "--model-axes", "--budget", "--jobs", "--no-cache"),
     ),
     "lint": Command("Find needless costs of a compiled step", "there are findings", (*STEP, "--rules")),
-    "doctor": Command("Show versions, devices and extras, and run self-tests (17 s of CPU time)", "a self-test fails"),
+    "doctor": Command("Show versions, devices and extras, and run self-tests", "a self-test fails"),
 }
 
 
@@ -210,8 +212,8 @@ def make_parser() -> Parser:
     """Builds the parser of every command and option."""
     parser = Parser(
         prog="xlstm-jax",
-        description="Compute the cost of a sharded training before it runs. The devices need not be\npresent.",
-        epilog=_example("forecast"),
+        description="Predict the cost of a sharded training before it runs, on devices that\nneed not be there.",
+        epilog=f"xlstm-jax COMMAND --help lists the options of a command.\n\n{_example('plan')}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"xlstm-jax {__version__}")
@@ -227,12 +229,10 @@ def make_parser() -> Parser:
             allow_abbrev=False,
         )
         for option in ("--json", "--traceback", *spec.options):
-            # Only `fit` requires a topology, whose memory is the budget.
-            needed: dict[str, Any] = {"required": True} if (name, option) == ("fit", "--topology") else {}
-            command.add_argument(option, **OPTIONS[option], **needed)
+            command.add_argument(option, **OPTIONS[option] | VARIANTS.get((name, option), {}))
     return parser
 
 
 def _example(name: str) -> str:
     """Returns the example in two lines, for terminals of 80 columns."""
-    return "Example, in a checkout:\n  " + EXAMPLES[name].replace(f"{FACTORY} ", f"{FACTORY} \\\n    ")
+    return "Example:\n  " + EXAMPLES[name].replace(f"{FACTORY} ", f"{FACTORY} \\\n    ")

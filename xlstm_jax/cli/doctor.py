@@ -43,6 +43,7 @@ OF_JAX = {"jax[tpu]": "libtpu", "jax[cuda12-local]": "jax-cuda12-plugin"}
 # Purpose of each extra; the first four are for every user.
 USES = {
     "checkpoint": "Checkpointer",
+    "publish": "publish",
     "forecast": "forecasts for TPUs, and pictures",
     "forecast-gpu": "the same for GPUs",
     "train": "the training job of benchmarks/",

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
+from xlstm_jax.distributed.data_parallel.modules.shard_modules import shard_modules
 from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload
 from xlstm_jax.forecast.training.fitting import Options
 from xlstm_jax.forecast.training.workload import Workload, described
@@ -37,6 +38,7 @@ VARIED = {
     "remat": ("remat",),
 }
 PASSED_ON = ("axis_name", "min_weight_size", "reshard_after_forward")  # options passed through **sharding
+SHARDING = tuple(inspect.signature(shard_modules).parameters)[2:]  # all but the model and its submodules
 NO_ARGUMENT = re.compile("unexpected keyword argument|multiple values for argument")  # Python's errors
 
 
@@ -92,11 +94,16 @@ class Factory:
         return {name: value for name, value in options.items() if name in self.taken} | dict(chosen)
 
     def _unknown(self, name: str) -> FactoryError:
-        """Returns the error for a ``--set`` argument that neither the function nor the functions behind it have."""
-        passed_on = ", and passes others on to functions that have none of this name either" * self.takes_sharding
+        """Returns the error for a ``--set`` argument that neither the function nor ``shard_modules`` has."""
+        names, passed_on = self.declared, ""
+        if self.takes_sharding:
+            names = (*names, *SHARDING)
+            passed_on = f", and passes others on, as to shard_modules, which has {', '.join(SHARDING)}"
+        near = get_close_matches(name, names, n=1)
+        cure = f"Did you mean {near[0]}?" if near else "Give it one, with a default."
         return FactoryError(
             f"--set {name}=...: {self.name} has no argument of this name; it has {', '.join(self.declared) or 'none'}"
-            f"{passed_on}. Give it one, with a default."
+            f"{passed_on}. {cure}"
         )
 
     def workload(
@@ -156,7 +163,7 @@ def load_factory(name: str) -> Factory:
     if os.sep in module_name or (module_name.endswith(".py") and Path(module_name).exists()):
         raise FactoryError(f"--factory {name!r} is a path, not package.module:function. {_as_module(name)}")
     if not (function_name.isidentifier() and all(part.isidentifier() for part in module_name.split("."))):
-        raise FactoryError(f"--factory {name!r} is not package.module:function, as docs.example_training:training.")
+        raise FactoryError(f"--factory {name!r} is not package.module:function, as xlstm_jax.cli.example:training.")
     # A console script has its folder first in `sys.path`, not the current directory as with `python -m`.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

@@ -1,7 +1,7 @@
 """Public names of the library that training needs, in groups.
 
-  devices          DeviceMeshManager, initialize_distributed, simulate_cpu_devices, assert_same_everywhere, shard_batch,
-                   abstract_batch
+  devices          create_fsdp_mesh, DeviceMeshManager, initialize_distributed, simulate_cpu_devices,
+                   assert_same_everywhere, shard_batch, abstract_batch
   wrapped modules  shard_module_params, shard_modules, scan_layers, nnx_model, Replicas, freeze_params, remat_policy,
                    BLOCK_INPUT, typed_kernel, compiler_options
   trees of shards  shard_params, gather_params, sync_gradients, partition_specs, shardings, unbox, bytes_per_device
@@ -12,12 +12,12 @@
                    skip_nonfinite, skip_counts
   plans            plan_sharding
   checkpoints      Checkpointer, CheckpointError, export_safetensors, import_safetensors
-  faults           LoopGuard, NonFiniteError, check_replicas, ReplicaError
+  faults           LoopGuard, NonFiniteError, check_replicas, ReplicaError, replayed, ReplayError
 
 Metrics are in ``xlstm_jax.distributed.metrics``; forecasts in ``xlstm_jax.forecast``, fits and the lint in
 ``xlstm_jax.forecast.training``.
-Less common names are in the subpackages ``data_parallel``, ``device_mesh``, ``optimizers``, ``plan``, ``processes``
-and ``training``.
+Less common names are in the subpackages ``checkpoint``, ``data_parallel``, ``device_mesh``, ``model_parallel``,
+``optimizers``, ``plan``, ``processes``, ``resilience`` and ``training``.
 """
 
 from xlstm_jax.accelerators import compiler_options
@@ -40,7 +40,7 @@ from xlstm_jax.distributed.data_parallel import (
     typed_kernel,
     unbox,
 )
-from xlstm_jax.distributed.device_mesh import DeviceMeshManager, abstract_batch, shard_batch
+from xlstm_jax.distributed.device_mesh import DeviceMeshManager, abstract_batch, create_fsdp_mesh, shard_batch
 from xlstm_jax.distributed.optimizers import (
     Offload,
     clip_by_global_norm,
@@ -54,9 +54,15 @@ from xlstm_jax.distributed.optimizers import (
 )
 from xlstm_jax.distributed.plan import plan_sharding
 from xlstm_jax.distributed.processes import assert_same_everywhere, initialize_distributed, simulate_cpu_devices
-from xlstm_jax.distributed.resilience import LoopGuard, NonFiniteError, ReplicaError, check_replicas
+from xlstm_jax.distributed.resilience import (
+    LoopGuard,
+    NonFiniteError,
+    ReplicaError,
+    check_replicas,
+)
 from xlstm_jax.distributed.training import (
     LMHead,
+    ReplayError,
     TrainState,
     abstract_train_state,
     accumulate_gradients,
@@ -67,11 +73,13 @@ from xlstm_jax.distributed.training import (
     init_sharded,
     make_eval_step,
     make_train_step,
+    replayed,
     value_and_grad,
 )
 
 __all__ = [  # noqa: RUF022 (in groups)
     # devices
+    "create_fsdp_mesh",
     "DeviceMeshManager",
     "initialize_distributed",
     "simulate_cpu_devices",
@@ -133,9 +141,22 @@ __all__ = [  # noqa: RUF022 (in groups)
     "NonFiniteError",
     "check_replicas",
     "ReplicaError",
+    "replayed",
+    "ReplayError",
 ]
 
-_PACKAGES = ["data_parallel", "device_mesh", "metrics", "optimizers", "plan", "processes", "training"]
+_PACKAGES = [
+    "checkpoint",
+    "data_parallel",
+    "device_mesh",
+    "metrics",
+    "model_parallel",
+    "optimizers",
+    "plan",
+    "processes",
+    "resilience",
+    "training",
+]
 
 
 def __dir__() -> list[str]:

@@ -331,11 +331,10 @@ def begin_forecast(call: StepCall, tokens: int | None = None) -> Pending[Forecas
 
 
 def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecast:
-    """Returns the forecast of a compiled step.
+    """Computes the forecast of a compiled step from the compiler's texts; ``flops`` come from the jaxpr.
 
     Raises:
-      CompileError: the compiler reports that the step does not fit, but it does, so the compiler refuses something
-        else.
+      CompileError: the compiler refuses the step as too large, although the planned buffers fit: another reason.
     """
     program = parse(compiled.hlo)
     chip = compiled.topology.chip if compiled.topology else chip_of(compiled.device_kind)
@@ -373,7 +372,7 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
 
 
 def _with_times(forecast: Forecast, program: Program, moved: HbmBytes, links: Links) -> Forecast:
-    """Returns the forecast with the results that need the chip's published figures."""
+    """Completes a forecast by the times, roofline and host traffic, which need the chip's published figures."""
     chip, flops = links.chip, forecast.flops
     if forecast.platform == "gpu":
         least, expected = Kernels(program, chip), Kernels(program, chip.reached)
@@ -397,7 +396,7 @@ def _with_times(forecast: Forecast, program: Program, moved: HbmBytes, links: Li
 
 
 def rates_note(chip: Chip) -> str:
-    """Returns the note on the rates behind the times of a GPU forecast."""
+    """Returns a sentence with the published and the reached rates from which a GPU forecast computes times."""
     assert chip.network_bandwidth and chip.efficiency  # a GPU
     return (
         f"Least, by published rates of {chip.name}: {chip.peak_flops['bfloat16'] / 1e12:,.0f} TFLOP/s in bfloat16, HBM "

@@ -16,7 +16,7 @@ from rich.text import Text
 from xlstm_jax.forecast.cost.collective_traffic import Collective, executions, sum_wire_bytes
 from xlstm_jax.forecast.cost.memory import Moment
 from xlstm_jax.forecast.hlo.text import split_outside
-from xlstm_jax.formatting import TIMES, Bar, format_bytes, how_to_install, rich_table
+from xlstm_jax.formatting import TIMES, Bar, format_bytes, format_milliseconds, how_to_install, rich_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +34,7 @@ COLORS = {"forward": "#4c78a8", "backward": "#e45756", "recompute": "#f2a541", "
 
 
 def tables(forecast: Any) -> RenderableType:
-    """Returns the full report of a ``Forecast``."""
+    """Returns all tables of a ``Forecast``, with headline and closing remarks, for ``rich``."""
     parts: list[RenderableType] = [_memory_table(forecast)]
     parts += [_temporaries_table(forecast)] if forecast.memory.temporaries else []
     parts += [_axes_table(forecast), _collectives_table(forecast)]
@@ -45,14 +45,15 @@ def tables(forecast: Any) -> RenderableType:
 
 
 def headline(forecast: Any) -> str:
-    """Returns the forecast in three sentences."""
+    """Returns the main results of a forecast (memory, traffic, time) as up to three sentences."""
     mesh = ", ".join(f"{axis} {size}" for axis, size in forecast.axis_sizes.items())
     where = f"{forecast.topology or 'devices at hand'} ({forecast.device_kind}; mesh {mesh})"
     said, sent = f"{where}: {_fits(forecast)}. A step sends", format_bytes(forecast.wire_bytes)
     if forecast.on_gpus:
         said += (
             f" {sent} per GPU, of which {format_bytes(forecast.nic_bytes)} between hosts; "
-            f"{forecast.hidden_fraction:.0%} of it is hidden, {_milliseconds(forecast.exposed_seconds)} are waited for."
+            f"{forecast.hidden_fraction:.0%} of it is hidden, {format_milliseconds(forecast.exposed_seconds)} are "
+            "waited for."
         )
     else:
         said += f" {sent} per device, {forecast.asynchronous_fraction:.0%} of it asynchronously."
@@ -61,8 +62,8 @@ def headline(forecast: Any) -> str:
     waits = f"{forecast.exposed_seconds / forecast.step_seconds:.0%} of it waiting for collectives"
     if forecast.host:
         waits += f", {forecast.host.waited_s / forecast.step_seconds:.0%} for the host's memory"
-    least, expected = map(_milliseconds, forecast.step_time)
-    overlapped = f"{_milliseconds(forecast.roofline.seconds)} if all overlapped ({forecast.roofline.bound}-bound)"
+    least, expected = map(format_milliseconds, forecast.step_time)
+    overlapped = f"{format_milliseconds(forecast.roofline.seconds)} if all overlapped ({forecast.roofline.bound}-bound)"
     return f"{said} It takes {least} by published rates alone, {expected} expected, {waits}; at least {overlapped}."
 
 
@@ -77,7 +78,7 @@ def _fits(forecast: Any) -> str:
 
 
 def closing(forecast: Any) -> list[str]:
-    """Returns closing remarks: tokens for overlap, a misfit, unknown loops, and notes, one sentence each."""
+    """Returns remarks, a sentence each: tokens to hide communication, too little memory, unknown loops, and notes."""
     said = []
     ridge = forecast.roofline and forecast.roofline.ridge_tokens
     if ridge:
@@ -93,10 +94,6 @@ def closing(forecast: Any) -> list[str]:
     if forecast.step_time:
         said.append(HOW_NEAR)
     return said + list(forecast.notes)
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 0.1 else f"{seconds * 1e3:,.0f} ms"
 
 
 def _memory_table(forecast: Any) -> RenderableType:
@@ -138,7 +135,7 @@ def _axes_table(forecast: Any) -> RenderableType:
         sent = (traffic.weights, traffic.activations, traffic.other)
         times = [] if traffic.seconds is None else [traffic.seconds, traffic.waited_s]
         cells = ["+".join(traffic.axes) if traffic.axes is not None else "?"]
-        rows.append([*cells, *(format_bytes(size) if size else "" for size in sent), *map(_milliseconds, times)])
+        rows.append([*cells, *(format_bytes(size) if size else "" for size in sent), *map(format_milliseconds, times)])
     # Either every row has times or no row, depending on the device's figures.
     timed = bool(rows) and len(rows[0]) > 4
     columns = ["axes", "weights", "activations", "other", *["takes", "waited"] * timed]
@@ -160,7 +157,7 @@ def _collectives_table(forecast: Any) -> RenderableType:
 
 
 def _alike(collectives: Sequence[Collective]) -> list[tuple[tuple[str, ...], list[Collective]]]:
-    """Groups collectives of equal kind, purpose, direction, dtype and axes; the largest traffic first."""
+    """Groups collectives of equal kind, leaf or module, direction, dtype and axes; returns (key, members) pairs."""
     alike: dict[tuple[str, ...], list[Collective]] = defaultdict(list)
     for collective in collectives:
         kind = collective.kind + (f" (for {collective.stands_for})" if collective.stands_for else "")
@@ -171,7 +168,7 @@ def _alike(collectives: Sequence[Collective]) -> list[tuple[tuple[str, ...], lis
 
 
 def bars(forecast: Any) -> list[Bar]:
-    """Returns a bar for each row of the table of collectives; bars of collectives that the step waits for warn."""
+    """Returns a bar for each row of the table of collectives, a warning (orange) if the step waits for a collective."""
     return [
         Bar(
             ", ".join(key),
@@ -192,7 +189,7 @@ def _waiting_table(forecast: Any) -> RenderableType:
         modules = ", ".join(dict.fromkeys(module or OUTSIDE for module in beside.modules))
         products = [beside.product_seconds] if forecast.on_gpus else []
         each = (collective.alone_s, beside.seconds, *products, collective.exposed_s)
-        times = [_milliseconds(collective.count * seconds) if seconds is not None else "" for seconds in each]
+        times = [format_milliseconds(collective.count * seconds) if seconds is not None else "" for seconds in each]
         rows.append([collective.kind, _served(collective), collective.direction, modules or "nothing", *times])
     columns = ["collective", "for", "direction", "beside", "takes", "for as long as"]
     columns += [*["products"] * forecast.on_gpus, "waited"]
@@ -200,7 +197,7 @@ def _waiting_table(forecast: Any) -> RenderableType:
 
 
 def _served(collective: Collective) -> str:
-    """Returns the leaves gathered by a collective, or its module; a count for several in one collective."""
+    """Names the leaves that a collective gathers, else its module; several leaves or modules with their count."""
     leaves, modules = (tuple(dict.fromkeys(names)) for names in (collective.leaves, collective.modules))
     if len(leaves) > 1:
         return f"{len(leaves)} leaves together: {', '.join(leaves[:NAMED])}{', ...' * (len(leaves) > NAMED)}"
@@ -210,14 +207,14 @@ def _served(collective: Collective) -> str:
 
 
 def _array(shape: str) -> str:
-    """Returns the compiler's shape; for a tuple, such as a loop carry, only the number of arrays."""
+    """Abbreviates a shape in the compiler's notation: a tuple, such as a loop carry, to the number of arrays."""
     if not shape.startswith("("):
         return shape
     return f"tuple of {len(split_outside(shape[1:-1], ','))} arrays"
 
 
 def _counts(members: Sequence[Collective], on_gpus: bool) -> list[str]:
-    """Returns executions, bytes and hidden fraction; for GPUs also networks, and bytes through each adapter."""
+    """Returns the cells of a row: executions, bytes, hidden fraction; for GPUs also networks, and adapters' bytes."""
     sent = sum_wire_bytes(members)
     hidden = sum_wire_bytes(c for c in members if (c.is_hidden if on_gpus else c.asynchronous))
     cells = [f"{executions(members):,}", format_bytes(sent), f"{hidden / sent:.0%}" if sent else ""]
@@ -259,7 +256,7 @@ def _time_table(forecast: Any) -> RenderableType:
         ]
     least, expected = forecast.step_time
     times += [("a step, by published rates alone", "", least), ("a step, expected", "", expected)]
-    rows = [[what, amount, _milliseconds(seconds)] for what, amount, seconds in times if seconds is not None]
+    rows = [[what, amount, format_milliseconds(seconds)] for what, amount, seconds in times if seconds is not None]
     return rich_table("Time of a step", ["", "amount", "time"], rows)
 
 
@@ -309,7 +306,7 @@ def _plot_memory(axes: "Axes", forecast: Any) -> None:
 
 
 def owners_of(timeline: Sequence[Moment]) -> list[tuple[str, str]]:
-    """Returns the top-level module and the direction of each moment.
+    """Returns (top-level module, direction) of each moment of ``Memory.timeline``.
 
     A moment without a module takes the previous owner, except at the end of the step, which is the optimizer.
     """
@@ -322,7 +319,7 @@ def owners_of(timeline: Sequence[Moment]) -> list[tuple[str, str]]:
 
 
 def names_below(owners: Sequence[tuple[str, str]], points: Sequence[int]) -> list[tuple[str, float]]:
-    """Returns module names and positions: the middle of each module's longest run, without overlaps."""
+    """Returns labels (module name, position), each at the middle of the module's longest run, without overlaps."""
     # Recomputation alternates with the backward pass of the same module, so both share a name.
     parts = [(path, "backward" if direction == "recompute" else direction) for path, direction in owners]
     starts = [i for i in range(len(parts)) if i == 0 or parts[i] != parts[i - 1]]

@@ -1,7 +1,15 @@
-"""Checkpoints that can be restored onto a different mesh, with checksums of every array; safetensors files."""
+"""Checkpoints that restore onto a different mesh, with checksums; export and import of safetensors files."""
 
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer
 from xlstm_jax.distributed.checkpoint.errors import CheckpointError
+from xlstm_jax.distributed.checkpoint.publication.follow import (
+    Published,
+    VersionNeededError,
+    apply_publication,
+    latest_version,
+)
+from xlstm_jax.distributed.checkpoint.publication.layout import Joined, Repeated, Stacked, from_layout, to_layout
+from xlstm_jax.distributed.checkpoint.publication.publish import publish
 from xlstm_jax.distributed.checkpoint.safetensors_io import export_safetensors, import_safetensors
 from xlstm_jax.distributed.checkpoint.tensor_names import TRANSFORMERS, Stored
 
@@ -9,7 +17,17 @@ __all__ = [
     "TRANSFORMERS",
     "CheckpointError",
     "Checkpointer",
+    "Joined",
+    "Published",
+    "Repeated",
+    "Stacked",
     "Stored",
+    "VersionNeededError",
+    "apply_publication",
     "export_safetensors",
+    "from_layout",
     "import_safetensors",
+    "latest_version",
+    "publish",
+    "to_layout",
 ]

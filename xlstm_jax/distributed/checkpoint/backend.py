@@ -42,8 +42,8 @@ class Backend(Protocol):
     def save(self, step: int, arrays: Arrays, record: Callable[[], Json]) -> None:
         """Starts to write a step; returns when the buffers of ``arrays`` may be donated.
 
-        Every array has at least one entry. Each process calls ``record`` in the background during the save; process 0
-        writes the returned JSON. The commit of a step must be atomic.
+        Every array has at least one entry. Each process calls ``record`` in the background during the save, and
+        process 0 writes the returned JSON value as the record of the step. The commit of a step must be atomic.
         """
 
     def is_saving(self) -> bool:
@@ -64,7 +64,7 @@ class Backend(Protocol):
         ...
 
     def read_record(self, step: int) -> Json:
-        """Returns the JSON record of a step."""
+        """Returns the record of a step: the JSON value that ``record`` returned during ``save``."""
 
     def read_arrays(self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Arrays:
         """Reads the wanted arrays of a step, without waiting for other processes.

@@ -298,7 +298,7 @@ class Checkpointer:
     def _newest_sound(
         self, target: PyTree, step: int | None, part_of: Callable[[record.Record, str], str], part: str = ""
     ) -> tuple[record.Leaves, record.Record, int]:
-        """Reads the leaves of ``step``, or of the newest sound step; returns the leaves, the record and the step.
+        """Reads the leaves of ``step``, or of the newest undamaged step; returns the leaves, the record and the step.
 
         ``part_of`` returns the path prefix of the part of the state to read; ``part`` names the part in errors.
         """
@@ -385,7 +385,7 @@ class Checkpointer:
         return {**empty, **self._backend.read_arrays(step, wanted)}
 
     def _steps_of_process_0(self) -> dict[int, steps.StepFolder]:
-        """Returns ``steps_in`` of process 0. Network file systems cache, so listings may differ between processes."""
+        """Returns process 0's list of steps: on network file systems, which cache, the processes' lists may differ."""
 
         def listing() -> str:
             if jax.process_index() != 0:
@@ -405,7 +405,7 @@ class Checkpointer:
         return read_together(work, where, what, self.peer_timeout_s)
 
     def _become_writer(self) -> Writer:
-        """Opens the directory for writing; opens it again after a restore has found damaged steps."""
+        """Returns the directory's writer, locked and opened; opened again after a restore has found damaged steps."""
         if self._writer is not None and self._writer.is_open and not self._damaged:
             return self._writer
 

@@ -84,7 +84,7 @@ def _strides(shape: Sequence[int]) -> np.ndarray:
 
 
 def _scrambled(words: jax.Array, steps: tuple[int, ...]) -> jax.Array:
-    """Maps uint32 to uint32 one-to-one."""
+    """Scrambles each uint32 by the shifts and factors ``steps``; one-to-one."""
     first, factor, second, other, last = steps
     # Without this line a word 0 at position 0 would contribute 0, and its loss would be undetected.
     words = words ^ jnp.uint32(factor)

@@ -86,7 +86,7 @@ def _above(path: str) -> list[str]:
 
 
 def _unpadded(leaf: Sharded) -> Any:
-    """Returns the value in its true shape; a value that is stored in a different form is returned replicated."""
+    """Returns the value of a leaf in the shape of the plain model; a padded or packed value is returned replicated."""
     # Replicated, because the axes may not divide the true shape, for which JAX has no sharding.
     if leaf.stores_value:
         return leaf.value
@@ -249,14 +249,14 @@ def check_sound(record: Record, arrays: Arrays) -> None:
 
 @runtime_checkable
 class HasOptimizer(Protocol):
-    """A ``TrainState`` of this library or of Flax."""
+    """Protocol of states with an optimizer: the ``TrainState`` of this library or of Flax."""
 
     tx: optax.GradientTransformation
     opt_state: PyTree
 
 
 def _optimizers_of(state: PyTree) -> dict[str, str]:
-    """Returns the name of each optimizer in a state by the path of its ``opt_state``, as ``"train/opt_state/"``."""
+    """Returns the description of each optimizer in a state, by path of the ``opt_state``: ``"train/opt_state/"``."""
     found, _ = flatten_with_path(state, lambda node: isinstance(node, HasOptimizer))
     nodes = {path: node for path, node in found if isinstance(node, HasOptimizer) and hasattr(node.tx, "update")}
     begin = {path: "opt_state/" if path == "." else f"{path}/opt_state/" for path in nodes}
@@ -318,10 +318,10 @@ def check_fits(record: Record, likes: Leaves, where: str) -> None:
 
 
 def part_of(record: Record, where: str, *, names: Set[str], path: str | None) -> str:
-    """Returns the prefix of the parameters ``names`` in a record: ``path`` and a slash, or "".
+    """Finds the parameters in a saved state; returns the prefix of their paths, such as "train/params/", or "".
 
-    If ``path`` is None, the parameters are the part called "params" with exactly the leaves ``names``, or the full
-    record. ``where`` names the step in errors.
+    With ``path`` the prefix is the path and a slash. If ``path`` is None, the parameters are the part called "params"
+    with exactly the leaves ``names``, or the full record. ``where`` names the step in errors.
 
     Raises:
       ValueError: no part, or more than one part, fits.
@@ -353,7 +353,10 @@ def _parts(record: Record) -> list[str]:
 
 
 def names_problem(saved: Set[str], wanted: Set[str], target_has: str) -> str:
-    """Returns a text that lists names missing from ``saved`` and names missing from ``wanted``; "" for equal sets."""
+    """Lists the names missing from ``saved`` and from ``wanted``, as text for an error; "" for equal sets.
+
+    ``target_has`` begins the clause about the target, as "the parameters have".
+    """
     missing, extra = sorted(wanted - saved), sorted(saved - wanted)
     problems = [f"it has no {listed(missing)}"] if missing else []
     problems += [f"it has {listed(extra)}, which {target_has} not"] if extra else []
@@ -413,7 +416,7 @@ def data_struct(entry: Entry) -> jax.ShapeDtypeStruct:
 
 
 def read_structs(record: Record, likes: Leaves) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the struct to read for each leaf; without a sharding the array is read in full (see ``Backend``)."""
+    """Returns shape, dtype and sharding in which ``Backend.read_arrays`` reads each leaf; None: read in full."""
     return {
         path: data_struct(entry).update(sharding=None if reads_full_array(entry, likes[path]) else likes[path].sharding)
         for path, entry in record.items()
@@ -451,7 +454,7 @@ def placed_like(array: Any, like: Any) -> Any:
 
 
 def read_like(array: Any, like: Any) -> Callable[[], Any]:
-    """Reads the entries that ``placed_like`` needs, in any thread; returns a function that places them.
+    """Reads the entries of ``array`` that this process needs, in any thread; returns a function that places them.
 
     The returned function must be called in the caller's thread, because placing depends on thread-local settings of
     JAX: the default device, 64 bits.

@@ -19,6 +19,7 @@ is read only from a regular file, up to a maximum length, as UTF-8, with unique 
 is allocated according to sizes in a header.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -107,20 +108,11 @@ def export_safetensors(
     [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     """
     max_file_bytes = at_least_1("max_file_bytes", max_file_bytes)
-    leaves = _as_stored(bare_leaves(params), names)
-    for name, leaf in leaves.items():
-        if name == METADATA:
-            raise ValueError(
-                f"'{name}' is the name of the metadata in a safetensors file, and no tensor's; rename the leaf."
-            )
-        if not is_unicode(name):
-            raise ValueError(f"the leaf {name!r} has a name that is not Unicode (half of a pair); rename it.")
-        if str(dtype := _dtype_or_type(leaf)) not in CODES:
-            raise TypeError(f"'{name}' of type {dtype} cannot be written to safetensors; it takes {sorted(CODES)}.")
+    leaves = tensors_to_write(params, names)
     target = _target(path)
 
     def check_free() -> None:
-        for file in (target, _index_file(target)):
+        for file in (target, index_file_of(target)):
             if file.exists():
                 raise FileExistsError(f"{file} exists; remove it with its files, or choose another path")
 
@@ -132,7 +124,7 @@ def export_safetensors(
     def write() -> None:
         try:
             if jax.process_index() == 0:
-                _write_files(files, leaves, arrays, _index_file(target))
+                _write_files(files, leaves, arrays, index_file_of(target))
         finally:
             # A gather is a collective. Every process gathers every leaf, so process 0 must gather the remaining leaves
             # even if a write failed.
@@ -142,7 +134,22 @@ def export_safetensors(
     raise_on_all(write, OSError)
 
 
-class _ToBeStored(NamedTuple):
+def tensors_to_write(params: PyTree, names: NameMap | None) -> dict[str, "TensorToWrite"]:
+    """Returns the tensors of parameters by name, after the checks of names and dtypes of ``export_safetensors``."""
+    tensors = _as_stored(bare_leaves(params), names)
+    for name, tensor in tensors.items():
+        if name == METADATA:
+            raise ValueError(
+                f"'{name}' is the name of the metadata in a safetensors file, and no tensor's; rename the leaf."
+            )
+        if not is_unicode(name):
+            raise ValueError(f"the leaf {name!r} has a name that is not Unicode (half of a pair); rename it.")
+        if str(dtype := _dtype_or_type(tensor)) not in CODES:
+            raise TypeError(f"'{name}' of type {dtype} cannot be written to safetensors; it takes {sorted(CODES)}.")
+    return tensors
+
+
+class TensorToWrite(NamedTuple):
     """Tensor to write: the leaf, the layer of the leaf (None for the full leaf), and the layout of the tensor."""
 
     leaf: Any
@@ -167,9 +174,9 @@ class _ToBeStored(NamedTuple):
         return np.ascontiguousarray(self.place.to_tensor(_whole(leaf)))
 
 
-def _as_stored(leaves: Leaves, names: NameMap | None) -> dict[str, _ToBeStored]:
+def _as_stored(leaves: Leaves, names: NameMap | None) -> dict[str, TensorToWrite]:
     """Returns the tensors to write, by name; raises a ``ValueError`` if two tensors have the same name."""
-    found: dict[str, _ToBeStored] = {}
+    found: dict[str, TensorToWrite] = {}
     paths: dict[str, str] = {}
     for path, leaf in leaves.items():
         place = stored_at(path, np.shape(leaf), names)
@@ -179,7 +186,7 @@ def _as_stored(leaves: Leaves, names: NameMap | None) -> dict[str, _ToBeStored]:
                     f"'{path}' and '{paths[name]}' would both be the tensor '{name}'; leave one of them out, or give "
                     "them different names."
                 )
-            found[name], paths[name] = _ToBeStored(leaf, place, layer if place.in_layers else None), path
+            found[name], paths[name] = TensorToWrite(leaf, place, layer if place.in_layers else None), path
     return found
 
 
@@ -192,7 +199,7 @@ def _target(path: str | os.PathLike[str]) -> Path:
     return path if path.suffix == SUFFIX else path / DEFAULT_NAME
 
 
-def _index_file(target: Path) -> Path:
+def index_file_of(target: Path) -> Path:
     return target.with_name(f"{target.name}.index.json")
 
 
@@ -200,7 +207,7 @@ def _hidden(file: Path) -> Path:
     return file.with_name(f".{file.name}.tmp")
 
 
-def _files(leaves: Mapping[str, _ToBeStored], target: Path, max_file_bytes: int) -> dict[Path, list[str]]:
+def _files(leaves: Mapping[str, TensorToWrite], target: Path, max_file_bytes: int) -> dict[Path, list[str]]:
     """Assigns tensors to files, in the order of the tree; starts a new file before a file would exceed the limit."""
     groups: list[list[str]] = []
     bytes_left = 0
@@ -226,21 +233,21 @@ def _whole(leaf: Any) -> np.ndarray:
         return np.ascontiguousarray(multihost_utils.process_allgather(leaf, tiled=True))
     shards = {str(shard.index): shard for shard in leaf.addressable_shards}
     if len(shards) == 1:
-        return _on_host(next(iter(shards.values())).data)
+        return to_host(next(iter(shards.values())).data)
     whole = np.empty(leaf.shape, leaf.dtype)
     for shard in shards.values():
-        whole[shard.index] = _on_host(shard.data)
+        whole[shard.index] = to_host(shard.data)
     return whole
 
 
-def _on_host(shard: jax.Array) -> np.ndarray:
+def to_host(shard: jax.Array) -> np.ndarray:
     # The shard would cache the result of `np.asarray(shard)`: after an export the full model would be in host memory. A
     # new jax.Array of the same buffer is freed with its NumPy array after the write.
     return np.asarray(jax.make_array_from_single_device_arrays(shard.shape, shard.sharding, [shard]))
 
 
 def _write_files(
-    files: Mapping[Path, list[str]], leaves: Mapping[str, _ToBeStored], arrays: Iterator[np.ndarray], index_file: Path
+    files: Mapping[Path, list[str]], leaves: Mapping[str, TensorToWrite], arrays: Iterator[np.ndarray], index_file: Path
 ) -> None:
     """Writes the files under hidden names and, after the last write, renames the files; the index is renamed last."""
     weight_map = {name: file.name for file, names in files.items() for name in names}
@@ -271,7 +278,7 @@ def _write_files(
             _hidden(file).unlink(missing_ok=True)
 
 
-def _header_of(leaves: Mapping[str, _ToBeStored]) -> bytes:
+def _header_of(leaves: Mapping[str, TensorToWrite]) -> bytes:
     """Returns the length and the header of a file with the tensors ``leaves``, in order."""
     entries, end = {}, 0
     for name, leaf in leaves.items():
@@ -350,7 +357,7 @@ def _ahead(read: Callable[[str], Result], leaves: Iterable[str]) -> Iterator[Res
             yield waiting.popleft().result()
 
 
-class _StoredTensor(NamedTuple):
+class StoredTensor(NamedTuple):
     """Position, shape and dtype of a tensor in a file."""
 
     file: Path
@@ -376,16 +383,16 @@ class _StoredTensor(NamedTuple):
             return values.astype(dtype, copy=False)
 
 
-def _tensors(target: Path) -> dict[str, _StoredTensor]:
-    index = _index_file(target)
+def _tensors(target: Path) -> dict[str, StoredTensor]:
+    index = index_file_of(target)
     if target.exists():
-        return _tensors_of(target)
+        return read_header(target).tensors
     if not index.exists():
         raise FileNotFoundError(f"there is no {target}, and no {index.name} beside it.")
     where = _weight_map(index)
-    found: dict[str, _StoredTensor] = {}
+    found: dict[str, StoredTensor] = {}
     for file in sorted(set(where.values())):
-        for name, tensor in _tensors_of(index.parent / file).items():
+        for name, tensor in read_header(index.parent / file).tensors.items():
             if name in found:
                 raise ValueError(
                     f"{index} does not fit its files: the tensor '{name}' lies in {found[name].file.name} and in "
@@ -401,9 +408,9 @@ def _tensors(target: Path) -> dict[str, _StoredTensor]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     wrong = f"{index} is not the index of a model in several safetensors files."
-    with _opened(index) as file:
+    with open_regular(index) as file:
         try:
-            where: dict[str, str] = _json(file.read(MAX_JSON_BYTES))["weight_map"]
+            where: dict[str, str] = parse_json(file.read(MAX_JSON_BYTES))["weight_map"]
             in_this_folder = all(isinstance(file, str) and Path(file).name == file for file in where.values())
         except _WRONG_JSON as error:
             raise ValueError(wrong) from error
@@ -412,13 +419,13 @@ def _weight_map(index: Path) -> dict[str, str]:
     return where
 
 
-def _opened(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BinaryIO:
     if path.exists() and not path.is_file():  # opening a pipe would wait without end, and a device may have no end
         raise ValueError(f"{path} is no regular file.")
     return path.open("rb")
 
 
-def _json(content: bytes) -> Json:
+def parse_json(content: bytes) -> Json:
     """Parses UTF-8 JSON; raises a ``ValueError`` for a repeated name, which readers would resolve differently."""
 
     def once_each(pairs: list[tuple[str, Json]]) -> Json:
@@ -430,16 +437,25 @@ def _json(content: bytes) -> Json:
     return json.loads(content.decode(), object_pairs_hook=once_each)
 
 
-def _tensors_of(path: Path) -> dict[str, _StoredTensor]:
-    """Reads the tensors from the header of a file; raises a ``ValueError`` unless they cover every byte of the file."""
-    with _opened(path) as opened:
+class Header(NamedTuple):
+    """Header of a file: its tensors by name, its metadata, and the SHA-256 of its bytes."""
+
+    tensors: dict[str, StoredTensor]
+    metadata: dict[str, str]
+    sha256: str
+
+
+def read_header(path: Path) -> Header:
+    """Reads the header of a file; raises a ``ValueError`` unless its tensors cover every byte of the file."""
+    with open_regular(path) as opened:
         size = os.fstat(opened.fileno()).st_size
         try:
             length = int.from_bytes(opened.read(8), "little")
             if length > min(size - 8, MAX_JSON_BYTES):
                 raise ValueError(f"it would have {length} bytes, which are more than the file's, or {MAX_JSON_BYTES}")
-            header = _json(opened.read(length))
-            header.pop(METADATA, None)
+            text = opened.read(length)
+            header = parse_json(text)
+            metadata = header.pop(METADATA, None) or {}
             tensors = {name: _tensor(path, 8 + length, entry) for name, entry in header.items()}
         except _WRONG_JSON as error:
             reason = f"{type(error).__name__}: {str(error)[:REASON_CHARS]}"
@@ -455,10 +471,10 @@ def _tensors_of(path: Path) -> dict[str, _StoredTensor]:
         end += math.prod(tensor.shape) * tensor.dtype.itemsize
     if end != size:
         raise ValueError(f"{path} is damaged: it has {size} bytes, and its header says {end}.")
-    return tensors
+    return Header(tensors, metadata, hashlib.sha256(text).hexdigest())
 
 
-def _tensor(path: Path, start: int, entry: dict[str, Any]) -> _StoredTensor:
+def _tensor(path: Path, start: int, entry: dict[str, Any]) -> StoredTensor:
     begin, end = entry["data_offsets"]
     for size in (begin, end, *entry["shape"]):
         # `type`, because True is an instance of int; the bound, because NumPy sizes have 64 bits.
@@ -468,7 +484,7 @@ def _tensor(path: Path, start: int, entry: dict[str, Any]) -> _StoredTensor:
         raise ValueError(f"a tensor has {len(entry['shape'])} dims")
     if entry["dtype"] not in _DTYPES:
         raise ValueError(f"a tensor has the dtype {entry['dtype']!r}, and those that can be read are {sorted(_DTYPES)}")
-    tensor = _StoredTensor(path, start + begin, tuple(entry["shape"]), jnp.dtype(_DTYPES[entry["dtype"]]))
+    tensor = StoredTensor(path, start + begin, tuple(entry["shape"]), jnp.dtype(_DTYPES[entry["dtype"]]))
     if end - begin != math.prod(tensor.shape) * tensor.dtype.itemsize:
         raise ValueError("the offsets of a tensor do not fit its shape")
     return tensor
@@ -492,7 +508,7 @@ def _holds_floats(wanted: np.dtype, stored: np.dtype) -> bool:
 
 
 def _check_fits(
-    tensors: Mapping[str, _StoredTensor], likes: Leaves, places: Mapping[str, StoredAt], path: object
+    tensors: Mapping[str, StoredTensor], likes: Leaves, places: Mapping[str, StoredAt], path: object
 ) -> None:
     needed = {name for place in places.values() for name in place.tensors}
     if problem := names_problem(tensors.keys(), needed, "the parameters have"):

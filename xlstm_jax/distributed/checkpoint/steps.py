@@ -87,7 +87,7 @@ def steps_in(directory: Directory, backend: Backend, *, read_records: bool) -> d
 
 
 def _folder(path: Path, record_file: str) -> StepFolder | None:
-    """Examines the folder of a step; returns None for a file, or if a concurrent job has removed the folder."""
+    """Finds the step in a folder and known problems; None for a file, or if a concurrent job removed the folder."""
     number, record = int(path.name), path / record_file  # the folder itself if record_file is ""
     if not os.path.isdir(path):
         return StepFolder(number, NO_FOLDER) if path.is_symlink() else None

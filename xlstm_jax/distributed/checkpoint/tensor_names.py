@@ -55,7 +55,7 @@ TRANSFORMERS: NameMap = {
 
 
 class StoredAt(NamedTuple):
-    """Storage of a leaf in a file: a single tensor or one tensor per layer, and the conversion of dims."""
+    """Names of a leaf's tensors in a file (one, or one per layer if ``in_layers``), and the conversion of dims."""
 
     tensors: tuple[str, ...]
     in_layers: bool
@@ -65,7 +65,7 @@ class StoredAt(NamedTuple):
 
 
 def stored_at(path: str, shape: tuple[int, ...], names: NameMap | None) -> StoredAt:
-    """Returns the storage of the leaf at ``path``; without a name map, the tensor name is the path.
+    """Returns tensor names and layout of the leaf at ``path``; without a name map, the tensor name is the path.
 
     Raises:
       ValueError: no pattern matches the full path, a name has an unknown group or ``{layer}`` for a scalar, or the dims
@@ -95,7 +95,7 @@ def stored_at(path: str, shape: tuple[int, ...], names: NameMap | None) -> Store
 
 
 def compiled(option: str, pattern: str) -> re.Pattern[str]:
-    """Compiles a pattern given by the caller as ``option``, which errors name."""
+    """Compiles a regular expression from the user's argument ``option``, which errors name."""
     try:
         return re.compile(pattern)
     except re.error as error:
@@ -145,7 +145,7 @@ def _layout(path: str, shape: tuple[int, ...], dims: str | tuple[str, ...]) -> t
 
 
 class StoredPart(NamedTuple):
-    """Tensor of a file in the layout of the leaf; ``converted`` casts entries to the dtype of the leaf."""
+    """Tensor of a file with its dims in the order of the leaf; ``converted`` casts entries to the leaf's dtype."""
 
     values: Any
     converted: Callable[[np.ndarray], np.ndarray]
@@ -155,7 +155,7 @@ class StoredPart(NamedTuple):
 
 
 class StoredLeaf:
-    """Leaf in a file, indexed like an array in the layout of the leaf; indexing reads only the indexed entries.
+    """Leaf in a file, with the indexing of an array in the shape of the leaf; reads only the indexed entries.
 
     ``parts`` has one tensor per layer if ``in_layers``, else a single tensor.
     """

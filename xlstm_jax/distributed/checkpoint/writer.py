@@ -40,7 +40,7 @@ _JUMP_S = 1.0  # a larger jump of the system clock is reported as the likely cau
 
 
 class Writer:
-    """Lock of a directory, and the running save of a backend.
+    """Writer of a checkpoint directory for a ``Checkpointer``: holds the lock, and supervises the running save.
 
     Args:
       directory: an existing directory.

@@ -9,6 +9,8 @@ Replicated leaves are averaged by ``sync_gradients``. ``shard_module_params`` do
 The words of the library, each with one meaning:
   axis           of a mesh ("fsdp"); *dim* is of an array, *size* counts elements, ``*_bytes`` counts bytes
   shard          the part of a split array on a device
+  leaf           an array of a tree of parameters, bare or in a box
+  unit           a wrapped module: all its parameters are gathered when a public method is entered
   replicated     of a leaf or value: every device has the full array; the *global* array is the array over all devices
   unsharded parameter  the full array that a gather makes of the shards
   box            the wrapper around a leaf that names the axes of each dim: ``nn.Partitioned``, ``Sharded``
@@ -16,6 +18,7 @@ The words of the library, each with one meaning:
   gather dtype   the dtype in which shards are sent by a gather
   reduce-scatter dtype  the dtype in which gradients are sent and summed by a reduce-scatter
   staged         of a collective over several axes: a collective per axis, in sequence
+  wire           the format in which the shards of a leaf are sent, with its conversions: ``Wire``
   wire bytes     bytes sent by a device over the links
   frozen         not trained, as the box says: gathered like any other leaf, without gradient and optimizer state
   minibatch      one of the m parts of a device's batch, where a step accumulates gradients

@@ -1,8 +1,8 @@
-"""Names of dims in the boxes of a model, read as axes of a mesh: ``DimNames``.
+"""Converts the dim names in the boxes of a model to mesh axes: ``DimNames``.
 
-A box of Flax (``nn.Partitioned``) names a mesh axis for each dim. ``reader()`` returns the object that reads the names
-of boxes; here each name is an axis. A feature that reads names otherwise is a subclass in a file of its own, set as
-``READERS[-1]`` (``extensions/logical_names``).
+A box of Flax (``nn.Partitioned``) has a name for each dim. By default each name is a mesh axis. A feature with another
+meaning of names (``extensions/logical_names``) is a subclass of ``DimNames`` in a separate file, and appends an
+instance to ``READERS``. The core calls the methods on ``reader()``.
 """
 
 from collections.abc import Mapping
@@ -13,32 +13,35 @@ from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry
 
 
 class DimNames:
-    """Reads each name of a dim as a mesh axis."""
+    """Converts the names of dims to mesh axes. By default each name is the name of an axis."""
 
     def has_rules_for(self, leaf: Any) -> bool:
-        """Returns whether rules map the names of this box to mesh axes."""
+        """Returns whether the names in the box ``leaf`` are logical names, which rules map to mesh axes."""
         del leaf
         return False
 
     def mesh_names(self, box: Any) -> tuple[AxisEntry, ...]:
-        """Returns the mesh axes of each dim of a box."""
+        """Returns, for each dim of the value in ``box``, the mesh axes that split the dim."""
         return tuple(box.names)
 
     def layer_name(self, name: str | None) -> AxisEntry:
-        """Returns the mesh axes of the dim that ``nn.scan`` adds, from its name in ``metadata_params``."""
+        """Returns the mesh axes of the layer dim that ``nn.scan`` adds; ``name`` is from its ``metadata_params``."""
         return name
 
     def names_in_metadata(self, names: tuple[Any, ...], rules: Any) -> tuple[tuple[AxisEntry, ...], bool]:
-        """Returns the mesh axes in the metadata of an NNX variable, and whether rules have mapped names to axes."""
+        """Returns the mesh axes for the dim names in an NNX variable's metadata, and whether the names are logical.
+
+        ``rules`` are the variable's ``sharding_rules``, or ``None``.
+        """
         del rules
         return names, False
 
     def names_from_collections(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the variables of ``model.init``, with names that a collection holds in boxes around parameters."""
+        """Returns the variables of ``model.init``; names in a collection are moved into boxes around parameters."""
         return dict(variables)
 
     def rules_of_mesh(self) -> AbstractContextManager[None]:
-        """Returns a context in which rules name axes of the mesh that is set, and no others."""
+        """Returns a context for ``model.init`` in which logical rules name only axes of the current mesh."""
         return nullcontext()
 
 
@@ -46,5 +49,5 @@ READERS: list[DimNames] = [DimNames()]
 
 
 def reader() -> DimNames:
-    """Returns the object that reads the names of dims in boxes."""
+    """Returns the ``DimNames`` in use: the last entry of ``READERS``."""
     return READERS[-1]

@@ -1,18 +1,18 @@
 """The protocol by which a feature, in a separate file, extends the units of a model.
 
-A unit (``modules/unit``) gathers leaves as their boxes say, and runs. Everything else that a feature needs from a
-unit is a hook of ``Extension``:
+A unit (``modules/unit``) is a wrapped module: it gathers its leaves, each with the options in the leaf's box, and runs.
+A feature changes this through the hooks of ``Extension``, called when the unit is entered, runs and is left:
 
-  enter     wires        returns other wires for leaves than their boxes say
+  enter     wires        returns wires (formats of sent shards) that replace the wires chosen by the boxes
             replaced     returns functions that replace leaves before the module reads the leaves
             arrived      receives the gathered value of a leaf of ``wires``
             from_shards  computes a method's result without a gather
   run       called       is called before a method of the unit, or of a module within
   leave     initialising returns a context around a method that may initialise the unit
-  before    collections  names the collections that pass through the unit, beside "params"
-            named_wires  returns the names of the wires of ``wires``, for plans and for ``check_step``
-            avoids_gather  says whether a leaf is normally not gathered at all
-            recording_parts   collects leaves that modules gather in successive parts
+  before    collections  names the collections that the unit receives, in addition to "params"
+            named_wires  returns the names of the wires that ``wires`` would return, for plans and ``check_step``
+            avoids_gather  returns whether a leaf is normally not gathered at all
+            recording_parts   records leaves that modules gather in successive parts
 
 Two more hooks choose the order of the axes in the gather of a leaf: ``axis_orders``, when the leaves of a unit are
 split, and ``arranged``, when the leaves of the entire model are available.
@@ -35,15 +35,15 @@ AxisOrder = tuple[str, ...]  # mesh axes, outermost first
 
 
 class Extension:
-    """Feature during a run of a unit.
+    """Base class of features that change how a unit (a wrapped module) gathers or runs.
 
     An instance is created when a unit is entered, and may keep state until the unit is left. The default hooks do
     nothing.
 
     Attributes:
       modules: classes of modules. The hooks that receive a module run for these classes alone; () means every class.
-      collections: names of collections that pass the unit and stay replicated. If there are any, an instance is made
-        for a unit that has one of these collections, and for no other unit.
+      collections: names of replicated collections that the hooks read beside "params". If not empty, an instance is
+        made only for units that have one of these collections.
     """
 
     modules: ClassVar[tuple[type[Any], ...]] = ()
@@ -51,26 +51,29 @@ class Extension:
 
     @classmethod
     def takes(cls, module: Any) -> bool:
-        """Returns whether hooks run for this module."""
+        """Returns whether the hooks that receive a module run for ``module``, as ``modules`` says."""
         return not cls.modules or isinstance(module, cls.modules)
 
     def wires(self, policy: ShardPolicy, variables: PyTree, module: ModulePath) -> Mapping[str, Wire]:
-        """Returns the wires of leaves that are not sent as their boxes say, by path in ``variables``."""
+        """Returns, by path in ``variables``, wires for the gather of leaves, in place of the wires in their boxes.
+
+        ``policy`` has the options of the unit, ``module`` is the unit's path in the model.
+        """
         return {}
 
     def replaced(self) -> Mapping[str, Callable[[Any], Any]]:
-        """Returns, by path, functions from a leaf to the value that the module reads instead. Runs after ``wires``."""
+        """Returns, by path, functions that map a leaf to the value the module reads in its place; after ``wires``."""
         return {}
 
     def arrived(self, path: str, value: Any) -> None:
-        """Receives the gathered value of a leaf of ``wires``."""
+        """Receives the gathered value of the leaf at ``path``, if ``wires`` has returned a wire for the leaf."""
 
     def called(self, module: Any, method: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns the keyword arguments for a method, about to run, of the unit or of a module within."""
+        """Returns the keyword arguments, changed or not, for a call of a method of the unit or of a submodule."""
         return kwargs
 
     def computes(self, module: Any, method: str) -> bool:
-        """Returns whether ``from_shards`` may replace this method of a unit."""
+        """Returns whether ``from_shards`` may compute the result of this method of a unit."""
         return False
 
     def from_shards(self, module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
@@ -82,25 +85,31 @@ class Extension:
         return nullcontext()
 
     def named_wires(self, variables: PyTree, how_of: Callable[[str], Communication]) -> Mapping[str, str]:
-        """Returns the names of the wires of ``wires``, by path; ``how_of(path)`` returns the options of a leaf."""
+        """Returns the names of the wires that ``wires`` would choose, by path in ``variables``.
+
+        ``how_of(path)`` returns the communication options with which the leaf at ``path`` is gathered.
+        """
         return {}
 
     def axis_orders(
         self, sizes: Sequence[float], given: Sequence[AxisOrder], axis_sizes: Mapping[str, int], slow: Collection[str]
     ) -> Sequence[AxisOrder]:
-        """Returns the axis order of each leaf. ``sizes``: bytes per leaf; ``slow``: axes that cross hosts."""
+        """Returns, for each leaf of a unit, the axes over which the leaf is split, outermost first.
+
+        ``sizes`` has the bytes of each leaf, ``given`` its axes as the user orders them; ``slow`` axes cross hosts.
+        """
         return given
 
     def arranged(self, params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
-        """Returns the boxed parameters of an entire model, with the axes of each leaf possibly reordered."""
+        """Returns the boxed parameters of an entire model; a leaf over several axes may have another axis order."""
         return params
 
     def avoids_gather(self, box: Sharded) -> bool:
-        """Returns whether the leaf is normally not gathered, so that links carry almost no bytes of the leaf."""
+        """Returns whether a unit normally computes without a gather of the leaf, and sends few bytes of the leaf."""
         return False
 
     def recording_parts(self, found: dict[str, "PartialGather"]) -> AbstractContextManager[None]:
-        """Returns a context for a model's initialisation that adds leaves gathered in parts to ``found``, by path."""
+        """Returns a context for ``model.init`` that adds leaves gathered part by part to ``found``, by path."""
         return nullcontext()
 
 
@@ -119,27 +128,33 @@ EXTENSIONS: list[type[Extension]] = []  # filled by ``extensions``, in the order
 
 
 def with_hook(name: str) -> list[type[Extension]]:
-    """Returns the registered extensions that implement the hook ``name``."""
+    """Returns the registered extension classes that override the method ``name`` of ``Extension``."""
     return [cls for cls in EXTENSIONS if getattr(cls, name) is not getattr(Extension, name)]
 
 
 def with_hook_for(name: str, module: Any) -> list[type[Extension]]:
-    """Returns the registered extensions that write the hook of this name, and take modules of this class."""
+    """Returns the registered extension classes that override the method ``name`` and apply to ``module``."""
     return [cls for cls in with_hook(name) if cls.takes(module)]
 
 
 def extensions_of(has_collection: Callable[[str], bool]) -> list[Extension]:
-    """Returns an instance of each registered extension for a unit, given which collections the unit has."""
+    """Returns new instances of the registered extensions that apply to a unit.
+
+    ``has_collection(name)`` returns whether the unit has the collection.
+    """
     return [cls() for cls in EXTENSIONS if not cls.collections or any(map(has_collection, cls.collections))]
 
 
 def passing_collections() -> list[str]:
-    """Returns the collections that pass through units beside "params"."""
+    """Returns the names of the collections that extensions read when a unit is entered, in addition to "params"."""
     return list(dict.fromkeys(name for cls in EXTENSIONS for name in cls.collections))
 
 
 def named_wires(variables: PyTree, how_of: Callable[[str], Communication]) -> dict[str, str]:
-    """Returns the names of the wires chosen by extensions, by the path of the leaf in ``variables``."""
+    """Returns, by path in ``variables``, the names of the wires that extensions choose for leaves of a unit.
+
+    ``how_of(path)`` returns the communication options with which the leaf at ``path`` is gathered.
+    """
     found: dict[str, str] = {}
     for cls in with_hook("named_wires"):
         found |= cls().named_wires(variables, how_of)
@@ -149,7 +164,7 @@ def named_wires(variables: PyTree, how_of: Callable[[str], Communication]) -> di
 def axis_orders(
     sizes: Sequence[float], given: Sequence[AxisOrder], axis_sizes: Mapping[str, int], slow: Collection[str]
 ) -> Sequence[AxisOrder]:
-    """Returns the axis order of each split leaf: the given order, unless an extension changes it."""
+    """Returns the axes of each split leaf, outermost first: ``given``, unless an extension reorders the axes."""
     if all(len(order) < 2 for order in given):
         return given
     for cls in with_hook("axis_orders"):
@@ -158,7 +173,7 @@ def axis_orders(
 
 
 def arranged(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
-    """Returns the boxed parameters of an entire model, with the axes of each leaf in the order of the extensions."""
+    """Returns the boxed parameters of an entire model, with the axis order of each leaf as extensions choose."""
     if sum(size > 1 for size in axis_sizes.values()) < 2:
         return params
     for cls in with_hook("arranged"):
@@ -167,7 +182,7 @@ def arranged(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
 
 
 def avoids_gather(box: Sharded) -> bool:
-    """Returns whether an extension normally computes with the leaf without gathering it."""
+    """Returns whether an extension normally computes results without a gather of the leaf."""
     return any(cls().avoids_gather(box) for cls in with_hook("avoids_gather"))
 
 
@@ -187,7 +202,7 @@ def computes(module: Any, method: str) -> bool:
 
 
 def computed_from_shards(module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
-    """Returns a unit method's result, computed from shards by an extension; ``None`` if the unit must gather."""
+    """Returns the result of a unit's method, computed by an extension from shards; ``None``: a gather is needed."""
     for cls in with_hook_for("computes", module):
         extension = cls()
         if extension.computes(module, method):
@@ -205,7 +220,7 @@ def called(module: Any, method: str, args: Any, kwargs: dict[str, Any]) -> dict[
 def kwargs_from(
     extensions: Sequence[Extension], module: Any, method: str, args: Any, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns the keyword arguments for a method of a module, as the hooks ``called`` of these extensions make them."""
+    """Returns the keyword arguments for a method of a module, passed through the hook ``called`` of each extension."""
     for extension in extensions:
         if extension.takes(module):
             kwargs = extension.called(module, method, args, kwargs)
@@ -214,7 +229,7 @@ def kwargs_from(
 
 @contextmanager
 def initialising(module: Any, method: str) -> Iterator[None]:
-    """Enters the contexts of the extensions around a method that may initialise the unit."""
+    """Enters the contexts that the hook ``initialising`` of the extensions returns for a method of a unit."""
     with ExitStack() as stack:
         for cls in with_hook_for("initialising", module):
             stack.enter_context(cls().initialising(module, method))

@@ -78,14 +78,14 @@ def freeze_params(
 
 
 def stored_frozen(path: str, leaf: Sharded, dtype: str | None) -> Any:
-    """Returns the value of a leaf; of a frozen leaf, cast to ``dtype``."""
+    """Returns the value of a leaf, cast to ``dtype`` if the leaf is frozen."""
     if dtype is None or leaf.trainable:
         return leaf.value
     return leaf.value.astype(cast_dtype(leaf.value, dtype, "frozen_dtype", path))
 
 
 def with_frozen(variables: PyTree, trainable: Trainable | None, frozen_dtype: DTypeLike | None) -> PyTree:
-    """Returns variables of ``model.init`` with "params" frozen by ``freeze_params``; unchanged without options."""
+    """Returns variables of ``model.init``, with ``freeze_params`` applied to "params" if an option is not ``None``."""
     if trainable is None and frozen_dtype is None:
         return variables
     return {**variables, "params": freeze_params(variables.get("params", {}), trainable, frozen_dtype=frozen_dtype)}

@@ -116,7 +116,7 @@ class Sharded(QuickBox):
         return self.shape_of_parts([1] * np.ndim(self.value))
 
     def shape_of_parts(self, counts: list[int]) -> tuple[int, ...]:
-        """Returns the shape of the value that ``counts`` parts like ``self.value`` along each dim make up."""
+        """Returns the shape of a value that is stored as ``counts[i]`` shards like ``self.value`` along dim i."""
         return self.store.shape(np.shape(self.value), counts)
 
     @property
@@ -150,7 +150,7 @@ class Sharded(QuickBox):
             return found.value if isinstance(found, Sharded) else found  # a ``Sharded`` is still split over other axes
 
     def _axes_to_read(self) -> tuple[str, ...]:
-        """Returns the axes that a read gathers over; () outside of ``shard_map``, where values are global."""
+        """Returns the axes over which ``unbox`` gathers; () outside of ``shard_map``, where values are global."""
         if self.read_as_stored:
             return ()
         bound = tuple(axis for axis in self.gathered_axes if collectives.is_bound(axis))
@@ -223,7 +223,7 @@ class Sharded(QuickBox):
 
 
 class SplitVariable:
-    """Split variable of NNX: a leaf of the tree, like a box. Its module reads the unsharded array."""
+    """Base of NNX variables that hold a shard: a leaf of the tree, like a box. A module reads the unsharded array."""
 
     __slots__ = ()
 
@@ -260,7 +260,7 @@ def _is_of_boxes(cls: type[Any]) -> bool:
 
 @cache
 def _whole(ndim: int) -> Any:
-    """Returns the tree structure of a ``Sharded`` with default fields around an array of ``ndim`` dims."""
+    """Returns the tree structure of a ``Sharded`` with default fields, whose array of ``ndim`` dims is not split."""
     return jax.tree.structure(Sharded(0, (None,) * ndim))
 
 
@@ -302,10 +302,10 @@ def rebox(leaf: Any, value: Any) -> Any:
 
 
 def split_by_model(leaf: Any, gathered: Collection[str] = ()) -> Any:
-    """Returns the leaf with its axes as ``model_axes``, except axes that a wrapper gathers (``gathered``).
+    """Returns the leaf in a box that lists its axes as ``model_axes``, except the axes in ``gathered``.
 
-    An ``nn.Partitioned`` does not distinguish shards that are to be gathered from shards of the model itself
-    (experts).
+    Wrapped modules gather over ``gathered`` only. An ``nn.Partitioned`` does not tell shards to be gathered from shards
+    with which the model itself computes (experts).
     """
     box = leaf_of(leaf)
     if reader().has_rules_for(leaf):  # the model uses unsharded parameters
@@ -325,12 +325,12 @@ def frozen(leaf: Any) -> Any:
 
 
 def with_communication(leaf: Any, **fields: Any) -> Any:
-    """Returns the leaf with some fields of the box's ``Communication`` replaced; unchanged without such a box."""
+    """Returns the leaf with fields of its communication options replaced; unchanged if not in a box of the library."""
     return leaf.replace(communication=replace(leaf_of(leaf).communication, **fields)) if is_ours(leaf) else leaf
 
 
 def with_layer_names(leaf: Any) -> Any:
-    """Returns the leaf with ``None`` in front of the names, for leading (layer) dims without a name."""
+    """Returns the boxed leaf with ``None`` added in front of the names, for each leading (layer) dim without a name."""
     if not isinstance(leaf, meta.Partitioned):
         return leaf
     layers = (None,) * (np.ndim(leaf.value) - len(leaf.names))
@@ -344,12 +344,15 @@ def with_layer_names(leaf: Any) -> Any:
 
 
 def with_last_names(leaf: Any, ndim: int) -> Any:
-    """Returns the leaf with only the last ``ndim`` names, the names of a layer's dims."""
+    """Returns the boxed leaf with only the last ``ndim`` names: without the names of leading layer dims."""
     return leaf.replace(names=tuple(leaf.names)[-ndim:]) if is_box(leaf) else leaf
 
 
 def split_along(box: Sharded, kept: LeafToSplit, axes: tuple[str, ...], communication: Communication) -> Sharded:
-    """Returns the leaf ``box``, stored as ``kept``, in a box that splits dim ``kept.dim`` over ``axes``."""
+    """Returns the array of ``kept`` in a box that splits dim ``kept.dim`` over ``axes``.
+
+    Fields that are not arguments, such as ``trainable``, are taken from ``box``, the leaf before.
+    """
     names = list(kept.names)
     names[kept.dim] = axes_entry(axes)
     split = {axis for entry in names for axis in entry_axes(entry)}
@@ -373,7 +376,7 @@ def path_in_model(module: tuple[str, ...] | None, path: str) -> str:
 
 
 def is_gathered_here(path: str, leaf: Sharded) -> bool:
-    """Returns whether the module whose variables have ``leaf`` at ``path`` gathers the leaf, not a module inside."""
+    """Returns whether a module gathers ``leaf``, at ``path`` in the module's variables. If not, a submodule does."""
     # The first name of the path is the collection.
     return not 0 < leaf.unit_depth < path.count("/")
 
@@ -382,13 +385,16 @@ def is_gathered_here(path: str, leaf: Sharded) -> bool:
 
 
 def true_value(leaf: Any) -> Any:
-    """Returns the value of a leaf as the plain model has it. ``leaf`` holds the full (replicated or global) array."""
+    """Returns the value of a leaf as in the unwrapped model: without padding, say.
+
+    ``leaf`` must hold the full (replicated or global) array.
+    """
     box = leaf_of(leaf)
     return box.store.read(box.value, (False,) * np.ndim(box.value))
 
 
 def stored_value(leaf: Any, value: Any) -> Any:
-    """Returns ``value``, which has the true shape of ``leaf``, in the storage format of ``leaf``."""
+    """Returns ``value``, shaped as in the unwrapped model, in the storage format of ``leaf`` (with padding, say)."""
     box = leaf_of(leaf)
     return box.store.write(value, np.shape(box.value))
 
@@ -399,17 +405,17 @@ def read_value(leaf: Sharded) -> Any:
 
 
 def as_read(leaf: Sharded, value: Any) -> Any:
-    """Returns ``value`` of the leaf, behind a ``stop_gradient`` if the leaf is frozen."""
+    """Returns ``value``, under ``stop_gradient`` if ``leaf`` is frozen."""
     return value if leaf.trainable else jax.lax.stop_gradient(value)
 
 
 def gather_leaf(
     leaf: Sharded, axes: tuple[str, ...], how: Communication, path: str = "", wire: Wire | None = None
 ) -> Any:
-    """Returns the value gathered over ``axes``, in a box if the value is still split over further axes.
+    """Gathers a leaf over ``axes``. Returns the array, in a box if it is still split over further axes.
 
-    Options that ``how`` leaves open are read from the leaf's box. ``wire``, if given, replaces the wire of the
-    options.
+    Options that are ``None`` in ``how`` are read from the leaf's box. ``wire``, if given, is the format in which shards
+    are sent, in place of the format that the options select.
     """
     how = how.or_else(leaf.communication)
     if set(leaf.axes) & set(axes):
@@ -426,14 +432,21 @@ def gather_leaf(
 
 
 def shard_to_gather(leaf: Sharded, axes: tuple[str, ...], path: str) -> Any:
-    """Returns the shard that a gather over ``axes`` sends, with ``gathered_by_hand`` for gradients on model axes."""
+    """Returns the shard to gather over ``axes``: without gradient if frozen.
+
+    If ``axes`` has axes over which the model itself splits the leaf, the gradient is a sum (``gathered_by_hand``).
+    """
     return gathered_by_hand(as_read(leaf, leaf.value), tuple(axis for axis in axes if axis in leaf.model_axes), path)
 
 
 def as_gathered(
     leaf: Sharded, value: Any, names: tuple[AxisEntry, ...], axes: tuple[str, ...], how: Communication
 ) -> Any:
-    """Returns ``value``, gathered over ``axes``, in the form of ``gather_leaf``: boxed if ``names`` still split it."""
+    """Converts an array that was gathered over ``axes`` with the options ``how`` to the result of ``gather_leaf``.
+
+    ``names`` has the axes that still split each dim of ``value``. The result is converted from the storage format
+    (without padding, say), and is bare if no axis is left, else in a box.
+    """
     value = leaf.store.read(value, [entry is not None for entry in names])
     if not any(names):
         return value
@@ -449,7 +462,10 @@ def as_gathered(
 
 
 def full_value_error(what: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> ValueError:
-    """Returns the error for a leaf whose box says "split" and whose value is the full array; ``what`` is the leaf."""
+    """Returns the error for a leaf with a full array in a box that names axes, where a shard was expected.
+
+    ``what`` names the leaf, ``shape`` is the array's, ``axes`` are the box's.
+    """
     return ValueError(
         f"{what} is split over {axes} by its box, and its value of shape {shape} is whole on each device: a function "
         "inside shard_map closes over it, where it must be passed in to be a shard. Parameters that a loss does not "

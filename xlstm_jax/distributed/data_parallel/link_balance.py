@@ -57,7 +57,7 @@ def balanced_orders(
     total = dict.fromkeys((axis for axis in axis_sizes if axis not in slow_axes), 0.0)
 
     def loads(size: float, order: AxisOrder) -> list[float]:
-        """Returns the bytes that each axis carries with this leaf, the busiest axis first."""
+        """Returns the bytes on each axis, largest first, if this leaf is added with the given axis order."""
         sent = _traffic(size, order, axis_sizes)
         return sorted((total[axis] + sent.get(axis, 0.0) for axis in total), reverse=True)
 
@@ -79,7 +79,7 @@ def balanced_orders(
 
 
 def _traffic(size: float, order: AxisOrder, axis_sizes: Mapping[str, int]) -> dict[str, float]:
-    """Returns the bytes sent over each axis in one gather, in this order, of a leaf of ``size`` bytes."""
+    """Returns the bytes sent over each axis in one gather of a leaf of ``size`` bytes, split over ``order``."""
     sent = {}
     for axis in order:
         sent[axis] = size * (axis_sizes[axis] - 1) / axis_sizes[axis]
@@ -125,7 +125,7 @@ def balanced_over_model(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree
 
 
 def _reorderable(box: Sharded, axis_sizes: Mapping[str, int]) -> tuple[int, AxisOrder]:
-    """Returns the first dim gathered over several axes, and these axes in mesh order; (0, ()) if no dim is."""
+    """Returns the first dim that is gathered over several axes, and its axes in mesh order; (0, ()) if no dim is."""
     for dim, entry in enumerate(box.names):
         gathered = [axis for axis in entry_axes(entry) if axis in box.gathered_axes]
         if sum(axis_sizes.get(axis, 1) > 1 for axis in gathered) > 1:
@@ -174,7 +174,7 @@ def _shared_orders(
 
 
 class LinkBalance(Extension):
-    """Balances axis orders, for the leaves of a unit and of an entire model."""
+    """Chooses axis orders with balanced links, for the leaves of a unit (wrapped module) and of an entire model."""
 
     def axis_orders(
         self, sizes: Sequence[float], given: Sequence[AxisOrder], axis_sizes: Mapping[str, int], slow: Collection[str]

@@ -1,4 +1,4 @@
-"""Placement of the leaves of a boxed tree on a mesh: specs, shardings, bytes."""
+"""Converts the axis names of boxed trees to ``PartitionSpec`` and ``NamedSharding``, and counts bytes per device."""
 
 import math
 import operator
@@ -18,7 +18,7 @@ from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 
 
 def spread_spec(names: Iterable[AxisEntry], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Returns the ``PartitionSpec`` of dims with these names on ``mesh``, without axes of size 1."""
+    """Returns the ``PartitionSpec`` for ``names``, the axes of each dim, without axes that have size 1 on ``mesh``."""
     # Axes of size 1 in a spec would cost collectives on a mesh of one device: under check_vma=True a value declared
     # varying becomes equal only by an all-reduce, which is compiled and run.
     axes = [tuple(axis for axis in entry_axes(entry) if mesh.shape[axis] > 1) for entry in names]

@@ -35,7 +35,7 @@ def is_planning() -> bool:
 
 
 class Decision(NamedTuple):
-    """Choice of one wrapper for a leaf.
+    """Decision of one wrapped module on a leaf: whether and along which dim the leaf is split.
 
     ``shape`` is the leaf's shape in that wrapper (within ``nn.scan``, of a single layer); ``names`` are the leaf's
     names after the choice. The dtypes are the gather dtype and the reduce-scatter dtype.
@@ -71,7 +71,7 @@ class Planned(Sharded, repr=False):
 
     @classmethod
     def of(cls, leaf: Any, boxed: Any, decision: Decision) -> "Planned":
-        """Returns a box for ``leaf`` with this decision added; ``boxed`` is the leaf after the decision."""
+        """Returns ``boxed``, the leaf after the decision, as a ``Planned``; ``leaf`` has earlier decisions."""
         # A leaf that is not split is boxed, too: the box carries the decision to the end of init.
         before = leaf if isinstance(leaf, Planned) else None
         was, box = leaf_of(leaf), leaf_of(boxed)
@@ -91,7 +91,7 @@ class Planned(Sharded, repr=False):
         )
 
     def gathered(self, axes: tuple[str, ...]) -> "Planned":
-        """Returns the leaf in the form that a wrapper over ``axes`` passes to the module: not split over ``axes``."""
+        """Returns the leaf as a wrapped module reads it after a gather over ``axes``: with names without ``axes``."""
         # Gathered here if this wrapper split the leaf, or if only ``axes`` split it; else another wrapper gathers it.
         ours = any(decision.axes == axes and decision.choice.dim is not None for decision in self.decisions)
         if not ours and not set(self.axes) <= set(axes):

@@ -8,6 +8,7 @@ import math
 from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -26,7 +27,7 @@ from xlstm_jax.distributed.data_parallel.store import UNEVEN
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, as_axis_names, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
-from xlstm_jax.program_names import INTER_HOST_AXES
+from xlstm_jax.program_names import FSDP_AXIS, INTER_HOST_AXES
 
 DEFAULT_MIN_WEIGHT_SIZE = 2**18
 DEFAULT_UNEVEN = "replicate"
@@ -37,10 +38,11 @@ class ShardPolicy:
     """Options of a wrapper: axes, which leaves are split, dtypes of communication, when gathered weights are dropped.
 
     ``shard_module_params`` documents each option, and the errors. Dtypes are stored by name and axes as tuples, so that
-    equal policies compare as equal. ``axes`` is ``axis_name`` as a tuple.
+    equal policies compare as equal. ``axis_name=None`` stands for the axes of the mesh on which the wrapper runs that
+    ``create_fsdp_mesh`` makes for parameters: "fsdp", or those whose names begin with "fsdp_".
     """
 
-    axis_name: AxisNames
+    axis_name: AxisNames | None
     min_weight_size: int = DEFAULT_MIN_WEIGHT_SIZE
     gather_dtype: DTypeLike | None = None
     grad_scatter_dtype: DTypeLike | None = None
@@ -50,11 +52,12 @@ class ShardPolicy:
     uneven: str = DEFAULT_UNEVEN
     trainable: bool = True
     inter_host_axes: AxisNames | tuple[()] = INTER_HOST_AXES
-    axes: tuple[str, ...] = field(init=False, repr=False)
     communication: Communication = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        axes, size = as_axis_names(self.axis_name), self.min_weight_size
+        axis_name = None if self.axis_name is None else as_axis_names(self.axis_name)
+        object.__setattr__(self, "axis_name", axis_name)
+        axes, size = self.axes, self.min_weight_size
         if not isinstance(self.reshard_after_forward, bool):
             raise TypeError(f"reshard_after_forward={self.reshard_after_forward!r} is not True or False.")
         if not isinstance(self.trainable, bool):
@@ -87,13 +90,28 @@ class ShardPolicy:
             )
         # Normalised values replace the user's, so that equal policies compare as equal: jit and vjp rules cache by
         # them.
-        kept = {"axis_name": axes, "axes": axes, "min_weight_size": int(size), "communication": travels}
+        kept = {"min_weight_size": int(size), "communication": travels}
         for name, value in (kept | vars(travels)).items():
             object.__setattr__(self, name, value)
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """``axis_name`` as a tuple; without it the axes of the surrounding mesh, or ``("fsdp",)`` without a mesh."""
+        if self.axis_name is not None:
+            return as_axis_names(self.axis_name)
+        return tuple(filter(_is_fsdp_axis, jax.sharding.get_abstract_mesh().axis_names)) or (FSDP_AXIS,)
+
+    def has_axis(self, axis: str) -> bool:
+        """Returns whether the wrapper splits over this axis of a box; also outside of the mesh of the box."""
+        return axis in self.axes if self.axis_name is not None else _is_fsdp_axis(axis)
+
+
+def _is_fsdp_axis(axis: str) -> bool:
+    return axis == FSDP_AXIS or axis.startswith(f"{FSDP_AXIS}_")
+
 
 class ShardChoice(NamedTuple):
-    """Result of ``choose_shard_dim``: ``dim`` is ``None`` if the leaf stays replicated; ``reason`` explains why."""
+    """Result of ``choose_shard_dim``: the dim to split, ``None`` if the leaf stays replicated, and the reason."""
 
     dim: int | None
     reason: Reason
@@ -106,7 +124,7 @@ def choose_shard_dim(
     min_weight_size: int,
     uneven: str = DEFAULT_UNEVEN,
 ) -> ShardChoice:
-    """Chooses the dim of a leaf to split over the axes: the largest unsplit dim that the axes divide.
+    """Chooses the dim of a leaf to split over the axes: the largest unsplit dim divisible by the number of devices.
 
     Of equally large dims the last is chosen, which is the output dim of a Linen kernel.
 

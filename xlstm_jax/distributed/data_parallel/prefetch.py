@@ -45,7 +45,10 @@ Arrays = list[Any]  # ``None`` for the gradient of integers
 
 
 class Route(NamedTuple):
-    """Gather of a leaf's shards in each layer: along one dim, with a stage per axis; axes are outermost first."""
+    """Description of the gather of a stacked leaf in each layer: along ``dim``, over ``axes`` (outermost first).
+
+    ``names_left`` has the axes that still split each dim afterwards; ``how`` has the dtypes.
+    """
 
     dim: int
     axes: tuple[str, ...]
@@ -55,17 +58,17 @@ class Route(NamedTuple):
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """Axes in gather order."""
+        """Axes in the order of the all-gathers, one axis for each stage."""
         return tuple(reversed(collectives.spread_axes(self.axes)))
 
 
 def leaves_of_layer(stacked: PyTree) -> list[tuple[str, Sharded]]:
-    """Returns the abstract leaves of a layer, for leaves [layers, ...] in boxes that name a layer's dims."""
+    """Returns (path, abstract leaf of one layer) for leaves [layers, ...] in boxes that name a layer's dims."""
     return trees.sharded_leaves(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked))
 
 
 def route_of(path: str, leaf: Sharded, module: tuple[str, ...] | None = None) -> Route | None:
-    """Returns the route of a leaf in a box for a layer; ``None`` if no bound axis splits the leaf.
+    """Returns the gather of a layer's leaf as a ``Route``; ``None`` if no bound axis splits the leaf.
 
     ``path`` is the leaf's path in the module, ``module`` the module's path in the model.
 
@@ -127,7 +130,7 @@ def prefetched_scan(
 
 
 class _Leaf(NamedTuple):
-    """Stacked leaf: the route if the leaf is split, the box for a layer, and properties of the stacked shards."""
+    """Stacked leaf: the gather if it is split (else ``None``), the box of a layer, the types of the stacked shards."""
 
     route: Any  # a ``Route``; ``None`` if the leaf is not split
     box: Sharded  # without a value
@@ -135,14 +138,14 @@ class _Leaf(NamedTuple):
 
     @property
     def wire(self) -> Wire:
-        """Wire of a layer's shard; only for leaves with a route."""
+        """Format in which a layer's shard is sent; only for split leaves."""
         shard = replace(self.stacked, shape=self.stacked.shape[1:])
         return self.route.how.wire(shard, self.route.dim, self.route.axes)
 
 
 @dataclass(frozen=True)
 class _Scan:
-    """Forward and backward pass. Lists have an entry per stacked leaf, which is ``None`` if the leaf is not affected.
+    """Forward and backward pass of the scan. Lists have an entry per stacked leaf, ``None`` if it is not concerned.
 
     ``values`` are the stacked leaves. ``ahead`` holds weights of later layers: ``ahead[s]`` has the split leaves of one
     layer after s + 1 stages, the last entry fully gathered leaves. Entries past either end of the scan are ``None``.
@@ -170,7 +173,7 @@ class _Scan:
     # ------------------------------------------------------------------------------------------------------- one layer
 
     def compute(self, split: Arrays, whole: Arrays, carry: PyTree, inputs: PyTree, shared: PyTree) -> Any:
-        """Runs a layer on gathered leaves (with padding) and on leaves that are not split."""
+        """Returns the layer's (carry, outputs), from gathered leaves (with padding) and leaves that are not split."""
         split, whole = trees.stored_values(split), trees.stored_values(whole)
         weights = [
             as_gathered(box.replace(value=value), value, route.names_left, route.axes, route.how) if route else kept
@@ -181,16 +184,16 @@ class _Scan:
             return self.layer(jax.tree.unflatten(self.structure, weights), carry, inputs, shared)
 
     def shards(self, values: Arrays, index: Scalar) -> Arrays:
-        """Returns the arrays that a layer's split leaves send."""
+        """Returns the shards of layer ``index`` in the format to send, for split leaves."""
         sent = self._of_split(lambda leaf, value: shard_as_sent(_at(value, index), leaf.route.how), values)
         return self._of_split(lambda leaf, shard: leaf.wire.send(shard), sent)
 
     def arrived(self, ahead: list[Arrays | None]) -> Arrays:
-        """Returns the gathered leaves of the next layer; until here ``ahead`` has the sent format."""
+        """Returns the fully gathered leaves of the next layer, converted from the sent format of ``ahead``."""
         return self._of_split(lambda leaf, arrived: leaf.wire.receive(arrived), ahead[-1] or [])
 
     def whole(self, values: Arrays, index: Scalar) -> Arrays:
-        """Returns a layer's leaves that are not split."""
+        """Returns the leaves of layer ``index`` that are not split."""
         return [None if leaf.route else _at(value, index) for leaf, value in zip(self.leaves, values, strict=True)]
 
     def to_differentiate(self, arrays: Arrays) -> Arrays:
@@ -213,7 +216,7 @@ class _Scan:
             stages = enumerate([shards, *ahead[:-1]])
             return [arrays and self._of_split(partial(gather, stage), arrays) for stage, arrays in stages]
 
-    def set_out(self, values: Arrays, order: Sequence[int]) -> list[Arrays | None]:
+    def first_gathers(self, values: Arrays, order: Sequence[int]) -> list[Arrays | None]:
         """Returns ``ahead`` before the first iteration, which computes layer ``order[0]``."""
         ahead: list[Arrays | None] = [None] * self.depth
         # A scan of few layers runs out of layers for the first stages: their entries are ``None``.
@@ -222,7 +225,7 @@ class _Scan:
         return ahead
 
     def _of_split(self, fn: Callable[[Any, Any], Any], arrays: Arrays) -> Arrays:
-        """Returns ``fn(leaf, array)`` for split leaves with an array."""
+        """Returns ``fn(leaf, array)`` for each split leaf with an array, ``None`` for other leaves."""
         pairs = zip(self.leaves, arrays, strict=True)
         return [None if leaf.route is None or array is None else fn(leaf, array) for leaf, array in pairs]
 
@@ -236,7 +239,7 @@ class _Scan:
             new, out = self.compute(*args)
             return new, further, _put(kept, index, carry), _put(outputs, index, out)
 
-        ahead = self.set_out(values, range(self.length))
+        ahead = self.first_gathers(values, range(self.length))
         args = self.arrived(ahead), self.whole(values, 0), carry, _at(per_layer, 0), shared
         zeros = jax.tree.map(lambda x: collectives.zeros_of_type(x, x.dtype), jax.eval_shape(self.compute, *args)[1])
         # Made from the carry itself, so that the types vary over the same axes.
@@ -269,7 +272,9 @@ class _Scan:
             d_carry, further = _together(d_carry, further)
             split, whole = map(self.to_differentiate, (self.arrived(ahead), self.whole(values, index)))
             args = split, whole, _at(kept, index), _at(per_layer, index), shared
-            d_split, d_whole, d_carry, d_inputs, d_more = _pull(self.compute, args, (d_carry, _at(d_outputs, index)))
+            d_split, d_whole, d_carry, d_inputs, d_more = _gradients_of_args(
+                self.compute, args, (d_carry, _at(d_outputs, index))
+            )
             d_values = [
                 so_far if leaf.route else _put(so_far, index, grad)
                 for leaf, so_far, grad in zip(self.leaves, d_values, d_whole, strict=True)
@@ -279,7 +284,7 @@ class _Scan:
 
         start = self.to_differentiate(values), per_layer, shared
         grads = tuple(trees.map_sharded(_zeros_like_floats, tree) for tree in start)
-        state = (d_carry, self.set_out(values, range(self.length)[::-1]), None, grads)
+        state = (d_carry, self.first_gathers(values, range(self.length)[::-1]), None, grads)
         last = self.length - 1
         state = step(last, state, is_first=True, goes_on=last >= self.depth)
         in_loop = max(0, last - self.depth)
@@ -290,13 +295,13 @@ class _Scan:
         return self.scatter(d_values, 0, pending), d_carry, d_per_layer, d_shared
 
     def terms(self, grads: Arrays) -> Arrays:
-        """Returns this device's terms of the mean gradients of a layer's split leaves; the next iteration scatters."""
+        """Returns the inputs of the reduce-scatters of a layer's gradients, which the next iteration runs."""
         return self._of_split(
             lambda leaf, grad: terms_to_scatter(grad, leaf.route.axes, leaf.route.how, leaf.stacked), grads
         )
 
     def scatter(self, d_values: Arrays, index: Scalar, terms: Arrays) -> Arrays:
-        """Scatters ``terms``, of layer ``index``, and writes the gradients into the stacked gradients ``d_values``."""
+        """Reduce-scatters ``terms`` of layer ``index``; returns the stacked gradients ``d_values`` with the results."""
 
         def scattered(leaf: _Leaf, term: jax.Array) -> jax.Array:
             shard = collectives.reduce_scatter(term, leaf.route.dim, leaf.route.axes)
@@ -325,8 +330,8 @@ def _together(first: PyTree, second: PyTree) -> tuple[PyTree, PyTree]:
     return jax.tree.map(same_type, lax.optimization_barrier((first, second)), (first, second))
 
 
-def _pull(run: Callable[..., Any], args: tuple[Any, ...], cotangents: PyTree) -> tuple[Any, ...]:
-    """Returns the gradients of ``run`` by ``args``; ``None``, also in ``cotangents``, for leaves without gradient."""
+def _gradients_of_args(run: Callable[..., Any], args: tuple[Any, ...], cotangents: PyTree) -> tuple[Any, ...]:
+    """Returns the gradients of ``run(*args)`` for the arguments, given cotangents; ``None``: no gradient."""
     # Boxes of frozen leaves are among the arguments, and mark their leaves as not differentiable.
     live, put_back = trees.split_differentiable(args)
     _, pull = jax.vjp(lambda live: trees.split_differentiable(run(*put_back(live)))[0], live)
@@ -335,7 +340,7 @@ def _pull(run: Callable[..., Any], args: tuple[Any, ...], cotangents: PyTree) ->
 
 
 def _at(tree: PyTree, index: Scalar) -> PyTree:
-    """Returns a layer's part of leaves [layers, ...]."""
+    """Returns the leaves of layer ``index`` from leaves [layers, ...]."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 

@@ -30,7 +30,7 @@ class _Fields(dict[str, Any]):
 
 
 class QuickBox(meta.Partitioned[Any]):
-    """``nn.Partitioned`` whose subclasses are frozen dataclasses like Flax's, but registered as described above."""
+    """``nn.Partitioned`` whose subclasses are frozen dataclasses like Flax's, with the fast flatten of this file."""
 
     # The flattened form: the value, and the other fields. The latter are in a tuple, since tuples compare their entries
     # by identity first, and each call of a jitted function compares the structures of its arguments.

@@ -1,4 +1,4 @@
-"""Reasons for a leaf to be split along its dim, or to stay replicated: a closed set.
+"""Classes of the reasons why a leaf is split along a dim, or stays replicated; ``choose_shard_dim`` returns reasons.
 
 A reason is data: a plan shows the text; the lint and scripts read class and numbers:
 
@@ -29,7 +29,7 @@ class Reason:
 
     @property
     def each(self) -> "tuple[Reason, ...]":
-        """Reasons in an ``OfSeveral``; for any other reason the reason itself."""
+        """Tuple of the reasons in an ``OfSeveral``; for any other reason a tuple of the reason itself."""
         return (self,)
 
     def to_json(self) -> dict[str, Any]:
@@ -38,17 +38,23 @@ class Reason:
 
 
 class Largest(Reason, text="dim {dim} of size {size} is the largest that {parts} divides"):
+    """The leaf is split along its largest free dim that the number of devices divides."""
+
     dim: int
     size: int
     parts: int
 
 
 class Indivisible(Reason, text="{parts} divides no free dim of shape {shape}"):
+    """The leaf stays replicated: the number of devices, ``parts``, divides no free dim."""
+
     parts: int
     shape: tuple[int, ...]
 
 
 class TooSmall(Reason, text="{size} values are fewer than min_weight_size={minimum}"):
+    """The leaf stays replicated: it has fewer values than ``min_weight_size``."""
+
     size: int
     minimum: int
 
@@ -67,6 +73,8 @@ class Taken(Reason, text="every dim of shape {shape} is taken by {names}"):
 
 
 class NoValues(Reason, text="holds no values (shape {shape})"):
+    """The leaf stays replicated: a dim has size 0."""
+
     shape: tuple[int, ...]
 
 
@@ -83,6 +91,8 @@ class Unwrapped(Reason, text="no wrapped module owns it"):
 
 
 class BoxedByModel(Reason, text="boxed by the model as {names}"):
+    """The model itself has put the leaf into a box with axes; no wrapper splits it."""
+
     names: tuple[AxisEntry, ...]
 
 

@@ -93,7 +93,7 @@ def may_be_complex(name: str, inputs: Sequence[Any], params: dict[str, Any]) -> 
 
 
 def _is_table(name: str, params: dict[str, Any]) -> bool:
-    """Returns whether a gather reads single values from a table (quantised weights), not rows (an embedding)."""
+    """Returns whether an indexing operation of JAX reads single values (of quantised weights), not rows."""
     # Quantised values are decoded one by one from a table. Rows of an embedding are activations.
     return name == "gather" and math.prod(params["slice_sizes"]) == 1
 

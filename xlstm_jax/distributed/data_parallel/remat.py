@@ -61,6 +61,7 @@ def remat_policy(base: str | Policy | None = None, *, offload: Sequence[str] = (
 # Cached, since JAX compares policies by identity.
 @functools.cache
 def _policy(base: Policy, offloaded: tuple[str, ...]) -> Policy:
+    """Returns the policy that keeps as ``base``, but no weights, and offloads values with the names ``offloaded``."""
     keep = keeping_no_weights(base)
     if not offloaded:
         return keep

@@ -189,7 +189,7 @@ def _check_name(name: Any) -> None:
 
 
 def _layers_in(node: Mapping[str, Any], pattern: re.Pattern[str]) -> dict[int, str]:
-    """Returns the names of the layers in a dict, by number."""
+    """Returns the keys of a dict that match ``pattern``, the names of layers, by layer number."""
     matches = (pattern.fullmatch(name) for name in node if isinstance(name, str))
     return {int(match[1]): match[0] for match in matches if match}
 
@@ -198,6 +198,7 @@ def _layers_in(node: Mapping[str, Any], pattern: re.Pattern[str]) -> dict[int, s
 
 
 def _stacked(layers: dict[int, PyTree], layer_names: str) -> PyTree:
+    """Stacks the trees of layers, given by number, leaf by leaf; raises if a layer is missing or differs."""
     if missing := sorted(set(range(max(layers))) - set(layers)):
         there = listed([layer_names.format(number) for number in sorted(layers)], shown=SHOWN_NAMES)
         raise ValueError(f"{layer_names.format(missing[0])!r} is missing among the layers {there}.")
@@ -228,6 +229,7 @@ def _described(leaf: Any) -> str:
 
 
 def _stacked_leaf(*layers: Any) -> Any:
+    """Stacks a leaf of each layer along a new dim 0, on a mesh shard by shard; the box gains the layer dim."""
     values = trees.stored_values(layers)
     # A spec without any axis is P(), as jit reports it: else a second call would compile again.
     value = _on_shards(_stack, lambda spec: PartitionSpec(None, *spec) if any(spec) else PartitionSpec(), *values)
@@ -243,6 +245,7 @@ def _stack(*layers: Any) -> Any:
 
 
 def _unstacked(tree: PyTree, stacked_name: str) -> list[PyTree]:
+    """Splits leaves [layers, ...] along dim 0 into a tree for each layer."""
     leaves, treedef = trees.flatten_with_path(tree)
     read = trees.sharded_leaves(tree)
     first = next((np.shape(leaf.value)[:1] for _, leaf in read), ())

@@ -63,7 +63,7 @@ def shard_params(
 
 
 def box_shards(params: PyTree, policy: ShardPolicy) -> PyTree:
-    """Does ``shard_params`` with all options of a wrapper; inside ``shard_map``."""
+    """Splits and boxes parameters like ``shard_params``, with all options of a wrapped module; inside ``shard_map``."""
     # Sizes are read from the running shard_map: one wrapped model works on every mesh that has its axes.
     sizes = {axis: collectives.axis_size((axis,)) for axis in policy.axes}
     return box_params(params, sizes, policy, collectives.own_shard)
@@ -75,9 +75,9 @@ def box_params(
     policy: ShardPolicy,
     take: Callable[[Any, int, tuple[str, ...]], Any] = lambda value, dim, axes: value,
 ) -> PyTree:
-    """Boxes the leaves that are to be split, with global values in stored form; boxes frozen leaves, too.
+    """Chooses the leaves to split, and puts the leaves, and frozen leaves, into boxes.
 
-    ``take(value, dim, axes)`` converts the global value to the value in the box: its shard, say.
+    ``take(value, dim, axes)`` converts the global array, in storage format, to the array in the box: its shard, say.
     """
     # All leaves are read before the first is split: the order of a leaf's axes depends on the bytes that other leaves
     # send over each axis.
@@ -114,9 +114,10 @@ def plan_params(
     policy: ShardPolicy,
     wires: Mapping[str, str] = MappingProxyType({}),
 ) -> PyTree:
-    """Returns the decisions of ``shard_params``: every leaf, global or abstract, split or not, as a ``Planned``.
+    """Returns the tree with each leaf in a ``Planned`` box, with the decision of ``shard_params`` on the leaf.
 
-    ``wires`` maps the paths of leaves that are not sent as ``policy`` says to the names of their wires.
+    ``params`` are global or abstract. ``wires`` has, by path, the names of the formats of leaves that extensions
+    send otherwise than ``policy`` says.
 
     Raises:
       ValueError: a dtype does not fit a leaf that would be gathered; names the leaf.
@@ -174,7 +175,7 @@ def split_array_over_mesh(x: jax.Array, axis_name: AxisNames, split_axis: int) -
 
 
 def with_unit(variables: PyTree, before: PyTree) -> PyTree:
-    """Returns the variables with boxes that are new since ``before`` marked as gathered by the current module."""
+    """Returns the variables; boxes that ``before`` does not have record the current module as the gathering unit."""
 
     def mark(path: str, leaf: Any, old: Any) -> Any:
         box, was = leaf_of(leaf), leaf_of(old)

@@ -1,9 +1,9 @@
-"""How a device stores a leaf: the ``Store`` of the leaf's box.
+"""``Store``: the format in which a device stores a leaf, such as with padding; a field of the leaf's box.
 
 A box (``leaf.Sharded``) holds an array in its stored form. The store alone defines how the stored array and the value
 that a module reads are related:
 
-  shape(stored, counts)   shape of the value that ``counts`` stored parts along each dim make up
+  shape(stored, counts)   shape of the value of which ``counts[i]`` stored arrays lie along dim i
   order(ndim)             stored dim of each dim of the value
   read(stored, is_split)  converts a stored array to the value
   write(value, shape)     converts a value to a stored array
@@ -29,17 +29,17 @@ Entry = TypeVar("Entry")
 
 @dataclass(frozen=True)
 class Store:
-    """Stores a value unchanged."""
+    """Format in which values are stored unchanged, and base class of other formats."""
 
     # Fields of boxes pickled before boxes had a store. Each maps to a function from the field's value to a store.
     OF_OLD_FIELDS: ClassVar[dict[str, Any]] = {}
 
     def shape(self, stored: Shape, counts: Sequence[int]) -> Shape:
-        """Returns the shape of the value that ``counts`` arrays of shape ``stored`` along each dim make up."""
+        """Returns the shape of the value that is stored in ``counts[i]`` arrays of shape ``stored`` along dim i."""
         return tuple(size * count for size, count in zip(stored, counts, strict=True))
 
     def read(self, stored: jax.Array, is_split: Sequence[bool]) -> jax.Array:
-        """Returns the value. A dim that ``is_split`` is one of several parts in ``stored``, and stays as stored."""
+        """Converts a stored array to the value. Dims that ``is_split`` hold a shard of many, and stay as stored."""
         return stored
 
     def write(self, value: jax.Array, shape: Shape) -> jax.Array:
@@ -47,15 +47,15 @@ class Store:
         return value
 
     def order(self, ndim: int) -> tuple[int, ...]:
-        """Returns for each of ``ndim`` dims of the value the stored dim that holds the dim."""
+        """Returns a permutation: for each dim of a value with ``ndim`` dims, the index of the stored dim."""
         return tuple(range(ndim))
 
     def of_value(self, entries: Sequence[Entry]) -> tuple[Entry, ...]:
-        """Returns ``entries`` (names, say), given per stored dim, in the order of the value's dims."""
+        """Returns ``entries``, one for each stored dim (axis names, say), in the order of the value's dims."""
         return tuple(entries[dim] for dim in self.order(len(entries)))
 
     def after_read(self) -> "Store":
-        """Returns the store of an array that ``read`` returned with some dims split; these dims remain to be read."""
+        """Returns the store for the result of a ``read`` that left split dims as stored."""
         return self
 
     def with_dim(self, index: int) -> "Store":
@@ -67,7 +67,7 @@ class Store:
         return self
 
     def of_last_dims(self, ndim: int) -> "Store":
-        """Returns the store of one layer, whose dims are the last ``ndim`` dims of the leaf."""
+        """Returns the store of one layer of a stacked leaf; a layer's dims are the last ``ndim`` dims of the leaf."""
         return self
 
 
@@ -89,14 +89,14 @@ class LeafToSplit(NamedTuple):
 
 
 class Uneven(Protocol):
-    """Mode of the option ``uneven``: how split leaves are stored, and which dim to split if the axes divide none."""
+    """Protocol of a mode of the option ``uneven``, which applies to leaves without a dim that the axes divide."""
 
     def reason(self, dim: int, size: int, parts: int) -> Reason | None:
-        """Returns why to split a leaf along its largest dim, not divided by ``parts``; ``None``: do not split."""
+        """Returns the reason to split ``dim`` of ``size``, though ``parts`` does not divide it; ``None``: not split."""
         ...
 
     def stored(self, leaf: LeafToSplit, parts: int) -> LeafToSplit:
-        """Returns the leaf as it is stored in ``parts`` parts."""
+        """Returns the leaf in the format in which it can be split into ``parts`` shards along ``leaf.dim``."""
         ...
 
 

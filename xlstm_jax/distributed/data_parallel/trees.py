@@ -27,18 +27,18 @@ OneLeaf = Callable[[Any], bool]  # returns whether a node counts as one leaf alt
 
 
 def flatten_with_path(tree: PyTree, one_leaf: OneLeaf = is_box) -> tuple[list[tuple[str, Any]], Any]:
-    """Returns all leaves with their paths, as in ``blocks/mlp/kernel``, and the tree structure."""
+    """Returns (path, leaf) for all leaves, with paths as ``blocks/mlp/kernel``, and the tree structure."""
     found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=one_leaf)
     return [(path_string(path), leaf) for path, leaf in found], treedef
 
 
 def leaves_with_path(tree: PyTree) -> list[tuple[str, Any]]:
-    """Returns the leaves with their paths, in tree order; a box is a leaf."""
+    """Returns (path, leaf) for all leaves, in tree order; a box is a leaf."""
     return flatten_with_path(tree)[0]
 
 
 def sharded_leaves(tree: PyTree) -> list[tuple[str, Sharded]]:
-    """Returns all leaves with their paths, each converted by ``leaf_of``: bare arrays and boxes of Flax, too."""
+    """Returns (path, leaf) for all leaves; bare arrays and boxes of Flax are converted to ``Sharded``."""
     return [(path, leaf_of(leaf)) for path, leaf in leaves_with_path(tree)]
 
 
@@ -48,7 +48,7 @@ def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree, one_leaf: On
 
 
 def map_leaves_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """Does ``map_leaves``; ``fn`` gets the leaf's path as its first argument."""
+    """Returns the tree of ``fn(path, leaf, *rest)``, with boxes as leaves; ``rest`` as for ``map_leaves``."""
 
     def named(path: tuple[Any, ...], *leaves: Any) -> Any:
         return fn(path_string(path), *leaves)
@@ -57,12 +57,12 @@ def map_leaves_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) ->
 
 
 def map_sharded(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """Returns the tree with ``fn(leaf, *rest)`` in place of each leaf, after conversion by ``leaf_of``."""
+    """Returns the tree of ``fn(leaf, *rest)``, with each leaf converted to a ``Sharded`` first."""
     return jax.tree.map(lambda leaf, *others: fn(leaf_of(leaf), *others), tree, *rest, is_leaf=is_box)
 
 
 def map_values(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """Returns the tree with ``fn(leaf, *rest)`` as the value of each leaf; boxes are kept.
+    """Returns the tree with ``fn(leaf, *rest)`` as the value of each leaf, in the leaf's box if there is a box.
 
     ``fn`` gets the leaf converted by ``leaf_of``, and the leaves of ``rest`` unchanged.
     """
@@ -70,12 +70,12 @@ def map_values(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
 
 
 def map_values_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """Does ``map_values``; ``fn`` gets the leaf's path as its first argument."""
+    """Applies ``map_values`` with ``fn(path, leaf, *rest)``."""
     return map_leaves_with_path(lambda path, leaf, *others: rebox(leaf, fn(path, leaf_of(leaf), *others)), tree, *rest)
 
 
 def path_string(path: tuple[Any, ...]) -> str:
-    """Returns a key path as ``blocks/mlp/kernel``; ``.`` for a tree that is a single leaf."""
+    """Converts a key path of JAX to text, as ``blocks/mlp/kernel``; ``.`` for the empty path of a bare leaf."""
     # Nearly all keys are names in dicts, and this runs often: JAX's function takes five times as long.
     names = [key.key if type(key) is DictKey and type(key.key) is str else keystr((key,), simple=True) for key in path]
     return "/".join(names) or "."
@@ -108,10 +108,10 @@ def unbox(tree: PyTree) -> PyTree:
 
 
 def with_mesh_names(variables: PyTree) -> PyTree:
-    """Returns variables of ``model.init`` with logical names as axes of the current mesh.
+    """Returns variables of ``model.init`` with the logical names of dims replaced by axes of the current mesh.
 
-    ``init`` runs under ``boxes_without_constraints``. Parameters are boxed with these axes. Other collections are
-    replicated, and lose their logical boxes.
+    ``init`` must run under ``boxes_without_constraints``. Parameters get boxes with axes. Leaves of other collections
+    are replicated, and lose their boxes of logical names.
     """
 
     def named(leaf: Any, is_param: bool) -> Any:
@@ -124,10 +124,10 @@ def with_mesh_names(variables: PyTree) -> PyTree:
 
 
 def readable(tree: PyTree) -> PyTree:
-    """Returns the tree as a model reads it inside ``shard_map``: a leaf in a box of Flax is the shard of this device.
+    """Returns the tree for a model inside ``shard_map``, where a leaf in a box of Flax reads as this device's shard.
 
-    A box of Flax is replaced: when such a box is read it constrains its sharding, which is an error inside
-    ``shard_map``. The library's own boxes stay: they hold parameters of a second model, gathered where they are read.
+    A box of Flax constrains its sharding when it is read, which is an error inside ``shard_map``. The library's boxes
+    stay: the leaves are parameters of a second model, which gathers.
     """
 
     def shard(leaf: Any) -> Any:
@@ -137,7 +137,7 @@ def readable(tree: PyTree) -> PyTree:
 
 
 def check_alive(tree: PyTree, reader: str) -> None:
-    """Raises a ``ValueError`` if an array that ``reader`` reads was donated, most likely to a step."""
+    """Raises a ``ValueError`` if an array of the tree was donated; ``reader`` names the function in the error."""
     for path, leaf in sharded_leaves(tree):
         value = leaf.value
         if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted():
@@ -206,7 +206,7 @@ def box_like(tree: PyTree, boxed: PyTree) -> PyTree:
 
 
 def split_arrays(tree: PyTree, *others: type[Any]) -> tuple[dict[int, Any], Callable[[dict[int, Any]], PyTree]]:
-    """Returns the arrays of a tree by position, and a function to rebuild the tree from new arrays.
+    """Returns the arrays of a tree by their positions among the leaves, and a function from new arrays to the tree.
 
     Instances of the classes ``others`` count as arrays. The remaining leaves stay unchanged.
     """

@@ -108,14 +108,17 @@ def typed_kernel(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def _traced(fn: Callable[..., Any], *args: Any) -> tuple[core.Jaxpr, list[Any], Any]:
-    """Returns the jaxpr of ``fn(*args)``, traced without types, its closed-over arrays, and the result's structure."""
+    """Traces ``fn(*args)`` without types; returns the jaxpr, the closed-over arrays, and the result's structure."""
     with types_are_checked(False):
         closed, results = jax.make_jaxpr(fn, return_shape=True)(*jax.tree.map(_shape, args))
     return closed.jaxpr, closed.consts, jax.tree.structure(results)
 
 
 def _check_alone(jaxpr: core.Jaxpr, consts: list[Any], name: str) -> None:
-    """Raises unless the types of the results follow from the types of the arguments."""
+    """Raises a ``ValueError`` if a kernel communicates, reads the device's index, or closes over a varying array.
+
+    Its results could then vary over axes over which no argument varies.
+    """
     # A kernel may have internal axes, such as the axis of the cores that share its work.
     asking = [eqn for eqn in all_equations(jaxpr.eqns) if eqn.primitive.name in _OF_THE_MESH]
     if uses := {eqn.primitive.name for eqn in asking if any(map(is_bound, named_axes(eqn)))}:
@@ -140,7 +143,7 @@ def _call(fn: Callable[..., Any], args: Any, axes: tuple[str, ...], name: str) -
 
 
 class _Kernel(core.Primitive):
-    """Primitive that runs a jaxpr. The operands are the closed-over arrays of the jaxpr, then the arguments."""
+    """Primitive of JAX that runs the jaxpr of a kernel; operands: the closed-over arrays, then the arguments."""
 
     multiple_results = True
 

@@ -1,9 +1,10 @@
 """Boxes of a model's initialisers, read without a sharding constraint.
 
-Where a mesh is set, Flax constrains the value of a box whenever the box is read. Some layers read a box before its
-value has the shape that its names are for: ``nn.DenseGeneral`` initialises a flat matrix, in a box of the names of the
-kernel, and reshapes it. JAX refuses that constraint (and inside ``shard_map`` any along a manual axis). So while a
-model runs, its initialisers make boxes that are read without a constraint, and ``with_flax_box`` takes them back.
+Where a mesh is set, Flax constrains the value of a box whenever the box is read. ``nn.DenseGeneral`` reads a box before
+the value has the dims of the names: it initialises a flat matrix in a box with the names of the kernel, and reshapes.
+JAX refuses this constraint (and inside ``shard_map`` every constraint along a manual axis). So initialisers that run
+under ``boxes_without_constraints`` make boxes without constraints, and ``with_flax_box`` converts the boxes of the
+result back to Flax's.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ def boxes_without_constraints() -> Iterator[None]:
 
 
 class Unconstrained:
-    """Mixin of boxes that are read without a constraint."""
+    """Mixin for classes of boxes: ``unbox`` returns the value, without a sharding constraint."""
 
     value: Any
 
@@ -35,25 +36,25 @@ class Unconstrained:
 
 
 class _Named(Unconstrained, meta.Partitioned[Any]):
-    """Box of mesh axes as ``nn.with_partitioning`` makes it, but read without a constraint."""
+    """``nn.Partitioned`` whose ``unbox`` returns the value without a sharding constraint."""
 
 
 # For each class of boxes the class without constraints, and the other way round.
-_WITHOUT_CONSTRAINTS: dict[type[Any], type[Any]] = {}
-_AS_FLAX_HAS_IT: dict[type[Any], type[Any]] = {}
+_UNCONSTRAINED_BOX_OF: dict[type[Any], type[Any]] = {}
+_FLAX_BOX_OF: dict[type[Any], type[Any]] = {}
 
 
 def read_without_constraints(boxes: type[Any], unconstrained: type[Any]) -> None:
-    """Registers the class of boxes that stand for boxes of Flax, or of a feature, while a model runs."""
-    _WITHOUT_CONSTRAINTS[boxes], _AS_FLAX_HAS_IT[unconstrained] = unconstrained, boxes
+    """Registers ``unconstrained`` as the class that replaces the class ``boxes`` while a model is initialised."""
+    _UNCONSTRAINED_BOX_OF[boxes], _FLAX_BOX_OF[unconstrained] = unconstrained, boxes
 
 
 read_without_constraints(nn.Partitioned, _Named)
 
 
 def with_flax_box(leaf: Any) -> Any:
-    """Returns a leaf that is in a box without constraints in the box of Flax; any other leaf as it is."""
-    return _in_box_of(leaf, _AS_FLAX_HAS_IT)
+    """Returns the leaf with a box without constraints replaced by Flax's box; any other leaf unchanged."""
+    return _in_box_of(leaf, _FLAX_BOX_OF)
 
 
 def _in_box_of(leaf: Any, classes: dict[type[Any], type[Any]]) -> Any:
@@ -66,18 +67,18 @@ def _in_box_of(leaf: Any, classes: dict[type[Any], type[Any]]) -> Any:
 # A dataclass, since Linen compares modules, and so their initialisers, where it looks into the cache of ``nn.jit``.
 @dataclasses.dataclass(frozen=True)
 class _Initialiser:
-    """An initialiser of a model, whose boxes are read without a constraint."""
+    """Initialiser that calls ``plain``, an initialiser of the model, and returns boxes without constraints."""
 
     plain: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _in_box_of(self.plain(*args, **kwargs), _WITHOUT_CONSTRAINTS)
+        return _in_box_of(self.plain(*args, **kwargs), _UNCONSTRAINED_BOX_OF)
 
 
 def _boxing_without_constraints(
     method: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
 ) -> Any:
-    """Runs a method of a module whose initialisers are of ``_Initialiser`` meanwhile; for ``nn.intercept_methods``."""
+    """Interceptor for ``nn.intercept_methods``: runs a method with the module's initialisers as ``_Initialiser``."""
     module = context.module
     fields = {field.name: getattr(module, field.name, None) for field in dataclasses.fields(module)}
     # ``kernel_init``, ``embedding_init``: Flax has them as fields, and passes them to the modules within as fields.

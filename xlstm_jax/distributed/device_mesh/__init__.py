@@ -13,7 +13,7 @@ into a global array.
 """
 
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch, shard_batch
-from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
+from xlstm_jax.distributed.device_mesh.checks import auto_mesh, mesh_axes
 from xlstm_jax.distributed.device_mesh.data_parallel_methods import DataParallel
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
 from xlstm_jax.distributed.device_mesh.zigzag import from_zigzag, to_zigzag
@@ -22,13 +22,15 @@ from xlstm_jax.distributed.processes.devices import (  # where older code has th
     simulate_cpu_devices,
 )
 
+create_fsdp_mesh = DeviceMeshManager.create_fsdp_mesh  # the mesh of most trainings, by a name of its own
+
 __all__ = [
     "DataParallel",
     "DeviceMeshManager",
     "abstract_batch",
     "auto_mesh",
     "available_devices",
-    "check_no_explicit_mesh",
+    "create_fsdp_mesh",
     "from_zigzag",
     "mesh_axes",
     "shard_batch",

@@ -48,7 +48,7 @@ from xlstm_jax.formatting import kind_of, listed
 
 @dataclass(frozen=True, eq=False)
 class BatchLayout:
-    """Layout of a batch on a mesh; see the module docstring.
+    """Description of how each leaf of a batch is split over a mesh, with methods that apply it to a batch.
 
     Attributes:
       mesh: the mesh.
@@ -68,7 +68,7 @@ class BatchLayout:
         return str(self.axes if self.axes == self.row_axes else self.spec)
 
     def specs(self, batch: PyTree) -> PyTree:
-        """Returns a ``PartitionSpec`` per leaf. Does not check the size of dim 0: on a host it may be a process's part.
+        """Returns a ``PartitionSpec`` per leaf, after checks of all dims but dim 0, where a process may have some rows.
 
         Raises:
           ValueError: the specs are no prefix of the batch, a leaf has fewer dims than its spec, or the axes of a dim do
@@ -84,7 +84,7 @@ class BatchLayout:
         return jax.tree.map(partial(spread_spec, mesh=self.mesh), self.specs(batch))
 
     def part(self, batch: PyTree, device: Any) -> PyTree:
-        """Returns the part of a global batch for the device with this index along ``axes``; the index may be traced."""
+        """Returns the part of a global batch for the device with the index ``device`` along ``axes``, maybe traced."""
         places: dict[str, Any] = {}
         # The last axis varies fastest over the devices.
         for axis in reversed(self.axes):
@@ -103,7 +103,7 @@ class BatchLayout:
         return jax.tree.map(own, batch, self.specs(batch))
 
     def of_batch(self, batch: PyTree) -> "BatchLayout":
-        """Returns the layout with ``tokens`` set: as given, else zigzag for ``ReorderedTokens``, else contiguous.
+        """Returns the layout with ``tokens`` set: as given, else "zigzag" for ``ReorderedTokens``, else "contiguous".
 
         Raises:
           ValueError: a leaf has another token layout, or was laid out for another number of devices than split it; or a
@@ -127,14 +127,14 @@ class BatchLayout:
 
     @property
     def sequence(self) -> SequenceLayout:
-        """Returns the sequence layout for layers that exchange tokens; it omits axes of size 1."""
+        """Returns the token order and axes for layers that exchange tokens (attention), without axes of size 1."""
         columns = [axis for axis in self.axes if axis not in self.row_axes]
         axes, rows = (tuple(axis for axis in of if self.mesh.shape[axis] > 1) for of in (columns, self.row_axes))
         return SequenceLayout(self.tokens or CONTIGUOUS, axes, rows)
 
     @contextlib.contextmanager
     def entered(self, batch: PyTree) -> Iterator[PyTree]:
-        """Yields, inside ``shard_map``, the local batch in the layout ``tokens``, which layers inside can query."""
+        """Yields, inside ``shard_map``, the local batch in token order ``tokens``, which layers inside can query."""
         leaves, treedef = flatten_with_path(batch, one_leaf=is_laid_out)
         values = [leaf.value if isinstance(leaf, ReorderedTokens) else leaf for _, leaf in leaves]
         if self.tokens == ZIGZAG:
@@ -147,7 +147,7 @@ class BatchLayout:
             yield jax.tree.unflatten(treedef, values)
 
     def laid_out(self, batch: PyTree) -> PyTree:
-        """Returns a global batch with tokens reordered from natural order to the order of the devices in the step."""
+        """Returns a global batch whose tokens are in zigzag order, if ``tokens`` says so: as the step splits it."""
         if self.tokens != ZIGZAG:
             return batch
         devices = num_shards(self.mesh, self.sequence.axes)
@@ -159,7 +159,7 @@ class BatchLayout:
         return jax.tree.unflatten(treedef, ordered)
 
     def _token_dims(self, batch: PyTree) -> list[int | None]:
-        """Returns for each leaf the dim that is split over the axes of the sequence, or None."""
+        """Returns for each leaf the token dim: the dim that is split over the axes of the sequence, or None."""
         found = []
         for spec in self._by_leaf(batch):
             dims = [dim for dim, axes in _columns(spec, self.mesh).items() if axes == self.sequence.axes]
@@ -167,7 +167,7 @@ class BatchLayout:
         return found
 
     def misplaced(self, batch: PyTree, shardings: Sequence[Any]) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
-        """Yields leaves that are split along another dim than 0 and otherwise than in the spec, with the axes used."""
+        """Yields (path, leaf, axes) for leaves whose dims after dim 0 are split otherwise than in the layout."""
         # Most batches are on no mesh, or split by rows alone: then the specs are not needed.
         leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
         splits = [_columns(its.spec, its.mesh) if isinstance(its, NamedSharding) else {} for its in shardings]
@@ -189,6 +189,7 @@ class BatchLayout:
             ) from None
 
     def _of(self, path: str, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
+        """Returns the spec for a leaf of this shape, after checks; ``PartitionSpec()`` for a scalar."""
         name = named_leaf("batch", path)
         if not shape:
             return PartitionSpec()
@@ -220,7 +221,7 @@ def batch_layout(
     batch_spec: PyTree | None = None,
     tokens: str | None = None,
 ) -> BatchLayout:
-    """Makes the layout from ``batch_axes`` or ``batch_spec``; ``tokens`` is the ``layout`` argument of a step, if any.
+    """Makes a ``BatchLayout`` from the ``batch_axes`` or ``batch_spec`` of a user, and the ``layout`` of a step.
 
     Raises:
       ValueError: both or neither is given; specs name an axis that the mesh lacks, an axis twice, or no axis at all; or
@@ -270,12 +271,12 @@ def _check_sequence(columns: list[tuple[str, ...]], given: str, tokens: str | No
 
 
 def num_shards(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
-    """Returns the number of devices along the axes, which is the number of parts of a dim."""
+    """Returns the number of shards of a dim that is split over the axes: the product of their sizes."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _named(path: str, spec: Any, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], ...]:
-    """Returns the axes of each dim of a spec, after checking them against the mesh."""
+    """Returns the axes of each dim in the spec of the leaf at ``path``; raises for a spec that the mesh cannot have."""
     name = named_leaf("batch_spec", path)
     if not isinstance(spec, PartitionSpec) or PartitionSpec.UNCONSTRAINED in tuple(spec):
         raise TypeError(
@@ -295,7 +296,7 @@ def _named(path: str, spec: Any, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, 
 
 
 def _columns(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> dict[int, tuple[str, ...]]:
-    """Returns the axes of size > 1 that split a dim other than dim 0, by dim."""
+    """Returns, for each dim other than dim 0 that is split over several devices, the axes of the split."""
     found = {}
     for dim, entry in enumerate(spec):
         names = () if entry is PartitionSpec.UNCONSTRAINED else entry_axes(entry)

@@ -25,7 +25,7 @@ WIDEST_BYTES = {"f": 8, "c": 16}  # bytes of the widest supported number, by kin
 
 
 def why_no_array(leaf: Any) -> str | None:
-    """Returns a description and a cure for a leaf that is not an array of numbers, else None."""
+    """Returns the end of an error text for a leaf that is not an array of numbers: its kind, and a cure; else None."""
     if isinstance(leaf, np.ma.MaskedArray):
         return "a masked array, whose mask JAX does not take. Pass leaf.filled(0), and the mask as a leaf beside it."
     if isinstance(leaf, ARRAYS):
@@ -86,7 +86,7 @@ _a_row_of: dict[object, PyTree] = {}
 
 
 def with_copies(batch: PyTree, rows: int, padded: int) -> PyTree:
-    """Returns the batch with its rows repeated in turn, from the first row on, up to ``padded`` rows.
+    """Returns the batch, of ``rows`` rows, with copies of its rows appended in turn, up to ``padded`` rows.
 
     Raises:
       ValueError: the batch has no rows, and this process has padded no batch with such leaves before.
@@ -113,6 +113,6 @@ def with_copies(batch: PyTree, rows: int, padded: int) -> PyTree:
 
 
 def _structure(batch: PyTree) -> object:
-    """Returns the structure, row shapes and dtypes of a batch; batches with equal results may exchange rows."""
+    """Returns a key of a batch's tree, row shapes and dtypes; a batch may be padded by rows of another with its key."""
     leaves, treedef = jax.tree.flatten(batch)
     return treedef, tuple((np.shape(leaf)[1:], str(leaf.dtype)) if np.ndim(leaf) else None for leaf in leaves)

@@ -1,4 +1,4 @@
-"""Batches over a mesh: global arrays made from the rows of each process, or abstract global shapes."""
+"""``shard_batch``: makes global arrays from the rows of each process; ``abstract_batch``: the same as shapes."""
 
 import weakref
 from collections.abc import Mapping
@@ -114,7 +114,7 @@ _padded: list[tuple[weakref.ref[jax.Array], int, int]] = []
 
 
 def padded_rows_of(leaf: PyTree) -> tuple[int, int] | None:
-    """Returns (rows, padded rows) of this process for a leaf padded by ``shard_batch``, else None."""
+    """Returns (rows passed in, rows after padding) of this process for a leaf padded by ``shard_batch``; else None."""
     return next(((rows, padded) for ref, rows, padded in _padded if ref() is leaf), None)
 
 
@@ -165,7 +165,11 @@ def abstract_batch(
 
 @cache
 def _shards_of_processes(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, frozenset[int]]:
-    """Returns the batch shards of each process; raises unless the sets have one size, and are equal or disjoint."""
+    """Returns by process the indices of the batch shards on its devices.
+
+    Raises:
+      ValueError: sets of two processes overlap in part, or differ in size.
+    """
     shards = num_shards(mesh, axes)
     held: dict[int, frozenset[int]] = {}
     shard_of: Mapping[Device, Any] = NamedSharding(mesh, PartitionSpec(axes)).devices_indices_map((shards,))
@@ -205,7 +209,7 @@ def _check_containers(value: Any, path: str = "batch") -> None:
 
 
 def _common_rows(batch: PyTree) -> int:
-    """Returns the number of rows, after checking that every leaf except scalars has it."""
+    """Returns the number of rows of a batch; raises unless all leaves but scalars have this number."""
     _check_containers(batch)
     shapes: dict[str, tuple[int, ...]] = {}
     check_values(batch)
@@ -251,7 +255,7 @@ _batches_seen: dict[Mesh, tuple[int, object]] = {}
 
 
 def _agree_on_batch(batch: PyTree, rows: int, mesh: Mesh, layout: BatchLayout, timeout_s: float) -> None:
-    """Compares shapes between processes if they have changed, and values between processes that hold the same rows."""
+    """Compares a batch between processes: new shapes between all, values between those that must pass the same rows."""
     if not jax.distributed.is_initialized():
         raise RuntimeError("the mesh spans processes that have not joined; call initialize_distributed at the start.")
     leaves, axes, split = leaves_with_path(batch), layout.row_axes, str(layout)

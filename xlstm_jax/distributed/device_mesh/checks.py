@@ -69,20 +69,12 @@ def _how_to_make(mesh: object) -> str:
 
 
 def with_usual_names(sizes: Any) -> dict[str, int] | None:
-    """Returns sizes under the usual axis names, as (2, 4) -> {"dp": 2, "fsdp": 4}, or None for anything but sizes."""
+    """Returns a dict with axis names for bare sizes, as (2, 4) -> {"dp": 2, "fsdp": 4}; None for anything but sizes."""
     values: list[Any] = list(sizes) if isinstance(sizes, list | tuple) else [sizes]
     # Compare types: isinstance(True, int) is True.
     if not values or not all(type(size) is int for size in values):
         return None
     return dict(zip(USUAL_AXES.get(len(values), [f"axis_{i}" for i in range(len(values))]), values, strict=True))
-
-
-def check_no_explicit_mesh() -> None:
-    """Does nothing: every function takes meshes with explicit axes. Earlier releases raised here.
-
-    >>> with jax.set_mesh(jax.make_mesh((8,), ("fsdp",))):
-    ...     check_no_explicit_mesh()
-    """
 
 
 def mesh_axes(mesh: Mesh | AbstractMesh, axis_names: AxisNames, argument: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""``DataParallel``: plain data parallelism by methods, for training loops in this style.
+"""``DataParallel``: plain data parallelism, for training loops that shard and average by calls of an object's methods.
 
   create_data_parallel_sharding   mesh -> the sharding of a batch
   shard_batch                     places a batch in this sharding
@@ -33,7 +33,7 @@ REDUCE_TYPES = ("mean", "sum")
 
 
 class DataParallel(nnx.Module):
-    """Data parallelism by methods, for training loops in this style; a module without state.
+    """Methods for plain data parallelism: shard a batch, place a state, average gradients. A module without state.
 
     Every method can also be called on the class. Three have a twin ``*_static``, as in ``DistributedMetrics``.
 

@@ -99,7 +99,11 @@ class DeviceMeshManager:
     def create_fsdp_mesh(devices: Sequence[Device] | None = None) -> Mesh:
         """Makes a mesh for sharding over every device, with an axis along each kind of link.
 
-        Pass ``mesh.axis_names`` on as the axes of wrappers and batches.
+        >>> create_fsdp_mesh().shape  # on 8 simulated devices of one host
+        OrderedDict({'fsdp': 8})
+
+        ``shard_modules``, ``create_train_state`` and ``make_train_step`` use these axes by default.
+        ``shard_module_params`` takes them as ``mesh.axis_names``.
 
         Collectives are then staged, each stage between neighbours. (Over a single axis of many TPU chips XLA turns a
         reduce-scatter into a full-size all-reduce.)
@@ -186,7 +190,7 @@ def is_size(size: Any) -> bool:
 
 
 def filled_sizes(shape: dict[str, int], count: int) -> tuple[int, ...]:
-    """Returns the sizes for ``count`` devices, with -1 replaced; without a -1 they may use fewer devices.
+    """Returns the axis sizes of a mesh of ``count`` devices, with -1 replaced; without -1 devices may be left over.
 
     Raises:
       ValueError: there are too few devices, or no size for -1 uses every device; names the nearest shapes that fit.

@@ -30,8 +30,8 @@ Coordinates = tuple[int, ...]  # of a device in the array of devices, before dim
 
 
 def mesh_by_topology(sizes: tuple[int, ...], names: tuple[str, ...], devices: Sequence[Device]) -> Mesh:
-    """Makes a mesh with devices in the best order for the links; slices, or processes, must have equal sizes."""
-    units, by_process = _units(devices)
+    """Makes a mesh whose first axes cross slow links; slices (or processes) must have equal numbers of devices."""
+    units, by_process = _hosts_or_slices(devices)
     if len(units) == 1:
         return jax.make_mesh(sizes, names, axis_types=auto_types(names), devices=devices)
     if len(set(units.values())) > 1:
@@ -49,7 +49,7 @@ def mesh_by_topology(sizes: tuple[int, ...], names: tuple[str, ...], devices: Se
 
 
 def crossing_sizes(sizes: Sequence[int], units: int) -> tuple[int, ...]:
-    """Returns the factor of each size by which the axis crosses units; the first axes cross as far as they can."""
+    """Returns for each axis by which factor of its size it crosses hosts or slices (``units``), first axes first."""
     outer = []
     for size in sizes:
         outer.append(math.gcd(size, units))
@@ -58,11 +58,11 @@ def crossing_sizes(sizes: Sequence[int], units: int) -> tuple[int, ...]:
     return tuple(outer)
 
 
-def _units(devices: Sequence[Device]) -> tuple[Counter[int], bool]:
-    """Counts the devices of each unit connected by slow links; also returns whether the units are processes.
+def _hosts_or_slices(devices: Sequence[Device]) -> tuple[Counter[int], bool]:
+    """Counts the devices of each host or slice (unit), between which links are slow.
 
-    JAX numbers the slices of a TPU job and, on other platforms, the hosts (or groups of hosts behind a fast switch). On
-    a single host, or if JAX has no such numbers, the units are the processes.
+    Also returns whether units are processes: so on a single host, or where JAX numbers neither the slices of a TPU job
+    nor, on other platforms, hosts (or groups of hosts behind a fast switch).
     """
     # A TPU slice is one torus across its hosts, so its processes are not units.
     slices = Counter(_slice(device) for device in devices)
@@ -90,7 +90,7 @@ def fsdp_layout(devices: Sequence[Device]) -> tuple[np.ndarray, tuple[str, ...]]
     sizes = [1 + max(column) for column in zip(*located, strict=True)]
     # Coordinates are unique, so if there are as many places as devices, no place is empty.
     if math.prod(sizes) != len(located):
-        hosts = f"hosts hold different numbers of them, {dict(_units(devices)[0])}. Pass as many of each"
+        hosts = f"hosts hold different numbers of them, {dict(_hosts_or_slices(devices)[0])}. Pass as many of each"
         what = _gap(devices, located, sizes) if on_torus else hosts
         raise ValueError(
             f"devices: {what}, or lay one axis over them in an order of your own, as "
@@ -124,6 +124,7 @@ def _corners(devices: Sequence[Device]) -> dict[int, Coordinates]:
 
 
 def _gap(devices: Sequence[Device], located: Mapping[Coordinates, Device], sizes: Sequence[int]) -> str:
+    """Returns an error text that names the first empty place of the box that the TPUs ``located`` span."""
     missing = next(index for index in np.ndindex(*sizes) if index not in located)
     corners = _corners(devices)
     number = sorted(corners)[missing[0]]
@@ -137,7 +138,7 @@ def _gap(devices: Sequence[Device], located: Mapping[Coordinates, Device], sizes
 
 def _on_hosts(devices: Sequence[Device]) -> dict[Coordinates, Device]:
     """Returns devices by (host, number within the host)."""
-    by_process = _units(devices)[1]
+    by_process = _hosts_or_slices(devices)[1]
     # A host numbered by JAX as a slice may have several processes.
     hosts = defaultdict(list)
     for device in devices:

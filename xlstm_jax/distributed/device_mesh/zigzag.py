@@ -1,4 +1,4 @@
-"""Conversion of a batch to zigzag order before a step, which saves the exchange within the step; and its inverse."""
+"""``to_zigzag``: reorders the tokens of a batch on the host, to save an exchange in the step; and its inverse."""
 
 from collections.abc import Callable
 from typing import Any
@@ -72,7 +72,7 @@ def from_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
 
 
 def _of_tokens(batch: PyTree, fn: Callable[[Any, int], Any], dim: int) -> PyTree:
-    """Applies ``fn(array, length)`` to each array of tokens."""
+    """Returns the batch with ``fn(array, length of dim)`` for each array that has the dim."""
     # Leaves without the dim have no tokens, and stay unchanged.
     found = [(path, x) for path, x in trees.leaves_with_path(batch) if -np.ndim(x) <= dim < np.ndim(x)]
     for path, x in found:

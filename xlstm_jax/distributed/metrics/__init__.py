@@ -1,4 +1,4 @@
-"""Metrics over many devices: three interfaces on the same cells and collectives.
+"""Metrics over many devices: three interfaces on the same accumulators and collectives.
 
   reductions      dictionaries of arrays -> one value per name, now; ``DistributedMetrics`` has them as methods
   pure_metric     states for the training step, as pure functions: empty -> update ... update -> sync -> compute

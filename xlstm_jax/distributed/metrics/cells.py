@@ -66,7 +66,7 @@ def like_rows(weight: ArrayLike, values: jax.Array | jax.ShapeDtypeStruct) -> ja
 
 
 class Cell(ABC):
-    """Base class of cells: arrays of equal shape that are merged entry by entry."""
+    """Base class of accumulators (cells): arrays of equal shape, such as the sums per class, merged entry by entry."""
 
     @classmethod
     @abstractmethod
@@ -118,7 +118,7 @@ class Total(Cell):
 
     @classmethod
     def of_halves(cls, weights: jax.Array, add: Callable[[jax.Array], jax.Array]) -> "Total":
-        """Sums the upper halves and the lower halves of ``weights`` by ``add``, a plain sum or a scatter-add.
+        """Sums ``weights`` by ``add``, a plain sum or a scatter-add, in two halves of the significand (``halves``).
 
         Much cheaper than ``of`` for a histogram, where each weight is added to a single bin of many. Exact for up to
         2^12 weights of similar size per sum, and for up to 2^24 weights of 0 or 1.
@@ -183,7 +183,7 @@ class Count(Cell):
 
     @classmethod
     def of(cls, values: ArrayLike, weight: ArrayLike | None = None, *, keep: int = 0) -> "Count":
-        """Sums integers or bools over every dim except the last ``keep``.
+        """Sums integers or bools, times ``weight``, over every dim except the last ``keep``.
 
         Args:
           weight: integers in 0..65535; 0 excludes a row.
@@ -275,7 +275,7 @@ class Maximum(Cell):
 
     @classmethod
     def of(cls, values: ArrayLike, weight: ArrayLike | None = None, *, keep: int = 0) -> Self:
-        """Reduces to the extremum over every dim except the last ``keep``; excludes rows with weight 0."""
+        """Reduces to the largest (``Minimum``: smallest) value over all but the last ``keep`` dims, of weight not 0."""
         values = jnp.asarray(values)
         neutral = jnp.asarray(cls._neutral(values.dtype), values.dtype)
         if weight is not None:

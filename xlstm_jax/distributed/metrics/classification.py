@@ -191,7 +191,7 @@ def _at_least(scores: jax.Array, threshold: float) -> jax.Array:
 
 
 def check_labels(labels: jax.Array) -> None:
-    """Raises a ValueError if labels are not integers or bools (probabilities, one-hot floats)."""
+    """Raises a ValueError for labels that are neither integers nor bools, such as probabilities or one-hot floats."""
     if not (jnp.issubdtype(labels.dtype, jnp.integer) or jnp.issubdtype(labels.dtype, jnp.bool_)):
         raise ValueError(
             f"labels of dtype {labels.dtype}: they are integers or bools. Scores come first, labels second."
@@ -246,10 +246,10 @@ class Statistic(ABC):
 
     @abstractmethod
     def terms(self, tp: Total, fp: Total, fn: Total, tn: Total) -> tuple[jax.Array, jax.Array]:
-        """Returns (numerator, denominator), per class [C] or for counts summed over classes []."""
+        """Returns (numerator, denominator) of the fraction: [C], or [] for counts summed over classes."""
 
     def of(self, cells: Cells, task: Task) -> jax.Array:
-        """Computes the statistic: [C] for "per_class", else []."""
+        """Computes the statistic from the cells "tp", "fp", "fn" and "tn" of ``task``: [C] for "per_class", else []."""
         del task
         if self.average == "micro":
             return ratio(*self.terms(**_over_classes(cells)), self.zero_division)
@@ -345,7 +345,7 @@ class FBeta(Statistic):
 
 
 def _over_classes(cells: Cells) -> Cells:
-    """Sums high and low parts over classes: [C] -> []."""
+    """Sums each count over the classes, without losing the low part of the ``Total``: [C] -> []."""
     return {name: Total.of(total.high).merge(Total.of(total.low)) for name, total in cells.items()}
 
 

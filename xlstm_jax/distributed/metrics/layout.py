@@ -88,7 +88,7 @@ class Layout:
 
     @cached_property
     def spans(self) -> dict[Group, list[Span]]:
-        """Returns the span of each array of each group; a span holds the cells of the group end to end."""
+        """Returns vector and range of each array of each group of cells; a range holds the cells end to end."""
         sizes: dict[Group, int] = defaultdict(int)
         for entry in self.entries:
             sizes[entry.group] += math.prod(entry.shape)

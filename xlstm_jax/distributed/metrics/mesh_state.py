@@ -31,7 +31,7 @@ StateDict = dict[str, Any]  # nested dicts of arrays, by the names of states and
 
 
 class MeshState:
-    """State of a pure metric on a mesh: ``local`` per device, and ``synced``, None after an update without ``sync``."""
+    """State of a pure metric on a mesh: ``local`` per device, ``synced`` merged by ``sync`` (None after an update)."""
 
     synced: Synced | None
 
@@ -68,7 +68,7 @@ class MeshState:
         sync_together([self])
 
     def add_own(self, seen: Vectors, on_all_processes: bool) -> None:
-        """Merges the observed vectors ``seen`` into the first row of this process.
+        """Merges the cells of a new value, packed in vectors, into the first local value of this process.
 
         With ``on_all_processes`` every process passes the same global array, and only process 0 merges.
         """
@@ -89,11 +89,11 @@ class MeshState:
         self.synced = None
 
     def add_rows(self, rows: Vectors) -> None:
-        """Merges rows [n, ...] into the local values, row i on device i."""
+        """Merges the cells of n new values, packed in vectors [n, k], into the local values: row i on device i."""
         self._set_local(_merge(self.local.layout, self.local.vectors, jax.device_put(rows, self._split)))
 
     def add_batch(self, arguments: PyTree) -> None:
-        """Updates each device with its shard of global arrays: (args, kwargs), split along the first dim."""
+        """Updates each device's local value with the device's shard of (args, kwargs), arrays split along dim 0."""
         self._set_local(_update(self.metric, self.mesh, self.local, arguments).vectors)
 
     def _set_local(self, vectors: Vectors) -> None:

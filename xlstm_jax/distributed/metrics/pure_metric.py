@@ -95,15 +95,15 @@ class PureMetric(ABC):
 
     @abstractmethod
     def identity(self) -> Cells:
-        """Returns the neutral state: a cell of ``cells``, or a (nested) dict of cells."""
+        """Returns the neutral state: an accumulator from the module ``cells``, or a (nested) dict of accumulators."""
 
     @abstractmethod
     def observe(self, *args: Any, **kwargs: Any) -> Cells:
-        """Returns the state of a single batch, with the structure of ``identity``; a dict may omit entries."""
+        """Reduces a single batch to accumulators in the structure of ``identity``; a dict may omit entries."""
 
     @abstractmethod
     def result(self, cells: Cells) -> PyTree:
-        """Computes the value of a state: an array or a dict of arrays.
+        """Computes the metric's value from the accumulators of a state: an array or a dict of arrays.
 
         The neutral state must have a defined value, not NaN.
         """
@@ -196,7 +196,7 @@ class PureMetric(ABC):
         return self.result(state.cells)
 
     def compute_local(self, state: Local) -> PyTree:
-        """Computes the value per device, with a leading device dim: [n, ...], or [1, ...] inside ``shard_map``."""
+        """Computes the value of each device, without ``sync``: [n, ...], or [1, ...] inside ``shard_map``."""
         _check_local(state, "compute_local")
         self._check_own(state)
         return jax.vmap(self.result)(state.cells)
@@ -226,7 +226,7 @@ class PureMetric(ABC):
         return Local(rows, state.layout, axes)
 
     def check_observed(self, observed: PyTree, axes: tuple[str, ...]) -> None:
-        """Raises a ValueError if the types of ``observed`` show that devices would be counted wrongly.
+        """Raises a ValueError if the types of a batch vary along other axes than ``axes``: devices would be miscounted.
 
         A metric that divides by the number of devices with equal values overrides this method.
         """
@@ -300,7 +300,7 @@ def sync_states(states: list[Local]) -> list[Synced]:
 
 
 def all_reduce_cells(cells: list[Any], axes: tuple[str, ...]) -> list[Any]:
-    """Merges cells over devices inside ``shard_map``, with one collective per (operation, dtype) for every cell."""
+    """Merges cells over devices inside ``shard_map``; all cells share one collective per (operation, dtype)."""
     # A collective adds numbers, not pairs: each cell is split into arrays whose plain sums are exact.
     pieces = [cell.pieces() for cell in cells]
     flat = [piece for of_cell in pieces for piece in of_cell]

@@ -145,7 +145,7 @@ def _check_operations(metrics: PyTree, chosen: object, path: str) -> None:
 
 
 def _operation_at(path: Sequence[Any], chosen: Any) -> str | None:
-    """Returns the operation for the leaf at a key path: ``UNNAMED`` by default, None to keep the leaf unchanged."""
+    """Returns the operation that ``chosen`` has for a leaf: ``UNNAMED`` by default, None to keep the leaf unchanged."""
     for key in path:
         # A single operation for a nested dictionary applies to every leaf below it.
         if isinstance(chosen, Mapping):

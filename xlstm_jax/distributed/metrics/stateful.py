@@ -278,11 +278,11 @@ class Metric(ABC, Generic[Value]):
         """Computes the value of the metric; after ``sync`` the value over every device and process."""
 
     def sync(self) -> None:
-        """Synchronizes the states in shared collectives, as ``PureMetric.sync`` does; every process must call it."""
+        """Merges the local states of all accumulators over devices and processes; every process must call ``sync``."""
         sync_together([state for _, state in self._states()])
 
     def reset(self) -> None:
-        """Resets every state to its initial value."""
+        """Sets every accumulator, and every nested metric, to its initial value."""
         for _, state in self._states():
             state.reset()
 
@@ -296,7 +296,7 @@ class Metric(ABC, Generic[Value]):
         return {name: state.state_dict() for name, state in self._states()}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Loads a dict from ``state_dict``, also for a different number of devices; see ``MetricAccumulator``."""
+        """Loads the result of ``state_dict``, also if saved on a different number of devices."""
         states = dict(self._states())
         check_entries(state_dict, states)
         for name, state in states.items():
@@ -369,7 +369,7 @@ class StatefulMetric(Metric[PyTree]):
 
     @outside_set_mesh
     def compute_local(self) -> PyTree:
-        """Computes the value per device, [n, ...]."""
+        """Computes the value of each device from the batches of the device, without ``sync``: [n, ...]."""
         return _compute(self.metric, self.state.local)
 
 

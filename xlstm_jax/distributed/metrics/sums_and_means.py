@@ -165,10 +165,10 @@ class Throughput(PureMetric):
 class GlobalNorm(PureMetric):
     """L2 norm over the entries of every observed tree: the root of the sum of squares; initially 0.
 
-    Without ``axes`` the devices observe different entries of the vector. For parameters and gradients set ``axes`` to
-    the axes of the state: a boxed leaf is then a shard along the axes of its box, and replicated along the remaining
-    axes, where it counts once. A leaf without a box is replicated along every axis, except the axes that its type
-    varies over. Squares are computed in float32: entries above 1e19 overflow to inf.
+    Without ``axes`` every entry on every device counts. For parameters and gradients set ``axes`` to the axes of the
+    state (of ``empty``), so that replicated entries count once: a boxed leaf (``nn.Partitioned``) is a shard along the
+    axes named by the box and replicated along the remaining axes; a leaf without a box is replicated along every axis,
+    except the axes that its type varies over. Squares are computed in float32: entries above 1e19 overflow to inf.
 
     >>> norm = GlobalNorm()
     >>> float(norm.result(norm.observe({"kernel": jnp.array([3.0]), "bias": jnp.array([4.0])})))

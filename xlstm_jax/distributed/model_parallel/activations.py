@@ -29,7 +29,7 @@ from xlstm_jax.distributed.data_parallel.wire.transposes import all_parts, equal
 
 
 def devices_here(axis_name: str, caller: str) -> int:
-    """Returns the number of devices that a layer is split over; 1 outside ``shard_map``, where values are global.
+    """Returns the number of devices along the axis of a split layer; 1 outside ``shard_map``, where values are global.
 
     Raises:
       ValueError: further axes are bound, but not this axis; or the batch is split over the axis.
@@ -48,9 +48,9 @@ def devices_here(axis_name: str, caller: str) -> int:
 
 
 def parts_of_params(axis_name: str, caller: str) -> int:
-    """Returns the number of parts in which parameters are stored.
+    """Returns the number of shards along the axis in which a split layer stores its parameters.
 
-    As ``devices_here``; in ``init``, where no axis is bound, the size of the axis in the current mesh.
+    The number is ``devices_here`` or, in ``init``, where no axis is bound, the size of the axis in the current mesh.
 
     Raises:
       ValueError: the mesh has no such axis.
@@ -71,7 +71,7 @@ def parts_of_params(axis_name: str, caller: str) -> int:
 
 
 def enter_split(x: Array, axis_name: str, *, caller: str = "enter_split") -> Array:
-    """Returns a replicated ``x`` for a split layer; in backward the gradients of all devices are summed.
+    """Returns the replicated ``x`` unchanged, as input of a split layer; backward sums the gradient over the devices.
 
     >>> def loss(x, w):  # each of 4 devices multiplies by weights of its own
     ...     return leave_split(enter_split(x, "fsdp") * w, "fsdp").sum()
@@ -79,6 +79,10 @@ def enter_split(x: Array, axis_name: str, *, caller: str = "enter_split") -> Arr
     >>> grad(jnp.ones(1), jnp.array([1.0, 2.0, 3.0, 4.0])).tolist()
     [10.0]
 
+    Args:
+      x: the input of the layer, equal on all devices along the axis.
+      axis_name: the mesh axis over which the layer is split.
+      caller: name of the layer or function, for errors.
     Raises:
       ValueError: the axis is not bound, or splits the batch; or ``x`` varies over the axis by its type.
     """
@@ -108,6 +112,9 @@ def leave_split(x: Array, axis_name: str, *, caller: str = "leave_split") -> Arr
     >>> jax.shard_map(add, mesh=mesh, in_specs=jax.P("fsdp"), out_specs=jax.P())(jnp.arange(4.0)).tolist()
     [6.0]
 
+    Args:
+      x: a term of the sum on each device, such as a product with the device's rows of a kernel.
+      axis_name, caller: as for ``enter_split``.
     Raises:
       ValueError: the axis is not bound; or ``x`` is replicated over the axis by its type.
     """
@@ -141,6 +148,10 @@ def gather_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "gather_t
     >>> jax.shard_map(gather, mesh=mesh, in_specs=jax.P("fsdp"), out_specs=jax.P("fsdp"))(jnp.ones((4, 1))).shape
     (16, 1)
 
+    Args:
+      x: activations of this device's tokens.
+      dim: the dim of tokens, such as 1 of [b, t / n, d].
+      axis_name, caller: as for ``enter_split``.
     Raises:
       ValueError: the axis is not bound; or ``x`` is replicated over the axis by its type.
     """
@@ -157,6 +168,9 @@ def scatter_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "scatter
     >>> jax.shard_map(add, mesh=mesh, in_specs=jax.P(None, "fsdp"), out_specs=jax.P("fsdp"))(jnp.ones((4, 4))).tolist()
     [[4.0], [4.0], [4.0], [4.0]]
 
+    Args:
+      x: a term of the sum on each device, for all tokens.
+      dim, axis_name, caller: as for ``gather_tokens``.
     Raises:
       ValueError: the axis is not bound, or does not divide ``dim``; or ``x`` is replicated over the axis by its type.
     """
@@ -174,6 +188,9 @@ def split_tokens(x: Array, dim: int, axis_name: str) -> Array:
     >>> jax.shard_map(double, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())(jnp.arange(4.0)[:, None]).ravel().tolist()
     [0.0, 2.0, 4.0, 6.0]
 
+    Args:
+      x: activations of all tokens, equal on all devices along the axis.
+      dim, axis_name: as for ``gather_tokens``.
     Raises:
       ValueError: the axis is not bound, or does not divide ``dim``; or ``x`` varies over the axis by its type.
     """
@@ -191,6 +208,8 @@ def join_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "join_token
     >>> jax.shard_map(join, mesh=mesh, in_specs=jax.P("fsdp"), out_specs=jax.P())(jnp.arange(4.0)[:, None]).shape
     (4, 1)
 
+    Args:
+      x, dim, axis_name, caller: as for ``gather_tokens``.
     Raises:
       ValueError: the axis is not bound; or ``x`` is replicated over the axis by its type.
     """
@@ -201,7 +220,7 @@ def join_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "join_token
 
 
 def check_own_tokens(x: Array, dim: int, axis_name: str, caller: str, *, features: int = 1) -> None:
-    """Raises if ``dim`` is not a dim of tokens, or if ``x`` is replicated over the axis by its type."""
+    """Raises if ``dim`` is among the last ``features`` dims of ``x``, or if ``x`` is replicated over the axis."""
     _check_dim(x, dim, caller, features)
     if collectives.type_shows_varying(axis_name, x) and axis_name not in collectives.varying_axes(x):
         raise ValueError(
@@ -220,7 +239,7 @@ def _check_dim(x: Array, dim: int, caller: str, features: int) -> None:
 
 
 def check_tokens(x: Array, dim: int, axis_name: str, caller: str, *, features: int = 1) -> None:
-    """Raises if ``dim`` is not a dim of tokens, or if the devices along the axis do not divide the tokens."""
+    """Raises if ``dim`` is among the last ``features`` dims of ``x``, or if the devices do not divide ``dim``."""
     _check_dim(x, dim, caller, features)
     n, tokens = collectives.axis_size((axis_name,)), x.shape[dim]
     if tokens % n:

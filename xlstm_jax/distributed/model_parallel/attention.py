@@ -18,7 +18,7 @@ from xlstm_jax.distributed.model_parallel.dense import ColumnDense, RowDense, Sp
 
 
 def causal_attention(query: Array, key: Array, value: Array) -> Array:
-    """Calls causal ``jax.nn.dot_product_attention``: [b, t, h, e], [b, t, g, e] twice -> [b, t, h, e]."""
+    """Calls causal ``jax.nn.dot_product_attention``: query [b, t, h, e], key and value [b, t, g, e] -> [b, t, h, e]."""
     return jax.nn.dot_product_attention(query, key, value, is_causal=True)
 
 
@@ -51,7 +51,10 @@ class SplitAttention(Split):
 
     @nn.compact
     def __call__(self, x: Array, *args: Any) -> Array:
-        """Returns [b, t, d] for [b, t, d], of this device's tokens with ``sequence_dim``; passes ``args`` on."""
+        """Applies attention: [b, t, d] -> [b, t, d]; with ``sequence_dim`` both have this device's tokens.
+
+        ``args`` are passed to ``attention_fn``.
+        """
         heads, kv_heads = self.num_heads, self.num_kv_heads or self.num_heads
         if heads % kv_heads:
             raise ValueError(
@@ -61,8 +64,8 @@ class SplitAttention(Split):
         # Key heads may be fewer than devices, and are then copied; query heads are never copied.
         counts = {"query": heads, "key": kv_heads, "value": kv_heads}
         layers = [
-            ColumnDense((count, self.head_dim), **self._how(), copied=name != "query", name=name)
+            ColumnDense((count, self.head_dim), **self._shared_fields(), copied=name != "query", name=name)
             for name, count in counts.items()
         ]
         y = self.attention_fn(*columns_of(layers, x), *args)
-        return RowDense(x.shape[-1], axis=(-2, -1), **self._how(), name="out")(y)
+        return RowDense(x.shape[-1], axis=(-2, -1), **self._shared_fields(), name="out")(y)

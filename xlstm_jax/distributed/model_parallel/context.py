@@ -51,7 +51,7 @@ HIDDEN = -1e30  # a logit hidden by the mask; finite, so that a difference of tw
 
 @dataclass(frozen=True)
 class _How:
-    """Options of a call; ``axes`` is () if no mesh axis is bound."""
+    """Options of a call of ``context_attention``; ``axes`` is () if no mesh axis is bound."""
 
     axes: tuple[str, ...]
     layout: str
@@ -311,7 +311,7 @@ _ring.defvjp(_ring_fwd, _ring_bwd)
 
 
 def _steps(how: _How, length: int) -> int:
-    """Returns the number of devices whose keys a device needs: all devices, or fewer with a window."""
+    """Returns the number of ring steps: the devices whose keys a device needs, all or, with a window, fewer."""
     # In zigzag, tokens before a device's second chunk are also on devices after this device.
     if how.causal and how.window and how.layout == CONTIGUOUS:
         return min(how.devices, 1 + math.ceil(how.window[0] / length))
@@ -330,7 +330,7 @@ def _block_length(how: _How, length: int) -> int:
 
 
 def _in_blocks(query: Array, key: Array, value: Array, segments: Array | None, how: _How) -> tuple[Array, Any, Any]:
-    """Returns (queries, (their positions, segment ids), (keys, values, segment ids)), in blocks."""
+    """Cuts arrays into blocks of tokens: (queries, (query positions, segment ids), (keys, values, segment ids))."""
     length = query.shape[1]
     if segments is not None:
         segments = jnp.moveaxis(segments.reshape(len(segments), -1, _block_length(how, length)), 1, 0)
@@ -340,7 +340,7 @@ def _in_blocks(query: Array, key: Array, value: Array, segments: Array | None, h
 
 
 def _positions_in_blocks(how: _How, query: Array, step: int) -> Array:
-    """Returns the positions of a step's keys, tied to the queries by a barrier."""
+    """Returns the positions of the keys that arrive in a ring step, in blocks; a barrier delays them to the step."""
     # Masks depend on positions alone. In a loop over layers, JAX would compute the masks of all blocks ahead of the
     # loop, as masks need no activation, and keep them: as much memory as all logits.
     length = query.shape[1]
@@ -349,20 +349,20 @@ def _positions_in_blocks(how: _How, query: Array, step: int) -> Array:
 
 
 def _query_blocks(x: Array, groups: int, how: _How) -> Array:
-    """Splits heads and tokens into blocks: [b, t, h, d] -> [n, b, g, r, c, d]."""
+    """Splits t tokens into n blocks of c, and h heads into g groups of r: [b, t, h, d] -> [n, b, g, r, c, d]."""
     batch, length, heads, size = x.shape
     blocks = x.reshape(batch, -1, _block_length(how, length), groups, heads // groups, size)
     return jnp.transpose(blocks, (1, 0, 3, 4, 2, 5))
 
 
 def _from_blocks(x: Array) -> Array:
-    """Inverts ``_query_blocks``."""
+    """Inverts ``_query_blocks``: [n, b, g, r, c, d] -> [b, t, h, d]."""
     count, batch, groups, shared, length, size = x.shape
     return jnp.transpose(x, (1, 0, 4, 2, 3, 5)).reshape(batch, count * length, groups * shared, size)
 
 
 def _merge(how: _How, state: PyTree, queries: Array, of_queries: Any, arrived: Any, places: Array) -> PyTree:
-    """Adds these keys to the state (largest logit, sum of exponentials, weighted sum of values) of the queries."""
+    """Adds arrived keys to the state (largest logit, sum of exponentials, weighted sum of values) of the queries."""
     keys, values, key_segments = arrived
 
     def of_one_block(_: None, block: Any) -> tuple[None, PyTree]:
@@ -402,7 +402,7 @@ def _logits(how: _How, query: Array, key: Array, places: Any) -> tuple[Array, Ar
 def _merge_gradients(
     how: _How, d_query: Array, queries: Array, of_queries: Any, of_result: Any, arrived: Any, places: Array
 ) -> tuple[Array, tuple[Array, Array]]:
-    """Adds the terms of these keys to the gradient of the queries; returns the gradients of keys and values, too."""
+    """Adds the arrived keys' terms to the gradient of the queries; also returns the gradients of keys and values."""
     keys, values, key_segments = arrived
 
     def of_one_block(d_keys: PyTree, block: Any) -> tuple[PyTree, Array]:

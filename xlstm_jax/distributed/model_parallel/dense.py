@@ -63,10 +63,10 @@ def split_param(
     dim: int,
     axis_name: str = DEFAULT_AXIS,
 ) -> Array:
-    """Returns this device's part of ``module.param(name, init, shape, dtype)``, split along ``dim``; in ``shard_map``.
+    """Creates or reads ``module.param(name, init, shape, dtype)`` split along ``dim``; returns this device's shard.
 
-    The values are the same as for the unsharded parameter of the global ``shape``. The box names the axis, and the axes
-    that ``init`` names for further dims. Call the function in a compact method of a custom layer.
+    The values are the same as for the unsharded parameter. The parameter's box names the axis, and the axes that
+    ``init`` names for further dims. Call the function in a compact method of a custom layer.
 
     >>> class Scale(nn.Module):
     ...     @nn.compact
@@ -75,6 +75,14 @@ def split_param(
     >>> Scale().init_with_output(jax.random.key(0), jnp.ones((2, 3, 8)))[1]["params"]["scale"].shape
     (8,)
 
+    Args:
+      module: the layer.
+      name, init, dtype: as for ``module.param``.
+      shape: the global shape, of the unsharded parameter.
+      dim: the dim to split.
+      axis_name: the mesh axis.
+    Returns:
+      Inside ``shard_map`` this device's shard; outside, as in ``init``, the unsharded parameter.
     Raises:
       ValueError: the axis is unknown or does not divide the dim, ``init`` names a different axis for the dim or uses
         this axis for another dim, or the parameter arrives unsharded. The error names the parameter.
@@ -133,10 +141,10 @@ def column_products(
     product: Product = jnp.matmul,
     caller: str = "column_products",
 ) -> list[Array]:
-    """Returns ``product(x, kernel)`` for this device's part of each kernel; ``x`` enters, or is gathered, only once.
+    """Multiplies ``x`` by this device's columns of each kernel: [..., d], [d, f / n] each -> [..., f / n] each.
 
-    ``x`` [..., d] is replicated. With ``sequence_dim``, ``x`` has this device's tokens along that dim, and the tokens
-    are gathered; with ``ring`` in ring steps interleaved with the products.
+    ``x`` is replicated; one all-reduce in backward serves all kernels. With ``sequence_dim``, ``x`` has this device's
+    tokens along that dim, and one gather serves all kernels; with ``ring`` in ring steps interleaved with the products.
     """
     if sequence_dim is None:
         entered = enter_split(x, axis_name, caller=caller)
@@ -172,10 +180,11 @@ def row_product(
     product: Product = jnp.matmul,
     caller: str = "row_product",
 ) -> Array:
-    """Returns the sum over devices of ``product(x, kernel)``, each device with its features and rows.
+    """Multiplies this device's features by this device's rows of the kernel, and sums the products over the devices.
 
-    ``x`` [..., f / n] has all tokens. Without ``sequence_dim`` the sum is replicated. With ``sequence_dim`` the sum is
-    split along that dim of tokens; with ``ring`` in ring steps interleaved with the products.
+    [..., f / n], [f / n, d] -> [..., d]; ``x`` has all tokens. Without ``sequence_dim`` the sum is replicated. With
+    ``sequence_dim`` the sum is split along that dim of tokens; with ``ring`` in ring steps interleaved with the
+    products.
     """
     n = devices_here(axis_name, caller)
     if sequence_dim is None:
@@ -204,7 +213,7 @@ def _scattered_in_a_ring(x: Array, kernel: Array, axis_name: str, dim: int, prod
 
 
 def _last_dims(axis: int | Sequence[int], x: Array, caller: str) -> int:
-    """Returns how many of the last dims of ``x`` a layer sums over, given the layer's field ``axis``."""
+    """Returns how many of the last dims of ``x`` a layer contracts, given the layer's field ``axis``."""
     given = (axis,) if isinstance(axis, int) else tuple(axis)
     dims = tuple(dim % x.ndim for dim in given)
     if dims != tuple(range(x.ndim - len(dims), x.ndim)):
@@ -251,7 +260,7 @@ def _divisors(size: int, most: int) -> str:
 
 
 def share_of_input(layer: nn.Module, x: Array, count: int, devices: int) -> str:
-    """Returns "all" if only the kernel is split along its input features, "share" if only ``x`` is split, else "".
+    """Detects a split kernel with unsplit input ("all"), or a split input with an unsplit kernel ("share"); else "".
 
     Compares the last ``count`` dims of the input with the first dims of the kernel on this device.
     """
@@ -283,7 +292,7 @@ def _flat_init(init: Callable[..., Any], count: int) -> Callable[..., Array]:
 
 
 def _whole_along(axis_name: str, init: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns an initialiser of a parameter replicated along the axis, even if ``init`` splits over the axis."""
+    """Wraps an initialiser so that the parameter is not split over the axis, even if ``init`` names the axis."""
 
     def without(rng: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         leaf = init(rng, shape, dtype)
@@ -297,7 +306,7 @@ def _whole_along(axis_name: str, init: Callable[..., Any]) -> Callable[..., Any]
 
 
 class Split(nn.Module, kw_only=True):
-    """Fields of all layers that are split over an axis; keyword-only."""
+    """Base class of layers that are split over a mesh axis; has the common, keyword-only fields of ``ColumnDense``."""
 
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
@@ -306,18 +315,19 @@ class Split(nn.Module, kw_only=True):
     sequence_dim: int | None = None
     ring: bool = False
 
-    def _how(self) -> dict[str, Any]:
-        """Returns the fields for layers within this layer."""
+    def _shared_fields(self) -> dict[str, Any]:
+        """Returns the fields that the column- and row-split layers inside of this layer take over."""
         names = ("use_bias", "dtype", "param_dtype", "kernel_init", "axis_name", "sequence_dim", "ring")
         return {name: getattr(self, name) for name in names}
 
     @property
     def _called(self) -> str:
+        """The quoted path of this layer, for errors."""
         return f"'{'/'.join(self.path)}'"
 
 
 class _SplitDense(Split):
-    """Fields of column- and row-split layers: the fields of ``nn.DenseGeneral``, and options of the split."""
+    """Base class of column- and row-split layers: the fields of ``nn.DenseGeneral``, and options of the split."""
 
     features: int | Sequence[int]
     axis: int | Sequence[int] = -1
@@ -373,7 +383,10 @@ class ColumnDense(_SplitDense):
 
     @nn.compact
     def operands(self, x: Array) -> tuple[Array, Array, Array | None]:
-        """Returns (x, kernel, bias) in the dtype of the product; kernel and bias are this device's columns."""
+        """Creates or reads the parameters; returns (x, kernel, bias), cast to the dtype in which the layer computes.
+
+        ``x`` is not gathered. Kernel and bias are this device's columns; the bias is None without ``use_bias``.
+        """
         count = _last_dims(self.axis, x, self._called)
         shape = (*x.shape[x.ndim - count :], *self._outputs)
         here = devices_here(self.axis_name, self._called)
@@ -414,11 +427,12 @@ class ColumnDense(_SplitDense):
         return max(1, n // heads)
 
 
-_OF_ONE_INPUT = ("axis", "axis_name", "sequence_dim", "ring", "precision", "dtype")
+# Fields in which the layers of ``columns_of`` must agree.
+_EQUAL_FIELDS = ("axis", "axis_name", "sequence_dim", "ring", "precision", "dtype")
 
 
 def columns_of(layers: Sequence[ColumnDense], x: Array) -> list[Array]:
-    """Returns the outputs of several column-split layers for the same input, which enters, or is gathered, once.
+    """Applies several column-split layers to the same input, with one communication of the input for all layers.
 
     >>> class Gated(nn.Module):
     ...     @nn.compact
@@ -432,7 +446,7 @@ def columns_of(layers: Sequence[ColumnDense], x: Array) -> list[Array]:
       ValueError: the layers differ in ``axis``, ``axis_name``, ``sequence_dim``, ``ring``, ``precision`` or ``dtype``.
     """
     first = layers[0]
-    for layer, name in itertools.product(layers[1:], _OF_ONE_INPUT):
+    for layer, name in itertools.product(layers[1:], _EQUAL_FIELDS):
         if (found := getattr(layer, name)) != (want := getattr(first, name)):
             raise ValueError(
                 f"columns_of: {first._called} has {name}={want!r}, and {layer._called} has {found!r}. Layers of the "
@@ -533,7 +547,7 @@ class SwiGLU(Split):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        """Returns [b, t, d] for [b, t, d]; with ``sequence_dim`` both have this device's tokens."""
-        layers = [ColumnDense(self.hidden, **self._how(), name=name) for name in ("gate", "up")]
+        """Applies the layer: [b, t, d] -> [b, t, d]; with ``sequence_dim`` both have this device's tokens."""
+        layers = [ColumnDense(self.hidden, **self._shared_fields(), name=name) for name in ("gate", "up")]
         gate, up = columns_of(layers, x)
-        return RowDense(x.shape[-1], **self._how(), name="down")(self.activation(gate) * up)
+        return RowDense(x.shape[-1], **self._shared_fields(), name="down")(self.activation(gate) * up)

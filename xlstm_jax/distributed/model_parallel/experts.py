@@ -170,7 +170,7 @@ def mix_experts(
     *,
     block_size: int = BLOCK_SIZE,
 ) -> Array:
-    """Returns the weighted results of each token's experts, with no token dropped; in ``shard_map`` per device.
+    """Applies each token's experts, on the devices of the experts, and sums the weighted results; drops no token.
 
     >>> factors = jnp.array([[10.0], [20.0]])  # two experts; the tokens go to one each
     >>> routing = Routing(jnp.array([[1], [0]]), jnp.ones((2, 1)), jnp.zeros((2, 2)))
@@ -180,9 +180,9 @@ def mix_experts(
     Args:
       expert, block_size: as for ``apply_by_group``.
       params: stacked, of this device's experts: E / p experts over p devices.
-      rows: [n, d].
-      routing: of ``rows``, over all E experts: the k choices of a token are distinct, from 0 to E - 1. The result of a
-        token with invalid choices is NaN.
+      rows: [n, d], this device's tokens.
+      routing: experts and weights of ``rows``, over all E experts: the k choices of a token are distinct, from 0 to
+        E - 1. The result of a token with invalid choices is NaN.
       axes: the axes that experts are split over, outermost first; () if each device has all experts.
     Returns:
       [n, e], in the dtype of the experts' results.
@@ -216,7 +216,7 @@ def _check_experts_divide(experts: int, axes: tuple[str, ...], caller: str) -> N
 
 @promoting
 def _fits(routing: Routing) -> Array:
-    """Returns whether the choices of each token are distinct and valid experts, [n]."""
+    """Returns for each token whether the chosen experts are distinct and valid: bool [n]."""
     chosen, others = routing.experts, ~jnp.eye(routing.experts.shape[1], dtype=bool)
     twice = ((chosen[:, :, None] == chosen[:, None, :]) & others).any((1, 2))
     return ~twice & ((chosen >= 0) & (chosen < routing.logits.shape[1])).all(1)
@@ -224,7 +224,7 @@ def _fits(routing: Routing) -> Array:
 
 @promoting
 def _combined(results: Array, routing: Routing) -> Array:
-    """Returns the weighted sum over each token's experts: [n, k, e] -> [n, e]."""
+    """Sums the results of each token's k experts, times the weights of ``routing``: [n, k, e] -> [n, e]."""
     # NaN, not 0: a router with invalid choices must not look like a router that drops tokens.
     sums = jnp.einsum("nke,nk->ne", results, routing.weights.astype(results.dtype))
     return _where_rows(_fits(routing), sums, jnp.nan)
@@ -320,7 +320,11 @@ def mix_experts_with_capacity(
 
 @promoting
 def _slots(chosen: Array, *, experts: int, capacity: int) -> tuple[Array, Array]:
-    """Returns for a group the row in each slot [E, C], and the place of each choice [n, k]; a choice E has no slot."""
+    """Assigns rows to the C slots of each expert, for one group; a choice of expert E takes no slot.
+
+    Returns:
+      The row in each slot, [E, C], and for each choice the place among the choices of the same expert, [n, k].
+    """
     n, k = chosen.shape
     by_rank = chosen.T.ravel()  # first choices first
     order = jnp.argsort(by_rank, stable=True)
@@ -396,7 +400,7 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, row_weights: Array | None = None) -> Array:
-        """Returns the mixture of x: [..., d] -> [..., e].
+        """Routes each token to ``top_k`` experts, and sums the weighted results: [..., d] -> [..., e].
 
         Tokens with ``row_weights`` [...] of 0 neither count in the router's losses nor take places of a capacity.
         """
@@ -456,7 +460,7 @@ class Experts(nn.Module):
         self.sow("losses", "router_z", router_z_loss(routing, weights))
 
     def _token_axes(self, rows: Array, among: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns the axes in ``among`` along which tokens differ."""
+        """Returns those of the axes ``among`` along which devices have different tokens."""
         varying = collectives.varying_axes(rows)
         tracked = [axis for axis in among if collectives.type_shows_varying(axis, rows)]
         if self.batch_axes is None:
@@ -474,16 +478,16 @@ class Experts(nn.Module):
         return differ
 
     def _shared_axes(self, rows: Array, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns the axes in ``axes`` along which tokens are replicated: each device computes a part of the tokens."""
+        """Returns those of ``axes`` along which tokens are replicated; each device then computes some of the tokens."""
         spread = collectives.spread_axes(axes)
         for axis in spread:
             if not collectives.is_tracked(axis):
-                self._check_said(axis)
+                self._check_batch_axes(axis)
         differ = self._token_axes(rows, spread)
         return tuple(axis for axis in spread if axis not in differ)
 
-    def _check_said(self, axis: str) -> None:
-        """Raises if tokens may or may not differ along an untracked axis, or if ``batch_axes`` and step disagree."""
+    def _check_batch_axes(self, axis: str) -> None:
+        """Raises if ``batch_axes`` is missing under ``check_vma=False``, or contradicts the batch axes of the step."""
         of_step = running_loss().batch_axes
         if running_loss().is_reference:  # the reference treats tokens as different along all axes, which only adds work
             return
@@ -511,7 +515,7 @@ class Experts(nn.Module):
             )
 
     def _params(self, axes: tuple[str, ...], rows: Array) -> PyTree:
-        """Returns the stacked parameters of this device's experts; boxes gather parameters that no wrapper gathered."""
+        """Returns the stacked parameters of this device's experts, gathered over further axes if boxes split them."""
         if not self.has_variable("params", "experts"):
             return self.param("experts", self._init_experts, axes, rows)
         params = nn.meta.unbox(self.get_variable("params", "experts"))

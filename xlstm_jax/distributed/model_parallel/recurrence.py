@@ -80,7 +80,7 @@ def _linear(before: PyTree, after: PyTree) -> PyTree:
 def scan_over_axis(
     combine: Combine, step: PyTree, axis: AxisNames = "cp", *, first: PyTree, reverse: bool = False
 ) -> PyTree:
-    """Combines the steps of all devices before this device, for recurrences with more than a decay and a state.
+    """Combines the steps (maps from state to state) of all devices before this device, for any associative recurrence.
 
     >>> def largest_before(x):  # running maxima, which are the stabilizers of xLSTM's exponential gates
     ...     return scan_over_axis(jnp.maximum, x.max(), "fsdp", first=jnp.float32(-1))[None]

@@ -90,7 +90,7 @@ def load_balancing_loss(
 
 @promoting
 def router_z_loss(routing: Routing, row_weights: Array | None = None) -> Array:
-    """Returns the mean over this device's tokens of logsumexp(logits)^2, which keeps logits small; [].
+    """Returns a scalar loss that keeps logits small: the mean over this device's tokens of logsumexp(logits)^2.
 
     >>> routing = route_tokens(jnp.full((4, 8), 3.0) - jnp.log(8), top_k=1)
     >>> round(float(router_z_loss(routing)), 4)

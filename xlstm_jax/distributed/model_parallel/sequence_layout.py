@@ -44,7 +44,7 @@ def zigzag_positions(device: Any, devices: int, places: Any) -> Any:
 
 
 def zigzag_order(length: int, devices: int) -> np.ndarray:
-    """Returns the position of each token in the zigzag layout, [length]; device i has chunks i and 2n - 1 - i of 2n."""
+    """Returns the token indices of natural order in zigzag order, [length]; device i has chunks i and 2n - 1 - i."""
     if devices == 1:
         return np.arange(length)
     check_even(length, devices)
@@ -159,7 +159,7 @@ _said = jax.make_user_context(default_value=None)
 
 
 def said(sequence: SequenceLayout) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which ``layout_over`` reads ``sequence``."""
+    """Returns a context that sets the layout of the step for layers traced inside; ``layout_over`` reads the layout."""
     return _said(sequence)
 
 
@@ -285,7 +285,7 @@ def in_layout(batch: PyTree, layout: str = ZIGZAG, axis: AxisNames = "cp", *, di
 
 
 def check_laid_out(name: str, leaf: ReorderedTokens, layout: str, devices: int, axes: str) -> None:
-    """Raises a ``ValueError`` if the layout of a leaf, or its number of devices, differs from the sequence's."""
+    """Raises a ``ValueError`` if a leaf was reordered for another layout or another number of devices."""
     if leaf.devices == devices == 1:
         return
     if devices == 1:

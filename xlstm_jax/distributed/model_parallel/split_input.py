@@ -69,7 +69,7 @@ def on_split_input(target: Target, axis_name: str) -> Target:
 
 
 def is_on_split_input(cls: type[nn.Module]) -> bool:
-    """Returns whether the class was made by ``on_split_input``, or is the class lifted there."""
+    """Returns whether ``on_split_input`` made the class, or the inner class that ``nn.map_variables`` wraps."""
     return hasattr(cls, _MARK)
 
 

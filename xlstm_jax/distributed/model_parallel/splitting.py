@@ -35,14 +35,14 @@ Model = TypeVar("Model", bound=nn.Module | type[nn.Module])
 
 
 class _SplitLogits(ColumnDense):
-    """Head with split columns and replicated logits."""
+    """Head with split columns, whose logits are gathered on every device."""
 
     def __call__(self, x: Array) -> Array:
         return _joined(super().__call__(x), self.axis_name)
 
 
 class _SplitTable(SplitEmbed):
-    """Embedding with a split vocabulary; a tied head returns replicated logits."""
+    """Embedding with a split vocabulary, whose ``attend`` (a tied head) gathers the logits on every device."""
 
     def setup(self) -> None:
         """Overrides the ``setup`` of ``nn.Embed``, which makes the unsharded table."""
@@ -117,7 +117,7 @@ def split_modules(model: Model, split: Mapping[str, str], axis_name: str = DEFAU
 
 @dataclass(frozen=True)
 class _Splitting:
-    """Arguments of a ``split_modules`` call, and the paths of modules and matched patterns in ``init``."""
+    """Arguments of a ``split_modules`` call; records module paths and matched patterns in ``init``, for errors."""
 
     kinds: Mapping[re.Pattern[str], str]
     axis_name: str
@@ -127,7 +127,10 @@ class _Splitting:
     ran: dict[str, str] = field(default_factory=dict)  # kinds of the split layers by path, in call order
 
     def kind_of(self, path: str, is_dense: bool) -> str | None:
-        """Returns the kind for a module's path: of a dense layer any kind, else a kind of ``BETWEEN``; or None."""
+        """Returns the kind that the first matching pattern gives to a module; None without a match.
+
+        Only dense layers may have a kind outside of ``BETWEEN``. Records path and pattern for ``check_matched``.
+        """
         (self.dense if is_dense else self.others).add(path)
         kinds = {pattern: kind for pattern, kind in self.kinds.items() if is_dense or kind in BETWEEN}
         pattern = next((pattern for pattern in kinds if pattern.search(path)), None)
@@ -137,7 +140,7 @@ class _Splitting:
         return kinds[pattern]
 
     def check_matched(self, model: nn.Module) -> None:
-        """Raises if a pattern has matched no module."""
+        """Raises if a pattern of the user has matched no module of the model."""
         for pattern, kind in self.kinds.items():
             if pattern not in self.matched:
                 found = self.dense | self.others if kind in BETWEEN else self.dense
@@ -150,14 +153,14 @@ class _Splitting:
 
 
 class _Run:
-    """Single call of a model's method; ``root`` is the number of names in the model's path."""
+    """Interceptor for a single call of a model's method; ``root`` is the number of names in the model's path."""
 
     def __init__(self, splitting: _Splitting, root: int) -> None:
         self.splitting, self.root = splitting, root
         self._column: str | None = None  # the last column-split layer without a row-split layer after it
 
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        """Intercepts a module's method, for ``nn.intercept_methods``."""
+        """Runs a module's method for ``nn.intercept_methods``, after splitting the module if a pattern chooses it."""
         module: Any = context.module
         cls: Any = type(module)
         name, path = context.method_name, "/".join(module.path[self.root :]) if module.scope else ""
@@ -288,7 +291,7 @@ _inside_class = functools.cache(on_split_input)
 # Cached, since JAX traces again for each new class.
 @functools.cache
 def _split_class(plain: Any, kind: str) -> type[nn.Module]:
-    """Returns a subclass of the plain layer with the same name, so that ``shard_modules`` may choose the layer."""
+    """Returns the split version of a layer class of Flax, with the same name, by which ``shard_modules`` may choose."""
     return type(plain.__name__, (KINDS[kind][plain], plain), {"__module__": plain.__module__})
 
 

@@ -6,7 +6,7 @@ result there. A transform that combines elements of a leaf or of the tree (a nor
 gives a different result on each device, without an error, and replicated leaves drift apart.
 
   global_norm           the norm of the full tree from its shards, with a collective for each set of axes
-  clip_by_global_norm   optax's clipping with that norm
+  clip_by_global_norm   optax's clipping, by the norm of the full tree
   elementwise_only      a guard for any transform: compares runs on a small tree, unsharded and in shards
   muon                  Muon, with AdamW for non-matrices: each device updates some unsharded matrices; anywhere
   on_unsharded_matrices     any optax rule for unsharded matrices, run in the same way

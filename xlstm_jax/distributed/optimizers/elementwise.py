@@ -1,4 +1,4 @@
-"""Guard of optimizers inside ``shard_map``: runs a transform on a small tree, unsharded and in shards, and compares."""
+"""``elementwise_only``: raises for optax transforms that are wrong on shards, after a trial on a small tree."""
 
 import math
 from collections.abc import Iterator
@@ -107,6 +107,7 @@ def _verdict(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
 
 
 def _why_wrong(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
+    """Returns why a transform is wrong on shards of the tree, by a trial on a small tree; None if it is right."""
     # A leaf split along several dims is cut along each in turn: a transform may combine elements along a single dim.
     cuts = max(sum(map(bool, leaf.names)) for _, leaf in trees.sharded_leaves(tree))
     try:
@@ -117,9 +118,9 @@ def _why_wrong(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
 
 
 def _small_tree(tree: PyTree, cut: int) -> tuple[PyTree, list[int | None]]:
-    """Returns a tree of the same paths, ranks and dtypes, with 4 values along the cut dim and 3 along further dims.
+    """Returns a tree like ``tree`` in paths, ranks and dtypes, with dims of size 3, and 4 for a dim to be cut in two.
 
-    The tree is boxed. Also returns the cut dim of each leaf: the ``cut``-th split dim, or the last split dim, or None.
+    The tree is boxed. Also returns the dim to be cut of each leaf: its ``cut``-th split dim, or the last, or None.
     """
     rng = np.random.default_rng(0)
     live, (_, put_back) = trees.differentiable(tree), trees.split_differentiable(tree)
@@ -137,7 +138,7 @@ def _small_tree(tree: PyTree, cut: int) -> tuple[PyTree, list[int | None]]:
 
 
 def _differences(tx: optax.GradientTransformation, params: PyTree, dims: list[int | None]) -> Iterator[str]:
-    """Yields a message for each update that differs between the sharded and the unsharded run, step by step."""
+    """Runs ``tx`` unsharded and in shards, cut along ``dims``; yields a message for each update that differs."""
     # The unsharded run is a vmap, too, over equal copies: the `b2**t` of a scalar and of a vector may round
     # differently, and some transforms magnify that.
     inner = as_inner(tx)
@@ -170,7 +171,7 @@ def _differences(tx: optax.GradientTransformation, params: PyTree, dims: list[in
 
 
 def _stacked(tree: PyTree, dims: list[int | None]) -> PyTree:
-    """Returns the tree with a leading dim of shards, cut along ``dims``; a leaf with dim None is repeated."""
+    """Returns leaves [shards, ...]: each leaf cut along its entry of ``dims``, or repeated if the entry is None."""
     values, treedef = jax.tree.flatten(tree)
     n = _PROBE_SHARDS
     shards = [[x] * n if dim is None else jnp.split(x, n, dim) for x, dim in zip(values, dims, strict=True)]
@@ -178,7 +179,7 @@ def _stacked(tree: PyTree, dims: list[int | None]) -> PyTree:
 
 
 def _first_difference(whole: np.ndarray, sharded: np.ndarray) -> tuple[float, float] | None:
-    """Returns the first pair of entries that differ by more than rounding."""
+    """Returns the first entries (of ``whole``, of ``sharded``) that differ by more than rounding; None if all agree."""
     eps = float(jnp.finfo(whole.dtype).eps)
     whole, sharded = whole.astype(np.complex128), sharded.astype(np.complex128)
     # Relative to the largest entry: an entry near 0 is a difference of larger numbers, with their rounding errors.
@@ -188,7 +189,7 @@ def _first_difference(whole: np.ndarray, sharded: np.ndarray) -> tuple[float, fl
 
 
 def _probe_gradients(params: PyTree, dims: list[int | None]) -> Iterator[PyTree]:
-    """Yields the gradients of each step: positive, with noise that flips some signs, times ``_PROBE_SCALES``."""
+    """Yields a tree of gradients for each trial step: positive, with some signs flipped, times ``_PROBE_SCALES``."""
     rng = np.random.default_rng(1)
     values, treedef = jax.tree.flatten(params)
     for first, rest in _PROBE_SCALES:
@@ -203,7 +204,7 @@ def _probe_gradients(params: PyTree, dims: list[int | None]) -> Iterator[PyTree]
 
 
 def _factored_state(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
-    """Returns a message for the first moment with a shape unlike its parameter's at the real shapes, or None."""
+    """Returns a message that names the first moment whose shape differs from its parameter's; None without one."""
     # At the real shapes: optax factors moments only for dims of 128 or more, larger than in the small tree.
     params = trees.unbox(tree)
     small = dict(trees.leaves_with_path(jax.eval_shape(tx.init, trees.unbox(_small_tree(tree, 0)[0]))))

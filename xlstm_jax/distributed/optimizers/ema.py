@@ -24,7 +24,7 @@ from xlstm_jax.formatting import kind_of
 
 
 class WithEmaState(NamedTuple):
-    """State of the inner optimizer; the average, a leaf for each parameter; the number of updates, int32."""
+    """State of ``with_ema``: state of the inner optimizer; the average, a leaf per parameter; update count, int32."""
 
     inner_state: PyTree
     ema: PyTree

@@ -102,7 +102,7 @@ def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
 
 
 def _with_names(error: TypeError, extra_args: dict[str, Any], given: dict[str, Any]) -> TypeError:
-    """Returns the error to raise for a ``TypeError`` of an update: if an argument is missing, with its name."""
+    """Returns the error to raise in place of a ``TypeError`` of an update: names a missing extra argument, if any."""
     missing = MISSING.search(str(error))
     if missing is None or not extra_args:
         return error
@@ -133,7 +133,7 @@ def _needs_more(who: str, needed: str) -> str:
 
 
 def check_callable(tx: optax.GradientTransformation, caller: str) -> list[optax_introspection.Part]:
-    """Checks, before tracing, that a training step can call the optimizer; returns the optimizer's parts.
+    """Checks, before tracing, that a step can call the optimizer; returns the transforms within (``Part``).
 
     Raises:
       ValueError: a transform, at any depth, needs an argument that a step does not have; names both. Or
@@ -155,7 +155,7 @@ def check_callable(tx: optax.GradientTransformation, caller: str) -> list[optax_
 
 
 def _required(update: Callable[..., Any] | None) -> list[str]:
-    """Returns the arguments of ``update`` without default that are neither the usual three nor arguments of a step."""
+    """Returns the names of arguments that ``update`` requires and that neither optax nor a step provides."""
     further = (_parameters(update) or [])[USUAL:] if update else []
     named = [parameter for parameter in further if parameter.kind not in (VAR_POSITIONAL, VAR_KEYWORD)]
     return [p.name for p in named if p.default is p.empty and p.name not in OF_A_STEP]

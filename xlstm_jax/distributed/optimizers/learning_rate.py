@@ -1,4 +1,4 @@
-"""Learning rate of an update, for the metrics of its step.
+"""``learning_rates``: reports the learning rate of an update in the metrics of a step.
 
 A schedule is called with the optimizer's count of updates, which excludes skipped steps. A rate that is not a schedule,
 set by the program in the state of ``optax.inject_hyperparams``, is read from that state by the program.
@@ -34,7 +34,7 @@ def check_learning_rate(source: LearningRate | None) -> None:
 
 
 def learning_rates(source: LearningRate | None, before: PyTree, step: jax.Array | int) -> Metrics:
-    """Returns the learning rate of an update, as metrics.
+    """Returns a dict with the learning rate of an update, for the metrics of a step.
 
     >>> tx = optax.sgd(optax.linear_schedule(1.0, 0.0, transition_steps=10))
     >>> learning_rates(optax.linear_schedule(1.0, 0.0, transition_steps=10), tx.init(jnp.ones(2)), 0)

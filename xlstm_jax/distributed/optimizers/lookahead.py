@@ -22,7 +22,7 @@ from xlstm_jax.distributed.optimizers.state import as_parameters, states_of
 
 
 class WithSlowParamsState(NamedTuple):
-    """State of an optimizer with ``optax.lookahead`` inside, and the slow weights, a leaf for each parameter."""
+    """State of ``with_slow_params``: state of the inner optimizer; the slow weights, a leaf for each parameter."""
 
     inner_state: PyTree
     slow: PyTree
@@ -74,12 +74,12 @@ def with_slow_params(tx: optax.GradientTransformation) -> optax.GradientTransfor
 
 
 def with_plain_params(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns a transform of plain parameters: ``tx``, or ``with_slow_params(tx)`` for a ``tx`` that needs pairs."""
+    """Returns ``tx``; or ``with_slow_params(tx)``, if ``tx`` needs pairs of fast and slow weights as parameters."""
     return with_slow_params(tx) if sees_pairs(tx) else tx
 
 
 def as_inner(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Returns a wrapper of ``tx`` for calls by the library's transforms: any extra arguments, plain parameters."""
+    """Prepares an inner ``tx`` of the library's transforms: accepts any extra argument, takes plain parameters."""
     return taking_extra_args(with_plain_params(tx))
 
 

@@ -32,7 +32,7 @@ from xlstm_jax.program_names import SKIPPED_IN_A_ROW, SKIPPED_STEPS
 
 
 class SkipNonfiniteState(NamedTuple):
-    """State of the inner optimizer; int32 counts of skipped steps in all, and since the last good step."""
+    """State of ``skip_nonfinite``: state of the inner optimizer; int32 counts of steps skipped in all, and in a row."""
 
     inner_state: PyTree
     skipped_steps: jax.Array
@@ -116,7 +116,7 @@ def skip_counts(opt_state: PyTree) -> Metrics:
 def with_skipped_collections(
     optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | AbstractMesh
 ) -> ShardedOptimizer:
-    """Returns the optimizer; steps skipped by ``skip_nonfinite`` keep their collections, and metrics count them."""
+    """Wraps an optimizer's ``update``: a skipped step keeps the collections, and metrics count skipped steps."""
     del params, mesh
 
     def update(
@@ -150,7 +150,7 @@ def _nan_where_spoiled(loss: jax.Array, before: Mapping[str, PyTree], after: Map
 
 
 def _all_finite(gradients: PyTree, loss: jax.Array | None) -> jax.Array:
-    """Returns a bool, equal on all devices: by a collective inside ``shard_map``, by XLA on global arrays."""
+    """Returns whether loss and gradients are finite on all devices: by a collective in ``shard_map``, else by XLA."""
     looked_at = trees.differentiable(trees.stored_values((gradients, loss)))
     bad = jnp.any(jnp.stack([jnp.zeros((), bool), *(jnp.any(~jnp.isfinite(leaf.value)) for leaf in looked_at)]))
     # An "or" over devices. With decisions from local shards devices would drift apart.

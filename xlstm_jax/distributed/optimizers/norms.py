@@ -1,4 +1,4 @@
-"""The norm of a boxed tree from its shards, and clipping by the norm, inside ``shard_map``.
+"""``global_norm``, ``clip_by_global_norm``: the norm of a boxed tree from its shards, inside ``shard_map``.
 
 Gradients must be averaged before; ``check_averaged`` raises if their types show otherwise.
 """

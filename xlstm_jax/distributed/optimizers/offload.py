@@ -1,4 +1,4 @@
-"""Host offload: the optimizer's state is in host memory, and is copied to the device for its update.
+"""``Offload``: keeps the optimizer's state in host memory; each update copies it to the device and back.
 
   create_train_state(..., offload=Offload())      moments in "pinned_host", split over devices as without offload
   make_train_step                                 finds leaves on the host by the types of the state; see ``streaming``

@@ -44,7 +44,7 @@ class Part(NamedTuple):
 
 
 def links(tx: optax.GradientTransformation) -> list[optax.GradientTransformation]:
-    """Returns the transforms of an ``optax.chain``, with nested chains flattened; any other transform alone."""
+    """Returns the list of transforms in an ``optax.chain``, nested chains flattened; [tx] for any other transform."""
     # In optax only `chain` closes over variables of these names.
     inits, updates = closure(tx.init).get("init_fns"), closure(tx.update).get("update_fns")
     if not (inits and updates):
@@ -53,7 +53,7 @@ def links(tx: optax.GradientTransformation) -> list[optax.GradientTransformation
 
 
 def name_of(tx: optax.GradientTransformation, flags: bool = False) -> str:
-    """Returns the name of the function that made the transform, and inner transforms: ``masked(scale_by_trust_ratio)``.
+    """Returns the name of the function that made a transform, with inner transforms: ``masked(scale_by_trust_ratio)``.
 
     With ``flags`` also the options of a part that are True, such as for NAdam: ``scale_by_adam(nesterov)``.
     """
@@ -69,7 +69,7 @@ def name_of(tx: optax.GradientTransformation, flags: bool = False) -> str:
 
 
 def parts(tx: optax.GradientTransformation) -> list[Part]:
-    """Returns the transform and all transforms within it, outermost first."""
+    """Returns a ``Part`` for a transform and for each transform within, outermost first."""
     held = _held(tx)
     if _is_transform(held.get("tx")):
         return parts(held["tx"])
@@ -82,7 +82,7 @@ def parts(tx: optax.GradientTransformation) -> list[Part]:
 
 
 def sees_pairs(tx: optax.GradientTransformation) -> bool:
-    """Returns whether a transform is ``optax.lookahead`` or passes its parameters on to one, and so needs pairs."""
+    """Returns whether a transform needs pairs (fast, slow weights): ``optax.lookahead``, or a chain with it."""
     held = _held(tx)
     if _is_transform(held.get("tx")):
         return sees_pairs(held["tx"])
@@ -93,7 +93,7 @@ def sees_pairs(tx: optax.GradientTransformation) -> bool:
 
 
 def around_lookahead(tx: optax.GradientTransformation) -> str | None:
-    """Returns the name of a transform that contains ``optax.lookahead`` but does not pass pairs on, or None."""
+    """Returns the name of a transform around ``optax.lookahead`` that does not pass pairs of weights on, or None."""
     held = _held(tx)
     if _is_transform(held.get("tx")):
         return around_lookahead(held["tx"])
@@ -114,7 +114,7 @@ def after_average(tx: optax.GradientTransformation) -> str | None:
 
 
 def schedules(of_parts: Iterable[Part]) -> list[Callable[[Any], Any]]:
-    """Returns the factors of updates as functions of the count: schedules, then constants; [] without a schedule."""
+    """Returns factors of updates as functions of the update count: schedules, then constants; [] if all constant."""
     found: list[Callable[[Any], Any]] = []
     factors: list[Any] = []
     for part in of_parts:
@@ -170,6 +170,7 @@ def _within(tx: optax.GradientTransformation, held: Mapping[str, Any]) -> list[o
 
 
 def _transforms_of(value: Any) -> list[optax.GradientTransformation]:
+    """Returns the transforms in a value: the value itself, or entries of lists, tuples and dicts."""
     # A transform is a tuple, too.
     if _is_transform(value):
         return [value]
@@ -179,6 +180,7 @@ def _transforms_of(value: Any) -> list[optax.GradientTransformation]:
 
 
 def _inside(tx: optax.GradientTransformation, held: Mapping[str, Any]) -> list[optax.GradientTransformation]:
+    """Returns the transforms to which a transform passes updates: ``inner``, ``transforms``, links of a chain."""
     # `inner` of masked and wrappers, `_opt` of MultiSteps, `transforms` of partition; links of a chain.
     several = held.get("transforms")
     inside = [held.get("inner"), held.get("_opt"), *(several.values() if isinstance(several, Mapping) else ())]
@@ -190,5 +192,6 @@ def _is_transform(value: Any) -> bool:
 
 
 def _held(tx: optax.GradientTransformation) -> dict[str, Any]:
+    """Returns by name the closure variables of ``tx.update``, or the attributes if it is a method."""
     owner = getattr(tx.update, "__self__", None)  # the update is a method: MultiSteps
     return dict(vars(owner)) if hasattr(owner, "__dict__") else closure(tx.update)

@@ -75,10 +75,10 @@ Wrapper = Callable[[ShardedOptimizer, PyTree, Mesh | AbstractMesh], ShardedOptim
 
 
 class Placement:
-    """Memory of an optimizer's state: the devices. Subclasses, such as ``Offload``, choose otherwise."""
+    """Choice of the memory that stores an optimizer's state: device memory here, host memory in ``Offload``."""
 
     def wrap(self, optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | AbstractMesh) -> ShardedOptimizer:
-        """Returns the optimizer with shardings in this memory; a ``Wrapper``."""
+        """Returns the optimizer, with shardings that place its state in the chosen memory; a ``Wrapper``."""
         del params, mesh
         return optimizer
 
@@ -106,7 +106,7 @@ def sharded_optimizer(
 
 
 def _plain(tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | AbstractMesh) -> ShardedOptimizer:
-    """Returns the optimizer without wrappers."""
+    """Makes a ``ShardedOptimizer`` from an optax transform, without wrappers."""
     called = taking_extra_args(tx)
 
     def init(params: PyTree) -> PyTree:

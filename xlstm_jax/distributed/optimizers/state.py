@@ -27,16 +27,16 @@ State = TypeVar("State", bound=tuple[Any, ...])
 
 
 class StateBox(Sharded, repr=False):
-    """Box of a leaf with a layout set by its transform: split as the names say, passed to the transform as stored."""
+    """Box by which an optax transform sets the layout of its state: split as the names say, never unboxed for it."""
 
 
 def is_state_box(leaf: PyTree) -> bool:
-    """Returns whether the layout of this state leaf is set by its transform."""
+    """Returns whether a leaf of an optimizer's state is in a ``StateBox``."""
     return isinstance(leaf, StateBox)
 
 
 def owner_of_state(path: str, params: dict[str, Any]) -> Any | None:
-    """Returns the parameter that a leaf of an optimizer's state belongs to: its path is the end of the leaf's path.
+    """Returns the entry of ``params`` whose path is the end of ``path``, a path in an optimizer's state.
 
     ``0/mu/dense/kernel`` belongs to ``dense/kernel``; for a step counter the result is None.
     """
@@ -48,13 +48,13 @@ def owner_of_state(path: str, params: dict[str, Any]) -> Any | None:
 
 
 def owners(opt_state: PyTree, params: PyTree) -> list[str]:
-    """Returns for each leaf of an optimizer's state the path of the leaf's parameter, or else the leaf's path."""
+    """Returns for each leaf of an optimizer's state the path of the leaf's parameter; without one, the leaf's path."""
     paths = {path: path for path, _ in trees.leaves_with_path(params)}
     return [owner_of_state(path, paths) or path for path, _ in trees.leaves_with_path(opt_state)]
 
 
 def states_of(opt_state: PyTree, state_type: type[State]) -> list[State]:
-    """Returns the states of a type, as ``SkipNonfiniteState``, at any depth of ``opt_state``; also nested states."""
+    """Returns all instances of ``state_type``, as ``SkipNonfiniteState``, at any depth of an optimizer's state."""
 
     def is_it(node: Any) -> bool:
         return isinstance(node, state_type)
@@ -83,19 +83,19 @@ def as_parameters(kept: PyTree, params: PyTree, caller: str) -> PyTree:
 
 
 def trainable(tree: PyTree) -> PyTree:
-    """Returns the tree as an optimizer gets it: bare values without padding, and None for leaves without a gradient."""
+    """Converts parameters or gradients to arrays for optax: without boxes and padding; None where no gradient is."""
     return trees.map_sharded(lambda leaf: true_value(leaf) if leaf.is_differentiable else None, tree)
 
 
 def with_trainable(tree: PyTree, values: PyTree) -> PyTree:
-    """Inverts ``trainable``: puts ``values`` in the boxes of ``tree``; the remaining leaves stay."""
+    """Returns ``tree`` with ``values``, a tree as ``trainable`` returns, in its boxes; leaves without gradient stay."""
     live, put_back = trees.split_differentiable(tree)
     values = jax.tree.leaves(values)
     return put_back([rebox(p, stored_value(p, value)) for p, value in zip(live, values, strict=True)])
 
 
 def stored_state(opt_state: PyTree, params: PyTree) -> PyTree:
-    """Returns an optimizer's state as stored: leaves of a parameter's true shape in the parameter's box."""
+    """Converts the state that optax returned to the stored form: moments get the padding and boxes of parameters."""
     by_path = dict(trees.sharded_leaves(params))
     if all(leaf.stores_value for leaf in by_path.values()):
         return opt_state
@@ -110,7 +110,7 @@ def stored_state(opt_state: PyTree, params: PyTree) -> PyTree:
 
 
 def given_state(opt_state: PyTree) -> PyTree:
-    """Returns a stored state as ``tx.update`` gets it: without boxes and padding, except for each ``StateBox``."""
+    """Converts a stored state to the form for ``tx.update``: without boxes and padding, except each ``StateBox``."""
     return trees.map_leaves(lambda leaf: leaf if is_state_box(leaf) else true_value(leaf), opt_state)
 
 
@@ -157,7 +157,7 @@ def _state_spec(leaf: PyTree, owner: Sharded | None, mesh: Mesh | AbstractMesh) 
 def _split_further(
     spec: PartitionSpec, shape: tuple[int, ...], owner: Sharded, mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
-    """Returns ``spec`` with the largest fitting dim split over the owner's copies, too, if copies split state."""
+    """Returns ``spec``; if copies of the parameter split the state (ZeRO-1), a dim is split over their axes, too."""
     copies = owner.communication.replicas
     if not (copies and copies.splits_optimizer_state):
         return spec

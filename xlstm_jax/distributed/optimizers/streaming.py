@@ -37,7 +37,7 @@ _Values = dict[core.Var, Any]
 
 
 def with_streaming(optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | AbstractMesh) -> ShardedOptimizer:
-    """Returns the optimizer with an update that accepts a state with some leaves on the host."""
+    """Wraps an optimizer's ``update``, so that it accepts a state with leaves in host memory."""
     del mesh
 
     def update(
@@ -63,7 +63,7 @@ def streamed(
     shardings: Callable[[PyTree], PyTree],
     owners: Callable[[], Sequence[str]],
 ) -> tuple[PyTree, PyTree]:
-    """Returns ``update(opt_state)``; leaves on the host are copied to the device and back in groups.
+    """Computes ``update(opt_state)``, while groups of leaves are copied from the host to the device and back.
 
     Args:
       update: takes a state on the device and returns the next state, of the same structure, and any further result.
@@ -127,7 +127,7 @@ def streamed(
 
 
 class _Moment(NamedTuple):
-    """Leaf on the host: its place in the state, the array, its sharding, and the parameter that the leaf belongs to."""
+    """Leaf of the state on the host: its index in the state, array, sharding, and the path of its parameter."""
 
     place: int
     value: Any
@@ -141,7 +141,7 @@ class _Moment(NamedTuple):
 
 
 def _grouped(moments: Sequence[_Moment]) -> list[list[_Moment]]:
-    """Returns groups of a moment each, or of small moments up to ``GROUP_BYTES``; the smallest owner first."""
+    """Groups moments to be copied together: one large moment, or small ones up to ``GROUP_BYTES``; smallest first."""
     by_owner: dict[str, list[_Moment]] = defaultdict(list)
     for moment in moments:
         by_owner[moment.owner].append(moment)
@@ -168,7 +168,7 @@ def _read(values: _Values, x: core.Var | core.Literal) -> Any:
 
 
 def _opened(closed: Any, *arguments: jax.Array) -> list[Any]:
-    """Returns the results of a jaxpr; traced, jitted calls become the equations of the jitted functions."""
+    """Evaluates a jaxpr, with the equations of jitted functions in place of calls of these functions."""
     names = (*closed.jaxpr.constvars, *closed.jaxpr.invars)
     values: _Values = dict(zip(names, (*closed.consts, *arguments), strict=True))
     for eqn in closed.jaxpr.eqns:
@@ -181,7 +181,7 @@ def _opened(closed: Any, *arguments: jax.Array) -> list[Any]:
 
 
 def _evaluated(closed: Any, eqns: Sequence[core.JaxprEqn], values: _Values) -> _Values:
-    """Returns the results of some equations of a jaxpr, evaluated by JAX; ``values`` has the inputs."""
+    """Evaluates the equations ``eqns`` of a jaxpr; returns their results by variable. ``values`` has the inputs."""
     made = [x for eqn in eqns for x in eqn.outvars if not isinstance(x, core.DropVar)]
     needed = {x: values[x] for eqn in eqns for x in eqn.invars if not isinstance(x, core.Literal) and x in values}
     part = closed.jaxpr.replace(constvars=[], invars=list(needed), outvars=made, eqns=list(eqns))

@@ -18,11 +18,13 @@ from xlstm_jax.distributed.plan.matrix_plan import MatrixSection
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.plan.section import SECTIONS
 from xlstm_jax.distributed.plan.sharding_plan import Difference, ShardingPlan
+from xlstm_jax.distributed.plan.unit_plan import UnitSection
 
 # The sections of a plan beside the rows: a line and a file for each.
 SECTIONS[:] = [
     MatrixSection,
     ExpertSection,
+    UnitSection,
 ]
 
 __all__ = ["ByteCount", "Difference", "LeafPlan", "ShardingPlan", "plan_sharding"]

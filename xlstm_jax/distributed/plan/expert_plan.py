@@ -1,4 +1,4 @@
-"""Plan section of mixtures of experts: the device of each expert, and the size of an expert."""
+"""Section of a sharding plan about mixtures of experts: the device of each expert, and the size of an expert."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,16 +19,16 @@ from xlstm_jax.formatting import format_axes, format_bytes, path_pattern, rich_t
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """Plan of an ``Experts`` module, and of the layers that ``nn.scan`` stacks of the module.
+    """Placement of the experts of an ``Experts`` module, the same for all layers if ``nn.scan`` stacks the module.
 
     Attributes:
-      path: of the module.
+      path: path of the module in the model.
       num_experts, top_k, capacity_factor: as in ``Experts``.
       axes: the axes that experts are split over; () if each device has all experts.
       devices: number of devices along ``axes``.
-      layers: of a scan; each layer has separate experts.
-      expert_bytes: bytes of the parameters of an expert in a layer, as stored.
-      expert_size: number of elements of these parameters.
+      layers: number of layers that a scan stacks, each with separate experts; 1 without a scan.
+      expert_bytes: bytes of the stored parameters of a single expert of a single layer.
+      expert_size: number of elements of the parameters of a single expert of a single layer.
 
     >>> mixture = ExpertPlan("moe", 8, 2, None, ("ep",), devices=4, layers=1, expert_bytes=2**20, expert_size=2**18)
     >>> mixture.experts_of(3), mixture.owner(7)  # the position of a device along "ep"
@@ -60,10 +60,10 @@ class ExpertPlan:
 
     @property
     def padding(self) -> float:
-        """Rows sent by a dispatch in parts of equal size, divided by the rows that tokens choose.
+        """Ratio of sent rows to chosen rows (one per token and expert), if a device sends equal parts to each device.
 
-        The size of a part is the capacity, or else the worst case. For a dispatch that sends only the chosen rows (on
-        TPUs, except v5e) see ``Dispatch.padding``.
+        A part has room for the capacity or, without a capacity, for the worst case. For an exchange of only the chosen
+        rows (on TPUs, except v5e) see ``Dispatch.padding``.
         """
         if self.capacity_factor is not None:
             return self.capacity_factor
@@ -86,7 +86,7 @@ class ExpertPlan:
 def expert_plan(
     path: str, module: Any, of_layer: int, axis_sizes: Mapping[str, int], rows: Sequence[LeafPlan]
 ) -> ExpertPlan:
-    """Returns the plan of the ``Experts`` module at ``path``; ``of_layer`` is the size of a layer's experts."""
+    """Returns the plan of the ``Experts`` module at ``path``; ``of_layer`` counts the elements of a layer's experts."""
     axes = () if module.axis is None else as_axis_names(module.axis)
     devices = math.prod(axis_sizes[axis] for axis in axes)
     own = [row for row in rows if row.collection == PARAMETERS and row.path.startswith(_experts_of(path))]
@@ -115,7 +115,7 @@ def experts_table(plans: Sequence[ExpertPlan]) -> RenderableType:
 
 
 class ExpertSection(Section[ExpertPlan]):
-    """Plan section of the mixtures of experts, recorded as they run: parameters lack the options of a mixture."""
+    """Plan section of the mixtures of experts; records each ``Experts`` module that ``model.init`` calls."""
 
     name = "experts"
     role = "experts"

@@ -24,11 +24,11 @@ MISSING = re.compile(r"missing \d+ required .*arguments?: (.*)$")
 
 
 class InitError(ValueError):
-    """Error of ``model.init`` on the inputs of a plan."""
+    """Error of ``model.init`` on the inputs of ``plan_sharding``; the message advises other inputs."""
 
 
 def init_error(model: Model, inputs: Sequence[PyTree], kwargs: Mapping[str, Any], error: Exception) -> InitError:
-    """Returns the error of a plan whose ``model.init(rng, *inputs, **kwargs)`` raised ``error``."""
+    """Returns the error for ``plan_sharding`` to raise in place of ``error`` from ``model.init(rng, *inputs)``."""
     call = "plan_sharding(model, axis_sizes, {})"
     name = getattr(type(model), "__name__", "the model")
     cure = known_cure(model, inputs, kwargs, error, call, "train=False") or any_cure(call, "train=False")
@@ -46,10 +46,10 @@ def known_cure(
     call: str,
     by_keyword: str,
 ) -> str:
-    """Returns advice on the inputs: one token less, or the arguments reported as missing by ``error``.
+    """Returns advice to pass one token less, or the arguments that ``error`` reports as missing; else "".
 
-    Advises one token less if ``model.init`` accepts the shorter input. Returns "" without advice: the mistake may be in
-    the model. ``call`` has a placeholder, ``{}``, for the inputs; ``by_keyword`` shows how the call passes a keyword
+    Advises one token less if ``model.init`` accepts the shorter input. "" means that the mistake may be in the model.
+    ``call`` has a placeholder, ``{}``, for the inputs; ``by_keyword`` shows how the call passes a keyword
     argument.
     """
     if missing := MISSING.search(one_line(error)):

@@ -120,7 +120,7 @@ class LeafPlan:
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Split dims; usually a single dim."""
+        """Indices of the dims that are split over mesh axes; usually a single dim."""
         return tuple(dim for dim, entry in enumerate(self.names) if entry_axes(entry))
 
     @property
@@ -135,7 +135,7 @@ class LeafPlan:
 
     @property
     def gather_itemsize(self) -> float:
-        """Bytes of an element in a gather, with its part of a block's scale; 0 if the leaf is not gathered."""
+        """Bytes of an element in a gather, for packed blocks with a share of the block's scale; 0 without gathers."""
         return sent_itemsize(self.gather_dtype) if self.gather_dtype else 0
 
     @property
@@ -150,7 +150,7 @@ class LeafPlan:
 
     @property
     def description(self) -> str:
-        """``'head/kernel' float32[4096, 50257] (785 MiB)``"""
+        """Path, dtype, shape and bytes as text: ``'head/kernel' float32[4096, 50257] (785 MiB)``."""
         # Exactly one kind counts the leaf itself, depending on the collection.
         size = self.parameters.total or self.other.total or self.optimizer.total or self.host.total
         return f"'{self.path}' {self.dtype}{list(self.shape)} ({format_bytes(size)})"

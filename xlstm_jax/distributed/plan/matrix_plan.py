@@ -1,4 +1,8 @@
-"""Plan section of optimizers that update unsharded matrices: matrices, owners, and reasons of non-matrices."""
+"""Section of a sharding plan about optimizers that update unsharded matrices, such as ``muon``.
+
+The section lists the matrices, the devices that compute the updates (owners), and for each leaf that the optimizer does
+not treat as a matrix the reason.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,14 +20,15 @@ from xlstm_jax.formatting import listed, path_pattern, rich_table
 
 @dataclass(frozen=True)
 class MatrixPlan:
-    """Matrices of equal form, or leaves that are not matrices for the same reason.
+    """Entry for the matrices of equal shape, or for the leaves that are not matrices for the same reason.
 
     Attributes:
       rule: name of the optimizer, such as "muon".
-      leaves: paths.
+      leaves: paths of the leaves that contain the matrices, or are not matrices.
       count: number of matrices; 0 for leaves that are not matrices.
       rows, columns: of each matrix, ``rows`` being the shorter side; 0 for leaves that are not matrices.
-      owners: devices that share the work, each with ``per_owner`` places; the remaining devices repeat the same work.
+      owners: number of devices that share the updates; the remaining devices repeat the same work.
+      per_owner: number of matrices for which each owner has a place, possibly empty.
       reason: why the leaves are not matrices; "" for matrices.
 
     >>> print(MatrixPlan("muon", ("blocks/up/kernel",), 24, 2048, 8192, owners=16, per_owner=2, reason=""))
@@ -46,7 +51,7 @@ class MatrixPlan:
 
     @property
     def workless_fraction(self) -> float:
-        """Fraction of the owners without a matrix of this form, but maybe with a matrix of another form: 0 to 1."""
+        """Fraction of the owners without a matrix of this shape, but maybe with a matrix of another shape: 0 to 1."""
         # Owners fill their places in order, so the owners without a matrix are the last.
         return 1 - -(-self.count // self.per_owner) / self.owners if self.count else 0.0
 
@@ -69,7 +74,7 @@ class MatrixPlan:
 
 
 def matrix_plans(reports: Iterable[MatrixReport]) -> tuple[MatrixPlan, ...]:
-    """Returns for each optimizer the matrices by form, most work first, then the leaves that are not matrices."""
+    """Converts optimizers' reports to entries: matrices by shape, most work first; then leaves without matrices."""
     plans = []
     for report in reports:
         for group in report.groups:
@@ -90,13 +95,13 @@ def matrix_plans(reports: Iterable[MatrixReport]) -> tuple[MatrixPlan, ...]:
 
 
 def matrices_table(plans: Sequence[MatrixPlan]) -> RenderableType:
-    """Returns a table with a line for each form of matrices, and for each reason why leaves are not matrices."""
+    """Returns a table with a line for each shape of matrices, and for each reason why leaves are not matrices."""
     rows = [[listed(dict.fromkeys(map(path_pattern, plan.leaves))).replace("'", ""), str(plan)] for plan in plans]
     return rich_table("Matrices that are updated whole", ["leaves", "what they are, and who owns them"], rows, left=2)
 
 
 class MatrixSection(Section[MatrixPlan]):
-    """Plan section with the reports of optimizers that update unsharded matrices, recorded in ``tx.init``."""
+    """Plan section of optimizers that update unsharded matrices; records the report that each makes in ``tx.init``."""
 
     name = "matrices"
 

@@ -1,4 +1,4 @@
-"""``plan_sharding``: traces ``model.init`` without values, and makes a row from the box around each leaf."""
+"""``plan_sharding``: traces ``model.init`` for shapes, and makes a row from each leaf's box (``nn.Partitioned``)."""
 
 import math
 from collections import Counter, defaultdict
@@ -59,7 +59,7 @@ def plan_sharding(
     offload: Placement = ON_DEVICES,
     **kwargs: Any,
 ) -> ShardingPlan:
-    """Plans the state of ``create_train_state`` on a mesh of this shape, without a mesh and without values.
+    """Plans how ``create_train_state`` shards parameters and optimizer state on a mesh; needs no devices.
 
     >>> plan = plan_sharding(nn.Dense(256), {"dp": 2, "fsdp": 4}, jnp.ones((8, 1024)), axis_name="fsdp")
     >>> for row in plan.rows:
@@ -82,7 +82,7 @@ def plan_sharding(
       trainable, frozen_dtype, offload: as for ``create_train_state``.
       **kwargs: further arguments of ``model.init``, such as ``train=False``.
     Returns:
-      The plan.
+      A plan with a row for each leaf: the sharding, its reason, and the bytes per device.
     Raises:
       ValueError: a wrapper, a box or ``axis_name`` names an unknown axis; the axes do not divide the dim of a box made
         by the model; ``axis_name`` or ``min_weight_size`` is given for a model with wrappers; or ``model.init`` fails
@@ -122,7 +122,7 @@ def plan_sharding(
 def _roles(
     params: PyTree, within: Mapping[str, Mapping[str, tuple[str, ...]]], sizes: dict[str, int]
 ) -> dict[str, tuple[str, ...]]:
-    """Returns the roles of each axis, see ``ShardingPlan``; ``within`` holds the ``axes_within`` of each role."""
+    """Returns the roles of each axis, see ``ShardingPlan``; ``within`` maps a section's role to its ``axes_within``."""
     leaves = sharded_leaves(params)
     gathered = {axis for _, leaf in leaves for axis in _gathered_axes(leaf)}
     of_sections = {begin: axes for by_path in within.values() for begin, axes in by_path.items()}
@@ -144,7 +144,7 @@ def _planned_init(
     kwargs: dict[str, Any],
     freeze: Callable[[PyTree], PyTree],
 ) -> PyTree:
-    """Returns the variables of ``model.init`` without values, in boxes with the decisions of their wrappers."""
+    """Returns the variables of ``model.init`` as shapes, in boxes that record the decisions of the wrappers."""
 
     def init(rng: PyTree, inputs: PyTree) -> PyTree:
         with jax.sharding.use_abstract_mesh(mesh), boxes_without_constraints():
@@ -180,9 +180,9 @@ def _checked_sizes(axis_sizes: Mapping[str, int]) -> dict[str, int]:
 def _decided(
     model: Model, variables: PyTree, axis_name: AxisNames | None, min_weight_size: int | None, sizes: dict[str, int]
 ) -> tuple[PyTree, str]:
-    """Returns the variables with decisions in their boxes, and the wrapper assumed for a model without wrappers.
+    """Returns the variables in boxes that record how to split each leaf, and the wrapper assumed for a plain model.
 
-    For a model with wrappers the second result is "".
+    A model with wrappers has recorded the decisions already; the second result is then "".
     """
     if any(isinstance(leaf, Planned) for _, leaf in leaves_with_path(variables)):
         options = {"axis_name": axis_name, "min_weight_size": min_weight_size}
@@ -256,7 +256,7 @@ def _reason(leaf: Sharded) -> Reason:
 
 
 def _gathering(path: str, leaf: Sharded, sizes: dict[str, int], part: PartialGather | None) -> dict[str, Any]:
-    """Returns the fields of a row about gathers of the leaf; ``part`` is its entry of ``recording_parts``."""
+    """Returns the fields of ``LeafPlan`` about gathers of a leaf; ``part`` is set if a module gathers it in pieces."""
     shape = tuple(leaf.value.shape)
     decisions = leaf.decisions if isinstance(leaf, Planned) else ()
     splits = [(decision, dim) for decision in decisions if (dim := decision.choice.dim) is not None]
@@ -288,7 +288,7 @@ def _gathering(path: str, leaf: Sharded, sizes: dict[str, int], part: PartialGat
 
 
 def _entries(box: Sharded, part: PartialGather, last: Decision, sizes: dict[str, int]) -> int:
-    """Returns the number of entries along the dim in a piece of a kernel; 0 if the kernel is gathered unsharded."""
+    """Returns the size of a piece along the dim ``part.along``; 0 if the kernel is not gathered in pieces."""
     along = part.along
     # A gather by an outer module, or by several wrappers, returns the unsharded kernel.
     if box.unit_depth != 1 or not set(box.axes) <= set(last.axes) or not part.may_be_sent(box):
@@ -298,14 +298,14 @@ def _entries(box: Sharded, part: PartialGather, last: Decision, sizes: dict[str,
 
 
 def _gathered_as(leaf: Sharded) -> str:
-    """Returns the dtype, or the block format, in which the leaf is gathered as it is stored."""
+    """Returns the dtype, or the block format such as "int8", in which a frozen leaf is stored and gathered."""
     return leaf.communication.format_of(leaf.value) or str(np.dtype(leaf.communication.dtypes(leaf.value)[0]))
 
 
 def _optimizer_rows(
     tx: optax.GradientTransformation | None, params: PyTree, mesh: AbstractMesh, offload: Placement
 ) -> tuple[Mapping[str, Mapping[str, ByteCount]], list[LeafPlan]]:
-    """Returns the bytes of optimizer state by parameter and memory, and rows for state without a parameter."""
+    """Returns bytes of optimizer state, [parameter's path]["optimizer" or "host"], and rows for further state."""
     of_params: dict[str, dict[str, ByteCount]] = defaultdict(lambda: defaultdict(ByteCount))
     beside: list[LeafPlan] = []
     if tx is None:

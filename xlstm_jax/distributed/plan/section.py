@@ -3,7 +3,8 @@
 A plan has a row for each leaf. A section holds what the rows do not: the device that stores each expert, the device
 that updates each matrix. Hooks of ``Section``, in the order of their calls:
 
-  trace     noting       a context around ``model.init`` and ``tx.init``, in which the feature keeps its records
+  trace     noting       a context around ``model.init`` and ``tx.init``, in which the section records what the
+                         feature does
   rows      entries      the entries of the section, made from the records and the rows
             axes_within  the axes over which parameters are split, for ``ShardingPlan.roles``
   text      table        the entries for people
@@ -24,21 +25,24 @@ Entry = TypeVar("Entry")  # a frozen dataclass
 
 
 class Section(Generic[Entry]):
-    """Section of a plan under construction: an instance may store its records of the trace."""
+    """Base class of a section of a plan under construction; an instance stores what ``noting`` records."""
 
     name: ClassVar[str]  # the field of ``ShardingPlan``, and the key of its JSON
     role: ClassVar[str] = ""  # the role of the axes that ``axes_within`` returns
 
     def noting(self) -> AbstractContextManager[None]:
-        """Returns a context around the initialisation of the model and of the optimizer."""
+        """Returns a context in which the section records what its feature does, such as calls of ``Experts``.
+
+        A plan enters the context around the initialisation of the model and of the optimizer.
+        """
         return nullcontext()
 
     def entries(self, axis_sizes: Mapping[str, int], rows: Sequence[LeafPlan]) -> tuple[Entry, ...]:
-        """Returns the entries of a plan; ``rows`` are the rows of parameters and of further collections."""
+        """Builds the entries from what was recorded; ``rows`` are the plan's rows of parameters and collections."""
         raise NotImplementedError
 
     def axes_within(self, entries: Sequence[Entry]) -> Mapping[str, tuple[str, ...]]:
-        """Returns the axes that split parameters for this feature, by path prefix of the parameters."""
+        """Returns the axes over which the feature splits parameters, by path prefix of the parameters."""
         return {}
 
     @staticmethod
@@ -57,7 +61,7 @@ SECTIONS: list[type[Section[Any]]] = []  # filled by ``plan/__init__``, in the o
 
 @contextmanager
 def noting(sections: Sequence[Section[Any]]) -> Iterator[None]:
-    """Enters the ``noting`` contexts of all sections."""
+    """Enters the context ``noting`` of every section, in which ``model.init`` and ``tx.init`` are then called."""
     with ExitStack() as stack:
         for section in sections:
             stack.enter_context(section.noting())

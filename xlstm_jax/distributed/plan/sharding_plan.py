@@ -20,7 +20,7 @@ WORST_SHOWN = 3
 
 
 class Difference(NamedTuple):
-    """Difference between two plans in a leaf, in the mesh, or in the assumed wrapper; ``str`` formats the difference.
+    """Difference between two plans in the leaf at ``path``, in the mesh, or in the assumed wrapper; ``str`` formats it.
 
     ``before`` and ``after`` map the names of the changed fields to values. ``before`` is None for an added leaf,
     ``after`` for a removed leaf.
@@ -60,6 +60,7 @@ class ShardingPlan:
         no parameter.
       matrices: the matrices that an optimizer such as ``muon`` updates unsharded, and the devices that update them.
       experts: the mixtures of experts, and the device that stores each expert.
+      units: the modules that ``shard_modules`` without ``where`` has chosen to gather their parameters, and why.
       roles: how the parameters use each axis: "fsdp" (parameters are gathered over the axis), "tensor" (layers are
         split over the axis), "experts", or several roles; () if all devices along the axis have equal parameters, as
         along a batch axis ("dp") or a sequence axis.
@@ -77,6 +78,7 @@ class ShardingPlan:
     # Fields of the sections: each has the name of a section.
     matrices: tuple[Any, ...] = ()
     experts: tuple[Any, ...] = ()
+    units: tuple[Any, ...] = ()
     roles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
@@ -143,7 +145,7 @@ class ShardingPlan:
         return by_path[path]
 
     def explain(self, path: str) -> str:
-        """Returns a sentence about a leaf: its sharding, the reason and the cost. Raises as ``row`` does."""
+        """Returns the row of a leaf as a sentence: sharding, reason and cost. Raises as ``row`` does."""
         return self.row(path).sentence(self.devices)
 
     def __repr__(self) -> str:

@@ -2,28 +2,31 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
 from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.section import SECTIONS
-from xlstm_jax.formatting import TIMES, Bar, format_bytes, format_fraction, path_pattern, rich_table
+from xlstm_jax.formatting import TIMES, Bar, FirstFitting, format_bytes, format_fraction, path_pattern, rich_table
 
-COLUMNS = ("leaf", "shape", "split", "in all", "per device", "its gradient", "optimizer state", "gathered")
-HOST = "on its host"  # a further column, with offload
+HOST = "on its host"  # only with offload
+COLUMNS = ("leaf", "shape", "split", "in all", "per device", "its gradient", "optimizer state", HOST, "gathered")
+# Columns that a narrow terminal leaves out, the first one first, to keep each leaf in one line. The summary under the
+# table has the sums of the first three.
+LEFT_OUT = ("its gradient", "optimizer state", HOST, "in all")
 
 
 @dataclass(frozen=True)
 class Line:
-    """Line of a table: a row, and the number of leaves that share the line.
+    """Line of the plan's table: the row of a leaf, and the number of leaves that share the line.
 
-    ``path`` has ``*`` in place of the numbers that differ between the leaves.
+    ``path`` is relative to ``module``; both have ``*`` in place of the numbers that differ between the leaves.
     """
 
     module: str
@@ -45,7 +48,7 @@ class Line:
 
 
 def plan_table(plan: Any) -> Any:
-    """Returns the renderable of ``ShardingPlan.table``."""
+    """Returns the tables of a ``ShardingPlan`` for ``rich``; called by ``ShardingPlan.table``."""
     lines = _lines(plan.rows)
     other = f", other collections {format_bytes(plan.other.per_device)}" if plan.other.total else ""
     host = format_bytes(plan.host.per_device)
@@ -56,7 +59,7 @@ def plan_table(plan: Any) -> Any:
         f"{format_bytes(plan.optimizer.per_device)}{other}; activations and gathered weights come on top.\n{on_host}"
         f"{format_fraction(plan.replicated_fraction)} of the parameters' bytes stay whole on every device.\n"
     )
-    shown = [_leaves_table(plan, lines), Text(summary)]
+    shown: list[RenderableType] = [_leaves_table(plan, lines), Text(summary)]
     whole = [line for line in lines if line.row.collection == PARAMETERS and line.row.parts == 1]
     if whole and plan.devices > 1:
         whole.sort(key=lambda line: -line.all_bytes.per_device)
@@ -90,7 +93,7 @@ def _lines(rows: Iterable[LeafPlan]) -> list[Line]:
 
 
 def _module_depth(paths: list[str]) -> int:
-    """Returns the number of leading parts of a path that name its module.
+    """Returns how many leading parts of a path, such as 2 of ``a/b/kernel``, name the module in the table.
 
     One more than the parts that all paths share, so that the table has several modules.
     """
@@ -112,31 +115,52 @@ def _module_and_leaf(path: str, row: LeafPlan, depth: int) -> tuple[str, str]:
     return "/".join(parts[:cut]), "/".join(parts[cut:])
 
 
-def _leaves_table(plan: Any, lines: list[Line]) -> Any:
-    mesh, offloads = ", ".join(f"{axis} {size}" for axis, size in plan.axis_sizes.items()), bool(plan.host.total)
+def _leaves_table(plan: Any, lines: list[Line]) -> FirstFitting:
+    """Returns the table of leaves with all columns, and with fewer columns for narrower terminals."""
+    names = [name for name in COLUMNS if name != HOST or plan.host.total]
+    optional = [name for name in LEFT_OUT if name in names]
+    return FirstFitting(*(_leaves(plan, lines, names, optional[:count]) for count in range(len(optional) + 1)))
+
+
+def _leaves(plan: Any, lines: list[Line], names: list[str], left_out: list[str]) -> Any:
+    """Returns the table of leaves without the columns of ``left_out``, which its caption names."""
+    mesh, shown = ", ".join(f"{axis} {size}" for axis, size in plan.axis_sizes.items()), _Columns(names, left_out)
+    captions = [f"No module is wrapped; planned as {plan.assumed}."] if plan.assumed else []
+    captions += [f"A wider terminal also shows: {', '.join(left_out)}."] if left_out else []
     table = rich_table(
         f"Sharding plan: {plan.devices} device{'s' * (plan.devices > 1)} ({mesh})",
-        [*COLUMNS[:-1], *[HOST] * offloads, COLUMNS[-1]],
+        shown.of(names),
         left=3,
-        caption=f"No module is wrapped; planned as {plan.assumed}." if plan.assumed else None,
+        caption="".join(f"{text}\n" for text in captions) or None,  # ends with an empty line
         caption_justify="left",
     )
     modules: dict[str, list[Line]] = {}
     for line in sorted(lines, key=lambda line: -line.all_bytes.total):
         modules.setdefault(line.module, []).append(line)
     for module in sorted(modules, key=lambda name: -sum(line.all_bytes.total for line in modules[name])):
-        table.add_row(module or "(top)", "", "", *_sums(modules[module], offloads), "", style="bold")
+        table.add_row(*shown.of([module or "(top)", "", "", *_sums(modules[module], HOST in names), ""]), style="bold")
         for line in modules[module]:
-            table.add_row(*_cells(line, offloads))
+            table.add_row(*shown.of(_cells(line, HOST in names)))
         table.add_section()
-    table.add_row("total", "", "", *_sums(lines, offloads), "", style="bold")
+    table.add_row(*shown.of(["total", "", "", *_sums(lines, HOST in names), ""]), style="bold")
     return table
 
 
-def _sums(lines: list[Line], offloads: bool) -> list[str]:
-    """Returns the summed bytes of the lines: of the values in all and per device, then of each kind per device.
+class _Columns(NamedTuple):
+    """Columns of a table, and columns that are not shown."""
 
-    Values are parameters and further collections.
+    names: list[str]
+    left_out: list[str]
+
+    def of(self, cells: Sequence[Any]) -> list[Any]:
+        """Returns the cells of a row that are shown."""
+        return [cell for name, cell in zip(self.names, cells, strict=True) if name not in self.left_out]
+
+
+def _sums(lines: list[Line], offloads: bool) -> list[str]:
+    """Returns the cells of a line of sums: total bytes of the values, then bytes per device of the values and the rest.
+
+    Values are parameters and further collections; the rest are gradients, optimizer state and host memory.
     """
     values = [line.bytes_of("parameters") + line.bytes_of("other") for line in lines]
     kinds = ["gradients", "optimizer", *["host"] * offloads]

@@ -1,4 +1,4 @@
-"""Runs of several processes: joining, comparison of start values, collective errors; and simulated CPU devices."""
+"""Runs of several processes: joining a job, comparison of start values, collective errors; simulated CPU devices."""
 
 from xlstm_jax.distributed.processes.devices import available_devices, simulate_cpu_devices
 from xlstm_jax.distributed.processes.initialize import initialize_distributed

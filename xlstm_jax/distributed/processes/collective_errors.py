@@ -1,4 +1,4 @@
-"""Collective errors: if a piece of work fails in one process, every process raises.
+"""Collective errors: if a call fails in one process, every process raises.
 
 If a process failed alone, the rest of the job would wait in the next collective. So after the work every process sends
 the text of its error (empty without an error) to every process, and waits for the texts up to a time limit.
@@ -35,12 +35,17 @@ def raise_on_all(
     what: str = "what all processes do together",
     timeout_s: float = PEER_TIMEOUT_S,
 ) -> Result:
-    """Calls ``work`` and returns its result. If ``work`` raises in one process, ``failure`` is raised in every process.
+    """Calls ``work`` and returns the result; raises ``failure`` in every process if ``work`` raises in any process.
 
-    Every process must call it. The error names the failed processes, with their errors. If ``failure`` is a tuple of
-    error types, an error of a listed type keeps its type, and any further error becomes the first type. If processes
+    Every process must call ``raise_on_all``. The error names the failed processes, with their errors. If processes
     raise different types, every process raises the last of these types in ``failure``.
 
+    Args:
+      work: a function that may fail in some processes only, such as reading a file.
+      failure: the type of the error. Of a tuple of types, an error of a listed type keeps its type, and any further
+        error becomes the first type.
+      what: name of the work for errors, the same in every process.
+      timeout_s: how long to wait for the other processes.
     Raises:
       TimeoutError: a process has not finished ``work`` within ``timeout_s`` of this process; names it, and ``what``.
     """
@@ -66,7 +71,7 @@ def raise_on_all(
 
 @contextmanager
 def interruptions_go_on() -> Iterator[None]:
-    """Re-raises Ctrl-C and similar exceptions (see ``interruption``) in place of the resulting error of a library."""
+    """Context that raises the original Ctrl-C (see ``interruption``) in place of an error that Ctrl-C has caused."""
     handled = sys.exception()
     try:
         yield
@@ -101,7 +106,9 @@ def interruption(error: BaseException, handled: BaseException | None) -> BaseExc
 
 
 def allgather_text(text: str, what: str, timeout_s: float = PEER_TIMEOUT_S) -> list[str]:
-    """Returns the text of each process, in order. Call it in every process; ``what`` names the purpose for errors.
+    """Returns the texts that the processes pass, in order; every process must call the function.
+
+    ``what`` names the purpose for errors.
 
     Raises:
       TimeoutError: a process is missing after ``timeout_s``; names the process, and ``what``.
@@ -116,7 +123,7 @@ def allgather_text(text: str, what: str, timeout_s: float = PEER_TIMEOUT_S) -> l
 
 
 def cause_of(error: BaseException) -> str:
-    """Returns the first error of a chain of causes as a line of at most ``MAX_CAUSE_CHARS`` characters."""
+    """Formats the root cause of an error as a line of at most ``MAX_CAUSE_CHARS`` characters."""
     while error.__cause__ is not None:
         error = error.__cause__
     # TensorStore messages end with C++ source locations and long specifications.

@@ -37,7 +37,7 @@ _KEY = "xlstm_jax/leaving"  # prefix of a text for each process; an empty text e
 
 
 def leave(code: int, reason: str = "") -> None:
-    """Ends the process at once: no ``atexit``, no barrier. With a ``reason`` the rest of the job ends too.
+    """Ends this process at once: no ``atexit``, no barrier. With a ``reason`` the other processes end, too.
 
     Output is flushed as far as this does not block.
     """
@@ -53,7 +53,7 @@ def leave(code: int, reason: str = "") -> None:
 
 
 def in_time(work: Callable[[], object], timeout_s: float) -> None:
-    """Runs the work in a thread, and abandons the thread after ``timeout_s``; ignores errors."""
+    """Runs ``work`` in a daemon thread and waits at most ``timeout_s`` for the end; ignores errors of ``work``."""
 
     def quietly() -> None:
         with contextlib.suppress(Exception):
@@ -65,7 +65,11 @@ def in_time(work: Callable[[], object], timeout_s: float) -> None:
 
 
 def leave_with_others() -> None:
-    """Makes this process leave whenever another process leaves, or an uncaught exception ends this process."""
+    """Ties this process to the other processes of the job; does nothing in a job of a single process.
+
+    If another process leaves, a thread ends this process. If an uncaught exception ends this process, this process
+    leaves by ``leave``, which ends the other processes.
+    """
     if _has_peers():
         _start_listening()
 
@@ -117,7 +121,7 @@ def _let_others_leave() -> None:
 
 
 def _at_the_end(listener: threading.Thread) -> None:
-    """Leaves if an exception ends the program; otherwise ends the listening thread."""
+    """Calls ``leave`` if an uncaught exception ends the program; otherwise ends the listening thread."""
     if not _has_peers():
         # The program has called jax.distributed.shutdown(), which ends the wait of the thread with an error. Python
         # must not be torn down before the thread has received the error: the process would end with SIGABRT.

@@ -71,7 +71,7 @@ def assert_same_everywhere(
 
 
 def compare(entries: Mapping[str, str], what: str, me: int, processes: Sequence[int], timeout_s: float) -> None:
-    """Compares entries among ``processes``, as ``assert_same_everywhere``; ``me`` is the index of this process."""
+    """Implements ``assert_same_everywhere`` for entries (text by path); ``me`` is the index of this process."""
     # Exchange digests first: the entries of a large configuration, times thousands of processes, exceed the store.
     entries_digest = digest(json.dumps(sorted(entries.items())))
     digests = exchange_in(KeyValueStore("agreement", me, processes), entries_digest, f"compare the {what}", timeout_s)
@@ -86,7 +86,7 @@ def compare(entries: Mapping[str, str], what: str, me: int, processes: Sequence[
 
 
 def entries_of(value: PyTree) -> dict[str, str]:
-    """Returns a short text for every leaf by path; different leaves have different texts."""
+    """Converts a value to a short text for every leaf, by path; different leaves have different texts."""
     return dict(_walk(value, ""))
 
 

@@ -25,7 +25,7 @@ GRACE_S = 1.0  # extra wait for the answer, which process 0 may post only at the
 
 
 class KeyValueStore:
-    """Folder of the store for one exchange among ``processes``; ``me`` is the index of this process.
+    """Folder of the job's key-value store for one exchange of texts; ``me`` is the index of this process.
 
     Exchanges of one ``kind`` among the same processes are numbered, since a key can be set only once. The count of each
     process is in the store instead of in Python: the count must end with the job, as the store does.
@@ -41,7 +41,7 @@ class KeyValueStore:
         self._client.key_value_set(f"{self._folder}/{self._number}/{name}", text)
 
     def read(self, name: str, deadline: float) -> str | None:
-        """Waits for the text and returns it, or None after the deadline."""
+        """Waits until a process has posted ``name``; returns the text, or None after the deadline."""
         # Wait at least 1 ms, so that an existing text is read even after the deadline.
         wait_ms = max(1, int(1000 * (deadline - time.monotonic())))
         try:
@@ -61,9 +61,9 @@ class KeyValueStore:
 
 
 def exchange_in(store: KeyValueStore, text: str, what: str, timeout_s: float) -> list[str]:
-    """Returns the texts of the processes of ``store``, in order. Every process calls it, with the same ``what``.
+    """Posts this process's text, and returns the texts of all ``store.processes``, in order; every process calls.
 
-    ``what`` names the purpose for errors, as "restore step 3".
+    ``what`` names the purpose for errors, as "restore step 3", and must be the same in every process.
 
     Raises:
       TimeoutError: processes are missing at the deadline; names the processes.
@@ -93,7 +93,7 @@ def exchange_in(store: KeyValueStore, text: str, what: str, timeout_s: float) ->
 
 
 def _answer(store: KeyValueStore, deadline: float) -> None:
-    """Posts the texts of every process; or, if texts are missing, the indices of their processes."""
+    """Posts, in process 0, the texts of every process or, if texts are missing, the indices of missing processes."""
     posted = [store.read(f"texts/{process}", deadline) for process in store.processes]
     missing = [process for process, text in zip(store.processes, posted, strict=True) if text is None]
     if missing:
@@ -105,7 +105,7 @@ def _answer(store: KeyValueStore, deadline: float) -> None:
 
 
 def by_text(texts: Sequence[str], processes: Sequence[int]) -> dict[str, list[int]]:
-    """Groups the processes by their texts."""
+    """Groups process indices by text: a dict from each different text to the processes that posted the text."""
     groups = defaultdict(list)
     for process, text in zip(processes, texts, strict=True):
         groups[text].append(process)

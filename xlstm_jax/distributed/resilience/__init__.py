@@ -8,10 +8,12 @@ Faults, reactions and reaction times:
   SIGTERM to any process              ``should_stop`` is True in every process after the same step some steps
   a loss or gradient is not finite    ``skip_nonfinite`` skips the update on every device; too many skips end the run
   replicas of a leaf differ           ``check_replicas`` names the leaf and the devices
+  a device computes wrong numbers     ``training.replayed`` names the device, before the update counts
 """
 
 from xlstm_jax.distributed.optimizers.nonfinite import skip_counts, skip_nonfinite
 from xlstm_jax.distributed.processes.exit import EXIT_FAILED
+from xlstm_jax.distributed.resilience.disagreement import DisagreementError
 from xlstm_jax.distributed.resilience.loop_guard import LoopGuard, NonFiniteError
 from xlstm_jax.distributed.resilience.replica_check import ReplicaError, check_replicas
 from xlstm_jax.distributed.resilience.watchdog import EXIT_HUNG
@@ -19,6 +21,7 @@ from xlstm_jax.distributed.resilience.watchdog import EXIT_HUNG
 __all__ = [
     "EXIT_FAILED",
     "EXIT_HUNG",
+    "DisagreementError",
     "LoopGuard",
     "NonFiniteError",
     "ReplicaError",

@@ -309,7 +309,7 @@ def _values_to_check(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _decisive(held: Mapping[str, Any]) -> Any:
-    """Returns the value to wait for: the counter of skipped steps or, without this counter, the loss."""
+    """Returns the value by which a step is judged: the counter of skipped steps or, without counter, the loss."""
     # With the counter a non-finite loss is not an error: the update was skipped.
     return held.get(SKIPPED_IN_A_ROW, held[LOSS])
 

@@ -26,14 +26,14 @@ from xlstm_jax.distributed.data_parallel.trees import check_alive, sharded_leave
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
 from xlstm_jax.distributed.processes.collective_errors import allgather_text
 from xlstm_jax.distributed.processes.devices import Device
+from xlstm_jax.distributed.resilience.disagreement import DisagreementError, first_few, named_devices
 from xlstm_jax.explicit_axes import outside_set_mesh
 
-NAMED_AT_MOST = 5
 _DEVICE = "device"
 
 
-class ReplicaError(RuntimeError):
-    """Error: replicas of a leaf differ between devices.
+class ReplicaError(DisagreementError):
+    """Error: replicas of a leaf differ between devices; ``devices`` are those that most replicas differ from.
 
     >>> options = {"in_specs": (), "out_specs": PartitionSpec(), "check_vma": False}
     >>> unequal = jax.shard_map(lambda: jax.lax.axis_index("dp"), mesh=mesh, **options)()
@@ -46,7 +46,7 @@ class ReplicaError(RuntimeError):
 
 
 class _Copied(NamedTuple):
-    """Leaf with replicas; ``holders`` has one list of devices for each replicated shard."""
+    """Leaf with replicated shards; ``holders`` has one list of devices for each shard on several devices."""
 
     path: str
     value: jax.Array
@@ -73,13 +73,15 @@ def check_replicas(tree: PyTree) -> None:
     if not copied:
         return
     sums = _on_all_processes(_local_table([leaf.value for leaf in copied]))
-    wrong = [text for index, leaf in enumerate(copied) for text in _disagreement(leaf, sums, index)]
+    wrong = [(leaf, alike) for index, leaf in enumerate(copied) if (alike := _groups(leaf, sums, index))]
     if wrong:
-        named = "; ".join(wrong[:NAMED_AT_MOST]) + ("; ..." if len(wrong) > NAMED_AT_MOST else "")
+        named = first_few([_disagreement(leaf, alike) for leaf, alike in wrong])
         raise ReplicaError(
             f"{len(wrong)} of {len(copied)} leaves are declared equal on several devices and are not: {named}. Look "
             "for a seed or batch that differs by process, for gradients or statistics that were not averaged under "
-            "check_vma=False, and for a faulty device; restore an earlier checkpoint."
+            "check_vma=False, and for a faulty device; restore an earlier checkpoint.",
+            [device for _, (_, *others) in wrong for devices in others for device in devices],
+            [leaf.path for leaf, _ in wrong],
         )
 
 
@@ -137,7 +139,7 @@ def _checksums(mesh: Mesh, values: list[jax.Array]) -> jax.Array:
 
 
 def _on_all_processes(table: np.ndarray) -> dict[Device, np.ndarray]:
-    """Gathers the tables of every process; returns the row of each device."""
+    """Gathers the checksums of the devices of every process; returns the checksums [leaf, 2] of each device."""
     # An exchange with a time limit, because the next line would wait forever for a missing process.
     allgather_text("", "check_replicas")
     tables = multihost_utils.process_allgather(table) if jax.process_count() > 1 else table[None]
@@ -148,19 +150,18 @@ def _on_all_processes(table: np.ndarray) -> dict[Device, np.ndarray]:
     }
 
 
-def _disagreement(leaf: _Copied, sums: dict[Device, np.ndarray], index: int) -> list[str]:
-    """Describes, for the first shard whose replicas differ, which devices agree; [] if every replica is equal."""
-
-    def names(devices: list[Device]) -> str:
-        return ", ".join(f"{device.id} of process {device.process_index}" for device in devices)
-
+def _groups(leaf: _Copied, sums: dict[Device, np.ndarray], index: int) -> list[list[Device]]:
+    """Returns, for the first shard whose replicas differ, the devices that agree, largest group first; [] if all do."""
     for devices in leaf.holders:
         groups = defaultdict(list)
         for device in devices:
             groups[tuple(sums[device][index])].append(device)
         if len(groups) > 1:
-            alike = sorted(groups.values(), key=len, reverse=True)
-            held = " and another on device ".join(map(names, alike[:3]))
-            rest = f" ({len(alike)} different values in all)" if len(alike) > 3 else ""
-            return [f"'{leaf.path}', {leaf.value.dtype}{list(leaf.value.shape)}, is one thing on device {held}{rest}"]
+            return sorted(groups.values(), key=len, reverse=True)
     return []
+
+
+def _disagreement(leaf: _Copied, alike: list[list[Device]]) -> str:
+    held = " and another on device ".join(map(named_devices, alike[:3]))
+    rest = f" ({len(alike)} different values in all)" if len(alike) > 3 else ""
+    return f"'{leaf.path}', {leaf.value.dtype}{list(leaf.value.shape)}, is one thing on device {held}{rest}"

@@ -48,7 +48,7 @@ class Watchdog:
 
     Args:
       name: the name of this process in messages.
-      find_failure: returns the text of a failure, or None; must not block.
+      find_failure: called at each poll; returns the text of a failure, or None; must not block.
     """
 
     def __init__(self, name: str, find_failure: Callable[[], str | None]) -> None:
@@ -66,7 +66,7 @@ class Watchdog:
         self._thread.start()
 
     def watch(self, what: str, timeout_s: float | None) -> None:
-        """Starts the clock for ``what`` with a limit of ``timeout_s`` seconds; None disables the limit."""
+        """Restarts the clock for an operation named ``what``, limited to ``timeout_s`` seconds; None: without limit."""
         before, self._watched = self._watched, _Watched(what, time.monotonic(), timeout_s)
         # With an unchanged limit the thread restarts the timer at its next poll, and a step needs no call into C.
         if timeout_s != before.timeout_s:

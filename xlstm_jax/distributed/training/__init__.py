@@ -7,7 +7,9 @@
   create_train_state    init_sharded, plus an optimizer state split like the parameters
   abstract_train_state  shapes and shardings of the state: the target of a restore
   make_train_step       gradients inside shard_map, the optimizer outside, in the same jit
+  replayed              the step with replays, which find devices that compute wrong numbers
   make_eval_step        forward pass on the same sharded state, accumulated into a metric
+  default_batch_axes    every axis of the mesh, except the axes over which the model itself splits parameters
   check_step            compares the gradients of a step, yours or ours, with one device on the full batch
   LMHead                a layer whose losses over a large vocabulary need no logits: chunked_cross_entropy
 
@@ -19,9 +21,11 @@ scalars or rows that this needs.
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
 from xlstm_jax.distributed.training import checks  # noqa: F401  # registers its rows
 from xlstm_jax.distributed.training.accumulation import accumulate_gradients
+from xlstm_jax.distributed.training.batch_axes import default_batch_axes
 from xlstm_jax.distributed.training.cross_entropy import LMHead, TokenLosses, chunked_cross_entropy
 from xlstm_jax.distributed.training.evaluation import make_eval_step
 from xlstm_jax.distributed.training.gradients import fold_rng_over_axis, value_and_grad
+from xlstm_jax.distributed.training.replay.replayed_step import ReplayError, replayed
 from xlstm_jax.distributed.training.state import (
     TrainState,
     abstract_train_state,
@@ -35,6 +39,7 @@ from xlstm_jax.distributed.training.step_check.report import StepCheck
 
 __all__ = [
     "LMHead",
+    "ReplayError",
     "StepCheck",
     "TokenLosses",
     "TrainState",
@@ -43,11 +48,13 @@ __all__ = [
     "check_step",
     "chunked_cross_entropy",
     "create_train_state",
+    "default_batch_axes",
     "fold_rng_over_axis",
     "init_sharded",
     "jitted_init",
     "make_eval_step",
     "make_train_step",
     "optimizer_state_shardings",
+    "replayed",
     "value_and_grad",
 ]

@@ -1,4 +1,4 @@
-"""Loss and gradient of a batch by minibatches, inside ``shard_map``.
+"""``accumulate_gradients``: loss and gradient of a batch, computed minibatch by minibatch, inside ``shard_map``.
 
 weights        the parameters, or the parameters gathered once, depending on the strategy
 minibatch j    the loss, its weight W_j, and its gradient g_j with respect to the weights
@@ -41,13 +41,13 @@ class ReduceEach:
     """Strategy in which every minibatch gathers the parameters and reduce-scatters their gradients."""
 
     def weights(self, params: PyTree, axes: tuple[str, ...]) -> PyTree:
-        """Returns the weights that minibatches compute with and differentiate with respect to."""
+        """Returns the tree that the loss of each minibatch receives, and by which the loss is differentiated."""
         return params
 
     def gradients(self, mean_grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> list[Any]:
-        """Converts gradients of the weights, averaged over minibatches, into gradients of the parameters.
+        """Converts gradients by the weights, averaged over minibatches, into gradients by the parameters.
 
-        Both lists have an entry per differentiable leaf.
+        The argument and the result have an entry per differentiable leaf.
         """
         return _as_gradients_of(trees.split_differentiable(params)[0], mean_grads)
 
@@ -73,7 +73,7 @@ class ReduceOnce(ReduceEach):
 
 
 class ReduceReplicasOnce(ReduceEach):
-    """Strategy in which every minibatch gathers and reduce-scatters; the mean over replicas follows the last."""
+    """Strategy in which every minibatch gathers and reduce-scatters; replicas are averaged after the last minibatch."""
 
     def weights(self, params: PyTree, axes: tuple[str, ...]) -> PyTree:
         if not any(leaf.communication.copied_axes for leaf in trees.differentiable(params)):
@@ -105,7 +105,7 @@ def _as_gradients_of(leaves: list[Any], grads: list[Any]) -> list[Any]:
 
 
 def _gathered(params: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """Applies ``gather_params``, skipping axes over which the model itself splits a leaf (tensor parallel)."""
+    """Returns the parameters gathered over ``axes``, except axes over which the model itself splits a leaf."""
 
     def gather(leaf: Any) -> Any:
         over = tuple(axis for axis in axes if axis in leaf_of(leaf).gathered_axes)
@@ -179,11 +179,11 @@ def accumulate_gradients(
 
 @dataclass(frozen=True)
 class Accumulation:
-    """Options for combining minibatches into a batch; see ``accumulate_gradients``.
+    """Options of ``accumulate_gradients``, and of a step, for the loop over minibatches.
 
     With ``fold_aux`` the auxiliary output is not averaged: after every minibatch ``state = fold_aux(state, aux)`` runs
     on this device alone (the state of a metric). The state varies over the axes by type, and its types must not change.
-    With ``read_later`` the caller checks the equations of the traced step itself: see ``updated_collections``.
+    With ``read_later`` the caller checks that collections are equal on every device: see ``updated_collections``.
     """
 
     axes: tuple[str, ...]
@@ -208,7 +208,7 @@ def accumulated(
     metric_state: PyTree,
     collections: Mapping[str, PyTree],
 ) -> BatchResult:
-    """Implements ``accumulate_gradients`` for a ``LossFunction`` and an ``Accumulation``."""
+    """Runs the loop over minibatches of ``accumulate_gradients`` and of a step; returns a ``BatchResult``."""
     axes, count = how.axes, how.num_minibatches
     strategy = STRATEGIES[how.strategy if count > 1 else DEFAULT_ACCUMULATION]
     own = trees.map_leaves(split_by_model, params)

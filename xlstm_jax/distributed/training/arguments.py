@@ -26,13 +26,14 @@ from xlstm_jax.distributed.metrics.pure_metric import Local
 from xlstm_jax.formatting import kind_of
 
 STEP = "a step takes (state, batch, rng)"
+NAMES_OF_KEYS = ("rng", "key")  # parts of the name of an argument that is a key
 STATE_FIELDS = ("step", "apply_fn", "params", "tx", "opt_state", "replace")
 ARGUMENTS = ("state", "batch", "rng", "local")  # of a training step
 DONATED = ("state", "local")  # whose memory a step takes over
 GIVEN = {  # values to pass to a step, by argument name
     "state": "the state that create_train_state makes, or the last one that the step returned",
     "batch": "arrays [rows, ...], as shard_batch returns them",
-    "rng": "a key, jax.random.key(0); it may be the same in all steps",
+    "rng": "a key, jax.random.key(0); it may be the same in all steps. A loss_fn(params, apply_fn, batch) needs none",
     "local": "the state of the metric: metric.empty(batch_axes, mesh), or the last one that the step returned",
 }
 ExtraTrees = Mapping[str, PyTree] | None  # further trees of a step, passed to the loss function by name
@@ -45,7 +46,7 @@ PADDING = "which shard_batch(..., pad=True) returns"  # cure for padded rows of 
 
 @dataclasses.dataclass(frozen=True)
 class Called:
-    """A user's function that a step calls with ``arguments``, and with collections if the state has any.
+    """Description, for errors, of a user's function that a step calls with ``arguments`` (and collections, if any).
 
     Error texts end with ``with_collections`` if the state has collections and the function takes none, and with
     ``without`` in the reverse case.
@@ -57,7 +58,7 @@ class Called:
     without: str
 
     def written(self, *further: str) -> str:
-        """Returns a call of the function as source text."""
+        """Returns a call with the arguments, and ``further`` arguments, as source text for an error."""
         return f"{self.name}({', '.join([*self.arguments, *further])})"
 
 
@@ -69,6 +70,7 @@ LOSS_FN = Called(
     "Make it with create_train_state, or TrainState.create(..., collections=...) of xlstm_jax.distributed (Flax's own "
     "TrainState has no such field); for a model without them leave the argument out",
 )
+LOSS_FN_WITHOUT_KEY = dataclasses.replace(LOSS_FN, arguments=LOSS_FN.arguments[:-1])
 EVAL_FN = Called(
     "eval_fn",
     ("params", "apply_fn", "batch"),
@@ -78,12 +80,14 @@ EVAL_FN = Called(
 
 
 def check_loss_fn(loss_fn: Any, taker: str = "make_train_step", called: Called = LOSS_FN) -> None:
-    """Raises a ``TypeError`` unless the first argument of ``taker`` is a function that a step can call."""
+    """Raises a ``TypeError`` unless ``loss_fn`` is a function; the error names ``taker``, which got ``loss_fn``."""
     count = len(called.arguments)
     if callable(loss_fn) and not hasattr(loss_fn, "apply") and not isinstance(loss_fn, Mesh | AbstractMesh | type):
         # Some functions (written in C, say) have no signature: errors then show at the call.
         takes = _signature(loss_fn)
-        if takes and not any(_binds(takes, number, _by_name(takes)) for number in (count, count + 1)):
+        # Collections come last; a loss that draws nothing takes no key.
+        counts = (count, count + 1, *[count - 1] * (called is LOSS_FN))
+        if takes and not any(_accepts_call(takes, number, _by_name(takes)) for number in counts):
             raise TypeError(
                 f"{taker} calls {called.written()}, with {count} arguments in this order, and the {called.name} that "
                 f"it was given is {kind_of(loss_fn)}{takes}. Arguments that it does not need may be called _."
@@ -91,6 +95,64 @@ def check_loss_fn(loss_fn: Any, taker: str = "make_train_step", called: Called =
         return
     cure = "write a function that calls apply_fn" if hasattr(loss_fn, "apply") else "pass (loss_fn, mesh, batch_axes)"
     raise TypeError(f"{taker} takes first a function {called.written()}, not {kind_of(loss_fn)}; {cure}.")
+
+
+def needs_key(loss_fn: Callable[..., Any]) -> bool:
+    """Returns whether a loss function takes a key for every state, with collections and without.
+
+    Without a key, the fourth argument of a loss function is the collections, unless the name of the argument says
+    that the argument is a key.
+    """
+    takes, count = _signature(loss_fn), len(LOSS_FN_WITHOUT_KEY.arguments)
+    if takes is None or _accepts_call(takes, count, _by_name(takes)):
+        return False
+    return _is_key(takes, count) or not _accepts_call(takes, count + 1, _by_name(takes))
+
+
+def takes_key(loss_fn: Callable[..., Any], rng: PyTree, collections: Mapping[str, PyTree], extra_trees: Any) -> bool:
+    """Returns whether a step passes a key to its loss function; ``rng`` is the key of the step, or None.
+
+    A loss function that takes no key draws nothing, and ignores the key of the step.
+
+    Raises:
+      TypeError: the loss function takes a key, and the step was given none.
+    """
+    takes, count = _signature(loss_fn), len(LOSS_FN_WITHOUT_KEY.arguments)
+    if takes is None:
+        return rng is not None
+
+    def binds(key: int, names: Iterable[str]) -> bool:
+        return _accepts_call(takes, count + key + bool(collections), names)
+
+    # If the names of the trees are wrong, ``check_takes`` reports them.
+    names = extra_trees if binds(1, extra_trees) or binds(0, extra_trees) else _by_name(takes)
+    with_key, without = binds(1, names), binds(0, names)
+    # With collections in the state, (params, apply_fn, batch, rng) is a function that lacks the collections.
+    lacks = bool(collections) and without and not with_key and _is_key(takes, count)
+    if rng is not None:
+        return with_key or lacks or not without
+    if lacks or (with_key and not without):
+        raise TypeError(
+            f"{kind_of(loss_fn)}{takes} takes a key as argument {count + 1}, and the step was given none. Pass a key, "
+            f"step(state, batch, jax.random.key(0)), or write {LOSS_FN_WITHOUT_KEY.written()}, which draws nothing."
+        )
+    return False
+
+
+def without_key(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a loss function with the arguments of ``LOSS_FN`` that calls ``loss_fn`` without the key."""
+
+    def loss(params: PyTree, apply_fn: Any, batch: PyTree, rng: PyTree, *rest: Any, **extra_trees: Any) -> Any:
+        del rng
+        return loss_fn(params, apply_fn, batch, *rest, **extra_trees)
+
+    return loss
+
+
+def _is_key(takes: inspect.Signature, index: int) -> bool:
+    """Returns whether the argument at this index is a key by its name, or has the name of an unused argument, ``_``."""
+    name = [*takes.parameters][index] if index < len(takes.parameters) else ""
+    return not name.strip("_") or any(part in name for part in NAMES_OF_KEYS)
 
 
 def check_takes(
@@ -101,10 +163,10 @@ def check_takes(
     ``collections`` of the state come after the arguments of ``called``; ``extra_trees`` are passed by name.
     """
     takes, count, further = _signature(function), len(called.arguments), bool(collections)
-    if takes is None or _binds(takes, count + further, extra_trees):
+    if takes is None or _accepts_call(takes, count + further, extra_trees):
         return
     _check_names(takes, called, collections, extra_trees)
-    if not _binds(takes, count + (not further), extra_trees):
+    if not _accepts_call(takes, count + (not further), extra_trees):
         return
     if collections:
         raise TypeError(
@@ -117,7 +179,7 @@ def check_takes(
 
 
 def _check_names(takes: inspect.Signature, called: Called, collections: Mapping[str, PyTree], extra_trees: Any) -> None:
-    """Raises if ``extra_trees`` lacks a required keyword argument, or has a name that the function does not take."""
+    """Raises if ``extra_trees`` lacks a keyword argument that the function requires, or has a name that it rejects."""
     if missing := [one for one in _by_name(takes) if one not in extra_trees]:
         raise TypeError(
             f"{called.name} takes {missing[0]!r} by name, and the step was not given it: "
@@ -148,8 +210,8 @@ def _by_name(takes: inspect.Signature) -> list[str]:
     return [one.name for one in takes.parameters.values() if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
 
 
-def _binds(takes: inspect.Signature, count: int, names: Iterable[str]) -> bool:
-    """Returns whether a function can be called with ``count`` positional arguments and ``names`` as keywords."""
+def _accepts_call(takes: inspect.Signature, count: int, names: Iterable[str]) -> bool:
+    """Returns whether a signature accepts ``count`` positional arguments and the keyword arguments ``names``."""
     try:
         # Only positions and names matter to `bind`, so any values do.
         takes.bind(*[None] * count, **dict.fromkeys(names))
@@ -212,7 +274,8 @@ def check_call(
         leaf with another sharding. (A batch may be on any mesh of the same devices: it is not donated.) Or ``local`` is
         passed without a metric, or is missing with a metric.
     """
-    check_keys(rng, "step(state, batch, rng)", one=True)
+    if rng is not None:
+        check_keys(rng, "step(state, batch, rng)", one=True)
     if missing := [name for name in STATE_FIELDS if not hasattr(state, name)]:
         raise TypeError(
             f"{STEP}, and its state is {kind_of(state)}, not a TrainState: it has no {missing[0]!r}. "
@@ -226,7 +289,7 @@ def check_call(
 
 
 def check_evaluated(state: Any, local: PyTree) -> None:
-    """Raises a ``TypeError`` unless an evaluation can read the state, and ``local`` is the state of a metric."""
+    """Raises a ``TypeError`` unless ``state`` has params and apply_fn, and ``local`` is the state of a metric."""
     if missing := [name for name in ("params", "apply_fn") if not hasattr(state, name)]:
         raise TypeError(
             f"an evaluation takes (state, batch, local), and its state is {kind_of(state)}, which has no "
@@ -254,7 +317,7 @@ def check_mesh_of(arguments: dict[str, PyTree], mesh: Mesh | AbstractMesh) -> No
 
 
 def why_not_its_state(tx: optax.GradientTransformation, opt_state: PyTree, params: PyTree) -> str | None:
-    """Returns an error text if ``opt_state`` is not a state of ``tx`` for these parameters (no boxes), else None."""
+    """Returns why ``opt_state`` cannot be a state of ``tx`` for these unboxed parameters, as text; else None."""
     # Compare shapes first: users look for the path of a leaf. Trees with equal leaves may still differ in structure.
     made: Any = jax.eval_shape(tx.init, params)
     its, given = ({path: np.shape(leaf) for path, leaf in trees.leaves_with_path(tree)} for tree in (made, opt_state))
@@ -277,7 +340,7 @@ def why_not_its_state(tx: optax.GradientTransformation, opt_state: PyTree, param
 
 
 def check_global_batch(batch: PyTree, layout: BatchLayout, num_minibatches: int = 1, padding: str = WEIGHTED) -> None:
-    """Runs ``check_batch`` for rows that are split over axes of the mesh, and on each device into minibatches."""
+    """Runs ``check_batch`` for a global batch: devices times minibatches must divide the rows."""
     sizes = {axis: layout.mesh.shape[axis] for axis in layout.row_axes}
     devices = math.prod(sizes.values())
     divisor = f"the mesh of {sizes}, {devices} devices"

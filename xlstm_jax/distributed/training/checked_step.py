@@ -1,4 +1,4 @@
-"""Wrapper of a step's ``jax.jit`` function with checks of each call."""
+"""``CheckedStep``: the ``jax.jit`` function of a step that users call, with checks before and after each call."""
 
 import functools
 import inspect
@@ -17,18 +17,19 @@ from xlstm_jax.explicit_axes import on_auto_axes, on_set_mesh
 
 
 class CheckedStep:
-    """The jitted step ``jitted``, with checks and errors that name the argument and leaf at fault.
+    """Compiled step that checks each call; errors name the argument and leaf at fault.
 
     Provides the methods of a ``jax.jit`` function: ``lower``, ``trace``, ``eval_shape``, ``clear_cache``.
 
     Args:
       step: the function to compile.
       layout: the layout of its batch, with the mesh of the step.
-      options: options of ``jax.jit``.
       arguments: names of the function's arguments by position.
-      like: function of the arguments that returns which of them the results replace; see ``on_auto_axes``.
-      counting: function of batch and arguments that returns the values, by kind, that count padded rows; see
-        ``counting_padding``.
+      like: function of the arguments that returns the arguments that the results replace; see ``on_auto_axes``.
+      needed: names of the arguments without which a call is refused; None: the arguments without a default.
+      counting: ``counting(batch, args, kwargs)`` returns the names of results that ignore the weights of padded rows,
+        by kind; see ``counting_padding``.
+      options: options of ``jax.jit``.
     """
 
     def __init__(
@@ -39,12 +40,15 @@ class CheckedStep:
         *,
         like: Callable[..., PyTree],
         counting: Callable[[PyTree, tuple[Any, ...], dict[str, Any]], dict[str, list[str]]],
+        needed: tuple[str, ...] | None = None,
         **options: Any,
     ):
         functools.update_wrapper(self, step)
+        self.options = options
         self.jitted = jax.jit(on_auto_axes(step, layout.mesh, like=like), **options)
         takes = inspect.signature(step).parameters
-        needed = tuple(name for name in arguments if takes[name].default is inspect.Parameter.empty)
+        if needed is None:
+            needed = tuple(name for name in arguments if takes[name].default is inspect.Parameter.empty)
         donated = [arguments[index] for index in np.atleast_1d(options["donate_argnums"])]
         self._step = JittedStep(layout, arguments, needed, donated, counting, set())
 
@@ -75,7 +79,7 @@ class CheckedStep:
         return getattr(self.jitted, name)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> JittedCall:
-        """Returns a call with its arguments by name; checks the names first, before any check reads the values."""
+        """Returns the call with its arguments by name, after a check that the names are those of the step."""
         named = dict(zip(self._step.arguments, args, strict=False)) | kwargs
         call = JittedCall(self._step, args, kwargs, named)
         run_checks("names", call)

@@ -136,12 +136,12 @@ def _like_before(before: Mapping[str, PyTree], updated: Any, names: Sequence[str
         raise ValueError(f"loss_fn {what} '{unlike[0]}'. It returns all of a collection, or leaves it out unchanged.")
 
     def like(path: str, leaf: Any) -> Any:
-        return _strong(path, leaf, new[path]) if path in new else leaf
+        return _strongly_typed(path, leaf, new[path]) if path in new else leaf
 
     return trees.map_leaves_with_path(like, {name: before[name] for name in names})
 
 
-def _strong(path: str, before: Any, updated: Any) -> Any:
+def _strongly_typed(path: str, before: Any, updated: Any) -> Any:
     """Returns the updated value in the box of ``before``, strongly typed: a weak type would compile the step twice."""
     old, new = trees.stored_values((before, updated))
     was, became = ((np.shape(value), jnp.result_type(value)) for value in (old, new))
@@ -157,7 +157,7 @@ def _strong(path: str, before: Any, updated: Any) -> Any:
 
 
 def _differing_by_type(leaf: Sharded) -> Axes:
-    """Returns the axes along which the type lets devices hold different values, without the axes that split the box."""
+    """Returns the axes over which a leaf varies by type, without the axes by which its box splits the leaf."""
     varying = collectives.varying_axes(leaf.value)
 
     def may_differ(axis: str) -> bool:
@@ -167,7 +167,7 @@ def _differing_by_type(leaf: Sharded) -> Axes:
 
 
 def _equal_by_type(new: PyTree, of_types: list[Axes]) -> PyTree:
-    """Casts equal values to replicated types, by a maximum over devices where types are tracked."""
+    """Casts equal values to types that are equal on every device, by a maximum over devices if types are tracked."""
     values, treedef = jax.tree.flatten(new)
     # JAX has no cast from varying to equal, so a maximum over equal values serves as the cast.
     tracked = [tuple(sorted(filter(collectives.is_tracked, axes))) for axes in of_types]

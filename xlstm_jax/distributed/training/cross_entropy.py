@@ -118,7 +118,7 @@ def chunked_cross_entropy(
 
 
 def _as_one_piece(kernel: Array, vocab_dim: int) -> tuple[Array, Pieces]:
-    """Returns an unsharded kernel with ``Pieces`` that describe it: reading it needs no communication."""
+    """Returns an unsharded kernel, and a ``Pieces`` by which chunks of the kernel are read without communication."""
     return kernel, Pieces(vocab_dim, kernel.shape, kernel.shape[vocab_dim])
 
 
@@ -176,7 +176,7 @@ def _entered(hidden: Array, vocab_axis: str | None, sequence_dim: int | None) ->
 
 
 def _over_all_parts(found: Arrays, first: Array, axis: str) -> Arrays:
-    """Combines local ``_read_logits`` results into results for the full vocabulary, equal on the devices of the axis.
+    """Combines each device's result of ``_read_logits`` into the result for the full vocabulary, equal on each device.
 
     ``first`` is the index of the first local entry. Gradients flow through both sums to each device's term.
     """
@@ -211,9 +211,9 @@ def _check(hidden: Array, pieces: Pieces, labels: Array, chunk_size: int) -> Non
 
 @promoting
 def _read_logits(hidden: Array, kernel: Array, labels: Array, pieces: Pieces, chunk_size: int) -> Arrays:
-    """Returns logsumexp, label logit (0 if not among these entries), index of the largest logit, and that logit; [...].
+    """Returns logsumexp, label logit (0 if the label is no local entry), index of the largest logit, and its value.
 
-    ``kernel`` is in storage form; ``chunk_size`` counts the local entries per chunk.
+    All are [...]. ``kernel`` is in storage form; ``chunk_size`` counts the local entries per chunk.
     """
     wide, sent = common_dtype(hidden.dtype, jnp.float32), shard_as_sent(kernel, pieces.how)
 
@@ -374,7 +374,7 @@ class LMHead(nn.Module, ReadsShards):
     def from_shards(
         self, method: str, shards: dict[str, Sharded], hidden: Any = None, labels: Any = None
     ) -> TokenLosses | None:
-        """Computes ``losses`` from a sharded kernel by pieces; returns None to gather it. Called by wrapped heads."""
+        """Returns ``losses``, computed from a sharded kernel chunk by chunk; None if a gather is needed."""
         del method
         kernel = shards.get("kernel") if self.by_pieces and not self.vocab_axis else None
         # A kernel of an unexpected shape is gathered: Linen then raises its error.

@@ -23,7 +23,7 @@ def check_equal_results(
     equations: Equations,
     mesh: Mesh | AbstractMesh,
 ) -> None:
-    """Checks the results of a ``shard_map`` by its equations.
+    """Raises if results of a ``shard_map`` that should be replicated differ between devices.
 
     Args:
       results: the results of the call.

@@ -30,6 +30,7 @@ from xlstm_jax.distributed.training.arguments import (
     collections_of,
     frozen_trees,
 )
+from xlstm_jax.distributed.training.batch_axes import StepOfState
 from xlstm_jax.distributed.training.checked_step import CheckedStep
 from xlstm_jax.distributed.training.gradients import explained, traced_call
 from xlstm_jax.distributed.training.loss import ApplyFn
@@ -41,7 +42,7 @@ ARGUMENTS = ("state", "batch", "local")
 
 
 class EvalFn(Protocol):
-    """Function that returns observations of the local shard of a batch.
+    """Protocol of the user's function for ``make_eval_step``: returns observations (values, weights) of local rows.
 
     Collections of the state come last; further trees are passed by name.
     """
@@ -68,7 +69,7 @@ def make_eval_step(
     check_vma: bool = True,
     compiler_options: str | Mapping[str, Any] | None = None,
 ) -> EvalStep:
-    """Returns an evaluation step for the training state as it is: forward inside ``shard_map``, in one ``jit``.
+    """Makes an evaluation step: a forward pass on the sharded training state, whose results update a metric.
 
     >>> from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
     >>> def eval_fn(params, apply_fn, batch):
@@ -106,28 +107,34 @@ def make_eval_step(
         parameters, or ``eval_fn`` did not return a dict, or its keyword arguments do not match ``extra_trees``.
     """
     mesh = auto_mesh(mesh)
-    of_batch = batch_layout(mesh, batch_axes, batch_spec, layout)
+    reads_axes = batch_axes is None and batch_spec is None  # off the first state
+    of_batch = batch_layout(mesh, mesh.axis_names if reads_axes else batch_axes, batch_spec, layout)
     check_loss_fn(eval_fn, "make_eval_step", EVAL_FN)
     if not isinstance(metric, PureMetric):
         raise TypeError(f"metric={kind_of(metric)} is no PureMetric; pass WeightedMean(), or several as a Compose.")
-    evaluation = _Evaluation(eval_fn, metric, of_batch, check_vma)
-    watched = replace(evaluation, is_watched=True)
-    return CheckedStep(
-        evaluation.step,
-        of_batch,
-        ARGUMENTS,
-        like=lambda state, batch, local, **_: local,
-        counting=partial(counting_padding, watched.step, metric, of_batch.row_axes),
-        donate_argnums=ARGUMENTS.index("local"),
-        compiler_options=resolved_on(mesh, compiler_options),
-    )
+
+    def step_of(of_batch: BatchLayout) -> CheckedStep:
+        evaluation = _Evaluation(eval_fn, metric, of_batch, check_vma)
+        watched = replace(evaluation, is_watched=True)
+        return CheckedStep(
+            evaluation.step,
+            of_batch,
+            ARGUMENTS,
+            like=lambda state, batch, local, **_: local,
+            counting=partial(counting_padding, watched.step, metric, of_batch.row_axes),
+            donate_argnums=ARGUMENTS.index("local"),
+            compiler_options=resolved_on(mesh, compiler_options),
+        )
+
+    made = step_of(of_batch)
+    return StepOfState(lambda axes: step_of(batch_layout(mesh, axes, tokens=layout)), mesh) if reads_axes else made
 
 
 @dataclass(frozen=True, eq=False)
 class _Evaluation:
-    """Options of ``make_eval_step``, with ``step``, the function to compile.
+    """Options of ``make_eval_step``, and the step to compile (``step``).
 
-    If ``is_watched``, observations have names in the jaxpr of the step.
+    With ``is_watched``, the analysis of padded rows, observations get names in the jaxpr.
     """
 
     eval_fn: Callable[..., Any]
@@ -154,7 +161,7 @@ class _Evaluation:
     def _on_device(
         self, apply_fn: ApplyFn, layout: BatchLayout, variables: dict[str, PyTree], batch: PyTree, local: Local
     ) -> Local:
-        """Runs on each device inside ``shard_map``."""
+        """Returns the metric state of this device, updated with its rows; ``shard_map`` runs the function."""
         with layout.entered(batch) as batch:
             return self._observed(apply_fn, variables, batch, local)
 

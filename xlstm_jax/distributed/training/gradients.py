@@ -1,4 +1,4 @@
-"""Gradients of the mean loss over devices, inside ``shard_map``, correct in both ``check_vma`` modes.
+"""``value_and_grad``: gradients of the mean loss over devices, inside ``shard_map``, in both ``check_vma`` modes.
 
 Weighting. A loss is the mean over the local examples; the gradient is the mean over devices of the local gradients. If
 devices hold different weights (tokens), the loss function returns (sum, weight) instead. With W the total weight on N
@@ -99,11 +99,11 @@ def value_and_grad(
 
 
 class LocalResult(NamedTuple):
-    """Result of a minibatch on one device; the mean of ``loss`` and ``grads`` over devices is the minibatch's.
+    """Loss and gradients of a minibatch on one device, before they are averaged over devices.
 
-    ``grads`` is a list with an entry per differentiable leaf. ``weight`` is W, the total weight over devices, and
-    ``scale`` is N / W, the factor from a sum to ``loss``; both are 1 if the loss is a mean. ``aux`` and ``collections``
-    are as in ``Loss``. ``gathered_in_branches`` contains the paths of leaves gathered inside a branch (``lax.cond``).
+    ``grads`` is a list with an entry per differentiable leaf. ``weight`` is W, the total weight over N devices, and
+    ``scale`` is N / W, the factor from a local sum to ``loss``; both are 1 if the loss is a mean. ``aux`` and
+    ``collections`` are as in ``Loss``. ``gathered_in_branches``: paths of leaves gathered inside a ``lax.cond``.
     """
 
     loss: jax.Array
@@ -120,8 +120,8 @@ def local_result(
 ) -> LocalResult:
     """Differentiates ``loss_fn(params, *rest)`` on this device, and checks over which axes the loss varies.
 
-    With ``devices`` the loss is first divided by that number, which makes it this device's term of the mean over
-    devices. Used where ``params`` include the scales of fp8 products.
+    With ``devices`` the loss is divided by the number of devices before differentiation, so that it is a term of the
+    global mean. ``devices`` is passed if ``params`` include the scales of fp8 products.
     """
     live, put_back = trees.split_differentiable(params)
     leaves = trees.sharded_leaves(params)
@@ -150,7 +150,7 @@ def local_result(
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Wraps a user's function: re-raises JAX's errors about types and forward derivatives with a cure."""
+    """Enters a context for user code: JAX's errors about types and forward derivatives are raised with a cure added."""
     try:
         yield
     except (ValueError, TypeError, NotImplementedError, AssertionError) as error:

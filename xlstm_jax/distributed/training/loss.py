@@ -1,4 +1,4 @@
-"""Return values of a loss function, converted into a single type in one place.
+"""``LossFunction``: calls a user's loss function, and converts the return value, in any of its forms, to a ``Loss``.
 
   mean                       the mean loss of the rows passed to the function
   (sum, weight)              ``weighted``: the weighted sum of their losses, and the sum of their weights
@@ -54,8 +54,8 @@ class MinibatchLossFn(Protocol):
     ) -> Any: ...
 
 
-class LossFn(Protocol):
-    """Loss function of ``make_train_step``: the loss of this device's shard of the batch.
+class LossFnWithKey(Protocol):
+    """Loss function of ``make_train_step`` that draws random numbers: the loss of this device's shard of the batch.
 
     Collections of the state, if any, come last; further trees are passed by name.
     """
@@ -65,10 +65,21 @@ class LossFn(Protocol):
     ) -> Any: ...
 
 
+class LossFnWithoutKey(Protocol):
+    """Loss function of ``make_train_step`` that draws nothing; otherwise as ``LossFnWithKey``."""
+
+    def __call__(
+        self, params: PyTree, apply_fn: ApplyFn, batch: PyTree, /, *collections: Any, **extra_trees: Any
+    ) -> Any: ...
+
+
+LossFn = LossFnWithKey | LossFnWithoutKey
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Loss:
-    """Result of a loss function.
+    """Return value of a user's loss function, in the form that the library reads.
 
     ``total`` is the mean, or the weighted sum if ``weight`` is given. ``aux`` and ``collections`` are as returned by
     the loss function, or None.
@@ -82,7 +93,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class LossFunction:
-    """A loss function, with flags for the structure of its return value."""
+    """User's loss function, with flags that describe the structure of its return value. Calls return a ``Loss``."""
 
     fn: Callable[..., Any]
     weighted: bool
@@ -90,7 +101,7 @@ class LossFunction:
     has_collections: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Loss:
-        """Calls the function and reads its return value.
+        """Calls the user's function, and returns its return value as a ``Loss``.
 
         Raises:
           TypeError: the return value does not have the structure of the flags.
@@ -130,7 +141,7 @@ def _pair(returned: Any, option: str, what: str) -> tuple[Any, Any]:
 
 
 class Auxiliary(struct.PyTreeNode):
-    """Leaves of an auxiliary output: ``means`` will be averaged, ``cells`` will be merged."""
+    """Auxiliary output of a loss function: ``means`` are to be averaged, ``cells`` (of ``metrics``) to be merged."""
 
     means: list[jax.Array]
     cells: list[Cell]
@@ -153,11 +164,11 @@ class Auxiliary(struct.PyTreeNode):
         return cls([*means.values()], cells, treedef, is_cell, tuple(means))
 
     def scaled(self, scale: jax.Array | float) -> "Auxiliary":
-        """Multiplies the means by ``scale``, which turns local sums into terms of a global mean."""
+        """Returns the output with ``means`` multiplied by ``scale``: local sums become terms of a global mean."""
         return self.replace(means=[mean * scale for mean in self.means])
 
     def merged(self) -> "Auxiliary":
-        """Merges the cells of minibatches, stacked by ``scan`` along a leading dim."""
+        """Returns the output with ``cells``, stacked over minibatches along a leading dim, merged into a cell each."""
         return self.replace(cells=[cell.merged((0,)) for cell in self.cells])
 
     def over_devices(self, loss: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, PyTree]:
@@ -170,6 +181,7 @@ class Auxiliary(struct.PyTreeNode):
 
 
 def _as_mean(path: str, leaf: Any) -> jax.Array:
+    """Converts a number of the auxiliary output to float32 or wider, for averages; raises for an integer."""
     name, cell = f"aux['{path}']", "from xlstm_jax.distributed.metrics.cells import"
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
         raise TypeError(f"{name} is {leaf!r}, a {type(leaf).__name__}; the auxiliary output is made of numbers.")

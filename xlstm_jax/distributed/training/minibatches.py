@@ -1,4 +1,4 @@
-"""Runs a function on one minibatch after another, and averages the results by weight.
+"""Splits a batch into minibatches, runs a function on each in turn, and averages the results by weight.
 
   split_rows   leaves [b, ...] -> [m, b / m, ...]
   rows_at      minibatch j of the split batch
@@ -30,7 +30,7 @@ def split_rows(batch: PyTree, *parts: int) -> PyTree:
 
 
 def rows_at(parts: PyTree, index: Scalar) -> PyTree:
-    """Returns the part ``index`` of the output of ``split_rows``."""
+    """Returns the minibatch ``index`` of leaves [m, b / m, ...], the output of ``split_rows``."""
     return jax.tree.map(lambda x: x[index] if np.ndim(x) else x, parts)
 
 
@@ -65,7 +65,7 @@ class Partial:
     carries: PyTree
 
     def __add__(self, result: MinibatchResult) -> "Partial":
-        """Adds the result of the next minibatch."""
+        """Returns the sums with the result of the next minibatch added."""
 
         def add(total: jax.Array, x: jax.Array) -> jax.Array:
             return total + x.astype(total.dtype) * jnp.asarray(result.weight, total.dtype)

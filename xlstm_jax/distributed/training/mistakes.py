@@ -1,4 +1,4 @@
-"""Warnings about programs with a probable mistake that raises no error.
+"""Checks that warn of probable mistakes in a training program, such as parameters that no wrapper splits.
 
   create_train_state   checks the optimizer's parts on the shapes of the parameters, and the share of split parameters
   a step's trace       checks the same with the options of the step; its axes; its averages
@@ -115,7 +115,7 @@ def _warn(text: str, key: object = None, stacklevel: int = USERS_LINE) -> None:
 
 
 def check_optimizer(tx: optax.GradientTransformation, caller: str) -> None:
-    """Checks an optimizer before its state is created.
+    """Checks an optimizer for mistakes, before ``create_train_state`` initialises its state.
 
     Raises:
       ValueError: as ``check_callable``; or a mask or labels are a tree with boxes, although optimizers receive
@@ -214,7 +214,7 @@ def warn_of_options(tx: optax.GradientTransformation, weighted: bool, learning_r
 
 
 def _difference(one: Callable[[Any], Any], other: Callable[[Any], Any]) -> tuple[int, float, float] | None:
-    """Returns the first count at which schedules differ in more than sign, with both values; None if they agree."""
+    """Returns (count, value, value) at the first step count where schedules differ, signs aside; None if nowhere."""
     # Schedules are functions, so compare values where warmup, decay and their ends would differ.
     for count in COUNTS:
         a, b = abs(_at(one, count)), abs(_at(other, count))
@@ -419,7 +419,8 @@ def _maker(jaxpr: core.Jaxpr, atom: Any) -> str:
 def warn_of_padding(batch: PyTree, counting: Mapping[str, list[str]]) -> None:
     """Warns of values that count copies of rows appended to the batch by ``shard_batch``.
 
-    ``counting`` has the names of values that a step computes without the weights of the rows, by kind.
+    ``counting`` has the names of values that a step computes without the weights of rows, as lists by kind: the result
+    of ``counting_padding``.
     """
     leaves = [(path, leaf) for path, leaf in trees.leaves_with_path(batch) if np.ndim(leaf)]
     padded = {path: of_leaf for path, leaf in leaves if (of_leaf := padded_rows_of(leaf))}

@@ -1,6 +1,6 @@
-"""Moments of a training at which checks run, the argument types of the checks, and the table of checks.
+"""Table of the checks of a training, the moments at which checks run, and the types of their arguments.
 
-  run_checks(moment, context)   called by the algorithms: the step, the state, gradients, evaluation
+  run_checks(moment, context)   called where states, steps, gradients and evaluations are made
   CHECKS                        the rows (moment, function, page of docs/), registered by ``training.checks``
 
 A check raises for a certain mistake, warns of a possible mistake, and changes no number.
@@ -47,7 +47,7 @@ Moment = Literal[
 
 
 class TrainingCheck(NamedTuple):
-    """Row of the table: ``looks`` is called at ``moment``; ``page`` is the page of docs/ with the details."""
+    """Check in the table: ``looks(context)`` is called at ``moment``; ``page`` of docs/ has the details."""
 
     moment: Moment
     looks: Callable[[Any], None]
@@ -55,7 +55,7 @@ class TrainingCheck(NamedTuple):
 
 
 class NewModel(NamedTuple):
-    """A model, and the mesh and keys for its initialisation."""
+    """Argument of checks before initialisation: the model, the mesh and the keys."""
 
     model: Model
     mesh: Mesh | AbstractMesh
@@ -63,14 +63,14 @@ class NewModel(NamedTuple):
 
 
 class NewVariables(NamedTuple):
-    """The abstract, boxed variables of a model by collection, and the mesh for them."""
+    """Argument of checks of new variables: abstract and boxed, by collection; and their mesh."""
 
     variables: Mapping[str, PyTree]
     mesh: Mesh | AbstractMesh
 
 
 class CreatedState(NamedTuple):
-    """The arguments of ``create_train_state``, with the parameters and collections that it created.
+    """Argument of checks of a new state: the arguments of ``create_train_state``, and the variables it has made.
 
     ``stacks`` are stacks of layers that a wrapped module gathers at once.
     """
@@ -89,7 +89,7 @@ class CreatedState(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTrace:
-    """The arguments of a step and of ``make_train_step``, during tracing."""
+    """Argument of checks while a step is traced: the arguments of ``make_train_step`` and of the step."""
 
     loss: LossFunction
     layout: BatchLayout
@@ -110,7 +110,7 @@ class StepTrace:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A step after tracing its loss and gradients: the jaxpr, and stacks of layers gathered at once.
+    """Argument of checks after the trace of a step's loss and gradients: the jaxpr, and layers gathered at once.
 
     ``trace_again()`` traces loss and gradients once more, for checks that observe modules.
     """
@@ -122,7 +122,7 @@ class TracedStep:
 
 
 class EvaluationTrace(NamedTuple):
-    """The arguments of an evaluation, during tracing."""
+    """Argument of checks while an evaluation is traced: the arguments of ``make_eval_step`` and of the step."""
 
     eval_fn: Callable[..., Any]
     layout: BatchLayout
@@ -134,7 +134,10 @@ class EvaluationTrace(NamedTuple):
 
 @dataclass(frozen=True)
 class Results:
-    """The results of a ``shard_map``, its jaxpr, the mesh, the axes of the batch and the collections of the state."""
+    """Argument of checks of the results of a traced ``shard_map``.
+
+    ``axes`` are the axes of the batch, ``collections`` those of the state.
+    """
 
     results: PyTree
     jaxpr: core.Jaxpr
@@ -144,12 +147,12 @@ class Results:
 
     @cached_property
     def equations(self) -> Equations:
-        """Returns the axes along which results and marked values differ, read off the jaxpr."""
+        """Returns the axes along which results, and values named by ``varying.marked``, differ between devices."""
         return read_equations(self.jaxpr)
 
 
 class LossOfDevice(NamedTuple):
-    """A local loss or weight; ``what`` is its name for errors."""
+    """Argument of checks of a device's loss, or weight, before reduction; ``what`` is its name for errors."""
 
     value: jax.Array
     axes: tuple[str, ...]
@@ -157,7 +160,7 @@ class LossOfDevice(NamedTuple):
 
 
 class Differentiated(NamedTuple):
-    """A differentiated call ``loss(*args)``, and the paths of the leaves gathered inside a branch."""
+    """Argument of checks of a differentiated ``loss(*args)``, with the paths of leaves gathered in a ``lax.cond``."""
 
     gathered_in_branches: Sequence[str]
     loss: Callable[..., Loss]
@@ -166,7 +169,7 @@ class Differentiated(NamedTuple):
 
 
 class Averaged(NamedTuple):
-    """Auxiliary floats at ``paths``, which are averaged over ``over`` minibatches of devices.
+    """Argument of checks of auxiliary floats, at ``paths``, averaged over ``over`` minibatches of all devices.
 
     ``jaxpr()`` returns the equations whose results are these floats.
     """
@@ -178,12 +181,12 @@ class Averaged(NamedTuple):
 
 
 class JittedStep(NamedTuple):
-    """A jitted step: the layout of its batch, and the names of its arguments by position.
+    """Facts on a compiled step for checks of its calls: layout of the batch, names of arguments by position.
 
     Attributes:
       needed: the arguments without a default.
       donated: the arguments whose buffers a call donates.
-      counting: function that returns the names of values with padded rows in them; see ``counting_padding``.
+      counting: returns the names of results that ignore the weights of padded rows; see ``counting_padding``.
       seen: cache of inputs that later calls need not check again.
     """
 
@@ -196,7 +199,7 @@ class JittedStep(NamedTuple):
 
 
 class JittedCall(NamedTuple):
-    """A call of a step: its arguments as passed and by name, and the error that JAX has raised, if any."""
+    """Argument of checks of a call: the step, arguments as passed and by name, and JAX's error, if raised."""
 
     step: JittedStep
     args: tuple[Any, ...]

@@ -54,7 +54,7 @@ EXTREMA = {"reduce_max", "reduce_min", "reduce_or", "reduce_and"}
 
 @dataclass(frozen=True)
 class MarkedLoss(LossFunction):
-    """A loss function whose results have names in the jaxpr."""
+    """Loss function that gives its results names in the jaxpr, for ``counting_padding``."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Loss:
         found = super().__call__(*args, **kwargs)
@@ -69,7 +69,7 @@ class MarkedLoss(LossFunction):
 
 
 def with_names(tree: PyTree, kind: str, name: str = "") -> PyTree:
-    """Returns the tree with a name in the jaxpr for each array: its kind, and its path after ``name``."""
+    """Returns the tree with a ``checkpoint_name`` on each array: ``kind``, and the path below ``name``."""
 
     def with_name(path: str, x: Any) -> Any:
         its = "/".join(part for part in (name, path) if part not in ("", "."))
@@ -91,10 +91,10 @@ def counting_padding(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> dict[str, list[str]]:
-    """Returns the values that count padded rows like real rows, by kind (``LOSS``, ``AUX``, ...), as lists of names.
+    """Traces a step; returns the names of results that count padded rows like real rows, by kind (``LOSS``, ...).
 
     Args:
-      step: a step that marks its results.
+      step: a step that names its results by ``with_names``.
       metric: the metric updated with the observations of the step, if any.
       row_axes: the axes over which rows are split.
       batch: the batch among the arguments.

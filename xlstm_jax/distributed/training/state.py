@@ -1,4 +1,4 @@
-"""Training state on a mesh: initialisation, abstract shapes, update. The only file to import Flax's ``TrainState``."""
+"""Training state on a mesh: initialisation, abstract shapes, updates. Only this file imports Flax's ``TrainState``."""
 
 import math
 import re
@@ -34,6 +34,7 @@ from xlstm_jax.distributed.optimizers.lookahead import with_plain_params
 from xlstm_jax.distributed.optimizers.sharded_optimizer import ON_DEVICES, Placement, Trained, sharded_optimizer
 from xlstm_jax.distributed.optimizers.state import given_state, trainable
 from xlstm_jax.distributed.training.arguments import collections_of, why_not_its_state
+from xlstm_jax.distributed.training.batch_axes import default_batch_axes
 from xlstm_jax.distributed.training.moments import CreatedState, NewModel, NewVariables, run_checks
 from xlstm_jax.explicit_axes import on_auto_axes, outside_set_mesh, placed, sharding_of_input, with_auto_axes
 from xlstm_jax.formatting import TIMES, Bar, format_bytes, notebook_html, rich_table
@@ -126,7 +127,7 @@ def init_sharded(
     mesh: Mesh | AbstractMesh,
     rng: PyTree,
     *inputs: PyTree,
-    batch_axes: AxisNames,
+    batch_axes: AxisNames | None = None,
     trainable: Trainable | None = None,
     frozen_dtype: DTypeLike | None = None,
     **kwargs: Any,
@@ -150,7 +151,8 @@ def init_sharded(
       rng: a key or a dict of keys, as for ``model.init``.
       *inputs: example inputs with global shapes, the same in every process; split over ``batch_axes`` where the leading
         dim divides.
-      batch_axes: the axes that the batch is split over.
+      batch_axes: the axes that the batch is split over. None: every axis of the mesh, except the axes over which the
+        model itself splits parameters (see ``default_batch_axes``).
       trainable, frozen_dtype: predicate of the trainable parameters (wrappers may freeze more), and the dtype in which
         frozen ones are stored: see ``freeze_params``. Values come from ``model.init``, cast by the device that
         computes them.
@@ -175,7 +177,7 @@ def jitted_init(
     mesh: Mesh | AbstractMesh,
     rng: PyTree,
     *inputs: PyTree,
-    batch_axes: AxisNames,
+    batch_axes: AxisNames | None = None,
     trainable: Trainable | None = None,
     frozen_dtype: DTypeLike | None = None,
     **kwargs: Any,
@@ -188,7 +190,7 @@ def jitted_init(
     """
     run_checks("model", NewModel(model, mesh, rng))
     mesh = auto_mesh(mesh)
-    axes = mesh_axes(mesh, batch_axes, "batch_axes")
+    given_axes = None if batch_axes is None else mesh_axes(mesh, batch_axes, "batch_axes")
 
     def init(rng: PyTree, inputs: tuple[PyTree, ...]) -> PyTree:
         # Wrapped modules read the axis sizes from this mesh, and box global values accordingly.
@@ -201,16 +203,18 @@ def jitted_init(
                 variables = {**variables, "params": arranged(variables["params"], dict(mesh.shape))}
             return variables
 
+    init = on_auto_axes(init, mesh)
+    made = jax.eval_shape(init, rng, inputs)
+    out = jax.tree.map(placed, placement.shardings(made, mesh))
+    run_checks("shapes", NewVariables(made, mesh))
+    axes = default_batch_axes(made.get("params", {}), mesh) if given_axes is None else given_axes
+
     def input_sharding(x: Any) -> NamedSharding:
         splits = np.ndim(x) > 0 and np.shape(x)[0] % num_shards(mesh, axes) == 0
         split = placed(NamedSharding(mesh, PartitionSpec(axes) if splits else PartitionSpec()))
         return sharding_of_input(x, split)
 
-    init = on_auto_axes(init, mesh)
     given = (placed(NamedSharding(mesh, PartitionSpec())), jax.tree.map(input_sharding, inputs))
-    made = jax.eval_shape(init, rng, inputs)
-    out = jax.tree.map(placed, placement.shardings(made, mesh))
-    run_checks("shapes", NewVariables(made, mesh))
     return jax.jit(init, in_shardings=given, out_shardings=out)
 
 
@@ -221,7 +225,7 @@ def create_train_state(
     mesh: Mesh | AbstractMesh,
     rng: PyTree,
     *inputs: PyTree,
-    batch_axes: AxisNames,
+    batch_axes: AxisNames | None = None,
     allow_replicated: bool = False,
     trainable: Trainable | None = None,
     frozen_dtype: DTypeLike | None = None,
@@ -292,11 +296,13 @@ def abstract_train_state(
     mesh: Mesh | AbstractMesh,
     rng: PyTree,
     *inputs: PyTree,
-    batch_axes: AxisNames,
+    batch_axes: AxisNames | None = None,
     offload: Placement = ON_DEVICES,
     **kwargs: Any,
 ) -> TrainState:
-    """Returns the result of ``create_train_state`` as shapes, without allocating arrays: the target of a restore.
+    """Returns a state of shapes with shardings, without arrays, for the result of ``create_train_state``.
+
+    A restore of a checkpoint takes the abstract state as its target.
 
     >>> model, x = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(16), jnp.ones((8, 32))
     >>> state = abstract_train_state(model, optax.adam(1e-3), mesh, jax.random.key(0), x, batch_axes=("dp", "fsdp"))
@@ -335,7 +341,7 @@ def updated_state(
     mesh: Mesh | AbstractMesh,
     collections: Mapping[str, PyTree],
 ) -> tuple[State, Metrics]:
-    """Returns the state after the optimizer's update on global arrays, with unchanged boxes and shardings, and metrics.
+    """Runs the optimizer on global arrays. Returns (state with unchanged boxes and shardings, metrics).
 
     ``value_fn`` and ``grad_fn`` compute loss and gradients of the batch at other parameters, for line searches and SAM.
     """
@@ -350,7 +356,7 @@ def updated_state(
 
 
 def _replaced(state: State, after: Trained) -> State:
-    """Returns the state with step, parameters and optimizer state of ``after``; collections are left to the caller."""
+    """Returns ``state`` with the step, parameters and optimizer state of ``after``, and unchanged collections."""
     stored: dict[str, Any] = {"sees_boxes": False} if isinstance(state, TrainState) else {}
     return state.replace(step=after.step, params=after.params, opt_state=after.opt_state, **stored)
 
@@ -362,7 +368,7 @@ def _updated(
     collections: Mapping[str, PyTree],
     **extra_args: PyTree,
 ) -> tuple[Trained, Metrics]:
-    """Runs the optimizer on gradients without boxes and padding; returns updated parts of the state, and metrics."""
+    """Runs the optimizer on gradients without boxes and padding. Returns (changed parts of the state, metrics)."""
     optimizer = sharded_optimizer(state.tx, state.params, mesh)
     before = Trained(state.step, state.params, state.opt_state, collections_of(state))
     try:
@@ -393,7 +399,7 @@ def _title_and_rows(state: Any) -> tuple[str, list[list[str]]]:
 
 
 def _bars(state: Any) -> list[Bar]:
-    """Returns bars per leaf, largest first; leaves of equal size that differ only in the layer number share a bar."""
+    """Returns a bar of bytes for each leaf, largest first, for notebooks. Equal leaves of layers share a bar."""
     alike: dict[tuple[str, int], list[str]] = defaultdict(list)
     for part in PARTS:
         for path, leaf in trees.sharded_leaves(getattr(state, part)):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, overload
+from typing import Any, NamedTuple, Protocol, overload
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -20,7 +20,16 @@ from xlstm_jax.distributed.optimizers.learning_rate import LearningRate, check_l
 from xlstm_jax.distributed.optimizers.norms import global_norm
 from xlstm_jax.distributed.optimizers.state import trainable, with_trainable
 from xlstm_jax.distributed.training.accumulation import DEFAULT_ACCUMULATION, Accumulation, accumulated
-from xlstm_jax.distributed.training.arguments import ExtraTrees, check_loss_fn, collections_of, frozen_trees
+from xlstm_jax.distributed.training.arguments import (
+    ExtraTrees,
+    check_loss_fn,
+    collections_of,
+    frozen_trees,
+    needs_key,
+    takes_key,
+    without_key,
+)
+from xlstm_jax.distributed.training.batch_axes import StepOfState
 from xlstm_jax.distributed.training.carries.carry import BatchResult
 from xlstm_jax.distributed.training.checked_step import CheckedStep
 from xlstm_jax.distributed.training.gradients import fold_rng_over_axis, traced_call
@@ -35,11 +44,11 @@ class TrainStep(jax.stages.Wrapped, Protocol):
 
     @overload
     def __call__(
-        self, state: State, batch: PyTree, rng: jax.Array, /, *, extra_trees: ExtraTrees = None
+        self, state: State, batch: PyTree, rng: jax.Array | None = None, /, *, extra_trees: ExtraTrees = None
     ) -> tuple[State, Metrics]: ...
     @overload
     def __call__(
-        self, state: State, batch: PyTree, rng: jax.Array, local: Local, /, *, extra_trees: ExtraTrees = None
+        self, state: State, batch: PyTree, rng: jax.Array | None, local: Local, /, *, extra_trees: ExtraTrees = None
     ) -> tuple[State, Metrics, Local]: ...
 
 
@@ -60,12 +69,12 @@ def make_train_step(
     compiler_options: str | Mapping[str, Any] | None = None,
     allow_replicated: bool = False,
 ) -> TrainStep:
-    """Returns the training step: forward and backward inside ``shard_map``, the optimizer outside, in one ``jit``.
+    """Makes a compiled training step: gradients inside ``shard_map``, then the optimizer on global arrays.
 
-    >>> loss_fn = lambda params, apply_fn, batch, rng: jnp.mean(apply_fn({"params": params}, batch) ** 2)
+    >>> loss_fn = lambda params, apply_fn, batch: jnp.mean(apply_fn({"params": params}, batch) ** 2)
     >>> model, x = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(16), jnp.ones((8, 32))
-    >>> state = create_train_state(model, optax.adam(1e-3), mesh, jax.random.key(0), x, batch_axes=("dp", "fsdp"))
-    >>> state, metrics = make_train_step(loss_fn, mesh, ("dp", "fsdp"))(state, x, jax.random.key(1))
+    >>> state = create_train_state(model, optax.adam(1e-3), mesh, jax.random.key(0), x)
+    >>> state, metrics = make_train_step(loss_fn, mesh)(state, x)
     >>> int(state.step), sorted(metrics)
     (1, ['grad_norm', 'loss'])
 
@@ -73,10 +82,13 @@ def make_train_step(
       loss_fn: ``loss_fn(params, apply_fn, batch, rng)`` on this device's shard of the batch, returning the mean loss,
         or ``(sum, weight)`` with ``weighted``; with ``has_aux`` a pair of the loss and a dict of numbers. If the state
         has collections (``batch_stats``), ``loss_fn(params, apply_fn, batch, rng, collections)`` returns a pair: the
-        result above, and the updated collections, equal on every device; see docs/collections.md.
+        result above, and the updated collections, equal on every device; see docs/collections.md. A loss that draws
+        nothing may leave ``rng`` out: ``loss_fn(params, apply_fn, batch)``, or with collections
+        ``loss_fn(params, apply_fn, batch, collections)``.
       mesh: the mesh of the state.
       batch_axes: the axes over which the leading dim of the batch is split, outermost axis first. They must include the
-        axes of the wrappers.
+        axes of the wrappers. None: every axis of the mesh, except the axes over which the model itself splits
+        parameters; read off the first state that the step is called with.
       num_minibatches, weighted, accumulation: see ``accumulate_gradients``.
       batch_spec: replaces ``batch_axes`` if further dims of the batch are split: a ``PartitionSpec``, as
         ``P(("dp", "fsdp"), "cp")`` for tokens [b, t], or a tree of specs that is a prefix of the batch. Dim 0 holds the
@@ -91,8 +103,8 @@ def make_train_step(
         reduction, as ``{"tokens": Count.of(mask)}``. Integers raise: see ``accumulate_gradients``.
       metric: ``loss_fn`` then returns ``(loss, observed)``, and after every minibatch each device calls
         ``metric.update(local, **observed)`` on its local state, without communication. The step is then ``step(state,
-        batch, rng, local) -> (state, metrics, local)``; create the first state with ``metric.empty(axes, mesh)`` for
-        the axes of the batch, and read it with ``make_log_step``.
+        batch, rng, local) -> (state, metrics, local)``, with ``None`` as ``rng`` if the loss takes no key; create the
+        first state with ``metric.empty(axes, mesh)`` for the axes of the batch, and read it with ``make_log_step``.
       learning_rate: adds the ``learning_rate`` of this update to the metrics. Pass the schedule of the optimizer, or
         for groups of parameters a dict of schedules by group name, reported as ``learning_rate/<name>``.
       compiler_options: XLA options for ``jax.jit``; "auto" takes ``compiler_options`` for the mesh's chips and slice.
@@ -101,10 +113,11 @@ def make_train_step(
       ``step(state, batch, rng) -> (state, metrics)``, a ``jax.jit`` function, so that ``step.lower`` works. ``state``
       is donated and keeps its shardings. ``batch`` has global leaves [b, ...]; its scalars are passed to every device
       and minibatch (and must be equal in every process). ``rng`` is folded with step and device, so a single key serves
-      the entire run and dropout differs everywhere. ``step(..., extra_trees={"teacher": params})`` passes further
-      trees to ``loss_fn(params, apply_fn, batch, rng, *, teacher)`` by name: parameters of a second model, gathered as
-      their boxes describe, without gradient and not donated. Metrics are ``loss`` and ``grad_norm``, the norm over
-      every parameter before the optimizer, float32 scalars; and the counters of ``skip_nonfinite``, if used.
+      the entire run and dropout differs everywhere; a loss without ``rng`` needs no key: ``step(state, batch)``.
+        ``step(..., extra_trees={"teacher": params})`` passes further trees to ``loss_fn(params, apply_fn, batch, rng,
+        *, teacher)`` by name: parameters of a second model, gathered as their boxes describe, without gradient and not
+        donated. Metrics are ``loss`` and ``grad_norm``, the norm over every parameter before the optimizer, float32
+        scalars; and the counters of ``skip_nonfinite``, if used.
     Raises:
       ValueError: ``has_aux`` and ``metric`` together; ``batch_axes`` and ``batch_spec`` together, or an axis missing
         from the mesh. At the call: devices times minibatches do not divide a leaf of the batch, devices do not divide
@@ -113,40 +126,51 @@ def make_train_step(
         shard without a box, or belongs to the donated state. Names the leaf and both numbers. Or processes disagree in
         their first batch (scalars, shapes, arrays that are not global): every process raises; if they pass equal rows
         as different parts of the batch, every process warns.
-      TypeError: ``loss_fn`` is not a function. At the call: state, batch or rng has another type, or the names of
-        ``extra_trees`` are not the keyword arguments of ``loss_fn``.
+      TypeError: ``loss_fn`` is not a function. At the call: state, batch or rng has another type, ``loss_fn`` takes a
+        key and there is no ``rng``, or the names of ``extra_trees`` are not the keyword arguments of ``loss_fn``.
     """
     mesh = auto_mesh(mesh)
-    of_batch = batch_layout(mesh, batch_axes, batch_spec, layout)
+    reads_axes = batch_axes is None and batch_spec is None  # off the first state
+    of_batch = batch_layout(mesh, mesh.axis_names if reads_axes else batch_axes, batch_spec, layout)
     check_loss_fn(loss_fn)
     check_learning_rate(learning_rate)
     if has_aux and metric is not None:
         raise ValueError("has_aux and metric both say what loss_fn returns beside the loss; pass the metric alone.")
     # A metric is updated after each minibatch, so no observation outlives its minibatch.
     fold = None if metric is None else lambda local, observed: metric.update(local, **observed)
-    options = StepOptions(
-        loss=LossFunction(loss_fn, weighted, has_aux or metric is not None),
-        accumulation=Accumulation(of_batch.axes, num_minibatches, accumulation, fold, read_later=True),
-        layout=of_batch,
-        check_vma=check_vma,
-        metric=metric,
-        learning_rate=learning_rate,
-        allow_replicated=allow_replicated,
-    )
-    watched = replace(options, loss=MarkedLoss(options.loss.fn, options.loss.weighted, options.loss.has_aux))
-    return CheckedStep(
-        options.step,
-        of_batch,
-        like=lambda state, batch, rng, *local, **_: (state, None, *local),
-        counting=partial(counting_padding, watched.step, metric, of_batch.row_axes),
-        donate_argnums=0 if metric is None else (0, 3),
-        compiler_options=resolved_on(mesh, compiler_options),
-    )
+
+    def like(state: PyTree, batch: PyTree, rng: PyTree = None, local: PyTree = None, **_: PyTree) -> tuple[PyTree, ...]:
+        """Returns the arguments that the results (state, metrics, and local with a metric) replace."""
+        return (state, None) if metric is None else (state, None, local)
+
+    def step_of(of_batch: BatchLayout) -> CheckedStep:
+        options = StepOptions(
+            loss=LossFunction(loss_fn, weighted, has_aux or metric is not None),
+            accumulation=Accumulation(of_batch.axes, num_minibatches, accumulation, fold, read_later=True),
+            layout=of_batch,
+            check_vma=check_vma,
+            metric=metric,
+            learning_rate=learning_rate,
+            allow_replicated=allow_replicated,
+        )
+        watched = replace(options, loss=MarkedLoss(options.loss.fn, options.loss.weighted, options.loss.has_aux))
+        return CheckedStep(
+            options.step,
+            of_batch,
+            like=like,
+            counting=partial(counting_padding, watched.step, metric, of_batch.row_axes),
+            needed=("state", "batch", *["rng"] * needs_key(loss_fn)),
+            donate_argnums=0 if metric is None else (0, 3),
+            compiler_options=resolved_on(mesh, compiler_options),
+        )
+
+    made = step_of(of_batch)
+    return StepOfState(lambda axes: step_of(batch_layout(mesh, axes, tokens=layout)), mesh) if reads_axes else made
 
 
 @dataclass(frozen=True, eq=False)
 class StepOptions:
-    """Options of ``make_train_step``. The step compiles the method ``step``; ``check_step`` finds the options by it."""
+    """Options of ``make_train_step``, and the function to compile (``step``); ``check_step`` reads the options."""
 
     loss: LossFunction
     accumulation: Accumulation
@@ -157,27 +181,36 @@ class StepOptions:
     allow_replicated: bool
 
     def step(
-        self, state: Any, batch: PyTree, rng: jax.Array, local: PyTree = None, *, extra_trees: ExtraTrees = None
+        self,
+        state: Any,
+        batch: PyTree,
+        rng: jax.Array | None = None,
+        local: PyTree = None,
+        *,
+        extra_trees: ExtraTrees = None,
     ) -> tuple[Any, ...]:
-        """Returns ``(state, metrics)``, and the metric's state if there is a metric; traced by ``jit``."""
+        """Returns ``(state, metrics)``, or ``(state, metrics, local)`` with a metric: the function that is compiled."""
         extra_trees = {} if extra_trees is None else extra_trees
         count, options = self.accumulation.num_minibatches, (self.metric, self.learning_rate, self.allow_replicated)
         trace = StepTrace(self.loss, self.layout, count, *options, state, batch, rng, local, extra_trees)
         run_checks("trace", trace)
-        # A single key serves the entire run: fold in the step here, the device index in on_device.
-        rest = (batch, jax.random.fold_in(rng, state.step), local, collections_of(state), extra_trees)
-        on_mesh = self._on_mesh(state, batch, extra_trees)
+        args = self.arguments(state, batch, rng, local, extra_trees)
+        on_mesh = self.on_mesh(self.program(state, batch, extra_trees))
         with recording_stacks() as stacks:
-            result, jaxpr = traced_call(on_mesh, (state.params, *rest))
+            result, jaxpr = traced_call(on_mesh, args)
 
         def trace_again() -> None:
-            jax.eval_shape(self._on_mesh(state, batch, extra_trees), state.params, *rest)
+            jax.eval_shape(self.on_mesh(self.program(state, batch, extra_trees)), *args)
 
         run_checks("results", Results(result, jaxpr, self.layout.mesh, self.accumulation.axes, collections_of(state)))
         run_checks("traced", TracedStep(trace, jaxpr, stacks, trace_again))
-        # From here on arrays are global: norms and optimizer moments are computed from unsharded leaves.
+        return self.updated(state, result, lambda params: on_mesh(params, *args[1:]))
+
+    def updated(self, state: Any, result: BatchResult, of_params: Callable[[PyTree], BatchResult]) -> tuple[Any, ...]:
+        """Returns the results of ``step`` from the ``result`` of its batch; ``of_params`` is for other parameters."""
+        # Arrays are global: norms and optimizer moments are computed from unsharded leaves.
         metrics = {"loss": result.loss, "grad_norm": global_norm(result.grads)}
-        again = partial(_again, state.params, lambda params: on_mesh(params, *rest))
+        again = partial(_loss_and_grads_at, state.params, of_params)
         value_fn, grad_fn = _value_fn(again), _grad_fn(again)
         after, of_optimizer = updated_state(
             state, result.grads, result.loss, value_fn, grad_fn, self.layout.mesh, result.collections
@@ -188,8 +221,24 @@ class StepOptions:
             return after, metrics, result.aux
         return after, metrics | (_checked_aux(result.aux, metrics) if self.loss.has_aux else {})
 
-    def _on_mesh(self, state: Any, batch: PyTree, extra_trees: Mapping[str, PyTree]) -> Callable[..., BatchResult]:
-        """Returns the ``shard_map`` of a step, a function of (params, batch, rng, local, collections, extra_trees)."""
+    def arguments(
+        self, state: Any, batch: PyTree, rng: jax.Array | None, local: PyTree, extra_trees: Mapping[str, PyTree]
+    ) -> tuple[PyTree, ...]:
+        """Returns the arguments of ``program``."""
+        # A single key serves the entire run: fold in the step here, the device index in on_device.
+        draws = takes_key(self.loss.fn, rng, collections_of(state), extra_trees)
+        key = None if rng is None or not draws else jax.random.fold_in(rng, state.step)
+        return state.params, batch, key, local, collections_of(state), extra_trees
+
+    def on_mesh(self, program: "DeviceProgram") -> Callable[..., Any]:
+        """Returns the ``shard_map`` of a program on the mesh of the step."""
+        fn, in_specs, out_specs = program
+        return jax.shard_map(
+            fn, mesh=self.layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma
+        )
+
+    def program(self, state: Any, batch: PyTree, extra_trees: Mapping[str, PyTree]) -> "DeviceProgram":
+        """Returns the program of a device: (params, batch, rng, local, collections, extra_trees) -> ``BatchResult``."""
         # `axes` are the batch axes; `whole` is the spec of replicated values.
         kept, axes, whole, mesh = collections_of(state), self.accumulation.axes, PartitionSpec(), self.layout.mesh
         layout = self.layout.of_batch(batch)
@@ -202,15 +251,16 @@ class StepOptions:
         def on_device(
             params: PyTree,
             batch: PyTree,
-            rng: jax.Array,
+            rng: jax.Array | None,
             local: PyTree,
             kept: Mapping[str, PyTree],
             extra_trees: PyTree,
         ) -> BatchResult:
-            rng, extra_trees = fold_rng_over_axis(rng, axes), frozen_trees(extra_trees)
+            rng, extra_trees = None if rng is None else fold_rng_over_axis(rng, axes), frozen_trees(extra_trees)
+            fn = without_key(self.loss.fn) if rng is None else self.loss.fn
 
             def loss_fn(params: PyTree, *rest: PyTree) -> LossOutput:
-                return self.loss.fn(params, state.apply_fn, *rest, **extra_trees)
+                return fn(params, state.apply_fn, *rest, **extra_trees)
 
             # Only now is known whether the state has collections: options are made before there is a state.
             loss = replace(self.loss, fn=loss_fn, has_collections=bool(kept))
@@ -219,7 +269,15 @@ class StepOptions:
 
         in_specs = specs, layout.in_specs(batch), whole, of_aux, of_kept, of_extra_trees
         out_specs = BatchResult._make((whole, of_aux, specs, of_kept))
-        return jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma)
+        return DeviceProgram(on_device, in_specs, out_specs)
+
+
+class DeviceProgram(NamedTuple):
+    """Program that each device runs on its part of a batch, with the specs for ``shard_map``."""
+
+    fn: Callable[..., Any]
+    in_specs: PyTree
+    out_specs: PyTree
 
 
 def _checked_aux(aux: Any, metrics: Metrics) -> Metrics:
@@ -230,14 +288,16 @@ def _checked_aux(aux: Any, metrics: Metrics) -> Metrics:
     return aux
 
 
-def _again(like: PyTree, of_batch: Callable[[PyTree], BatchResult], params: PyTree) -> tuple[jax.Array, PyTree]:
-    """Returns loss and gradients of the step's batch (and its random draws) at other ``params`` in optimizer form."""
+def _loss_and_grads_at(
+    like: PyTree, of_batch: Callable[[PyTree], BatchResult], params: PyTree
+) -> tuple[jax.Array, PyTree]:
+    """Returns loss and gradients of the step's batch, with the same draws, at other ``params`` (without boxes)."""
     found = of_batch(with_trainable(like, params))
     return found.loss, trainable(found.grads)
 
 
 def _grad_fn(again: Callable[[PyTree], tuple[jax.Array, PyTree]]) -> Callable[..., PyTree]:
-    """Returns the function (params, call index) -> gradients, for SAM (``opaque_mode=True``)."""
+    """Returns a function (params, call index) -> gradients, which optax's SAM calls (``opaque_mode=True``)."""
 
     def gradients(params: PyTree, index: jax.Array | int = 0) -> PyTree:
         del index  # Every adversarial step uses the batch of the step.
@@ -247,7 +307,7 @@ def _grad_fn(again: Callable[[PyTree], tuple[jax.Array, PyTree]]) -> Callable[..
 
 
 def _value_fn(again: Callable[[PyTree], tuple[jax.Array, PyTree]]) -> Callable[[PyTree], jax.Array]:
-    """Returns the function params -> loss on the optimizer's parameters, for line searches (L-BFGS).
+    """Returns a differentiable function params -> loss, which line searches (L-BFGS) call.
 
     The function has a custom gradient rule. If JAX differentiated the ``shard_map``, each device would get 1/N of the
     cotangent, and the means inside would divide by N once more.

@@ -1,4 +1,4 @@
-"""Analysis of the mesh axes along which results of a function differ between devices, based on its equations.
+"""Analysis of a jaxpr: along which mesh axes do the results of a function differ between devices?
 
 The types of ``check_vma=True`` are more cautious: every value computed from a gathered parameter varies by type; and
 without ``check_vma`` there are no types. This analysis only reads equations: nothing is computed or communicated.
@@ -30,11 +30,12 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
-from xlstm_jax.equations import COLLECTIVES, all_equations, named_axes
+from xlstm_jax.equations import COLLECTIVES, all_equations, named_axes, scan_counts
 from xlstm_jax.private_names import core
 
 Axes = frozenset[str]
 
+# Equations whose results are equal along the axes of the equation, and equations of hand-written communication.
 _EQUALS = {name for name, kind in COLLECTIVES.items() if kind in ("all-reduce", "all-gather", "collective-broadcast")}
 _BY_HAND = {
     name for name, kind in COLLECTIVES.items() if kind in ("collective-permute", "all-to-all", "ragged-all-to-all")
@@ -49,10 +50,10 @@ _CALLS = {"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call
 
 
 class Equations(NamedTuple):
-    """Axes along which values of a program differ between devices.
+    """Result of ``read_equations``: axes along which values of a traced program differ between devices.
 
     ``of_results`` has a set of axes per result, without axes over which the result was communicated by hand.
-    ``of_marked`` has the axes of the values named by ``marked``.
+    ``of_marked`` has a set of axes per name that the program gave to a value by ``marked``.
     """
 
     of_results: list[Axes]
@@ -65,7 +66,11 @@ def marked(name: str, value: jax.Array) -> jax.Array:
 
 
 def read_equations(closed: Any) -> Equations:
-    """Reads a traced program that calls ``shard_map``; its arguments are global arrays, equal on every device."""
+    """Returns the axes along which results, and values named by ``marked``, differ between devices.
+
+    ``closed`` is the closed jaxpr of a program around ``shard_map``. The arguments of the program are global arrays and
+    count as equal; inside ``shard_map`` an argument differs along the axes of its spec.
+    """
     reader = _Reader()
     jaxpr = closed.jaxpr
     of_results = reader.of_jaxpr(jaxpr, [Axes()] * len(jaxpr.constvars), [Axes()] * len(jaxpr.invars))
@@ -85,12 +90,20 @@ def differing_axes(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: S
 def followed(
     closed: Any, of_inputs: Sequence[Axes], look: Callable[[Any, list[Axes]], list[Axes] | None]
 ) -> list[Axes]:
-    """Propagates arbitrary labels instead of axes: returns for each result of a jaxpr the labels of its inputs.
+    """Propagates sets of labels (any strings) from the inputs of a jaxpr to its results, by the rules for axes.
 
-    ``look(equation, labels of its inputs)`` is called for each equation, and may return the labels of its results (None
-    for the default rule).
+    Returns the labels of each result; ``of_inputs`` has the labels of each input. ``look(equation, labels of the
+    equation's inputs)`` is called for each equation, and returns the labels of the equation's results, or None: then
+    the rule for axes applies.
     """
     return _Reader(look).of_jaxpr(closed.jaxpr, [Axes()] * len(closed.consts), list(of_inputs))
+
+
+def followed_equation(
+    eqn: Any, of_inputs: Sequence[Axes], look: Callable[[Any, list[Axes]], list[Axes] | None]
+) -> list[Axes]:
+    """Does ``followed`` for the results of a single equation."""
+    return _Reader(look).of_equation(eqn, list(of_inputs))
 
 
 def _read(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[Axes]) -> tuple[list[Axes], Axes]:
@@ -109,12 +122,12 @@ def _read(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[A
 
 
 def _named(axes: Axes) -> Axes:
-    """Drops the axes with a "by hand" suffix."""
+    """Returns the axes without entries that have the suffix "by hand"."""
     return Axes(axis for axis in axes if not axis.endswith(_HAND))
 
 
 class _Reader:
-    """Interpreter that propagates axes through equations.
+    """Interpreter of a jaxpr that computes, for each value, the axes along which devices differ.
 
     ``parted`` collects axes along which devices may take different branches, where a branch has a collective over the
     axis. Branches are those of ``cond`` and ``switch``, and further iterations of a ``while_loop``. ``of_marked`` has
@@ -139,18 +152,19 @@ class _Reader:
             if eqn.effects:  # only equations with effects write to references
                 for ref in _references(eqn):
                     env[ref] = all_named_axes([eqn]).union(*inputs)
-            env.update(zip(eqn.outvars, self._of_equation(eqn, inputs), strict=True))
+            env.update(zip(eqn.outvars, self.of_equation(eqn, inputs), strict=True))
         return [Axes() if isinstance(atom, core.Literal) else env[atom] for atom in jaxpr.outvars]
 
     def _of_inner(self, closed: Any, inputs: list[Axes]) -> list[Axes]:
-        """Reads a jaxpr within an equation; its constants are plain arrays, equal on every device."""
+        """Returns the axes of the results of a jaxpr within an equation; its constants are equal on every device."""
         jaxpr = getattr(closed, "jaxpr", closed)
         key = id(jaxpr), tuple(inputs)  # ids stay unique: the outermost jaxpr keeps inner jaxprs alive
         if key not in self._known:
             self._known[key] = self.of_jaxpr(jaxpr, [Axes()] * len(jaxpr.constvars), inputs)
         return self._known[key]
 
-    def _of_equation(self, eqn: Any, inputs: list[Axes]) -> list[Axes]:
+    def of_equation(self, eqn: Any, inputs: list[Axes]) -> list[Axes]:
+        """Returns, for each result of an equation, the axes along which it differs, from the axes of the inputs."""
         name, params = eqn.primitive.name, eqn.params
         if self._look is not None and (said := self._look(eqn, inputs)) is not None:
             return said
@@ -186,11 +200,7 @@ class _Reader:
         return [by_hand.union(over, *inputs)] * len(eqn.outvars)
 
     def _of_scan(self, params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
-        if "num_consts" in params:
-            num_consts, num_carry = params["num_consts"], params["num_carry"]
-        else:  # another JAX release, with other parameters
-            of_consts, of_carry, _ = params["ft_in"].unpack()
-            num_consts, num_carry = len(of_consts), len(of_carry)
+        num_consts, num_carry = scan_counts(params)
         after = num_consts + num_carry
         consts, carry, rest = inputs[:num_consts], inputs[num_consts:after], inputs[after:]
         # Sets of axes only grow from round to round, so the loop terminates.
@@ -209,12 +219,12 @@ class _Reader:
             results = self._of_inner(params["body_jaxpr"], [*inputs[of_cond:of_body], *carry])
             before, carry = carry, _joined(carry, results, [ends] * len(carry))
             if carry == before:
-                self._part(ends, params["cond_jaxpr"], params["body_jaxpr"])
+                self._note_choice(ends, params["cond_jaxpr"], params["body_jaxpr"])
                 return carry
 
     def _of_cond(self, params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
         chosen_by, *operands = inputs
-        self._part(chosen_by, *params["branches"])
+        self._note_choice(chosen_by, *params["branches"])
         # If devices choose different branches, every result differs, whatever the branches compute.
         branches = [self._of_inner(branch, operands) for branch in params["branches"]]
         return _joined(*branches, [chosen_by] * len(branches[0]))
@@ -229,11 +239,12 @@ class _Reader:
         ]
 
     def _note_marked(self, name: str, axes: Axes) -> None:
+        """Adds axes to ``of_marked``, if the name was given by ``marked``."""
         if name.startswith(_MARK):
             path = name.removeprefix(_MARK)
             self.of_marked[path] = self.of_marked.get(path, Axes()) | axes
 
-    def _part(self, by: Axes, *jaxprs: Any) -> None:
+    def _note_choice(self, by: Axes, *jaxprs: Any) -> None:
         """Records the axes ``by`` along which devices choose between ``jaxprs``, where these have a collective."""
         self.parted |= by & all_named_axes(eqn for jaxpr in jaxprs for eqn in jaxpr.eqns)
 
@@ -263,7 +274,7 @@ def all_named_axes(eqns: Iterable[Any]) -> Axes:
 def check_branches(
     paths: Sequence[str], loss_fn: Callable[..., Any], args: tuple[Any, ...], axes: tuple[str, ...]
 ) -> None:
-    """Raises if a leaf is gathered in a branch that devices may take differently.
+    """Raises if a leaf is gathered in a branch (``lax.cond``) that only some devices may take.
 
     Some devices would wait for the gather, or gather other weights.
 

@@ -1,1 +1,1 @@
-"""Compilation of steps: for the CPU in this process, or for an absent topology in a child process."""
+"""Compilation of steps: for the devices at hand in this process, or for an absent topology in a child process."""

@@ -361,7 +361,7 @@ def _export(call: StepCall, topology: Topology) -> export.Exported:
 
 
 def _read_texts(texts: Texts, topology: Topology, settings: Mapping[str, Any], arguments: Sequence[str]) -> Compiled:
-    """Returns the program that the compiler wrote. After an error only a program that may be too large counts."""
+    """Converts the compiler's texts to a ``Compiled``; raises for an error other than a program that is too large."""
     result = json.loads(texts[RESULT])
     error = result["error"]
     said = compiler_message(topology.name, error or "it wrote no program", settings["options"])

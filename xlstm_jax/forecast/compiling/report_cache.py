@@ -62,7 +62,7 @@ class ReportCache:
     warned: bool = False
 
     def read(self, key: str) -> Texts | None:
-        """Returns the texts of an entry; None if the entry is missing or unusable."""
+        """Returns the compiler's texts stored under ``key``; None if the entry is missing or unusable."""
         path, texts = self._path(key), None
         try:
             texts = _unpacked(key, _content(path))
@@ -82,7 +82,7 @@ class ReportCache:
         return texts
 
     def write(self, key: str, texts: Texts) -> None:
-        """Stores the texts atomically. A failure sets ``problem`` and raises nothing."""
+        """Stores the compiler's texts under ``key``, atomically. A failure sets ``problem`` and raises nothing."""
         self.problem = ""
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -124,7 +124,7 @@ def user_cache() -> ReportCache | None:
 
 
 def chosen_cache(cache: bool | ReportCache) -> ReportCache | None:
-    """Returns the cache for a user's argument ``cache``: True is the user's folder, False is None."""
+    """Converts the argument ``cache`` of ``forecast`` to a cache: True to the user's folder, False to None (none)."""
     return user_cache() if cache is True else (cache or None)
 
 
@@ -133,7 +133,7 @@ class _UnusableError(Exception):
 
 
 def _unusable(reason: str) -> NoReturn:
-    """Stops reading or writing an entry. Users see the reason in a warning or in ``problem``, not as an error."""
+    """Raises the ``_UnusableError`` that ends reading or writing an entry; users see a warning or ``problem``."""
     raise _UnusableError(reason) from None
 
 

@@ -25,7 +25,7 @@ W = TypeVar("W")
 
 
 def side_by_side(jobs: Iterable[tuple[T, W]], limit: Callable[[], int]) -> Generator[tuple[T, W], None, None]:
-    """Starts jobs while others run, and yields each finished job in the order of ``jobs``.
+    """Runs compilations in parallel, up to a limit, and yields each finished (job, label) in the order of ``jobs``.
 
     Args:
       jobs: pairs of a job and a label; each pair is made while the jobs before it run. A job of None needs no work.

@@ -80,7 +80,7 @@ def _of(axes: tuple[str, ...] | None, some: list[Collective]) -> AxisTraffic:
 
 
 def total_seconds(times: Iterable[tuple[int, float | None]]) -> float | None:
-    """Returns the sum over (executions, seconds per execution); None if a time is unknown."""
+    """Sums executions x seconds over pairs of (executions, seconds per execution); None if a time is unknown."""
     total = 0.0
     for count, seconds in times:
         if seconds is None:

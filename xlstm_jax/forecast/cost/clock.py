@@ -45,7 +45,7 @@ class Transfer:
 
 
 def waits(run: Sequence[float], transfers: Sequence[Transfer]) -> list[float]:
-    """Returns the wait of a schedule for each transfer in seconds; ``run`` has the seconds of each instruction.
+    """Simulates a schedule; returns the wait for each transfer in seconds, given each instruction's seconds.
 
     >>> waits([1.0, 1.0, 0.0], [Transfer(0, 2, ("out",), 3.0), Transfer(1, 1, ("in",), 0.5)])
     [0.5, 0.5]

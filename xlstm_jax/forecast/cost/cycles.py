@@ -102,7 +102,7 @@ def _callee(program: Program, instruction: Instruction) -> Computation | None:
 
 
 def _needed(program: Program, computation: Computation, instruction: Instruction) -> float:
-    """Returns the bytes of a value that a fusion reads; infinity if the fusion reads the full value."""
+    """Returns how many bytes of a value a fusion reads: of slices only, or infinity for the full value."""
     # The reads of a running collective were counted at its start.
     starts = '"AsyncCollectiveStart"' in computation.root.attributes
     needed = 0.0
@@ -121,7 +121,7 @@ def _needed(program: Program, computation: Computation, instruction: Instruction
 
 
 def _is_result(computation: Computation, instruction: Instruction) -> bool:
-    """Returns whether every use of a value leads only into the result."""
+    """Returns whether every use of a value leads only into the result of the computation, through tuples."""
     users = [user for user, _ in computation.users.get(instruction.name, ())]
     # Then the update is in place: the fusion writes into its operand.
     passed = all(user.opcode in ("bitcast", "tuple") and _is_result(computation, user) for user in users)

@@ -61,6 +61,8 @@ class Flops:
       scores_bytes: for modules whose attention materializes the array of scores (query x key): bytes of the largest
         such array on a device, by module path. Attention kernels hold only a block of scores at a time and have no
         entry.
+      scores_bytes_per_step: for the same modules: bytes of scores that the forward passes of a step compute on a
+        device, over all layers and minibatches.
     """
 
     work: tuple[Work, ...]
@@ -69,6 +71,7 @@ class Flops:
     shared: float = 0.0
     in_kernels: dict[str, float] = field(default_factory=dict)
     scores_bytes: dict[str, float] = field(default_factory=dict)
+    scores_bytes_per_step: dict[str, float] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
@@ -114,16 +117,19 @@ def count_flops(jaxpr: Any, num_devices: int = 1) -> Flops:
     # Counts inside of `shard_map` are also for all devices (see `RUNS`), so both are divided by their number.
     shared = sum(flops for (name, *_), flops in counted.items() if not in_shard_map(name)) / num_devices
     scores: dict[str, float] = defaultdict(float)
-    for name, array, _ in (seen.pairs[i] for i in seen.summed & seen.weighing):
+    scores_per_step: dict[str, float] = defaultdict(float)
+    for name, array, _, runs in (seen.pairs[i] for i in seen.summed & seen.weighing):
+        path = paths[name][0]
         on_a_device = array.size * array.dtype.itemsize / (1 if in_shard_map(name) else num_devices)
-        scores[paths[name][0]] = max(scores[paths[name][0]], on_a_device)
+        scores[path] = max(scores[path], on_a_device)
+        scores_per_step[path] += runs * on_a_device
     loops, opaque = (tuple(dict.fromkeys(names)) for names in (seen.loops, seen.opaque))
-    return Flops(tuple(work), loops, opaque, shared, dict(in_kernels), dict(scores))
+    return Flops(tuple(work), loops, opaque, shared, dict(in_kernels), dict(scores), dict(scores_per_step))
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """Other findings of a walk over a jaxpr: operation names, and arrays that may be attention scores.
+    """Findings of a walk over a jaxpr besides FLOP: operation names, and arrays that may be attention scores.
 
     Scores are the product of queries and keys: their exponential is summed (softmax), and the result weighs values in
     a product that contracts the token dim. Only the forward pass counts, because the gradient of logits is a similar
@@ -132,8 +138,11 @@ class _Seen:
 
     loops: list[str] = field(default_factory=list)
     opaque: list[str] = field(default_factory=list)
-    pairs: list[tuple[str, Any, set[int]]] = field(default_factory=list)  # name, type, numbers of queries and keys
-    stems: dict[Any, set[tuple[int, bool]]] = field(default_factory=dict)  # variable: (index in `pairs`, through exp?)
+    # Name and type of a product, numbers of queries and keys, and runs in a step.
+    pairs: list[tuple[str, Any, set[int], int]] = field(default_factory=list)
+    scans: list[int] = field(default_factory=list)  # lengths of the scans around the current operation
+    # By variable: the index in `pairs` of each array from which the variable is computed, and whether through an exp.
+    stems: dict[Any, set[tuple[int, bool]]] = field(default_factory=dict)
     summed: set[int] = field(default_factory=set)
     weighing: set[int] = field(default_factory=set)
 
@@ -141,7 +150,7 @@ class _Seen:
         return [set() if isinstance(v, core.Literal) else self.stems.get(v, set()) for v in variables]
 
     def follow(self, eqn: Any, name: str) -> None:
-        """Propagates the pairs behind an operation's inputs to its outputs of the same size, up to the next product."""
+        """Records from which possible attention scores an operation's outputs are computed, up to the next product."""
         stems = set().union(*self.of(eqn.invars))
         exponentials = {i for i, by_exp in stems if by_exp and "transpose(" not in name}
         if eqn.primitive.name == "reduce_sum":
@@ -151,7 +160,7 @@ class _Seen:
             stems = set()
             if sides := _sides_of_pairs(eqn):
                 stems = {(len(self.pairs), False)}
-                self.pairs.append((name, eqn.outvars[0].aval, sides))
+                self.pairs.append((name, eqn.outvars[0].aval, sides, math.prod(self.scans)))
         if eqn.primitive.name == "exp":
             stems = {(i, True) for i, _ in stems}
         if any(core.jaxprs_in_params(eqn.params)):
@@ -160,7 +169,10 @@ class _Seen:
             self.stems[v] = {one for one in stems if self.pairs[one[0]][1].size == getattr(v.aval, "size", None)}
 
     def hand_over(self, outer: Sequence[Any], inner: Sequence[Any], *, out: bool = False) -> None:
-        """Copies stems into the jaxpr of an operation, or out of it; the operation may have more leading operands."""
+        """Copies ``stems`` from an operation's operands to its jaxpr's inputs; with ``out``, from outputs to results.
+
+        The operation may have more leading operands than the jaxpr.
+        """
         # Aligned at the end: extra leading operands are a branch index, or values that a loop closes over.
         for v, w in zip(reversed(outer), reversed(inner), strict=False):
             target, source = (v, w) if out else (w, v)
@@ -200,7 +212,7 @@ def _within(eqn: Any, jaxpr: Any, prefix: str, seen: _Seen) -> Counts:
 
 
 def _live(jaxpr: Any) -> list[Any]:
-    """Returns the operations with effects or with needed outputs; the compiler drops all others."""
+    """Returns the operations of a jaxpr with effects or with needed outputs; the compiler drops all others."""
     needed, live = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}, []
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or not needed.isdisjoint(eqn.outvars):
@@ -215,9 +227,12 @@ def _flops_inside(eqn: Any, name: str, seen: _Seen) -> Counts:
     if eqn.primitive.name == "pallas_call":
         seen = _Seen(seen.loops, seen.opaque)  # a kernel's arrays are blocks, which are never in HBM
     counted: Counts = defaultdict(float)
+    lengths = [eqn.params["length"]] if eqn.primitive.name == "scan" else []
+    seen.scans.extend(lengths)
     for jaxpr in core.jaxprs_in_params(eqn.params):
         for (path, dtype, in_kernel), flops in _within(eqn, jaxpr, f"{name}/{scope}".rstrip("/"), seen).items():
             counted[path, dtype, in_kernel or eqn.primitive.name == "pallas_call"] += flops * (times or 1)
+    del seen.scans[len(seen.scans) - len(lengths) :]
     if times is None and counted:
         seen.loops.append(f"{name}/{eqn.primitive.name}")
     return counted
@@ -252,9 +267,9 @@ def _contracted_size(eqn: Any) -> int:
 
 
 def _sides_of_pairs(eqn: Any) -> set[int]:
-    """Returns the numbers of queries and keys in a batched product; empty unless both exceed the contracted size.
+    """Returns the numbers of queries and keys, if a batched product may be the scores of long sequences; else empty.
 
-    Scores of long sequences meet this condition.
+    Of scores of long sequences both numbers exceed the contracted size, which is the size of a query.
     """
     contracted, batches = eqn.params["dimension_numbers"]
     shapes = [v.aval.shape for v in eqn.invars]
@@ -266,7 +281,10 @@ def _sides_of_pairs(eqn: Any) -> set[int]:
 
 
 def _ragged_dot_general(eqn: Any) -> int:
-    """Counts a ragged product: each left row is multiplied by a single right group, so the groups do not count."""
+    """Counts the FLOP of a ragged product.
+
+    Each row of the left operand is multiplied by the matrix of a single group, so the number of groups does not count.
+    """
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
     out = {*range(eqn.invars[1].aval.ndim)} - {*contracted, *batch, *numbers.rhs_group_dimensions}
@@ -274,10 +292,11 @@ def _ragged_dot_general(eqn: Any) -> int:
 
 
 def _conv_general_dilated(eqn: Any) -> int:
-    """Counts 2 x batch x features out x features in of a group x taps on a value, not on padding or dilation.
+    """Counts the FLOP of a convolution: 2 x batch x output features x input features of a group x taps.
 
-    The formula covers both kinds of groups: the right operand's input features are those of one group, and each of its
-    output features is computed once for every example in the output.
+    A tap on padding or between dilated values does not count. The formula covers groups of features and groups of the
+    batch: the input features of the right operand are the features of one group, and each output feature of the right
+    operand is computed once for every example in the output.
     """
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     left, right, out = (v.aval.shape for v in (*eqn.invars[:2], eqn.outvars[0]))
@@ -310,14 +329,21 @@ def window_taps(
 def attention_flops(
     heads: int, queries: int, keys: int, features: tuple[int, int], *, causal: bool, window: int, backward: bool
 ) -> int:
-    """Returns the FLOP of fused attention (see ``products``); ``features``: sizes of a query and of a value."""
+    """Returns the FLOP of fused attention, forward or backward, by the formula in the docstring of ``products``.
+
+    ``heads`` counts the heads of all sequences of the batch. ``features`` has the sizes of a query and of a value. A
+    ``window`` of 0 limits nothing.
+    """
     scores = queries * keys / (2 if causal else 1)
     scores = min(scores, queries * window) if window else scores
     return int((BACKWARD if backward else 1) * 2 * heads * scores * sum(features))
 
 
 def _cudnn_attention(eqn: Any) -> int:
-    """Counts attention of [b, t, n, d] arrays or, with the second layout, [b, n, t, d]."""
+    """Counts the FLOP of an attention operation of cuDNN, forward or backward.
+
+    Queries, keys and values are [b, t, n, d] or, if the parameter ``layout`` of the operation is 1, [b, n, t, d].
+    """
     # Heads may share keys and values, so the query's heads count.
     query, key, value = (v.aval.shape for v in eqn.invars[:3])
     long, head = (2, 1) if eqn.params["layout"] else (1, 2)

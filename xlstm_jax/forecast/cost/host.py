@@ -66,7 +66,7 @@ def host_traffic(program: Program, chip: Chip) -> HostTraffic | None:
 
 
 def _transfers(program: Program, computation: Computation, chip: Chip) -> Iterator[tuple[int, int, Transfer]]:
-    """Yields (direction, bytes, transfer) for each host transfer in a single run of a computation."""
+    """Yields (``IN`` or ``OUT``, bytes, transfer) for each host transfer in a single run of a computation."""
     for position, instruction in enumerate(computation.instructions):
         for way, nbytes in enumerate(moved_by(program, computation, instruction, HOST)):
             if nbytes:

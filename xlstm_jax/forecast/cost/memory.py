@@ -42,7 +42,10 @@ _LAYOUT = re.compile(r"(?<=\])\{[^}]*\}")
 
 @dataclass(frozen=True)
 class Temporary:
-    """A buffer that is live at the peak, with its producer. ``first`` and ``last`` are schedule points."""
+    """A buffer that is live at the peak, from schedule point ``first`` to ``last``.
+
+    ``instruction``, ``op_name``, ``path`` (module) and ``direction`` describe the producer.
+    """
 
     bytes: int
     shape: str
@@ -56,7 +59,7 @@ class Temporary:
 
 @dataclass(frozen=True)
 class Moment:
-    """A point in the schedule: the running module, and the bytes of live temporaries."""
+    """A point in the schedule: the running module (``path``) and its direction, and the bytes of live temporaries."""
 
     point: int
     live_bytes: int
@@ -110,7 +113,7 @@ class Memory:
 
 
 class _Operation(NamedTuple):
-    """The model's operation behind an instruction."""
+    """The model's operation behind an instruction: the ``op_name``, the module's path, and the direction."""
 
     name: str = ""
     path: str = ""
@@ -253,7 +256,7 @@ def _live_ranges(text: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
 
 
 def _temporaries(allocations: Iterable[_Allocation], ranges: Mapping[str, tuple[int, int]]) -> list[_Value]:
-    """Returns all temporaries, with their allocations placed one behind the other."""
+    """Returns all temporaries, with byte ranges as if their allocations were placed one behind the other."""
     # Offsets are relative to an allocation. Placed one behind the other, different allocations do not overlap.
     temporaries, base = [], 0
     for allocation in (a for a in allocations if a.kind == "temporary"):
@@ -274,7 +277,7 @@ def _temporaries(allocations: Iterable[_Allocation], ranges: Mapping[str, tuple[
 
 
 def _stretches(temporaries: Sequence[_Value]) -> tuple[np.ndarray, list[slice]]:
-    """Cuts memory at the ends of every temporary; returns the bytes of the stretches, and each value's stretches."""
+    """Cuts memory at the edges of every temporary; returns each piece's bytes, and each temporary's slice of pieces."""
     # All bytes between two neighbouring edges have the same users, so a stretch is treated as a unit.
     edges = np.unique([edge for value in temporaries for edge in (value.start, value.stop)])
     return np.diff(edges), [slice(*np.searchsorted(edges, (value.start, value.stop))) for value in temporaries]
@@ -341,7 +344,7 @@ def _temporary(size: int, history: Sequence[_Value], point: int, operations: _Op
 
 
 def _timeline(live: np.ndarray, schedule: Sequence[str], operations: _Operations, points: int) -> tuple[Moment, ...]:
-    """Returns the highest point of each of at most ``points`` equal stretches, with the module that ran last."""
+    """Cuts the schedule into at most ``points`` equal stretches; returns the moment of most bytes in each."""
     running, current = [], _UNKNOWN
     for instruction in schedule:
         current = operations.get(instruction, current)

@@ -25,7 +25,7 @@ def axes_of(links: Links, collective: Collective) -> tuple[str, ...]:
 
 
 def with_waits(links: Links, collective: Collective) -> Collective:
-    """Returns a TPU collective with times.
+    """Fills in ``alone_s`` and ``exposed_s`` of a TPU collective.
 
     An asynchronous collective counts as hidden if ``Overlap.cycles`` is unknown: the compiler gives no cycles for some
     of the overlapped instructions, and zero for the rest.
@@ -41,7 +41,7 @@ def with_waits(links: Links, collective: Collective) -> Collective:
 
 
 def timed(least: Kernels, expected: Kernels, collectives: Iterable[Collective], links: Links) -> tuple[Collective, ...]:
-    """Returns the collectives of a GPU program, with their times.
+    """Fills in ``timing``, ``alone_s`` and ``exposed_s`` of the collectives of a GPU program.
 
     Args:
       least, expected: kernels of the program at published rates, and at reached rates.

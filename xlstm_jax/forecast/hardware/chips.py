@@ -120,7 +120,7 @@ def _tpu(
     hbm_bandwidth: float,
     **figures: Any,
 ) -> Chip:
-    """Returns the chip of an entry of ``TPUS``, which has the device kinds, the torus and the slices."""
+    """Makes a TPU's ``Chip`` from published figures, and from the entry of ``TPUS`` (kinds, torus, slices)."""
     tpu = TPUS[name]
     memory = (hbm_bytes, usable_hbm_bytes, peak_flops, hbm_bandwidth)
     return Chip(name, tpu.device_kinds, *memory, torus_axes=tpu.torus_axes, slices=tpu.slices, **figures)

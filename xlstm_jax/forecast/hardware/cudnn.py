@@ -1,4 +1,4 @@
-"""Tracing and export of a program for an absent chip."""
+"""Tracing for an absent chip, and export of cuDNN's attention; used before a step is compiled for a topology."""
 
 from contextlib import AbstractContextManager
 
@@ -16,5 +16,5 @@ ALLOWED = [export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
 
 
 def traced_for_chip(chip: Chip) -> AbstractContextManager[None]:
-    """Returns a context in which JAX traces and lowers as on this chip."""
+    """Returns a context in which JAX traces and lowers functions as if ``chip`` were the local device."""
     return absent_device(chip.device_kinds[0], None if chip.torus_axes else compute_capability(chip))

@@ -132,7 +132,7 @@ class Links:
         return bandwidths
 
     def _switched_bandwidth(self, axes: Sequence[str], of_nvlink: float = 1.0, of_network: float = 1.0) -> float:
-        """Returns a GPU's bytes/s: NVLink on a single host; between hosts also limited by the group's adapters."""
+        """Returns a GPU's bytes/s at these fractions of the rates: NVLink; between hosts also the group's adapters."""
         assert self.chip.network_bandwidth  # a GPU
         group, within = self._group(axes), of_nvlink * self.chip.link_bandwidth
         # A ring over hosts goes through NVLink and adapters in turn: the slower one bounds it.

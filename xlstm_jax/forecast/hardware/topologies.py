@@ -108,7 +108,7 @@ def parse_topology(name: str) -> Topology:
 
 
 def _hosts(name: str, per_host: int, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Returns (hosts, GPUs per host)."""
+    """Checks the numbers in the name of a GPU topology; returns (hosts, GPUs per host)."""
     chip = name.partition(":")[0]
     host = "NVLink domain" if per_host > HOST else "host"
     hosts, gpus, *more = (1, *shape) if len(shape) == 1 else shape

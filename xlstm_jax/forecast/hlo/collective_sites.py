@@ -27,7 +27,7 @@ _CHAIN = re.compile(r'chain_id="(\d+)"')
 
 @dataclass(frozen=True)
 class Site:
-    """Execution of a collective in a schedule.
+    """Place in a schedule at which a collective is executed, once per trip.
 
     Attributes:
       trips: trips of ``computation``, the computation with the schedule.
@@ -59,7 +59,7 @@ class Site:
         )
 
     def result(self, position: int) -> Value:
-        """Returns the result of the array ``arrays[position]``."""
+        """Returns the value into which the collective turns the array ``arrays[position]``."""
         return Value(self.within, self.inner.name, (position,) if len(self.arrays) > 1 else ())
 
     @property
@@ -70,7 +70,7 @@ class Site:
 
 
 def sites(program: Program) -> Iterator[Site]:
-    """Yields every site of the program, callers before the computations that they call."""
+    """Yields a ``Site`` for each collective that the program executes, callers before called computations."""
     for computation, trips in program.schedules():
         for instruction in computation.instructions:
             yield from _sites_at(program, computation, trips, instruction)
@@ -137,7 +137,7 @@ def end_of(computation: Computation, start: Instruction) -> int:
 def _during_chain(
     program: Program, computation: Computation, start: Instruction, chain: str | None
 ) -> tuple[Instruction, ...]:
-    """Returns the fusions between the start and the end of a chain, during which pieces are sent."""
+    """Returns the fusions between start and end of a collective spread over a chain of fusions, which send pieces."""
     middle = []
     for instruction in itertools.islice(computation.instructions, computation.position[start.name] + 1, None):
         if instruction.opcode == "fusion" and chain in {_chain(i) for _, i in _collectives_in(program, instruction)}:

@@ -19,7 +19,7 @@ MAX_VISITED = 2000  # values per search; the operations around a collective are 
 
 @dataclass(frozen=True)
 class Value:
-    """The result of an instruction, or a tuple element of the result: (1, 0) is the first element of the second."""
+    """The result of the instruction ``name``, or an element of a tuple: (1, 0) is the first element of the second."""
 
     computation: Computation
     name: str
@@ -57,7 +57,7 @@ def _walk(
 
 
 def origin(program: Program, value: Value) -> Value:
-    """Returns the program parameter or operation behind a value, through operations on a single array.
+    """Follows a value back through operations on a single array to the operation or program parameter that made it.
 
     For an update of a larger array, this is the origin of the update; for a loop carry, the value before the loop.
     """
@@ -155,7 +155,7 @@ def _is_call(instruction: Instruction) -> bool:
 
 
 def _callees(program: Program, instruction: Instruction) -> list[Computation]:
-    """Returns the computations whose roots are the result of an instruction."""
+    """Returns the computations whose root is the instruction's result: of calls, fusions and loops."""
     names = instruction.all_called if instruction.opcode == "conditional" or _is_call(instruction) else ()
     names = instruction.called["body"] if instruction.opcode == "while" else names
     return [program.computations[name] for name in names]

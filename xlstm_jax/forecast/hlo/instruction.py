@@ -42,7 +42,7 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 @dataclass(frozen=True)
 class Shape:
-    """An array of a result.
+    """Type of an array in an instruction's result.
 
     Attributes:
       dtype: HLO's name: "bf16", "f8e4m3fn", "pred", "token".
@@ -59,7 +59,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Instruction:
-    """A line of a computation. Properties parse the text on first access."""
+    """A line of a computation, cut into texts. Properties parse the texts on first access."""
 
     name: str
     opcode: str

@@ -32,7 +32,7 @@ _INCLUSIVE = {"LE": 1, "GE": -1}
 
 @dataclass(frozen=True, eq=False)  # names are unique in a program, and comparing texts would be slow
 class Computation:
-    """A list of instructions in scheduled order."""
+    """A function of the HLO program: instructions in scheduled order. The entry computation is the program itself."""
 
     name: str
     instructions: tuple[Instruction, ...] = field(repr=False)
@@ -82,7 +82,7 @@ class Program:
         return next(computation for computation in self.computations.values() if computation.is_entry)
 
     def executed(self) -> Iterator[tuple[Computation, int]]:
-        """Returns (computation, trips) for the computations that run as scheduled code, callers first.
+        """Returns the computations that run as scheduled code, each with its number of runs in a step, callers first.
 
         These are the entry, the bodies and conditions of loops, the branches of a conditional (each counted as taken),
         and computations called directly or asynchronously; not the insides of fusions, nor reducers. A loop of unknown
@@ -91,7 +91,7 @@ class Program:
         return ((computation, self.trips[computation.name]) for computation in self._callers_first)
 
     def schedules(self) -> Iterator[tuple[Computation, int]]:
-        """Returns ``executed`` without computations that run asynchronously, which count at their start."""
+        """Returns ``executed`` without asynchronous computations, whose work counts at the start instruction."""
         return ((computation, trips) for computation, trips in self.executed() if computation.name not in self.beside)
 
     @cached_property
@@ -302,7 +302,7 @@ def _element(computation: Computation, name: str, index: int) -> str:
 
 
 def _constant(computation: Computation, name: str) -> int | None:
-    """Returns the value of an integer constant, or of a copy of the constant."""
+    """Returns the integer of the constant, or copied constant, called ``name``; None for another instruction."""
     instruction = computation.by_name[name]
     if instruction.opcode == "copy":
         return _constant(computation, instruction.operands[0])

@@ -19,7 +19,7 @@ from xlstm_jax.forecast.cost.axis_traffic import total_seconds
 from xlstm_jax.forecast.cost.collective_traffic import RAGGED, Collective, sum_wire_bytes
 from xlstm_jax.forecast.forecasting import Forecast
 from xlstm_jax.forecast.hardware.chips import peak_rate
-from xlstm_jax.formatting import format_bytes, format_fraction
+from xlstm_jax.formatting import format_bytes, format_fraction, format_milliseconds
 
 ALL_TO_ALL = "all-to-all", RAGGED
 # FLOP per kernel value and row: 2 forward, 2 for recomputation in the backward pass, and 4 for two gradients.
@@ -37,7 +37,7 @@ class Dispatch:
     (1000000000.0, 0.1)
 
     Attributes:
-      experts: the mixture's row of the plan.
+      experts: the mixture's entry in the plan.
       imbalance: the given imbalance: rows of the busiest device over the mean.
       wire_bytes: bytes sent by the mixture's all-to-alls.
       seconds, waited_s: time of the all-to-alls without overlap, and the expected wait; None if unknown.
@@ -83,7 +83,7 @@ class Dispatch:
             dropped = format_fraction(self.dropped_fraction)
             cost = f"the busiest device drops {dropped} of its choices"
         else:
-            cost = "" if self.imbalance_s is None else f"the step takes {self.imbalance_s * 1e3:.3g} ms longer"
+            cost = "" if self.imbalance_s is None else f"the step takes {format_milliseconds(self.imbalance_s)} longer"
         return f"{self.experts.path}: {sent}; at {self.imbalance:.3g} x the mean {cost or 'no time is known'}"
 
 
@@ -100,7 +100,7 @@ def dispatch(forecast: Forecast, plan: ShardingPlan, imbalance: float = 1.0) -> 
       imbalance: rows of the busiest device over the mean of the devices along the axes of experts, from 1 to the
         number of devices.
     Returns:
-      An entry for each split row of ``plan.experts``.
+      An entry for each mixture of ``plan.experts`` that is split over devices.
     Raises:
       ValueError: the imbalance is below 1.
     """
@@ -128,6 +128,6 @@ def _of(forecast: Forecast, plan: ShardingPlan, experts: ExpertPlan, imbalance: 
 
 
 def serves(collective: Collective, experts: ExpertPlan) -> bool:
-    """Returns whether a collective is an all-to-all of this mixture."""
+    """Returns whether a collective is an all-to-all within the module of a mixture of experts."""
     within = (collective.module + "/").startswith(experts.path + "/") or not experts.path
     return collective.kind in ALL_TO_ALL and within

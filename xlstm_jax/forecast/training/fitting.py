@@ -1,11 +1,12 @@
 """Search for the fastest options of a sharded step that fit, by forecast; and the code that applies the result.
 
-  1. the first mesh: weights kept, weights gathered again, blocks recomputed; all three
+  1. the first mesh, three variants: gathered weights kept for the backward pass; gathered again in the backward pass;
+     gathered again, and the activations of each block recomputed (remat)
   2. if nothing fits: 2, 4, ... minibatches with the options that took the least memory, until the step fits
   3. each other mesh: with the options of the fastest trial that fits; if nothing fits yet, with the options of 1
      that took the least memory, and then minibatches as in 2
   4. if nothing fits on any mesh: step 3 for every mesh, with the optimizer's state in host memory
-  5. another threshold, with the options of the fastest trial that fits
+  5. another ``min_weight_size``, with the options of the fastest trial that fits
 
 With ``model_axes``, the meshes come from ``model_axes.model_meshes``, and only the best few by estimate are compiled;
 ``Fit.considered`` lists every mesh, with the reason for its rank.
@@ -159,10 +160,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class Fit:
-    """Result of the search: every trial, fitting trials first, the fastest first.
+    """Result of the search by ``fit``.
 
-    ``batch_specs`` has for each mesh the PartitionSpec of the steps' batch, if every leaf is split alike. The steps
-    were made with ``layout``.
+    Attributes:
+      topology, budget_bytes: as passed to ``fit``, or the default of the budget.
+      trials: every trial, fitting trials first, the fastest first.
+      considered: with ``model_axes``, every mesh that was estimated, the best first.
+      batch_specs: the PartitionSpec of the steps' batch, by mesh as text; None if leaves are split differently.
+      layout: the layout of tokens of the steps, as for ``make_train_step``; None if unknown.
 
     >>> failed = Trial(Options({"fsdp": 4}), None, fits=False, problem="4 devices do not divide 6 rows")
     >>> Fit("v5e:2x2", 2**30, (failed,)).best  # None: nothing fits
@@ -358,7 +363,7 @@ def fit(
 def _considered(
     build_step: Callable[[Options], BuiltStep], topology: Topology, model_axes: Mapping[str, int], budget: float
 ) -> list[Considered]:
-    """Returns the meshes of ``model_axes`` with estimates, the best first, and marks the meshes to compile."""
+    """Estimates the meshes that ``model_axes`` allows; returns the meshes, best first, the few to compile marked."""
     found: list[tuple[dict[str, int], Estimate | str]] = []
     for mesh in model_meshes(topology, model_axes):
         try:
@@ -388,7 +393,7 @@ def _check_offload(options: Options, traced: jax.stages.Traced) -> None:
 
 @dataclass
 class Search:
-    """The search, independent of how steps are built and forecast; ``trials`` are the trials so far, in order."""
+    """Search of ``fit``: functions that build and forecast a step, options of ``fit``, and the trials so far."""
 
     build: Callable[[Options], StepCall]
     begin: Callable[[StepCall], Pending[Forecast]]
@@ -442,7 +447,10 @@ class Search:
             trial = self.attempt(dataclasses.replace(trial.options, num_minibatches=count))
 
     def attempt(self, *several: Options) -> Trial:
-        """Runs trials in parallel and returns the last; raises a ``ValueError`` if the first trial has no forecast."""
+        """Forecasts several options in parallel, appends the trials to ``trials``, and returns the last.
+
+        Raises a ``ValueError`` if the first trial of the search has no forecast.
+        """
         # A generator: the next step is traced while the previous steps compile.
         begun = (self._begun(options) for options in several)
         with contextlib.closing(side_by_side(begun, self.limit)) as done:
@@ -453,7 +461,7 @@ class Search:
         return self.trials[-1]
 
     def _begun(self, options: Options) -> tuple[Pending[Forecast] | None, tuple[Options, Exception | None]]:
-        """Builds the step and prepares the compilation; on failure returns None with the error."""
+        """Builds a step and prepares the compilation: (compilation, (options, None)), or (None, (options, error))."""
         if self.on_trial is not None:
             self.on_trial(options)
         try:
@@ -504,7 +512,7 @@ def default_meshes(topology: Topology) -> list[dict[str, int]]:
 
 
 def batch_spec_of(call: StepCall) -> PartitionSpec | None:
-    """Returns the common PartitionSpec of the split arguments after the state; None if they differ."""
+    """Returns the PartitionSpec of the batch, the arguments after the state; None if split leaves differ."""
     # Scalars and keys are replicated, however the batch is split.
     placed = [leaf.sharding for leaf in jax.tree.leaves(call.args[1:]) if getattr(leaf, "ndim", 0)]
     specs = {s.spec for s in placed if isinstance(s, NamedSharding) and any(map(entry_axes, s.spec))}
@@ -512,7 +520,7 @@ def batch_spec_of(call: StepCall) -> PartitionSpec | None:
 
 
 def layout_of_step(step: Callable[..., Any]) -> str | None:
-    """Returns the ``layout`` of a step of ``make_train_step``; None for any other step."""
+    """Returns the layout of tokens, such as "zigzag", of a step of ``make_train_step``; None for any other step."""
     options = getattr(inspect.unwrap(step), "__self__", None)
     return options.layout.tokens if isinstance(options, StepOptions) else None
 

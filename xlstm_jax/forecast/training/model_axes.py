@@ -70,7 +70,7 @@ def model_meshes(topology: Topology, limits: Mapping[str, int]) -> list[dict[str
 
 
 def mesh_on(topology: Topology, sizes: Mapping[str, int]) -> dict[str, int] | None:
-    """Returns a mesh with axes of these sizes, each in a dim of a torus or of (hosts, GPUs per host), or None."""
+    """Returns a mesh with these axes, each within a dim of the torus or of (hosts, GPUs per host); else None."""
     gpus = topology.platform == "cuda"
     dims = [(size, ring) for size, ring in zip(topology.shape, topology.wraps, strict=True) if size > 1] or [(1, False)]
     shape = [size for size, _ in dims]

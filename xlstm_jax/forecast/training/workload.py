@@ -91,7 +91,7 @@ class Workload:
 
     @property
     def init_inputs(self) -> tuple[Any, ...]:
-        """Arguments of ``model.init``.
+        """Arguments of ``model.init`` after the key: ``inputs`` or, by default, the only leaf of the batch.
 
         Raises:
           ValueError: the batch has several leaves and ``inputs`` is not given; names the leaves.
@@ -108,7 +108,7 @@ class Workload:
 
     @contextmanager
     def explaining_init(self) -> Iterator[None]:
-        """Adds to errors of ``model.init`` how to pass other inputs to the workload.
+        """Context that extends errors of ``model.init`` by advice on how to pass other inputs to the workload.
 
         Raises:
           InitError: in place of an error that ``model.init`` alone raises on these inputs.
@@ -135,7 +135,7 @@ class Workload:
 
     @property
     def freezing(self) -> dict[str, Any]:
-        """Arguments of ``create_train_state`` and ``plan_sharding`` that freeze parameters."""
+        """Keyword arguments of ``create_train_state`` and ``plan_sharding`` that freeze parameters."""
         return {"trainable": self.trainable, "frozen_dtype": self.frozen_dtype}
 
     @property

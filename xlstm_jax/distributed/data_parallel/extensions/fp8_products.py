@@ -44,7 +44,7 @@ _SCALE, _HISTORY = "kernel_scale", "kernel_amax_history"
 
 
 class Product(NamedTuple):
-    """Paths of a product's state in the variables of a model, and of the kernel."""
+    """Paths, in the variables, of the state of an fp8 product (``path``) and of the product's kernel (``kernel``)."""
 
     path: str
     kernel: str
@@ -59,7 +59,7 @@ class Product(NamedTuple):
 
 
 def products_of(variables: Mapping[str, Any]) -> list[Product]:
-    """Returns the products in a module's variables, except products that share a kernel (their scales may differ)."""
+    """Returns the fp8 products of a module, without products that share a kernel (their scales may differ)."""
     found: list[Product] = []
 
     def look(path: str, node: Any) -> None:
@@ -111,18 +111,18 @@ def _only_casts(owner: Any) -> bool:
 
 
 def next_scale(scale: jax.Array, history: jax.Array) -> jax.Array:
-    """Returns the product's next scale for the kernel, [1], from the product's state."""
+    """Returns the scale [1] that the product will use for the kernel, from its last scale and its history."""
     largest = fp8_ops.get_fp8_max(CODES, jnp.float32)
     return fp8_ops.compute_scale(jnp.max(history, axis=0), scale, largest)
 
 
 def quantised(shard: jax.Array, scale: jax.Array) -> jax.Array:
-    """Quantises floats to uint8 as the product would, in the dtype of ``shard``."""
+    """Returns the float8_e4m3fn codes of a shard, as uint8, computed in the shard's dtype as the product would."""
     return lax.bitcast_convert_type(fp8_ops.quantize(shard, CODES, scale, shard.dtype), jnp.uint8)
 
 
 def dequantised(codes: jax.Array, scale: jax.Array, dtype: DType) -> jax.Array:
-    """Returns floats of ``dtype``: the inverse of ``quantised``."""
+    """Returns codes times scale, as floats of ``dtype``: the inverse of ``quantised``, up to rounding."""
     return fp8_ops.dequantize(lax.bitcast_convert_type(codes, CODES), dtype, scale)
 
 
@@ -179,7 +179,7 @@ def _recorded(shard: jax.Array, leaf: Sharded) -> jax.Array:
 
 
 def quantises_products(how: Communication) -> bool:
-    """Returns whether kernels of fp8 products are quantised before the gather: if fp8 was requested."""
+    """Returns whether the options of a unit ask for float8_e4m3fn, so that kernels are quantised before the gather."""
     return how.gather_dtype == "float8_e4m3fn"
 
 

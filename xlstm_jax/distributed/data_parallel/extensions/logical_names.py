@@ -4,8 +4,8 @@
     param_with_axes("kernel", init, shape, axes=("embed", "mlp"))               the same of flax.linen.partitioning
     with nn.logical_axis_rules((("embed", "fsdp"), ("mlp", None))): ...         the mesh axis that splits each name
 
-Names are read as Flax reads them, except that an axis that the mesh does not have splits nothing. The rules in force
-when the model is initialised count. ``LogicalNames`` is the reader that the core asks.
+Rules map names to axes as in Flax, except that axes missing in the mesh are ignored. The rules in force during
+``model.init`` count. ``LogicalNames`` is the subclass of ``DimNames`` that applies the rules.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,11 +25,11 @@ from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry,
 
 
 class _LogicallyNamed(Unconstrained, nn.LogicallyPartitioned):
-    """Box of logical names, read without a constraint."""
+    """``nn.LogicallyPartitioned`` whose ``unbox`` returns the value without a sharding constraint."""
 
 
 class LogicalNames(DimNames):
-    """Reads logical names by the rules of a box, or by the rules in force; all other names as mesh axes."""
+    """Maps logical names to mesh axes, by rules in the box, else by the rules in force. Other names are axes."""
 
     def has_rules_for(self, leaf: Any) -> bool:
         return isinstance(leaf, nn.LogicallyPartitioned) and bool(leaf.rules or nn.get_logical_axis_rules())
@@ -41,10 +41,9 @@ class LogicalNames(DimNames):
         return _by_rules((name,), None)[0] if nn.get_logical_axis_rules() else name
 
     def names_in_metadata(self, names: tuple[Any, ...], rules: Any) -> tuple[tuple[AxisEntry, ...], bool]:
-        """Maps the names in the metadata of an NNX variable by the rules of the variable and the rules in force.
+        """Maps the names in an NNX variable's metadata to mesh axes, by the variable's rules and the rules in force.
 
-        NNX takes a name without a rule for an axis. Where there are rules, such a name splits nothing if the mesh has
-        no axis of this name.
+        A name without a rule is an axis, as in NNX; if there are rules, and no axis of this name, it splits nothing.
         """
         by_name = dict(composite_rules(nn.get_logical_axis_rules(), rules))
         mesh = jax.sharding.get_abstract_mesh()
@@ -57,8 +56,8 @@ class LogicalNames(DimNames):
     def names_from_collections(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """Moves the names in collections such as ``params_axes`` into boxes around the parameters.
 
-        Models in the style of T5X have their names there. A collection of nothing but names is left out; without rules
-        its names are ignored. What a wrapped module has split stays as it is.
+        Models in the style of T5X keep names in such collections. A collection that consists of names is removed from
+        the result; without rules the names are ignored. Parameters that already have a box keep the box.
         """
         of_names = {name for name, tree in variables.items() if name.endswith(_AXES) and _holds_names(tree)}
         rest = {name: tree for name, tree in variables.items() if name not in of_names}
@@ -70,10 +69,10 @@ class LogicalNames(DimNames):
 
     @contextmanager
     def rules_of_mesh(self) -> Iterator[None]:
-        """Enters a context in which rules name only axes of the mesh that is set; in ``shard_map`` there are none.
+        """Enters a context whose rules name only axes of the current mesh that are not manual.
 
-        By the rules Flax constrains parameters and activations. JAX refuses a constraint along an axis that the mesh
-        does not have, and along a manual axis.
+        Flax constrains the sharding of parameters and activations by the rules. JAX refuses a constraint along an axis
+        that the mesh does not have, or along a manual axis (in ``shard_map``).
         """
         mesh = jax.sharding.get_abstract_mesh()
         rules = () if mesh.manual_axes else nn.get_logical_axis_rules()
@@ -86,12 +85,12 @@ read_without_constraints(nn.LogicallyPartitioned, _LogicallyNamed)
 
 
 def _on_mesh(entry: AxisEntry, sizes: Mapping[str, int]) -> AxisEntry:
-    """Returns the axes of an entry that the mesh has."""
+    """Returns the entry (axes that split a dim) without axes missing in ``sizes``, the sizes of the mesh's axes."""
     return axes_entry(tuple(axis for axis in entry_axes(entry) if axis in sizes))
 
 
 def _by_rules(names: tuple[Any, ...], rules: Any) -> tuple[AxisEntry, ...]:
-    """Returns names as axes of the mesh that is set, by ``rules`` or by the rules in force."""
+    """Returns the axes of the current mesh for each name, by ``rules`` or, if ``None``, the rules in force."""
     sizes = jax.sharding.get_abstract_mesh().shape
     return tuple(_on_mesh(entry, sizes) for entry in logical_to_mesh_axes(names, rules) or ())
 
@@ -102,14 +101,14 @@ _AXES = "_axes"  # ``flax.linen.partitioning`` names the collection, and each en
 
 
 def _holds_names(tree: Any) -> bool:
-    """Returns whether a collection has names for all of its leaves, and has leaves."""
+    """Returns whether a collection is not empty and every leaf is a box of names without a value."""
     if isinstance(tree, Mapping):
         return bool(tree) and all(map(_holds_names, tree.values()))
     return isinstance(tree, AxisMetadata)
 
 
 def _boxed_by(tree: Any, names: Any) -> Any:
-    """Returns the tree with a box of logical names around each bare value for which ``names`` has an entry."""
+    """Returns the tree with a box of logical names around each bare value that has an entry in ``names``."""
     if not isinstance(tree, Mapping):
         return tree
     boxed = {}

@@ -1,4 +1,4 @@
-"""Row lookups for an ``nnx.Embed``: see ``rows``."""
+"""Row lookups for a wrapped ``nnx.Embed``: devices send rows of the table, not the table (see ``rows``)."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 
 
 class NnxRowLookups(Extension):
-    """Row lookup of a unit that is an ``nnx.Embed``."""
+    """Computes the call of a wrapped ``nnx.Embed`` by ``rows.look_up_rows``, without a gather of the table."""
 
     modules = (nnx.Embed,)
 

@@ -20,7 +20,7 @@ Sizes = tuple[int | None, ...]
 
 @dataclass(frozen=True)
 class ZeroPadding(Store):
-    """Store with zeros after the value. ``sizes``: the value's size per padded dim, ``None`` for other dims."""
+    """Stores a value with zeros appended. ``sizes``: the value's size in each padded dim, ``None`` for other dims."""
 
     sizes: Sizes
 
@@ -52,6 +52,8 @@ class ZeroPadding(Store):
 
 
 class Padded(Reason, text="dim {dim} of size {size} is the largest, padded to {padded} for {parts} shards"):
+    """No dim is divisible: the largest is split, and stored with padding."""
+
     dim: int
     size: int
     padded: int
@@ -59,7 +61,7 @@ class Padded(Reason, text="dim {dim} of size {size} is the largest, padded to {p
 
 
 class Pad:
-    """``uneven="pad"``."""
+    """Mode ``uneven="pad"`` of the wrappers: a leaf without a divisible dim is padded along its largest dim."""
 
     def reason(self, dim: int, size: int, parts: int) -> Reason:
         return Padded(dim, size, next_multiple(size, parts), parts)

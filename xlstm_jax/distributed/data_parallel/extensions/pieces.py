@@ -1,6 +1,6 @@
 """Kernels read in pieces: a module gathers successive parts of a kernel, never the full kernel.
 
-``wire/pieces`` sends the pieces. A module with this ability has ``ReadsShards`` among its bases, as ``LMHead`` has.
+``wire/pieces`` sends the pieces. A module that reads pieces is a subclass of ``ReadsShards``, as ``LMHead`` is.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from flax import linen as nn
 from xlstm_jax.distributed.data_parallel.extension import Extension, PartialGather
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, as_read
 from xlstm_jax.distributed.data_parallel.modules import unit
-from xlstm_jax.distributed.data_parallel.partial_reads import gives_parts, split_here
+from xlstm_jax.distributed.data_parallel.partial_reads import bound_split, can_send_parts
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.pieces import Pieces
@@ -23,10 +23,10 @@ from xlstm_jax.introspection import is_unchanged
 Piece = tuple[int, int]  # the dim of a parameter that is cut into pieces, and the number of its entries per piece
 
 
-def gives_pieces(box: Sharded, along: int) -> bool:
-    """Returns whether a matrix may be gathered in pieces of its dim ``along``."""
+def can_send_pieces(box: Sharded, along: int) -> bool:
+    """Returns whether a split matrix can be gathered in pieces, each a part of its dim ``along``."""
     # Padding along the other dim would have to be cut off each piece.
-    return gives_parts(box) and (box.stores_value or bool(box.names[along]))
+    return can_send_parts(box) and (box.stores_value or bool(box.names[along]))
 
 
 def pieces_of(box: Sharded, along: int, *operands: jax.Array, path: str = "") -> tuple[jax.Array, Pieces] | None:
@@ -35,7 +35,7 @@ def pieces_of(box: Sharded, along: int, *operands: jax.Array, path: str = "") ->
     ``None`` if the matrix must be gathered in full. ``operands`` are the arrays used together with the matrix.
     """
     how = box.communication
-    split = split_here(box, box.value, *operands) if gives_pieces(box, along) else None
+    split = bound_split(box, box.value, *operands) if can_send_pieces(box, along) else None
     if split is None:
         return None
     named = f"'{path}'" if path else "a parameter"
@@ -56,16 +56,16 @@ class ReadsShards:
 
     @nn.nowrap
     def pieces(self) -> dict[str, Piece]:
-        """Returns the parameters that the module reads in pieces, by name."""
+        """Returns, by parameter name, the dim along which the module cuts the parameter, and the entries per piece."""
         return {}
 
     def from_shards(self, method: str, shards: dict[str, Sharded], *args: Any, **kwargs: Any) -> Any:
-        """Returns the method's result, computed from shards by name; ``None`` if parameters must be gathered."""
+        """Returns the result of ``method``; ``shards`` are the parameters by name. ``None``: a gather is needed."""
         raise NotImplementedError
 
 
 class PieceReaders(Extension):
-    """Methods of a unit that is a ``ReadsShards``, computed from shards."""
+    """Calls ``ReadsShards.from_shards`` in place of the methods of a wrapped module, so that nothing is gathered."""
 
     modules = (ReadsShards,)
 
@@ -84,7 +84,7 @@ class PieceReaders(Extension):
             module = context.module
             if isinstance(module, ReadsShards) and any(reads_shards(module, name) for name in module.read_by):
                 for name, (along, entries) in module.pieces().items():
-                    part = PartialGather(along, entries, partial(gives_pieces, along=along))
+                    part = PartialGather(along, entries, partial(can_send_pieces, along=along))
                     found["/".join((*module.path, name))] = part
             return method(*args, **kwargs)
 

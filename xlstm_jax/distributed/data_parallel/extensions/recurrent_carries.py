@@ -16,7 +16,7 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 
 
 class RecurrentCarries(Extension):
-    """Casts the first carry of each ``nn.RNN`` in a unit."""
+    """Casts the first carry of each ``nn.RNN`` in a unit to a type that varies over devices."""
 
     modules = (nn.RNN,)
 

@@ -16,7 +16,7 @@ from flax.linen.dtypes import promote_dtype
 from xlstm_jax.distributed.data_parallel.extension import Extension
 from xlstm_jax.distributed.data_parallel.leaf import LOOKED_UP, Sharded, as_read, is_ours
 from xlstm_jax.distributed.data_parallel.modules import unit
-from xlstm_jax.distributed.data_parallel.partial_reads import gives_parts, split_here
+from xlstm_jax.distributed.data_parallel.partial_reads import bound_split, can_send_parts
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
@@ -27,15 +27,18 @@ from xlstm_jax.program_names import LOOKUP_SCOPE
 TABLE = "embedding"  # name of the parameter of an ``nn.Embed``
 
 
-def gives_rows(box: Sharded) -> bool:
-    """Returns whether a lookup may fetch rows of a table."""
-    return LOOKED_UP in box.marks and gives_parts(box)
+def can_send_rows(box: Sharded) -> bool:
+    """Returns whether ``look_up_rows`` may fetch rows of the table in ``box``, and so avoid a gather."""
+    return LOOKED_UP in box.marks and can_send_parts(box)
 
 
 def look_up_rows(box: Sharded, indices: Any, path: str = "") -> jax.Array | None:
-    """Returns the rows of a table at ``indices``; ``None`` if a gather sends fewer bytes, or only a gather is exact."""
+    """Returns the rows of a split table at ``indices``, [..., d], fetched from the devices that hold the rows.
+
+    ``None`` if a gather of the table sends fewer bytes, or only a gather is exact. ``path`` names the table in errors.
+    """
     are_indices = isinstance(indices, jax.Array) and jnp.issubdtype(indices.dtype, jnp.integer) and indices.size
-    split = split_here(box, indices) if are_indices and gives_rows(box) else None
+    split = bound_split(box, indices) if are_indices and can_send_rows(box) else None
     if split is None:
         return None
     (dim, over), how = split, box.communication
@@ -62,7 +65,7 @@ def look_up_rows(box: Sharded, indices: Any, path: str = "") -> jax.Array | None
 
 
 class RowLookups(Extension):
-    """Row lookup of a unit that is an ``nn.Embed``."""
+    """Computes the call of a wrapped ``nn.Embed`` by ``look_up_rows``, without a gather of the table."""
 
     modules = (nn.Embed,)
 
@@ -89,16 +92,16 @@ class RowLookups(Extension):
             module.put_variable("params", TABLE, after.replace(marks=marks))
 
     def avoids_gather(self, box: Sharded) -> bool:
-        return gives_rows(box)
+        return can_send_rows(box)
 
 
 def _table(module: nn.Embed) -> Any:
-    """Returns the box of the module's table, as stored; ``None`` if it has no box."""
+    """Returns the library's box around the module's table; ``None`` if the table is bare or not yet made."""
     leaf = module.get_variable("params", TABLE) if module.scope is not None else None
     return leaf if is_ours(leaf) else None
 
 
 def is_lookup(module: nn.Embed, method: str) -> bool:
-    """Returns whether a method is the unchanged lookup of ``nn.Embed``: rows give the same result as the full table."""
+    """Returns whether a method is ``nn.Embed.__call__``, not overridden: the rows then suffice for the result."""
     promotes_as_flax = getattr(module, "promote_dtype", promote_dtype) is promote_dtype
     return method == "__call__" and is_unchanged(module, method, nn.Embed) and promotes_as_flax

@@ -1,4 +1,4 @@
-"""Modules of Linen and NNX that gather their parameters to run, with a shared description of both in ``unit``."""
+"""Wrappers of Linen and NNX modules that gather parameters while a method runs; ``unit`` has the parts for both."""
 
 from xlstm_jax.distributed.data_parallel.modules.linen_module import Stacks, is_nnx, recording_stacks
 

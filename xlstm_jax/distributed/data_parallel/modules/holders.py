@@ -18,7 +18,7 @@ LIBRARIES = {"nn": nn, "nnx": nnx}  # as users import them
 
 @runtime_checkable
 class HasModules(Protocol):
-    """Model that lists its modules by path at any time, such as ``NnxModel``."""
+    """Protocol of a model that lists its modules by path without being run, such as ``NnxModel``."""
 
     @property
     def modules(self) -> Mapping[str, object]: ...
@@ -26,7 +26,7 @@ class HasModules(Protocol):
 
 @contextmanager
 def recording_holders(model: object) -> Iterator[dict[str, str]]:
-    """Yields a dict that receives module classes by path, as ``{"blocks/mlp": "nn.Dense"}``, while a model runs.
+    """Yields a dict that is filled while ``model`` runs: module classes by path, as ``{"blocks/mlp": "nn.Dense"}``.
 
     Classes of Flax have the name that users write, ``nn.Dense`` or ``nnx.Linear``. The path of the model itself is "".
     For a transformed module (``nn.scan``, ``nn.remat``) the class inside the transformation is recorded.

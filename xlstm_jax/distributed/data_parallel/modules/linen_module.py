@@ -1,8 +1,8 @@
-"""``shard_module_params``: turns a Linen module, or a function of one, into a unit.
+"""``shard_module_params``: turns a Linen module, or a function of a module, into a unit that gathers its parameters.
 
-The variables of a wrapped module pass through ``gather_here`` when a public method is entered, and through
-``shard_here`` when ``init`` returns. For a plan (under a ``planning_mesh``) init puts every leaf into a box that holds
-the decisions on the leaf.
+When a public method of a wrapped module is entered, ``gather_here`` gathers the module's variables. When ``init``
+returns, ``shard_here`` splits the variables. For a plan (under a ``planning_mesh``) ``init`` puts every leaf into a box
+with the decisions on the leaf.
 """
 
 import dataclasses
@@ -131,7 +131,10 @@ def is_nnx(cls: type[Any]) -> bool:
 
 
 def as_unit(target: Any, policy: ShardPolicy) -> Any:
-    """Returns the target with public methods that gather "params" first; after initialisation, "params" are split."""
+    """Wraps a Linen class (or ``partial`` of a class) or function, as ``shard_module_params`` describes.
+
+    The public methods of the result gather "params" before they run; ``init`` splits "params" afterwards.
+    """
     if isinstance(target, functools.partial):
         return functools.partial(as_unit(target.func, policy), *target.args, **target.keywords)
     if not isinstance(target, type):
@@ -146,11 +149,14 @@ def as_unit(target: Any, policy: ShardPolicy) -> Any:
 
 
 class MapOfLeaves(functools.partial[PyTree]):
-    """Function for ``nn.map_variables`` that takes each leaf as stored, including shards."""
+    """Class of the library's functions for ``nn.map_variables``, by which they differ from maps of the user's model."""
 
 
 def lifted(target: Any, methods: list[str] | None, policy: ShardPolicy) -> Any:
-    """Returns the target, a class with these methods lifted, or (``methods=None``) a lifted function of a module."""
+    """Returns a subclass of ``target`` whose ``methods`` gather parameters, run, and drop the gathered parameters.
+
+    With ``methods=None``, ``target`` is a function of a module, and the result is a function that gathers the module's.
+    """
     gather, shard = MapOfLeaves(_gathered, policy), functools.partial(shard_here, policy)
     new = nn.map_variables(target, ["params", *passing_collections()], gather, shard, mutable=True, methods=methods)
     if methods is not None:
@@ -161,7 +167,7 @@ def lifted(target: Any, methods: list[str] | None, policy: ShardPolicy) -> Any:
 
 
 def _gathered(policy: ShardPolicy, variables: PyTree) -> PyTree:
-    """Returns a module's variables in the form that the module reads; errors name leaves by paths in the model."""
+    """Returns a unit's variables, gathered by ``gather_here`` with the path and extensions of the running unit."""
     units = watching(RunningUnit)
     if not units:
         return gather_here(policy, variables)
@@ -169,9 +175,9 @@ def _gathered(policy: ShardPolicy, variables: PyTree) -> PyTree:
 
 
 def _lifted_function(target: Method, policy: ShardPolicy) -> Method:
-    """Returns a lifted function of a module or, for a function that makes modules, a function for wrapped modules.
+    """Returns ``target`` with gathers: a function of a module gathers, a function that makes modules wraps the result.
 
-    Each call decides between the two: Linen lifts functions whose first argument is a module.
+    The kind is decided in each call: the first argument of a function of a module is a module.
     """
     of_module = lifted(target, None, policy)
     wrapped_class: Callable[[Any], Any] = functools.cache(functools.partial(as_unit, policy=policy))
@@ -199,14 +205,14 @@ def _lifted_function(target: Method, policy: ShardPolicy) -> Method:
 
 
 def methods_to_lift(cls: type[nn.Module]) -> list[str]:
-    """Returns the methods that enter a Linen module, except methods under ``nn.nowrap``."""
+    """Returns the names of the public methods of a Linen class, in which a wrapped module gathers; no ``nn.nowrap``."""
     fields = {field.name for field in dataclasses.fields(cls)}  # a field's default may be a function, as nn.relu
     names = [name for name in unit.public_methods(cls, LINEN) if name not in fields]
     return [name for name in names if not getattr(inspect.getattr_static(cls, name), "nowrap", False)]
 
 
 def _only_when_bound(plain: Method, gathering: Method, policy: ShardPolicy) -> Method:
-    """Returns a method that is lifted on bound modules, and plain on unbound modules (without parameters)."""
+    """Returns a method that runs ``gathering`` on bound modules, and ``plain`` on unbound ones (without parameters)."""
 
     @functools.wraps(plain)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -224,7 +230,7 @@ def _only_when_bound(plain: Method, gathering: Method, policy: ShardPolicy) -> M
 def enter(
     module: nn.Module, name: str, gathering: Method, policy: ShardPolicy, args: Any, kwargs: Any, returned: Method
 ) -> Any:
-    """Runs the method, lifted as ``gathering``, or an extension's computation from shards instead.
+    """Runs method ``name`` of a unit: by an extension from shards if possible, else by ``gathering``.
 
     The result of an extension is passed through ``returned(module, name, result)``.
     """
@@ -260,7 +266,7 @@ def class_and_fields(module: nn.Module, call: str) -> tuple[type[nn.Module], dic
 
 
 def watching(kind: type[Watcher]) -> list[Watcher]:
-    """Returns the objects of class ``kind`` whose methods intercept all running modules; innermost first.
+    """Returns the objects of class ``kind`` with a method among Linen's current interceptors; innermost first.
 
     The interceptors are read from Linen's stack of ``nn.intercept_methods``: users' functions run between the code that
     sets an interceptor and the code that looks for the interceptor.
@@ -270,7 +276,7 @@ def watching(kind: type[Watcher]) -> list[Watcher]:
 
 
 def seeing_calls(seen: Callable[[Any], None]) -> AbstractContextManager[None]:
-    """Returns a context that calls ``seen(module)`` after each return of a module's ``__call__``."""
+    """Returns a context that calls ``seen(module)`` whenever ``__call__`` of a Linen module has returned."""
 
     def intercept(method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         result = method(*args, **kwargs)
@@ -283,7 +289,7 @@ def seeing_calls(seen: Callable[[Any], None]) -> AbstractContextManager[None]:
 
 @dataclasses.dataclass(frozen=True)
 class RunningUnit:
-    """Unit during a method call or initialisation. Errors prefix leaf names with ``path``."""
+    """Record of a unit whose method runs: its path in the model, for leaf names in errors, and its extensions."""
 
     path: tuple[str, ...]
     extensions: list[Extension] = dataclasses.field(compare=False)
@@ -295,7 +301,10 @@ class RunningUnit:
 
 @contextmanager
 def inside_unit(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
-    """Marks a unit as running. Replaces Linen's shape error if the cause is a full array in place of a shard."""
+    """Marks a module as the running unit inside the context, so that ``watching(RunningUnit)`` finds it.
+
+    Replaces Linen's shape error if the cause is a full array in place of a shard over ``axes``.
+    """
     for stacks in watching(Stacks):
         stacks.units_entered += 1
     scope: Any = module.scope
@@ -313,7 +322,7 @@ def inside_unit(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
 
 
 def _returned(module: nn.Module, method: str, result: Any) -> Any:
-    """Returns ``result`` as a Linen method's result, for users who capture intermediates."""
+    """Returns ``result`` by a call of a Linen method named ``method``, so that ``capture_intermediates`` records it."""
 
     def returns(module: nn.Module) -> Any:
         return result
@@ -328,10 +337,9 @@ READERS = (nn.WeightNorm, nn.SpectralNorm)  # layers of Flax that read the param
 
 
 def check_not_inside_reader(module: nn.Module) -> None:
-    """Raises if a wrapped module runs inside a layer that reads the module's parameters, and would use shards.
+    """Raises a ``ValueError`` if a wrapped module runs inside ``nn.WeightNorm`` or ``nn.SpectralNorm``.
 
-    The names of the layer's parameters would also contain boxes. Flax passes calling modules only through its private
-    stack.
+    These layers read the parameters of the module inside, and would compute norms of shards.
     """
     for caller in linen_callers():
         if isinstance(caller, READERS):
@@ -348,10 +356,10 @@ def check_not_inside_reader(module: nn.Module) -> None:
 
 @dataclasses.dataclass(eq=False)
 class Stacks:
-    """Stacks of layers inside a unit, which gathers the weights of the entire stack at once, not layer by layer.
+    """Record of stacked layers (``nn.scan``) that run inside a unit, which gathers all layers' weights at once.
 
-    ``layers`` maps the name of each stack made by ``nn.scan`` to the class of its layer. Scans of functions are not
-    recorded, since their layers cannot be identified here.
+    ``layers`` maps the name of each scan to the class of its layer. Scans of functions are not recorded, since their
+    layers cannot be identified here.
     """
 
     layers: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -373,13 +381,13 @@ class Stacks:
 
 @contextmanager
 def recording_stacks() -> Iterator[Stacks]:
-    """Yields a ``Stacks`` for models that run inside the context: it records stacks gathered at once."""
+    """Yields a ``Stacks``, filled with the stacked layers of models that run inside the context."""
     stacks = Stacks()
     with nn.intercept_methods(stacks.look):
         yield stacks
 
 
 def gathers_one_layer(path: str) -> None:
-    """Removes the module at ``path`` from the recorded stacks: a layer sharded from outside is gathered by itself."""
+    """Removes the module at ``path`` from every ``Stacks``: ``shard_modules`` has made the layer itself a unit."""
     for stacks in watching(Stacks):
         stacks.layers.pop(path.rpartition("/")[-1], None)

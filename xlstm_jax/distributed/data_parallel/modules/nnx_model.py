@@ -36,7 +36,15 @@ from xlstm_jax.distributed.data_parallel.modules.nnx_module import (
     path_of,
     with_leaf,
 )
-from xlstm_jax.distributed.data_parallel.modules.unit import as_predicate, carry_axes, shard_here
+from xlstm_jax.distributed.data_parallel.modules.unit import (
+    SeenModule,
+    UnitRule,
+    as_predicate,
+    carry_axes,
+    is_within,
+    note_units,
+    shard_here,
+)
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
 from xlstm_jax.formatting import kind_of
@@ -86,6 +94,7 @@ class NnxModel:
 
     make: Callable[[nnx.Rngs], nnx.Module]
     units: dict[str, ShardPolicy] = dataclasses.field(default_factory=dict)  # by the path of the gathering module
+    reasons: dict[str, str] = dataclasses.field(default_factory=dict)  # why a ``UnitRule`` chose a unit, by path
 
     def init(self, rngs: PyTree, /, *inputs: PyTree, method: Any = None, **kwargs: Any) -> dict[str, Any]:
         """Returns the variables with the values of ``make(nnx.Rngs(...))``, split and boxed like a Linen module's.
@@ -96,6 +105,7 @@ class NnxModel:
             layers. Without inputs, no leading dim is treated as a layer dim.
           method, **kwargs: see ``apply``.
         """
+        note_units(self.reasons)
         leaves = leaves_of(self._made(_streams(rngs)))
         # A parameter of scanned layers (nnx.scan) has a leading layer dim, which types do not distinguish from a dim of
         # the layer.
@@ -164,12 +174,15 @@ class NnxModel:
         return nnx.merge(graphdef, [self._with_value(path, leaf, leaves, rngs) for path, leaf in state])
 
     def unbind(self, module: nnx.Module) -> dict[str, Any]:
-        """Returns the variables of a module that ``bind`` made, for example after custom training steps."""
+        """Returns the variables of a module made by ``bind`` (after custom steps, say), in the form of ``init``."""
         return unflatten_dict(leaves_of(module), sep="/")
 
     def with_units(self, where: Any, policy: ShardPolicy) -> "NnxModel":
         """Returns the model with modules matching ``where`` as units; used by ``shard_modules``."""
-        matches, found = as_predicate(where, NNX), modules_of(self._abstract)
+        found = modules_of(self._abstract)
+        if isinstance(where, UnitRule):
+            return self._with_units_by_rule(where, policy)
+        matches = as_predicate(where, NNX)
         matching = [path for path, module in found.items() if matches(path, module)]
         if not matching:
             there = ", ".join(f"{path or '(the model)'}: {type(module).__name__}" for path, module in found.items())
@@ -183,16 +196,32 @@ class NnxModel:
             )
         return dataclasses.replace(self, units=self.units | dict.fromkeys(matching, policy))
 
+    def _with_units_by_rule(self, rule: UnitRule, policy: ShardPolicy) -> "NnxModel":
+        """Returns the model with the units that a rule chooses among modules outside of the units that it has."""
+        params = [path for path, leaf in contents(self._abstract).items() if collection_of(leaf) == "params"]
+        owners = {path.rpartition("/")[0] for path in params}
+        seen = {}
+        for path, module in modules_of(self._abstract).items():
+            # A Linen module (nnx.bridge.ToNNX) gathers its parameters itself.
+            if not isinstance(module, nnx.bridge.ToNNX) and not any(is_within(path, unit) for unit in self.units):
+                is_cell = isinstance(module, nnx.RNNCellBase)
+                seen[path] = SeenModule(type(module), path in owners, isinstance(module, nnx.Embed), is_cell)
+        chosen = rule.choose(seen)
+        units = self.units | dict.fromkeys(chosen, policy)
+        return dataclasses.replace(self, units=units, reasons={**self.reasons, **chosen})
+
     @property
     def modules(self) -> dict[str, nnx.Module]:
         """Modules by path, with abstract values; the model itself is at ``""``."""
         return modules_of(self._abstract)
 
     def _made(self, streams: nnx.Rngs) -> nnx.Module:
+        """Makes the module with values, as ``make`` does; metadata with axis names is kept, and not applied."""
         with nnx.use_eager_sharding(False):  # axes in a variable's metadata become names of its box
             return self.make(streams)
 
     def _with_units_in(self, module: nnx.Module) -> nnx.Module:
+        """Turns the chosen modules in ``module`` into units, in place, and returns ``module``."""
         found = modules_of(module) if self.units else {}
         for path, policy in self.units.items():
             make_unit(found[path], policy)
@@ -200,6 +229,7 @@ class NnxModel:
 
     @functools.cached_property
     def _abstract(self) -> nnx.Module:
+        """Module with shapes in place of values."""
         graphdefs: list[Any] = []
 
         def state() -> Any:
@@ -213,7 +243,7 @@ class NnxModel:
 
     @functools.cached_property
     def _split(self) -> tuple[Any, list[tuple[str, Any]]]:
-        """Structure of the module, and its leaves in order, with their paths."""
+        """Graph definition of the abstract module, and its (path, leaf) pairs in order."""
         # Split once, from the abstract model: `apply` merges values into it, and runs no initialiser again.
         graphdef, state = nnx.split(self._with_units_in(nnx.clone(self._abstract)))
         flat = nnx.to_flat_state(state)
@@ -221,7 +251,7 @@ class NnxModel:
 
     @functools.cached_property
     def _unit_of_param(self) -> dict[str, str]:
-        """Path of the gathering unit, the innermost unit around the parameter, by path of the parameter."""
+        """Path of the unit that gathers a parameter (the innermost unit around it), by the parameter's path."""
         params = [path for path, leaf in contents(self._abstract).items() if collection_of(leaf) == "params"]
         of_linen = [path for path, module in modules_of(self._abstract).items() if isinstance(module, nnx.bridge.ToNNX)]
         # Parameters inside a Linen module (nnx.bridge.ToNNX) are gathered by the wrappers of that module.
@@ -233,7 +263,7 @@ class NnxModel:
         return {path: unit for path, unit in innermost.items() if unit in self.units}
 
     def _seen_shapes(self, rngs: PyTree, inputs: Any, method: Any, kwargs: Any) -> dict[str, _Seen]:
-        """Returns, by path, each parameter's shape inside its unit, and whether a lookup is the only read."""
+        """Traces the model; returns, by path, each parameter's shape in its unit, and if only a lookup reads it."""
         seen: dict[str, _Seen] = {}
 
         def note(path: str, shape: tuple[int, ...], is_lookup: bool) -> None:
@@ -253,6 +283,7 @@ class NnxModel:
         return seen
 
     def _with_value(self, path: str, leaf: Any, leaves: Mapping[str, Any], rngs: PyTree) -> Any:
+        """Returns the variable or array at ``path`` with its value from ``leaves``, or a key for random state."""
         name = collection_of(leaf)
         if name is None:
             # Random state has no collection: each call makes it from the call's keys.
@@ -277,7 +308,7 @@ def _streams(rngs: PyTree) -> nnx.Rngs:
 
 
 def _random_state(path: str, leaf: Any, rngs: PyTree) -> Any:
-    """Returns the state of a random stream: a separate key for each stream and each layer, derived from ``rngs``."""
+    """Returns the state of a random stream (key or count); each stream and layer has a separate key from ``rngs``."""
     value, tag = leaf.get_raw_value(), leaf.get_metadata("tag", "default")
     if not isinstance(leaf, nnx.RngKey):
         return jnp.zeros(value.shape, value.dtype)
@@ -319,7 +350,7 @@ class _NoKey:
 
 
 def _sharded(own: Mapping[str, Any], path: str, policy: ShardPolicy, seen: Mapping[str, _Seen]) -> dict[str, Any]:
-    """Returns a unit's parameters in boxes; the policy decides by the shape of a layer. Layer dims stay in front."""
+    """Returns the parameters of the unit at ``path`` in boxes; the shape of a single layer decides the dim to split."""
     below = {name: f"params/{name.removeprefix(f'{path}/' if path else '')}" for name in own}
     leaves, layer_dims = {}, {}
     for name, leaf in own.items():

@@ -52,7 +52,7 @@ NOTE_SHAPE = "note_shape"
 
 
 class _Changed:
-    """Variable whose value the library manages. Raises if the model writes the variable: the value would be lost."""
+    """Variable that holds a shard or a gathered value. Raises if the model writes a value, which would be lost."""
 
     __slots__ = ()
 
@@ -65,13 +65,13 @@ class _Changed:
 
 
 class _Whole(_Changed):
-    """Variable while its module runs: the value is gathered."""
+    """Variable that holds the gathered value, while a method of its unit runs."""
 
     __slots__ = ()
 
 
 class _Split(_Changed, SplitVariable):
-    """Variable whose value is a shard: a leaf of the library that gathers itself when read as an array."""
+    """Variable that holds a shard (of a parameter), and gathers the shards when read as an array."""
 
     __slots__ = ()
 
@@ -130,7 +130,7 @@ def _of_last_dims(entries: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
 # Cached: NNX compares the structures of models by the classes of their variables.
 @functools.cache
 def _type_like(cls: type[nnx.Variable[Any]], state: type[_Changed]) -> Any:
-    """Returns the class of variables of class ``cls`` in a state, ``_Split`` or ``_Whole``; same name as ``cls``."""
+    """Returns a subclass of ``cls`` and ``state`` (``_Split`` or ``_Whole``), with the name of ``cls``."""
     metaclass: Any = type(cls)
     return metaclass(cls.__name__, (state, cls), {"__module__": cls.__module__, "plain_type": cls})
 
@@ -149,7 +149,7 @@ def is_split(variable: Any) -> bool:
 
 
 def _full_values(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the gathered values of split variables by path; splits over other axes (tensor parallel) remain."""
+    """Returns by path the values of split variables, gathered over the axes of their units, not over model axes."""
     whole: dict[str, Any] = {}
     # Units sharded by different ``shard_modules`` calls have different policies, with different axes and dtypes.
     for policy in dict.fromkeys(variable.get_metadata(POLICY) for variable in variables.values()):
@@ -159,7 +159,7 @@ def _full_values(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def gathered(variables: Mapping[str, Any]) -> Iterator[None]:
-    """Gives split variables (by path) their unsharded values inside the context."""
+    """Replaces, inside the context, the shards of split variables (given by path) by gathered values."""
 
     def write(values: Mapping[str, Any], state: type[_Changed]) -> None:
         # NNX refuses to write a variable made under another trace. This write is undone before NNX could notice.
@@ -236,7 +236,7 @@ def with_leaf(variable: Any, leaf: Any, policy: ShardPolicy | None) -> Any:
     if policy is None and OF_LINEN not in metadata and any(metadata.get(key) for key in NAMES_IN_METADATA):
         # Split by the rules for its logical names, without a unit: gathered when it is read.
         policy = ShardPolicy(box.gathered_axes, 0) if box.gathered_axes and isinstance(leaf, Sharded) else None
-    if policy and set(box.axes) & set(policy.axes):
+    if policy and any(map(policy.has_axis, box.axes)):
         how = box.communication.or_else(policy.communication)
         split = variable.copy(box.value, **{BOX: box.replace(value=None, communication=how), POLICY: policy})
         _turn_into(split, _Split)
@@ -253,7 +253,7 @@ def with_leaf(variable: Any, leaf: Any, policy: ShardPolicy | None) -> Any:
 
 
 def _is_method(attribute: Any) -> bool:
-    """Returns whether an attribute of a class is a method, also if transformed, by ``nnx.jit`` say."""
+    """Returns whether a class attribute is a method, possibly under a transformation such as ``nnx.jit``."""
     return hasattr(type(attribute), "__get__") and callable(attribute) and not isinstance(attribute, type)
 
 
@@ -274,7 +274,7 @@ def make_unit(module: nnx.Module, policy: ShardPolicy) -> None:
 
 
 def own_variables(module: nnx.Module) -> dict[str, Any]:
-    """Returns the variables gathered by a unit, by path relative to the unit, without variables of units within."""
+    """Returns the variables below a unit, by path relative to the unit, without variables of units inside the unit."""
     nodes = list(nnx.iter_graph(module))
     within = [path for path, node in nodes if path and hasattr(type(node), "_shard_policy")]
     own = ((path, leaf) for path, leaf in nodes if is_variable(leaf))
@@ -287,7 +287,7 @@ def _split_variables(module: nnx.Module) -> dict[str, Any]:
 
 @functools.cache
 def _unit_type(cls: type[nnx.Module], policy: ShardPolicy) -> Any:
-    """Returns a subclass that gathers in every public method. Cached: equal layers share a class and can be stacked."""
+    """Returns a subclass whose public methods gather first. Cached: equal layers share a class and can be stacked."""
     methods = {name: _gathering(cls, name, policy) for name in public_methods(cls, NNX)}
     return _subclass(cls, methods | {"_shard_policy": policy})
 
@@ -300,6 +300,7 @@ def _subclass(cls: type[Any], fields: dict[str, Any]) -> Any:
 
 
 def _gathering(cls: type[nnx.Module], name: str, policy: ShardPolicy) -> Method:
+    """Returns method ``name`` of a class, changed to gather the module's split variables before it runs."""
     plain: Any = inspect.getattr_static(cls, name)
     notes_lookup = is_flax_lookup(cls, name)
 
@@ -332,7 +333,7 @@ def is_flax_lookup(cls: type[nnx.Module], method: str) -> bool:
 
 
 def let_carries_vary(model: nnx.Module, axes: frozenset[str]) -> None:
-    """Makes first carries of recurrent cells vary over axes (see ``carry_axes``), by a cell class with a cast."""
+    """Replaces the classes of recurrent cells, so that their first carries have a type that varies over ``axes``."""
     for cell in modules_of(model).values() if axes else ():
         if isinstance(cell, nnx.RNNCellBase):
             object.__setattr__(cell, "__class__", _varying_cell_type(type(cell), axes))

@@ -1,7 +1,7 @@
 """``scan_layers``: ``nn.scan`` over wrapped layers that gathers a layer's weights while the layer before computes.
 
-Without gathers (outside of ``shard_map``, at initialisation, on one device) the result *is* ``nn.scan`` of
-``nn.remat``. Otherwise a lifted transformation of the same layer passes its parts to ``prefetched_scan``.
+Where nothing is gathered (outside of ``shard_map``, in ``init``, on one device), the result runs ``nn.scan`` of
+``nn.remat``. Otherwise the layer's function, parameters and keys are passed to ``prefetch.prefetched_scan``.
 """
 
 import contextlib
@@ -80,12 +80,12 @@ def scan_layers(
     scanned = nn.scan(again, variable_axes={"params": 0}, split_rngs=rngs, **options)
     if prefetch:
         ahead = lift_transform(_ahead, layer, split_rngs=rngs, **options)
-        setattr(scanned, "__call__", _where_gathered(scanned.__call__, ahead.__call__))  # noqa: B010
+        setattr(scanned, "__call__", _prefetching_if_split(scanned.__call__, ahead.__call__))  # noqa: B010
     return scanned
 
 
-def _where_gathered(plain: Callable[..., Any], ahead: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method that runs ``ahead`` if weights must be gathered, else ``plain``."""
+def _prefetching_if_split(plain: Callable[..., Any], ahead: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method that runs ``ahead`` (gathers the next layers) if a parameter is split, else ``plain``."""
 
     @functools.wraps(plain)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -103,12 +103,12 @@ def _where_gathered(plain: Callable[..., Any], ahead: Callable[..., Any]) -> Cal
 
 
 def _of_one_layer(stacked: PyTree) -> PyTree:
-    """Returns the stacked leaves in boxes with the names of a layer's dims."""
+    """Returns stacked leaves [layers, ...] with boxes that name only the dims of one layer."""
     return meta.remove_axis(stacked, 0, {})
 
 
 def _ahead(run: Callable[..., Any], *, split_rngs: Mapping[Any, bool], in_axes: Any, length: int) -> Callable[..., Any]:
-    """Lifts ``prefetched_scan`` of ``run(scopes, carry, *args)`` to a transformation of modules."""
+    """Returns a Linen transformation that scans ``run(scopes, carry, *args)``, a layer, by ``prefetched_scan``."""
 
     def scan(make_scopes: Any, _: Any, variables: Any, rngs: Any, carry: PyTree, *args: Any) -> Any:
         keys = [_split(k, length) if split else k for k, split in zip(rngs, split_rngs.values(), strict=True)]
@@ -119,7 +119,7 @@ def _ahead(run: Callable[..., Any], *, split_rngs: Mapping[Any, bool], in_axes: 
         per_layer, put_own = split_arrays([x if own else None for own, x in inputs])
         shared, put_shared = split_arrays([None if own else x for own, x in inputs])
 
-        counted = _SameCounts()
+        counted = _SameRandomCounts()
 
         def layer(weights: PyTree, carry: PyTree, per_layer: PyTree, shared: PyTree) -> Any:
             both = zip(is_own, put_own(per_layer), put_shared(shared), strict=True)
@@ -140,7 +140,7 @@ def _split(keys: PyTree, length: int) -> PyTree:
     return lift.tree_map_rngs(lambda key: jax.random.split(jax.random.clone(key), length), keys)
 
 
-class _SameCounts:
+class _SameRandomCounts:
     """Makes a layer draw the same random numbers each time the layer is traced.
 
     Linen counts in a scope the keys made so far, across traces, so the backward pass would draw different keys. Every
@@ -153,10 +153,11 @@ class _SameCounts:
 
     @contextlib.contextmanager
     def from_the_same(self, scopes: Any) -> Iterator[None]:
+        """Sets the scopes' counts of keys, inside the context, as the first trace of the layer has."""
         counts = [scope.rng_counters for scope in jax.tree.leaves(scopes)]
         if self._before is not None:
             for count, before in zip(counts, self._before, strict=True):
-                _set_back(count, before)
+                _reset_counts(count, before)
         yield
         if self._before is None:
             self._before = [_copied(count) for count in counts]
@@ -167,10 +168,10 @@ def _copied(counts: dict[Any, Any]) -> dict[Any, Any]:
     return {name: _copied(count) if isinstance(count, dict) else count for name, count in counts.items()}
 
 
-def _set_back(counts: dict[Any, Any], before: dict[Any, Any]) -> None:
+def _reset_counts(counts: dict[Any, Any], before: dict[Any, Any]) -> None:
     """Resets counts in place, since other scopes hold the same dicts. A layer makes the same modules, so keys match."""
     for name, count in before.items():
         if isinstance(count, dict):
-            _set_back(counts[name], count)
+            _reset_counts(counts[name], count)
         else:
             counts[name] = count

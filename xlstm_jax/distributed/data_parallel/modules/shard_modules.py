@@ -11,7 +11,7 @@ method then runs on a copy of the module, which runs ``setup`` again, so XLA rem
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
@@ -20,12 +20,14 @@ from flax import linen as nn
 from flax.linen.transforms import get_module_scopes
 from jax.typing import DTypeLike
 
-from xlstm_jax.common_types import AxisNames
-from xlstm_jax.distributed.data_parallel.extension import called, initialising
+from xlstm_jax.common_types import AxisNames, PyTree
+from xlstm_jax.distributed.data_parallel.extension import called, initialising, passing_collections
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_gathered_here
+from xlstm_jax.distributed.data_parallel.modules.default_units import DEFAULT_UNITS, DEFAULT_UNITS_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.data_parallel.modules.linen_module import (
     LINEN,
     MapOfLeaves,
+    RunningUnit,
     class_and_fields,
     enter,
     gathers_one_layer,
@@ -35,12 +37,23 @@ from xlstm_jax.distributed.data_parallel.modules.linen_module import (
     methods_to_lift,
     watching,
 )
-from xlstm_jax.distributed.data_parallel.modules.unit import Method, Predicate, ShardsItself, as_predicate, is_public
+from xlstm_jax.distributed.data_parallel.modules.unit import (
+    Method,
+    Predicate,
+    SeenModule,
+    ShardsItself,
+    UnitRule,
+    as_predicate,
+    is_public,
+    is_within,
+    note_units,
+    shard_here,
+)
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, DEFAULT_UNEVEN, ShardPolicy
-from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
+from xlstm_jax.distributed.data_parallel.trees import map_leaves_with_path, sharded_leaves
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
 from xlstm_jax.formatting import kind_of, path_pattern
-from xlstm_jax.introspection import inside_map_variables
+from xlstm_jax.introspection import inside_map_variables, is_batched
 from xlstm_jax.program_names import INTER_HOST_AXES
 
 Model = TypeVar("Model", bound=nn.Module | Callable[..., Any] | ShardsItself)
@@ -50,9 +63,9 @@ SHOWN = 12  # modules that an error lists
 
 def shard_modules(
     model: Model,
-    where: Any,
-    axis_name: AxisNames,
-    min_weight_size: int = DEFAULT_MIN_WEIGHT_SIZE,
+    where: Any = DEFAULT_UNITS,
+    axis_name: AxisNames | None = None,
+    min_weight_size: int | None = None,
     gather_dtype: DTypeLike | None = None,
     grad_scatter_dtype: DTypeLike | None = None,
     *,
@@ -79,16 +92,22 @@ def shard_modules(
 
     Args:
       model: a Linen module, its class, or a ``functools.partial`` of a class; or an NNX model, made by ``nnx_model``.
-      where: selects submodules; the model itself, at path "", is included.
+      where: selects submodules; the model itself, at path "", is included. By default a rule selects the blocks of
+        loops, the layers of scans, embeddings, and other modules that own parameters; ``plan_sharding`` lists the
+        modules with the reasons (docs/howto/five_lines.md).
         - a module class or a tuple of classes, subclasses included;
         - a predicate of a path, as "encoder/layer/0", and the module at this path;
         - ``larger_than(size)``, for a Linen model.
-      axis_name: see ``shard_module_params``, also for the following arguments.
+      axis_name: see ``shard_module_params``, also for the following arguments. None: the axes of the mesh that
+        ``create_fsdp_mesh`` makes, "fsdp" or those whose names begin with "fsdp_".
+      min_weight_size: None: 2**18, or 2**14 without ``where``.
     Raises:
       ValueError: (in ``init``; immediately for an NNX model) no module was chosen; lists the modules of the model.
       TypeError: ``model`` is not a Linen module, or an instance that has already been named by its parent; ``where``
         has another form; or as ``shard_module_params`` raises.
     """
+    if min_weight_size is None:
+        min_weight_size = DEFAULT_UNITS_MIN_WEIGHT_SIZE if where is DEFAULT_UNITS else DEFAULT_MIN_WEIGHT_SIZE
     policy = ShardPolicy(
         axis_name,
         min_weight_size,
@@ -103,20 +122,24 @@ def shard_modules(
     if isinstance(model, ShardsItself) and not isinstance(model, type):
         return model.with_units(where, policy)
     _check_model(model)
+    if isinstance(where, UnitRule):
+        return _sharded(model, _Sharding(Selection(rule=where), where, policy))
     selection = where if isinstance(where, Selection) else Selection(as_predicate(where, LINEN))
     return _sharded(model, _Sharding(selection, where, policy))
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Choice of units: modules for which ``predicate`` is true or, without ``predicate``, modules larger than ``size``.
+    """Choice of units: by ``rule``; modules for which ``predicate`` is true; or else modules larger than ``size``.
 
-    Units are chosen while the model is initialised, each unit when it is left. The boxes of the unit's parameters then
-    name the gathering module; a choice by size reads these boxes in ``apply``.
+    Units are chosen while the model is initialised, each unit when it is left; a rule chooses when the model is left,
+    since it reads all modules. The boxes of the unit's parameters then name the gathering module; a choice by size or
+    by rule reads these boxes in ``apply``.
     """
 
     predicate: Predicate | None = None
     size: int = 0
+    rule: UnitRule | None = None
 
     def __repr__(self) -> str:
         return f"larger_than({self.size})"
@@ -148,7 +171,7 @@ def larger_than(size: int) -> Selection:
 
 @dataclass(frozen=True)
 class _Sharding:
-    """Arguments of one ``shard_modules`` call."""
+    """Arguments of one ``shard_modules`` call: the selection, ``where`` as given for errors, and other options."""
 
     selection: Selection
     where: Any
@@ -156,6 +179,7 @@ class _Sharding:
 
 
 def _sharded(model: Any, sharding: _Sharding) -> Any:
+    """Returns the model, its class or its ``partial``, with a subclass that shards chosen modules."""
     if isinstance(model, functools.partial):
         return functools.partial(_sharded(model.func, sharding), *model.args, **model.keywords)
     if isinstance(model, nn.Module):
@@ -165,6 +189,7 @@ def _sharded(model: Any, sharding: _Sharding) -> Any:
 
 
 def _check_model(model: object) -> None:
+    """Raises a ``TypeError`` unless ``model`` is a Linen module, its class, or a ``partial`` of the class."""
     made = model.func if isinstance(model, functools.partial) else model
     cls = made if isinstance(made, type) else type(made)
     if issubclass(cls, nn.Module):
@@ -177,7 +202,7 @@ def _check_model(model: object) -> None:
 
 
 def _subclass(cls: type[nn.Module], sharding: _Sharding) -> Any:
-    """Returns a subclass whose public methods run under the interceptor. Class and parameter names stay the same."""
+    """Returns a subclass whose public methods shard the chosen modules inside. Class and parameter names stay."""
     methods = {name: _intercepted(getattr(cls, name), sharding) for name in methods_to_lift(cls)}
     methods["__init__"] = vars(cls)["__init__"]  # a decorator may have replaced it
     new = type(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
@@ -187,6 +212,8 @@ def _subclass(cls: type[nn.Module], sharding: _Sharding) -> Any:
 
 
 def _intercepted(plain: Method, sharding: _Sharding) -> Method:
+    """Returns a method of a sharded model that runs ``plain`` under the interceptor of a new ``_Run``."""
+
     @functools.wraps(plain)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A method that calls another one of the same model starts no new run.
@@ -199,21 +226,21 @@ def _intercepted(plain: Method, sharding: _Sharding) -> Method:
 
 
 def apart_from_model() -> AbstractContextManager[None]:
-    """Returns a context for modules that a sharded model's method initialises or applies outside the model."""
-    return nn.intercept_methods(_Apart().intercept)
+    """Returns a context in which a sharded model's method can run a module that is no part of the model, unsharded."""
+    return nn.intercept_methods(_ApartMarker().intercept)
 
 
-class _Apart:
-    """Marker on Linen's stack of interceptors. Interceptors below the marker skip modules that run above."""
+class _ApartMarker:
+    """Marker on Linen's stack of interceptors: a ``_Run`` below the marker ignores modules that run above."""
 
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        """Interceptor for ``nn.intercept_methods``: calls the method."""
+        """Interceptor for ``nn.intercept_methods`` that only calls the method: its place on the stack is the marker."""
         return method(*args, **kwargs)
 
 
 @dataclass(eq=False)
 class _Run:
-    """Call of a method of a sharded model. Paths are relative to that model, whose path is ""."""
+    """State of a running method of a sharded model: modules entered and chosen. Paths are relative to the model."""
 
     sharding: _Sharding
     root: tuple[str, ...]
@@ -222,12 +249,17 @@ class _Run:
     _seen: dict[str, type[nn.Module]] = field(default_factory=dict)
     _unit_of: dict[str, str] = field(default_factory=dict)
     _has_units: bool = False  # a unit may have no parameters
+    # During initialisation by a rule: the modules that own parameters; the size of each parameter in the outermost
+    # module that has been left, with the path of the module; the modules that nn.scan runs for each layer.
+    _owners: set[str] = field(default_factory=set)
+    _sizes: dict[str, tuple[int, str]] = field(default_factory=dict)
+    _layers: set[str] = field(default_factory=set)
 
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        """Interceptor for ``nn.intercept_methods``: enters a module at its outermost public method."""
+        """Interceptor for ``nn.intercept_methods``: splits or gathers the parameters of a chosen module."""
         module, name, policy = context.module, context.method_name, self.sharding.policy
         watchers = watching(object)
-        is_apart = _Apart in map(type, watchers[: watchers.index(self)])  # the module is not part of the model
+        is_apart = _ApartMarker in map(type, watchers[: watchers.index(self)])  # the module is not part of the model
         if is_apart or module.scope is None or not is_public(name, LINEN):
             return method(*args, **kwargs)
         # Linen inspects the setup of modules made by nn.scan before they are called.
@@ -241,10 +273,12 @@ class _Run:
         self._entered.append((path, cls))
         try:
             if module.is_initializing():
+                initialise = self._initialise_by_rule if self.sharding.selection.rule else self._initialise
                 with initialising(module, name):
-                    return self._initialise(path, module, functools.partial(method, *args, **kwargs))
+                    return initialise(path, module, functools.partial(method, *args, **kwargs))
             if not self._gathers(path, module):
                 return method(*args, **kwargs)
+            gathers_one_layer(path)
             plain = context.orig_method.func  # type: ignore[attr-defined]  # a partial of the method and its module
 
             # Operation names contain the method's name; a forecast reads modules from them.
@@ -258,7 +292,7 @@ class _Run:
             self._entered.pop()
 
     def _gathers(self, path: str, module: nn.Module) -> bool:
-        """Returns whether a module was chosen and has split parameters to gather."""
+        """Returns whether the module at ``path`` was chosen as a unit and has split parameters of its own to gather."""
         selection = self.sharding.selection
         if not selection.takes(path, module, True):  # before the parameters of all modules within are read
             return False
@@ -266,12 +300,12 @@ class _Run:
         own = [
             leaf.unit_depth == 1 + name.count("/")
             for _, name, leaf in _parameters(module)
-            if set(leaf.axes) & set(self.sharding.policy.axes) and is_gathered_here(f"params/{name}", leaf)
+            if any(map(self.sharding.policy.has_axis, leaf.axes)) and is_gathered_here(f"params/{name}", leaf)
         ]
         return bool(own) and selection.takes(path, module, any(own))
 
     def _initialise(self, path: str, module: nn.Module, method: Callable[[], Any]) -> Any:
-        """Runs a method of a module, and then splits the module's parameters if the module was chosen."""
+        """Runs a method of a module in ``init``; then splits the module's parameters if the module is chosen."""
         selection, policy = self.sharding.selection, self.sharding.policy
         with inside_unit(module, policy.axes) if selection.takes(path, module, False) else nullcontext():
             result = method()
@@ -296,10 +330,70 @@ class _Run:
             self._refuse(module)
         return result
 
-    def _is_left_out(self, path: str) -> bool:
-        """Returns True for ``larger_than``: leaves out a module in an ``nn.map_variables`` of the model.
+    def _initialise_by_rule(self, path: str, module: nn.Module, method: Callable[[], Any]) -> Any:
+        """Runs a method of a module, and splits the parameters of the module, as the unit for now.
 
-        The map would compute from shards. The module around the map gathers the parameters instead, before the map.
+        How a parameter is split follows from its shape in the module that owns it. Its unit is chosen from all modules
+        of the model, when the model is left.
+        """
+        result = method()
+        # A cell would gather at every step of its loop: the module around the loop owns the cell's parameters.
+        if any(issubclass(cls, nn.RNNCellBase) for _, cls in self._entered):
+            return result
+        watchers = watching(object)
+        is_in_unit = any(isinstance(watcher, RunningUnit) for watcher in watchers[: watchers.index(self)])
+        params = {"/".join((*place[len(self.root) :], name)): (name, leaf) for place, name, leaf in _parameters(module)}
+        # Under nn.vmap a leaf is one entry of the parameter, and in an nn.map_variables of the model (nn.WeightNorm) it
+        # is not the parameter: a module around these owns the leaf.
+        is_foreign = is_in_unit or inside_map_variables(MapOfLeaves)
+        if is_foreign or any(is_batched(leaf.value) for _, leaf in params.values()):
+            return result
+
+        self._seen[path] = type(module)
+        for full, (_, leaf) in params.items():
+            size, inner = self._sizes.get(full, (math.prod(leaf.true_shape), path))
+            # A parameter that has grown since a module within was left has got a layer dim.
+            if size != math.prod(leaf.true_shape):
+                self._layers.add(inner)
+            self._sizes[full] = math.prod(leaf.true_shape), path
+        # A leaf that had a unit before belongs to a module that the model itself has wrapped. nn.scan runs a layer
+        # twice, first for its shapes: in the second run the leaves of the layer are new again.
+        new = {
+            name
+            for full, (name, leaf) in params.items()
+            if self._unit_of.get(full, path) == path and not leaf.unit_depth
+        }
+        if new:
+            self._owners.add(path)
+            self._unit_of |= {full: path for full, (name, _) in params.items() if name in new}
+            _map_params(module, functools.partial(_split, self.sharding.policy, new))
+        if len(self._entered) == 1 and not path:
+            self._choose_units(module)
+        return result
+
+    def _choose_units(self, model: nn.Module) -> None:
+        """Chooses the units by the rule, and enters them in the boxes of the parameters."""
+        rule = self.sharding.selection.rule
+        assert rule is not None
+        modules = {
+            path: SeenModule(cls, path in self._owners, issubclass(cls, nn.Embed), is_layer=path in self._layers)
+            for path, cls in sorted(self._seen.items())
+        }
+        chosen = rule.choose(modules)
+        depths = {}
+        for full, owner in self._unit_of.items():
+            unit = max((unit for unit in chosen if is_within(owner, unit)), key=len, default=owner)
+            # A loop owns the parameters of a cell that was made outside of the loop: they are not below its path.
+            if is_within(full, unit):
+                depths[full] = len(full.split("/")) - len(unit.split("/") if unit else [])
+        _map_params(model, functools.partial(_with_units, depths))
+        at = "/".join(self.root)
+        note_units({f"{at}/{path}".strip("/"): reason for path, reason in chosen.items()})
+
+    def _is_left_out(self, path: str) -> bool:
+        """Returns True if a module inside the model's ``nn.map_variables`` must not be chosen: with ``larger_than``.
+
+        The map would compute from shards. A module around the map may be chosen, and gathers before the map runs.
 
         Raises:
           ValueError: the module was chosen by class or by predicate.
@@ -314,6 +408,7 @@ class _Run:
         )
 
     def _refuse(self, model: nn.Module) -> NoReturn:
+        """Raises the error that ``where`` has chosen no module; lists the modules of the model."""
         outer_first = sorted(self._seen.items(), key=lambda item: item[0].count("/"))
         patterns = {path_pattern(f"{path}/")[:-1]: cls.__name__ for path, cls in outer_first if path}
         there = [f"{path!r} ({name})" for path, name in patterns.items()]
@@ -325,7 +420,32 @@ class _Run:
 
 
 def _nothing(module: nn.Module) -> None:
-    """Does nothing. Lifted and run in an initialisation, it splits the parameters of an existing module."""
+    """Does nothing. ``lifted(_nothing, ...)``, called on a module in ``init``, splits the module's parameters."""
+
+
+def _map_params(module: nn.Module, change: Callable[[PyTree], PyTree]) -> None:
+    """Replaces the variables of a module during initialisation."""
+    kept = MapOfLeaves(lambda variables: variables)
+    nn.map_variables(_nothing, ["params", *passing_collections()], kept, change, mutable=True)(module)
+
+
+def _split(policy: ShardPolicy, new: Collection[str], variables: PyTree) -> PyTree:
+    """Returns the variables with the parameters named in ``new`` split; others were split in a module within."""
+
+    def split_if_new(path: str, split: Any, leaf: Any) -> Any:
+        return split if path.removeprefix("params/") in new else leaf
+
+    return map_leaves_with_path(split_if_new, shard_here(policy, variables), variables)
+
+
+def _with_units(depths: Mapping[str, int], variables: PyTree) -> PyTree:
+    """Returns the variables of a model with the unit of each parameter in its box, as ``unit_depth``."""
+
+    def with_depth(path: str, leaf: Any) -> Any:
+        depth = depths.get(path.removeprefix("params/"))
+        return leaf if depth is None or not isinstance(leaf, Sharded) else leaf.replace(unit_depth=depth)
+
+    return map_leaves_with_path(with_depth, variables)
 
 
 def _parameters(module: nn.Module) -> list[tuple[tuple[str, ...], str, Sharded]]:

@@ -15,9 +15,11 @@ Entering and leaving depend on where the module runs:
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +46,7 @@ from xlstm_jax.distributed.data_parallel.regather import keeping_no_weights
 from xlstm_jax.distributed.data_parallel.shard import box_params, box_shards, plan_params, with_unit
 from xlstm_jax.distributed.data_parallel.trees import map_leaves, map_leaves_with_path, sharded_leaves, split_arrays
 from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.tracing import set_context
 from xlstm_jax.formatting import kind_of
 from xlstm_jax.program_names import BLOCK_INPUT, GATHER_SCOPE
 
@@ -54,7 +57,7 @@ Predicate = Callable[[str, Any], Any]
 
 @dataclass(frozen=True)
 class ModuleSystem:
-    """Description of a module library for units.
+    """Description of a module library (Linen, NNX), for the functions of this file.
 
     Attributes:
       module_class: base class of all modules of the library. Public methods of this class itself enter no unit.
@@ -71,14 +74,64 @@ class ModuleSystem:
 
 @runtime_checkable
 class ShardsItself(Protocol):
-    """Model that lists modules before it runs; ``shard_modules`` calls ``with_units``."""
+    """Protocol of a model that ``shard_modules`` shards by its method ``with_units``: an ``NnxModel``."""
 
     def with_units(self, where: Any, policy: ShardPolicy) -> Any:
-        """Returns the model with the modules that ``where`` selects as units."""
+        """Returns the model with the modules that ``where`` selects as units; ``where`` may be a ``UnitRule``."""
         ...
 
 
 # ------------------------------------------------------------------------------------------------------------- select
+
+
+class SeenModule(NamedTuple):
+    """Module of a model, as a ``UnitRule`` reads it.
+
+    Attributes:
+      cls: the class of the module.
+      owns: whether the module has parameters beside those of modules within.
+      is_embedding: whether the module looks rows of a table up.
+      is_cell: whether a loop over time calls the module.
+      is_layer: whether ``nn.scan`` runs the module once for each of its layers.
+    """
+
+    cls: type[Any]
+    owns: bool
+    is_embedding: bool = False
+    is_cell: bool = False
+    is_layer: bool = False
+
+
+@dataclass(frozen=True)
+class UnitRule:
+    """Choice of units from all modules of a model at once.
+
+    ``choose`` takes the modules by path, and returns the units by path, each with the reason, as a text.
+    """
+
+    choose: Callable[[Mapping[str, SeenModule]], Mapping[str, str]]
+
+
+def is_within(path: str, outer: str) -> bool:
+    """Returns whether ``path`` is the path ``outer`` of a module, or a path below; the model is at ""."""
+    return not outer or path == outer or path.startswith(f"{outer}/")
+
+
+_chosen: ContextVar[dict[str, str] | None] = ContextVar("reasons of chosen units", default=None)
+
+
+@contextmanager
+def recording_units() -> Iterator[dict[str, str]]:
+    """Yields a dict to be filled with the units that a ``UnitRule`` chooses in the context: reasons by path."""
+    found: dict[str, str] = {}
+    with set_context(_chosen, found):
+        yield found
+
+
+def note_units(reasons: Mapping[str, str]) -> None:
+    """Adds chosen units, by path in the model, to the dict of ``recording_units``."""
+    if (found := _chosen.get()) is not None:
+        found |= reasons
 
 
 def as_predicate(where: Any, system: ModuleSystem) -> Predicate:
@@ -101,12 +154,12 @@ def as_predicate(where: Any, system: ModuleSystem) -> Predicate:
 
 
 def public_methods(cls: type[Any], system: ModuleSystem) -> list[str]:
-    """Returns the methods for callers of a module: ``__call__`` and public methods, without the library's methods."""
+    """Returns the names of ``__call__`` and the public methods of a class, without methods of the module library."""
     return [name for name, _ in inspect.getmembers_static(cls, system.is_method) if is_public(name, system)]
 
 
 def is_public(method: str, system: ModuleSystem) -> bool:
-    """Returns whether the method is for callers, not for the module itself or for its library."""
+    """Returns whether a method name is ``__call__``, or a public name that the module library does not define."""
     return method == "__call__" or not (method.startswith("_") or hasattr(system.module_class, method))
 
 
@@ -114,7 +167,7 @@ def is_public(method: str, system: ModuleSystem) -> bool:
 
 
 def running(axes: tuple[str, ...]) -> Literal["manual", "global", "plain"]:
-    """Returns where the wrapped module runs: "manual" (axes bound), "global" (the mesh is set), or "plain"."""
+    """Returns where a wrapped module runs: "manual" (in ``shard_map``), "global" (under ``set_mesh``), else "plain"."""
     unbound = [axis for axis in axes if not collectives.is_bound(axis)]
     if not unbound:
         return "manual"
@@ -136,7 +189,7 @@ def _no_axis(axis: str) -> ValueError:
 
 
 def entered(system: ModuleSystem, name: str, run: Method, module: Any, args: Any, kwargs: Any) -> Any:
-    """Runs ``run(module, *args, **kwargs)`` of a unit, with its input named for remat policies.
+    """Returns ``run(module, *args, **kwargs)``, for a unit's method; names the input for remat policies.
 
     The gather runs outside of the module's name scope; profiles and forecasts show the gather under ``name``.
     """
@@ -146,7 +199,7 @@ def entered(system: ModuleSystem, name: str, run: Method, module: Any, args: Any
 
 
 def named_input(system: ModuleSystem, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Returns the unit's arguments, with floats in the first argument named BLOCK_INPUT.
+    """Returns the unit's arguments; floats of the first argument have the ``checkpoint_name`` BLOCK_INPUT.
 
     Without positional arguments, floats in each keyword argument are named. Later arguments, such as a mask, are often
     shared by the layers: keeping a copy per layer would take more memory.
@@ -173,7 +226,7 @@ def gather_here(
     Args:
       policy: the options of the unit.
       variables: collections of the module, including "params".
-      module: the path of a Linen module in the model; errors name leaves by it.
+      module: the path of a Linen module in the model, for leaf names in errors.
       extensions: extensions of the unit, which may choose wires of leaves, and replace leaves.
     """
     # The box of a leaf names its copies: ``or_else`` fills the None from the box.
@@ -203,7 +256,7 @@ def gather_here(
         if isinstance(box, Planned):
             return box.gathered(policy.axes)
         # A box over other axes stays for the wrapper over those axes.
-        return read_value(box) if set(box.axes) <= set(policy.axes) else leaf
+        return read_value(box) if all(map(policy.has_axis, box.axes)) else leaf
 
     if running(policy.axes) != "manual":
         return map_leaves_with_path(take_out, variables)
@@ -218,33 +271,33 @@ def gather_here(
 
 
 def shard_to_read(policy: ShardPolicy, box: Sharded) -> Sharded | None:
-    """Returns a leaf's shard with the options of the unit; ``None`` if the unit gathers only some axes."""
-    if not set(box.axes) <= set(policy.axes):
+    """Returns the leaf with the unit's communication options; ``None`` if axes split the leaf that the unit ignores."""
+    if not all(map(policy.has_axis, box.axes)):
         return None
     # The box names the copies, as in ``gather_here``.
     return box.replace(communication=replace(policy.communication, replicas=None).or_else(box.communication))
 
 
 def shards_to_read(policy: ShardPolicy, params: Mapping[str, Any]) -> dict[str, Sharded]:
-    """Returns the shards of a module's direct parameters by name, with the communication options of its unit."""
+    """Returns by name the split parameters of a module (not of submodules), with the unit's communication options."""
     found = {name: shard_to_read(policy, leaf) for name, leaf in params.items() if isinstance(leaf, Sharded)}
     return {name: shard for name, shard in found.items() if shard is not None}
 
 
 def split_over(leaf: Sharded, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the axes in ``axes`` over which the leaf's box splits the leaf on several devices."""
+    """Returns the axes among ``axes`` that split the leaf, by its box, over two or more devices."""
     return collectives.spread_axes([axis for axis in leaf.axes if axis in axes])
 
 
 def closed_over_error(path: str, leaf: Sharded, axes: tuple[str, ...]) -> ValueError:
-    """Returns the error for a leaf whose box says "split" and whose value is the full array."""
+    """Returns the error for a leaf with a full array in a box that names axes, where a shard was expected."""
     return full_value_error(f"'{path}'", np.shape(leaf.value), split_over(leaf, axes))
 
 
 def carry_axes(tree: PyTree) -> list[str]:
-    """Returns the varying axes of a recurrent module's carry, given a tree of the module's inputs and parameters.
+    """Returns the axes over which the carry of a recurrent module varies by type.
 
-    After a gather, a split leaf varies over its axes.
+    ``tree`` has the inputs and parameters of the module. After a gather, a split leaf varies over its axes.
     """
     leaves = [leaf for _, leaf in sharded_leaves(tree)]
     arrays = [leaf.value for leaf in leaves if isinstance(leaf.value, jax.Array)]
@@ -256,7 +309,7 @@ def carry_axes(tree: PyTree) -> list[str]:
 
 
 def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
-    """Returns ``run(module, *args, **kwargs)``, with gathers repeated in the backward pass if the policy says so."""
+    """Returns ``run``, or with ``reshard_after_forward`` a function that repeats its gathers in the backward pass."""
     if not policy.reshard_after_forward:
         return run
 
@@ -284,7 +337,7 @@ def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
 
 
 def shard_here(policy: ShardPolicy, variables: PyTree) -> PyTree:
-    """Returns a module's initialised variables, split, in boxes that name the module as the gatherer."""
+    """Splits the variables that a unit's ``init`` has made; the boxes record that this unit gathers the leaves."""
     passing = passing_collections()
     whole = {name: tree for name, tree in variables.items() if name in passing}
     variables = {name: tree for name, tree in variables.items() if name not in passing}

@@ -1,4 +1,4 @@
-"""Names of mesh axes, as written by users and as entries of a box's ``names``."""
+"""Converts names of mesh axes between the forms that users write, tuples, and entries of a box's ``names``."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ AxisEntry = None | str | tuple[str, ...]
 
 
 def size_if_bound(axis: str) -> int:
-    """Returns the size of a bound axis (inside ``shard_map``, say); 1 for an unbound axis: values are global."""
+    """Returns the number of devices along a bound axis (inside ``shard_map``, say); 1 for an unbound axis."""
     try:
         return jax.lax.axis_size(axis)
     except NameError:  # JAX's error of an axis that is not bound

@@ -33,7 +33,7 @@ from xlstm_jax.distributed.data_parallel.wire.wires import Wire, WireFormat
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class InBlocks:
-    """Wire of packed shards of equal shape and dtype, gathered along ``dim``.
+    """Conversions of a shard for a gather along ``dim`` in blocks of 8-bit codes; shards have this shape and dtype.
 
     A row is the part of a shard at one index of the dim. Rows keep the layouts of TPUs; flattening the shard would copy
     the gathered weight several times. If blocks do not fill the rows, the entire shard is a single row.
@@ -80,7 +80,7 @@ class InBlocks:
 
 @dataclass(frozen=True)
 class Blocks(WireFormat):
-    """Format of blocks of codes, named ``name`` in ``quantized``, with a scale per block."""
+    """Format of 8-bit codes in blocks, with a scale per block; ``name`` is a format of ``quantized``, as "int8"."""
 
     averages: ClassVar[bool] = True
 

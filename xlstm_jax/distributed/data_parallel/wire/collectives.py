@@ -61,14 +61,14 @@ def check_bound(axes: Sequence[str], *, caller: str) -> None:
 
 
 def bound_axes(axis_name: AxisNames, *, caller: str) -> tuple[str, ...]:
-    """Returns an axis, or several, as a tuple of axes; raises a ``ValueError`` if an axis is not bound."""
+    """Returns a user's ``axis_name`` as a tuple of axes; raises a ``ValueError`` if an axis is not bound."""
     axes = as_axis_names(axis_name)
     check_bound(axes, caller=caller)
     return axes
 
 
 def bound_or_none(axes: tuple[str, ...], *, caller: str) -> tuple[str, ...]:
-    """Returns ``axes``; or () if no axis is bound, so that values are global, as in ``init``.
+    """Returns ``axes`` if all are bound; () if no axis at all is bound (in ``init``, say), where values are global.
 
     Raises:
       ValueError: some axes are bound, but not all of ``axes``.
@@ -88,12 +88,12 @@ def unbound_message(axis: str, caller: str) -> str:
 
 
 def axis_size(axes: Sequence[str]) -> int:
-    """Returns the number of devices over these axes together, as a Python int."""
+    """Returns the number of devices over the axes, the product of their sizes, as a Python int."""
     return math.prod(map(_size, axes))
 
 
 def spread_axes(axes: Sequence[str]) -> tuple[str, ...]:
-    """Returns the axes of size 2 or more."""
+    """Returns the axes with two or more devices: axes along which something is sent."""
     return tuple(axis for axis in axes if _size(axis) > 1)
 
 
@@ -122,7 +122,7 @@ def varying_axes(value: Any) -> frozenset[str]:
 
 
 def is_tracked(axis: str) -> bool:
-    """Returns whether types list ``axis`` for values that vary along it, i.e. ``check_vma=True``."""
+    """Returns whether types record variation along ``axis``: ``check_vma=True`` in the enclosing ``shard_map``."""
     # JAX has no public name for the mode. A device's index always varies along its axis, so its type shows the mode.
     if current_trace() != _in_this_trace.trace:
         _in_this_trace.trace, _in_this_trace.tracked = current_trace(), {}
@@ -145,7 +145,7 @@ _in_this_trace = _InThisTrace()
 
 
 def type_shows_varying(axis: str, value: Any) -> bool:
-    """Returns whether the type of ``value`` shows if the value varies along ``axis``; errors may then rely on the type.
+    """Returns whether the type of ``value`` is reliable: a value without ``axis`` in its type is equal along the axis.
 
     ``nn.scan`` traces a layer twice, first for the shapes; in the first trace arguments have the type "equal on every
     device".
@@ -186,7 +186,7 @@ def all_gather(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
 
 
 def all_gather_equal(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
-    """Does ``all_gather``; the type of the result is "equal on all devices"."""
+    """Gathers like ``all_gather``; under ``check_vma=True`` the type of the result is "equal on all devices"."""
     # The type must be set explicitly: JAX does not infer equality, and types the result of a plain gather as varying.
     axes = spread_axes(axes)
     tracked = bool(axes) and is_tracked(axes[0])

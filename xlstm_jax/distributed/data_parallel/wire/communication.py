@@ -54,12 +54,12 @@ class Communication:
         return cls(gather, dtype_name(grad_scatter_dtype, "grad_scatter_dtype"), replicas, inter_host_axes)
 
     def or_else(self, other: "Communication") -> "Communication":
-        """Returns these options; ``None`` and the default ``inter_host_axes`` are replaced by options of ``other``."""
+        """Returns the options; options of ``other`` replace ``None`` and the default ``inter_host_axes``."""
         given = {name: value for name, value in vars(self).items() if value not in (None, INTER_HOST_AXES)}
         return Communication(**{**vars(other), **given})
 
     def not_copied_along(self, axes: Collection[str]) -> "Communication":
-        """Returns the options for a leaf split over ``axes``: along these axes the leaf has shards, not copies."""
+        """Returns the options without copies along ``axes``, over which a leaf is split."""
         return replace(self, replicas=self.replicas.without(axes) if self.replicas else None)
 
     @property
@@ -68,7 +68,7 @@ class Communication:
         return self.replicas.axes if self.replicas else ()
 
     def dtypes(self, value: Any, path: str | None = None) -> tuple[Any, Any]:
-        """Returns the dtype of the gathered value, and the dtype for sums of the gradient.
+        """Returns (dtype of the gathered value, dtype of the gradient's sums) for a leaf ``value``.
 
         Raises:
           ValueError: a dtype, including the copies' dtype, does not fit the value; names the leaf at ``path``.
@@ -80,11 +80,11 @@ class Communication:
         return (gathered, summed) if self.grad_scatter_dtype else (gathered, wide_dtype(summed))
 
     def format_of(self, value: Any) -> str | None:
-        """Returns the name of the value's wire format in a gather; ``None`` for a plain array."""
+        """Returns the name of the 8-bit format in which ``value`` is sent by a gather; ``None``: sent as an array."""
         return packed_format(value, self.gather_dtype)
 
     def wire(self, shard: Any, dim: int, axes: tuple[str, ...]) -> Wire:
-        """Returns the wire of a shard, or of its ``Primal``, for a gather along ``dim``; ``AsItIs`` on one device."""
+        """Returns the format for a gather of a shard, or its ``Primal``, along ``dim``; ``AsItIs`` on one device."""
         name = self.format_of(shard) if collectives.spread_axes(axes) else None
         return WIRE_FORMATS[name].wire(shard.shape, shard.dtype, dim) if name else AsItIs()
 
@@ -114,7 +114,7 @@ def dtype_name(dtype: DTypeLike | None, argument: str = "dtype", formats: Collec
 
 
 def _refusal(name: str, formats: Collection[str]) -> str:
-    """Returns why a non-float dtype is refused, and the ``formats`` that are accepted."""
+    """Returns the end of an error text: why ``name``, no float, is refused, and which ``formats`` are accepted."""
     if name in WIRE_FORMATS and name not in formats:
         return (
             f"{name} travels in blocks with scales, which a reduce-scatter cannot sum; only gather_dtype and "
@@ -127,13 +127,13 @@ def _refusal(name: str, formats: Collection[str]) -> str:
 
 
 def packed_format(x: Any, requested: DTypeLike | None) -> str | None:
-    """Returns ``requested`` if ``WIRE_FORMATS`` has it and the format takes the dtype of ``x``; else ``None``."""
+    """Returns ``requested`` if it names a format in ``WIRE_FORMATS`` for the dtype of ``x``; else ``None``."""
     found = WIRE_FORMATS.get(str(requested))
     return str(requested) if found and found.takes(value_dtype(x)) else None
 
 
 def cast_dtype(x: Any, requested: DTypeLike | None, argument: str, path: str | None = None) -> DType:
-    """Returns the dtype of ``x`` after sending with the option ``requested``.
+    """Returns the dtype of ``x`` after a gather or reduce-scatter for which the user has ``requested`` a dtype.
 
     The dtype of x is kept if nothing was requested, if x is not a float, or if ``requested`` is a format of
     ``WIRE_FORMATS`` for x.

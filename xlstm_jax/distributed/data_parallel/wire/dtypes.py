@@ -50,7 +50,7 @@ def common_dtype(*dtypes: DTypeLike) -> Any:
 
 
 def widened(value: jax.Array) -> jax.Array:
-    """Returns the value in its ``wide_dtype``."""
+    """Returns the value in the dtype of sums: floats narrower than float32 in float32, any other value unchanged."""
     return value.astype(wide_dtype(value.dtype))
 
 

@@ -119,7 +119,7 @@ _gather.defvjp(_gather_fwd, _gather_bwd)
 
 @partial(jax.jit, static_argnums=(2, 3, 4))
 def _whole(x: jax.Array, wire: Wire | None, dim: int, axes: tuple[str, ...], how: Communication) -> jax.Array:
-    """Forward pass of a gather."""
+    """Returns the unsharded array: the forward pass of a gather along ``dim``; sends in the format ``wire``."""
     wire = wire or how.wire(x, dim, axes)
     sent = wire.send(shard_as_sent(x, how))
     return wire.receive(collectives.all_gather(sent, wire.along(dim), axes))
@@ -127,17 +127,19 @@ def _whole(x: jax.Array, wire: Wire | None, dim: int, axes: tuple[str, ...], how
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _scattered(cotangent: jax.Array, dim: int, axes: tuple[str, ...], how: Communication, primal: Primal) -> jax.Array:
-    """Backward pass of a gather."""
-    terms = terms_to_scatter(apart_from_product(cotangent, axes), axes, how, primal)
+    """Returns the gradient of the shard: the backward pass of a gather, a reduce-scatter along ``dim``."""
+    terms = terms_to_scatter(behind_barrier_on_cpu(cotangent, axes), axes, how, primal)
     return gradient_of_shard(collectives.reduce_scatter(terms, dim, axes), how, primal)
 
 
-def apart_from_product(cotangent: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns the cotangent; on CPU, a narrow matrix to be sent is returned behind a barrier (see below).
+def behind_barrier_on_cpu(cotangent: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Returns the cotangent unchanged. On CPU a matrix narrower than float32 passes a barrier, for speed.
 
-    JAX transposes the product that computes a kernel's gradient. If nothing else reads the product, XLA swaps the
-    operands instead, and the fast CPU kernels do not accept swapped operands: the step of a decoder then takes twice as
-    long in bfloat16 (no longer in float32). The two transposes here leave the product before the barrier without any.
+    JAX computes a kernel's gradient as a matrix product and a transpose. If nothing else reads the product, XLA drops
+    the transpose and swaps the operands of the product, which the fast CPU kernels do not accept: in bfloat16 the step
+    of a decoder then takes twice as long (in float32 the step takes no longer). Here the first ``.T`` cancels the
+    transpose of JAX, so that XLA finds no transpose between product and barrier; the second ``.T`` follows the barrier.
+    If all ``axes`` have size 1, the cotangent passes no barrier.
     """
     if cotangent.ndim != 2 or cotangent.dtype.itemsize >= 4 or not collectives.spread_axes(axes):
         return cotangent
@@ -145,10 +147,10 @@ def apart_from_product(cotangent: jax.Array, axes: tuple[str, ...]) -> jax.Array
 
 
 def shard_as_sent(x: jax.Array, how: Communication) -> jax.Array:
-    """Returns the shard in its gather dtype, for ``Wire.send``.
+    """Returns the shard in its gather dtype, ready for ``Wire.send``, typed as varying along the axes of copies.
 
-    Until here a shard has the type "equal on the copies' axes". The cast to "varying over the copies' axes" must be
-    the library's: JAX would insert a cast whose transpose sums the unsharded gradients.
+    The type of the argument is "equal along the axes of copies". Without a cast here JAX would insert a cast behind the
+    gather, whose transpose sums the unsharded gradients.
     """
     x = collectives.to_varying(x, collectives.spread_axes(how.copied_axes))
     return x if is_prng_key(x) else x.astype(how.dtypes(x)[0])
@@ -168,7 +170,7 @@ def gradient_of_shard(scattered: jax.Array, how: Communication, primal: Primal) 
 
 
 def check_one_gradient_of_one_batch(path: str, primal: Primal, cotangent: jax.Array, axes: tuple[str, ...]) -> None:
-    """Raises if the cotangent is not the gradient of this device's full batch, which averaging over devices assumes.
+    """Raises a ``ValueError`` if a cotangent is not the gradient of this device's full batch: a mean would be wrong.
 
     Under ``vmap`` each cotangent may belong to a different shard (an ensemble), but not all to the same shard.
     """
@@ -238,9 +240,9 @@ def gather_dims(
     path: str,
     wire: Wire | None,
 ) -> tuple[jax.Array, tuple[AxisEntry, ...]]:
-    """Gathers the dims in ``names`` that are split over axes in ``axes``. Returns the value and the remaining names.
+    """Gathers each dim of a shard over its axes that are in ``axes``. Returns the array, and the remaining names.
 
-    ``wire=None``: the wire of ``how``.
+    ``names`` has the axes of each dim; ``wire`` is the format in which shards are sent (``None``: as ``how`` selects).
     """
     left = list(names)
     for dim, entry in enumerate(names):
@@ -264,7 +266,10 @@ def _gather_some(
     how: Communication,
     path: str,
 ) -> tuple[jax.Array, AxisEntry]:
-    """Gathers a dim split over ``held`` over some of these axes. Returns the value and the dim's remaining entry."""
+    """Gathers a dim that is split over ``held``, over the axes of ``held`` that are in ``axes``.
+
+    Returns the value, and the entry of the axes that still split the dim.
+    """
     first = next(i for i, axis in enumerate(held) if axis in axes)
     outer, inner = held[:first], held[first:]
     kept = tuple(axis for axis in inner if axis not in axes)

@@ -79,7 +79,10 @@ class RowLookup:
         return (self.outer_count, self.stored[1] // self.parts) if self.dim else (1, self.width)
 
     def sent_bytes(self, tokens: int, index_bytes: int, table_bytes: float, row_bytes: float) -> float:
-        """Returns the bytes a device sends, for ``table_bytes`` per table value and ``row_bytes`` per row value."""
+        """Returns the bytes that a device sends to look up ``tokens`` rows.
+
+        ``index_bytes`` are per index, ``table_bytes`` per value of the table, ``row_bytes`` per value of a row.
+        """
         outer, group = (1 - 1 / count for count in (self.outer_count, self.group_count))
         columns = self.stored[0] * self.width * outer
         columns += 0 if self.dim else self.stored[0] // self.parts * self.width * self.group_count * group
@@ -184,7 +187,7 @@ _look_up.defvjp(_look_up_fwd, _look_up_bwd)
 
 
 def _columns(shard: jax.Array, lookup: RowLookup) -> jax.Array:
-    """Returns this device's columns of all rows, [V, w], with padding."""
+    """Returns, from the shard, this device's columns of all rows of the table, [V, w], with padding."""
     if lookup.dim == 0:
         pieces = _in_parts(shard, lookup)
         shard = collectives.all_to_all(pieces, lookup.group).reshape(-1, lookup.width)

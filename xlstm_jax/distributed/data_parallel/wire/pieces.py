@@ -82,7 +82,7 @@ class Pieces:
             return collectives.reduce_scatter(terms, self.dim, self.axes)
 
     def without_padding(self, gradient: jax.Array) -> jax.Array:
-        """Returns the gradient of this device's shard, zeroed in the padding, which is NaN where the loss is NaN."""
+        """Returns the gradient of this device's shard with zeros in the padding, where it may be NaN."""
         if self.held * self.parts == self.size:
             return gradient
         first = collectives.axis_index(self.axes) * self.held

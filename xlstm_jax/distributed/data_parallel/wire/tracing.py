@@ -1,7 +1,7 @@
-"""The running loss function, which each gather reads while the model is traced.
+"""``RunningLoss``: facts on the loss function under trace, set by ``value_and_grad`` and read by each gather.
 
-The loss function is a context variable, because the user's model runs between ``value_and_grad``, which has the axes,
-and the gathers. The variable is read while a model is traced, never while a step runs.
+The facts are in a context variable, because the user's model runs between ``value_and_grad``, which has the axes, and
+the gathers. The variable is read while a model is traced, never while a step runs.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ OVERWRITTEN = "_overwrite_with_gradient"  # Flax's collection whose gradient is 
 
 @dataclass(frozen=True)
 class RunningLoss:
-    """Loss function under trace; the gradient will be averaged over ``axes``.
+    """Facts on the loss function under trace, whose gradient will be averaged over ``axes``.
 
     An evaluation has no ``axes``, since no gradient is averaged; its batch is split over ``evaluated_axes``.
     ``is_reference`` marks the loss that ``check_step`` compares with: its values have no varying types, whatever the
@@ -40,7 +40,7 @@ class RunningLoss:
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """Axes along which the batch of the loss or evaluation differs; () outside of both."""
+        """Axes over which the batch of the loss or evaluation is split; () outside of both."""
         return self.axes or self.evaluated_axes
 
     def gathered_once(self, shard: Any, how: Any, gather: Callable[[], Any], path: str) -> Any:
@@ -70,12 +70,12 @@ _running_loss: ContextVar[RunningLoss] = ContextVar("_running_loss", default=Run
 
 
 def inside_loss(loss: RunningLoss) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which ``loss`` is the running loss function."""
+    """Returns a context in which ``running_loss()`` returns ``loss``."""
     return set_context(_running_loss, loss)
 
 
 def running_loss() -> RunningLoss:
-    """Returns the running loss function; outside of a loss, a ``RunningLoss`` without axes."""
+    """Returns the facts on the loss function under trace; outside of a loss, a ``RunningLoss`` without axes."""
     return _running_loss.get()
 
 

@@ -26,7 +26,7 @@ from xlstm_jax.distributed.data_parallel.wire.dtypes import promoting
 
 
 def linear(forward: Callable[..., Array], transpose: Callable[..., Array]) -> Callable[..., Array]:
-    """Returns ``forward(x, *how)``, linear in the array ``x``, with the gradient ``transpose(d_y, *how)``.
+    """Makes a function ``forward(x, *how)``, linear in the array ``x``, whose gradient is ``transpose(d_y, *how)``.
 
     Arrays in ``how`` have no gradient; other entries are static.
     """
@@ -74,6 +74,8 @@ all_parts = linear(collectives.all_gather_equal, collectives.own_shard)
 
 
 class Exchange(NamedTuple):
+    """Options of ``send_rows``: the axes, the most rows from a device to a device, the rows r of a device."""
+
     axes: tuple[str, ...]
     most: int
     length: int  # r
@@ -93,7 +95,7 @@ def has_ragged_all_to_all() -> bool:
 
 @promoting
 def _sent(rows: Array, counts: Array, coming: Array, how: Exchange) -> Array:
-    """Sends rows [r, d] to [p most, d]; zeros in places without a row."""
+    """Sends rows [r, d] to their devices. Returns the p devices' rows, [p most, d]; zeros in places without a row."""
     devices, most = len(counts), how.most
     if has_ragged_all_to_all():
         places = jnp.full_like(counts, most) * collectives.axis_index(how.axes)
@@ -107,7 +109,7 @@ def _sent(rows: Array, counts: Array, coming: Array, how: Exchange) -> Array:
 
 @promoting
 def _sent_back(results: Array, counts: Array, coming: Array, how: Exchange) -> Array:
-    """Sends rows [p most, d] back to [r, d]; zeros for rows that were not sent."""
+    """Sends results [p most, d] back to the devices of their rows, [r, d]; zeros for rows that were not sent."""
     devices, most = len(counts), how.most
     if has_ragged_all_to_all():
         here, places = most * jnp.arange(devices), collectives.all_to_all(starts_of(counts), how.axes)

@@ -23,7 +23,7 @@ from xlstm_jax.common_types import DType
 
 
 class Wire(Protocol):
-    """Format in which a leaf is sent. A pytree: arrays used by the format (a scale, say) are children.
+    """Format in which a gather sends a leaf's shards. A pytree: arrays of the format (a scale, say) are children.
 
     ``rounds_again``: True if sending a received value a second time rounds the value again.
     """
@@ -46,7 +46,7 @@ class Wire(Protocol):
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class AsItIs:
-    """The wire of a shard that is sent unchanged."""
+    """Wire that sends shards unchanged."""
 
     rounds_again: ClassVar[bool] = False
 

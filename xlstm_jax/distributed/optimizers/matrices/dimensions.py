@@ -1,4 +1,4 @@
-"""The leaves that are matrices of a linear map: a pure function of paths and shapes.
+"""``matrix_dimensions``: decides which leaves are matrices of a linear map, from paths and shapes alone.
 
   kernel     2048 x 8192            a matrix
   kernel     24 x 2048 x 8192       24 matrices, if the module's norms or biases have a leading dim of 24, too
@@ -69,7 +69,7 @@ class MatrixChoice:
 
 
 def normalized(dims: MuonDimensionNumbers, ndim: int) -> tuple[Shape, Shape]:
-    """Returns dims of the inputs and of the outputs as tuples of non-negative numbers.
+    """Returns (dims of the inputs, dims of the outputs) as tuples of non-negative numbers.
 
     >>> normalized(optax.contrib.MuonDimensionNumbers(-3, (-2, -1)), 3)
     ((0,), (1, 2))
@@ -107,7 +107,7 @@ def matrix_dimensions(overrides: Overrides | None = None) -> Callable[[PyTree], 
 
 
 def full_shapes(tree: PyTree) -> dict[str, Shape]:
-    """Returns global shapes by path, without padding; also for shards inside ``shard_map``."""
+    """Returns the global shape, without padding, of each leaf by path; also for shards inside ``shard_map``."""
 
     def shape(leaf: Sharded) -> Shape:
         stored = stored_shape(leaf)
@@ -117,7 +117,7 @@ def full_shapes(tree: PyTree) -> dict[str, Shape]:
 
 
 def choose_matrices(shapes: Mapping[str, Shape], overrides: Overrides | None = None) -> dict[str, MatrixChoice]:
-    """Returns the choice for each leaf, by path; see ``matrix_dimensions``."""
+    """Returns a ``MatrixChoice`` for each leaf, by path; ``overrides`` as for ``matrix_dimensions``."""
     overrides = _checked(overrides or {}, shapes)
 
     def choice(path: str, shape: Shape) -> MatrixChoice:
@@ -131,6 +131,7 @@ def choose_matrices(shapes: Mapping[str, Shape], overrides: Overrides | None = N
 
 
 def _by_rule(path: str, shape: Shape, shapes: Mapping[str, Shape]) -> tuple[MuonDimensionNumbers | None, str]:
+    """Returns the dims of a leaf's matrices, or None, without overrides; and the reason, as text."""
     name, ndim = _name(path), len(shape)
     if name in _VECTORS:
         return None, f"a {name} is a vector"
@@ -141,7 +142,7 @@ def _by_rule(path: str, shape: Shape, shapes: Mapping[str, Shape]) -> tuple[Muon
     if sum(size > 1 for size in own) < 2:
         return None, "a vector"
     # Flax puts the dims of the outputs last, and the bias has their shape.
-    bias = shapes.get(_beside(path, "bias"), ())[stacked:]
+    bias = shapes.get(_sibling(path, "bias"), ())[stacked:]
     outputs = len(bias) if bias and bias == own[-len(bias) :] else 1
     if len(own) > 2 and name != _KERNEL:
         return None, f"of {len(own)} dims, and named {name!r}: nothing says which are inputs"
@@ -150,7 +151,7 @@ def _by_rule(path: str, shape: Shape, shapes: Mapping[str, Shape]) -> tuple[Muon
     split = ndim - outputs
     size = math.prod(shape[split:])
     # Muon's authors train embeddings and the output layer by AdamW, and so does `muon`.
-    tables = [found for found in shapes if _is_table(found) and _around(found) == _around(path)]
+    tables = [found for found in shapes if _is_table(found) and _names_above(found) == _names_above(path)]
     if same := [table for table in tables if len(shapes[table]) == 2 and shapes[table][0] == size]:
         return None, f"the output layer: {size} outputs, as {same[0]!r} has rows"
     why = "a matrix" if len(own) == 2 else f"its bias has {outputs} dim{'s' * (outputs > 1)}, which are its outputs"
@@ -159,7 +160,7 @@ def _by_rule(path: str, shape: Shape, shapes: Mapping[str, Shape]) -> tuple[Muon
 
 
 def _stacked_dims(path: str, shapes: Mapping[str, Shape]) -> int:
-    """Returns how many leading dims of a leaf count layers: leading dims that all leaves of an enclosing module share.
+    """Returns the number of a leaf's leading (layer) dims: leading dims that all leaves of a module around it share.
 
     The evidence is a vector of the module with these dims: a norm's scale or a bias that has two dims.
     """
@@ -168,16 +169,16 @@ def _stacked_dims(path: str, shapes: Mapping[str, Shape]) -> int:
         within = [(p, s) for p, s in shapes.items() if p.split("/")[:depth] == parts[:depth]]
         for proof, vector in within:
             dims = len(vector) - 1
-            if _proves(proof, vector, shapes) and all(shape[:dims] == vector[:dims] for _, shape in within):
+            if _shows_layer_dims(proof, vector, shapes) and all(shape[:dims] == vector[:dims] for _, shape in within):
                 most = max(most, dims)
     return most
 
 
-def _proves(path: str, shape: Shape, shapes: Mapping[str, Shape]) -> bool:
-    """Returns whether a leaf is a vector per layer; a bias of 16 x 128 beside a kernel of 2048 x 16 x 128 is not."""
+def _shows_layer_dims(path: str, shape: Shape, shapes: Mapping[str, Shape]) -> bool:
+    """Returns whether a leaf has a vector for each layer, unlike a bias of 16 x 128 of a kernel of 2048 x 16 x 128."""
     if _name(path) not in _VECTORS or len(shape) < 2:
         return False
-    kernel = shapes.get(_beside(path, _KERNEL))
+    kernel = shapes.get(_sibling(path, _KERNEL))
     return kernel is None or kernel[: len(shape) - 1] == shape[:-1]
 
 
@@ -185,12 +186,13 @@ def _name(path: str) -> str:
     return path.rpartition("/")[2]
 
 
-def _around(path: str) -> list[str]:
-    """Returns the names above the module of a leaf."""
+def _names_above(path: str) -> list[str]:
+    """Returns the names in a leaf's path above the leaf's module."""
     return path.split("/")[:-2]
 
 
-def _beside(path: str, name: str) -> str:
+def _sibling(path: str, name: str) -> str:
+    """Returns the path of the parameter ``name`` in the module of the leaf at ``path``."""
     return f"{path.rpartition('/')[0]}/{name}".lstrip("/")
 
 
@@ -199,6 +201,7 @@ def _is_table(path: str) -> bool:
 
 
 def _unsettled(path: str, shape: Shape, stacked: int) -> str:
+    """Returns the error text for a kernel whose input dims are unknown; shows the override to pass."""
     outputs = tuple(range(stacked + 1, len(shape)))
     return (
         f"{path!r} of shape {shape} has {len(shape)} dims and no bias, so that nothing tells which are its "
@@ -208,6 +211,7 @@ def _unsettled(path: str, shape: Shape, stacked: int) -> str:
 
 
 def _checked(overrides: Overrides, shapes: Mapping[str, Shape]) -> Overrides:
+    """Returns the overrides, after checks that each pattern matches a leaf, and that dims fit the leaf."""
     for pattern, dims in overrides.items():
         fitting = fnmatch.filter(shapes, pattern)
         if not fitting:
@@ -235,7 +239,7 @@ def check_dims(path: str, shape: Shape, dims: Any) -> None:
 
 
 def choices_of(given: Any, params: PyTree) -> dict[str, MatrixChoice]:
-    """Returns the choices by path from ``muon``'s argument: a tree or a prefix, a function, a value, or None."""
+    """Returns a ``MatrixChoice`` by path from ``given``, the dims in any form that ``muon`` accepts."""
     shapes = full_shapes(params)
     if given is None:
         return choose_matrices(shapes)

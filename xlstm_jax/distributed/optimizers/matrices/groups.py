@@ -1,4 +1,4 @@
-"""Groups of matrices that are sent together, and their owners: derived from shapes and axes alone.
+"""Groups of matrices that are sent together, and their owners, the devices that update unsharded matrices.
 
 Matrices of equal form, transposed to have the shorter side first, form a group. A group is stacked, sent by a single
 all-to-all, updated as a batch, and sent back. With M matrices and D owners each owner has ceil(M / D) places; an empty
@@ -24,7 +24,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class MatrixForm:
-    """Common properties of the matrices of a group. Dims are in the order: shorter side, longer side.
+    """Properties that all matrices of a group share. Dims are in the order: shorter side, longer side.
 
     Attributes:
       short, long: sizes of the dims of each side, without padding.
@@ -61,7 +61,7 @@ class MatrixForm:
 
 @dataclass(frozen=True)
 class MatrixLeaf:
-    """Leaf of a group.
+    """Leaf whose matrices belong to a group.
 
     ``order`` lists the leaf's dims: the dims that count matrices, then the shorter side, then the longer side.
     ``stack`` has the local sizes of the dims that count matrices.
@@ -113,7 +113,7 @@ class MatrixGroup:
 
     @property
     def splits(self) -> tuple[tuple[int, Axes], ...]:
-        """Splits (dim, axes) of the matrices as sent, with the shared copies innermost."""
+        """(dim, axes) for each dim that is split when matrices are sent; ``copies`` are innermost."""
         if self.copies_dim is None:
             return self.form.splits
         own = dict(self.form.splits)
@@ -128,10 +128,10 @@ def matrix_leaf(
     dtype: str,
     any_order: bool,
 ) -> tuple[MatrixForm, MatrixLeaf]:
-    """Returns the form of a leaf's matrices, and the dims of the matrices in the leaf; its shards have shape ``local``.
+    """Returns the form and the leaf, for a group, of a leaf with matrices; its shards have shape ``local``.
 
-    With ``any_order`` slices are merged in mesh order instead of the leaf's axis order, so that leaves split over the
-    same axes in different orders have the same form. The rule must not depend on the order of rows and columns.
+    With ``any_order`` owners merge slices in the mesh's axis order, not the leaf's, so that leaves split over the same
+    axes in different orders have the same form. The optimizer's rule must not depend on the order of rows and columns.
     """
     ndim = len(local)
     inputs, outputs = choice.axes
@@ -162,7 +162,7 @@ def _in_order(axes: Axes, sizes: Mapping[str, int]) -> Axes:
 
 
 def grouped(leaves: Iterable[tuple[MatrixForm, MatrixLeaf]], sizes: Mapping[str, int]) -> list[MatrixGroup]:
-    """Returns the groups, most work first, so that devices compute large groups while small groups are sent."""
+    """Groups the leaves by form, and chooses owners. Most work is first: it is computed while small groups are sent."""
     by_form: dict[MatrixForm, list[MatrixLeaf]] = defaultdict(list)
     for form, leaf in leaves:
         by_form[form].append(leaf)
@@ -172,10 +172,10 @@ def grouped(leaves: Iterable[tuple[MatrixForm, MatrixLeaf]], sizes: Mapping[str,
 
 
 def in_rounds(groups: Sequence[MatrixGroup]) -> list[list[MatrixGroup]]:
-    """Returns the groups in rounds: in a round, groups with fewer matrices than owners have different owners.
+    """Returns lists of groups to send together (rounds): owners that a small group leaves idle get other groups.
 
-    Devices left idle by a group work on another group, so a round takes as long as its largest matrix. Only for rules
-    without state: the owner of a matrix depends on the remaining groups.
+    A round takes as long as its largest matrix. Only for rules without state: the owner of a matrix depends on the
+    remaining groups.
     """
     rounds: list[list[MatrixGroup]] = []
     for group in groups:
@@ -194,6 +194,7 @@ def _fits(group: MatrixGroup, found: Sequence[MatrixGroup]) -> bool:
 
 
 def _owned(group: MatrixGroup, sizes: Mapping[str, int]) -> MatrixGroup:
+    """Returns the group with its owner devices: along split axes, and along axes of copies if that saves work."""
     form = group.form
     owners = math.prod(sizes[axis] for axis in form.split_axes)
     alone = replace(group, axes=_in_order(form.split_axes, sizes), owners=owners)
@@ -207,7 +208,7 @@ def _owned(group: MatrixGroup, sizes: Mapping[str, int]) -> MatrixGroup:
 
 
 def _with_copies(group: MatrixGroup, copies: Axes, sizes: Mapping[str, int]) -> MatrixGroup | None:
-    """Returns the group with owners also along ``copies``; None if their devices divide no dim of the shards."""
+    """Returns the group with devices along ``copies`` as further owners; None if they divide no dim of the shards."""
     count, local = math.prod(sizes[axis] for axis in copies), list(group.form.stored)
     for dim, axes in group.form.splits:
         local[dim] //= math.prod(sizes[axis] for axis in axes)

@@ -1,4 +1,4 @@
-"""Layout of the leaves of an optimizer's trees on devices.
+"""Tells optimizers for matrices how leaves are split over devices, and runs functions on groups of matrices.
 
 Inside ``shard_map`` the boxes of the leaves have the layout. Outside, an optimizer gets global arrays without boxes,
 whose types have no layout: ``with_layout``, a wrapper of every ``ShardedOptimizer``, sets the layout during
@@ -35,7 +35,7 @@ OfGroups = Callable[[Sequence[MatrixGroup], Values, Mapping[str, PyTree]], tuple
 
 
 class ParameterLayout:
-    """Mesh, boxed parameters by path, and the specs of each parameter's optimizer state.
+    """Layout of global parameters: the mesh, boxed parameters by path, and specs of their optimizer state.
 
     Parameters and specs are computed on the first access by an optimizer for matrices: other optimizers pay nothing.
     """
@@ -68,7 +68,7 @@ _LAYOUT: ContextVar[ParameterLayout | None] = ContextVar("layout of the paramete
 
 
 def with_layout(optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | AbstractMesh) -> ShardedOptimizer:
-    """Returns the optimizer; its transforms for matrices can read the layout of the parameters."""
+    """Wraps ``init`` and ``update`` of an optimizer, so that ``place_of`` finds the layout of ``params`` there."""
 
     layout = ParameterLayout(mesh, params, optimizer.shardings)
 
@@ -92,14 +92,14 @@ _REPORTS: ContextVar[list[MatrixReport] | None] = ContextVar("reports of optimiz
 
 @contextmanager
 def recording_matrices() -> Iterator[list[MatrixReport]]:
-    """Yields a list that collects the reports of optimizers for matrices initialised inside the context."""
+    """Yields a list that receives a ``MatrixReport`` from each optimizer for matrices initialised in the context."""
     reports: list[MatrixReport] = []
     with set_context(_REPORTS, reports):
         yield reports
 
 
 def report_matrices(rule: str, params: PyTree, choices: Mapping[str, MatrixChoice], any_order: bool) -> None:
-    """Adds the report of an optimizer in its ``init`` to the list of ``recording_matrices``, if active."""
+    """Adds a ``MatrixReport`` to the list of ``recording_matrices``, if active; an optimizer's ``init`` calls this."""
     reports = _REPORTS.get()
     if reports is not None:
         groups = place_of(params).groups(choices, any_order)
@@ -111,7 +111,7 @@ def report_matrices(rule: str, params: PyTree, choices: Mapping[str, MatrixChoic
 
 @dataclass(frozen=True)
 class FirstPlaces(Store):
-    """Stores ``count`` matrices in the first places of dim 0, then zeros, for equal numbers of places per owner."""
+    """Stores ``count`` matrices [count, ...] with zeros appended along dim 0, so that owners have equal parts."""
 
     count: int
 
@@ -126,7 +126,7 @@ class FirstPlaces(Store):
 
 
 class Owned(StateBox, repr=False):
-    """Box of state stored by owners: [matrices, ...], split over the owners, padded to equal numbers per owner."""
+    """Box of optimizer state [matrices, ...] that is split over the owners of the matrices, with ``FirstPlaces``."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         sizes = state.get("true_sizes", ())  # a box pickled before boxes had a store
@@ -148,7 +148,7 @@ class Place:
     mesh: Mesh | AbstractMesh | None
 
     def groups(self, choices: Mapping[str, MatrixChoice], any_order: bool) -> list[MatrixGroup]:
-        """Returns the groups of all matrices in the leaves."""
+        """Returns the groups of all matrices in the leaves; ``any_order`` as for ``matrix_leaf``."""
         found = []
         for path, value in self.values.items():
             if choices[path].dims:
@@ -158,7 +158,7 @@ class Place:
 
 
 def place_of(tree: PyTree) -> Place:
-    """Returns the layout of a tree's leaves: inside ``shard_map`` from boxes, outside from the current layout."""
+    """Returns the layout of a tree's leaves: inside ``shard_map`` from boxes, outside as ``with_layout`` has set."""
     leaves = trees.sharded_leaves(tree)
     values = {path: _in_order(leaf.value, leaf.store) for path, leaf in leaves}
     # Inside `shard_map` arrays are shards already, even if a step around the call has set a layout.
@@ -172,13 +172,13 @@ def place_of(tree: PyTree) -> Place:
 
 
 def _in_order(stored: jax.Array, store: Store) -> jax.Array:
-    """Returns a stored array with its dims in the order of the value, as in choices of matrices."""
+    """Returns a stored array with its dims permuted to the order of the value, which a ``MatrixChoice`` uses."""
     order = store.order(stored.ndim)
     return stored if order == tuple(range(stored.ndim)) else jnp.transpose(stored, order)
 
 
 def _in_stored_order(value: jax.Array, store: Store) -> jax.Array:
-    """Inverts ``_in_order``."""
+    """Returns a value with its dims permuted to the order of the stored array: the inverse of ``_in_order``."""
     order = store.order(value.ndim)
     return value if order == tuple(range(value.ndim)) else jnp.transpose(value, tuple(map(int, np.argsort(order))))
 
@@ -188,6 +188,7 @@ def _bound(names: Sequence[AxisEntry]) -> list[AxisEntry]:
 
 
 def _on_mesh(layout: ParameterLayout, values: Values) -> Place:
+    """Returns the layout of global arrays, padded to the shapes in which parameters are stored."""
     stores = {path: layout.params[path].store for path in values}
     padded = {path: _in_order(stored_value(layout.params[path], value), stores[path]) for path, value in values.items()}
     specs = {path: layout.specs[path] for path in values}
@@ -205,7 +206,7 @@ def map_groups(
     state: Mapping[str, PyTree] | None = None,
     any_order: bool = False,
 ) -> tuple[PyTree, dict[str, PyTree]]:
-    """Calls ``fn(groups of matrices, shards by path, state by group)`` on each device; returns the new tree and state.
+    """Calls ``fn(groups, shards by path, state by group)`` on each device; returns the new tree and the new state.
 
     Inside ``shard_map`` the leaves are shards already. Outside, with a layout, the function enters a ``shard_map``.
     """

@@ -156,7 +156,7 @@ def _scale_by_muon(
     adaptive: bool,
     exchange_dtype: str | None,
 ) -> optax.GradientTransformation:
-    """Returns Muon's transform before learning rate and weight decay; as ``optax.contrib.scale_by_muon``."""
+    """Makes the transform ``optax.contrib.scale_by_muon`` for split leaves: Muon without learning rate and decay."""
 
     def init(params: PyTree) -> MuonState:
         mu = optax.tree.zeros_like(params, dtype=mu_dtype)
@@ -190,17 +190,17 @@ def _scale_by_muon(
 
 
 def _scaled_by_dual_norm(update: Sharded, momentum: jax.Array) -> jax.Array:
-    """Returns the update times its inner product with the momentum, over the full leaf."""
+    """Returns the update, multiplied by its inner product with the momentum; both are over the full leaf."""
     axes = [axis for axis in update.axes if collectives.is_bound(axis)]
     (product,) = collectives.psum([jnp.sum(momentum.conj() * update.value)], [axes])
     return product * update.value
 
 
 def _scale_by_shape(choices: Choices, consistent_rms: ArrayLike | None) -> optax.GradientTransformation:
-    """Returns optax's scaling by shape: equal steps for any width, or (``consistent_rms``) steps as large as AdamW's.
+    """Makes optax's transform that scales updates by shape: equal steps for any width, or steps as large as AdamW's.
 
-    The first is from github.com/KellerJordan/Muon, the second from Liu et al., "Muon is Scalable for LLM Training",
-    2025.
+    The first is from github.com/KellerJordan/Muon, the second (``consistent_rms``) from Liu et al., "Muon is Scalable
+    for LLM Training", 2025.
     """
 
     def scale(choice: MatrixChoice) -> jax.Array:
@@ -242,7 +242,10 @@ def _checked_coeffs(ns_coeffs: Any, ns_steps: Any) -> Any:
 
 
 def orthogonalized(x: jax.Array, coeffs: jax.Array, steps: int, preconditioning: str, eps: ArrayLike) -> jax.Array:
-    """Applies Newton-Schulz to x[n, rows, columns], rows <= columns; ``coeffs`` has shape (3,), or (steps, 3)."""
+    """Returns n nearly orthogonal matrices, by Newton-Schulz, from x[n, rows, columns] with rows <= columns.
+
+    ``coeffs`` has shape (3,), or (steps, 3).
+    """
     coeffs = coeffs.astype(x.dtype)
     each = jnp.tile(coeffs, (steps, 1)) if coeffs.ndim == 1 else coeffs
     # Newton-Schulz diverges for singular values far above 1, and each of these norms is at least the largest singular
@@ -269,7 +272,7 @@ def _stepped(x: jax.Array, gram: jax.Array, abc: jax.Array) -> jax.Array:
 
 
 def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
-    """Returns the FLOP of a matrix's products, rows <= columns: each step has two with x and one of the Gram matrix.
+    """Returns the FLOP of Newton-Schulz for a matrix, rows <= columns: three matrix products in each step.
 
     >>> newton_schulz_flops(2048, 8192, 5)
     773094113280

@@ -1,4 +1,4 @@
-"""Exchange of matrices between shards and owners, inside ``shard_map``.
+"""All-to-alls that bring unsharded matrices to their owner devices, and shards of results back, in ``shard_map``.
 
   shards     [M, d, f / n]      stacked from the leaves of the group
   places     [n, p, d, f / n]   p = ceil(M / n) for each owner, zeros in empty places
@@ -24,7 +24,7 @@ OnMatrices = Callable[[jax.Array], jax.Array]
 
 
 def to_owners(group: MatrixGroup, shards: Mapping[str, jax.Array], exchange_dtype: str | None = None) -> jax.Array:
-    """Returns the matrices of this owner, [places, rows, columns] with rows <= columns, from shards by path."""
+    """Sends shards, by path; returns the matrices that this device owns, [places, rows, columns], rows <= columns."""
     stacked = _as_stacks(group, shards)
     empty = group.owners * group.per_owner - group.count
     # Narrow in the exchange only: the rule computes in the dtype of the leaves.
@@ -34,9 +34,9 @@ def to_owners(group: MatrixGroup, shards: Mapping[str, jax.Array], exchange_dtyp
 
 
 def from_owners(group: MatrixGroup, matrices: jax.Array, exchange_dtype: str | None = None) -> dict[str, jax.Array]:
-    """Inverts ``to_owners``: returns this device's shards by path."""
+    """Sends the matrices of owners back. Returns this device's shards by path: the inverse of ``to_owners``."""
     sent = matrices.astype(exchange_dtype or matrices.dtype)
-    received = collectives.all_to_all(_cut(group, sent), group.axes)
+    received = collectives.all_to_all(_in_slices(group, sent), group.axes)
     stacked = received.reshape(-1, *received.shape[2:])[: group.count]
     return _from_stacks(group, stacked.astype(matrices.dtype))
 
@@ -44,7 +44,10 @@ def from_owners(group: MatrixGroup, matrices: jax.Array, exchange_dtype: str | N
 def by_owners(
     fn: OnMatrices, groups: Sequence[MatrixGroup], shards: Mapping[str, jax.Array], exchange_dtype: str | None
 ) -> dict[str, jax.Array]:
-    """Returns ``fn`` of all matrices of a round (``groups.in_rounds``), as shards by path, by two all-to-alls."""
+    """Applies ``fn`` to unsharded matrices on their owners, for groups that ``in_rounds`` sends together.
+
+    Returns this device's shards of the results, by path.
+    """
     if len(groups) == 1:
         return from_owners(groups[0], fn(to_owners(groups[0], shards, exchange_dtype)), exchange_dtype)
     stacks = [_as_stacks(group, shards) for group in groups]
@@ -60,7 +63,7 @@ def by_owners(
         """Returns the updates that this device sends back as an owner of the group, from the received slices."""
         slices = (group.owners, 1, *_slice_shape(group))
         own = received[:, : math.prod(slices[1:])].reshape(slices).astype(dtype)
-        new = _cut(group, fn(_merged(group, own)))
+        new = _in_slices(group, fn(_merged(group, own)))
         return _of_length(longest, new.reshape(group.owners, -1).astype(received.dtype))
 
     # Groups are consecutive, so the number of groups that end before this device is the index of the device's group, or
@@ -81,7 +84,7 @@ def _of_length(length: int, rows: jax.Array) -> jax.Array:
 
 
 def _slice_shape(group: MatrixGroup) -> tuple[int, ...]:
-    """Returns the shape of a device's slice of a matrix, padding included."""
+    """Returns the shape of the part of a matrix that a device sends to the matrix's owner, with padding."""
     by_dim = dict(group.splits)
     return tuple(size // collectives.axis_size(by_dim.get(dim, ())) for dim, size in enumerate(group.form.stored))
 
@@ -114,7 +117,7 @@ def _merged(group: MatrixGroup, received: jax.Array) -> jax.Array:
     return stored[(slice(None), *map(slice, form.true))].reshape(-1, form.rows, form.columns)
 
 
-def _cut(group: MatrixGroup, matrices: jax.Array) -> jax.Array:
+def _in_slices(group: MatrixGroup, matrices: jax.Array) -> jax.Array:
     """Inverts ``_merged``, with zeros as padding."""
     form, (shape, order) = group.form, _by_axis(group, matrices.shape[0])
     padding = [(0, size - own) for size, own in zip(form.stored, form.true, strict=True)]
@@ -124,7 +127,7 @@ def _cut(group: MatrixGroup, matrices: jax.Array) -> jax.Array:
 
 
 def _by_axis(group: MatrixGroup, places: int) -> tuple[tuple[int, ...], list[int]]:
-    """Returns the shape of slices with a leading dim for each axis, [axes ..., p, ...], and the order for a merge.
+    """Returns the shape [axes ..., p, ...] of received slices, and the permutation of its dims before a merge.
 
     In the merged order the axes that split a dim come directly before a device's part of the dim.
     """

@@ -1,4 +1,4 @@
-"""Any optax rule for unsharded matrices: the rule runs on the owner devices, which store its state."""
+"""``on_unsharded_matrices``: runs any optax rule for matrices on owner devices, which store the rule's state."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ from xlstm_jax.distributed.optimizers.optax_introspection import check_transform
 
 
 class OnWholeMatricesState(NamedTuple):
-    """State of the inner rule by group of matrices; each leaf has a leading dim of matrices."""
+    """State of ``on_unsharded_matrices``: the rule's state by name of the group, with leaves [matrices, ...]."""
 
     of_owners: dict[str, PyTree]
 
@@ -95,7 +95,7 @@ def on_unsharded_matrices(
 
 
 def _state_of(tx: optax.GradientTransformation, group: MatrixGroup, place: Place) -> PyTree:
-    """Returns the initial optimizer state of a group (only of this device's matrices inside ``shard_map``)."""
+    """Returns the rule's initial state for a group's matrices; inside ``shard_map`` for matrices of this device."""
     axes = (*group.form.stack_axes, *group.axes)
     stacks = math.prod(place.sizes[axis] for axis in group.form.stack_axes)
     left_over = group.per_owner * group.owners - group.count

@@ -1,4 +1,4 @@
-"""Carries: state passed from one minibatch to the next, one file per kind, registered by a line here.
+"""Registry of carries: kinds of state that a device passes from one minibatch to the next, in a file each.
 
 To remove a kind, delete its file and its line; batches then run without that state.
 """
@@ -16,7 +16,7 @@ CARRIES: list[type[Carry]] = [
 
 
 def carries_of(inputs: Inputs) -> list[Carry]:
-    """Returns the carries of a batch, each created from its part of ``inputs``."""
+    """Returns a carry of each kind whose state is in ``inputs``: collections of the model, the state of a metric."""
     carries: list[Carry] = []
     if not inputs.collections and inputs.fold_aux is None:
         return carries

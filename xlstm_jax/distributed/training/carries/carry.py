@@ -22,7 +22,7 @@ NO_COLLECTIONS: Mapping[str, PyTree] = MappingProxyType({})
 
 
 class Inputs(NamedTuple):
-    """Inputs of a batch besides parameters, rows and key; each carry takes a part.
+    """Arguments of ``accumulated`` besides parameters, rows and key; each carry uses some of the fields.
 
     Attributes:
       axes: the axes of the batch.
@@ -40,7 +40,7 @@ class Inputs(NamedTuple):
 
 
 class BatchResult(NamedTuple):
-    """Result of a batch, equal on every device apart from split leaves and the state of a metric.
+    """Result of ``accumulated`` for a batch, equal on every device except split leaves and the state of a metric.
 
     ``aux`` is averaged and merged over devices, or is the state of a metric.
     """
@@ -52,7 +52,7 @@ class BatchResult(NamedTuple):
 
 
 class Carry:
-    """Base class of a kind of state, for one batch. Methods do nothing unless a subclass overrides them.
+    """Base class of a kind of state that is passed from minibatch to minibatch. Instances are made for each batch.
 
     Attributes:
       takes_aux: whether ``next`` consumes the auxiliary output; otherwise the output is averaged like the loss.
@@ -65,14 +65,14 @@ class Carry:
 
     @classmethod
     def of(cls, inputs: Inputs) -> Self | None:
-        """Returns the carry for its part of ``inputs``, or None if ``inputs`` has no such part.
+        """Returns a carry for the state in ``inputs`` that this class handles, or None if there is no such state.
 
         ``inputs.collections`` excludes collections taken by carries earlier in the registry.
         """
         raise NotImplementedError
 
     def takes(self) -> Collection[str]:
-        """Returns the names of the collections that this carry passes on."""
+        """Returns the names of the collections in this carry's state; () for a carry of another state."""
         return ()
 
     def start(self) -> PyTree:
@@ -80,11 +80,11 @@ class Carry:
         raise NotImplementedError
 
     def read(self, state: PyTree) -> Mapping[str, PyTree]:
-        """Returns the collections for the loss function, from the state."""
+        """Returns the collections to pass to the loss function, by name, from the carry's ``state``."""
         return NO_COLLECTIONS
 
     def differentiating(self, local_result: Callable[..., LocalResult]) -> Callable[..., LocalResult]:
-        """Returns a replacement of ``local_result``, for a carry that needs more from the gradient of a minibatch."""
+        """Returns the function that differentiates a minibatch's loss: ``local_result``, or a function in its place."""
         return local_result
 
     def next(self, state: PyTree, loss: LossFunction, args: tuple[PyTree, ...], local: LocalResult) -> PyTree:

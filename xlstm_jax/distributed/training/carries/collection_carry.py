@@ -14,7 +14,7 @@ from xlstm_jax.distributed.training.loss import LossFunction
 
 @dataclass(frozen=True)
 class CollectionCarry(Carry):
-    """Base class of carries for collections; ``axes`` and ``read_later`` are as in ``Inputs``."""
+    """Base class of carries whose state is ``collections`` of the model; other fields are as in ``Inputs``."""
 
     collections: Mapping[str, PyTree]
     axes: tuple[str, ...]

@@ -7,7 +7,7 @@ from xlstm_jax.distributed.training.carries.collection_carry import CollectionCa
 
 
 class KeptCollections(CollectionCarry):
-    """Carry for the collections that no earlier carry takes."""
+    """Carry for the collections that are left after the carries before it in the registry have taken theirs."""
 
     @classmethod
     def of(cls, inputs: Inputs) -> Self | None:

@@ -15,7 +15,7 @@ from xlstm_jax.distributed.training.loss import LossFunction
 
 @dataclass(frozen=True)
 class MetricState(Carry):
-    """Carry that runs ``state = fold(state, aux)`` after each minibatch."""
+    """Carry for the state of a metric: after each minibatch ``state = fold(state, aux)``, from the state ``given``."""
 
     fold: Callable[[PyTree, PyTree], PyTree]
     given: PyTree

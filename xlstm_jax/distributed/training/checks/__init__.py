@@ -14,6 +14,7 @@ from xlstm_jax.distributed.optimizers.optax_introspection import check_transform
 from xlstm_jax.distributed.training.arguments import (
     EVAL_FN,
     LOSS_FN,
+    LOSS_FN_WITHOUT_KEY,
     PADDING,
     check_call,
     check_evaluated,
@@ -23,6 +24,7 @@ from xlstm_jax.distributed.training.arguments import (
     check_model,
     check_takes,
     collections_of,
+    takes_key,
 )
 from xlstm_jax.distributed.training.checks import calls
 from xlstm_jax.distributed.training.checks.collections import COLLECTIONS_OF_STATE, EQUAL_COLLECTIONS
@@ -105,7 +107,9 @@ def _rows(of: StepTrace) -> None:
 
 
 def _loss_function(of: StepTrace) -> None:
-    check_takes(of.loss.fn, LOSS_FN, collections_of(of.state), of.extra_trees)
+    collections = collections_of(of.state)
+    draws = takes_key(of.loss.fn, of.rng, collections, of.extra_trees)
+    check_takes(of.loss.fn, LOSS_FN if draws else LOSS_FN_WITHOUT_KEY, collections, of.extra_trees)
 
 
 def _evaluated(of: EvaluationTrace) -> None:

@@ -1,4 +1,4 @@
-"""Checks of a call of a step.
+"""Checks of the arguments in each call of a compiled step; ``CheckedStep`` runs the checks.
 
 before   argument names; donated buffers (some JAX releases end the process on reuse); the first batch, compared between
          processes; the placement of the batch
@@ -28,7 +28,7 @@ from xlstm_jax.formatting import kind_of
 
 
 def check_names(call: JittedCall) -> None:
-    """Raises a ``TypeError`` unless the arguments of a call match those of the step."""
+    """Raises a ``TypeError`` if a call lacks an argument of the step, or has an argument unknown to the step."""
     step, args, kwargs = call.step, call.args, call.kwargs
     if kwargs or len(args) != len(step.needed):
         written = f"step({', '.join(step.needed)})"

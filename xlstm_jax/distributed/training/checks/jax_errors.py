@@ -25,6 +25,7 @@ def raise_with_cure(error: Exception) -> None:
 
 
 def _with_cure(error: Exception) -> Exception | None:
+    """Returns an error with a cure for JAX's ``error``, recognised by its text; None for any other error."""
     text = one_line(error)
     if (isinstance(error, NotImplementedError) and FORWARD_RULE in text) or FORWARD in text:
         return TypeError(

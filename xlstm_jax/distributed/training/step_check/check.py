@@ -1,6 +1,6 @@
 """``check_step``: runs a step on the mesh and on one device, and explains the differences.
 
-  the step         equals, to rounding, each device's rows computed one after another with the same draws
+  the step         equals, to rounding, each device's rows (a slice) computed one after another with the same draws
   its loss         is a mean over rows: the loss of the full batch is the mean over its slices
   its parameters   each trainable parameter has a gradient
 
@@ -18,6 +18,7 @@ import contextlib
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,7 +33,8 @@ from xlstm_jax.distributed.data_parallel.trees import readable
 from xlstm_jax.distributed.data_parallel.wire.tracing import OVERWRITTEN
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_layout, num_shards
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh
-from xlstm_jax.distributed.training.arguments import ExtraTrees, collections_of
+from xlstm_jax.distributed.training.arguments import ExtraTrees, collections_of, takes_key, without_key
+from xlstm_jax.distributed.training.batch_axes import StepOfState
 from xlstm_jax.distributed.training.loss import LossFunction, LossOutput
 from xlstm_jax.distributed.training.state import FlaxTrainState
 from xlstm_jax.distributed.training.step import StepOptions
@@ -82,7 +84,7 @@ def check_step(
     step: Callable[..., Any],
     state: FlaxTrainState,
     batch: PyTree,
-    rng: jax.Array,
+    rng: jax.Array | None = None,
     *rest: Any,
     loss_fn: Callable[..., LossOutput] | None = None,
     weighted: bool = False,
@@ -108,7 +110,8 @@ def check_step(
       batch: a batch with global leaves, as for the step.
       rng: a key, as for the step. For a step of ``make_train_step``, one device repeats the draws of every device. A
         step of your own receives a key whose draws are equal everywhere, however the step folds it; if the step draws
-        from other keys, means over many keys are compared.
+        from other keys, means over many keys are compared. None: step and loss draw nothing, and the step is called as
+        ``step(state, batch)``.
       loss_fn: ``loss_fn(params, apply_fn, batch, rng)``, the objective of the step: the mean over the batch passed in.
         None for the loss of ``make_train_step``. Takes and returns collections if the state has any.
       weighted, has_aux: describe the result of ``loss_fn``, as for ``make_train_step``; unused without ``loss_fn``.
@@ -121,7 +124,9 @@ def check_step(
       ValueError: ``loss_fn`` is missing, or the parameters are not on a mesh, or not all in this process.
     """
     # The step wraps a method of StepOptions; unwrap also finds it if jit or a decorator has wrapped the step again.
-    options = getattr(inspect.unwrap(step), "__self__", None)
+    if isinstance(unwrapped := inspect.unwrap(step), StepOfState):
+        unwrapped = inspect.unwrap(unwrapped.of_state(state))
+    options = getattr(unwrapped, "__self__", None)
     options = options if isinstance(options, StepOptions) else None
     if loss_fn is not None:
         loss = LossFunction(loss_fn, weighted, has_aux)
@@ -135,6 +140,10 @@ def check_step(
     mesh = _mesh_of(state.params)
     layout = options.layout if options else _likely_layout(state.params, batch, mesh, batch_spec)
     minibatches = options.accumulation.num_minibatches if options else 1
+    if not takes_key(loss.fn, rng, collections_of(state), extra_trees or {}):
+        loss = replace(loss, fn=without_key(loss.fn))
+    if rng is None:
+        step, rng = _without_draws(step), jax.random.key(0)
     one = OneDevice(loss, layout, minibatches, state, batch, mesh, extra_trees or {})
     comparison = Comparison(
         partial(step, extra_trees=extra_trees) if extra_trees else step, state, (batch, rng, *rest), one
@@ -142,7 +151,18 @@ def check_step(
     return comparison.of_ready_step() if options else comparison.of_own_step()
 
 
+def _without_draws(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function with the arguments of a step that calls ``step`` without the key."""
+
+    def keyless(state: Any, batch: PyTree, rng: jax.Array, *rest: Any, **extra_trees: Any) -> Any:
+        del rng
+        return step(state, batch, *((None, *rest) if rest else ()), **extra_trees)
+
+    return keyless
+
+
 def _mesh_of(params: PyTree) -> Mesh:
+    """Returns the mesh of the parameters; raises a ``ValueError`` if they are on none, or on several processes."""
     for path, leaf in trees.sharded_leaves(params):
         sharding = getattr(leaf.value, "sharding", None)
         if not isinstance(sharding, NamedSharding):
@@ -175,10 +195,10 @@ def _likely_layout(params: PyTree, batch: PyTree, mesh: Mesh, batch_spec: PyTree
 
 
 class StepComparison(NamedTuple):
-    """Comparison of a step with one device; ``findings`` concern the loss and the optimizer calls.
+    """Result of a comparison of a step with one device; ``findings`` are sentences on loss and optimizer calls.
 
-    ``of_model``: the loss differs because the split model computes another function; differences of gradients follow
-    from this.
+    ``seen`` is the observed step, ``leaves`` are its compared gradients. ``of_model``: the loss differs because the
+    split model computes another function, so gradients must differ, too.
     """
 
     seen: SeenStep
@@ -193,7 +213,10 @@ class StepComparison(NamedTuple):
 
 
 class Comparison:
-    """A step, its arguments, and its loss on one device."""
+    """Procedure of ``check_step``: compares a step with its loss on one device (``one``), and returns a ``StepCheck``.
+
+    Methods return sentences ("findings") on mistakes; a ``Reference`` is loss and gradients computed on one device.
+    """
 
     def __init__(self, step: Callable[..., Any], state: Any, given: tuple[Any, ...], one: OneDevice):
         self.step, self.state, self.given, self.one, self.mesh = step, state, given, one, one.mesh
@@ -208,7 +231,10 @@ class Comparison:
         self.parts = self.sizes | minibatches  # number of parts by axis, and by minibatches
 
     def of_ready_step(self) -> StepCheck:
-        """Checks a step of ``make_train_step``: against the slices with its draws, and the slices against the batch."""
+        """Checks a step of ``make_train_step``.
+
+        Compares the step with the slices (each device's rows in turn, same draws), and the slices with the full batch.
+        """
         one, rng = self.one, self.given[1]
         key = jax.random.fold_in(rng, self.state.step)  # the same folding as in the step
         same_key, whole = self.with_same_draws(key)
@@ -239,7 +265,7 @@ class Comparison:
         return self.checked(findings, step.seen, how, total, ratio)
 
     def of_communicating_loss(self, key: PyTree, whole: Reference) -> StepCheck:
-        """Checks a step whose loss communicates, so that slices depend on each other, against the batch at once."""
+        """Checks a step of ``make_train_step`` whose loss communicates: compares the step with the full batch."""
         if not whole.is_finite:
             return self.checked([report.not_finite(whole)], self.observed(key, whole))
         step = self.beside(key, whole)
@@ -253,7 +279,7 @@ class Comparison:
         return self.checked(findings, step.seen, BATCH_AT_ONCE, step.leaves, step.loss_ratio)
 
     def of_own_step(self) -> StepCheck:
-        """Checks a user's step against the batch, both with constant draws; else by means over many keys."""
+        """Checks a user's step: compares it with the full batch, with constant draws; else means over many keys."""
         one = self.one
         key, whole = self.with_same_draws(self.given[1])
         try:
@@ -280,7 +306,7 @@ class Comparison:
     # ------------------------------------------------------------------------------------------------------ compared
 
     def with_same_draws(self, key: PyTree) -> tuple[Any, Reference]:
-        """Returns the first constant key with finite, nonzero gradients of the batch loss, and this loss."""
+        """Returns a key of constant draws with finite gradients that are not all 0, and the loss of the full batch."""
         first, *others = CHOICES
         same_key = constant_like(key, first)
         found = self.one.whole(same_key)
@@ -293,11 +319,12 @@ class Comparison:
         return same_key, found
 
     def observed(self, rng: PyTree, truth: Reference) -> SeenStep:
+        """Runs the step with key ``rng``, and returns the observation; ``truth`` has the correct gradients."""
         batch, _, *rest = self.given
         return observe(self.step, self.state, (batch, rng, *rest), self.one.tree(truth.grads), self.mesh)
 
     def beside(self, rng: PyTree, truth: Reference, seen: SeenStep | None = None) -> StepComparison:
-        """Compares the step with ``truth``; runs it with ``rng`` first, unless ``seen`` has its result."""
+        """Compares a run of the step with the reference ``truth``: ``seen``, or if None a new run with ``rng``."""
         seen, leaves = self.compared(seen or self.observed(rng, truth), truth)
         of_model, findings = self.loss_differs(rng, seen, truth)
         if seen.updates != 1:
@@ -309,7 +336,7 @@ class Comparison:
         return StepComparison(seen, leaves, findings, ratio, of_model)
 
     def compared(self, seen: SeenStep, truth: Reference) -> tuple[SeenStep, list[LeafCheck]]:
-        """Compares the observed leaves with the correct ones; if they agree, compares ``seen.then`` instead."""
+        """Compares observed leaves with ``truth``; if equal, ``seen.then``, too. Returns the last, with its leaves."""
 
         def as_seen(found: Reference) -> dict[str, np.ndarray]:
             return flat(seen.of_gradients(self.one.tree(found.grads)))
@@ -325,7 +352,7 @@ class Comparison:
         return seen, leaves
 
     def state_differs(self, seen: SeenStep, truth: Reference) -> list[str]:
-        """Returns findings about the optimizer state of a step with a custom optimizer."""
+        """Compares the optimizer state of a step that bypasses the state's optimizer; returns findings."""
         self.compared_state, of_gradients = True, seen.state_of_gradients
         assert of_gradients is not None
         return list(
@@ -339,11 +366,12 @@ class Comparison:
         )
 
     def of_leaves(self, leaves: list[LeafCheck], seen: SeenStep, of_loss: Multiple) -> list[str]:
+        """Returns a finding for each cause of wrong gradients, given the compared leaves and the loss's ratio."""
         model_axes = self.one.model_axes(self.given[1])
         return list(report.of_leaves(leaves, seen.what, self.parts, of_loss, model_axes))
 
     def loss_differs(self, key: PyTree, seen: SeenStep, truth: Reference) -> tuple[bool, list[str]]:
-        """Returns whether the split model computes another loss, and findings about the loss."""
+        """Compares the losses. Returns whether the split model itself computes another loss, and findings."""
         if seen.loss is None:
             return False, []
         # A loss returned in bfloat16 has the rounding error of bfloat16.
@@ -358,14 +386,17 @@ class Comparison:
         return False, [report.of_loss(times, self.one.loss.weighted)]
 
     def is_of_model(self, key: PyTree, loss: float, eps: float) -> bool:
-        """Returns whether the model on the mesh, with unsharded weights and without the step, has this loss, too."""
+        """Returns whether ``loss`` is also the loss of the split model on the mesh, computed without the step."""
         found = self.one.on_mesh(key, self.one.num_minibatches)
         return same_number(loss, found.loss, lambda: found.shaken().loss, eps)[0]
 
     def objective(
         self, key: PyTree, mean: Reference, whole: Reference, seen: SeenStep, real_key: PyTree
     ) -> tuple[Multiple, list[LeafCheck], list[str]]:
-        """Checks that the loss is a mean over rows: returns its ratio, its compared gradients, and findings."""
+        """Checks that the loss is a mean over rows, by the ``mean`` over slices and the ``whole`` batch.
+
+        Returns their ratio, their compared gradients, and findings.
+        """
         narrow, shaken = of_wire(self.state.params, mean), lambda: flat(whole.shaken().grads)
         leaves = compare_leaves(flat(mean.grads), flat(whole.grads), self.axes, narrow, shaken, self.eps)
         eps = max(self.eps, seen.loss.eps / 8 if seen.loss else 0)
@@ -389,7 +420,7 @@ class Comparison:
         return times, leaves, list(why_no_mean(self.one, key, mean, whole, leaves, times, self.parts, tolerance))
 
     def own_objective(self, key: PyTree, seen: SeenStep, whole: Reference) -> list[str]:
-        """Returns findings if a user's step matches the slices, so that only its loss is not a mean over rows."""
+        """Returns findings on the loss if a user's step equals the mean over slices, not the full batch; else []."""
         if not self.one.axes:
             return []
         mean = self.one.slices(key)
@@ -398,7 +429,7 @@ class Comparison:
         return self.objective(key, mean, whole, seen, self.given[1])[2]
 
     def without_gradient(self, key: PyTree, truth: Reference) -> list[str]:
-        """Returns findings about leaves without gradient, or about gradients that are all 0."""
+        """Returns findings about leaves on which the loss does not depend, or if every gradient is 0."""
         if not any(leaf.size and not np.any(np.asarray(leaf)) for leaf in truth.grads.values()):
             return []
         # A gradient may be 0 just for these parameters and draws (ReLU, zero initialisation), so try others.
@@ -423,7 +454,10 @@ class Comparison:
         return "it cannot be traced, so that its draws are unknown"
 
     def by_many_keys(self, why: str) -> StepCheck:
-        """Compares means over many keys. Also advances the step counter, which a step may fold into its key."""
+        """Compares means of the step and of one device over many keys; ``why`` constant draws were impossible.
+
+        The step counter is advanced for each key, since a step may fold the counter into its key.
+        """
         kept: dict[str, Any] = {}
 
         def sample(i: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -463,6 +497,7 @@ class Comparison:
         loss_ratio: float | None = None,
         verdict: str | None = None,
     ) -> StepCheck:
+        """Makes the result from the findings, after the remaining checks: update, collections, padded rows."""
         findings = [*findings, *drifting(seen.collections), *counted(self.one, *self.given[:2])]
         mesh = dict(self.mesh.shape)
         update = self.update_of(seen, is_right=not findings)
@@ -478,7 +513,7 @@ class Comparison:
         )
 
     def update_of(self, seen: SeenStep, is_right: bool) -> UpdateCheck:
-        """Checks the update made from the gradients; if everything else is correct, also in a second step."""
+        """Checks the update that the optimizer makes from the gradients; with ``is_right`` also a second step's."""
         if seen.what != "gradients":
             frozen = list(of_frozen(seen.before, seen.after))
             unknown = () if self.shows_gradients(seen) else (report.NOTHING_SHOWS,)
@@ -493,18 +528,19 @@ class Comparison:
         return found
 
     def knows_collections(self, rng: PyTree) -> bool:
-        """Returns whether one device reproduces the mesh's collections: statistics of the full batch, without draws."""
+        """Returns whether collections after the step can be compared: one device computes the same statistics."""
         kept, one = collections_of(self.state), self.one
         is_whole = one.num_minibatches == 1 and (one.devices == 1 or one.needs_all_devices(rng))
         return bool(kept) and OVERWRITTEN not in kept and is_whole and not one.traced(rng).draws
 
     def of_collections(self, seen: SeenStep, rng: PyTree) -> list[str]:
+        """Compares collections after the step with those of one device; returns findings."""
         got, before = (by_path(bare(readable(dict(tree)))) for tree in (seen.collections, collections_of(self.state)))
         right, again = (partial(self.one.collections_after, rng, shake) for shake in (False, True))
         return list(of_collections(got, by_path(bare(right())), before, lambda: by_path(bare(again())), self.eps))
 
     def shows_gradients(self, seen: SeenStep) -> bool:
-        """Returns whether other gradients would have changed any compared value."""
+        """Returns whether the compared values depend on the gradients, so that equal values show equal gradients."""
         of_state = seen.state_of_gradients
         if seen.what != "updates" or of_state is None:
             return True

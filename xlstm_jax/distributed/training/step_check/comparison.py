@@ -64,7 +64,7 @@ class LeafCheck(NamedTuple):
 
     @property
     def is_only_rounding(self) -> bool:
-        """Returns whether the correct gradient is only rounding, so that there is no ratio."""
+        """Returns whether the correct gradient is 0 up to rounding, so that no ratio can be computed."""
         return self.tolerance == NO_RATIO
 
     @property
@@ -117,7 +117,7 @@ def compare_leaves(
 def _compared(
     path: str, axes: tuple[str, ...], got: np.ndarray, right: np.ndarray, norm: float, allowed: float
 ) -> LeafCheck:
-    """Compares by least squares; ratio 1 and error 0 if both gradients are only rounding."""
+    """Compares a leaf's gradient ``got`` with ``right`` by least squares; equal if both are only rounding."""
     size = float(np.linalg.norm(got))
     if norm <= allowed:
         return LeafCheck(path, axes, 1.0 if size <= 2 * allowed else math.inf, 0.0, NO_RATIO)
@@ -128,7 +128,7 @@ def _compared(
 
 
 def same_number(got: float, right: float, shaken: Callable[[], float], eps: float) -> tuple[bool, float]:
-    """Returns whether a loss is correct to rounding, and the relative size of rounding."""
+    """Returns whether the loss ``got`` equals ``right`` to rounding, and the relative tolerance."""
     allowed = ORDER_EPS * eps * abs(right)
     if not abs(got - right) <= allowed:
         allowed += SHAKEN * abs(shaken() - right)
@@ -156,7 +156,7 @@ def of_wire(params: PyTree, found: Reference) -> dict[str, float]:
 
 
 class Multiple(NamedTuple):
-    """A ratio, interpreted as the number of devices along ``axes``, or as its inverse."""
+    """Interpretation of a ratio: as the number of devices along ``axes``, as its inverse, or as no such number."""
 
     kind: str  # "equal", "summed", "divided", "other"
     times: str = "1 x"

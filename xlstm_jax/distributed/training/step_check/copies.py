@@ -1,4 +1,4 @@
-"""Test whether a loss counts padded rows: computes the loss again with other values in these rows.
+"""Check of ``check_step`` whether a loss depends on padded rows: computes the loss with other values in these rows.
 
 Rows of weight 0 may have any values. Batch statistics, and losses that compare rows, depend on them even if the loss of
 each row has its weight. Equations do not show this, so the check compares numbers.
@@ -19,7 +19,7 @@ MATTERS = 1e-4  # relative change of the loss; rounding is far smaller
 
 
 def with_other_copies(batch: PyTree) -> PyTree | None:
-    """Replaces each row appended by ``shard_batch`` by a copy of the next row; None without appended rows."""
+    """Returns the batch with other values in the padded rows of ``shard_batch``; None without padded rows."""
     counts = [of_leaf for leaf in jax.tree.leaves(batch) if (of_leaf := padded_rows_of(leaf))]
     if not counts or counts[0][0] < 2:
         return None

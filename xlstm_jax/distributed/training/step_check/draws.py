@@ -94,7 +94,7 @@ def _bits(key: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
 
 
 class Traced(NamedTuple):
-    """Facts read off the equations of a function.
+    """Facts on a traced function, read off the equations of its jaxpr.
 
     ``draws``: whether the function draws random numbers; ``foreign``: whether it draws from keys other than constant
     keys. ``axes``: the mesh axes of its collectives and device indices. ``eps``: eps of its narrowest floating dtype,

@@ -1,6 +1,6 @@
-"""Test whether a loss is a mean over rows, and diagnosis of other losses.
+"""Diagnosis, for ``check_step``, of a loss that is not a mean over rows.
 
-With the loss L of the full batch, L_1 .. L_n of its slices, gradients g, and draws that are equal everywhere:
+With the loss L of the full batch, L_1 .. L_n of its slices (a device's rows), gradients g, and equal draws everywhere:
 
   L = mean of L_i, g = mean of g_i      a mean over rows
   L = n x the mean                      a sum over rows; or the loss was divided by the global batch
@@ -40,7 +40,7 @@ def why_no_mean(
     sizes: dict[str, int],
     tolerance: float,
 ) -> Iterator[str]:
-    """Yields the kind of a loss that is not a mean over rows, with a cure.
+    """Yields a sentence with the kind of a loss that is not a mean over rows (a sum, say), and a cure.
 
     Args:
       one, rng: the loss, and the key with which ``mean`` and ``whole`` were computed.
@@ -81,7 +81,7 @@ def why_no_mean(
 
 
 def _is_not(mean: Reference, whole: Reference, leaves: list[LeafCheck]) -> str:
-    """Returns the figures that show that a loss is not a mean over rows: losses, or gradients if the losses agree."""
+    """Returns the first part of a finding: the two losses, or the gradients if losses agree, as numbers in text."""
     of_slices, of_batch = f"{mean.loss:.6g}", f"{whole.loss:.6g}"
     if of_slices != of_batch:
         return f"the loss is no mean over rows: {of_slices} as the mean of its slices, {of_batch} of the batch"
@@ -118,7 +118,7 @@ _OF_TOKENS = (
 
 
 def multiple_over_draws(one: OneDevice, rng: PyTree, sizes: dict[str, int]) -> Multiple | None:
-    """Returns the ratio of slices to batch, both averaged over draws, or None if gradients are no multiple.
+    """Returns the ratio of the slices' loss to the batch's, averaged over draws; None if gradients have no ratio.
 
     The draw of a row may depend on its position (stratified times of a diffusion model). For a given u slices and batch
     then differ; averaged over as many evenly spaced u as the batch has rows, they agree.
@@ -142,7 +142,7 @@ def multiple_over_draws(one: OneDevice, rng: PyTree, sizes: dict[str, int]) -> M
 
 
 def is_sum_over_positions(one: OneDevice, key: PyTree) -> bool:
-    """Returns whether exchanging every other row between the halves of the batch keeps the sum of their losses.
+    """Returns whether the sum of the losses of the batch's halves stays equal if the halves exchange every other row.
 
     This holds if the loss is a mean or a sum over rows, even if a row's draws depend on its position, and for no other
     loss.
@@ -169,6 +169,7 @@ def is_sum_over_positions(one: OneDevice, key: PyTree) -> bool:
 
 
 def _kind(one: OneDevice, rng: PyTree, mean: Reference, whole: Reference) -> str:
+    """Returns the kind of a loss that is not a mean over rows: a key of ``_CURES``."""
     # Slices of a communicating loss have no separate values: devices compute them together.
     if one.needs_all_devices(rng):
         return "reduced"

@@ -38,7 +38,7 @@ class ReportedLoss(NamedTuple):
 
 
 class SeenStep(NamedTuple):
-    """Observation of one step.
+    """Observation of one run of a step: a value per leaf to compare, and the states before and after.
 
     Attributes:
       what: the kind of values in ``got``: "gradients", "first moments" or "updates".
@@ -48,7 +48,7 @@ class SeenStep(NamedTuple):
       before, after: the states passed to the step, and returned by it.
       rounding: the norm of the rounding error from reading off ``got``.
       updates: the number of optimizer calls in the step.
-      then: a further observation, to compare if this one is correct.
+      then: a further ``SeenStep`` of the same run, to compare if this one is correct.
       again: runs the step once more, from the returned state.
       state_of_gradients: for a step with a custom optimizer: computes the optimizer's state from gradients.
     """
@@ -90,6 +90,8 @@ def observe(step: Callable[..., Any], state: Any, given: PyTree, grads: PyTree, 
 
 
 def _of_own_optimizer(step: Callable[..., Any], state: Any, given: PyTree, grads: PyTree) -> SeenStep:
+    """Runs a step that bypasses the state's optimizer; observes first moments, if any, then updates."""
+
     # Start first moments from zeros, so that they come from this step alone.
     def fresh_leaf(path: str, leaf: Any) -> Any:
         return jax.tree.map(jnp.zeros_like, leaf) if _FIRST_MOMENTS & set(path.split("/")) else leaf
@@ -168,7 +170,7 @@ def drifting(collections: PyTree) -> Iterator[str]:
 
 
 def copies_differ(value: jax.Array) -> bool:
-    """Returns whether devices differ although the sharding replicates the values; reads every shard on the host."""
+    """Returns whether devices hold different values of a shard that they should share; reads shards on the host."""
     # Shards with the same index are copies of each other.
     seen: dict[str, np.ndarray] = {}
     for shard in value.addressable_shards:
@@ -179,7 +181,7 @@ def copies_differ(value: jax.Array) -> bool:
 
 
 def differ_along(value: jax.Array) -> tuple[str, ...]:
-    """Returns the mesh axes along which devices differ although the sharding replicates the values."""
+    """Returns the mesh axes along which devices hold different values of a shard that they should share."""
     mesh = getattr(value.sharding, "mesh", None)
     if mesh is None or not copies_differ(value):
         return ()

@@ -51,7 +51,7 @@ WHOLE = PartitionSpec()
 
 
 class Reference(NamedTuple):
-    """A loss, and gradients by path.
+    """Loss, and gradients by path, computed on one device: the reference for a step.
 
     ``sizes`` are the absolute values of gradients, averaged over slices. ``shaken()`` repeats the computation with
     parameters and inputs perturbed by the size of rounding.
@@ -79,7 +79,7 @@ class Reference(NamedTuple):
 
 
 class _Weights(NamedTuple):
-    """The parameters: ``base`` are trainable, ``rounded`` the same after an 8-bit gather, or None; ``rest`` are frozen.
+    """Parameters: ``base`` are trainable, ``rounded`` the same after an 8-bit gather, or None; ``rest`` are frozen.
 
     ``extra_trees`` are further trees of the step, after their gather.
     """
@@ -91,7 +91,10 @@ class _Weights(NamedTuple):
 
 
 class OneDevice:
-    """The loss of a step, its state and a batch, on the first device of the mesh."""
+    """Computes the loss of a step and its gradients without FSDP, on the first device of the mesh.
+
+    Has the state and the batch; ``rng`` of the methods is the key of the step.
+    """
 
     def __init__(
         self,
@@ -155,23 +158,23 @@ class OneDevice:
         return self._put_back([grads[path] for path in self.paths], rest=lambda leaf: None)
 
     def two_gradients(self) -> list[PyTree]:
-        """Returns gradients of 0 and gradients of 1, in the form for an optimizer."""
+        """Returns two trees for an optimizer: gradients that are all 0, and gradients that are all 1."""
         live = dict(zip(self.paths, self._inputs[0], strict=True))
         return [self.tree({path: jnp.full_like(x, value) for path, x in live.items()}) for value in (0, 1)]
 
     def slices(self, rng: PyTree, minibatches: int | None = None) -> Reference:
-        """Returns the mean over the slices, each with the key that the step uses."""
+        """Returns loss and gradients averaged over the slices, each with the key of its device and minibatch."""
         count = self.num_minibatches if minibatches is None else minibatches
         if self.needs_all_devices(rng):
             return self.on_mesh(rng, count)
         return self._run(self._mean_in_turn, (self.devices, count), rng)
 
     def on_mesh(self, rng: PyTree, minibatches: int) -> Reference:
-        """Returns the mean over the slices, computed on the mesh with unsharded weights, and differentiated by JAX."""
+        """Returns loss and gradients averaged over the slices, which run on the mesh with unsharded weights."""
         return self._run(self._mean_on_mesh, (minibatches,), rng)
 
     def whole(self, rng: PyTree, batch: PyTree = None, elsewhere: int = 0) -> Reference:
-        """Returns the loss of the full batch, or of ``batch``, at once; ``elsewhere`` seeds different parameters."""
+        """Returns loss and gradients of the full batch, or of ``batch``; ``elsewhere``: seed of other parameters."""
         return self._run(self._mean_in_turn, (1, 1), rng, batch, elsewhere)
 
     def collections_after(self, rng: PyTree, shake: bool) -> PyTree:
@@ -187,7 +190,7 @@ class OneDevice:
         return jax.jit(run)(*self._put((live, weights, batch, kept, rng), self._one))
 
     def value_fn(self, rng: PyTree) -> Callable[[PyTree], jax.Array]:
-        """Returns the full-batch loss as a function of the trainable parameters, for optimizers that evaluate it."""
+        """Returns a function from trainable parameters to the full batch's loss, for optimizers with line searches."""
         _, weights, batch, kept = self._inputs
 
         def value(params: PyTree) -> jax.Array:
@@ -205,10 +208,11 @@ class OneDevice:
         elsewhere: int = 0,
         shake: bool = False,
     ) -> Reference:
+        """Runs the function ``make(*parts)``, compiled once, on the inputs, changed as the options say."""
         live, weights, own_batch, kept = self._inputs
         batch = own_batch if batch is None else batch
         live, batch = shaken((live, batch), self.eps(rng)) if shake else (live, batch)
-        live = _moved(live, elsewhere) if elsewhere else live
+        live = _other_parameters(live, elsewhere) if elsewhere else live
         # Compile once per way to cut the batch: keys, batches and perturbed inputs are arguments.
         if (make, parts) not in self._jitted:
             self._jitted[make, parts] = jax.jit(make(*parts))
@@ -226,6 +230,7 @@ class OneDevice:
         return min(max(self.traced(rng).eps, MATMUL_EPS.get(platform, 0.0)), COARSEST_EPS)
 
     def traced(self, rng: PyTree) -> Traced:
+        """Traces the loss on the mesh, once per kind of key; returns facts read off the equations."""
         live, *rest = self._inputs
         if (key := str(jax.tree.map(jax.typeof, rng))) not in self._traced:
             jaxpr = jax.make_jaxpr(self._terms_on_mesh(1))(live, *rest, rng)
@@ -250,7 +255,7 @@ class OneDevice:
         return bool(self.traced(rng).axes)
 
     def needs_all_devices(self, rng: PyTree) -> bool:
-        """Returns whether the loss does so along an axis of the batch, so that its slices cannot run in sequence."""
+        """Returns whether the loss communicates along an axis of the batch, so that slices cannot run in sequence."""
         return bool(self.traced(rng).axes & set(self.axes))
 
     def model_axes(self, rng: PyTree) -> tuple[str, ...]:
@@ -261,7 +266,7 @@ class OneDevice:
     # ------------------------------------------------------------------------------------- one part after another
 
     def _terms(self, live: list[Any], weights: _Weights, batch: PyTree, rng: PyTree, kept: Any) -> tuple[Any, Any]:
-        """Returns sum, (weight, updated collections) of a batch; the weight of a mean is 1."""
+        """Returns (sum of losses, (weight, updated collections)) of a batch; (mean, (1, ...)) for a mean."""
         at_start = zip(self._leaves, live, weights.base, weights.rounded, strict=True)
         rest = iter(weights.rest)
         params = self._put_back([_as_gathered(*leaf) for leaf in at_start], rest=lambda leaf: next(rest))
@@ -274,7 +279,7 @@ class OneDevice:
         return jnp.asarray(loss.total, wide), (lax.stop_gradient(weight), kept)
 
     def _mean_in_turn(self, devices: int, minibatches: int) -> Callable[..., Any]:
-        """Returns a function that computes the slices in sequence, in the order (device, minibatch)."""
+        """Returns a function for loss and gradients, averaged over slices that run in sequence on one device."""
         parts = devices * minibatches
 
         def mean(live: Any, weights: _Weights, batch: PyTree, kept: Any, rng: PyTree) -> Any:
@@ -309,7 +314,7 @@ class OneDevice:
     # ------------------------------------------------------------------------------------------------- on the mesh
 
     def _terms_on_mesh(self, minibatches: int) -> Callable[..., Any]:
-        """Returns a function for the total and the weight of each device, averaged over its minibatches."""
+        """Returns a function, run on the mesh, for each device's loss sum and weight, averaged over minibatches."""
         devices, axes = self.devices, placement.spread_spec([self.axes], self.mesh)
         of_batch = self.layout.in_specs(self.batch)
         kept = self._inputs[3]
@@ -335,6 +340,7 @@ class OneDevice:
         return of_all
 
     def _mean_on_mesh(self, minibatches: int) -> Callable[..., Any]:
+        """Returns a function for loss and gradients averaged over slices that run on the mesh."""
         terms = self._terms_on_mesh(minibatches)
 
         def mean(live: Any, *rest: Any) -> Any:
@@ -375,7 +381,7 @@ def shaken(tree: PyTree, eps: float) -> PyTree:
     return jax.tree.map(off, tree)
 
 
-def _moved(live: list[Any], seed: int) -> list[Any]:
+def _other_parameters(live: list[Any], seed: int) -> list[Any]:
     """Returns other parameters of similar size; zeros become values of size 1/10."""
     rng = np.random.default_rng(seed)
 

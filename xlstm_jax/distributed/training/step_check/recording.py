@@ -44,13 +44,13 @@ class Record(NamedTuple):
     seals: tuple[Any, Any]
 
     def is_intact(self) -> bool:
-        """Returns whether the record was changed by the optimizer alone."""
+        """Returns whether only the optimizer has changed the record, not the step itself: whether seals are 1."""
         return all(float(seal) == 1 for seal in self.seals)
 
 
 @register_pytree_with_keys_class
 class Recorded:
-    """An optimizer's state with a record; attribute and item access go to the state."""
+    """State of a recording optimizer: the inner state, to which attributes and items belong, and the record."""
 
     def __init__(self, inner: PyTree, record: Record):
         self.inner, self.record = inner, record
@@ -83,7 +83,7 @@ class Recorded:
 
 
 def recorded_state(state: Any, mesh: Mesh) -> Any:
-    """Returns the state with an optimizer that records its calls."""
+    """Returns a ``TrainState`` with an optimizer that updates like the state's, and records its calls."""
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         if not isinstance(state, Recorded):  # a state initialised by the step itself

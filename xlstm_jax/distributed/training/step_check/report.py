@@ -92,7 +92,7 @@ class StepCheck:
 
 
 def _compared(what: str, update: Sequence[str]) -> str:
-    """Describes the comparisons besides gradients, and the parts that were not compared."""
+    """Returns a text on the parts of a step that were compared, besides gradients, and on parts that were not."""
     if what != "gradients":
         state = " and state" if update else ""
         return (
@@ -151,6 +151,7 @@ def _counted(leaves: Sequence[object]) -> str:
 
 
 def _cause(leaf: LeafCheck, sizes: dict[str, int], of_loss: Multiple, model_axes: tuple[str, ...]) -> str:
+    """Returns the sentence on the cause of a leaf's wrong gradient; equal causes give equal sentences."""
     # The order matters: copies that differ have no single ratio, and a leaf with a rest is not a multiple.
     multiple = Multiple.of(leaf.ratio, sizes, leaf.tolerance)
     axes = multiple.axes

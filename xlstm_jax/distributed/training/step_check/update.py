@@ -94,7 +94,7 @@ def check_update(
 
 
 class _Update:
-    """Values before and after a step, on the host."""
+    """Check of one update: parameters, optimizer state and record before and after a step, on the host."""
 
     def __init__(self, before: Any, after: Any, one: Mesh, value_fn: Callable[[PyTree], jax.Array] | None):
         self.before, self.after, self.one, self.value_fn = before, after, one, value_fn
@@ -106,6 +106,7 @@ class _Update:
         self.given = values_of(self.record.params) if int(self.record.has_params) else self.old
 
     def check(self) -> UpdateCheck:
+        """Runs the checks of this update, and returns their findings."""
         if not self.record.is_intact():
             return UpdateCheck((CHANGED_ALL,))
         if int(self.record.calls) - int(self.before.opt_state.record.calls) != 1:
@@ -267,7 +268,10 @@ class _Update:
         return UpdateCheck(tuple(findings), (), ("updates", "the optimizer's state"))
 
     def on_one_device(self) -> tuple[tuple[PyTree, PyTree], Callable[[], tuple[PyTree, PyTree]], float]:
-        """Returns updates and state from the same gradients, a function for slightly perturbed inputs, and its eps."""
+        """Runs the optimizer on one device, with the gradients of the mesh.
+
+        Returns (updates, state), a function that repeats the run with slightly perturbed inputs, and their eps.
+        """
         params = bare(self.record.params) if int(self.record.has_params) else trainable(self.before.params)
         # Structure of the state, values as recorded by the optimizer.
         given = self.record.opt_state
@@ -308,6 +312,7 @@ class _Update:
 
 
 def frozen_leaves(state: Any) -> dict[str, Any]:
+    """Returns by path the parameters that take no gradient."""
     return {path: leaf for path, leaf in trees.sharded_leaves(state.params) if not leaf.is_differentiable}
 
 
@@ -323,6 +328,7 @@ def of_frozen(before: Any, after: Any) -> Iterator[str]:
 
 
 def of_updates(got: Arrays, right: Arrays, again: Callable[[], Arrays], eps: float) -> Iterator[str]:
+    """Yields a finding if the updates ``got`` differ from ``right``, the optimizer's on one device."""
     wrong = [leaf for leaf in compared_alone(got, right, again, eps) if not leaf.is_equal]
     if wrong:
         yield (
@@ -387,7 +393,7 @@ def of_collections(
 
 
 def compared_alone(got: Arrays, right: Arrays, again: Callable[[], Arrays], eps: float) -> list[LeafCheck]:
-    """Compares leaf by leaf, each with a bound from its norm alone: both sides started from the same numbers."""
+    """Compares leaf by leaf, each with a bound from its norm alone, since both sides have the same inputs."""
     found = []
     for path, leaf in right.items():
         dtype = value_dtype(leaf)
@@ -421,7 +427,7 @@ def by_path(tree: PyTree) -> dict[str, Any]:
 
 
 def values_of(tree: PyTree) -> dict[str, np.ndarray]:
-    """Returns every leaf on the host, in double precision."""
+    """Returns the values of each leaf by path, as NumPy arrays in double precision."""
 
     def value(leaf: Any) -> np.ndarray:
         array = np.asarray(true_value(leaf))
@@ -469,7 +475,7 @@ def _leaves(paths: Sequence[str]) -> str:
 
 
 def _times(wrong: Sequence[LeafCheck]) -> str:
-    """Describes the common ratio of the wrong leaves, or their relative error if they have none."""
+    """Returns a text with the common ratio of wrong leaves or, without a common ratio, their relative error."""
     ratios = [leaf.ratio for leaf in wrong]
     if max(leaf.error for leaf in wrong) <= FITS and max(ratios) - min(ratios) <= FITS:
         return f"{ratios[0]:.3g} x these"

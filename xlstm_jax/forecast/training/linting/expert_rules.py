@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from xlstm_jax.forecast.training.dispatch import Dispatch, dispatch
 from xlstm_jax.forecast.training.linting.step import Defect, Rule, Step
-from xlstm_jax.formatting import format_bytes, format_fraction
+from xlstm_jax.formatting import format_bytes, format_fraction, format_milliseconds
 
 MIN_FRACTION = 0.05  # fraction of a step's time or traffic
 MAX_PADDING = 1.5  # ratio of sent to chosen rows; a usual capacity is below
@@ -34,7 +34,7 @@ def _imbalance(step: Step, found: Dispatch) -> Iterator[Defect]:
         yield Defect(
             where,
             f"waits for its busiest device: at {found.imbalance:.3g} times the mean of rows a step takes "
-            f"{seconds * 1e3:.3g} ms longer.",
+            f"{format_milliseconds(seconds)} longer.",
             0,
             cure,
         )

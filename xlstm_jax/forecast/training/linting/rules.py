@@ -19,10 +19,10 @@ from xlstm_jax.forecast.cost.collective_traffic import Collective, executions, s
 from xlstm_jax.forecast.hardware.links import NETWORK, NVLINK
 from xlstm_jax.forecast.hlo.op_names import FORWARD, in_shard_map
 from xlstm_jax.forecast.hlo.text import float_bytes_of
-from xlstm_jax.forecast.training.linting import product_rules, split_rules
+from xlstm_jax.forecast.training.linting import memory_rules, product_rules, split_rules
 from xlstm_jax.forecast.training.linting.expert_rules import UNEVEN_EXPERTS
 from xlstm_jax.forecast.training.linting.step import Defect, Rule, Step, shared_name, size_of
-from xlstm_jax.formatting import format_bytes, format_fraction, listed, path_pattern
+from xlstm_jax.formatting import format_bytes, format_fraction, format_milliseconds, listed, path_pattern
 from xlstm_jax.program_names import HOST_AXIS
 
 # Size of a leaf with the default min_weight_size in float32: below, a step's time hardly changes.
@@ -297,9 +297,9 @@ def exposed_collectives(step: Step) -> Iterator[Defect]:
         )
         yield Defect(
             where,
-            f"the step waits {seconds * 1e3:.3g} ms for its {kind}, whose bytes take {takes * 1e3:.3g} ms: "
-            f"{executions(members)} times in a step, {format_bytes(sent)} per device, {step.share_of_traffic(sent)} of "
-            "the step's traffic.",
+            f"the step waits {format_milliseconds(seconds)} for its {kind}, whose bytes take "
+            f"{format_milliseconds(takes)}: {executions(members)} times in a step, {format_bytes(sent)} per device, "
+            f"{step.share_of_traffic(sent)} of the step's traffic.",
             sent,
             f"{OVERLAP_OPTIONS if helps else ''}More tokens per device make the wait a smaller part of the step."
             f"{_narrower(members)}",
@@ -329,7 +329,7 @@ def small_collectives(step: Step) -> Iterator[Defect]:
         yield Defect(
             listed(axes or ("unknown axes",)).replace("'", ""),
             f"{executions(members)} collectives have more latency than transfer time, up to {latency_s * 1e6:.3g} us "
-            f"each: the step waits {seconds * 1e3:.3g} ms for the latency of {format_bytes(sent)}.",
+            f"each: the step waits {format_milliseconds(seconds)} for the latency of {format_bytes(sent)}.",
             sent,
             IN_TWO_STAGES if flat else "",
         )
@@ -415,7 +415,8 @@ def needless_offload(step: Step) -> Iterator[Defect]:
                 OPTIMIZER,
                 f"{stored} of its state are in host memory, but with them on the device the step would take "
                 f"{format_bytes(without)} of {format_bytes(available)} at most. {moved} are transferred in a step, "
-                f"which waits {host.waited_s * 1e3:.3g} of its {step.seconds * 1e3:.3g} ms for the transfers.",
+                f"which waits {format_milliseconds(host.waited_s)} of its {format_milliseconds(step.seconds)} for the "
+                "transfers.",
                 host.moved_bytes,
             )
     elif memory.resident_peak_bytes is not None:
@@ -426,7 +427,7 @@ def needless_offload(step: Step) -> Iterator[Defect]:
                 OPTIMIZER,
                 f"{stored} of its state are in host memory, but most come to the device at once: only "
                 f"{format_bytes(saved)} of device memory, {format_fraction(saved / host.stored_bytes)} of the state, "
-                f"are saved, for {moved} of transfers in a step, {host.seconds * 1e3:.3g} ms.",
+                f"are saved, for {moved} of transfers in a step, {format_milliseconds(host.seconds)}.",
                 host.stored_bytes - saved,
                 "Use an optimizer that updates leaves one by one (num_minibatches instead of optax.MultiSteps, "
                 "clipping of gradients instead of updates), and the step of make_train_step, which transfers leaves "
@@ -480,8 +481,12 @@ _TABLE = (
     Rule("repeated-product", repeated_products, WHOLE_MATRICES),
     Rule("wide-product", product_rules.wide_products,
          "Give the module dtype=jnp.bfloat16; its sums stay float32. If float32 is intended, leave this rule out."),
+    Rule("float32-model", product_rules.float32_model,
+         "Pass dtype=jnp.bfloat16 to the modules, whose parameters and sums stay float32, and "
+         "gather_dtype=jnp.bfloat16 to shard_module_params. If float32 is intended, leave this rule out."),
     Rule("held-scores", product_rules.held_scores,
          "Use a kernel: attention(q, k, v) of docs/kernels.md chooses the platform's kernel."),
+    Rule("memory-bound", memory_rules.memory_bound),
     Rule("needless-offload", needless_offload, "Leave offload out."),
 )  # fmt: skip
 RULES = {rule.name: rule for rule in _TABLE}

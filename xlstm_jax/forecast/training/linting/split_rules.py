@@ -6,7 +6,7 @@ from xlstm_jax.forecast.cost.axis_traffic import axis_traffic
 from xlstm_jax.forecast.cost.collective_traffic import ACTIVATIONS, Collective
 from xlstm_jax.forecast.hardware.links import NETWORK
 from xlstm_jax.forecast.training.linting.step import Defect, Step
-from xlstm_jax.formatting import format_axes, format_bytes
+from xlstm_jax.formatting import format_axes, format_bytes, format_milliseconds
 from xlstm_jax.program_names import UNBALANCED_SCOPE
 
 MIN_FRACTION = 0.05  # fraction of a step's time or traffic
@@ -29,7 +29,7 @@ def split_across_hosts(step: Step) -> Iterator[Defect]:
             yield Defect(
                 format_axes(traffic.axes or ()),
                 f"splits layers across hosts: {traffic.executions} collectives of activations take "
-                f"{(traffic.seconds or 0.0) * 1e3:.3g} ms of a step over the network, "
+                f"{format_milliseconds(traffic.seconds or 0.0)} of a step over the network, "
                 f"{format_bytes(traffic.wire_bytes)} per GPU.",
                 traffic.wire_bytes,
             )
@@ -45,8 +45,8 @@ def exposed_rings(step: Step) -> Iterator[Defect]:
             yield Defect(
                 format_axes(traffic.axes or ()),
                 f"has rings that are not hidden: {traffic.executions} permutes take "
-                f"{(traffic.seconds or 0.0) * 1e3:.3g} ms of a step, which waits {waited * 1e3:.3g} ms, because the "
-                "overlapped products end earlier.",
+                f"{format_milliseconds(traffic.seconds or 0.0)} of a step, which waits {format_milliseconds(waited)}, "
+                "because the overlapped products end earlier.",
                 traffic.wire_bytes,
                 "Give each device more tokens, or the axis fewer devices; pass compiler_options='auto', which hides "
                 "more on TPUs and GPUs; use context_attention with impl='ulysses', which sends less.",

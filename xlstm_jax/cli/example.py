@@ -1,14 +1,15 @@
-"""An example of a factory: the one function that the command ``xlstm-jax`` needs to see of a training.
+"""Example of a factory: the function that describes a training to the command ``xlstm-jax``.
 
-    xlstm-jax plan --factory docs.example_training:training --mesh fsdp=256
-    xlstm-jax forecast --factory docs.example_training:training --topology v5e:16x16
+    xlstm-jax plan --factory xlstm_jax.cli.example:training --mesh fsdp=256
+    xlstm-jax forecast --factory xlstm_jax.cli.example:training --topology v5e:16x16
 
-A factory returns a ``Workload``: the model, the optimizer, an abstract batch and the loss. It allocates nothing, so it
-runs on a laptop. Everything here is what your training script has already; keep it in a module that the script imports
-too, so that what is forecast is what is trained.
+A factory returns a ``Workload``: the model, the optimizer, an abstract batch and the loss. A factory allocates no
+arrays, so it runs on a laptop. Your training script has each of these parts already: keep them in a module that the
+script imports too, so that the forecast is of the training that runs. To begin with this example, copy the file.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ class Block(nn.Module):
     """Causal attention and an MLP, computed in bfloat16."""
 
     @nn.compact
-    def __call__(self, x, _=None):
+    def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
         dense = partial(nn.Dense, dtype=jnp.bfloat16, use_bias=False)
         h = nn.RMSNorm(dtype=jnp.bfloat16, name="norm_1")(x)
         qkv = dense(3 * WIDTH, name="qkv")(h).reshape(*x.shape[:-1], 3, HEADS, WIDTH // HEADS)
@@ -36,7 +37,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Tokens [b, t] to logits [b, t, vocab]. The layers are one nn.scan: one of them is compiled, not twelve."""
+    """Maps tokens [b, t] to logits [b, t, vocab]; a ``nn.scan`` compiles one layer in place of twelve."""
 
     shard_axes: tuple[str, ...]
     min_weight_size: int
@@ -44,15 +45,16 @@ class LanguageModel(nn.Module):
     keep_gathered: bool
 
     @nn.compact
-    def __call__(self, tokens):
-        options = {"min_weight_size": self.min_weight_size, "gather_dtype": jnp.bfloat16}
-        wrap = (
-            partial(shard_module_params, axis_name=self.shard_axes, **options) if self.shard_axes else lambda cls: cls
-        )
+    def __call__(self, tokens: jax.Array) -> Any:
+        def wrap(cls: Any) -> Any:
+            if not self.shard_axes:
+                return cls
+            return shard_module_params(cls, self.shard_axes, self.min_weight_size, gather_dtype=jnp.bfloat16)
+
         block = wrap(Block)  # the wrapper inside, remat and scan outside: one layer is gathered at a time
         if self.remat:
-            block = nn.remat(block, prevent_cse=False)  # keeps a layer's input alone
-        elif not self.keep_gathered:  # keeps what matrix products return; weights are gathered again to go backward
+            block = nn.remat(block, prevent_cse=False)  # keeps only the layer's input
+        elif not self.keep_gathered:  # keeps results of matrix products, and gathers weights again in backward
             policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
             block = nn.remat(block, prevent_cse=False, policy=policy)
         layers = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
@@ -62,24 +64,24 @@ class LanguageModel(nn.Module):
         return wrap(nn.Dense)(VOCAB, dtype=jnp.bfloat16, use_bias=False, name="head")(x)
 
 
-def next_token_loss(params, apply_fn, tokens, rng):
-    """The mean over this device's part of the batch, as for make_train_step."""
+def next_token_loss(params: Any, apply_fn: Any, tokens: jax.Array, rng: jax.Array) -> jax.Array:
+    """Returns the mean loss of this device's part of the batch, as ``make_train_step`` expects."""
     del rng
     logits = apply_fn({"params": params}, tokens[:, :-1]).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-# All arguments have defaults. The command passes those of these five names that a factory declares, and no other;
-# declare what your model can vary. What is declared is what `xlstm-jax fit` can search over.
+# The command passes these five arguments, as far as a factory declares them; each has a default. `xlstm-jax fit`
+# searches over the options that the factory declares.
 def training(
     *,
-    shard_axes: tuple[str, ...] = ("fsdp",),  # the mesh axes to split parameters over; (): each device keeps them all
-    min_weight_size: int = 2**18,  # leaves with fewer values stay whole
+    shard_axes: tuple[str, ...] = ("fsdp",),  # mesh axes that parameters are split over; (): replicated
+    min_weight_size: int = 2**18,  # leaves with fewer values stay replicated
     remat: bool = False,  # whether a block's activations are computed again in the backward pass
     keep_gathered: bool = True,  # whether gathered weights are kept from the forward to the backward pass
-    devices: int = 8,  # of the mesh; here one sequence for each of them
+    devices: int = 8,  # devices of the mesh; here a sequence for each device
 ) -> Workload:
-    """A decoder-only Transformer of 0.22 billion parameters with AdamW."""
+    """Returns the training of a decoder-only Transformer of 0.22 billion parameters with AdamW."""
     model = LanguageModel(shard_axes, min_weight_size, remat, keep_gathered)
     tokens = jax.ShapeDtypeStruct((devices, CONTEXT + 1), jnp.int32)  # global: the batch of all devices
     return Workload(model, optax.adamw(3e-4), tokens, next_token_loss)

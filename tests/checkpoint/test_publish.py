@@ -1,0 +1,221 @@
+"""Publications that every process writes, read by the safetensors library; and writers that are killed."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import safetensors
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.damage import same
+from tests.processes.test_processes import free_port
+from tests.support import mesh_of
+from xlstm_jax.distributed import import_safetensors
+from xlstm_jax.distributed.checkpoint import apply_publication, publish
+from xlstm_jax.distributed.checkpoint.publication import files, writers
+
+ROOT = Path(__file__).parents[2]
+INDEX = "model.safetensors.index.json"
+
+
+def started(mode, folder, count, argument=0):
+    port = str(free_port())
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.publish_process", mode, folder, str(rank), str(count), port, str(argument)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+
+
+def results(mode, folder, count, argument=0):
+    processes = started(mode, folder, count, argument)
+    done = [process.communicate(timeout=180) for process in processes]
+    assert [process.returncode for process in processes] == [0] * count, "\n".join(err[-3000:] for _, err in done)
+    return [json.loads(output.splitlines()[-1]) for output, _ in done]
+
+
+def followed(folder):
+    """Reads a publication as other libraries do: by the index, with the library's reader."""
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    found = {}
+    for file in set(weight_map.values()):
+        for name, tensor in safetensors.deserialize((folder / file).read_bytes()):
+            assert weight_map[name] == file
+            found[name] = (tensor["dtype"], tensor["shape"], bytes(tensor["data"]))
+    assert found.keys() == weight_map.keys()
+    return found
+
+
+def as_written(tensors):
+    codes = {"float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16", "int32": "I32"}
+    return {name: (codes[str(x.dtype)], list(x.shape), x.tobytes()) for name, x in tensors.items()}
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    """What the processes publish, by version; asked of a process, because the module reads its arguments."""
+    code = (
+        "import sys, pickle; sys.argv += ['', '.', '0', '1', '0']; from tests import publish_process as p; "
+        "sys.stdout.buffer.write(pickle.dumps([p.tensors_of(1), p.tensors_of(2)]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True, timeout=120)
+    first, second = pickle.loads(done.stdout)
+    assert not same(first, second)  # guard
+    return {1: as_written(first), 2: as_written(second)}
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_every_process_writes_its_part_and_receives_no_other(count, tmp_path, wanted):
+    processes = results("versions", tmp_path, count)
+    assert [process["versions"] for process in processes] == [[1, 2, 3]] * count
+    assert followed(tmp_path) == wanted[2]
+    deltas = [path.name for path in tmp_path.iterdir() if path.suffix == ".delta"]
+    assert sorted(deltas) == [f"model-00000003-{rank:05}-00000.delta" for rank in range(count)]
+    assert as_written(apply_publication({}, tmp_path).arrays) == wanted[1]
+    weight_map = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    received = [sorted(set(process["received"])) for process in processes]
+    written = [sorted(n for n, f in weight_map.items() if f.split("-")[2] == f"{rank:05}") for rank in range(count)]
+    assert received == written
+    assert all(len(process["received"]) == 2 * len(set(process["received"])) for process in processes)
+    loads = [sum(len(wanted[2][name][2]) for name in names) for names in written]
+    largest = max(len(data) for _, _, data in wanted[2].values())
+    assert sum(loads) == sum(len(data) for _, _, data in wanted[2].values())
+    assert max(loads) - min(loads) <= largest
+    for process in processes:
+        assert process["collectives"] == (["all-to-all"] if count > 1 else [])
+        assert bool(process["sent"]) == (count > 1)
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_after_a_kill_between_files_the_version_before_is_read_and_the_next_run_goes_on(at, tmp_path, wanted):
+    processes = started("killed", tmp_path, 2, at)
+    try:
+        assert processes[1].wait(timeout=120) == -9
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert len([path for path in tmp_path.iterdir() if "-00000002-00001-" in path.name]) == at  # guard
+    assert followed(tmp_path) == wanted[1]
+    assert results("versions", tmp_path, 2)[0]["versions"] == [2, 3, 4]
+    assert followed(tmp_path) == wanted[2]
+
+
+def killed_at(monkeypatch, module, name, number):
+    """Raises in place of call ``number`` of ``module.name``: the files are then those that a kill leaves."""
+    calls, real = [], getattr(module, name)
+
+    def replaced(*arguments):
+        calls.append(arguments)
+        if len(calls) > number:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(module, name, replaced)
+    return calls
+
+
+@pytest.mark.parametrize("operation", ["replace", "fsync"])
+def test_a_publication_that_ends_anywhere_leaves_the_version_before(operation, tmp_path, monkeypatch):
+    first, second = [{name: np.full(10, i + len(name), np.float32) for name in ("a", "bb", "ccc")} for i in range(2)]
+    publish(first, tmp_path, max_file_bytes=40)
+    for number in range(20):
+        with monkeypatch.context() as patched:
+            killed_at(patched, files.os, operation, number)
+            try:
+                publish(second, tmp_path, max_file_bytes=40)
+            except KeyboardInterrupt:
+                # The last fsync is that of the folder, after the index has its name.
+                want = second if (operation, number) == ("fsync", 5) else first
+                assert same(import_safetensors(tmp_path, first), want)
+                continue
+        break
+    assert number == {"replace": 4, "fsync": 6}[operation]
+    assert same(import_safetensors(tmp_path, first), second)
+
+
+def test_files_are_on_disk_before_the_index_has_its_name(tmp_path, monkeypatch):
+    events, fsync, replace = [], os.fsync, os.replace
+
+    def noted_fsync(opened):
+        events.append(os.readlink(f"/proc/self/fd/{opened}"))
+        fsync(opened)
+
+    def noted_replace(old, new):
+        events.append(f"-> {new}")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    publish({"a": np.ones(10), "b": np.ones(10)}, tmp_path, max_file_bytes=80)
+    names = [event.replace(f"{tmp_path}", "").replace("model-00000001-00000-0000", "") for event in events]
+    assert names == [
+        *["/.0.safetensors.tmp", "-> /0.safetensors", "/.1.safetensors.tmp", "-> /1.safetensors"],
+        *[f"/.{INDEX}.tmp", "", f"-> /{INDEX}", ""],
+    ]
+
+
+def test_the_version_before_stays_for_its_readers_and_older_ones_go(tmp_path):
+    like = {"w": np.zeros(3)}
+    for version in range(1, 5):
+        (tmp_path / f".model-{version:08}-00007-00000.safetensors.tmp").write_bytes(b"of a killed writer")
+        assert publish({"w": np.full(3, float(version))}, tmp_path) == version
+        assert import_safetensors(tmp_path, like)["w"][0] == version
+        there = {int(path.name.strip(".").split("-")[1]) for path in tmp_path.glob("*model-*")}
+        assert there == {max(1, version - 1), version}
+
+
+def test_a_host_has_one_file_and_the_tensors_of_a_round_in_memory(tmp_path):
+    """64 leaves of 4 MB, in files of 32 MB; NumPy reports what it allocates."""
+    for process in results("measure", tmp_path, 2, 256):
+        assert process["written MB"] == 134
+        assert 32 <= process["publish"]["MB of arrays"] <= 32 + 3 * 4.3, process
+
+
+def test_the_largest_tensors_are_assigned_first():
+    rng = np.random.default_rng(0)
+    sizes = {f"w{i}": int(size) for i, size in enumerate(rng.pareto(1, 500) * 1000)}
+    for count in (1, 3, 8):
+        found = writers.assigned(sizes, count)
+        assert sorted(name for names in found for name in names) == sorted(sizes)
+        loads = [sum(sizes[name] for name in names) for names in found]
+        assert max(loads) <= max(sum(sizes.values()) / count * 4 / 3, max(sizes.values()))
+        assert all(sorted(names, key=lambda n: -sizes[n]) == names for names in found)
+
+
+@pytest.mark.parametrize("spec", [P("fsdp"), P(None, "fsdp"), P()], ids=str)
+def test_one_process_on_several_devices(spec, tmp_path):
+    values = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
+    params = {"w": jax.device_put(values, NamedSharding(mesh_of(2, 4), spec))}
+    publish(params, tmp_path)
+    assert same(import_safetensors(tmp_path, params), {"w": values})
+
+
+def test_a_folder_with_a_single_file_is_refused(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(FileExistsError, match=r"model\.safetensors exists, and readers would take it"):
+        publish({"w": np.ones(2)}, tmp_path)
+
+
+def test_a_damaged_index_is_refused(tmp_path):
+    publish({"w": np.ones(2)}, tmp_path)
+    index = tmp_path / INDEX
+    content = index.read_text()
+    for changed in (content.replace('"version": 1', '"version": 7'), content[:-3], "{}", "[]"):
+        index.write_text(changed)
+        with pytest.raises(ValueError, match=r"index.json is damaged, or no index that `publish` wrote"):
+            publish({"w": np.ones(2)}, tmp_path)
+    index.write_text(content)
+    assert publish({"w": np.ones(2)}, tmp_path) == 2

@@ -1,0 +1,175 @@
+"""A process that publishes weights: ``python -m tests.publish_process MODE FOLDER RANK COUNT PORT [ARGUMENT]``.
+
+versions  publishes two versions of leaves of every kind and a delta, and prints what was received here
+killed    publishes a version; then a second one, while process 1 is killed at its write number ARGUMENT
+measure   publishes and exports ARGUMENT MB, and prints seconds and the peak of host memory above the parameters
+"""
+
+import json
+import os
+import re
+import resource
+import signal
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from xlstm_jax.distributed import DeviceMeshManager, export_safetensors, initialize_distributed, simulate_cpu_devices
+from xlstm_jax.distributed.checkpoint import Stored, publish
+from xlstm_jax.distributed.checkpoint.publication import publish as publishing
+from xlstm_jax.distributed.checkpoint.publication import writers
+
+MODE, FOLDER, RANK, COUNT, PORT = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
+ARGUMENT = int(sys.argv[6]) if len(sys.argv) > 6 else 0
+DISK_BYTES_PER_S = 20e6  # of each process, in "measure"
+
+NAMES = {
+    r"blocks/(\w+)": Stored(r"model.layers.{layer}.\1.weight", "i o -> o i"),
+    r"(.+)": r"\1",
+}
+# By path: shape, dtype, and the axes of each dim; None for a NumPy array, "own" for one on a device of the process.
+LEAVES = {
+    "rows": ((64, 6), "float32", P(("dp", "fsdp"))),
+    "columns": ((6, 64), "bfloat16", P(None, ("dp", "fsdp"))),
+    "both": ((8, 16), "float16", P("dp", "fsdp")),
+    "copied": ((16, 3), "float32", P("fsdp")),
+    "replicated": ((5,), "int32", P()),
+    "scalar": ((), "float32", P()),
+    "empty": ((0, 4), "float32", P()),
+    "numpy": ((7,), "float64", None),
+    "own": ((7,), "float32", "own"),
+    "blocks/up": ((3, 8, 32), "bfloat16", P(None, None, ("dp", "fsdp"))),
+    "blocks/down": ((8, 16, 3), "float32", P(("dp", "fsdp"))),
+}
+
+
+def values_of(seed):
+    """The leaves as NumPy arrays, by path."""
+    rng = np.random.default_rng(seed)
+    return {
+        path: np.asarray(100 * rng.normal(size=shape)).astype(jnp.dtype(dtype))
+        for path, (shape, dtype, _) in LEAVES.items()
+    }
+
+
+def tensors_of(seed):
+    """The tensors that a reader must find."""
+    tensors = values_of(seed)
+    for name in ("up", "down"):
+        for layer, values in enumerate(tensors.pop(f"blocks/{name}")):
+            tensors[f"model.layers.{layer}.{name}.weight"] = values.T
+    return tensors
+
+
+def put(values, spec, mesh):
+    if spec is None:
+        return values
+    if spec == "own":
+        return jax.device_put(values, jax.local_devices()[0])
+    return jax.make_array_from_callback(values.shape, NamedSharding(mesh, spec), lambda index: values[index])
+
+
+def params_of(seed, mesh):
+    tree = {}
+    for path, values in values_of(seed).items():
+        *folders, name = path.split("/")
+        place = tree
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        place[name] = put(values, LEAVES[path][2], mesh)
+    return tree
+
+
+def versions(mesh):
+    received, sent, received_in_rounds, all_to_all = [], [], publishing.received_in_rounds, writers._all_to_all
+
+    def noted(sources):
+        for name, array in received_in_rounds(sources):
+            received.append(name)
+            yield name, array
+
+    def noted_all_to_all(parts, longest):
+        sent.append(longest)
+        return all_to_all(parts, longest)
+
+    publishing.received_in_rounds, writers._all_to_all = noted, noted_all_to_all
+    numbers = [publish(params_of(seed, mesh), FOLDER, names=NAMES, max_file_bytes=500) for seed in (1, 2)]
+    received_full = list(received)
+    numbers.append(publish(params_of(1, mesh), FOLDER, names=NAMES, since=numbers[-1]))
+    of_processes = writers._mesh_of_processes()
+    by_sender = NamedSharding(of_processes, P(None, "process", "device"))
+    rows = jax.ShapeDtypeStruct((COUNT, COUNT, 4 // COUNT, 8), np.uint8, sharding=by_sender)
+    text = writers._to_writers(of_processes).lower(rows).compile().as_text()
+    collectives = re.findall(r"\b(all-\w+-?\w*|collective-\w+)\(", text)
+    return {"versions": numbers, "received": received_full, "sent": sent, "collectives": collectives}
+
+
+def killed(mesh):
+    publish(params_of(1, mesh), FOLDER, names=NAMES, max_file_bytes=500)
+    write, count = publishing.write_tensors, 0
+
+    def killed_at(*arguments):
+        nonlocal count
+        if RANK == 1 and count == ARGUMENT:
+            os.kill(os.getpid(), signal.SIGKILL)
+        count += 1
+        return write(*arguments)
+
+    publishing.write_tensors = killed_at
+    print("first", flush=True)
+    publish(params_of(2, mesh), FOLDER, names=NAMES, max_file_bytes=500)
+
+
+def measure(mesh):
+    """Leaves of 4 MB each, and files of 32 MB. Each process has a disk of 20 MB/s, by waiting after each write."""
+    count = ARGUMENT // 4
+    split = NamedSharding(mesh, P(("dp", "fsdp")))
+    make = jax.jit(lambda i: jnp.full((1024, 1024), i, jnp.float32), out_shardings=split)
+    params = {f"w{i:04}": make(i) for i in range(count)}
+    jax.block_until_ready(params)
+    publish({"warm": params["w0000"]}, FOLDER / "warm")
+    write = publishing.write_tensors
+
+    def as_on_a_slow_disk(path, tensors, digests):
+        begun = time.monotonic()
+        sha256 = write(path, tensors, digests)
+        time.sleep(max(0, sum(x.nbytes for x in tensors.values()) / DISK_BYTES_PER_S - (time.monotonic() - begun)))
+        return sha256
+
+    publishing.write_tensors = as_on_a_slow_disk
+    return {
+        "publish": measured(lambda: publish(params, FOLDER / "published", max_file_bytes=32_000_000)),
+        "written MB": sum(f.stat().st_size for f in (FOLDER / "published").glob(f"*-{RANK:05}-*")) // 10**6,
+        "export": measured(lambda: export_safetensors(params, FOLDER / "exported", max_file_bytes=32_000_000)),
+    }
+
+
+def measured(work):
+    tracemalloc.start()
+    before, begun = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
+    work()
+    seconds, after = time.monotonic() - begun, resource.getrusage(resource.RUSAGE_SELF)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    rss = (after.ru_maxrss - before.ru_maxrss) / 1024
+    return {"s": round(seconds, 1), "cpu s": round(cpu, 2), "MB of arrays": peak // 10**6, "MB of process": round(rss)}
+
+
+def main():
+    simulate_cpu_devices(4 // COUNT)
+    if COUNT > 1:
+        initialize_distributed(f"127.0.0.1:{PORT}", COUNT, RANK)
+    mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 2})
+    print(json.dumps({"versions": versions, "killed": killed, "measure": measure}[MODE](mesh)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

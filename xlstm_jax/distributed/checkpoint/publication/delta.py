@@ -1,0 +1,89 @@
+"""Entries of a tensor that differ from the version before, as tensors of a safetensors file.
+
+  before    1.0  2.0  3.0  4.0  5.0  6.0
+  after     1.0  2.5  3.0  4.0  5.0  6.5
+
+  gaps:W    1, 3         unchanged entries before each changed one, in 8, 16 or 32 bits
+  values:W  2.5, 6.5     their bits, as unsigned integers
+
+A step changes few entries of weights in bfloat16, and the entries lie scattered: of blocks of 64 entries, of which 2 %
+change, three in four contain a changed entry. So the block is a single entry. A gap that is larger than its integers is
+split by unchanged entries. A tensor whose delta would be larger than the tensor is stored unchanged, as ``tensor:W``.
+
+Bits are compared, not values: 0.0 and -0.0 differ, and a NaN equals itself.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+GAPS, VALUES, WHOLE = "gaps:", "values:", "tensor:"
+_GAP_BYTES = (1, 2, 4)
+
+
+def encoded(name: str, before: np.ndarray | None, after: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns the tensors of a delta from ``before`` to ``after``; none if they are equal in every bit.
+
+    Args:
+      name: of the tensor.
+      before: of the shape and dtype of ``after``; None if the version before has no such tensor.
+
+    >>> encoded("w", np.zeros(100), np.eye(1, 100, 7)[0])["gaps:w"].tolist()
+    [7]
+    """
+    if before is None:
+        return {WHOLE + name: after}
+    old, new = _bits(before), _bits(after)
+    differs = old != new
+    count = int(np.count_nonzero(differs))
+    if not count:
+        return {}
+    # At least a byte of gap for each: checked first, since the positions of many entries would need much memory.
+    if count * (1 + new.itemsize) >= new.nbytes:
+        return {WHOLE + name: after}
+    gaps = np.diff(np.flatnonzero(differs), prepend=-1) - 1
+    sizes = {width: (count + int(np.sum(gaps >> (8 * width)))) * (width + new.itemsize) for width in _GAP_BYTES}
+    width = min(sizes, key=lambda width: sizes[width])
+    if sizes[width] >= new.nbytes:
+        return {WHOLE + name: after}
+    stored = _split(gaps, width)
+    return {GAPS + name: stored, VALUES + name: new[_positions(stored)]}
+
+
+def applied(name: str, delta: Mapping[str, np.ndarray], before: np.ndarray | None) -> np.ndarray | None:
+    """Returns the tensor after a delta, a new array; ``before`` itself if the delta does not change the tensor.
+
+    Returns None if the delta does not fit ``before``, of which None stands for no tensor.
+    """
+    if WHOLE + name in delta:
+        return np.array(delta[WHOLE + name])
+    if GAPS + name not in delta:
+        return before
+    gaps, values = delta[GAPS + name], delta.get(VALUES + name)
+    if before is None or values is None or values.shape != gaps.shape:
+        return None
+    after = np.array(before, order="C")  # the flat view below must be of the same memory
+    bits = _bits(after)
+    positions = _positions(gaps)
+    if values.dtype != bits.dtype or (gaps.size and positions[-1] >= bits.size):
+        return None
+    bits[positions] = values
+    return after
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    """Returns a flat view of the entries as unsigned integers."""
+    return array.reshape(-1).view(f"uint{8 * array.dtype.itemsize}")
+
+
+def _split(gaps: np.ndarray, width: int) -> np.ndarray:
+    """Splits gaps into gaps of ``width`` bytes: 600 becomes 255, 255, 88, with unchanged entries at the first two."""
+    reach = 1 << (8 * width)  # entries from one of the unchanged entries to the next
+    extra = gaps // reach
+    stored = np.full(gaps.size + int(extra.sum()), reach - 1, f"uint{8 * width}")
+    stored[np.cumsum(extra + 1) - 1] = gaps % reach
+    return stored
+
+
+def _positions(gaps: np.ndarray) -> np.ndarray:
+    return np.cumsum(gaps.astype(np.int64) + 1) - 1

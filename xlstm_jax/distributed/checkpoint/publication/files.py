@@ -1,0 +1,204 @@
+"""Files of a publication, in a folder that all processes share.
+
+  model.safetensors.index.json                  index of the newest full version, as readers of Hugging Face's files
+                                                expect it: "weight_map" has the file of each tensor
+  model-00000003-00001-00000.safetensors        first file of process 1 of version 3
+  model-00000004.delta.json                     index of version 4, a delta
+  model-00000004-00001-00000.delta              what changed of the tensors of process 1, a safetensors file by content
+
+No file name is used for two versions, and an index is renamed to its name after all of its files are on disk. So a
+reader that follows an index finds all of the files of this version, or, where a version has been deleted, an error.
+
+Damage is found by a chain of SHA-256 digests: the index has its own digest and those of the headers of its files; the
+metadata of each header has the digests of tensors. Every index, of a delta too, leads to the digests of all tensors.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from xlstm_jax.distributed.checkpoint.backend import Json
+from xlstm_jax.distributed.checkpoint.safetensors_io import (
+    DEFAULT_NAME,
+    MAX_JSON_BYTES,
+    Header,
+    index_file_of,
+    open_regular,
+    parse_json,
+    read_header,
+)
+from xlstm_jax.formatting import how_to_install
+
+DIGESTS = "digests"  # in the metadata of a file: JSON, digest by tensor name
+_DELTA_INDEX = re.compile(r"model-(\d{8,})\.delta\.json")
+_FILE = re.compile(r"\.?model-(\d{8,})(?:-\d{5,}-\d{5,})?\.(?:safetensors|delta|delta\.json)(?:\.tmp)?")
+_BLOCK_BYTES = 1 << 24
+
+
+class Index(NamedTuple):
+    """Index of a version.
+
+    Attributes:
+      version: number of the version.
+      since: the version that a delta applies to; None for a full version.
+      files: SHA-256 of the header of each file, by file name.
+      weight_map: file name of each tensor of a full version.
+      total_size: bytes of all tensors.
+    """
+
+    version: int
+    since: int | None
+    files: dict[str, str]
+    weight_map: dict[str, str]
+    total_size: int
+
+
+def file_name(version: int, process: int, number: int, delta: bool) -> str:
+    return f"model-{version:08}-{process:05}-{number:05}.{'delta' if delta else 'safetensors'}"
+
+
+def index_file(directory: Path, index_version: int | None) -> Path:
+    """Returns the path of the index of a delta; with None, of the index of the full version."""
+    if index_version is None:
+        return index_file_of(directory / DEFAULT_NAME)
+    return directory / f"model-{index_version:08}.delta.json"
+
+
+def digest_of(array: np.ndarray) -> str:
+    """Returns the SHA-256 of dtype, shape and bytes of an array."""
+    found = hashlib.sha256(f"{array.dtype.name} {array.shape}".encode())
+    # Memory beyond the array: a block.
+    bits = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    for start in range(0, bits.size, _BLOCK_BYTES):
+        found.update(bits[start : start + _BLOCK_BYTES])
+    return found.hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], digests: Mapping[str, str]) -> str:
+    """Writes a safetensors file, atomically; returns the SHA-256 of its header."""
+    try:
+        from safetensors.numpy import save_file
+    except ImportError as error:
+        raise ImportError(f"publications are written with safetensors: {how_to_install('publish')}.") from error
+    hidden = _hidden(path)
+    save_file(dict(tensors), hidden, metadata={"format": "pt", DIGESTS: json.dumps(digests)})
+    _sync(hidden)
+    sha256 = read_header(hidden).sha256
+    os.replace(hidden, path)
+    return sha256
+
+
+def write_index(directory: Path, index: Index) -> None:
+    """Writes an index, atomically: then, and not before, the version is published."""
+    metadata: Json = {"total_size": index.total_size, "version": index.version, "files": index.files}
+    content: Json = {"metadata": metadata}
+    if index.since is None:
+        content["weight_map"] = index.weight_map
+    else:
+        metadata["since"] = index.since
+    metadata["sha256"] = _sha256_of_index(content)
+    path = index_file(directory, None if index.since is None else index.version)
+    _hidden(path).write_text(json.dumps(content, indent=2, sort_keys=True))
+    _sync(_hidden(path))
+    # The names of the files must be on disk before the name of the index.
+    _sync(directory)
+    os.replace(_hidden(path), path)
+    _sync(directory)
+
+
+def delete_before(directory: Path, version: int) -> None:
+    """Deletes the files of the versions before ``version``, and what killed writers have left of these versions."""
+    for path in directory.iterdir():
+        if (match := _FILE.fullmatch(path.name)) and int(match[1]) < version:
+            path.unlink(missing_ok=True)
+
+
+def _hidden(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")
+
+
+def _sync(path: Path) -> None:
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def _sha256_of_index(content: Json) -> str:
+    metadata = {key: value for key, value in content["metadata"].items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content | {"metadata": metadata}, sort_keys=True).encode()).hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def read_indices(directory: Path) -> dict[int, Index]:
+    """Returns the indices of the newest full version and of the deltas after it, by version; none if there is none.
+
+    Raises:
+      ValueError: an index is damaged, or is that of files which ``publish`` did not write.
+    """
+    full = index_file(directory, None)
+    if not full.exists():
+        return {}
+    # Deltas are listed first: if a full version comes between, it is newer, and the deltas are not needed.
+    names = [path.name for path in directory.iterdir()]
+    indices = [_read_index(full)]
+    versions = sorted(int(match[1]) for name in names if (match := _DELTA_INDEX.fullmatch(name)))
+    for version in versions:
+        if version > indices[0].version:
+            with suppress(FileNotFoundError):  # deleted meanwhile, as a newer full version was published
+                indices.append(_read_index(index_file(directory, version)))
+    return {index.version: index for index in indices}
+
+
+def _read_index(path: Path) -> Index:
+    with open_regular(path) as file:
+        text = file.read(MAX_JSON_BYTES)
+    index: Index | None
+    try:
+        content = parse_json(text)
+        metadata = content["metadata"]
+        found = Index(
+            metadata["version"],
+            metadata.get("since"),
+            metadata["files"],
+            content.get("weight_map", {}),
+            metadata["total_size"],
+        )
+        in_this_folder = all(Path(name).name == name for name in found.files)
+        ends = found.since is None or found.since < found.version
+        index = found if metadata["sha256"] == _sha256_of_index(content) and in_this_folder and ends else None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        index = None
+    if index is None:
+        raise ValueError(f"{path} is damaged, or no index that `publish` wrote. Publish a full version again.")
+    return index
+
+
+def read_files(directory: Path, index: Index) -> tuple[dict[str, Header], dict[str, str]]:
+    """Returns the headers of the files of a version, by file name, and the digests of all tensors.
+
+    Raises:
+      FileNotFoundError: a file has been deleted.
+      ValueError: a header is damaged.
+    """
+    headers: dict[str, Header] = {}
+    digests: dict[str, str] = {}
+    for name, sha256 in index.files.items():
+        headers[name] = header = read_header(directory / name)
+        if header.sha256 != sha256:
+            raise ValueError(f"{directory / name} is damaged: its header is not that of version {index.version}.")
+        digests |= json.loads(header.metadata[DIGESTS])
+    return headers, digests

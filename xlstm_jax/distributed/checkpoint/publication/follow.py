@@ -1,0 +1,196 @@
+"""Follows the versions of a publication: reads the files of a version, and what later ones changed.
+
+indices         full 3 <- delta 4 <- delta 5 <- delta 6        each names the version that it applies to
+arrays of 4     their digests are those of version 4: 5 and 6 are applied, and the result must have the digests of 6
+arrays of 2     refused: 3, 4 or 5 are needed
+no arrays       3 is read, then 4, 5 and 6 are applied
+"""
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from xlstm_jax.distributed.checkpoint.publication.delta import GAPS, VALUES, WHOLE, applied
+from xlstm_jax.distributed.checkpoint.publication.files import Index, digest_of, index_file, read_files, read_indices
+from xlstm_jax.distributed.checkpoint.safetensors_io import StoredTensor
+from xlstm_jax.formatting import joined, listed
+
+
+class Published(NamedTuple):
+    """Tensors of a version.
+
+    Attributes:
+      version: number of the version.
+      arrays: tensors by name.
+
+    >>> Published(3, {"w": np.zeros(1)}).version
+    3
+    """
+
+    version: int
+    arrays: dict[str, np.ndarray]
+
+
+class VersionNeededError(ValueError):
+    """The error of ``apply_publication`` for arrays to which the newest version cannot be applied.
+
+    Attributes:
+      needed: the version that the newest one applies to.
+
+    >>> VersionNeededError("version 4 applies to version 3", 3).needed
+    3
+    """
+
+    def __init__(self, message: str, needed: int) -> None:
+        super().__init__(message)
+        self.needed = needed
+
+
+def latest_version(directory: str | os.PathLike[str]) -> int:
+    """Returns the number of the newest version in a folder that ``publish`` writes; 0 if there is none.
+
+    >>> latest_version("no_such_folder")
+    0
+    """
+    return max(read_indices(Path(directory)), default=0)
+
+
+def apply_publication(arrays: Mapping[str, np.ndarray], directory: str | os.PathLike[str]) -> Published:
+    """Brings arrays to the newest version in a folder that ``publish`` writes; or reads the newest version.
+
+    What is read is checked before it is returned, and the arrays that are passed are not changed: after an error they
+    are still those of their version.
+
+    Args:
+      arrays: tensors by name, as an earlier call has returned them; or {} to read all of them.
+      directory: the folder.
+    Returns:
+      the number of the version, and its arrays. Arrays that have not changed are those that were passed.
+    Raises:
+      VersionNeededError: the newest version is a delta, and the arrays are of none of the versions that it builds on.
+        Names these versions. Start with {} again.
+      ValueError: a file is damaged; names the file.
+      FileNotFoundError: no version is published; or a file is missing.
+
+    >>> apply_publication({}, "no_such_folder")
+    Traceback (most recent call last):
+    FileNotFoundError: no version is published in no_such_folder.
+    """
+    directory = Path(directory)
+    indices = read_indices(directory)
+    if not indices:
+        raise FileNotFoundError(f"no version is published in {directory}.")
+    newest = max(indices)
+    with suppress(FileNotFoundError):
+        return Published(newest, Chain(directory, indices, newest).arrays_from(arrays))
+    # A file is missing: the trainer has published meanwhile, and has deleted the files of this version; or it is lost.
+    if latest_version(directory) != newest:
+        return apply_publication(arrays, directory)
+    return Published(newest, Chain(directory, indices, newest).arrays_from(arrays))
+
+
+class _Step(NamedTuple):
+    """A version of a chain: its index, the digests of all tensors, and the tensors in its files."""
+
+    in_index: Index
+    digests: dict[str, str]
+    stored: dict[str, StoredTensor]
+
+    def values(self, name: str) -> np.ndarray:
+        tensor = self.stored[name]
+        return tensor.values().view(tensor.dtype)
+
+    def delta_of(self, name: str) -> dict[str, np.ndarray]:
+        return {key: self.values(key) for kind in (GAPS, VALUES, WHOLE) if (key := kind + name) in self.stored}
+
+
+class Chain:
+    """Versions that lead from a full version to a newer one.
+
+    Args:
+      directory: the folder of the publication.
+      indices: of the versions in the folder.
+      version: the newest version of the chain.
+    """
+
+    def __init__(self, directory: Path, indices: Mapping[int, Index], version: int) -> None:
+        self._directory = directory
+        self._steps: list[_Step] = []
+        since: int | None = version
+        while since is not None:
+            if since not in indices:
+                raise FileNotFoundError(
+                    f"{index_file(directory, since)} is missing, on which version {version} builds. Publish a full "
+                    "version."
+                )
+            headers, digests = read_files(directory, indices[since])
+            stored = {name: tensor for header in headers.values() for name, tensor in header.tensors.items()}
+            self._steps.insert(0, _Step(indices[since], digests, stored))
+            since = indices[since].since
+
+    @property
+    def version(self) -> int:
+        return self._steps[-1].in_index.version
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Digests of the tensors of the newest version of the chain."""
+        return self._steps[-1].digests
+
+    def array(self, name: str) -> np.ndarray:
+        """Returns a tensor of the newest version of the chain.
+
+        Raises:
+          ValueError: the tensor in the files has another digest.
+        """
+        return self._checked(name, self._from(0, name, None))
+
+    def arrays_from(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Returns all tensors of the newest version of the chain, from those of an older one or from nothing."""
+        arrays = {name: np.asarray(array) for name, array in arrays.items()}
+        digests = {name: digest_of(array) for name, array in arrays.items()}
+        start = self._steps_in(digests)
+        result = {}
+        for name, digest in self.digests.items():
+            array = self._from(start, name, arrays.get(name))
+            same = array is arrays.get(name) and digests.get(name) == digest
+            result[name] = arrays[name] if same else self._checked(name, array)
+        return result
+
+    def _steps_in(self, digests: Mapping[str, str]) -> int:
+        """Returns how many versions of the chain are contained in arrays with these digests."""
+        for position in reversed(range(len(self._steps))):
+            if digests == self._steps[position].digests:
+                return position + 1
+        # A full version needs no other one.
+        if not digests or len(self._steps) == 1:
+            return 0
+        needed = [step.in_index.version for step in self._steps[:-1]]
+        raise VersionNeededError(
+            f"version {self.version} in {self._directory} applies to version {needed[-1]}, and the arrays are of no "
+            f"version that leads to it: {joined(list(map(str, needed)), 'or')}. Pass the arrays of one of these, or "
+            "{} to read all of them.",
+            needed[-1],
+        )
+
+    def _from(self, start: int, name: str, array: np.ndarray | None) -> np.ndarray | None:
+        for step in self._steps[start:]:
+            if step.in_index.since is None:
+                array = np.array(step.values(name)) if name in step.stored else None
+            else:
+                array = applied(name, step.delta_of(name), array)
+        return array
+
+    def _checked(self, name: str, array: np.ndarray | None) -> np.ndarray:
+        if array is None or digest_of(array) != self.digests[name]:
+            keys = [name, *[kind + name for kind in (GAPS, VALUES, WHOLE)]]
+            files = {step.stored[key].file.name for step in self._steps for key in keys if key in step.stored}
+            raise ValueError(
+                f"'{name}' of version {self.version} in {self._directory} is damaged, in {listed(sorted(files))}. "
+                "Publish a full version again."
+            )
+        return array

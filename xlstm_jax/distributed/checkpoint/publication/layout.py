@@ -1,0 +1,250 @@
+"""Layouts in which a reader's tensor consists of several tensors of the model: joined, stacked, or repeated.
+
+  Joined     q [a, d], k [b, d], v [b, d]     <->  qkv [a + b + b, d]
+  Stacked    experts.0 [f, d], experts.1 ...  <->  experts [e, f, d]
+  Repeated   embed [v, d]                     <->  embed [v, d], lm_head [v, d]
+
+A layout is a sequence of such rules, applied one after the other to the tensors that a map of names gives (names,
+layers apart, transposed dims: ``Stored``). It is applied to shapes first, which results in a tree for each tensor of
+the reader; both directions follow the trees, so that each is the inverse of the other.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from jax.typing import DTypeLike
+
+from xlstm_jax.distributed.checkpoint.tensor_names import compiled
+from xlstm_jax.formatting import listed
+
+
+class Tensor(NamedTuple):
+    """Tensor of the reader: a tensor ``name`` of the model, or ``parts`` along ``dim``, an existing or a new one."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    name: str = ""
+    parts: tuple["Tensor", ...] = ()
+    dim: int = 0
+    is_new_dim: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def sources(self) -> Iterator[str]:
+        """Yields the names of the model's tensors, in the order in which ``assembled`` takes them."""
+        if not self.parts:
+            yield self.name
+        for part in self.parts:
+            yield from part.sources()
+
+    def assembled(self, arrays: Iterator[np.ndarray]) -> np.ndarray:
+        """Builds the tensor from the model's tensors."""
+        if not self.parts:
+            return next(arrays)
+        parts = [part.assembled(arrays) for part in self.parts]
+        return np.stack(parts, self.dim) if self.is_new_dim else np.concatenate(parts, self.dim)
+
+    def taken_apart(self, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields the model's tensors, as views."""
+        if not self.parts:
+            yield self.name, array
+        start = 0
+        for part in self.parts:
+            size = 1 if self.is_new_dim else part.shape[self.dim]
+            view = array[(slice(None),) * self.dim + (slice(start, start + size),)]
+            yield from part.taken_apart(view.reshape(part.shape) if self.is_new_dim else view)
+            start += size
+
+
+class LayoutRule(Protocol):
+    """Rule of a layout."""
+
+    def applied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the tensors after the rule, by name."""
+        ...
+
+
+Layout = Sequence[LayoutRule]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Tensors side by side along a dim of one tensor.
+
+    Attributes:
+      parts: a pattern of the name of the first part, and the names of the others, which may contain its groups.
+      name: the name of the joined tensor, which may contain groups, too.
+      dim: the dim along which the parts lie.
+
+    >>> rule = Joined((r"(.+)\\.gate", r"\\1.up"), r"\\1.gate_up")
+    >>> to_layout({"0.gate": np.zeros(1), "0.up": np.ones(1)}, [rule])
+    {'0.gate_up': array([0., 1.])}
+    """
+
+    parts: tuple[str, ...]
+    name: str
+    dim: int = 0
+
+    def applied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        result = dict(tensors)
+        first, *others = self.parts
+        for name in tensors:
+            if (match := compiled("layout", first).fullmatch(name)) is None:
+                continue
+            names = [name, *map(match.expand, others)]
+            if missing := [name for name in names if name not in result]:
+                raise ValueError(f"layout: '{name}' is to be joined with {listed(missing)}, which the model has not.")
+            parts = tuple(result.pop(name) for name in names)
+            _insert(result, match.expand(self.name), _together(names, parts, self.dim, is_new_dim=False))
+        return result
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Tensors that are numbered, as experts are, stacked along a new first dim.
+
+    Attributes:
+      part: a pattern of the names of the parts, with a group ``n`` for the number, which counts from 0.
+      name: the name of the stacked tensor, which may contain the other groups.
+
+    >>> to_layout({"w0": np.zeros(3), "w1": np.ones(3)}, [Stacked(r"w(?P<n>\\d)", "w")])["w"].tolist()
+    [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
+    """
+
+    part: str
+    name: str
+
+    def applied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        result = dict(tensors)
+        found: dict[str, dict[int, str]] = defaultdict(dict)
+        for name in tensors:
+            if match := compiled("layout", self.part).fullmatch(name):
+                found[match.expand(self.name)][int(match["n"])] = name
+        for stacked, numbered in found.items():
+            if sorted(numbered) != list(range(len(numbered))):
+                raise ValueError(f"layout: the parts of '{stacked}' have the numbers {sorted(numbered)}, not 0, 1, ...")
+            names = [numbered[number] for number in range(len(numbered))]
+            parts = tuple(result.pop(name) for name in names)
+            _insert(result, stacked, _together(names, parts, 0, is_new_dim=True))
+        return result
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """A tensor under two names: tied weights, for readers that look for both.
+
+    Attributes:
+      name: the second name.
+      of: the name of the tensor.
+
+    >>> sorted(to_layout({"embed": np.zeros(1)}, [Repeated("head", "embed")]))
+    ['embed', 'head']
+    """
+
+    name: str
+    of: str
+
+    def applied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if self.of not in tensors:
+            raise ValueError(f"layout: '{self.name}' is to repeat '{self.of}', which the model has not.")
+        result = dict(tensors)
+        _insert(result, self.name, tensors[self.of])
+        return result
+
+
+def laid_out(like: Mapping[str, "ShapeAndDtype"], layout: Layout) -> dict[str, Tensor]:
+    """Returns the tensors of the reader.
+
+    Args:
+      like: tensors of the model, of which only shapes and dtypes are read.
+      layout: the rules.
+    Raises:
+      ValueError: a rule does not fit the tensors; names them.
+    """
+    tensors = {name: Tensor(tuple(x.shape), np.dtype(x.dtype), name) for name, x in like.items()}
+    for rule in layout:
+        tensors = rule.applied(tensors)
+    return tensors
+
+
+def to_layout(arrays: Mapping[str, np.ndarray], layout: Layout) -> dict[str, np.ndarray]:
+    """Returns the tensors of the reader, from those of the model.
+
+    >>> arrays = {"q": np.zeros((4, 2)), "k": np.ones((1, 2))}
+    >>> to_layout(arrays, [Joined(("q", "k"), "qk")])["qk"].shape
+    (5, 2)
+    """
+    tensors = laid_out(arrays, layout)
+    return {name: tensor.assembled(iter([arrays[key] for key in tensor.sources()])) for name, tensor in tensors.items()}
+
+
+def from_layout(
+    arrays: Mapping[str, np.ndarray], layout: Layout, like: Mapping[str, "ShapeAndDtype"]
+) -> dict[str, np.ndarray]:
+    """Returns the tensors of the model, from those of the reader: the inverse of ``to_layout``. They are views.
+
+    Args:
+      arrays: tensors of the reader.
+      layout: the rules.
+      like: tensors of the model, of which only shapes and dtypes are read.
+    Raises:
+      ValueError: tensors are missing or left over, have another shape or dtype, or were tied and differ.
+
+    >>> layout, like = [Joined(("q", "k"), "qk")], {"q": np.zeros((4, 2)), "k": np.zeros((1, 2))}
+    >>> from_layout({"qk": np.ones((5, 2))}, layout, like)["k"].shape
+    (1, 2)
+    """
+    tensors = laid_out(like, layout)
+    if differ := sorted(tensors.keys() ^ arrays.keys()):
+        raise ValueError(f"layout: {listed(differ)} are tensors of the layout or of the arrays, but not of both.")
+    found: dict[str, np.ndarray] = {}
+    for name, tensor in tensors.items():
+        array = arrays[name]
+        if (array.shape, array.dtype) != (tensor.shape, tensor.dtype):
+            raise ValueError(
+                f"layout: the tensor '{name}' is {array.dtype}{list(array.shape)}, and "
+                f"{tensor.dtype}{list(tensor.shape)} by the model's tensors."
+            )
+        for source, part in tensor.taken_apart(array):
+            if source in found and found[source].tobytes() != part.tobytes():
+                raise ValueError(f"layout: '{name}' repeats '{source}', and its values differ.")
+            found.setdefault(source, part)
+    return found
+
+
+class ShapeAndDtype(Protocol):
+    """Attributes of arrays, and of ``jax.ShapeDtypeStruct``, that a layout reads."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> DTypeLike: ...
+
+
+def _insert(tensors: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+    if name in tensors:
+        raise ValueError(f"layout: two tensors would have the name '{name}'.")
+    tensors[name] = tensor
+
+
+def _together(names: Sequence[str], parts: tuple[Tensor, ...], dim: int, *, is_new_dim: bool) -> Tensor:
+    shape = list(parts[0].shape)
+    kinds = set()
+    for part in parts:
+        rest = part.shape if is_new_dim else (*part.shape[:dim], *part.shape[dim + 1 :])
+        kinds.add((rest, len(part.shape), part.dtype))
+    if len(kinds) > 1 or not (is_new_dim or 0 <= dim < len(shape)):
+        shapes = ", ".join(f"{part.dtype}{list(part.shape)}" for part in parts[:3])
+        raise ValueError(f"layout: {listed(names)} of {shapes} do not fit together along dim {dim}.")
+    if is_new_dim:
+        shape.insert(dim, len(parts))
+    else:
+        shape[dim] = sum(part.shape[dim] for part in parts)
+    return Tensor(tuple(shape), parts[0].dtype, "", parts, dim, is_new_dim)

@@ -1,0 +1,199 @@
+"""Publishes the weights of a trainer: every process writes its tensors, and the index makes them a version.
+
+every process   receives its tensors, one by one; writes a file after max_file_bytes of them
+process 0       when all files of all processes are on disk: renames the index to its name
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.checkpoint.checkpointer import at_least_1
+from xlstm_jax.distributed.checkpoint.publication.delta import encoded
+from xlstm_jax.distributed.checkpoint.publication.files import (
+    Index,
+    delete_before,
+    digest_of,
+    file_name,
+    read_indices,
+    write_index,
+    write_tensors,
+)
+from xlstm_jax.distributed.checkpoint.publication.follow import Chain
+from xlstm_jax.distributed.checkpoint.publication.layout import Layout, Tensor, laid_out
+from xlstm_jax.distributed.checkpoint.publication.writers import Source, assigned, received_in_rounds
+from xlstm_jax.distributed.checkpoint.safetensors_io import (
+    DEFAULT_MAX_FILE_BYTES,
+    DEFAULT_NAME,
+    TensorToWrite,
+    tensors_to_write,
+)
+from xlstm_jax.distributed.checkpoint.tensor_names import NameMap
+from xlstm_jax.distributed.processes.collective_errors import allgather_text, raise_on_all
+from xlstm_jax.formatting import joined
+
+
+def publish(
+    params: PyTree,
+    directory: str | os.PathLike[str],
+    *,
+    since: int | None = None,
+    names: NameMap | None = None,
+    layout: Layout = (),
+    max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
+) -> int:
+    """Writes parameters as the next version of a publication; every process writes its part. Returns the version.
+
+    With ``since`` only the entries are written that differ from an earlier version, for readers that call
+    ``apply_publication``. Each process reads its tensors of that version from the folder.
+
+    Each process writes an equal number of bytes of whole tensors, and receives no other tensors. A host has at most the
+    tensors of one file (``max_file_bytes``) and one further tensor in memory. Readers of safetensors files with an
+    index read the folder; a version replaces the one before in one moment. The files of the version before stay, for
+    those who are reading them, and the versions before these are deleted.
+
+    Args:
+      params: as in ``export_safetensors``.
+      directory: a folder that all processes share, for this publication alone.
+      since: a version in the folder, not older than the newest full one. None writes a full version.
+      names: as in ``export_safetensors``.
+      layout: rules by which tensors are joined, stacked or repeated, under the names that ``names`` gives: ``Joined``,
+        ``Stacked``, ``Repeated``.
+      max_file_bytes: size of the files of a full version; a larger tensor gets a file of its own. What changed of the
+        tensors of a process is one file.
+    Raises:
+      FileExistsError: the folder has a ``model.safetensors``, which readers would take in place of the index.
+      TypeError, ValueError: as ``export_safetensors``; the folder does not have the version
+        ``since``; the layout does not fit the tensors; or a file in the folder is damaged, or of another program.
+      OSError: a file cannot be written; the version before stays published.
+      ImportError: the package safetensors is not installed.
+
+    >>> import tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> publish({"kernel": np.ones((2, 3))}, folder), publish({"kernel": np.zeros((2, 3))}, folder)
+    (1, 2)
+    """
+    max_file_bytes = at_least_1("max_file_bytes", max_file_bytes)
+    directory = Path(directory)
+    sources = tensors_to_write(params, names)
+    tensors = laid_out(sources, layout)
+    before = _from_process_0(lambda: _newest(directory, since))
+    version = before["newest"] + 1
+    by_process = assigned({name: tensor.nbytes for name, tensor in tensors.items()}, jax.process_count())
+    files = [_files(version, process, some, tensors, max_file_bytes) for process, some in enumerate(by_process)]
+
+    def write() -> dict[str, str]:
+        arrays = _received(by_process, tensors, sources)
+        try:
+            if since is None:
+                return _write_files(directory, files[jax.process_index()], arrays)
+            return _write_delta(directory, version, since, arrays)
+        finally:
+            # The other processes still need what this one sends, even if a write has failed here.
+            for _ in arrays:
+                pass
+
+    written = raise_on_all(write, (OSError, ImportError, ValueError))
+    headers: dict[str, str] = {}
+    for text in allgather_text(json.dumps(written), "publish"):
+        headers |= json.loads(text)
+
+    def make_it_the_version() -> None:
+        if jax.process_index() == 0:
+            full = since is None
+            weight_map = {name: file for some in files for file, names in some.items() for name in names}
+            total_size = sum(tensor.nbytes for tensor in tensors.values())
+            write_index(directory, Index(version, since, headers, weight_map if full else {}, total_size))
+            if full:
+                delete_before(directory, before["full"])
+
+    raise_on_all(make_it_the_version, OSError)
+    return version
+
+
+def _newest(directory: Path, since: int | None) -> dict[str, int]:
+    """Returns the numbers of the newest version and of the newest full version; 0 if there is none."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if (single := directory / DEFAULT_NAME).exists():
+        raise FileExistsError(f"{single} exists, and readers would take it for the publication; choose another folder.")
+    versions = read_indices(directory)
+    if since is not None and since not in versions:
+        there = f"the versions {joined(list(map(str, versions)))}" if versions else "no version"
+        raise ValueError(
+            f"since={since!r} cannot be built on: {directory} has {there}. Publish a full version, without since."
+        )
+    return {"newest": max(versions, default=0), "full": min(versions, default=0)}
+
+
+def _from_process_0(work: Callable[[], dict[str, int]]) -> dict[str, int]:
+    """Returns the result of ``work`` in process 0, since other processes may see an older state of the folder."""
+    errors = ValueError, FileExistsError, OSError
+    found = raise_on_all(lambda: work() if jax.process_index() == 0 else {}, errors, "publish")
+    return json.loads(allgather_text(json.dumps(found), "publish")[0])
+
+
+def _files(
+    version: int, process: int, names: list[str], tensors: Mapping[str, Tensor], max_file_bytes: int
+) -> dict[str, list[str]]:
+    """Returns the files of a process, each with the names of its tensors."""
+    files: dict[str, list[str]] = {}
+    file, bytes_left = "", 0
+    for name in names:
+        if not files or tensors[name].nbytes > bytes_left:
+            file = file_name(version, process, len(files), delta=False)
+            files[file], bytes_left = [], max_file_bytes
+        files[file].append(name)
+        bytes_left -= tensors[name].nbytes
+    return files
+
+
+def _received(
+    by_process: list[list[str]], tensors: Mapping[str, Tensor], sources: Mapping[str, TensorToWrite]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the tensors of this process, in their layout in the file."""
+    to_send = [
+        [
+            (source, Source(sources[source].leaf, sources[source].layer))
+            for name in some
+            for source in tensors[name].sources()
+        ]
+        for some in by_process
+    ]
+    arrays = (sources[name].place.to_tensor(array) for name, array in received_in_rounds(to_send))
+    for name in by_process[jax.process_index()]:
+        yield name, np.ascontiguousarray(tensors[name].assembled(arrays)).reshape(tensors[name].shape)
+    for _ in arrays:  # rounds in which other processes alone receive something
+        pass
+
+
+def _write_files(
+    directory: Path, files: Mapping[str, list[str]], arrays: Iterator[tuple[str, np.ndarray]]
+) -> dict[str, str]:
+    """Writes the files of this process; returns the SHA-256 of each header."""
+    written = {}
+    for file, names in files.items():
+        group = dict(next(arrays) for _ in names)
+        digests = {name: digest_of(array) for name, array in group.items()}
+        written[file] = write_tensors(directory / file, group, digests)
+        del group  # before the tensors of the next file arrive
+    return written
+
+
+def _write_delta(directory: Path, version: int, since: int, arrays: Iterator[tuple[str, np.ndarray]]) -> dict[str, str]:
+    """Writes what changed of the tensors of this process since a version; returns the SHA-256 of the header."""
+    base = Chain(directory, read_indices(directory), since)
+    delta: dict[str, np.ndarray] = {}
+    digests: dict[str, str] = {}
+    for name, array in arrays:
+        digests[name] = digest_of(array)
+        if digests[name] != base.digests.get(name):
+            before = base.array(name) if name in base.digests else None
+            fits = before is not None and (before.shape, before.dtype) == (array.shape, array.dtype)
+            delta |= encoded(name, before if fits else None, array)
+    file = file_name(version, jax.process_index(), 0, delta=True)
+    return {file: write_tensors(directory / file, delta, digests)}

@@ -1,0 +1,205 @@
+"""Sends tensors to the processes that write them, so that no process receives the tensor of another one.
+
+  tensors    a b c d e        shards on the devices of every process
+  writers    0: a e   1: b c d                                            by bytes, see ``assigned``
+  round 1    process 0 receives the parts of a, process 1 those of b      one all-to-all over the processes
+  round 2    process 0 receives the parts of e, process 1 those of c
+  round 3    process 1 receives the parts of d
+
+In a round each process puts the bytes of its shards into one row per writer. The rows are split over the devices of the
+process, so that every device and link carries an equal share, and padded to the longest row. An all-to-all (the
+resharding of a global array from its source dim to its dim of writers) then hands each writer the rows that are meant
+for it. A shard that the writer itself has is not sent; so replicated tensors cause no traffic.
+
+On a host are, beside the tensors that it has received, the rows that it sends in a round (the size of a tensor) until
+they are on the devices, and then the rows that it has received (the size of a tensor).
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from xlstm_jax.distributed.checkpoint.safetensors_io import to_host
+from xlstm_jax.distributed.processes.devices import Device
+
+Index: TypeAlias = tuple[slice, ...]
+
+
+def assigned(nbytes: Mapping[str, int], processes: int) -> list[list[str]]:
+    """Assigns tensors to processes: the largest tensor first, each to the process with the fewest bytes.
+
+    Args:
+      nbytes: size of each tensor.
+
+    >>> assigned({"a": 1, "b": 4, "c": 2, "d": 2}, 2)
+    [['b', 'a'], ['c', 'd']]
+    """
+    loads = [0] * processes
+    found: list[list[str]] = [[] for _ in range(processes)]
+    for name in sorted(nbytes, key=lambda name: (-nbytes[name], name)):
+        process = loads.index(min(loads))
+        loads[process] += nbytes[name]
+        found[process].append(name)
+    return found
+
+
+class Source(NamedTuple):
+    """Values to send: a leaf, or a layer of a stacked leaf."""
+
+    leaf: Any
+    layer: int | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = np.shape(self.leaf)
+        return shape if self.layer is None else shape[1:]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.leaf.dtype)
+
+
+class _Piece(NamedTuple):
+    """Part of a source on the device that sends it, or on a device of the writer."""
+
+    place: Index  # in the source
+    device: Device
+
+
+def received(sources: Sequence[Source | None]) -> np.ndarray | None:
+    """Returns the unsharded source of this process, after one all-to-all. Every process must call it.
+
+    Args:
+      sources: for each process, what the process receives, or None.
+    """
+    me, processes = jax.process_index(), range(jax.process_count())
+    pieces = [_pieces(source, writer) for writer, source in enumerate(sources)]
+
+    def sent(sender: int, writer: int) -> list[_Piece]:
+        return [piece for piece in pieces[writer] if piece.device.process_index == sender != writer]
+
+    lengths = [[_nbytes(sources[writer], sent(sender, writer)) for writer in processes] for sender in processes]
+    rows = np.empty((len(processes), 0), np.uint8)
+    if longest := max(map(max, lengths)):
+        rows = _all_to_all([_as_bytes(source, sent(me, writer)) for writer, source in enumerate(sources)], longest)
+
+    mine = sources[me]
+    if mine is None:
+        return None
+    if not isinstance(mine.leaf, jax.Array):
+        return np.asarray(mine.leaf if mine.layer is None else mine.leaf[mine.layer], mine.dtype)
+    whole = np.empty(mine.shape, mine.dtype)
+    for sender in processes:
+        start = 0
+        for piece in sent(sender, me):
+            end = start + _nbytes(mine, [piece])
+            whole[piece.place] = rows[sender, start:end].view(mine.dtype).reshape(whole[piece.place].shape)
+            start = end
+    for piece in pieces[me]:
+        if piece.device.process_index == me:
+            whole[piece.place] = _values(mine, piece)
+    return whole
+
+
+def _pieces(source: Source | None, writer: int) -> list[_Piece]:
+    """Returns pieces that cover the source, in an order that is equal in every process."""
+    if source is None or not isinstance(source.leaf, jax.Array):
+        return []
+    # Every process has a full copy of an array on its own devices, and sees no devices of the other copies.
+    local = source.leaf.is_fully_addressable
+    if local and writer != jax.process_index():
+        return []
+    shape = source.leaf.shape
+    holders: dict[tuple[tuple[int, int], ...], list[Device]] = {}
+    devices: Mapping[Device, Index] = source.leaf.sharding.devices_indices_map(shape)
+    for device, index in sorted(devices.items(), key=lambda item: item[0].id):
+        bounds = tuple(dim.indices(size)[:2] for dim, size in zip(index, shape, strict=True))
+        if source.layer is not None:
+            if not bounds[0][0] <= source.layer < bounds[0][1]:
+                continue
+            bounds = bounds[1:]
+        holders.setdefault(bounds, []).append(device)
+    found = []
+    for bounds, copies in holders.items():
+        near = [device for device in copies if local or device.process_index == writer]
+        # Different writers take different copies, so that copies share the work.
+        device = near[0] if near else copies[writer % len(copies)]
+        found.append(_Piece(tuple(slice(*bound) for bound in bounds), device))
+    return found
+
+
+def _nbytes(source: Source | None, pieces: Sequence[_Piece]) -> int:
+    sizes = [math.prod(dim.stop - dim.start for dim in piece.place) for piece in pieces]
+    return sum(sizes) * source.dtype.itemsize if source is not None else 0
+
+
+def _values(source: Source, piece: _Piece) -> np.ndarray:
+    shard = next(shard for shard in source.leaf.addressable_shards if shard.device == piece.device)
+    if source.layer is None:
+        return to_host(shard.data)
+    return to_host(shard.data[source.layer - (shard.index[0].start or 0)])
+
+
+def _as_bytes(source: Source | None, pieces: Sequence[_Piece]) -> Iterator[np.ndarray]:
+    """Yields the bytes of pieces, so that one piece at a time is copied to the host."""
+    for piece in pieces:
+        assert source is not None
+        yield np.ascontiguousarray(_values(source, piece)).reshape(-1).view(np.uint8)
+
+
+def _all_to_all(parts: Sequence[Iterable[np.ndarray]], longest: int) -> np.ndarray:
+    """Sends ``parts[w]``, of at most ``longest`` bytes, to process w; returns the received rows, by sender."""
+    mesh = _mesh_of_processes()
+    processes, devices = mesh.devices.shape
+    length = -(-longest // devices)
+    rows = np.zeros((processes, devices * length), np.uint8)
+    for row, some in zip(rows, parts, strict=True):
+        start = 0
+        for part in some:
+            row[start : start + part.size] = part
+            start += part.size
+    rows = rows.reshape(processes, 1, devices, length)
+    here = mesh.devices[jax.process_index()]
+    on_devices = [jax.device_put(rows[:, :, i : i + 1], device) for i, device in enumerate(here)]
+    by_sender = NamedSharding(mesh, PartitionSpec(None, "process", "device"))
+    sent = jax.make_array_from_single_device_arrays((processes, processes, devices, length), by_sender, on_devices)
+    got = _to_writers(mesh)(sent)
+    shards = {shard.device: shard.data for shard in got.addressable_shards}
+    return np.concatenate([to_host(shards[device])[0, :, 0] for device in here], axis=-1).reshape(processes, -1)
+
+
+@lru_cache(maxsize=1)
+def _mesh_of_processes() -> Mesh:
+    """Returns a mesh [process, device] of an equal number of devices of each process."""
+    devices: list[list[Device]] = [[] for _ in range(jax.process_count())]
+    for device in sorted(jax.devices(), key=lambda device: device.id):
+        devices[device.process_index].append(device)
+    count = min(map(len, devices))
+    return Mesh(np.array([some[:count] for some in devices]), ("process", "device"))
+
+
+@lru_cache(maxsize=1)
+def _to_writers(mesh: Mesh) -> Any:
+    def to_writers(rows: jax.Array) -> jax.Array:
+        return rows
+
+    return jax.jit(to_writers, out_shardings=NamedSharding(mesh, PartitionSpec("process", None, "device")))
+
+
+def received_in_rounds(sources: Sequence[Sequence[tuple[str, Source]]]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the sources of this process with their names, unsharded. Every process must exhaust the iterator.
+
+    Args:
+      sources: for each process its sources, with names.
+    """
+    me = jax.process_index()
+    for i in range(max(map(len, sources))):
+        in_round = [some[i][1] if i < len(some) else None for some in sources]
+        array = received(in_round)
+        if array is not None:
+            yield sources[me][i][0], array

@@ -1,0 +1,74 @@
+"""The default of ``where`` in ``shard_modules``: which modules of a model gather their parameters together.
+
+A parameter is gathered by the innermost unit around it. The units are
+
+  an embedding          alone, so that a lookup may send rows in place of the table
+  a layer of a scan     the module that ``nn.scan`` runs for each layer
+  a block of a loop     a module with modules inside, among siblings of its class with numbers in their names: h_0, h_1
+  a loop over time      the module around a recurrent cell; the cell would gather at each step
+  an owner              every other module that owns parameters, outside of all of these: a head, the layers of an MLP
+
+A block is large enough to be gathered while the block before it computes, and small beside the model.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+
+from xlstm_jax.distributed.data_parallel.modules.unit import SeenModule, UnitRule, is_within
+
+# Smaller than the threshold of a model whose units are chosen by hand: at 2**18 about 6 % of a ResNet-50 would stay
+# whole on every device. Norms and biases of most models stay whole.
+DEFAULT_UNITS_MIN_WEIGHT_SIZE = 2**14
+
+
+def default_units(modules: Mapping[str, SeenModule]) -> dict[str, str]:
+    """Returns the units among the modules of a model, with the reason for each.
+
+    >>> block, dense = SeenModule(nn.Module, owns=False), SeenModule(nn.Dense, owns=True)
+    >>> default_units({"": block, "h_0": block, "h_0/up": dense, "h_1": block, "h_1/up": dense})
+    {'h_0': 'one of 2 blocks of a loop', 'h_1': 'one of 2 blocks of a loop'}
+    """
+    cells = [path for path, module in modules.items() if module.is_cell]
+    found = {path: module for path, module in modules.items() if not any(is_within(path, cell) for cell in cells)}
+    around_owners = {outer for path, module in modules.items() if module.owns for outer in _outer(path)}
+    alike = Counter(_sibling_of(path, module) for path, module in found.items() if path in around_owners)
+
+    units = {}
+    for path, module in found.items():
+        count = alike[_sibling_of(path, module)]
+        if module.is_embedding:
+            units[path] = "embedding"
+        elif module.is_layer:
+            units[path] = "layer of a scan"
+        elif path in around_owners and count > 1 and _has_number(path):
+            units[path] = f"one of {count} blocks of a loop"
+
+    blocks = tuple(units)
+    for path, module in found.items():
+        if any(is_within(path, block) for block in blocks):
+            continue
+        if any(path == outer[0] for cell in cells if (outer := [p for p in _outer(cell) if p in found])):
+            units[path] = "loop over time"
+        elif module.owns:
+            units[path] = "owns parameters outside of blocks"
+    return {path: units[path] for path in found if path in units}
+
+
+def _outer(path: str) -> list[str]:
+    """Returns the paths of the modules around ``path``, innermost first; the model is at ""."""
+    names = path.split("/") if path else []
+    return ["/".join(names[:count]) for count in range(len(names) - 1, -1, -1)]
+
+
+def _has_number(path: str) -> bool:
+    return bool(re.search(r"\d", path.rpartition("/")[-1]))
+
+
+def _sibling_of(path: str, module: SeenModule) -> tuple[str, str, type]:
+    """Returns what the blocks of a loop have in common: the path around them, their name without number, the class."""
+    outer, _, name = path.rpartition("/")
+    return outer, re.sub(r"\d+", "*", name), module.cls
+
+
+DEFAULT_UNITS = UnitRule(default_units)

@@ -1,0 +1,260 @@
+"""``replayed``: every k-th call of a step computes its gradients twice, on other devices, and compares the bits.
+
+The rows, shards and key of each device move to its neighbour along a batch axis: the second run is the same program, on
+the same mesh with its devices rolled by one. So nothing in the program knows of the replay, and everything that depends
+on a device's place (its key, its experts, its tokens) is computed again as it was, by another device.
+
+  run            on the mesh             loss, gradients, digests of what each device sends
+  run again      on the rolled mesh      digests
+  compare        on the hosts            every process reads the digests of all devices, and decides alike
+  update         on the mesh             the optimizer, only if all digests are equal
+
+The two runs are two executions: XLA has nothing that it could merge. The state is not donated before the update.
+
+Where digests differ both runs are repeated, to name the device and to notice a program that does not repeat its bits:
+
+  the first run differs from its repetition     the device was wrong once
+  the second run differs from its repetition    its neighbour was wrong once
+  neither differs                               one of both is always wrong; the one that two places have in common
+  both differ, in most places                   the program does not repeat bit for bit: no alarm, and no more replays
+"""
+
+import functools
+import inspect
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
+from xlstm_jax.distributed.processes.devices import Device
+from xlstm_jax.distributed.resilience.disagreement import DisagreementError, first_few, named_devices
+from xlstm_jax.distributed.training.arguments import ExtraTrees
+from xlstm_jax.distributed.training.carries.carry import BatchResult
+from xlstm_jax.distributed.training.checked_step import CheckedStep
+from xlstm_jax.distributed.training.replay.watched_sends import watched
+from xlstm_jax.distributed.training.step import StepOptions, TrainStep
+
+DEFAULT_EVERY = 100
+
+
+class ReplayError(DisagreementError):
+    """Error: a device computed other bits than its neighbour from the same numbers; the update was not taken.
+
+    The state that was passed to the step is unchanged and not donated: train on with it, or save it.
+
+    >>> issubclass(ReplayError, DisagreementError)
+    True
+    """
+
+
+def replayed(step: TrainStep, every: int = DEFAULT_EVERY) -> "ReplayedStep":
+    """Returns the step with a replay in every ``every``-th call, which finds devices that compute wrong numbers.
+
+    A replay computes loss and gradients twice, each device's work once by the device and once by its neighbour, and
+    compares the bits of everything that the devices send to each other (cotangents of weights before they are reduced,
+    the loss) before the optimizer's update. On one device both runs are on this device.
+
+    >>> model, x = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(16), jnp.ones((8, 32))
+    >>> state = create_train_state(model, optax.adam(1e-3), mesh, jax.random.key(0), x, batch_axes=("dp", "fsdp"))
+    >>> loss_fn = lambda params, apply_fn, batch, rng: jnp.mean(apply_fn({"params": params}, batch) ** 2)
+    >>> step = replayed(make_train_step(loss_fn, mesh, ("dp", "fsdp")), every=2)
+    >>> for _ in range(4):
+    ...     state, metrics = step(state, x, jax.random.key(1))
+    >>> step.replays, int(state.step)
+    (2, 4)
+
+    Args:
+      step: a step of ``make_train_step``, on a mesh of devices.
+      every: replay in every how many calls. All processes must make the same calls.
+    Returns:
+      The step, with the arguments and results of ``step``, whose methods (``lower``, ``trace``) it has. A call with a
+      replay waits for the devices.
+    Raises:
+      TypeError: ``step`` is not a step of ``make_train_step``.
+      ValueError: ``every`` is not positive, or the mesh is abstract.
+      ReplayError: at the call, in every process: devices disagree. Names devices, processes and leaves. The state is
+        unchanged and not donated.
+
+    Warns:
+      UserWarning: the program does not repeat its bits on this backend; no further call is replayed.
+    """
+    options = getattr(inspect.unwrap(step), "__self__", None)
+    if not isinstance(step, CheckedStep) or not isinstance(options, StepOptions):
+        raise TypeError(f"replayed takes a step of make_train_step, not {step!r}. Pass what make_train_step returned.")
+    if every < 1:
+        raise ValueError(f"{every=}: a replay in every how many calls, 1 or more.")
+    mesh = options.layout.mesh
+    if not isinstance(mesh, Mesh):
+        raise ValueError("replayed: the mesh of the step is abstract, and a replay moves work between devices.")
+    return ReplayedStep(step, options, mesh, every)
+
+
+class ReplayedStep:
+    """A step that replays every k-th call; see ``replayed``.
+
+    ``replays`` counts the replays so far; ``runs`` are the two programs.
+    """
+
+    def __init__(self, step: CheckedStep, options: StepOptions, mesh: Mesh, every: int) -> None:
+        functools.update_wrapper(self, step)
+        self._step, self._every = step, every
+        self._calls = self.replays = 0
+        self._repeats = True  # until the program has shown otherwise
+        rolled = rolled_mesh(mesh, options.layout.axes)
+        on_rolled = replace(options, layout=replace(options.layout, mesh=rolled))
+        compiler_options = step.options["compiler_options"]
+        self.runs = [Run(options, mesh, compiler_options), Run(on_rolled, rolled, compiler_options)]
+        self._update = jax.jit(
+            functools.partial(_update, options), donate_argnums=(0, 1), compiler_options=compiler_options
+        )
+
+    def __call__(
+        self, state: Any, batch: PyTree, rng: jax.Array, *local: PyTree, extra_trees: ExtraTrees = None
+    ) -> tuple[Any, ...]:
+        self._calls += 1
+        if self._calls % self._every or not self._repeats:
+            return self._step(state, batch, rng, *local, extra_trees=extra_trees)
+        # The checks of the step and their errors; traced once.
+        self._step.eval_shape(state, batch, rng, *local, extra_trees=extra_trees)
+        args = (batch, rng, local[0] if local else None, extra_trees or {})
+        result = self._compared(state.replace(opt_state=()), *args)
+        self.replays += 1
+        return self._update(state, result, *args)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._step, name)
+
+    def _compared(self, *args: PyTree) -> BatchResult:
+        """Returns the result of the first run; raises a ``ReplayError`` if the second run differs."""
+        result, first = self.runs[0](*args)
+        _, second = self.runs[1](*args)
+        if np.array_equal(first, second):
+            return result
+        again = [run(*args)[1] for run in self.runs]
+        changed = [_differ(first, again[0]), _differ(second, again[1])]
+        if 2 * np.sum(changed[0] & changed[1]) > len(first):
+            self._repeats = False
+            warnings.warn(
+                f"replayed: on {first.shape[0]} devices two runs of one program from the same numbers differ in bits "
+                f"each time ({jax.default_backend()}); this backend does not repeat this program, and no further call "
+                "is replayed. See docs/howto/wrong_numbers.md.",
+                stacklevel=3,
+            )
+            return result
+        raise self._report(first != second, changed)
+
+    def _report(self, differs: np.ndarray, changed: Sequence[np.ndarray]) -> ReplayError:
+        """Returns the error for digests that differ, bool [device, send, 2]; ``changed``: those of a run, [device]."""
+        differs = differs.any(-1)
+        sends = np.flatnonzero(differs.any(0))
+        # What is wrong first is wrong where it was computed; later sends may be computed of what was received.
+        places = np.flatnonzero(differs[:, sends[0]])
+        devices = [np.ravel(run.mesh.devices) for run in self.runs]
+        suspects = []
+        for place in places:
+            of_place = [devices[run][place] for run in (0, 1)]
+            once = [run for run in (0, 1) if changed[run][place]]
+            suspects.append({of_place[once[0]]} if len(once) == 1 else set(of_place))
+        found: set[Device] = set.intersection(*suspects) or set.union(*suspects)
+        leaves = list(dict.fromkeys(path for send in sends for path in self.runs[0].leaves[send]))
+        named = first_few([f"'{path}'" for path in leaves])
+        ordered = sorted(found, key=lambda device: device.id)
+        return ReplayError(
+            f"replay in call {self._calls}: of {len(differs)} devices, device {named_devices(ordered)} computed other "
+            f"bits than its neighbour from the same numbers, of {len(leaves)} leaves: {named}. The update was not "
+            "taken, and the state is unchanged. Take the device out of the job, and train on with this state or from "
+            "the last checkpoint.",
+            ordered,
+            leaves,
+        )
+
+
+class Run:
+    """Loss, gradients and digests of a step on ``mesh``, the mesh of ``options``.
+
+    ``leaves`` are the paths of each send, once the run was traced.
+    """
+
+    def __init__(self, options: StepOptions, mesh: Mesh, compiler_options: Any) -> None:
+        self._options, self.mesh = options, mesh
+        self.leaves: list[list[str]] = []
+        self.jitted = jax.jit(self._of_batch, compiler_options=compiler_options)
+
+    def __call__(self, *args: PyTree) -> tuple[BatchResult, np.ndarray]:
+        """Returns result and digests, uint32 [device, send, 2]; waits for the devices."""
+        result, digests = self.jitted(*self.moved(args))
+        return result, np.asarray(digests)
+
+    def moved(self, args: PyTree) -> PyTree:
+        """Returns the arguments on the mesh of this run: each shard on the device that has its place there."""
+        return jax.tree.map(functools.partial(_moved, mesh=self.mesh), args)
+
+    def _of_batch(
+        self, state: Any, batch: PyTree, rng: jax.Array, local: PyTree, extra_trees: PyTree
+    ) -> tuple[BatchResult, jax.Array]:
+        program = self._options.program(state, batch, extra_trees)
+        program = watched(program, self.mesh.axis_names, functools.partial(setattr, self, "leaves"))
+        return self._options.on_mesh(program)(*self._options.arguments(state, batch, rng, local, extra_trees))
+
+
+def _update(
+    options: StepOptions,
+    state: Any,
+    result: BatchResult,
+    batch: PyTree,
+    rng: jax.Array,
+    local: PyTree,
+    extra_trees: PyTree,
+) -> tuple[Any, ...]:
+    """Returns what the step returns, from the result of a run."""
+    of_params = options.on_mesh(options.program(state, batch, extra_trees))
+    rest = options.arguments(state, batch, rng, local, extra_trees)[1:]
+    return options.updated(state, result, lambda params: of_params(params, *rest))
+
+
+def rolled_mesh(mesh: Mesh, axes: Sequence[str]) -> Mesh:
+    """Returns the mesh with each place on the device before it: along the largest of ``axes``, or over all devices.
+
+    Along one axis, a ring of links stays a ring. On an axis of two devices each would be the other's neighbour on both
+    sides, and one that is always wrong could not be told from the other.
+    """
+    largest = max(axes, key=lambda axis: mesh.shape[axis])
+    along = mesh.axis_names.index(largest) if mesh.shape[largest] > 2 else None
+    return Mesh(np.roll(mesh.devices, 1, along), mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def _moved(x: Any, mesh: Mesh) -> Any:
+    # Arrays of a host and of no mesh, as a new key, go where the program runs.
+    if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding) or x.sharding.mesh == mesh:
+        return x
+    if is_prng_key(x):
+        return jax.random.wrap_key_data(_moved(jax.random.key_data(x), mesh), impl=jax.random.key_impl(x))
+    kind = x.sharding.memory_kind
+    there = NamedSharding(mesh, x.sharding.spec, memory_kind=kind)
+    held = {_key(shard.index): shard.data for shard in x.addressable_shards}
+    wanted = there.addressable_devices_indices_map(x.shape)
+    if not held.keys() >= set(map(_key, wanted.values())):
+        return jax.device_put(x, there)  # from another process; JAX compiles a program for each shape
+    shards = [
+        jax.device_put(held[_key(index)], SingleDeviceSharding(device, memory_kind=kind))
+        for device, index in wanted.items()
+    ]
+    return jax.make_array_from_single_device_arrays(x.shape, there, shards)
+
+
+def _key(index: Any) -> tuple[tuple[int | None, int | None], ...]:
+    """Returns the index of a shard as a hashable value."""
+    return tuple((part.start, part.stop) for part in index)
+
+
+def _differ(digests: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Returns the devices whose digests differ: bool [device]."""
+    return np.any(digests != others, axis=(1, 2))

@@ -1,0 +1,256 @@
+"""Digests of all values that a device sends: a program of ``shard_map`` that also returns digests.
+
+A wrong number of one device spreads over the others by a collective, and after the collective nobody can tell where it
+came from. So the operands are looked at, before the collective: the cotangent of a gathered weight before its
+reduce-scatter, the gradient of a replicated leaf and the loss before their all-reduce, activations that a layer sends.
+
+  program of a device   -->  jaxpr  -->  the same equations; each collective also leaves a digest of its operands
+                             results that were not sent, as gradients of the model's own shards, leave one as well
+
+Nothing else needs to know this: gathers ahead, minibatches, experts and copies are all equations. Equations inside
+``scan``, ``remat``, branches and functions are entered; those of a ``while_loop``, which has no gradient, are not.
+
+A digest is the checksum of checkpoints, two uint32: one changed word always changes both. An operand stands behind an
+``optimization_barrier``, so that XLA computes it once, for the digest and for the collective. Operands that are sent on
+after another collective, as in the second stage of a reduce-scatter, are no longer the result of this device alone, and
+have no digest.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.checkpoint.checksums import checksum
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.training.step import DeviceProgram
+from xlstm_jax.distributed.training.varying import followed_equation
+from xlstm_jax.equations import COLLECTIVES, all_equations, scan_counts
+from xlstm_jax.private_names import core
+
+Labels = frozenset[str]
+COMPUTED = "computed here"  # label of a value that this device computes of other values than received ones
+_ARGUMENTS = ("params", "batch", "rng", "metric", "collections", "extra_trees")
+
+
+class _Value(NamedTuple):
+    """An array with labels: ``COMPUTED``, the sends of which it is computed, the paths of arguments until a send."""
+
+    array: Any
+    labels: Labels
+
+
+class _Send(NamedTuple):
+    """The digest of an operand, uint32 [2], and the labels of the operand."""
+
+    digest: jax.Array
+    labels: Labels
+
+
+def watched(program: DeviceProgram, axes: tuple[str, ...], note: Callable[[list[list[str]]], None]) -> DeviceProgram:
+    """Returns a program that returns the result of ``program``, and the digests of all devices: uint32 [n, sends, 2].
+
+    Args:
+      program: the program.
+      axes: all axes of its mesh. Devices are in the order of these axes, the first outermost.
+      note: called when the program is traced, with a list of paths per send: the results that it reaches, or if it
+        reaches none (a weight that is gathered) the arguments of which it is computed.
+    """
+
+    def fn(*args: PyTree) -> tuple[PyTree, jax.Array]:
+        closed, like = jax.make_jaxpr(program.fn, return_shape=True)(*args)
+        watcher = _Watcher(axes)
+        named = [(f"{name}/{path}", x) for name, arg in zip(_ARGUMENTS, args, strict=True) for path, x in _arrays(arg)]
+        results = watcher.of_closed(closed, [_Value(x, Labels({COMPUTED, path})) for path, x in named])
+        reached: dict[str, list[str]] = {}
+        for (path, _), result in zip(_arrays(like), results, strict=True):
+            # A result that was not sent is compared, too. A sent one may differ in rounding from device to device.
+            sends = [watcher.sent(result)] if COMPUTED in result.labels else result.labels
+            for send in sends:
+                reached.setdefault(send, []).append(path)
+        operands = [sorted(send.labels - {COMPUTED}) for send in watcher.sends]
+        note([reached.get(watcher.name(index), paths) for index, paths in enumerate(operands)])
+        table = collectives.all_gather_equal(watcher.digests()[None], 0, axes)
+        # By type the table may still vary over axes of one device.
+        (table,) = collectives.psum([table], [tuple(set(axes) - set(collectives.spread_axes(axes)))])
+        return jax.tree.unflatten(jax.tree.structure(like), [result.array for result in results]), table
+
+    return DeviceProgram(fn, program.in_specs, (program.out_specs, PartitionSpec()))
+
+
+def _arrays(tree: PyTree) -> list[tuple[str, Any]]:
+    """Returns the arrays of a tree with the paths of their leaves, in the order of ``jax.tree.leaves``."""
+    return [(path, array) for path, leaf in trees.leaves_with_path(tree) for array in jax.tree.leaves(leaf)]
+
+
+def _received(eqn: Any, labels: list[Labels]) -> list[Labels] | None:
+    """Returns the labels of what a collective returns: received, not computed here. None for other equations."""
+    return [Labels()] * len(eqn.outvars) if eqn.primitive.name in COLLECTIVES else None
+
+
+class _Watcher:
+    """Interpreter of a jaxpr inside ``shard_map``; ``sends`` grows in the order of the equations.
+
+    ``prefix`` begins the names of the sends: an inner jaxpr receives values that are labelled with outer names.
+    """
+
+    def __init__(self, axes: tuple[str, ...], prefix: str = "send ") -> None:
+        self.axes, self._prefix = axes, prefix
+        self.sends: list[_Send] = []
+        self._sending: dict[int, bool] = {}
+
+    def name(self, index: int) -> str:
+        """Returns the label of values that were sent by ``sends[index]``."""
+        return f"{self._prefix}{index}"
+
+    def _inner(self) -> "_Watcher":
+        return _Watcher(self.axes, f"{self.name(len(self.sends))}.")
+
+    def digests(self) -> jax.Array:
+        """Returns the digests of all sends: uint32 [sends, 2]."""
+        return jnp.stack([send.digest for send in self.sends])
+
+    def sent(self, value: _Value) -> str:
+        """Adds the digest of a value that this device has computed; returns the label of what is computed of it."""
+        return self._add(checksum(value.array), value.labels)
+
+    def _add(self, digest: jax.Array, labels: Labels) -> str:
+        self.sends.append(_Send(collectives.to_varying(digest, collectives.spread_axes(self.axes)), labels))
+        return self.name(len(self.sends) - 1)
+
+    def of_closed(self, closed: Any, values: Sequence[_Value]) -> list[_Value]:
+        """Evaluates a jaxpr, closed or open, with its digests."""
+        jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+        given = [*[_Value(const, Labels()) for const in consts], *values]
+        env: dict[Any, _Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], given, strict=True))
+
+        def read(atom: Any) -> _Value:
+            return _Value(atom.val, Labels()) if isinstance(atom, core.Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            env.update(zip(eqn.outvars, self._of_equation(eqn, [*map(read, eqn.invars)]), strict=True))
+        return [*map(read, jaxpr.outvars)]
+
+    def _of_equation(self, eqn: Any, values: list[_Value]) -> list[_Value]:
+        name = eqn.primitive.name
+        if name in COLLECTIVES:
+            return self._of_collective(eqn, values)
+        if self._sends(eqn):
+            if name == "scan":
+                return self._of_scan(eqn, values)
+            if name == "cond":
+                return self._of_cond(eqn, values)
+            if name in ("remat2", "checkpoint"):
+                return self._of_remat(eqn, values)
+            if name in _FUNCTIONS:
+                return self.of_closed(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")), values)
+        return _with_labels(_results(eqn, eqn.params, values), [Labels().union(*(x.labels for x in values))])
+
+    def _sends(self, eqn: Any) -> bool:
+        """Returns whether an equation holds a jaxpr with a collective."""
+        if id(eqn) not in self._sending:
+            inner = [of for jaxpr in core.jaxprs_in_params(eqn.params) for of in jaxpr.eqns]
+            self._sending[id(eqn)] = any(of.primitive.name in COLLECTIVES for of in all_equations(inner))
+        return self._sending[id(eqn)]
+
+    def _of_collective(self, eqn: Any, values: list[_Value]) -> list[_Value]:
+        # Behind the barrier XLA does not compute the operand a second time for its digest.
+        operands = lax.optimization_barrier([value.array for value in values])
+        values = [_Value(operand, value.labels) for operand, value in zip(operands, values, strict=True)]
+        labels = [Labels({self.sent(x)}) if COMPUTED in x.labels else x.labels for x in values]
+        together = [Labels().union(*labels)]
+        return _with_labels(_results(eqn, eqn.params, values), labels if len(labels) == len(eqn.outvars) else together)
+
+    def _of_remat(self, eqn: Any, values: list[_Value]) -> list[_Value]:
+        # The equation itself, with more results: only it keeps XLA from merging the pass with the first one.
+        inner, results = self._inner(), list[_Value]()
+
+        def fn(*arrays: Any) -> tuple[list[Any], list[jax.Array]]:
+            given = [_Value(array, value.labels) for array, value in zip(arrays, values, strict=True)]
+            results[:] = inner.of_closed(eqn.params["jaxpr"], given)
+            return [result.array for result in results], [send.digest for send in inner.sends]
+
+        closed = jax.make_jaxpr(fn)(*(value.array for value in values))
+        jaxpr = closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars])
+        consts = [_Value(const, Labels()) for const in closed.consts]
+        arrays = _results(eqn, eqn.params | {"jaxpr": jaxpr}, [*consts, *values])
+        return self._taken(inner, arrays[len(results) :], arrays[: len(results)], [x.labels for x in results])
+
+    def _of_scan(self, eqn: Any, values: list[_Value]) -> list[_Value]:
+        params, (num_consts, num_carry) = eqn.params, scan_counts(eqn.params)
+        after = num_consts + num_carry
+        # A carry counts as computed here in each round if it is in one.
+        computed = followed_equation(eqn, [value.labels & {COMPUTED} for value in values], _received)[:num_carry]
+        labels = [value.labels for value in values]
+        labels[num_consts:after] = [x | more for x, more in zip(labels[num_consts:after], computed, strict=True)]
+        inner, results = self._inner(), list[_Value]()
+
+        def body(carry: list[Any], rest: list[Any]) -> tuple[list[Any], Any]:
+            arrays = [*[value.array for value in values[:num_consts]], *carry, *rest]
+            inner.sends.clear()  # JAX may trace a body twice
+            results[:] = inner.of_closed(params["jaxpr"], [*map(_Value, arrays, labels)])
+            out = [result.array for result in results]
+            return out[:num_carry], (out[num_carry:], [send.digest for send in inner.sends])
+
+        start, rest = ([value.array for value in part] for part in (values[num_consts:after], values[after:]))
+        options = {name: params[name] for name in ("length", "reverse", "unroll")}
+        carry, (stacked, digests) = lax.scan(body, start, rest, **options)
+        # An odd factor is invertible modulo 2^32: one changed digest changes the sum.
+        odd = (2 * jnp.arange(params["length"], dtype=jnp.uint32) + 1)[:, None]
+        digests = [jnp.sum(of_rounds * odd, 0, dtype=jnp.uint32) for of_rounds in digests]
+        found = [x.labels for x in results]
+        found[:num_carry] = [x | more for x, more in zip(found[:num_carry], labels[num_consts:after], strict=True)]
+        return self._taken(inner, digests, [*carry, *stacked], found)
+
+    def _of_cond(self, eqn: Any, values: list[_Value]) -> list[_Value]:
+        index, *operands = values
+        found: list[tuple[list[_Send], list[_Value]]] = []
+
+        def of_branch(branch: Any) -> Callable[..., tuple[list[Any], jax.Array]]:
+            def fn(*arrays: Any) -> tuple[list[Any], jax.Array]:
+                inner = self._inner()
+                given = [_Value(array, value.labels) for array, value in zip(arrays, operands, strict=True)]
+                results = inner.of_closed(branch, given)
+                found.append((inner.sends, results))
+                # One digest for all sends of a branch, as branches differ in their number.
+                digest = checksum(inner.digests()) if inner.sends else jnp.zeros(2, jnp.uint32)
+                return [result.array for result in results], collectives.to_varying(
+                    digest, collectives.spread_axes(self.axes)
+                )
+
+            return fn
+
+        branches = [of_branch(branch) for branch in eqn.params["branches"]]
+        arrays, digest = lax.switch(index.array, branches, *(value.array for value in operands))
+        send = Labels({self._add(digest, Labels().union(*(of.labels for sends, _ in found for of in sends)))})
+        computed = followed_equation(eqn, [value.labels & {COMPUTED} for value in values], _received)
+        return _with_labels(arrays, [send | labels for labels in computed])
+
+    def _taken(
+        self, inner: "_Watcher", digests: Sequence[jax.Array], arrays: Sequence[Any], labels: Sequence[Labels]
+    ) -> list[_Value]:
+        """Adds the sends of an inner jaxpr; returns its results, labelled with the names that the sends get here."""
+        names = {
+            inner.name(index): self._add(digest, send.labels)
+            for index, (send, digest) in enumerate(zip(inner.sends, digests, strict=True))
+        }
+        return _with_labels(arrays, [Labels(names.get(name, name) for name in of) for of in labels])
+
+
+_FUNCTIONS = ("jit", "pjit", "closed_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call")
+
+
+def _results(eqn: Any, params: dict[str, Any], values: Sequence[_Value]) -> list[Any]:
+    """Runs the primitive of an equation."""
+    found = eqn.primitive.bind(*(value.array for value in values), **eqn.primitive.get_bind_params(params))
+    return found if eqn.primitive.multiple_results else [found]
+
+
+def _with_labels(arrays: Sequence[Any], labels: Sequence[Labels]) -> list[_Value]:
+    """Pairs arrays with labels; one entry of labels serves all arrays."""
+    return [*map(_Value, arrays, labels if len(labels) == len(arrays) else [*labels] * len(arrays))]

@@ -1,0 +1,74 @@
+"""Lint rule for a step whose time is bound by device memory, not by arithmetic; the table is in ``rules``.
+
+The rule compares times at the rates that kernels reach:
+
+    bytes read and written in device memory / bandwidth    >    FLOP of products / their rate
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from xlstm_jax.forecast.training.linting.product_rules import SCORES_PASSES, WIDE
+from xlstm_jax.forecast.training.linting.step import Defect, Step
+from xlstm_jax.formatting import format_bytes, format_fraction, format_milliseconds
+
+MIN_MEMORY_FRACTION = 0.5  # fraction of a step's time
+MIN_CAUSE_FRACTION = 0.1  # fraction of the bytes, from which on a cause is named
+MAX_USED_FRACTION = 0.7  # fraction of device memory, up to which a step may recompute less
+
+
+def memory_bound(step: Step) -> Iterator[Defect]:
+    """Finds a step that reads and writes device memory for longer than its products take."""
+    forecast, chip = step.forecast, step.forecast.chip
+    if forecast.roofline is None or chip is None:
+        return
+    moved = forecast.roofline.hbm_bytes
+    memory_s = moved / chip.reached.hbm_bandwidth
+    products_s = forecast.roofline.compute_s / (chip.efficiency.products if chip.efficiency else 1.0)
+    if memory_s <= products_s or memory_s < MIN_MEMORY_FRACTION * step.seconds:
+        return
+    causes = [cause for cause in _causes(step, moved) if cause.nbytes >= MIN_CAUSE_FRACTION * moved]
+    yield Defect(
+        "the step",
+        f"is bound by memory, not by arithmetic: {format_bytes(moved)} are read and written in device memory, which "
+        f"takes {format_milliseconds(memory_s)}; the matrix products take {format_milliseconds(products_s)}."
+        f"{''.join(f' {cause.text}' for cause in causes)}",
+        moved,
+        " ".join([*(cause.cure for cause in causes), GENERAL_CURE]),
+    )
+
+
+class Cause(NamedTuple):
+    """A known cause of traffic: its bytes in a step, a sentence, and the cure."""
+
+    nbytes: float
+    text: str
+    cure: str
+
+
+def _causes(step: Step, moved: float) -> Iterator[Cause]:
+    """Yields the known causes of the traffic, whether large or small."""
+    forecast, plan, flops = step.forecast, step.plan, step.forecast.flops
+    wide = flops.by_dtype().get(WIDE, 0.0) / flops.total if flops.total else 0.0
+    of_products = f"{format_fraction(wide)} of the products are {WIDE}."
+    yield Cause(wide * moved, of_products, "Compute in bfloat16: half the bytes.")
+    scores = SCORES_PASSES * sum(flops.scores_bytes_per_step.values())
+    of_scores = f"Attention scores are {format_fraction(scores / moved)} of the bytes or more."
+    yield Cause(scores, of_scores, "Use an attention kernel, which keeps scores out of device memory: docs/kernels.md.")
+    # The update reads parameters, gradients and moments, and writes parameters and moments.
+    update = 2 * plan.parameters.per_device + plan.gradients.per_device + 2 * plan.optimizer.per_device
+    of_update = f"The optimizer's update is {format_fraction(update / moved)} of the bytes."
+    yield Cause(update, of_update, "Give each device more tokens: the bytes of an update do not grow with them.")
+    recomputes, available = flops.by_direction().get("recompute", 0.0) > 0, forecast.available_bytes
+    if recomputes and available and forecast.total_bytes <= MAX_USED_FRACTION * available:
+        free = format_bytes(available - forecast.total_bytes)
+        yield Cause(
+            moved,
+            f"The step recomputes activations, and {free} of device memory stay free.",
+            "Recompute less: nn.remat with a policy that keeps the results of matrix products, or no nn.remat.",
+        )
+
+
+GENERAL_CURE = (
+    "Logits of a large vocabulary are read and written several times: chunked_cross_entropy holds a chunk at a time."
+)
