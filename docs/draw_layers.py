@@ -26,6 +26,7 @@ CAPTIONS = {
     "equations": "of a traced program",
     "program_names": "scopes, axes",
     "introspection": "frames, closures",
+    "explicit_axes": "types of arrays",
     "common_types": "a few type names",
     "private_names": "of JAX and Flax",
     "quiet_import": "CUDA's plugin, silent",

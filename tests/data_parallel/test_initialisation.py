@@ -115,12 +115,10 @@ def test_a_mesh_with_explicit_axes_does_as_well():
     chex.assert_trees_all_equal(unbox(got), unbox(want))
 
 
-def test_a_mesh_that_is_set_is_fine_with_auto_axes_and_refused_with_explicit_ones():
-    with jax.set_mesh(mesh_of(2, 4)):
-        init_sharded(Model(fsdp()), mesh_of(2, 4), KEY, X, batch_axes=AXES)
-    explicit = jax.make_mesh((2, 4), AXES, axis_types=(jax.sharding.AxisType.Explicit,) * 2)
-    with (
-        jax.set_mesh(explicit),
-        pytest.raises(ValueError, match=r"explicit axes \('dp', 'fsdp'\); parameters live on .* DeviceMeshManager"),
-    ):
-        init_sharded(Model(fsdp()), explicit, KEY, X, batch_axes=AXES)
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_mesh_that_is_set_changes_no_value(kind):
+    mesh = jax.make_mesh((2, 4), AXES, axis_types=(jax.sharding.AxisType[kind],) * 2)
+    want = init_sharded(Model(fsdp()), mesh_of(2, 4), KEY, X, batch_axes=AXES)
+    with jax.set_mesh(mesh):
+        got = init_sharded(Model(fsdp()), mesh, KEY, jnp.asarray(np.asarray(X)), batch_axes=AXES)
+    chex.assert_trees_all_equal(unbox(jax.device_get(got)), unbox(jax.device_get(want)))

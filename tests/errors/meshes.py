@@ -16,7 +16,7 @@ from xlstm_jax.distributed import (
     simulate_cpu_devices,
 )
 from xlstm_jax.distributed.device_mesh import DataParallel, from_zigzag, to_zigzag
-from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
+from xlstm_jax.distributed.device_mesh.checks import auto_mesh, mesh_axes
 from xlstm_jax.distributed.device_mesh.topology import fsdp_layout, mesh_by_topology
 from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
 
@@ -39,12 +39,6 @@ def chips(places, slices=()):
         CHIP(i, s, p, s, "tpu", "TPU v5e", 0)
         for i, (p, s) in enumerate(itertools.zip_longest(places, slices, fillvalue=0))
     ]
-
-
-def explicit():
-    """Sets a mesh with explicit axes by ``jax.set_mesh``."""
-    with jax.set_mesh(jax.make_mesh((8,), ("fsdp",))):
-        check_no_explicit_mesh()
 
 
 @dataclasses.dataclass
@@ -251,7 +245,6 @@ ROWS = [
         "is an AbstractMesh, which has no devices; ",
         "create_device_mesh({'fsdp': 8})",
     ),
-    meshes("mesh-explicit", explicit, ValueError, "jax.set_mesh has set a mesh with the explicit axes", "('fsdp',)"),
     meshes(
         "batch-axis-misspelt",
         lambda: shard_batch(ROWS8, MESH, "fdsp"),

@@ -4,7 +4,6 @@ from functools import cached_property, partial
 from types import SimpleNamespace
 
 from flax import nnx, serialization
-from jax.sharding import AxisType
 
 from tests.errors.shared import (
     AXES,
@@ -72,7 +71,6 @@ wrapping, names, layers, models, dtypes, frozen, nnx_section, losses, meshes, st
     ],
 )
 X, SGD, WHOLE = BATCH["x"], optax.sgd(0.1), P()
-EXPLICIT = jax.make_mesh((2, 4), AXES, axis_types=(AxisType.Explicit,) * 2)
 
 
 class OfNnx(nnx.Module):
@@ -238,11 +236,6 @@ def cached():
             return 0
 
     return vars(Has)["total"]
-
-
-def explicit_set():
-    with jax.set_mesh(EXPLICIT):
-        init_sharded(fsdp(nn.Dense)(4), EXPLICIT, KEY, X, batch_axes=AXES)
 
 
 class HasPostInit:
@@ -662,14 +655,6 @@ ROWS = [
         ValueError,
         "'…' of shape … is boxed as …",
         "3 shards do not divide dim 0 of size 8",
-    ),
-    meshes(
-        "init-explicit-mesh-set",
-        lambda: explicit_set(),
-        ValueError,
-        "jax.set_mesh has set a mesh with the explicit axes",
-        "('dp', 'fsdp'); parameters live on ",
-        "DeviceMeshManager",
     ),
     meshes(
         "init-batch-axis",

@@ -32,7 +32,7 @@ PUBLIC_IN_0_1 = {
         reduce_max reduce_max_collective reduce_mean reduce_mean_collective reduce_min reduce_min_collective
         reduce_sum reduce_sum_collective""",
     "xlstm_jax.distributed.device_mesh": """
-        DeviceMeshManager abstract_batch auto_mesh available_devices check_no_explicit_mesh mesh_axes
+        DeviceMeshManager abstract_batch auto_mesh available_devices mesh_axes
         shard_batch simulate_cpu_devices""",
     "xlstm_jax.distributed.training": """
         abstract_train_state accumulate_gradients create_train_state fold_rng_over_axis init_sharded

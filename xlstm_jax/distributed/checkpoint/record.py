@@ -41,6 +41,7 @@ from xlstm_jax.distributed.data_parallel.trees import flatten_with_path, map_val
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
 from xlstm_jax.distributed.optimizers.optax_introspection import name_of
 from xlstm_jax.distributed.processes.collective_errors import interruptions_go_on
+from xlstm_jax.explicit_axes import on_auto_axes
 from xlstm_jax.formatting import listed
 
 PARTS_SHOWN = 8  # number of parts of a state that an error lists
@@ -102,7 +103,7 @@ def boxed_like(target: PyTree, leaves: Leaves) -> PyTree:
     def stored(path: str, like: Sharded) -> Any:
         if like.stores_value:
             return leaves[path]
-        return jax.jit(partial(stored_value, like), out_shardings=like.value.sharding)(leaves[path])
+        return jax.jit(on_auto_axes(partial(stored_value, like)), out_shardings=like.value.sharding)(leaves[path])
 
     return map_values_with_path(stored, target)
 

@@ -5,15 +5,15 @@ The last axis connects the devices that are closest to each other; the first axe
   two hosts of four    create_device_mesh({"dp": 2, "fsdp": 4})    dp crosses the hosts, fsdp stays within
                        create_device_mesh({"fsdp": 8})             fsdp crosses, between its halves
 
-Meshes made here have axes of type ``Auto``. (``jax.make_mesh`` makes explicit axes by default: then arrays carry their
-sharding in their type, and ``shard_map`` rejects a batch that was not placed beforehand.)
+Meshes made here have axes of type ``Auto``. ``jax.make_mesh`` makes explicit axes by default: then types of arrays
+contain shardings. Every function takes both kinds, also under ``jax.set_mesh``; see ``xlstm_jax.explicit_axes``.
 
 In a run of several processes each process makes the same mesh, and ``shard_batch`` combines the rows of each process
 into a global array.
 """
 
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch, shard_batch
-from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_no_explicit_mesh, mesh_axes
+from xlstm_jax.distributed.device_mesh.checks import auto_mesh, mesh_axes
 from xlstm_jax.distributed.device_mesh.data_parallel_methods import DataParallel
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
 from xlstm_jax.distributed.device_mesh.zigzag import from_zigzag, to_zigzag
@@ -30,7 +30,6 @@ __all__ = [
     "abstract_batch",
     "auto_mesh",
     "available_devices",
-    "check_no_explicit_mesh",
     "create_fsdp_mesh",
     "from_zigzag",
     "mesh_axes",

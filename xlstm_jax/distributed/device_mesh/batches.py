@@ -18,6 +18,7 @@ from xlstm_jax.distributed.device_mesh.batch_leaves import check_values, why_no_
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_mesh
 from xlstm_jax.distributed.processes.devices import Device
 from xlstm_jax.distributed.processes.same_everywhere import compare, entries_of
+from xlstm_jax.explicit_axes import placed
 
 PLAIN_NUMBERS = int, float, complex, np.generic
 BATCH_TIMEOUT_S = 300.0  # Processes may open their data for minutes before the first batch.
@@ -85,9 +86,12 @@ def shard_batch(
 
     def to_global(leaf: PyTree, spec: PartitionSpec) -> jax.Array:
         if np.ndim(leaf) == 0:
-            return jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec()), np.asarray(leaf), ())
+            return jax.make_array_from_process_local_data(
+                placed(NamedSharding(mesh, PartitionSpec())), np.asarray(leaf), ()
+            )
         # In a dim whose local size is the global size, JAX cuts each device's part from the local array.
-        return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), leaf, (all_rows, *np.shape(leaf)[1:]))
+        shape = (all_rows, *np.shape(leaf)[1:])
+        return jax.make_array_from_process_local_data(placed(NamedSharding(mesh, spec)), leaf, shape)
 
     specs = layout.specs(batch)
     # Compare before any array is made: with other shapes, processes would wait for each other forever in the next step.
@@ -154,7 +158,7 @@ def abstract_batch(
                 f"divide. Take {next_multiple(rows[0], shards)} rows."
             )
         dtype = jax.eval_shape(lambda x: x, leaf).dtype  # the dtype inside a step: float32 for a Python float
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=placed(NamedSharding(mesh, spec)))
 
     return map_leaves_with_path(abstract, batch, layout.specs(batch))
 

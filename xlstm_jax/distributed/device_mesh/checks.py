@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from xlstm_jax.common_types import AxisNames
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.explicit_axes import with_auto_axes
 from xlstm_jax.formatting import shortened
 
 SHOWN_CHARS = 100  # length of the wrong argument in an error
@@ -33,7 +34,7 @@ def auto_mesh(mesh: AnyMesh) -> AnyMesh:
       TypeError: ``mesh`` is not a mesh; names its type, and the call that makes a mesh.
     """
     check_mesh(mesh)
-    return mesh.update(axis_types=auto_types(mesh.axis_names))  # pyright: ignore[reportReturnType] (it has no types)
+    return with_auto_axes(mesh)
 
 
 def check_mesh(mesh: object, *, devices: bool = False) -> None:
@@ -74,22 +75,6 @@ def with_usual_names(sizes: Any) -> dict[str, int] | None:
     if not values or not all(type(size) is int for size in values):
         return None
     return dict(zip(USUAL_AXES.get(len(values), [f"axis_{i}" for i in range(len(values))]), values, strict=True))
-
-
-def check_no_explicit_mesh() -> None:
-    """Raises a ``ValueError`` under a ``jax.set_mesh`` with explicit axes, which arrays on an Auto mesh do not match.
-
-    >>> check_no_explicit_mesh()  # nothing is set here
-    """
-    # Types of arrays include the mesh set here, and JAX raises for mixed meshes, far from the cause.
-    mesh = jax.sharding.get_abstract_mesh()
-    explicit = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit]
-    if explicit:
-        raise ValueError(
-            f"jax.set_mesh has set a mesh with the explicit axes {tuple(explicit)}; parameters live on meshes with "
-            "Auto axes. Leave jax.set_mesh out, or set one of DeviceMeshManager.create_device_mesh (jax.make_mesh "
-            "makes explicit axes unless it is given axis_types)."
-        )
 
 
 def mesh_axes(mesh: Mesh | AbstractMesh, axis_names: AxisNames, argument: str) -> tuple[str, ...]:

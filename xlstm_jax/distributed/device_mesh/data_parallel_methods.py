@@ -24,6 +24,7 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, entry_axes
 from xlstm_jax.distributed.device_mesh import batches
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_mesh, mesh_axes
+from xlstm_jax.explicit_axes import placed
 
 DATA_AXIS = "data"  # axis of DeviceMeshManager.create_data_parallel_mesh
 STEP_AXIS = "batch"  # usual axis name of a step under pmap, also the default in the metrics
@@ -49,7 +50,7 @@ class DataParallel(nnx.Module):
     def create_data_parallel_sharding(mesh: Mesh, data_axis: AxisNames = DATA_AXIS) -> NamedSharding:
         """Returns the sharding of a batch with rows split over one mesh axis, or over a tuple of axes."""
         check_mesh(mesh, devices=True)
-        return NamedSharding(auto_mesh(mesh), PartitionSpec(mesh_axes(mesh, data_axis, "data_axis")))
+        return placed(NamedSharding(auto_mesh(mesh), PartitionSpec(mesh_axes(mesh, data_axis, "data_axis"))))
 
     @staticmethod
     def shard_batch(batch: PyTree, sharding: NamedSharding) -> PyTree:
@@ -93,7 +94,7 @@ class DataParallel(nnx.Module):
 
         def put(leaf: PyTree) -> jax.Array:
             split = spec(np.shape(leaf)) if param_sharding == "shard" else PartitionSpec()
-            return jax.device_put(leaf, NamedSharding(mesh, split))
+            return jax.device_put(leaf, placed(NamedSharding(mesh, split)))
 
         return jax.tree.map(put, state)
 

@@ -22,6 +22,7 @@ from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
 from xlstm_jax.distributed.metrics.layout import Cells, Layout, Vectors
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric, Synced, sync_states
 from xlstm_jax.distributed.processes.devices import Device
+from xlstm_jax.explicit_axes import outside_set_mesh
 
 DEVICES_AXIS = "devices"
 # Target of ``to``: a device, an index into ``jax.local_devices()``, a mesh, or a platform such as "cpu".
@@ -34,6 +35,7 @@ class MeshState:
 
     synced: Synced | None
 
+    @outside_set_mesh
     def __init__(self, metric: PureMetric, initial: Cells, mesh: Mesh | None, axes: AxisNames | None) -> None:
         self.metric = metric
         # NumPy arrays are not bound to a device: `to` may put the same initial value on a different mesh.
@@ -108,6 +110,7 @@ class MeshState:
         rows = {name: own_rows(x) for name, x in self.local.vectors.items()}
         return Synced(_merge_rows(self.local.layout, rows), self.local.layout)
 
+    @outside_set_mesh
     def to(self, device: Place) -> None:
         """Moves the state to a single device, or to a different mesh with every axis declared.
 
@@ -126,6 +129,7 @@ class MeshState:
         self._put_on(auto_mesh(mesh), mesh.axis_names)
         self._set_rows(rows, synced)
 
+    @outside_set_mesh
     def state_dict(self) -> StateDict:
         """Returns ``{"local", "synchronized", "is_synchronized"}``, nested dicts of arrays to save with the model.
 
@@ -135,6 +139,7 @@ class MeshState:
         arrays = jax.tree.map(lambda x: np.asarray(x) if is_readable(x) else x, cells)
         return serialization.to_state_dict(arrays) | {"is_synchronized": self.is_synchronized}
 
+    @outside_set_mesh
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Loads a saved state; if the number of devices has changed, the local values are merged into the first row.
 
@@ -269,6 +274,7 @@ def _sync(mesh: Mesh, states: list[Local]) -> list[Synced]:
     return jax.shard_map(sync_states, mesh=mesh, in_specs=split, out_specs=PartitionSpec())(states)
 
 
+@outside_set_mesh
 def sync_together(states: Sequence[MeshState]) -> None:
     """Synchronizes several states, in shared collectives for states with equal mesh and axes."""
     groups: dict[tuple[Mesh, tuple[str, ...]], list[MeshState]] = {}

@@ -38,6 +38,7 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, mesh_axes
 from xlstm_jax.distributed.metrics.layout import Cells, Layout, Vectors
+from xlstm_jax.explicit_axes import on_auto_axes, on_set_mesh, placed
 
 # Most bytes that a device receives in a gathered sync: at 10 GB/s their transfer takes as long as the start of another
 # collective.
@@ -220,8 +221,9 @@ class PureMetric(ABC):
         self._check_own(state)
         axes, mesh = mesh_axes(mesh, axes, "axes"), auto_mesh(mesh)
         # The restored state may be on devices outside of this mesh, which a jitted function rejects.
-        vectors = jax.device_put(state.vectors, NamedSharding(mesh, PartitionSpec()))
-        return Local(_on_first_device(vectors, self.state_of({}).vectors, mesh, axes), state.layout, axes)
+        vectors = jax.device_put(state.vectors, placed(NamedSharding(mesh, PartitionSpec())))
+        rows = on_set_mesh(_on_first_device(vectors, self.state_of({}).vectors, mesh, axes))
+        return Local(rows, state.layout, axes)
 
     def check_observed(self, observed: PyTree, axes: tuple[str, ...]) -> None:
         """Raises a ValueError if the types of a batch vary along other axes than ``axes``: devices would be miscounted.
@@ -269,10 +271,14 @@ def _row(vectors: Vectors) -> Vectors:
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _on_first_device(vectors: Vectors, nothing: Vectors, mesh: Mesh, axes: tuple[str, ...]) -> Vectors:
     """Puts ``vectors`` on the first device and ``nothing`` on every other device: [k] -> [n, k]."""
+
     # The identity on other devices: the restored state counts once for any number of devices.
-    first = jnp.arange(math.prod(mesh.shape[axis] for axis in axes))[:, None] == 0
-    rows = jax.tree.map(lambda x, zero: jnp.where(first, x, zero), vectors, nothing)
-    return jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, PartitionSpec(axes)))
+    def place(vectors: Vectors, nothing: Vectors) -> Vectors:
+        first = jnp.arange(math.prod(mesh.shape[axis] for axis in axes))[:, None] == 0
+        rows = jax.tree.map(lambda x, zero: jnp.where(first, x, zero), vectors, nothing)
+        return jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, PartitionSpec(axes)))
+
+    return on_auto_axes(place, mesh)(vectors, nothing)
 
 
 def sync_states(states: list[Local]) -> list[Synced]:
@@ -334,4 +340,4 @@ def make_log_step(metric: PureMetric, mesh: Mesh, axes: AxisNames) -> Callable[[
         # Created inside the program, so that the buffers of the donated argument are reused.
         return computed, metric.empty(axes, mesh)
 
-    return jax.jit(log_step, donate_argnums=0)
+    return jax.jit(on_auto_axes(log_step, mesh, like=lambda local: (None, local)), donate_argnums=0)

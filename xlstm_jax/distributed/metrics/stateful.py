@@ -46,6 +46,7 @@ from xlstm_jax.distributed.metrics.mesh_state import (
     sync_together,
 )
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric, Synced
+from xlstm_jax.explicit_axes import outside_set_mesh
 
 Value = TypeVar("Value")  # return type of Metric.compute
 
@@ -119,6 +120,7 @@ class MetricAccumulator(MeshState):
     33.0
     """
 
+    @outside_set_mesh
     def __init__(
         self,
         initial_value: ArrayLike,
@@ -150,6 +152,7 @@ class MetricAccumulator(MeshState):
         metric = _Entrywise(self.shape, self.dtype, self.reduce_op)
         super().__init__(metric, metric.observe(initial), mesh, axes)
 
+    @outside_set_mesh
     def update(self, value: ArrayLike) -> None:
         """Merges a value into the local values; never communicates, and never waits for pending computations.
 
@@ -185,6 +188,7 @@ class MetricAccumulator(MeshState):
         return value if isinstance(value, jax.Array) else np.asarray(value).astype(self.dtype)
 
     @property
+    @outside_set_mesh
     def value(self) -> jax.Array:
         """Returns the synchronized value, or the value of this process if values were added since the last ``sync``.
 
@@ -196,6 +200,7 @@ class MetricAccumulator(MeshState):
         return self._checked((self.synced or self.of_this_process()).cells)
 
     @property
+    @outside_set_mesh
     def local_values(self) -> jax.Array:
         """Returns the value per device since the last ``reset``, [n, *shape], in the accumulator dtype.
 
@@ -322,6 +327,7 @@ class StatefulMetric(Metric[PyTree]):
         self.metric = metric  # hashable, as frozen dataclasses are
         self.state = MeshState(metric, metric.identity(), mesh, axes)
 
+    @outside_set_mesh
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Adds a batch; never communicates, and never waits for pending computations.
 
@@ -350,6 +356,7 @@ class StatefulMetric(Metric[PyTree]):
         observe = _observe_batch_on_device if arrays else _observe_batch
         self.state.add_own(observe(self.metric, jax.tree.map(on_one_device, arguments)), on_all_processes)
 
+    @outside_set_mesh
     def compute(self) -> PyTree:
         """Computes the value over every device, under ``jit``.
 
@@ -360,6 +367,7 @@ class StatefulMetric(Metric[PyTree]):
             raise RuntimeError("compute reads the value of all devices: sync() first, or compute_local() for each.")
         return _compute(self.metric, self.state.synced)
 
+    @outside_set_mesh
     def compute_local(self) -> PyTree:
         """Computes the value of each device from the batches of the device, without ``sync``: [n, ...]."""
         return _compute(self.metric, self.state.local)

@@ -34,17 +34,18 @@ from xlstm_jax.distributed.data_parallel.unconstrained_boxes import boxes_withou
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_bytes
-from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
 from xlstm_jax.distributed.optimizers.sharded_optimizer import ON_DEVICES, Placement, sharded_optimizer
 from xlstm_jax.distributed.optimizers.state import owner_of_state
 from xlstm_jax.distributed.plan.init_errors import init_error, init_failure, is_the_librarys
 from xlstm_jax.distributed.plan.leaf_plan import NO_BYTES, OPTIMIZER, PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.section import SECTIONS, noting
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
+from xlstm_jax.explicit_axes import outside_set_mesh
 from xlstm_jax.formatting import format_axes
 from xlstm_jax.program_names import HOST_MEMORY
 
 
+@outside_set_mesh
 def plan_sharding(
     model: Model,
     axis_sizes: Mapping[str, int],
@@ -144,7 +145,6 @@ def _planned_init(
     freeze: Callable[[PyTree], PyTree],
 ) -> PyTree:
     """Returns the variables of ``model.init`` as shapes, in boxes that record the decisions of the wrappers."""
-    check_no_explicit_mesh()
 
     def init(rng: PyTree, inputs: PyTree) -> PyTree:
         with jax.sharding.use_abstract_mesh(mesh), boxes_without_constraints():

@@ -27,6 +27,7 @@ from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
 from xlstm_jax.distributed.processes.collective_errors import allgather_text
 from xlstm_jax.distributed.processes.devices import Device
 from xlstm_jax.distributed.resilience.disagreement import DisagreementError, first_few, named_devices
+from xlstm_jax.explicit_axes import outside_set_mesh
 
 _DEVICE = "device"
 
@@ -52,6 +53,7 @@ class _Copied(NamedTuple):
     holders: list[list[Device]]
 
 
+@outside_set_mesh
 def check_replicas(tree: PyTree) -> None:
     """Raises a ``ReplicaError`` if the replicas of a shard differ in a bit (0.0 and -0.0 differ, equal NaN bits agree).
 

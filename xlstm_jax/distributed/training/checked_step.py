@@ -13,6 +13,7 @@ from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout
 from xlstm_jax.distributed.training.arguments import ARGUMENTS
 from xlstm_jax.distributed.training.moments import JittedCall, JittedStep, run_checks
 from xlstm_jax.distributed.training.nan_inputs import naming_nans
+from xlstm_jax.explicit_axes import on_auto_axes, on_set_mesh
 
 
 class CheckedStep:
@@ -24,6 +25,7 @@ class CheckedStep:
       step: the function to compile.
       layout: the layout of its batch, with the mesh of the step.
       arguments: names of the function's arguments by position.
+      like: function of the arguments that returns the arguments that the results replace; see ``on_auto_axes``.
       needed: names of the arguments without which a call is refused; None: the arguments without a default.
       counting: ``counting(batch, args, kwargs)`` returns the names of results that ignore the weights of padded rows,
         by kind; see ``counting_padding``.
@@ -36,13 +38,14 @@ class CheckedStep:
         layout: BatchLayout,
         arguments: tuple[str, ...] = ARGUMENTS,
         *,
+        like: Callable[..., PyTree],
         counting: Callable[[PyTree, tuple[Any, ...], dict[str, Any]], dict[str, list[str]]],
         needed: tuple[str, ...] | None = None,
         **options: Any,
     ):
         functools.update_wrapper(self, step)
         self.options = options
-        self.jitted = jax.jit(step, **options)
+        self.jitted = jax.jit(on_auto_axes(step, layout.mesh, like=like), **options)
         takes = inspect.signature(step).parameters
         if needed is None:
             needed = tuple(name for name in arguments if takes[name].default is inspect.Parameter.empty)
@@ -55,7 +58,9 @@ class CheckedStep:
         # Exclude metrics and moments: a maximum starts at minus infinity.
         params = getattr(call.named.get("state"), "params", None)
         with naming_nans({"batch": call.named.get("batch"), "state.params": params}):
-            returned = self._explained(call, self.jitted)
+            args, kwargs = on_set_mesh((call.args, call.kwargs))
+            returned = self._explained(call._replace(args=args, kwargs=kwargs), self.jitted)
+            returned = on_set_mesh(returned)
         run_checks("returned", call)
         return returned
 

@@ -36,6 +36,7 @@ from xlstm_jax.distributed.optimizers.state import given_state, trainable
 from xlstm_jax.distributed.training.arguments import collections_of, why_not_its_state
 from xlstm_jax.distributed.training.batch_axes import default_batch_axes
 from xlstm_jax.distributed.training.moments import CreatedState, NewModel, NewVariables, run_checks
+from xlstm_jax.explicit_axes import on_auto_axes, outside_set_mesh, placed, sharding_of_input, with_auto_axes
 from xlstm_jax.formatting import TIMES, Bar, format_bytes, notebook_html, rich_table
 
 PARTS = ("params", "opt_state", "collections")
@@ -100,13 +101,17 @@ class TrainState(FlaxTrainState):
         mesh = _mesh_of(self.params)
         if mesh is None or self.sees_boxes or collectives.manual_axes():
             return super().apply_gradients(grads=grads, **kwargs)
+        mesh = with_auto_axes(mesh)
 
         def gradient(leaf: Sharded, grad: Any) -> Any:
             """Returns the gradient without box and padding for the optimizer; None for a non-differentiable leaf."""
             return true_value(leaf.replace(value=trees.stored_values(grad))) if leaf.is_differentiable else None
 
-        bare = trees.map_sharded(gradient, self.params, grads)
-        return _replaced(self, _updated(self, bare, mesh, {})[0]).replace(**kwargs)
+        def updated(state: Self, grads: PyTree) -> Self:
+            bare = trees.map_sharded(gradient, state.params, grads)
+            return _replaced(state, _updated(state, bare, mesh, {})[0])
+
+        return on_auto_axes(updated, mesh, like=lambda state, grads: state)(self, grads).replace(**kwargs)
 
 
 def _mesh_of(params: PyTree) -> Mesh | AbstractMesh | None:
@@ -116,6 +121,7 @@ def _mesh_of(params: PyTree) -> Mesh | AbstractMesh | None:
     return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty), None)
 
 
+@outside_set_mesh
 def init_sharded(
     model: Model,
     mesh: Mesh | AbstractMesh,
@@ -159,10 +165,11 @@ def init_sharded(
       TypeError: as ``freeze_params``.
     """
     freezing: dict[str, Any] = {"trainable": trainable, "frozen_dtype": frozen_dtype}
+    # jit cannot split NumPy arrays over devices of several processes.
+    inputs = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, inputs)
     init = jitted_init(model, mesh, rng, *inputs, batch_axes=batch_axes, **freezing, **kwargs)
     run_checks("values", NewModel(model, mesh, rng))
-    # jit cannot split NumPy arrays over devices of several processes.
-    return init(rng, jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, inputs))
+    return init(rng, inputs)
 
 
 def jitted_init(
@@ -196,19 +203,22 @@ def jitted_init(
                 variables = {**variables, "params": arranged(variables["params"], dict(mesh.shape))}
             return variables
 
+    init = on_auto_axes(init, mesh)
     made = jax.eval_shape(init, rng, inputs)
-    out = placement.shardings(made, mesh)
+    out = jax.tree.map(placed, placement.shardings(made, mesh))
     run_checks("shapes", NewVariables(made, mesh))
     axes = default_batch_axes(made.get("params", {}), mesh) if given_axes is None else given_axes
 
     def input_sharding(x: Any) -> NamedSharding:
         splits = np.ndim(x) > 0 and np.shape(x)[0] % num_shards(mesh, axes) == 0
-        return NamedSharding(mesh, PartitionSpec(axes) if splits else PartitionSpec())
+        split = placed(NamedSharding(mesh, PartitionSpec(axes) if splits else PartitionSpec()))
+        return sharding_of_input(x, split)
 
-    given = (NamedSharding(mesh, PartitionSpec()), jax.tree.map(input_sharding, inputs))
+    given = (placed(NamedSharding(mesh, PartitionSpec())), jax.tree.map(input_sharding, inputs))
     return jax.jit(init, in_shardings=given, out_shardings=out)
 
 
+@outside_set_mesh
 def create_train_state(
     model: Model,
     tx: optax.GradientTransformation,
@@ -255,7 +265,7 @@ def create_train_state(
     params = variables.pop("params", {})
     run_checks("state", CreatedState(model, tx, mesh, rng, inputs, kwargs, params, variables, stacks, allow_replicated))
     # Place the step counter on the mesh now: a step returns it there, and another sharding would compile step 2 again.
-    step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, PartitionSpec()))
+    step = jax.device_put(jnp.zeros((), jnp.int32), placed(NamedSharding(mesh, PartitionSpec())))
     opt_state = sharded_opt_state(tx, params, mesh, offload)
     # Strong types, as a step returns them: after a weak type the second step would compile again.
     kept = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), variables)
@@ -274,10 +284,12 @@ def sharded_opt_state(
         return jax.tree.map(lambda x: jnp.array(x, x.dtype), optimizer.init(params))
 
     # Only a trace of tx.init shows the shapes of the state; the sharding of each leaf follows from the shapes.
-    out = optimizer.shardings(jax.eval_shape(init, params))
+    init = on_auto_axes(init, mesh)
+    out = jax.tree.map(placed, optimizer.shardings(jax.eval_shape(init, params)))
     return jax.jit(init, out_shardings=out)(params)
 
 
+@outside_set_mesh
 def abstract_train_state(
     model: Model,
     tx: optax.GradientTransformation,

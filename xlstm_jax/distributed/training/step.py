@@ -139,6 +139,10 @@ def make_train_step(
     # A metric is updated after each minibatch, so no observation outlives its minibatch.
     fold = None if metric is None else lambda local, observed: metric.update(local, **observed)
 
+    def like(state: PyTree, batch: PyTree, rng: PyTree = None, local: PyTree = None, **_: PyTree) -> tuple[PyTree, ...]:
+        """Returns the arguments that the results (state, metrics, and local with a metric) replace."""
+        return (state, None) if metric is None else (state, None, local)
+
     def step_of(of_batch: BatchLayout) -> CheckedStep:
         options = StepOptions(
             loss=LossFunction(loss_fn, weighted, has_aux or metric is not None),
@@ -153,6 +157,7 @@ def make_train_step(
         return CheckedStep(
             options.step,
             of_batch,
+            like=like,
             counting=partial(counting_padding, watched.step, metric, of_batch.row_axes),
             needed=("state", "batch", *["rng"] * needs_key(loss_fn)),
             donate_argnums=0 if metric is None else (0, 3),

@@ -29,6 +29,7 @@ from jax.stages import Traced, Wrapped
 
 from xlstm_jax.accelerators import resolved, resolved_on
 from xlstm_jax.common_types import PyTree
+from xlstm_jax.explicit_axes import outside_other_mesh
 from xlstm_jax.forecast.compiling import child as compile_child
 from xlstm_jax.forecast.compiling.compile_process import (
     COMPILE_TIMEOUT_S,
@@ -134,7 +135,8 @@ class StepCall:
                 "jax.jit(step)."
             )
         # While tracing, JAX queries the GPU at hand about cuDNN. For an absent GPU the chip's table entry answers.
-        with traced_for_chip(self.topology.chip) if self.topology else nullcontext():
+        chip = traced_for_chip(self.topology.chip) if self.topology else nullcontext()
+        with chip, outside_other_mesh((self.args, dict(self.kwargs))):
             return self.step.trace(*self.args, **self.kwargs)
 
     @cached_property

@@ -13,6 +13,7 @@ import jax
 from xlstm_jax.distributed.data_parallel.policy import next_multiple
 from xlstm_jax.distributed.data_parallel.reasons import Reason
 from xlstm_jax.distributed.data_parallel.store import AS_IT_IS, UNEVEN, LeafToSplit, Shape, Store, with_zeros_behind
+from xlstm_jax.explicit_axes import on_auto_axes
 
 Sizes = tuple[int | None, ...]
 
@@ -33,8 +34,9 @@ class ZeroPadding(Store):
         return tuple(stored if size is None else size for stored, size in sizes)
 
     def read(self, stored: jax.Array, is_split: Sequence[bool]) -> jax.Array:
-        sizes = zip(self.sizes, is_split, strict=True)
-        return stored[tuple(slice(None if split else size) for size, split in sizes)]
+        cut = tuple(slice(None if split else size) for size, split in zip(self.sizes, is_split, strict=True))
+        # Under explicit axes the value is replicated: JAX has no sharding for a dim that the axes do not divide.
+        return on_auto_axes(lambda stored: stored[cut], like=lambda stored: None)(stored)
 
     def write(self, value: jax.Array, shape: Shape) -> jax.Array:
         return with_zeros_behind(value, shape)

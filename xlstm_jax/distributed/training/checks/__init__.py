@@ -10,7 +10,6 @@ import optax
 
 from xlstm_jax.distributed.data_parallel.placement import check_divides
 from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
-from xlstm_jax.distributed.device_mesh.checks import check_no_explicit_mesh
 from xlstm_jax.distributed.optimizers.optax_introspection import check_transform
 from xlstm_jax.distributed.training.arguments import (
     EVAL_FN,
@@ -95,10 +94,6 @@ def _gathered_stacks_of_state(of: CreatedState) -> None:
         warn_of_gathered_stacks(of.stacks, of.mesh)
 
 
-def _mesh_around(of: NewModel | StepTrace | EvaluationTrace) -> None:
-    check_no_explicit_mesh()
-
-
 def _arguments(of: StepTrace) -> None:
     check_call(of.state, of.rng, of.local, of.mesh, of.metric, of.extra_trees)
 
@@ -180,7 +175,6 @@ MISTAKES, ERRORS = "mistakes.md", "troubleshooting.md"
 CHECKS[:] = [
     TrainingCheck("optimizer", _optimizer_of_state, "optimizers.md"),
     TrainingCheck("model", _model, ERRORS),
-    TrainingCheck("model", _mesh_around, ERRORS),
     TrainingCheck("model", _keys, ERRORS),
     TrainingCheck("shapes", _dims_of_shards, ERRORS),
     TrainingCheck("values", _equal_keys, "processes.md"),
@@ -188,12 +182,10 @@ CHECKS[:] = [
     TrainingCheck("state", _optimizer_of_parameters, "optimizers.md"),
     REPLICATED_PARAMETERS,
     TrainingCheck("state", _gathered_stacks_of_state, MISTAKES),
-    TrainingCheck("trace", _mesh_around, ERRORS),
     TrainingCheck("trace", _arguments, ERRORS),
     TrainingCheck("trace", _optimizer, "optimizers.md"),
     TrainingCheck("trace", _rows, ERRORS),
     TrainingCheck("trace", _loss_function, ERRORS),
-    TrainingCheck("trace of an evaluation", _mesh_around, ERRORS),
     TrainingCheck("trace of an evaluation", _evaluated, ERRORS),
     TrainingCheck("trace of an evaluation", _meshes_of_evaluation, ERRORS),
     TrainingCheck("trace of an evaluation", _rows_of_evaluation, ERRORS),

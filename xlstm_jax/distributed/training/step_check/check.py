@@ -72,12 +72,14 @@ from xlstm_jax.distributed.training.step_check.update import (
     of_state,
     same_bits,
 )
+from xlstm_jax.explicit_axes import outside_set_mesh
 
 LOSS = "(loss)"
 ROUGHLY = 0.3  # with other draws the loss of the slices differs from the batch loss, but by far less than a factor of 2
 BATCH_AT_ONCE = "the batch at once"
 
 
+@partial(outside_set_mesh, inside="step")
 def check_step(
     step: Callable[..., Any],
     state: FlaxTrainState,

@@ -1,0 +1,424 @@
+"""Training, and what surrounds it, under ``jax.set_mesh`` with explicit, Auto and mixed axes."""
+
+from contextlib import contextmanager
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.support import AXES, FLOAT32_ROUNDING, assert_same_params, data, fsdp, mean_loss, plain, train_on_one_device
+from xlstm_jax.distributed import (
+    Checkpointer,
+    DeviceMeshManager,
+    Offload,
+    abstract_batch,
+    abstract_train_state,
+    check_replicas,
+    check_step,
+    create_train_state,
+    export_safetensors,
+    import_safetensors,
+    make_eval_step,
+    make_train_step,
+    nnx_model,
+    partition_specs,
+    plan_sharding,
+    shard_batch,
+    shard_modules,
+    unbox,
+    value_and_grad,
+)
+from xlstm_jax.distributed.metrics import MetricAccumulator, StatefulMetric, WeightedMean, make_log_step
+from xlstm_jax.explicit_axes import has_explicit_axes
+from xlstm_jax.forecast import forecast
+
+KEY = jax.random.key(0)
+STEPS = 3
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+MESHES = {
+    "explicit": ((2, 4), AXES, (EXPLICIT, EXPLICIT)),
+    "explicit fsdp": ((2, 4), AXES, (AUTO, EXPLICIT)),
+    "explicit dp": ((2, 4), AXES, (EXPLICIT, AUTO)),
+    "auto": ((2, 4), AXES, (AUTO, AUTO)),
+    "one explicit axis": ((8,), ("fsdp",), (EXPLICIT,)),
+    "one auto axis": ((8,), ("fsdp",), (AUTO,)),
+}
+
+
+class Linen(nn.Module):
+    """Two layers; ``wrap`` is applied to each."""
+
+    wrap: type | partial = plain
+    hidden: int = 16
+
+    @nn.compact
+    def __call__(self, x):
+        return self.wrap(nn.Dense)(4)(nn.tanh(self.wrap(nn.Dense)(self.hidden)(x)))
+
+
+class Nnx(nnx.Module):
+    """The NNX version of ``Linen``."""
+
+    def __init__(self, rngs):
+        self.first, self.last = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(nnx.tanh(self.first(x)))
+
+
+MODELS = {
+    "linen": (Linen(fsdp()), Linen()),
+    "nnx": (shard_modules(nnx_model(Nnx), nnx.Linear, "fsdp", min_weight_size=32), nnx_model(Nnx)),
+}
+MODEL = MODELS["linen"][0]
+# A norm over all gradients, and moments: both are wrong if computed from shards.
+TX = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
+
+
+def mesh_called(name):
+    shape, axes, types = MESHES[name]
+    return jax.make_mesh(shape, axes, axis_types=types)
+
+
+@contextmanager
+def set_globally(mesh):
+    jax.set_mesh(mesh)
+    try:
+        yield
+    finally:
+        jax.set_mesh(None)
+
+
+def batch_of(mesh):
+    # NumPy arrays, since `data` may have been called under another mesh.
+    return shard_batch(jax.device_get(data()), mesh, mesh.axis_names)
+
+
+def state_on(mesh, model=MODEL, tx=TX, **options):
+    x = jax.device_get(data()["x"])
+    return create_train_state(model, tx, mesh, KEY, x, batch_axes=mesh.axis_names, **options)
+
+
+def trained(mesh, model=MODEL, *, state=None, batch=None, **options):
+    """Returns state, losses and step after ``STEPS`` steps under the mesh that is set."""
+    state = state_on(mesh, model) if state is None else state
+    step, losses = make_train_step(mean_loss, mesh, mesh.axis_names, **options), []
+    for _ in range(STEPS):
+        state, metrics = step(state, batch_of(mesh) if batch is None else batch, KEY)
+        losses.append(float(metrics["loss"]))
+    return state, losses, step
+
+
+def of_one_device(model=MODELS["linen"][1], share=slice(None)):
+    batch = jax.tree.map(lambda x: x[share], data())
+    params = jax.jit(model.init)(KEY, data()["x"])["params"]
+    params, _, losses = train_on_one_device(model, TX, params, mean_loss, batch, STEPS)
+    return jax.device_get(params), losses
+
+
+REFERENCE = {name: of_one_device(model) for name, (_, model) in MODELS.items()}
+
+
+def assert_trained_as_on_one_device(state, losses, name="linen"):
+    params, want = REFERENCE[name]
+    np.testing.assert_allclose(losses, want, rtol=FLOAT32_ROUNDING)
+    assert_same_params(unbox(jax.device_get(state.params)), params)
+
+
+def is_explicit(x):
+    return has_explicit_axes(jax.typeof(x).sharding.mesh)
+
+
+@pytest.fixture
+def mesh():
+    """Returns a mesh with explicit axes, which is set."""
+    mesh = mesh_called("explicit")
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+# ------------------------------------------------------------------------------------------------------------ exactness
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("kind", MESHES)
+def test_training_under_a_mesh_that_is_set_is_that_of_one_device(kind, check_vma, name):
+    mesh = mesh_called(kind)
+    with jax.set_mesh(mesh):
+        state, losses, step = trained(mesh, MODELS[name][0], check_vma=check_vma)
+    assert_trained_as_on_one_device(state, losses, name)
+    assert step.jitted._cache_size() == 1  # types of results are those of arguments: nothing compiles twice
+    assert {is_explicit(x) for x in jax.tree.leaves(state)} == {EXPLICIT in MESHES[kind][2]}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", ["explicit", "explicit fsdp", "auto"])
+def test_a_mesh_that_is_set_globally_is_as_good(kind, name):
+    with set_globally(mesh_called(kind)):
+        state, losses, _ = trained(mesh_called(kind), MODELS[name][0])
+    assert_trained_as_on_one_device(state, losses, name)
+
+
+def test_guard_half_of_the_batch_trains_otherwise():
+    assert not np.allclose(of_one_device(share=slice(8))[1], REFERENCE["linen"][1], rtol=0.1)
+
+
+def test_an_explicit_mesh_that_is_not_set_gives_auto_types():
+    mesh = mesh_called("explicit")
+    state, losses, _ = trained(mesh)
+    assert_trained_as_on_one_device(state, losses)
+    assert not any(map(is_explicit, jax.tree.leaves(state)))
+
+
+def test_a_step_under_an_explicit_mesh_communicates_as_much(mesh):
+    def collectives(mesh):
+        text = make_train_step(mean_loss, mesh, AXES).lower(state_on(mesh), batch_of(mesh), KEY).compile().as_text()
+        return {kind: text.count(f"{kind}(") for kind in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")}
+
+    under = collectives(mesh)
+    with jax.set_mesh(None):
+        assert under == collectives(mesh)
+    assert under["all-gather"]  # guard
+
+
+# -------------------------------------------------------------------------------------------- arrays of the user's code
+
+
+@pytest.mark.parametrize("spec", [P("dp"), P("fsdp"), P(AXES), P()], ids=str)
+def test_a_batch_may_have_any_explicit_sharding_of_its_rows(mesh, spec):
+    batch = jax.tree.map(lambda x: jax.device_put(x, spec), jax.device_get(data()))
+    state, losses, _ = trained(mesh, batch=batch)
+    assert_trained_as_on_one_device(state, losses)
+
+
+@pytest.mark.parametrize("make", [np.asarray, jnp.asarray])
+def test_a_batch_may_be_of_numpy_or_made_under_the_mesh(mesh, make):
+    state, losses, _ = trained(mesh, batch=jax.tree.map(make, jax.device_get(data())))
+    assert_trained_as_on_one_device(state, losses)
+
+
+def test_example_inputs_may_be_made_under_the_mesh(mesh):
+    for x in (jnp.ones((16, 8)), jax.device_put(np.ones((16, 8)), P("dp")), batch_of(mesh)["x"]):
+        state = create_train_state(MODEL, TX, mesh, KEY, x, batch_axes=AXES)
+        assert_trained_as_on_one_device(*trained(mesh, state=state)[:2])
+
+
+def test_parameters_are_arrays_of_explicit_types_outside(mesh):
+    state, _, _ = trained(mesh)
+    kernel = state.params["Dense_1"]["kernel"].value
+    assert str(jax.typeof(kernel)) == "float32[8,16@fsdp]"
+    assert str(jax.typeof(jnp.ones((2, 8)) @ kernel)) == "float32[2,16@fsdp]"
+    assert str(jax.typeof(jax.sharding.reshard(kernel, P()))) == "float32[8,16]"
+    halved = state.replace(params=jax.tree.map(lambda x: x / 2, state.params))
+    state, metrics = make_train_step(mean_loss, mesh, AXES)(halved, batch_of(mesh), KEY)
+    assert is_explicit(state.params["Dense_1"]["kernel"].value) and np.isfinite(float(metrics["loss"]))
+
+
+def test_a_state_made_before_the_mesh_is_set_goes_on_under_it(mesh):
+    with jax.set_mesh(None):
+        state = state_on(mesh)
+        batch = batch_of(DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 4}))
+    state, losses, _ = trained(mesh, state=state, batch=batch)
+    assert_trained_as_on_one_device(state, losses)
+    assert all(map(is_explicit, jax.tree.leaves(state)))
+
+
+def test_a_state_made_under_the_mesh_goes_on_without_it(mesh):
+    state = state_on(mesh)
+    with jax.set_mesh(None):
+        state, losses, _ = trained(mesh, state=state)
+    assert_trained_as_on_one_device(state, losses)
+
+
+def test_a_step_runs_in_a_program_of_the_user(mesh):
+    step, batch = make_train_step(mean_loss, mesh, AXES), batch_of(mesh)
+
+    @jax.jit
+    def run(state):
+        def body(state, _):
+            state, metrics = step(state, batch, KEY)
+            return state, metrics["loss"]
+
+        return jax.lax.scan(body, state, length=STEPS)
+
+    state, losses = run(state_on(mesh))
+    assert_trained_as_on_one_device(state, losses)
+
+
+def test_a_step_is_compiled_ahead_of_time_from_abstract_arguments(mesh):
+    state = state_on(mesh)
+    abstract = abstract_train_state(MODEL, TX, mesh, KEY, jnp.ones((16, 8)), batch_axes=AXES)
+    abstract = abstract.replace(apply_fn=state.apply_fn, tx=state.tx)
+    batch = abstract_batch(data(), mesh, AXES)
+    step, losses = make_train_step(mean_loss, mesh, AXES).lower(abstract, batch, KEY).compile(), []
+    for _ in range(STEPS):
+        state, metrics = step(state, batch_of(mesh), KEY)
+        losses.append(float(metrics["loss"]))
+    assert_trained_as_on_one_device(state, losses)
+
+
+@pytest.mark.parametrize("tx", [TX, optax.contrib.muon(1e-2)], ids=["adam", "muon"])
+def test_a_step_of_the_users_own_updates_by_apply_gradients(mesh, tx):
+    def own(mesh):
+        state, losses = state_on(mesh, tx=tx), []
+        specs = partition_specs(state.params, mesh)
+
+        @partial(jax.shard_map, mesh=mesh, in_specs=(specs, P(AXES)), out_specs=(P(), specs))
+        def on_device(params, batch):
+            return value_and_grad(lambda params, batch: mean_loss(params, MODEL.apply, batch), AXES)(params, batch)
+
+        @jax.jit
+        def step(state, batch):
+            loss, grads = on_device(state.params, batch)
+            return state.apply_gradients(grads=grads), loss
+
+        for _ in range(STEPS):
+            state, loss = step(state, batch_of(mesh))
+            losses.append(float(loss))
+        return losses
+
+    under = own(mesh)
+    with jax.set_mesh(None):
+        np.testing.assert_allclose(under, own(DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 4})), rtol=1e-6)
+    assert under[0] > under[-1]  # guard
+
+
+# ------------------------------------------------------------------------------------------------------ kinds of states
+
+
+@pytest.mark.parametrize(
+    "model, options",
+    [
+        (Linen(fsdp(uneven="pad"), hidden=15), {}),
+        (Linen(fsdp(axis_name=AXES)), {}),
+        (MODEL, {"offload": Offload()}),
+        (MODEL, {"trainable": lambda path: "Dense_0" not in path}),
+    ],
+    ids=["padding", "two axes", "offload", "frozen"],
+)
+@pytest.mark.parametrize("kind", ["explicit", "explicit fsdp"])
+def test_every_kind_of_state_trains_as_without_a_mesh_that_is_set(kind, model, options):
+    mesh = mesh_called(kind)
+    with jax.set_mesh(mesh):
+        state, losses, step = trained(mesh, state=state_on(mesh, model, **options))
+    want, wanted, _ = trained(mesh, state=state_on(mesh, model, **options))
+    np.testing.assert_allclose(losses, wanted, rtol=1e-6)
+    assert step.jitted._cache_size() == 1
+    for (path, got), leaf in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(want), strict=True):
+        assert got.sharding.shard_shape(got.shape) == leaf.sharding.shard_shape(leaf.shape), path
+
+
+# --------------------------------------------------------------------------------------------------- other entry points
+
+
+def evaluated(mesh):
+    metric = WeightedMean()
+
+    def eval_fn(params, apply_fn, batch):
+        error = jnp.mean((apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2, -1)
+        return {"values": error, "weight": batch["weight"]}
+
+    step, local = make_eval_step(eval_fn, mesh, mesh.axis_names, metric=metric), metric.empty(mesh.axis_names, mesh)
+    log_step = make_log_step(metric, mesh, mesh.axis_names)
+    state, values = state_on(mesh), []
+    for _ in range(2):
+        for _ in range(2):
+            local = step(state, batch_of(mesh), local)
+        value, local = log_step(local)
+        values.append(value)
+    assert float(values[0]) == float(values[1])
+    return values[0]
+
+
+@pytest.mark.parametrize("kind", ["explicit", "explicit fsdp"])
+def test_evaluation(kind):
+    want, mesh = float(evaluated(mesh_called("auto"))), mesh_called(kind)
+    with jax.set_mesh(mesh):
+        value = evaluated(mesh)
+        assert float(value * 2) == pytest.approx(2 * want, rel=1e-6)
+
+
+@pytest.mark.parametrize("model", [MODEL, Linen(fsdp(uneven="pad"), hidden=15)], ids=["split", "padded"])
+def test_checkpoints(mesh, tmp_path, model):
+    state = state_on(mesh, model)
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(0, state)
+        like = abstract_train_state(model, TX, mesh, KEY, jnp.ones((16, 8)), batch_axes=AXES)
+        restored = checkpointer.restore(like)
+    export_safetensors(state.params, tmp_path / "model.safetensors")
+    imported = import_safetensors(tmp_path / "model.safetensors", like.params)
+    for tree in (restored.params, imported):
+        for got, want in zip(jax.tree.leaves(tree), jax.tree.leaves(state.params), strict=True):
+            np.testing.assert_array_equal(got, want)
+            assert jax.typeof(got) == jax.typeof(want) and is_explicit(got)
+    assert trained(mesh, state=restored)[1] == trained(mesh, state=state)[1]
+
+
+def test_check_step(mesh):
+    def total(params, apply_fn, batch, rng):
+        return 16 * mean_loss(params, apply_fn, batch)
+
+    assert check_step(make_train_step(mean_loss, mesh, AXES), state_on(mesh), batch_of(mesh), KEY).verdict == "right"
+
+    @jax.jit
+    def own(state, batch, rng):
+        specs = partition_specs(state.params, mesh)
+        gradients = value_and_grad(lambda params, batch: mean_loss(params, state.apply_fn, batch), AXES)
+        # Without `mesh=`: the step reads the mesh that is set.
+        run = jax.shard_map(gradients, in_specs=(specs, P(AXES)), out_specs=(P(), specs))
+        loss, grads = run(state.params, batch)
+        return state.apply_gradients(grads=grads), {"loss": loss}
+
+    for loss_fn, verdict in ((mean_loss, "right"), (total, "wrong")):
+        assert check_step(own, state_on(mesh), batch_of(mesh), KEY, loss_fn=loss_fn).verdict == verdict
+
+
+def test_plans_and_forecasts(mesh):
+    def looked_at(mesh):
+        step, args = make_train_step(mean_loss, mesh, AXES), (state_on(mesh), batch_of(mesh), KEY)
+        plans = [plan_sharding(MODEL, sizes, jnp.ones((16, 8)), tx=TX) for sizes in (mesh.shape, {"dp": 4, "fsdp": 8})]
+        absent = DeviceMeshManager.create_abstract_mesh({"dp": 4, "fsdp": 4})
+        state = abstract_train_state(MODEL, TX, absent, KEY, jnp.ones((16, 8)), batch_axes=AXES)
+        shape = state.params["Dense_0"]["kernel"].value.sharding.shard_shape((8, 16))
+        return [str(plan) for plan in plans], shape, forecast(step, *args).total_bytes
+
+    under = looked_at(mesh)
+    with jax.set_mesh(None):
+        assert under == looked_at(mesh)
+
+
+def test_metrics_with_a_state_of_their_own(mesh):
+    for place in (None, mesh):
+        total = MetricAccumulator(jnp.float32(0), mesh=place)
+        total.update(2)
+        total.update(jax.device_put(np.arange(8.0), P(AXES)))
+        mean = StatefulMetric(WeightedMean(), mesh=place)
+        mean.update(batch_of(mesh)["x"][:, :1].mean(-1))
+        mean.update(jnp.ones(3))
+        for metric in (total, mean):
+            metric.sync()
+            metric.load_state_dict(metric.state_dict())
+        assert float(total.value * 2) == 60.0
+        want = (np.asarray(data()["x"])[:, 0].sum() + 3) / 19
+        assert float(mean.compute() + 1) == pytest.approx(want + 1, rel=1e-6)
+
+
+def test_replicas_are_compared(mesh):
+    check_replicas(state_on(mesh))
+
+
+def test_new_arrays_are_placed_on_the_mesh_that_is_set(mesh):
+    batch, weight = shard_batch({"x": np.ones((13, 3))}, mesh, AXES, pad=True)
+    assert str(jax.typeof(batch["x"])) == "float32[16@(dp,fsdp),3]" and is_explicit(weight)
+    auto = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 4})
+    assert is_explicit(shard_batch(np.ones((16, 3)), auto, AXES))  # the mesh that is set decides
+    other = DeviceMeshManager.create_device_mesh({"fsdp": 8})
+    assert shard_batch(np.ones((16, 3)), other, "fsdp").sharding == NamedSharding(other, P("fsdp"))

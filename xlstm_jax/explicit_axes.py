@@ -1,0 +1,258 @@
+"""Arrays with explicit types outside of the library's programs, and axes of type ``Auto`` inside.
+
+On a mesh with explicit axes (the default of ``jax.make_mesh``) the type of an array contains its sharding, and JAX
+refuses to combine types of two meshes. Programs here (``shard_map``, optimizers on global arrays) are written for
+``Auto`` axes, where the type of an array contains no sharding:
+
+  outside    f32[16@fsdp, 4]    -- on_auto_axes -->    f32[16, 4]    inside, under the same mesh with Auto axes
+             f32[16@fsdp, 4]    <--  typed_like  --    f32[16, 4]    results in place of an argument have its type
+             f32[16@fsdp, 4]    <--    placed    --    f32[16, 4]    new arrays are placed on the mesh that is set
+
+These conversions change types alone: nothing is moved or copied. Without explicit types they add no equation.
+``outside_set_mesh`` does the same for functions that call several programs on arrays with values.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeGuard, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from xlstm_jax.common_types import PyTree
+
+AnyMesh = TypeVar("AnyMesh", bound=Mesh | AbstractMesh)
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def has_explicit_axes(mesh: Mesh | AbstractMesh) -> bool:
+    """Returns whether an axis of the mesh is explicit."""
+    return AxisType.Explicit in mesh.axis_types
+
+
+def with_auto_axes(mesh: AnyMesh) -> AnyMesh:
+    """Returns the mesh with each axis of type ``Auto``."""
+    return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))  # pyright: ignore[reportReturnType]
+
+
+def placed(sharding: NamedSharding) -> NamedSharding:
+    """Returns the sharding on the mesh that ``jax.set_mesh`` has set with explicit axes; else the sharding unchanged.
+
+    A mesh of other axes leaves the sharding unchanged, too.
+
+    >>> split = NamedSharding(mesh, PartitionSpec("fsdp"))
+    >>> placed(split) == split
+    True
+    >>> with jax.set_mesh(jax.make_mesh((2, 4), ("dp", "fsdp"))):
+    ...     has_explicit_axes(placed(split).mesh)
+    True
+    """
+    return _placed(sharding, jax.sharding.get_abstract_mesh())
+
+
+@functools.lru_cache(maxsize=4096)  # for each leaf of a state, at each step
+def _placed(sharding: NamedSharding, around: AbstractMesh) -> NamedSharding:
+    if not has_explicit_axes(around) or dict(around.shape) != dict(sharding.mesh.shape):
+        return sharding
+    kinds = dict(zip(around.axis_names, around.axis_types, strict=True))
+    types = tuple(kinds[axis] for axis in sharding.mesh.axis_names)
+    return sharding.update(mesh=sharding.mesh.update(axis_types=types))
+
+
+def on_auto_axes(
+    function: Callable[..., Any],
+    mesh: Mesh | AbstractMesh | None = None,
+    *,
+    like: Callable[..., PyTree] | None = None,
+) -> Callable[..., Any]:
+    """Returns ``function`` for arguments of any mesh types; ``function`` runs on axes of type ``Auto``.
+
+    Args:
+      function: a function that is traced by ``jax.jit``, or called on global arrays.
+      mesh: the mesh of the function; None for the mesh of its arguments.
+      like: function of the same arguments that returns the arguments that the results replace; see ``typed_like``.
+        None: results are returned as they are, for ``jax.jit(out_shardings=...)`` to place.
+    """
+
+    @functools.wraps(function)
+    def converted(*args: Any, **kwargs: Any) -> Any:
+        around = jax.sharding.get_abstract_mesh()
+        types = [around, *map(_mesh_of, jax.tree.leaves((args, kwargs)))]
+        explicit = next(filter(has_explicit_axes, types), None)
+        if explicit is None:
+            return function(*args, **kwargs)
+        inside = with_auto_axes(explicit if mesh is None else mesh.abstract_mesh)
+        with jax.sharding.use_abstract_mesh(inside):
+            auto_args, auto_kwargs = jax.tree.map(_with_auto_type, (args, kwargs))
+            results = function(*auto_args, **auto_kwargs)
+        return results if like is None else typed_like(results, like(*args, **kwargs))
+
+    return converted
+
+
+def typed_like(results: PyTree, like: PyTree) -> PyTree:
+    """Returns results of ``on_auto_axes`` with the types of the arguments that they replace.
+
+    Args:
+      results: the results, of types without a sharding.
+      like: the arguments that the results replace, leaf by leaf; None for replicated results. A tuple gives one of both
+        for each entry of the tuple of results.
+    """
+    if type(like) is tuple:
+        return tuple(map(typed_like, results, like))
+    leaves, structure = jax.tree.flatten(results)
+    if like is None:
+        around = jax.sharding.get_abstract_mesh()
+        is_set = has_explicit_axes(around)
+        typed = [jax.sharding.reshard(leaf, PartitionSpec()) if is_set else leaf for leaf in leaves]
+    else:
+        # By order and not by structure: a step may change static fields of a state.
+        typed = list(map(_with_type_of, leaves, jax.tree.leaves(like)))
+    return jax.tree.unflatten(structure, typed)
+
+
+def sharding_of_input(x: Any, wanted: NamedSharding) -> NamedSharding:
+    """Returns ``wanted``, or the sharding of ``x`` if ``x`` already is on this mesh in another way.
+
+    Under ``jax.set_mesh`` every new array is on the mesh, and ``jax.jit(in_shardings=...)`` moves no such array.
+    """
+    if isinstance(x, jax.core.Tracer):
+        its = jax.typeof(x).sharding
+        is_there = has_explicit_axes(its.mesh)
+    else:
+        its = getattr(x, "sharding", None)
+        is_there = isinstance(its, NamedSharding) and getattr(x, "committed", True)
+    if not is_there or dict(its.mesh.shape) != dict(wanted.mesh.shape) or its.is_equivalent_to(wanted, np.ndim(x)):
+        return wanted
+    return its
+
+
+def on_set_mesh(tree: PyTree) -> PyTree:
+    """Returns the tree with its arrays on the mesh that is set with explicit axes; their memory is shared, not copied.
+
+    Of arrays on a mesh of other axes only replicated ones are placed on the mesh that is set.
+    """
+    if not has_explicit_axes(jax.sharding.get_abstract_mesh()):
+        return tree
+    return jax.tree.map(_on_set_mesh, tree)
+
+
+def _on_set_mesh(leaf: Any) -> Any:
+    if not _is_on_mesh(leaf):
+        return leaf
+    there = placed(leaf.sharding)
+    if not has_explicit_axes(there.mesh) and _is_replicated_on(around := _set_mesh(), there):
+        there = NamedSharding(around, PartitionSpec())
+    # Programs return specs with an entry for each dim, and in JAX 0.12 an empty one for replicated arrays. The specs of
+    # arguments are the same, since after another spec the second step would compile again.
+    if has_explicit_axes(there.mesh):
+        entries = [*there.spec, *[None] * (leaf.ndim - len(there.spec))] if any(there.spec) else []
+        there = there.update(spec=PartitionSpec(*entries))
+    return _moved(leaf, there)
+
+
+def _is_replicated_on(mesh: Mesh | None, sharding: NamedSharding) -> TypeGuard[Mesh]:
+    """Returns whether the sharding replicates arrays over the devices of the mesh, whose memory is then shared."""
+    own = sharding.mesh
+    same = mesh is not None and isinstance(own, Mesh) and list(own.devices.flat) == list(mesh.devices.flat)
+    return same and sharding.is_fully_replicated
+
+
+def outside_set_mesh(function: Function, inside: str | None = None) -> Function:
+    """Returns ``function``, called as if no mesh were set; its results are placed on the mesh that is set.
+
+    ``inside`` is the name of an argument, a function that is called under the mesh all the same.
+    """
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        around = _set_mesh()
+        if around is None:
+            return function(*args, **kwargs)
+        arguments = inspect.signature(function).bind(*args, **kwargs)
+        if inside is not None:
+            arguments.arguments[inside] = _under(around, arguments.arguments[inside])
+        with jax.set_mesh(None):
+            results = function(*_on_auto_mesh(arguments.args), **_on_auto_mesh(arguments.kwargs))
+        return on_set_mesh(results)
+
+    return called  # type: ignore[return-value]
+
+
+def outside_other_mesh(tree: PyTree) -> AbstractContextManager[Any]:
+    """Returns a context in which no mesh is set, if leaves of the tree are on a mesh of another size than the one set.
+
+    JAX traces no program for 64 devices under a mesh of 8.
+    """
+    around = _set_mesh()
+    sizes = {leaf.sharding.mesh.size for leaf in jax.tree.leaves(tree) if _is_on_mesh(leaf)}
+    return jax.set_mesh(None) if around is not None and sizes - {around.size} else nullcontext()
+
+
+def _set_mesh() -> Mesh | None:
+    """Returns the mesh that ``jax.set_mesh`` has set; None if there is none, or while a function is traced."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return None
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:  # while tracing, where the mesh cannot be changed
+        return None
+    return None if mesh.empty else mesh
+
+
+def _under(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``function``, called under the mesh, with arrays of this mesh; its results have Auto axes."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with jax.set_mesh(mesh):
+            results = function(*on_set_mesh(args), **on_set_mesh(kwargs))
+        return _on_auto_mesh(results)
+
+    return called
+
+
+def _on_auto_mesh(tree: PyTree) -> PyTree:
+    """Returns the tree with its arrays on meshes with Auto axes; their memory is shared, not copied."""
+
+    def on_auto_mesh(leaf: Any) -> Any:
+        if not _is_on_mesh(leaf):
+            return leaf
+        return _moved(leaf, leaf.sharding.update(mesh=with_auto_axes(leaf.sharding.mesh)))
+
+    return jax.tree.map(on_auto_mesh, tree)
+
+
+def _is_on_mesh(leaf: Any) -> bool:
+    is_array = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and not isinstance(leaf, jax.core.Tracer)
+    return is_array and isinstance(leaf.sharding, NamedSharding)
+
+
+def _moved(leaf: Any, there: NamedSharding) -> Any:
+    if there == leaf.sharding:
+        return leaf
+    return leaf.update(sharding=there) if isinstance(leaf, jax.ShapeDtypeStruct) else jax.device_put(leaf, there)
+
+
+def _mesh_of(leaf: Any) -> AbstractMesh:
+    """Returns the mesh of the type of an array, an empty mesh for anything else."""
+    return jax.typeof(leaf).sharding.mesh if isinstance(leaf, jax.Array) else AbstractMesh((), ())
+
+
+def _with_auto_type(leaf: Any) -> Any:
+    # Under the mesh with Auto axes: there a spec without names leaves the sharding to XLA, and means no copy.
+    if not has_explicit_axes(_mesh_of(leaf)):
+        return leaf
+    return jax.sharding.reshard(leaf, PartitionSpec(*[None] * np.ndim(leaf)))
+
+
+def _with_type_of(leaf: Any, argument: Any) -> Any:
+    sharding = jax.typeof(argument).sharding
+    # On a mesh of explicit and Auto axes the type of a dim may name a part of its axes alone, and XLA would gather the
+    # dim over the others. There results keep their type, and `on_set_mesh` places them after the call.
+    if set(sharding.mesh.axis_types) != {AxisType.Explicit}:
+        return leaf
+    return jax.sharding.reshard(leaf, NamedSharding(sharding.mesh.abstract_mesh, sharding.spec))
