@@ -185,6 +185,7 @@ EXCUSED = {
     "distributed/processes/collective_errors.py:interruptions_go_on": "goes on as it came: Ctrl-C, or the work's error",
     "distributed/processes/collective_errors.py:raise_on_all": "goes on as it came: the texts of all processes, joined",
     "distributed/resilience/loop_guard.py:__exit__": "goes on as it came: the loop's own",
+    "distributed/training/batch_axes.py:__getattr__": "the protocol of attributes",
     "distributed/training/checked_step.py:__getattr__": "the protocol of attributes",
     "distributed/training/checked_step.py:_explained": "goes on as it came: JAX's own",
     "distributed/training/carries/carry.py:of": "an interface; carries have it",

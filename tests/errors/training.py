@@ -408,8 +408,8 @@ ROWS = [
         "loss-function-with-key",
         lambda: make_train_step(lambda params, apply_fn, batch, noise: 0.0, MESH, AXES).eval_shape(dense(), BATCH),
         TypeError,
-        "… takes a key as argument",
-        "(params, apply_fn, batch, noise) takes a key as argument 4, and the step was given none. Pass a key",
+        "the loss function takes a key as argument",
+        "takes a key as argument 4, and the step was given none: ",
         "or write loss_fn(params, apply_fn, batch)",
     ),
     losses(

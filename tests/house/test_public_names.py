@@ -60,8 +60,8 @@ def test_all_lists_what_there_is(path):
     assert not [name for name in module.__all__ if not hasattr(module, name)]
 
 
-def test_the_face_has_at_most_55_names_and_no_name_of_a_metric():
-    assert len(xlstm_jax.distributed.__all__) <= 55
+def test_the_face_has_at_most_60_names_and_no_name_of_a_metric():
+    assert len(xlstm_jax.distributed.__all__) <= 60
     assert not set(xlstm_jax.distributed.__all__) & set(xlstm_jax.distributed.metrics.__all__)
 
 

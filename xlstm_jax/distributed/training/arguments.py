@@ -133,8 +133,9 @@ def takes_key(loss_fn: Callable[..., Any], rng: PyTree, collections: Mapping[str
         return with_key or lacks or not without
     if lacks or (with_key and not without):
         raise TypeError(
-            f"{kind_of(loss_fn)}{takes} takes a key as argument {count + 1}, and the step was given none. Pass a key, "
-            f"step(state, batch, jax.random.key(0)), or write {LOSS_FN_WITHOUT_KEY.written()}, which draws nothing."
+            f"the loss function takes a key as argument {count + 1}, and the step was given none: {kind_of(loss_fn)}"
+            f"{takes}. Pass a key, step(state, batch, jax.random.key(0)), or write {LOSS_FN_WITHOUT_KEY.written()}, "
+            "which draws nothing."
         )
     return False
 
