@@ -39,7 +39,7 @@ class ShardPolicy:
 
     ``shard_module_params`` documents each option, and the errors. Dtypes are stored by name and axes as tuples, so that
     equal policies compare as equal. ``axis_name=None`` stands for the axes of the mesh on which the wrapper runs that
-    ``create_fsdp_mesh`` makes for parameters: "fsdp", or those whose names begin with "fsdp_".
+    ``create_fsdp_mesh`` makes for parameters: ``fsdp``, or each axis with a name that begins with ``fsdp_``.
     """
 
     axis_name: AxisNames | None

@@ -114,10 +114,10 @@ def make_train_step(
       is donated and keeps its shardings. ``batch`` has global leaves [b, ...]; its scalars are passed to every device
       and minibatch (and must be equal in every process). ``rng`` is folded with step and device, so a single key serves
       the entire run and dropout differs everywhere; a loss without ``rng`` needs no key: ``step(state, batch)``.
-        ``step(..., extra_trees={"teacher": params})`` passes further trees to ``loss_fn(params, apply_fn, batch, rng,
-        *, teacher)`` by name: parameters of a second model, gathered as their boxes describe, without gradient and not
-        donated. Metrics are ``loss`` and ``grad_norm``, the norm over every parameter before the optimizer, float32
-        scalars; and the counters of ``skip_nonfinite``, if used.
+      ``step(..., extra_trees={"teacher": params})`` passes further trees to ``loss_fn(params, apply_fn, batch, rng, *,
+      teacher)`` by name: parameters of a second model, gathered as their boxes describe, without gradient and not
+      donated. Metrics are ``loss`` and ``grad_norm``, the norm over every parameter before the optimizer, float32
+      scalars; and the counters of ``skip_nonfinite``, if used.
     Raises:
       ValueError: ``has_aux`` and ``metric`` together; ``batch_axes`` and ``batch_spec`` together, or an axis missing
         from the mesh. At the call: devices times minibatches do not divide a leaf of the batch, devices do not divide

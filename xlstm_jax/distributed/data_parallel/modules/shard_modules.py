@@ -99,7 +99,7 @@ def shard_modules(
         - a predicate of a path, as "encoder/layer/0", and the module at this path;
         - ``larger_than(size)``, for a Linen model.
       axis_name: see ``shard_module_params``, also for the following arguments. None: the axes of the mesh that
-        ``create_fsdp_mesh`` makes, "fsdp" or those whose names begin with "fsdp_".
+        ``create_fsdp_mesh`` makes: ``fsdp``, or each axis with a name that begins with ``fsdp_``.
       min_weight_size: None: 2**18, or 2**14 without ``where``.
     Raises:
       ValueError: (in ``init``; immediately for an NNX model) no module was chosen; lists the modules of the model.
