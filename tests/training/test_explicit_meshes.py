@@ -212,6 +212,7 @@ def test_example_inputs_may_be_made_under_the_mesh(mesh):
 
 
 def test_parameters_are_arrays_of_explicit_types_outside(mesh):
+    assert all(map(is_explicit, jax.tree.leaves(state_on(mesh, MODEL).params)))  # of a new state, too
     state, _, _ = trained(mesh)
     kernel = state.params["Dense_1"]["kernel"].value
     assert str(jax.typeof(kernel)) == "float32[8,16@fsdp]"
