@@ -20,6 +20,7 @@ from typing import Any, TypeGuard, TypeVar
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
@@ -119,13 +120,18 @@ def sharding_of_input(x: Any, wanted: NamedSharding) -> NamedSharding:
 
     Under ``jax.set_mesh`` every new array is on the mesh, and ``jax.jit(in_shardings=...)`` moves no such array.
     """
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         its = jax.typeof(x).sharding
         is_there = has_explicit_axes(its.mesh)
     else:
         its = getattr(x, "sharding", None)
-        is_there = isinstance(its, NamedSharding) and getattr(x, "committed", True)
-    if not is_there or dict(its.mesh.shape) != dict(wanted.mesh.shape) or its.is_equivalent_to(wanted, np.ndim(x)):
+        is_there = getattr(x, "committed", True)
+    if (
+        not isinstance(its, NamedSharding)
+        or not is_there
+        or dict(its.mesh.shape) != dict(wanted.mesh.shape)
+        or its.is_equivalent_to(wanted, np.ndim(x))
+    ):
         return wanted
     return its
 
@@ -227,7 +233,7 @@ def _on_auto_mesh(tree: PyTree) -> PyTree:
 
 
 def _is_on_mesh(leaf: Any) -> bool:
-    is_array = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and not isinstance(leaf, jax.core.Tracer)
+    is_array = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and not isinstance(leaf, Tracer)
     return is_array and isinstance(leaf.sharding, NamedSharding)
 
 
