@@ -233,8 +233,8 @@ def absent_device(device_kind: str | None = None, capability: tuple[int, int] | 
     """Makes JAX trace and lower as on a device of this kind, within the context.
 
     Args:
-      device_kind: JAX's name of the device. A TPU: ``kind_of_mesh`` returns this kind. A GPU or None: cuDNN's
-        attention can be traced.
+      device_kind: JAX's name of the device. A TPU: ``kind_of_mesh`` returns this kind. A GPU, an unknown name or None:
+        only cuDNN's attention is traced as on a GPU.
       capability: compute capability of a GPU, as (9, 0), for tracing cuDNN's attention; None: any GPU, which is enough
         for shapes.
     """

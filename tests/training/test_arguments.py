@@ -261,6 +261,19 @@ def test_scalars_of_a_batch_are_given_to_every_device_and_minibatch(placed, coun
     assert_same_params(state.params, jax.tree.map(lambda p, g: p - 0.1 * 0.5 * g, params, grads))
 
 
+def test_a_list_of_a_number_and_a_tree_is_an_ordinary_tree():
+    def loss(params, apply_fn, batch, rng=None):
+        scale, rest = batch["extra"]
+        return mean_loss(params, apply_fn, batch) * scale + rest["x"].mean()
+
+    batch = BATCH | {"extra": [0.5, {"x": BATCH["x"]}]}
+    _, metrics = make_train_step(loss, MESH, AXES)(new_state(tx=optax.sgd(0.1)), batch, KEY)
+    want = 0.5 * mean_loss(jax.device_get(unbox(new_state().params)), PLAIN.apply, BATCH) + BATCH["x"].mean()
+    assert_allclose(metrics["loss"], want, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"batch\['extra/0'\] is a list or tuple of 2 numbers"):  # guard
+        make_train_step(loss, MESH, AXES).lower(new_state(), BATCH | {"extra": [[0.5, 1.0], {"x": BATCH["x"]}]}, KEY)
+
+
 def test_a_step_with_scalars_is_forecast_and_linted():
     batch = BATCH | {"t": 0.5, "epoch": np.int32(3)}
     training = Workload(MODEL, optax.sgd(0.1), batch, scaled_loss, inputs=(BATCH["x"],))

@@ -112,7 +112,7 @@ def _words(x: Any) -> jax.Array:
 
 
 def checksum_each(arrays: Arrays) -> Sums:
-    """Computes the checksum of every array on its devices; [] for an array whose replicas differ between devices."""
+    """Returns checksums by path, computed on the devices; [] if copies differ between devices of this process."""
     # One program per dtype, shape and sharding, run one after the other. A single program for every leaf would compile
     # each leaf of a deep model separately; several programs in flight can deadlock on simulated devices.
     sums: Sums = {}

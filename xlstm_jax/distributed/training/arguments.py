@@ -393,14 +393,16 @@ def check_batch(batch: PyTree, count: int, divisor: str, padding: str = WEIGHTED
 
 
 def _check_no_list_of_numbers(batch: PyTree) -> None:
-    """Raises if a list in the batch contains only numbers: JAX would treat each as a scalar and replicate it."""
-    # Group leaves by the path of their list: every entry must be a number, since a list of arrays is an ordinary tree.
+    """Raises a ``ValueError`` if a list or tuple in the batch has only numbers: JAX would replicate each number."""
+    # Group leaves by the path of their list: a list with an array, or with a tree as an entry, is an ordinary tree.
     found: dict[tuple[Any, ...], list[Any]] = {}
+    with_trees: set[tuple[Any, ...]] = set()
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+        with_trees.update(path[:depth] for depth in range(len(path) - 1))
         if path and isinstance(path[-1], jax.tree_util.SequenceKey):
             found.setdefault(path[:-1], []).append(leaf)
     for path, leaves in found.items():
-        if not any(map(np.ndim, leaves)):
+        if path not in with_trees and not any(map(np.ndim, leaves)):
             raise ValueError(
                 f"{named_leaf('batch', trees.path_string(path))} is a list or tuple of {len(leaves)} numbers, which to "
                 "JAX are as many leaves. One value for each example: pass np.asarray(...). Scalars that all devices "

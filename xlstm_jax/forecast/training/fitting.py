@@ -393,7 +393,16 @@ def _check_offload(options: Options, traced: jax.stages.Traced) -> None:
 
 @dataclass
 class Search:
-    """Search of ``fit``: functions that build and forecast a step, options of ``fit``, and the trials so far."""
+    """Search of ``fit`` for the fastest options with which a step fits.
+
+    Attributes:
+      build: makes the step of some options.
+      begin: starts the forecast of a step, which compiles in a child process.
+      budget_bytes: memory of a device that the step may use.
+      on_trial, on_done: called with the options of a trial as it starts, and with the trial when it ends.
+      limit: returns how many trials may compile at once.
+      trials: the trials so far.
+    """
 
     build: Callable[[Options], StepCall]
     begin: Callable[[StepCall], Pending[Forecast]]
