@@ -96,7 +96,7 @@ class ShardPolicy:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """``axis_name`` as a tuple; without it the axes of the surrounding mesh, or ``("fsdp",)`` without a mesh."""
+        """Axes of the wrapper: ``axis_name`` as a tuple, else the FSDP axes of the mesh around, else ``fsdp``."""
         if self.axis_name is not None:
             return as_axis_names(self.axis_name)
         return tuple(filter(_is_fsdp_axis, jax.sharding.get_abstract_mesh().axis_names)) or (FSDP_AXIS,)
