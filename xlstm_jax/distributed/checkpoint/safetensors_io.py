@@ -203,7 +203,8 @@ def index_file_of(target: Path) -> Path:
     return target.with_name(f"{target.name}.index.json")
 
 
-def _hidden(file: Path) -> Path:
+def hidden_file(file: Path) -> Path:
+    """Returns the path under which a file is written, before the file is renamed to its name."""
     return file.with_name(f".{file.name}.tmp")
 
 
@@ -256,7 +257,7 @@ def _write_files(
     try:
         # The first loop writes, the second renames: a full disk raises before any file has its final name.
         for file, names in files.items():
-            with _new_file(_hidden(file)) as opened, ThreadPoolExecutor(1) as syncing:
+            with _new_file(hidden_file(file)) as opened, ThreadPoolExecutor(1) as syncing:
                 opened.write(_header_of({name: leaves[name] for name in names}))
                 synced: Future[None] | None = None
                 for _ in names:
@@ -268,14 +269,14 @@ def _write_files(
                         synced = syncing.submit(os.fsync, opened.fileno())
                 _ = synced and synced.result()
         if index_file in written:
-            with _new_file(_hidden(index_file)) as opened:
+            with _new_file(hidden_file(index_file)) as opened:
                 opened.write(json.dumps(index, indent=2, sort_keys=True).encode())
         # Readers look for the index: until the index is renamed, last, they find no model.
         for file in written:
-            os.replace(_hidden(file), file)
+            os.replace(hidden_file(file), file)
     finally:
         for file in written:
-            _hidden(file).unlink(missing_ok=True)
+            hidden_file(file).unlink(missing_ok=True)
 
 
 def _header_of(leaves: Mapping[str, TensorToWrite]) -> bytes:

@@ -29,6 +29,7 @@ from xlstm_jax.distributed.checkpoint.safetensors_io import (
     DEFAULT_NAME,
     MAX_JSON_BYTES,
     Header,
+    hidden_file,
     index_file_of,
     open_regular,
     parse_json,
@@ -90,7 +91,7 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], digests: Mappin
         from safetensors.numpy import save_file
     except ImportError as error:
         raise ImportError(f"publications are written with safetensors: {how_to_install('publish')}.") from error
-    hidden = _hidden(path)
+    hidden = hidden_file(path)
     save_file(dict(tensors), hidden, metadata={"format": "pt", DIGESTS: json.dumps(digests)})
     _sync(hidden)
     sha256 = read_header(hidden).sha256
@@ -108,11 +109,11 @@ def write_index(directory: Path, index: Index) -> None:
         metadata["since"] = index.since
     metadata["sha256"] = _sha256_of_index(content)
     path = index_file(directory, None if index.since is None else index.version)
-    _hidden(path).write_text(json.dumps(content, indent=2, sort_keys=True))
-    _sync(_hidden(path))
+    hidden_file(path).write_text(json.dumps(content, indent=2, sort_keys=True))
+    _sync(hidden_file(path))
     # The names of the files must be on disk before the name of the index.
     _sync(directory)
-    os.replace(_hidden(path), path)
+    os.replace(hidden_file(path), path)
     _sync(directory)
 
 
@@ -121,10 +122,6 @@ def delete_before(directory: Path, version: int) -> None:
     for path in directory.iterdir():
         if (match := _FILE.fullmatch(path.name)) and int(match[1]) < version:
             path.unlink(missing_ok=True)
-
-
-def _hidden(path: Path) -> Path:
-    return path.with_name(f".{path.name}.tmp")
 
 
 def _sync(path: Path) -> None:

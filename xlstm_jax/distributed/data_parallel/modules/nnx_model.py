@@ -179,10 +179,9 @@ class NnxModel:
 
     def with_units(self, where: Any, policy: ShardPolicy) -> "NnxModel":
         """Returns the model with modules matching ``where`` as units; used by ``shard_modules``."""
-        found = modules_of(self._abstract)
         if isinstance(where, UnitRule):
             return self._with_units_by_rule(where, policy)
-        matches = as_predicate(where, NNX)
+        matches, found = as_predicate(where, NNX), modules_of(self._abstract)
         matching = [path for path, module in found.items() if matches(path, module)]
         if not matching:
             there = ", ".join(f"{path or '(the model)'}: {type(module).__name__}" for path, module in found.items())
