@@ -208,16 +208,22 @@ def hidden_file(file: Path) -> Path:
     return file.with_name(f".{file.name}.tmp")
 
 
-def _files(leaves: Mapping[str, TensorToWrite], target: Path, max_file_bytes: int) -> dict[Path, list[str]]:
-    """Assigns tensors to files, in the order of the tree; starts a new file before a file would exceed the limit."""
+def grouped_by_bytes(nbytes: Mapping[str, int], max_file_bytes: int) -> list[list[str]]:
+    """Groups the names of tensors in their order; a new group begins before a group would exceed the limit."""
     groups: list[list[str]] = []
     bytes_left = 0
-    for name, leaf in leaves.items():
-        if not groups or leaf.nbytes > bytes_left:
+    for name, size in nbytes.items():
+        if not groups or size > bytes_left:
             groups.append([])
             bytes_left = max_file_bytes
         groups[-1].append(name)
-        bytes_left -= leaf.nbytes
+        bytes_left -= size
+    return groups
+
+
+def _files(leaves: Mapping[str, TensorToWrite], target: Path, max_file_bytes: int) -> dict[Path, list[str]]:
+    """Assigns tensors to files, in the order of the tree."""
+    groups = grouped_by_bytes({name: leaf.nbytes for name, leaf in leaves.items()}, max_file_bytes)
     # Wide dtypes first: each tensor then starts at a multiple of its item size, as memory-mapping readers require.
     for names in groups:
         names.sort(key=lambda name: (-leaves[name].dtype.itemsize, name))

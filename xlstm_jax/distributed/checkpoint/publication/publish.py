@@ -31,6 +31,7 @@ from xlstm_jax.distributed.checkpoint.safetensors_io import (
     DEFAULT_MAX_FILE_BYTES,
     DEFAULT_NAME,
     TensorToWrite,
+    grouped_by_bytes,
     tensors_to_write,
 )
 from xlstm_jax.distributed.checkpoint.tensor_names import NameMap
@@ -141,15 +142,8 @@ def _files(
     version: int, process: int, names: list[str], tensors: Mapping[str, Tensor], max_file_bytes: int
 ) -> dict[str, list[str]]:
     """Returns the files of a process, each with the names of its tensors."""
-    files: dict[str, list[str]] = {}
-    file, bytes_left = "", 0
-    for name in names:
-        if not files or tensors[name].nbytes > bytes_left:
-            file = file_name(version, process, len(files), delta=False)
-            files[file], bytes_left = [], max_file_bytes
-        files[file].append(name)
-        bytes_left -= tensors[name].nbytes
-    return files
+    groups = grouped_by_bytes({name: tensors[name].nbytes for name in names}, max_file_bytes)
+    return {file_name(version, process, number, delta=False): group for number, group in enumerate(groups)}
 
 
 def _received(
