@@ -8,6 +8,7 @@ result.
 import inspect
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -27,6 +28,8 @@ BRANCHES = {
     ("while_loop", "loops.py"),
 }
 _NAMES_OF_BRANCHES = frozenset(name for name, _ in BRANCHES)
+# Packages whose functions stand between the user's line and a warning: this package, and those that trace and wrap.
+_BETWEEN = {__name__.partition(".")[0], "jax", "flax", "optax", "contextlib", "functools"}
 
 
 def _running_functions() -> list[FrameType]:
@@ -37,6 +40,15 @@ def _running_functions() -> list[FrameType]:
         frames.append(frame)
         frame = frame.f_back
     return frames
+
+
+def warn_user(text: str) -> None:
+    """Warns with ``text``; the warning names the line from which the user's program called this package or JAX."""
+    # Python 3.12 has `skip_file_prefixes` for this; a number would change with each wrapper on the way.
+    running = _running_functions()
+    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in running]
+    users = next((i for i, package in enumerate(packages) if package not in _BETWEEN), 0)
+    warnings.warn(text, stacklevel=users + 2)  # 1 is this function
 
 
 def inside_branch() -> bool:

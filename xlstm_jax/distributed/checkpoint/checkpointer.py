@@ -15,7 +15,6 @@ directory: it takes the lock, removes incomplete steps of a killed job, and rena
 import json
 import operator
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Self, TypeVar
 
@@ -33,6 +32,7 @@ from xlstm_jax.distributed.data_parallel.trees import check_alive
 from xlstm_jax.distributed.processes.collective_errors import allgather_text, interruptions_go_on, raise_on_all
 from xlstm_jax.distributed.processes.store import PEER_TIMEOUT_S
 from xlstm_jax.formatting import listed
+from xlstm_jax.introspection import warn_user
 
 DEFAULT_SAVE_INTERVAL_STEPS = 1
 DEFAULT_MAX_TO_KEEP = 3
@@ -116,9 +116,7 @@ class Checkpointer:
                 f"no sound checkpoint in {self.directory}: {_lost_text(found)}. Remove them to start anew."
             )
         if newest is not None and (lost := steps.lost_after(found, newest)):
-            warnings.warn(
-                f"step {newest} is the newest in {self.directory} that may be restored: {_damage(lost)}.", stacklevel=2
-            )
+            warn_user(f"step {newest} is the newest in {self.directory} that may be restored: {_damage(lost)}.")
         return newest
 
     def save(self, step: int, state: PyTree, *, force: bool = False) -> bool:
@@ -317,10 +315,9 @@ class Checkpointer:
             problems |= steps.lost_after(found, candidate) if step is None else {}
             self._damaged |= problems.keys()
             for number, problem in problems.items():
-                warnings.warn(
+                warn_user(
                     f"step {number} in {self.directory} is damaged and was passed over: {problem}. Restored step "
                     f"{candidate} instead. (The next save renames the folder of step {number}.)",
-                    stacklevel=3,
                 )
             return restored, entries, candidate
         raise CheckpointError(f"no sound checkpoint in {self.directory}: {_damage(problems)}. Nothing was restored.")

@@ -22,7 +22,6 @@ steps with equal trees.
 
 import hashlib
 import json
-import warnings
 from collections.abc import Callable, Mapping, Set
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -43,6 +42,7 @@ from xlstm_jax.distributed.optimizers.optax_introspection import name_of
 from xlstm_jax.distributed.processes.collective_errors import interruptions_go_on
 from xlstm_jax.explicit_axes import on_auto_axes
 from xlstm_jax.formatting import listed
+from xlstm_jax.introspection import warn_user
 
 PARTS_SHOWN = 8  # number of parts of a state that an error lists
 ALIGNMENT = 64  # bytes
@@ -50,7 +50,6 @@ OPTIMIZER = "optimizer"
 Entry = dict[str, Any]  # "shape", "dtype", "checksum"; "impl" for PRNG keys; OPTIMIZER for the first opt_state leaf
 Record = dict[str, Entry]
 Leaves = Mapping[str, Any]  # by path: arrays, abstract arrays, NumPy arrays, Python numbers and PRNG keys
-USERS_LINE = 3  # stacklevel of the caller of restore, for warnings.warn
 
 PYTHON_DTYPES = {"bool": np.bool_, "int": np.int64, "float": np.float64, "complex": np.complex128}
 _KINDS = {"bool": np.bool_, "int": jnp.integer, "float": jnp.floating, "complex": jnp.complexfloating}
@@ -274,11 +273,10 @@ def warn_if_other_optimizer(where: str, entries: Record, state: PyTree) -> None:
         one, other = (name.rpartition(" of optax ")[0] for name in (saved, wanted))
         # The states of this library's `muon` and of optax's `muon` are interchangeable.
         if one != other and not ("muon" in one and "muon" in other):
-            warnings.warn(
+            warn_user(
                 f"{where}: '{_first(entries, begin)}' was saved with the optimizer {saved}, and is read into the state "
                 f"of {wanted}, whose moments may mean something else. To start with a new optimizer state, read only "
                 "the parameters, with restore_params.",
-                stacklevel=USERS_LINE,
             )
 
 

@@ -10,7 +10,6 @@ process would train on the same rows. So processes compare once, through the key
 """
 
 import json
-import warnings
 from collections.abc import Mapping
 
 import jax
@@ -23,6 +22,7 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
 from xlstm_jax.distributed.processes.same_everywhere import compare, entries_of
 from xlstm_jax.distributed.processes.store import PEER_TIMEOUT_S, KeyValueStore, by_text, digest, exchange_in, named
+from xlstm_jax.introspection import warn_user
 
 KEY = "key of the initial parameters"
 BATCH = "first batch of a step"
@@ -65,10 +65,9 @@ def compare_batches(batch: PyTree, mesh: Mesh | AbstractMesh) -> None:
     contents = {process: what for process, (_, what, vary) in of_process.items() if vary}
     for same in by_text([*contents.values()], [*contents]).values():
         if len({of_process[process][0] for process in same}) > 1:
-            warnings.warn(
+            warn_user(
                 f"{named(same)} hand in equal rows as different parts of the {BATCH}: every example counts as "
                 "often as there are such processes. Let each read its own part of the data, by jax.process_index().",
-                stacklevel=5,
             )
 
 

@@ -10,7 +10,6 @@ warnings about splits are skipped.
 
 import math
 import re
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -36,10 +35,9 @@ from xlstm_jax.distributed.optimizers.learning_rate import LearningRate
 from xlstm_jax.distributed.optimizers.state import trainable
 from xlstm_jax.distributed.training.varying import Axes, all_named_axes
 from xlstm_jax.formatting import format_bytes, format_fraction, format_mesh, joined, listed
+from xlstm_jax.introspection import warn_user
 from xlstm_jax.private_names import core
 
-USERS_LINE = 4  # stacklevel of create_train_state's caller, for warnings.warn
-CALLERS_LINE = 6  # stacklevel of the caller for warnings of the table of checks
 LARGEST = 3  # number of replicated parameters to name
 MOST_REPLICATED = 0.05  # share of the parameters' bytes from which replicated parameters warn
 FEW_BYTES = 2**16  # replicated bytes below which splitting would save next to nothing: toys, and their biases
@@ -103,12 +101,12 @@ LOST_BOXES = (
 _warned: set[object] = set()
 
 
-def _warn(text: str, key: object = None, stacklevel: int = USERS_LINE) -> None:
+def _warn(text: str, key: object = None) -> None:
     """Warns with ``text``, once per process and ``key`` (by default the text)."""
     key = text if key is None else key
     if key not in _warned:
         _warned.add(key)
-        warnings.warn(text, stacklevel=stacklevel)
+        warn_user(text)
 
 
 # -------------------------------------------------------------------------------------------------------- the optimizer
@@ -277,7 +275,6 @@ def warn_of_replicated(params: PyTree, mesh: AnyMesh, look: Callable[[], ModelFa
             f"no parameter is split: each of the {mesh.size} devices of the mesh {format_mesh(mesh.shape)} holds all "
             f"{format_bytes(total)} of parameters, {rest}",
             key,
-            CALLERS_LINE,
         )
     else:
         _warn(
@@ -285,7 +282,6 @@ def warn_of_replicated(params: PyTree, mesh: AnyMesh, look: Callable[[], ModelFa
             f"{format_bytes(total)}: each of the {mesh.size} devices of the mesh {format_mesh(mesh.shape)} holds all "
             f"of these, {rest}",
             key,
-            CALLERS_LINE,
         )
 
 
@@ -353,7 +349,6 @@ def warn_of_gathered_stacks(stacks: Stacks, mesh: AnyMesh) -> None:
         f"{named} within a module that shard_module_params wraps: it gathers the weights of all layers at once. To "
         f"gather a layer at a time, wrap the scanned module, nn.scan(shard_module_params({next(iter(new.values()))}, "
         "...), ...). If it is meant, pass allow_replicated=True.",
-        stacklevel=CALLERS_LINE,
     )
 
 
@@ -434,7 +429,6 @@ def warn_of_padding(batch: PyTree, counting: Mapping[str, list[str]]) -> None:
             "batch | {'weight': weight}, and use the weight: weighted=True with (sum, weight) in training, "
             "metric.update(..., weight=) in an evaluation.",
             "padding",
-            CALLERS_LINE,
         )
     for kind, names in counting.items():
         # Without weights in the batch everything counts copies: one warning says so; only statistics need another cure.
@@ -445,5 +439,4 @@ def warn_of_padding(batch: PyTree, counting: Mapping[str, list[str]]) -> None:
                 f"shard_batch(..., pad=True) has made {in_all} rows of {rows}, {copies}, and {what.format(named)}. "
                 f"{cure}",
                 ("padding", kind, *names),
-                CALLERS_LINE,
             )

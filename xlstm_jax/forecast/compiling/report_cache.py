@@ -18,13 +18,13 @@ import json
 import os
 import stat
 import tempfile
-import warnings
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from xlstm_jax.formatting import one_line
+from xlstm_jax.introspection import warn_user
 
 FOLDER_VARIABLE = "XLSTM_JAX_CACHE_DIR"  # a folder; empty: no cache
 MAX_CACHE_BYTES = 2**30
@@ -71,10 +71,9 @@ class ReportCache:
         except _UnusableError as error:
             if not self.warned:
                 self.warned = True
-                warnings.warn(
+                warn_user(
                     f"a compiled report was not read from {self.folder}: {error}. The program is compiled anew. "
                     "Further unusable reports are skipped without a warning.",
-                    stacklevel=2,
                 )
         except OSError:  # no entry, or the folder is unreadable or read-only
             pass

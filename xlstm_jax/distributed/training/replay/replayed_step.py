@@ -21,7 +21,6 @@ Where digests differ both runs are repeated, to name the device and to notice a 
 
 import functools
 import inspect
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -39,6 +38,7 @@ from xlstm_jax.distributed.training.carries.carry import BatchResult
 from xlstm_jax.distributed.training.checked_step import CheckedStep
 from xlstm_jax.distributed.training.replay.watched_sends import watched
 from xlstm_jax.distributed.training.step import StepOptions, TrainStep
+from xlstm_jax.introspection import warn_user
 
 DEFAULT_EVERY = 100
 
@@ -142,11 +142,10 @@ class ReplayedStep:
         changed = [_differ(first, again[0]), _differ(second, again[1])]
         if 2 * np.sum(changed[0] & changed[1]) > len(first):
             self._repeats = False
-            warnings.warn(
+            warn_user(
                 f"replayed: on {first.shape[0]} devices two runs of one program from the same numbers differ in bits "
                 f"each time ({jax.default_backend()}); this backend does not repeat this program, and no further call "
                 "is replayed. See docs/howto/wrong_numbers.md.",
-                stacklevel=3,
             )
             return result
         raise self._report(first != second, changed)
