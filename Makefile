@@ -21,6 +21,9 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 WORKERS ?= 2
+# Bytecode is kept even where the environment forbids it (many containers do): else each process of each test compiles
+# the library's source anew, a second of processor time.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: train test test-rest test-all test-pairs check docs docs-serve docs-screens test-targets test-models test-gpu test-mutants test-deletion test-faults
 .PHONY: prepare-release release clean

@@ -8,6 +8,7 @@ Pages initialise the same small models and draw the same numbers, so pages share
 Programs that communicate are excluded: loaded from a disk, simulated devices may deadlock (docs/architecture.md).
 """
 
+import asyncio
 import gc
 import hashlib
 import logging
@@ -66,6 +67,9 @@ class _Process(multiprocessing.get_context("fork").Process):
 
 def _serve(sockets, cwd, env):
     """Runs the kernel in the environment of a new interpreter."""
+    # The event loop of the build is left to the parent process. Python 3.12 and later do so in every fork.
+    asyncio._set_running_loop(None)
+    asyncio.set_event_loop(asyncio.new_event_loop())
     os.setsid()
     os.chdir(cwd)
     os.environ.clear()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 PACKAGE = Path(__file__).parent.parent / "xlstm_jax"
 HOLE = "…"
-WARN = {"warnings.warn", "_warn"}
+WARN = {"warnings.warn", "warn_user", "_warn"}
 PAGE = PACKAGE.parent / "docs" / "troubleshooting.md"
 ROW = re.compile(r"\*\*`([^`]+)`\*\*")
 PASSED_ON = {"distributed/optimizers/elementwise.py:check": "_verdict"}  # the function whose text a thread passes on
@@ -195,6 +195,7 @@ EXCUSED = {
     "distributed/training/replay/replayed_step.py:__getattr__": "the protocol of attributes",
     "distributed/training/step_check/recording.py:__getattr__": "the protocol of attributes",
     "distributed/training/mistakes.py:_warn": "its callers have the text",
+    "introspection.py:warn_user": "its callers have the text",
     "distributed/training/nan_inputs.py:naming_nans": "goes on as it came: JAX's own",
     "distributed/training/gradients.py:explained": "goes on as it came: the loss function's own",
     "distributed/training/state.py:_updated": "goes on as it came: the optimizer's own",
