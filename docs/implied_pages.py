@@ -56,7 +56,7 @@ KEYWORDS = {
     "howto/mesh": ("mesh", "HSDP"),
     "howto/test_a_step": ("test", "debug"),
     "howto/wrong_numbers": ("silent data corruption", "SDC", "bit flip", "faulty device"),
-    "howto/evaluate_elsewhere": ("another mesh",),
+    "evaluation": ("another mesh", "evaluate on another mesh"),
     "howto/gan": ("GAN", "discriminator"),
     "howto/dpo": ("DPO", "reference model", "preference"),
     "howto/distill": ("distillation", "teacher"),
