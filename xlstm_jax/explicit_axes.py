@@ -178,11 +178,12 @@ def outside_set_mesh(function: Function, inside: str | None = None) -> Function:
         around = _set_mesh()
         if around is None:
             return function(*args, **kwargs)
-        arguments = inspect.signature(function).bind(*args, **kwargs)
         if inside is not None:
-            arguments.arguments[inside] = _under(around, arguments.arguments[inside])
+            bound = inspect.signature(function).bind(*args, **kwargs)
+            bound.arguments[inside] = _under(around, bound.arguments[inside])
+            args, kwargs = bound.args, bound.kwargs
         with jax.set_mesh(None):
-            results = function(*_on_auto_mesh(arguments.args), **_on_auto_mesh(arguments.kwargs))
+            results = function(*_on_auto_mesh(args), **_on_auto_mesh(kwargs))
         return on_set_mesh(results)
 
     return called  # type: ignore[return-value]
