@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import signal
 import warnings
 from functools import wraps
 from pathlib import Path
@@ -67,9 +68,11 @@ class _Process(multiprocessing.get_context("fork").Process):
 
 def _serve(sockets, cwd, env):
     """Runs the kernel in the environment of a new interpreter."""
-    # The event loop of the build is left to the parent process. Python 3.12 and later do so in every fork.
+    # In Python 3.11 a fork keeps the parent's event loop, and the socket that wakes this loop: a page's SIGTERM would
+    # end the build's connection to the page. Later releases reset both in a fork.
     asyncio._set_running_loop(None)
     asyncio.set_event_loop(asyncio.new_event_loop())
+    signal.set_wakeup_fd(-1)
     os.setsid()
     os.chdir(cwd)
     os.environ.clear()
