@@ -34,6 +34,7 @@ Read in this order, some 1,500 lines of code:
   modules/unit.py          a module with gathers around its methods. A new module system is a ``ModuleSystem``
   extension.py             hooks by which a feature changes a unit: ``Extension``, registered in extensions/__init__.py
   modules/linen_module.py  units of Linen
+  modules/shard_modules.py units chosen from outside, without changes to the model's source
 
 The method is ZeRO-3 (arXiv:1910.02054), known as FSDP (arXiv:2304.11277).
 """

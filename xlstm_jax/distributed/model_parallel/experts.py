@@ -30,7 +30,7 @@ from jax import lax
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, split_by_model, with_layer_names
-from xlstm_jax.distributed.data_parallel.modules.shard_modules import apart_from_model
+from xlstm_jax.distributed.data_parallel.modules.linen_run import apart_from_model
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, axes_entry
 from xlstm_jax.distributed.data_parallel.wire.dtypes import common_dtype, promoting

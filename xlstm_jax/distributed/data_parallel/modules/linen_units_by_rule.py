@@ -1,0 +1,116 @@
+"""Units of a Linen model that a ``UnitRule`` chooses, such as the default of ``shard_modules``.
+
+A rule reads all modules of the model, so it chooses when the model is left during initialisation. Until then each
+module that owns parameters splits its own: how a parameter is split follows from its shape in the module that owns it.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flax import linen as nn
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel.extension import passing_collections
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
+from xlstm_jax.distributed.data_parallel.modules.linen_module import MapOfLeaves, RunningUnit, watching
+from xlstm_jax.distributed.data_parallel.modules.linen_run import LinenRun, nothing, parameters
+from xlstm_jax.distributed.data_parallel.modules.unit import SeenModule, is_within, note_units, shard_here
+from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
+from xlstm_jax.distributed.data_parallel.trees import map_leaves_with_path
+from xlstm_jax.introspection import inside_map_variables, is_batched
+
+
+@dataclass(eq=False)
+class LinenRunByRule(LinenRun):
+    """Run of a sharded model whose units are chosen by the ``UnitRule`` that ``shard_modules`` got as ``where``."""
+
+    # During initialisation: the modules that own parameters; the size of each parameter in the outermost module that
+    # has been left, with the path of the module; the modules that nn.scan runs for each layer.
+    _owners: set[str] = field(default_factory=set)
+    _sizes: dict[str, tuple[int, str]] = field(default_factory=dict)
+    _layers: set[str] = field(default_factory=set)
+
+    def _initialise(self, path: str, module: nn.Module, method: Callable[[], Any]) -> Any:
+        """Runs a method of a module, and splits the parameters that the module owns.
+
+        Until the choice, the module is the unit of these parameters.
+        """
+        result = method()
+        # A cell would gather at every step of its loop: the module around the loop owns the cell's parameters.
+        if any(issubclass(cls, nn.RNNCellBase) for _, cls in self._entered):
+            return result
+        watchers = watching(object)
+        is_in_unit = any(isinstance(watcher, RunningUnit) for watcher in watchers[: watchers.index(self)])
+        params = {"/".join((*place[len(self.root) :], name)): (name, leaf) for place, name, leaf in parameters(module)}
+        # Under nn.vmap a leaf is one entry of the parameter, and in an nn.map_variables of the model (nn.WeightNorm) it
+        # is not the parameter: a module around these owns the leaf.
+        is_foreign = is_in_unit or inside_map_variables(MapOfLeaves)
+        if is_foreign or any(is_batched(leaf.value) for _, leaf in params.values()):
+            return result
+
+        self._seen[path] = type(module)
+        for full, (_, leaf) in params.items():
+            size, inner = self._sizes.get(full, (math.prod(leaf.true_shape), path))
+            # A parameter that has grown since a module within was left has got a layer dim.
+            if size != math.prod(leaf.true_shape):
+                self._layers.add(inner)
+            self._sizes[full] = math.prod(leaf.true_shape), path
+        # A leaf that had a unit before belongs to a module that the model itself has wrapped. nn.scan runs a layer
+        # twice, first for its shapes: in the second run the leaves of the layer are new again.
+        new = {
+            name
+            for full, (name, leaf) in params.items()
+            if self._unit_of.get(full, path) == path and not leaf.unit_depth
+        }
+        if new:
+            self._owners.add(path)
+            self._unit_of |= {full: path for full, (name, _) in params.items() if name in new}
+            _map_params(module, functools.partial(_split, self.sharding.policy, new))
+        if len(self._entered) == 1 and not path:
+            self._choose_units(module)
+        return result
+
+    def _choose_units(self, model: nn.Module) -> None:
+        """Chooses the units by the rule, and enters them in the boxes of the parameters."""
+        modules = {
+            path: SeenModule(cls, path in self._owners, issubclass(cls, nn.Embed), is_layer=path in self._layers)
+            for path, cls in sorted(self._seen.items())
+        }
+        chosen = self.sharding.where.choose(modules)
+        depths = {}
+        for full, owner in self._unit_of.items():
+            unit = max((unit for unit in chosen if is_within(owner, unit)), key=len, default=owner)
+            # A loop owns the parameters of a cell that was made outside of the loop: they are not below its path.
+            if is_within(full, unit):
+                depths[full] = len(full.split("/")) - len(unit.split("/") if unit else [])
+        _map_params(model, functools.partial(_with_units, depths))
+        at = "/".join(self.root)
+        note_units({f"{at}/{path}".strip("/"): reason for path, reason in chosen.items()})
+
+
+def _map_params(module: nn.Module, change: Callable[[PyTree], PyTree]) -> None:
+    """Replaces the variables of a module during initialisation."""
+    kept = MapOfLeaves(lambda variables: variables)
+    nn.map_variables(nothing, ["params", *passing_collections()], kept, change, mutable=True)(module)
+
+
+def _split(policy: ShardPolicy, new: Collection[str], variables: PyTree) -> PyTree:
+    """Returns the variables with the parameters named in ``new`` split; others were split in a module within."""
+
+    def split_if_new(path: str, split: Any, leaf: Any) -> Any:
+        return split if path.removeprefix("params/") in new else leaf
+
+    return map_leaves_with_path(split_if_new, shard_here(policy, variables), variables)
+
+
+def _with_units(depths: Mapping[str, int], variables: PyTree) -> PyTree:
+    """Returns the variables of a model with the unit of each parameter in its box, as ``unit_depth``."""
+
+    def with_depth(path: str, leaf: Any) -> Any:
+        depth = depths.get(path.removeprefix("params/"))
+        return leaf if depth is None or not isinstance(leaf, Sharded) else leaf.replace(unit_depth=depth)
+
+    return map_leaves_with_path(with_depth, variables)
