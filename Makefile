@@ -3,6 +3,7 @@
 #   make test     runs the tests that see every mutation and hold README's promises, in minutes; ARGS="-k parity"
 #   make test-rest runs the others, and the examples in docstrings; make test-all runs all, the slow ones, too
 #   make test-pairs draws six pairs of features by the commit, and trains each beside one device; ARGS="--pairs 40" more
+#   make test-flags  trains the rows of features with the defaults that JAX announces (remat, custom_vjp); two minutes
 #   make check    ruff, mypy and pyright, in seconds
 #   make docs     builds the site of the pages in docs/, without a warning, into docs/_build/html; make docs-serve shows it
 #   make test-targets  compiles the large models for TPUs and holds bytes, counts and overlap to their targets; an hour
@@ -25,7 +26,7 @@ WORKERS ?= 2
 # the library's source anew, a second of processor time.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: train test test-rest test-all test-pairs check docs docs-serve docs-screens test-targets test-models test-gpu test-mutants test-deletion test-faults
+.PHONY: train test test-rest test-all test-pairs test-flags check docs docs-serve docs-screens test-targets test-models test-gpu test-mutants test-deletion test-faults
 .PHONY: prepare-release release clean
 
 train: $(VENV)/has-train
@@ -59,6 +60,10 @@ docs-screens: docs $(VENV)/has-screens
 
 test-pairs: $(VENV)/has-test
 	$(VENV)/bin/python -m pytest -n $(WORKERS) -v -m slow tests/exactness/test_drawn_pairs.py $(ARGS)
+
+# Options that JAX has added in 0.12, and will switch on; earlier releases ignore these variables.
+test-flags: $(VENV)/has-test
+	JAX_REMAT3=1 JAX_CUSTOM_VJP3=1 $(VENV)/bin/python -m pytest -n $(WORKERS) -m "not slow" tests/exactness $(ARGS)
 
 test-targets: $(VENV)/has-test,forecast-gpu
 	JAX_PLATFORMS=cpu $(VENV)/bin/python -m pytest tests/targets $(ARGS)
