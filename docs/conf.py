@@ -129,7 +129,7 @@ STRIDE = 8
 # less; without MLIR, which only the XLA of JAX 0.10 can do, a quarter of the time.
 SIMPLE_LOOPS = "xla_cpu_disable_tiled_emitter=true,xla_cpu_disable_new_fusion_emitters=true"
 # Programs of most pages run a few times, and compile longer. Pages listed here run or time programs often.
-OPTIMIZED = {"tutorials/generation", "howto/profile", "howto/slow_step"}
+OPTIMIZED = {"tutorials/generation", "howto/slow_step"}
 
 
 @cache
