@@ -75,7 +75,7 @@ KEYWORDS = {
     "training": ("learning rate", "learning rate schedule", "dropout", "gradient accumulation", "minibatches"),
     "checkpoints": ("checkpoint", "restore", "reshard checkpoint"),
     "tutorials/vision": ("ViT", "image"),
-    "tutorials/moe": ("MoE", "mixture of experts"),
+    "experts": ("MoE", "mixture of experts"),
     "tutorials/lora": ("LoRA",),
     "gallery/index": ("gallery", "examples", "PPO", "cart-pole", "graph network", "GNN", "Mamba", "state space model"),
     "tensor_parallel": ("tensor parallel", "Megatron"),
