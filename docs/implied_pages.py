@@ -36,7 +36,7 @@ KEYWORDS = {
     "howto/choose_dtypes": ("bfloat16", "mixed precision", "dtype"),
     "howto/float16": ("float16", "loss scale", "DynamicScale"),
     "howto/contrastive": ("contrastive", "CLIP", "SigLIP", "Barlow Twins", "global batch"),
-    "howto/average_weights": ("EMA", "exponential moving average"),
+    "averaging": ("EMA", "exponential moving average"),
     "howto/stop_and_resume": ("resume", "restart", "Ctrl-C", "SIGTERM", "preemption"),
     "tutorials/machines": (
         "multi-host", "multi host", "multihost", "multi-node", "several hosts", "Slurm", "Kubernetes",
@@ -74,7 +74,7 @@ KEYWORDS = {
     "training": ("learning rate", "learning rate schedule", "dropout", "gradient accumulation", "minibatches"),
     "checkpoints": ("checkpoint", "restore", "reshard checkpoint"),
     "tutorials/vision": ("ViT", "image"),
-    "tutorials/moe": ("MoE", "mixture of experts"),
+    "experts": ("MoE", "mixture of experts"),
     "tutorials/lora": ("LoRA",),
     "gallery/index": ("gallery", "examples", "PPO", "cart-pole", "graph network", "GNN", "Mamba", "state space model"),
     "tensor_parallel": ("tensor parallel", "Megatron"),

@@ -229,7 +229,7 @@ INDEX = ROOT / "docs" / "_build" / "html" / "searchindex.js"
         ("OOM", "howto/out_of_memory"),
         ("bfloat16", "howto/choose_dtypes"),
         ("contrastive", "howto/contrastive"),
-        ("EMA", "howto/average_weights"),
+        ("EMA", "averaging"),
         ("resume", "howto/stop_and_resume"),
         ("multi-host", "tutorials/machines"),
         ("multi host", "tutorials/machines"),
