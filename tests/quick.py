@@ -22,7 +22,7 @@ PROMISES = {
     "house/test_layers.py": "a file imports only from the layers below it",
     "house/test_public_names.py": "public names stay importable",
     "house/test_readme.py": "README's figures and commands",
-    "house/test_mutants.py::test_the_mutations_are_of_the_library_as_it_is": "each mutation is one",
+    "house/test_mutants.py::test_all_mutations_match_the_present_library_source": "each mutation is one",
     "house/test_troubleshooting.py": "each error is on its page",
     "training/test_lowered_text.py": "a step lowers to the program that it lowered to",
     "errors/test_errors.py": "each mistake gets its error, and each error has a row or a reason",

@@ -13,7 +13,7 @@ SIDES = "ours", "jit"
 
 
 @pytest.mark.parametrize("mesh", [{"fsdp": 2, "tp": 4}, {"fsdp": 4, "cp": 2}], ids=str)
-def test_logits_of_256k_entries_are_never_whole(mesh):
+def test_no_array_of_a_256k_vocabulary_step_is_as_large_as_unsharded_logits(mesh):
     """No array of the step, in any dtype, is as large as a device's unsharded logits."""
     row = Row("256k", 16_384, "h100:1x8", mesh, rows=mesh["fsdp"], ring=True)
     step, args = build(row)
@@ -26,7 +26,7 @@ def test_logits_of_256k_entries_are_never_whole(mesh):
 
 
 @pytest.mark.parametrize("size, limits", [("small", {"tp": 2, "cp": 2}), ("small mixture", {"ep": 4})], ids=str)
-def test_meshes_of_a_small_model_are_estimated(size, limits):
+def test_considered_estimates_every_mesh_of_a_small_model(size, limits):
     found = considered(Cell(size, 2048, 2048, limits), "h100:2x4", 0)
     assert len(found) == math.prod(limit.bit_length() for limit in limits.values())
     assert all(one.estimate for one in found), [str(one) for one in found]
@@ -34,19 +34,19 @@ def test_meshes_of_a_small_model_are_estimated(size, limits):
     assert {axis for over in split.estimate.wire_s for axis in over} >= set(limits)
 
 
-def test_what_is_kept_has_every_model_and_topology():
+def test_stored_cells_json_has_every_model_and_topology():
     kept = axes.json.loads((axes.OUT / "cells.json").read_text())
     assert {(name, topology) for name, found in kept.items() for topology in found} == {
         (cell.name, topology) for cell in axes.CELLS for topology in axes.TOPOLOGIES
     }
 
 
-def test_what_is_kept_of_targets_are_their_rows():
+def test_stored_targets_json_has_a_row_for_each_target():
     kept = [(one["name"], one["topology"]) for one in axes.json.loads((axes.OUT / "targets.json").read_text())]
     assert kept == [(row.name, row.topology) for row in axes.TARGETS]
 
 
-def test_estimates_are_within_a_fifth_of_what_is_compiled():
+def test_stored_estimates_are_within_a_fifth_of_compiled_steps():
     """Estimates of bytes and seconds are within a fifth of a compiled step, for at least one cell of every model.
 
     The estimate ignores the schedule for bytes, and any overlap for seconds.
@@ -61,7 +61,7 @@ def test_estimates_are_within_a_fifth_of_what_is_compiled():
         assert guess["compute_s"] + sum(guess["wire_s"].values()) == pytest.approx(made["step_s"], rel=0.2), key
 
 
-def test_what_is_said_of_a_mixture_beside_jit_is_what_is_kept():
+def test_stated_step_time_and_flops_of_a_mixture_over_jit_match_stored_results():
     """Recorded results agree with the changelog (step time beside ``jit``) and the page (share of masked products)."""
     kept = axes.json.loads(maxtext_layout.KEPT.read_text())
     ours, jit = (min((one for one in kept if one["side"] == side), key=lambda one: one["step_s"]) for side in SIDES)
@@ -69,7 +69,7 @@ def test_what_is_said_of_a_mixture_beside_jit_is_what_is_kept():
     assert 1 - ours["flops"] / jit["flops"] == pytest.approx(1 / 5, abs=0.02)
 
 
-def test_parameters_of_a_mixture_lie_as_in_maxtext():
+def test_jit_mixture_baseline_has_the_maxtext_parameter_layout():
     _, (state, batch) = maxtext_layout.build_jit({"fsdp": 8, "expert": 8})
     of_block = state.params["blocks"]
     assert of_block["experts"]["up"].sharding.spec == P(None, "expert", "fsdp", None)

@@ -18,7 +18,7 @@ FOUND = {
 }
 
 
-def test_whether_it_fits_comes_first_and_a_problem_is_shown(tmp_path):
+def test_beyond_hbm_table_shows_fit_wait_and_problem_and_redraw_writes_a_picture(tmp_path):
     console = Console(width=140, file=io.StringIO())
     console.print(beyond_hbm.table("v5e:2x4", FOUND))
     lines = {line.split("  ")[0].strip(): line for line in console.file.getvalue().splitlines()}
@@ -31,7 +31,7 @@ def test_whether_it_fits_comes_first_and_a_problem_is_shown(tmp_path):
 
 
 @pytest.mark.parametrize("case", ["an average, on the host", "LoRA on bfloat16"])
-def test_cases_are_what_their_names_say(case):
+def test_beyond_hbm_cases_have_the_offload_and_dtype_of_the_case_name(case):
     options = {"devices": 8, "shard_axes": ("fsdp",), "remat": True, "chunked_head": True}
     workload = beyond_hbm.CASES[case](SIZES["small"], **options)
     assert workload.offload.optimizer_state == ("on the host" in case)

@@ -9,7 +9,7 @@ from benchmarks.cases import SIZES
 
 
 @pytest.mark.libtpu
-def test_its_command_in_small(tmp_path):
+def test_by_devices_command_writes_results_for_the_small_model(tmp_path):
     where = ["--size", "small", "--topologies", "v5e:2x2", "--out", str(tmp_path)]
     assert by_devices.main(where) == 0
     rows = json.loads((tmp_path / "small.json").read_text())
@@ -17,7 +17,7 @@ def test_its_command_in_small(tmp_path):
     assert by_devices.gib(rows, "ours")[4] < by_devices.gib(rows, "replicated")[4]
 
 
-def test_the_stored_results_are_drawn(tmp_path):
+def test_by_devices_redraw_draws_stored_results_with_decreasing_memory(tmp_path):
     stored = (by_devices.OUT / f"{by_devices.SIZE}.json").read_text()
     (tmp_path / f"{by_devices.SIZE}.json").write_text(stored)
     assert by_devices.main(["--redraw", "--out", str(tmp_path)]) == 0

@@ -14,7 +14,7 @@ from benchmarks.large_models import Size, language_model
 SMALL = ["--size", "small", "--layers", "2", "--chips", "8", "--rounds", "2"]
 
 
-def test_tracing_takes_turns_and_traces_anew():
+def test_trace_seconds_traces_each_case_anew_in_every_round():
     traced = []
 
     def make():
@@ -29,7 +29,7 @@ def test_tracing_takes_turns_and_traces_anew():
     assert all(seconds.shape == (3,) and (seconds > 0).all() for seconds in found.values())
 
 
-def test_layers_in_a_loop_are_the_layers_of_the_scan():
+def test_layers_in_a_python_loop_compute_the_same_as_the_scan():
     size = Size(16, 2, 2, 32)
     scanned = language_model(size, devices=1).model
     looped = in_a_loop(language_model(size, devices=1)).model
@@ -44,14 +44,14 @@ def test_layers_in_a_loop_are_the_layers_of_the_scan():
     assert not np.allclose(swapped, want, rtol=0.02, atol=0.02)  # guard: layers differ
 
 
-def test_all_depths_on_few_chips_and_all_chips_at_the_middle_depth():
+def test_compile_time_plan_has_all_depths_on_few_chips_and_all_chips_at_middle_depth():
     points = compile_time.plan([4, 12, 24], [8, 64], loops=True)
     scans = [(p["layers"], p["chips"]) for p in points if not p["loop"]]
     assert scans == [(4, 8), (12, 8), (24, 8), (12, 64)]
     assert [(p["layers"], p["chips"]) for p in points if p["loop"]] == [(4, 8), (12, 8)]
 
 
-def test_tracing_alone(tmp_path, capsys):
+def test_compile_time_command_without_compiling_writes_and_prints_trace_ratios(tmp_path, capsys):
     assert compile_time.main([*SMALL, "--cases", "--out", str(tmp_path)]) == 0
     assert "2 layers in a loop, 8 chips" in capsys.readouterr().out
     told = json.loads((tmp_path / "small.json").read_text())
@@ -62,7 +62,7 @@ def test_tracing_alone(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_one_compilation_is_told_and_drawn(tmp_path, capsys):
+def test_compile_time_of_a_small_model_is_measured_and_drawn(tmp_path, capsys):
     found = {"tracing": [], "compiling": []}
     point = {"layers": 2, "chips": 8, "loop": False}
     found["compiling"] = [point | {"case": "ours"} | compile_time.compiling(SIZES["small"], 8, False, "ours")]

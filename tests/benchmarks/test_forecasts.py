@@ -10,7 +10,7 @@ from xlstm_jax.distributed.plan.planning import plan_sharding
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", ["xLSTM, FSDP", "Transformer, replicated"])
-def test_forecasts_agree_with_facts(case):
+def test_forecasts_of_small_models_equal_measured_facts_exactly(case):
     found = list(forecast_accuracy.compare(case, jax.devices()))
     assert {c.quantity.split(":")[0] for c in found} >= {"plan", "argument bytes", "collectives"}
     assert all(c.exact and c.forecast == c.fact for c in found), found
@@ -19,7 +19,7 @@ def test_forecasts_agree_with_facts(case):
     assert by_quantity["plan: parameter bytes"] > 0
 
 
-def test_the_profiler_sees_what_a_forecast_would_miss():
+def test_profiler_counts_collectives_twice_for_a_step_run_twice():
     """Guard: a step that runs twice runs its collectives twice."""
     _, _, step, (state, batch, key) = forecast_accuracy.build("Transformer, replicated", jax.devices())
     state, _ = jax.block_until_ready(step(state, batch, key))
@@ -31,7 +31,7 @@ def test_the_profiler_sees_what_a_forecast_would_miss():
 
 
 @pytest.mark.parametrize("name, parameters", [("1.3B", 1.44e9), ("7B", 7.39e9)])
-def test_the_large_models_have_their_names_sizes(name, parameters):
+def test_large_models_have_the_parameter_count_of_the_model_name(name, parameters):
     workload = language_model(SIZES[name], devices=256, shard_axes=("fsdp",))
     plan = plan_sharding(workload.model, {"fsdp": 256}, *workload.init_inputs)
     assert plan.parameters.total / 4 == pytest.approx(parameters, rel=0.01)

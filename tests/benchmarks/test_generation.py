@@ -33,7 +33,7 @@ def generator(model, mesh=MESH, **options):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("gather", ["each_token", "once"])
-def test_a_text_is_that_of_the_model_that_reads_it_whole(block, gather):
+def test_sharded_greedy_generation_equals_the_plain_model_on_the_full_text(block, gather):
     """Greedy generation equals the plain model on the full text, in float64, where rounding keeps the argmax."""
     with jax.enable_x64(True):
         model, params = model_and_params(block, dtype=jnp.float64)
@@ -46,7 +46,7 @@ def test_a_text_is_that_of_the_model_that_reads_it_whole(block, gather):
     assert len(np.unique(got[:, 3:])) > 8  # guard
 
 
-def test_what_is_drawn_depends_on_the_key_and_not_on_the_mesh():
+def test_sampled_text_depends_on_the_key_and_not_on_the_mesh():
     prompt = np.tile(PROMPT[:1], (8, 1))
     drawn = {}
     for mesh, seed in [(MESH, 1), (MESH, 2), (mesh_of(1, 1), 1)]:
@@ -57,7 +57,7 @@ def test_what_is_drawn_depends_on_the_key_and_not_on_the_mesh():
 
 
 @pytest.mark.parametrize("gather, times", [("each_token", LENGTH - 1), ("once", 1)])
-def test_weights_are_gathered_as_often_as_was_said(gather, times):
+def test_generation_gathers_weights_once_or_for_each_token_as_requested(gather, times):
     """The compiled program gathers weights as often as stated, loops counted: XLA may hoist gathers out of loops."""
     model, params = model_and_params()
     program = generator(model, gather=gather).lower(params, PROMPT).compile()

@@ -40,12 +40,12 @@ COUNTS = counts(SIZES[SIZE])
         ("ours", (1, 8), {"fsdp": 8}),
     ],
 )
-def test_the_mesh_of_a_case_on_hosts_of_gpus(case, shape, axes):
+def test_mesh_axes_follow_the_benchmark_case_on_gpu_hosts(case, shape, axes):
     assert mesh_axes(CASES[case], shape, gpus=True) == axes
     assert mesh_axes(CASES["ours"], shape) != {"fsdp_host": 32, "fsdp_device": 8}  # guard: a torus has other names
 
 
-def test_cases_follow_from_the_devices():
+def test_complete_chooses_cases_by_topology_and_raises_for_tpus_mixed_with_gpus():
     parser = traffic.parser()
     tpus = complete(parser.parse_args([]), ON_TPUS, ["of GPUs"])
     assert (tpus.cases, tpus.suffix) == (list(ON_TPUS), "") and "jit, best options" not in tpus.cases
@@ -55,14 +55,14 @@ def test_cases_follow_from_the_devices():
         complete(parser.parse_args(["--topologies", TOPOLOGY, "v5e:4x4"]), ON_TPUS, [])
 
 
-def test_the_least_across_hosts_is_a_gpus_part_of_what_its_host_sends():
+def test_crossing_bytes_are_the_share_of_a_gpu_in_the_bytes_between_hosts():
     gathered = 2 * (2 * COUNTS.blocks + COUNTS.embedding + COUNTS.head)
     sent = gathered + 2 * COUNTS.sharded + limits.SMALL_BYTES * COUNTS.small
     assert limits.crossing_bytes(COUNTS, HOSTS, GPUS) == pytest.approx(sent * (1 / 2) / GPUS)
     assert limits.crossing_bytes(COUNTS, 1, GPUS) == 0
 
 
-def test_collectives_of_a_layer_are_those_that_run_most_often():
+def test_per_layer_counts_the_most_frequent_collectives_of_each_direction():
     fields = {field.name: None for field in dataclasses.fields(Collective)}
     ways = [("forward", 24), ("forward", 1), ("recompute", 23), ("backward", 24), ("backward", 2), ("other", 1)]
     found = [Collective(**fields | {"count": count, "direction": way}) for way, count in ways]
@@ -70,7 +70,7 @@ def test_collectives_of_a_layer_are_those_that_run_most_often():
     assert forecasts.per_layer([]) == {"forward": 0, "backward": 0}
 
 
-def test_a_picture_shows_the_cases_that_all_topologies_have_in_one_order():
+def test_drawn_keeps_cases_common_to_all_topologies_in_the_same_order():
     """The picture shows the cases of all topologies in one order, because the plots share the axis of cases."""
     first = {"jit": {"n": 1}, "flat": {"n": 2}, "ours": {"n": 3}}
     second = {"ours": {"n": 4}, "jit": {"n": 5}, "flat": {"problem": "too large"}}
@@ -91,7 +91,7 @@ def kept(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.cuda_plugin
-def test_ours_sends_the_least_and_across_hosts_the_least(kept):
+def test_library_case_on_gpus_sends_minimal_bytes_in_total_and_across_hosts(kept):
     found = traffic.measured(SIZE, TOPOLOGY, compiled(kept, SIZE, TOPOLOGY, COMPARED))["cases"]
     ours, jit = found["ours"], found["jit"]
     assert ours["ratios"]["sent over the limit"] <= 1.001  # the loss and the norm are sent, too
@@ -104,7 +104,7 @@ def test_ours_sends_the_least_and_across_hosts_the_least(kept):
 
 @pytest.mark.slow
 @pytest.mark.cuda_plugin
-def test_the_commands_leave_tables_files_and_pictures(kept, tmp_path, capsys):
+def test_traffic_and_memory_commands_for_gpus_print_tables_and_write_results(kept, tmp_path, capsys):
     where = ["--topologies", TOPOLOGY, "--kept", str(kept), "--out", str(tmp_path), "--redraw", "--sizes", SIZE]
     for module in (traffic, memory):
         assert module.main([*where, "--cases", *COMPARED]) == 0
@@ -113,7 +113,7 @@ def test_the_commands_leave_tables_files_and_pictures(kept, tmp_path, capsys):
     assert all(column in out for column in ("of least", "per NIC", "hidden", "no latency", "optimizer"))
 
 
-def test_an_option_that_the_compiler_refuses_is_a_row():
+def test_xla_options_table_shows_a_refused_option_as_a_problem():
     rows = {"new": {"program": "", "problem": "No such compile option"}}
     (table, problems) = xla_options.table(SIZE, TOPOLOGY, "ours", rows)
     assert (table.row_count, problems.row_count) == (1, 1)
@@ -128,7 +128,7 @@ def text_with(options):
 
 @pytest.mark.slow
 @pytest.mark.cuda_plugin
-def test_every_option_of_gpus_is_accepted_and_changes_the_program():
+def test_every_gpu_compiler_option_is_accepted_and_changes_the_program():
     options = compiler_options(parse_topology("h100:1x2").chip.device_kinds[0])
     without = text_with({})
     idle = [name for name, value in options.items() if text_with({name: value}) == without]
@@ -138,7 +138,7 @@ def test_every_option_of_gpus_is_accepted_and_changes_the_program():
 # ----------------------------------------------------------------------------------------------------------- on a GPU
 
 
-def test_without_a_card_it_says_so_and_fails_nothing(tmp_path):
+def test_gpu_suite_without_a_card_prints_a_notice_and_exits_with_0(tmp_path):
     environment = os.environ | {"PATH": str(tmp_path)}  # where no driver is
     command = [sys.executable, "-X", "importtime", "-m", "tests.gpu"]
     run = subprocess.run(command, cwd=on_card.ROOT, env=environment, capture_output=True, text=True)
@@ -147,7 +147,7 @@ def test_without_a_card_it_says_so_and_fails_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_measured_on_a_card_can_be_measured_here():
+def test_gpu_measures_also_run_on_a_cpu_device():
     device = jax.devices()[0]
     text = measures.same_text(device)
     assert text["differing"] == 0 and text["instructions"] > 1000
@@ -156,7 +156,7 @@ def test_what_is_measured_on_a_card_can_be_measured_here():
     assert set(times) == {measures.PLAIN, measures.WRAPPED, "jit"}
 
 
-def test_what_should_hold_on_a_card_and_does_not_is_told():
+def test_failures_lists_every_unmet_expectation_of_gpu_measures():
     good = {
         "suite": {"exit code": 0, "passed": 9},
         "same_text": {"instructions": 1500, "differing": 0},
@@ -187,5 +187,5 @@ def test_what_should_hold_on_a_card_and_does_not_is_told():
         ("", {}),
     ],
 )
-def test_the_numbers_of_a_run_of_pytest(last, found):
+def test_counted_reads_outcome_numbers_from_pytest_output(last, found):
     assert on_card.counted(f"some test\n{last}\n") == found

@@ -10,7 +10,7 @@ from benchmarks.decoder import DecoderSize
 SMALL = DecoderSize(256, 1, 2, 512, hidden=512, kv_heads=1)
 
 
-def test_the_page_has_the_rows_that_are_kept():
+def test_kernels_page_has_the_rows_of_stored_results():
     kept, page = json.loads((kernels.OUT / "kernels.json").read_text()), kernels.PAGE.read_text()
     rows = kernels.page_rows(kept)
     assert len(rows) == len(kernels.TOPOLOGIES) and all(row in page for row in rows)
@@ -20,7 +20,7 @@ def test_the_page_has_the_rows_that_are_kept():
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_a_kernel_that_is_made_beside_typed_kernel_is_compiled_in_a_scan():
+def test_kernel_row_compiles_pallas_attention_in_a_scan_without_held_scores():
     row = kernels.row_of("v5e:2x4", kernels.KERNEL, size=SMALL, context=256)
     assert row["flops_in_pallas"] > 0 and row["scores_bytes"] == 0
     plain = kernels.row_of("v5e:2x4", kernels.XLA, size=SMALL, context=256)

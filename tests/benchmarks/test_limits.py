@@ -28,7 +28,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row[0].dim}-{row[1]}-{row[2]}")
-def test_the_table_of_configurations(row):
+def test_limits_match_the_table_of_reference_configurations(row):
     counts, devices, tokens, persistent, temporary, sent, parts = row
     wire = limits.wire_bytes(counts, devices)
     assert limits.persistent_bytes(counts, devices) / 1e9 == pytest.approx(persistent, rel=0.01)
@@ -37,7 +37,7 @@ def test_the_table_of_configurations(row):
     assert parts is None or (wire.gather / 1e9, wire.scatter / 1e9) == pytest.approx(parts, rel=0.005)
 
 
-def test_sent_bytes_term_by_term():
+def test_wire_bytes_match_the_formula_for_each_term():
     counts = Counts(blocks=1000, embedding=100, head=10, small=1, layers=2, dim=4, vocab_size=8)
     wire = limits.wire_bytes(counts, 4, gather_bytes=2, scatter_bytes=4)
     assert vars(wire) == {"gather": 0.75 * 2 * 2110, "scatter": 0.75 * 4 * 1110, "replicas": 0.0, "small": 0.75 * 8}
@@ -47,14 +47,14 @@ def test_sent_bytes_term_by_term():
     assert hybrid.small == 7 / 8 * 8
 
 
-def test_state_of_a_copy_is_split_over_copies_only_where_that_is_asked_for():
+def test_persistent_bytes_split_optimizer_state_over_replicas_only_on_request():
     plain, split = (limits.persistent_bytes(SMALLER, 16, replicas=replicas) for replicas in (1, 16))
     of_small = 12 * SMALLER.small
     assert plain - of_small == pytest.approx(12 * SMALLER.sharded / 16)
     assert split - of_small == pytest.approx((4 / 16 + 8 / 256) * SMALLER.sharded)
 
 
-def test_the_floor_is_that_of_the_larger_part():
+def test_temporary_bytes_are_the_larger_of_head_and_block():
     head, block = SMALLER, dataclasses.replace(SMALLER, vocab_size=16, head=16 * 2048)
     kept = 2 * 24 * 2048 * 2048
     assert limits.temporary_bytes(head, 2048) == kept + 4 * head.head + 4 * 2048 * 32_768
@@ -62,13 +62,13 @@ def test_the_floor_is_that_of_the_larger_part():
     assert limits.kept_gathered_bytes(head) == 2 * head.blocks
 
 
-def test_stages_send_together_what_one_axis_sends():
+def test_axis_bytes_of_staged_gathers_sum_to_the_bytes_of_a_flat_axis():
     sizes = {"x": 4, "y": 4, "z": 8}
     sent = limits.axis_bytes(1024, sizes)
     assert sent == {"x": 768, "y": 192, "z": 56}
     assert sum(sent.values()) == 1024 * limits.share(math.prod(sizes.values()))
 
 
-def test_the_fewest_collectives():
+def test_collective_counts_are_minimal_for_layers_and_axes():
     assert limits.collective_counts(24) == {"all-gather": 50, "reduce-scatter": 26, "all-reduce": 1}
     assert limits.collective_counts(24, axes=2) == {"all-gather": 100, "reduce-scatter": 52, "all-reduce": 1}

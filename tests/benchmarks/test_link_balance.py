@@ -37,7 +37,7 @@ def cases(axes):
 
 
 @pytest.mark.parametrize("torus", TORUS)
-def test_the_busiest_axis_carries_at_most_a_twentieth_more_than_the_mean(torus, monkeypatch):
+def test_busiest_torus_axis_carries_at_most_1_05_of_the_mean_axis_load(torus, monkeypatch):
     sizes = TORUS[torus]
     found = {name: bytes_by_axis(plan_sharding(model, sizes, x), sizes) for name, model, x in cases(tuple(sizes))}
     # Axes of different sizes cannot carry equal loads in every model: the difference is below a twentieth.
@@ -52,7 +52,7 @@ def test_the_busiest_axis_carries_at_most_a_twentieth_more_than_the_mean(torus, 
     assert max(alone.values()) > 1.2 * np.mean(list(alone.values()))
 
 
-def test_layers_of_a_python_loop_share_their_orders():
+def test_layers_of_a_python_loop_have_equal_axis_orders():
     sizes = TORUS["v5e:16x16"]
     *_, (_, model, x) = cases(tuple(sizes))
     names = {row.path: row.names for row in plan_sharding(model, sizes, x).rows}

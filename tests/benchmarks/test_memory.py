@@ -24,7 +24,7 @@ def kept(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_arguments_are_the_formulas_share_and_memory_is_less_than_that_of_the_flat_algorithm(kept):
+def test_memory_arguments_match_the_formula_and_total_is_below_the_flat_algorithm(kept):
     found = memory.measured(SIZE, TOPOLOGY, compiled(kept, SIZE, TOPOLOGY, CASES))
     ours, flat = (found["cases"][case] for case in ("ours", "flat"))
     share = limits.persistent_bytes(counts(SIZES[SIZE]), DEVICES)
@@ -38,14 +38,14 @@ def test_arguments_are_the_formulas_share_and_memory_is_less_than_that_of_the_fl
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_no_phase_has_more_in_use_than_there_is(kept):
+def test_live_bytes_of_each_phase_are_at_most_the_allocated_temporaries(kept):
     for found in compiled(kept, SIZE, TOPOLOGY, CASES).values():
         live = found["live_temporary_bytes"]
         assert 0 < max(live.values()) <= found["bytes"]["temporaries"]
         assert live["optimizer"] <= live["backward"]
 
 
-def test_phases_are_told_by_direction_and_place():
+def test_phases_assign_peak_bytes_to_forward_backward_and_optimizer():
     def moment(point, live, direction):
         return Moment(point, live, "", direction)
 
@@ -63,7 +63,7 @@ def test_phases_are_told_by_direction_and_place():
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_the_command_leaves_tables_a_file_and_a_picture(kept, tmp_path, capsys):
+def test_memory_command_prints_tables_and_writes_json_and_picture(kept, tmp_path, capsys):
     where = ["--topologies", TOPOLOGY, "--kept", str(kept), "--out", str(tmp_path), "--redraw"]
     assert memory.main(["--sizes", SIZE, "--cases", *CASES, *where]) == 0
     out = capsys.readouterr().out
@@ -73,7 +73,7 @@ def test_the_command_leaves_tables_a_file_and_a_picture(kept, tmp_path, capsys):
     assert (tmp_path / f"{SIZE}.png").stat().st_size > 10_000
 
 
-def test_devices_that_do_not_count_their_memory_are_told():
+def test_memory_measure_raises_for_devices_without_memory_statistics():
     kind = jax.devices()[0].device_kind
     with pytest.raises(ValueError, match=f"8 x {kind}, do not count their memory; this needs GPUs or TPUs"):
         memory.measure(SIZE, "ours")

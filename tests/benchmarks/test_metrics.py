@@ -21,7 +21,7 @@ def result():
     return variants_of.measure(steps=2, rounds=3, metrics=COUNT, with_clu=False)
 
 
-def test_an_update_adds_no_collective_and_a_sync_one_for_all_operations_and_dtypes(result):
+def test_metric_update_adds_no_collective_and_sync_adds_a_single_collective(result):
     assert result.steps["bare"].lowered == result.steps["bare"].compiled == 1  # guard: the count sees the gradient's
     assert result.added_collectives("update") == result.added_collectives("mixed: update") == (0, 0)
     for prefix in ("", "mixed: "):
@@ -32,18 +32,18 @@ def test_an_update_adds_no_collective_and_a_sync_one_for_all_operations_and_dtyp
             assert result.added_collectives(prefix + label) == (1, 1)
 
 
-def test_the_naive_step_asks_for_one_collective_per_value(result):
+def test_pmean_of_each_value_lowers_to_a_collective_per_value(result):
     assert result.added_collectives("pmean of each value")[0] == COUNT
     assert result.alone[f"{COUNT} pmeans"].lowered == COUNT
     assert (result.alone["1 pmean"].lowered, result.alone["2 pmeans"].lowered) == (1, 2)
 
 
-def test_a_sync_of_20_metrics_is_cheaper_than_20_pmeans(result):
+def test_sync_of_20_metrics_is_faster_than_20_pmeans(result):
     """A sync of 20 metrics is cheaper than 20 pmeans: a fifth on two idle cores, so any win passes."""
     assert result.alone["sync"].microseconds < result.alone[f"{COUNT} pmeans"].microseconds
 
 
-def test_everything_is_measured_and_shown(result, tmp_path):
+def test_metrics_benchmark_measures_and_shows_every_step_and_reduction(result, tmp_path):
     for cost in (*result.steps.values(), *result.alone.values()):
         assert len(cost.rounds) == 3 and all(np.isfinite(cost.rounds)) and min(cost.rounds) > 0
     assert not CLU_STEPS & result.steps.keys()
@@ -62,7 +62,7 @@ def test_everything_is_measured_and_shown(result, tmp_path):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("clu") is None, reason="clu is not installed")
-def test_clu_gathers_every_array_of_its_state():
+def test_clu_gathers_every_array_of_the_metric_state():
     mesh = DeviceMeshManager.create_device_mesh({variants_of.AXIS: -1})
     variants = {label: v for label, v in variants_of.step_variants(mesh, 3, with_clu=True) if label in CLU_STEPS}
     assert variants.keys() == CLU_STEPS
@@ -79,10 +79,10 @@ def test_clu_gathers_every_array_of_its_state():
         ("%all-reduce.1 = f32[] get-tuple-element(%all-reduce), index=0", 0),
     ],
 )
-def test_collectives_are_counted_once_each(text, count):
+def test_count_collectives_counts_each_collective_of_a_text_once(text, count):
     assert variants_of.count_collectives(text) == count
 
 
-def test_fewer_metrics_than_kinds_are_refused(capsys):
+def test_metrics_command_with_fewer_metrics_than_kinds_exits_with_2(capsys):
     assert benchmark.main(["--metrics", "3"]) == 2
     assert "--metrics 3: the mixed ones are of 10 kinds" in " ".join(capsys.readouterr().err.split())

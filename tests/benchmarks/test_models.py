@@ -58,7 +58,7 @@ def close(got, want, tolerance):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ROUNDING, ids=lambda dtype: jnp.dtype(dtype).name)
 @pytest.mark.parametrize("block_size", [1, 8, 10, 24, 100])
-def test_attention_by_blocks_of_queries_is_attention(block_size, dtype):
+def test_blockwise_causal_attention_equals_plain_attention(block_size, dtype):
     with jax.enable_x64(dtype == jnp.float64):
         arrays, attention = qkv(dtype=dtype), partial(causal_attention, block_size=block_size)
         close(jax.jit(attention)(*arrays), plain_attention(*arrays), ROUNDING[dtype])
@@ -67,7 +67,7 @@ def test_attention_by_blocks_of_queries_is_attention(block_size, dtype):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_attention_inside_shard_map_under_remat(check_vma):
+def test_blockwise_attention_gradients_in_shard_map_with_remat_equal_plain_attention(check_vma):
     mesh, split, arrays = mesh_of(1, 2), PartitionSpec(AXES), qkv()
     run = on_mesh(gradients(jax.remat(partial(causal_attention, block_size=10))), mesh, check_vma, split, split)
     for got, want in zip(run(*arrays), gradients(plain_attention)(*arrays), strict=True):
@@ -85,7 +85,7 @@ def sizes_in(jaxpr):
 @pytest.mark.parametrize(
     "around", [lambda f: f, partial(jax.checkpoint, policy=jax.checkpoint_policies.everything_saveable)]
 )
-def test_no_array_holds_all_scores_whatever_policy_is_outside(around):
+def test_blockwise_attention_holds_no_full_score_matrix_under_any_remat_policy(around):
     length, block = 512, 16
     arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in qkv(length)]
     largest = {
@@ -97,7 +97,7 @@ def test_no_array_holds_all_scores_whatever_policy_is_outside(around):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("block", ["xlstm", "transformer"])
-def test_the_losses_of_a_model_are_those_of_its_logits(block):
+def test_language_model_losses_equal_cross_entropy_of_the_logits(block):
     model = LanguageModel(block, 16, 2, 2, wrap=fsdp, remat=jax.checkpoint_policies.dots_saveable)
     tokens = jax.random.randint(jax.random.key(1), (2, 20), 0, 256)
     variables = jax.jit(model.init)(jax.random.key(0), tokens)
@@ -111,7 +111,7 @@ def test_the_losses_of_a_model_are_those_of_its_logits(block):
 @pytest.mark.parametrize(
     "shard_axes, remat", [((), False), (AXES, True), (AXES, jax.checkpoint_policies.dots_saveable)]
 )
-def test_options_of_the_large_models_leave_loss_and_gradient_alone(shard_axes, remat):
+def test_sharding_remat_and_chunked_head_leave_loss_and_gradients_unchanged(shard_axes, remat):
     size, options = Size(32, 2, 2, 64), {"min_weight_size": 64, "gather_dtype": None}
     batch = jax.random.randint(jax.random.key(0), (2, 65), 0, size.vocab_size)
 
@@ -128,7 +128,7 @@ def test_options_of_the_large_models_leave_loss_and_gradient_alone(shard_axes, r
         close(g, w, 5e-2)
 
 
-def test_the_loss_of_one_row_scatters_into_logits_without_its_dim():
+def test_next_token_loss_of_a_single_row_scatters_label_gradients_without_the_row_dim():
     table = jax.random.normal(jax.random.key(0), (16, 16))
     tokens = jax.random.randint(jax.random.key(1), (2, 9), 0, 16)
 
@@ -166,7 +166,7 @@ OF_USERS = {
 
 
 @pytest.mark.parametrize("name", [*list(OF_USERS)[:3], pytest.param("a decoder, untied", marks=pytest.mark.slow)])
-def test_a_model_sharded_from_outside_has_the_gradient_of_the_plain_one(name):
+def test_sharded_decoder_and_vision_models_have_the_gradients_of_the_plain_models(name):
     size = OF_USERS[name]
     options = {"images": 1} if name == "images" else {"context": 24}
     other = {} if name == "images" else {"attention": attention_of_each_group}
@@ -201,26 +201,26 @@ def drawn(rows):
     return jax.random.normal(jax.random.key(0), rows.shape, rows.dtype)
 
 
-def test_sizes_of_decoders_have_the_parameters_that_are_published():
+def test_decoder_and_vision_sizes_have_the_published_parameter_counts():
     found = {name: counts(size).total for name, size in decoder.SIZES.items()}
     assert found["llama3.2_1B"] == 1_235_814_400 and found["llama3.1_8B"] == 8_030_261_248
     assert round(found["decoder_0.8B"] / 1e9, 3) == 0.825 and round(found["mixture_0.5B"] / 1e9, 3) == 0.480
     assert round(counts(vision.SIZES["vit_L16"]).total / 1e9, 3) == 0.304
 
 
-def test_a_decoder_has_no_case_that_its_source_would_have_to_know():
+def test_decoder_benchmark_excludes_cases_in_need_of_edited_model_source():
     there = [name for name, case in CASES.items() if exists(decoder.SIZES["decoder_small"], case)]
     assert {"jit", "ours", "ours, ZeRO-1"} < set(there)
     assert not {"flat", "ours, chunked head", "ours, ahead"} & set(there)
 
 
-def test_pictures_say_what_the_names_of_cases_mean():
+def test_names_in_words_explains_every_case_name_of_the_pictures():
     assert names_in_words(["flat, HSDP", "flat"]) == f"flat: {WORDS['flat']}; HSDP: {WORDS['HSDP']}."
     told = names_in_words(CASES), names_in_words([*STEP_CASES, *TORCH_CASES], STEP_WORDS)
     assert all("over one axis" in text for text in told)  # and each word has an entry, else KeyError
 
 
-def test_lora_has_the_base_in_bfloat16_and_trains_its_adapters():
+def test_lora_workload_freezes_a_bfloat16_base_and_trains_only_float32_adapters():
     made, tokens = lora.workload("1.3B", 8, "bfloat16"), jax.ShapeDtypeStruct((8, 16), jnp.int32)
     plan = plan_sharding(made.model, {"fsdp": 8}, tokens, tx=made.tx, **made.freezing)
     rows = [row for row in plan.rows if row.collection == "params"]

@@ -18,12 +18,12 @@ FOUND = {
 }
 
 
-def test_what_is_compared_is_on_top_of_adamw():
+def test_more_than_adamw_subtracts_the_adamw_figure():
     assert optimizers.more_than_adamw(FOUND, "wire_bytes") == {"adamw": 0.0, "muon, optax": 2000.0, "muon": 20.0}
     assert optimizers.more_than_adamw(FOUND, "temporary_bytes")["muon"] == 2**30
 
 
-def test_ratios_come_first_and_a_problem_is_shown(tmp_path):
+def test_optimizer_table_shows_ratios_to_optax_and_problems_and_draw_writes_a_picture(tmp_path):
     console = Console(width=140, file=io.StringIO())
     console.print(optimizers.table("v5e:2x4", FOUND))
     shown = console.file.getvalue()
@@ -32,7 +32,7 @@ def test_ratios_come_first_and_a_problem_is_shown(tmp_path):
     assert (tmp_path / "one.png").stat().st_size > 5_000
 
 
-def test_runs_of_the_job_are_drawn_together(tmp_path):
+def test_optimizers_command_draws_loss_curves_of_several_runs(tmp_path):
     for name, loss in {"adamw": 2.0, "muon": 1.5}.items():
         (tmp_path / name).mkdir()
         rows = "".join(f"{step},{loss - step / 100}\n" for step in (10, 20))
@@ -43,7 +43,7 @@ def test_runs_of_the_job_are_drawn_together(tmp_path):
 
 
 @pytest.mark.parametrize("case", optimizers.CASES)
-def test_every_optimizer_takes_the_model(case):
+def test_every_benchmark_optimizer_initialises_and_updates_scanned_params(case):
     tx = optimizers.CASES[case]()
     params = {"layers": {"norm": {"scale": jax.ShapeDtypeStruct((2, 8), "float32")}}}
     params["layers"]["up"] = {"kernel": jax.ShapeDtypeStruct((2, 8, 16), "float32")}
@@ -51,7 +51,7 @@ def test_every_optimizer_takes_the_model(case):
     assert jax.tree.leaves(state)
 
 
-def test_a_refused_program_is_no_row_of_figures(monkeypatch):
+def test_measured_reports_a_refused_program_only_as_a_problem(monkeypatch):
     def compiled(size, case, topology):
         raise CompileError("UNIMPLEMENTED: not on this slice")
 

@@ -9,16 +9,16 @@ PAGE = Path(__file__).parents[2] / "docs" / "howto" / "out_of_memory.md"
 KEPT = json.loads((oom.OUT / "v5e_2x4.json").read_text())
 
 
-def test_the_page_has_the_table_of_the_figures_that_are_kept():
+def test_out_of_memory_page_has_the_table_of_stored_figures():
     assert list(KEPT) == list(oom.MEASURES)
     assert oom.table(KEPT) in PAGE.read_text()
 
 
-def test_all_measures_together_fit_and_no_other_row_does():
+def test_only_the_last_row_with_all_memory_measures_fits():
     assert [one["fits"] for one in KEPT.values()] == [False] * (len(KEPT) - 1) + [True]
 
 
-def test_the_last_measure_has_all_changes_of_those_before_it():
+def test_changes_up_to_the_last_measure_include_all_earlier_changes():
     changes = oom.changes_up_to(list(oom.MEASURES)[-1])
     assert changes.pop("num_minibatches") == 1
     made = oom.workload(8, ("fsdp",), **changes)

@@ -21,7 +21,7 @@ def row(step, waited, held, busiest=1.0):
     return {"case": "", **times, "wire_bytes": 1.0, "total_bytes": held, "busiest_over_mean": busiest}
 
 
-def test_targets_say_what_is_met_and_what_is_missed():
+def test_judged_counts_met_and_missed_targets_per_quantity():
     jit, ours = row(10.0, 2.0, 100), row(8.0, 1.0, 103, busiest=1.04)
     found = peers.judged(
         {"model": {"v5e:4x4": {"jit": jit, "ours": ours}}, "mixture_0.5B": {"v5e:4x4": {"jit": jit, "ours": ours}}}
@@ -49,7 +49,7 @@ def kept(tmp_path_factory):
 
 
 @pytest.mark.cuda_plugin
-def test_the_command_compares_both_sides_with_a_kernel(kept, tmp_path, capsys):
+def test_peers_command_compares_jit_and_library_steps_with_a_kernel(kept, tmp_path, capsys):
     where = ["--topologies", TOPOLOGY, "--kept", str(kept), "--out", str(tmp_path), "--redraw"]
     assert peers.main(["--sizes", SIZE, "--cases", *COMPARED, *where]) == 0
     assert "jit / ours" in capsys.readouterr().out
@@ -60,7 +60,7 @@ def test_the_command_compares_both_sides_with_a_kernel(kept, tmp_path, capsys):
     assert told["targets"]["step"]["of"] == 1 and (tmp_path / "peers.png").stat().st_size > 10_000
 
 
-def test_sizes_that_are_not_in_the_repository_are_compared_too(monkeypatch, capsys):
+def test_peers_parser_accepts_modified_sizes_and_exits_for_unknown_sizes_or_dims(monkeypatch, capsys):
     name = "decoder_small,layers=3,vocab_size=1000"
     monkeypatch.setitem(SIZES, name, None)  # restored after the test
     assert peers.parser().parse_args(["--sizes", SIZE, name]).sizes == [SIZE, name]
@@ -76,14 +76,14 @@ def test_sizes_that_are_not_in_the_repository_are_compared_too(monkeypatch, caps
 
 
 @pytest.mark.parametrize("case", ["jit, kernel", "ours, kernel"])
-def test_flash_attention_is_in_the_step_of_both_sides(case):
+def test_kernel_cases_of_jit_and_library_contain_flash_attention(case):
     step, args = build(SIZES["decoder_small"], CASES[case], (2, 2))
     assert step.trace(*args).lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call") >= 3
     plain, args = build(SIZES["decoder_small"], CASES[case.removesuffix(", kernel")], (2, 2))  # guard: not without
     assert "tpu_custom_call" not in plain.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
 
 
-def test_pages_say_what_is_committed():
+def test_pages_have_the_peer_tables_of_committed_results():
     rows = COMMITTED["models"]
     assert json.loads(json.dumps(peers.judged(rows))) == COMMITTED["targets"]
     worse = copy.deepcopy(rows)  # guard: another figure is another table
@@ -93,7 +93,7 @@ def test_pages_say_what_is_committed():
         assert other not in page.read_text()
 
 
-def test_committed_rows_are_those_of_both_sides_on_the_same_terms():
+def test_committed_peer_rows_have_equal_kernels_and_versions_on_both_sides():
     assert set(COMMITTED["models"]) == set(peers.MODELS)
     for there in COMMITTED["models"].values():
         for pair in there.values():

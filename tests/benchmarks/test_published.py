@@ -27,23 +27,23 @@ PAGE = Path(__file__).parents[2] / "docs" / "forecast.md"
 STORED = json.loads(KEPT.read_text())
 
 
-def test_the_page_has_the_table_of_the_figures_that_are_kept():
+def test_published_runs_page_has_the_table_of_stored_figures():
     assert list(STORED) == list(RUNS) and len(STORED) >= 6
     assert table(STORED) in PAGE.read_text() and settings(STORED) in PAGE.read_text()
 
 
-def test_every_forecast_is_within_what_the_page_says_of_it():
+def test_every_stored_forecast_is_within_the_stated_ratio_of_the_published_time():
     assert all(1 / published.CLOSE <= ratio(RUNS[name], found) <= published.CLOSE for name, found in STORED.items())
 
 
-def test_no_efficiency_is_tested_by_what_fixed_it():
+def test_chip_efficiencies_are_checked_by_runs_not_used_for_calibration():
     chips = {run.chip.name for run in RUNS.values() if run.chip.efficiency}
     for chip in chips:
         roles = {run.fixed for run in RUNS.values() if run.chip.name == chip}
         assert roles >= {False} and (roles == {True, False} or chip == "h200"), chip
 
 
-def test_the_least_is_less_than_what_was_measured_and_than_what_is_expected():
+def test_least_forecast_time_is_below_measured_and_expected_time():
     for name, found in STORED.items():
         assert ratio(RUNS[name], found, "least") < 1.0, name
         assert found["step_seconds"]["least"] <= found["step_seconds"]["expected"], name
@@ -61,14 +61,14 @@ def test_the_least_is_less_than_what_was_measured_and_than_what_is_expected():
     ],
     ids=["7B", "13B", "70B", "34B", "8B", "1B"],
 )
-def test_models_have_as_many_parameters_as_their_names_say(size, billions):
+def test_published_models_have_the_parameter_count_of_the_model_name(size, billions):
     run = Run(size=size, topology="h100:1x8", rows=1, context=128, seconds=1.0, source="", said="")
     tokens = jax.ShapeDtypeStruct((1, 128), jnp.int32)
     params = jax.eval_shape(workload(run).model.init, jax.random.key(0), tokens)
     assert sum(leaf.size for _, leaf in leaves_with_path(params)) == pytest.approx(billions * 1e9, rel=0.01)
 
 
-def test_flash_attention_takes_the_flop_of_its_products():
+def test_flash_flops_count_half_of_the_pairs_of_each_product():
     """``flash_flops`` counts half of the pairs of each product: 10 of 16 pairs are used at 4 positions."""
     size = DecoderSize(16, 3, 2, 64, hidden=32, kv_heads=1)
     run = Run(size=size, topology="h100:1x8", rows=5, context=4, seconds=1.0, source="", said="", remat=None)
@@ -80,7 +80,7 @@ def test_flash_attention_takes_the_flop_of_its_products():
 
 @pytest.mark.slow
 @pytest.mark.cuda_plugin
-def test_a_small_run_is_forecast():
+def test_forecast_of_a_small_run_has_times_and_recompute_flops_of_the_formula():
     size = DecoderSize(512, 2, 4, 1024, hidden=1024, kv_heads=2)
     run = Run(
         size=size,

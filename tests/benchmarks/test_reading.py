@@ -55,7 +55,7 @@ def counted(text):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("peer", PEERS)
-def test_bytes_of_a_peer_are_those_of_an_independent_count(peer):
+def test_read_gives_collective_bytes_of_a_peer_equal_to_an_independent_count(peer):
     step, args = build(SIZES["small"], CASES[peer], (2, 4), jax.devices(), loop=True)
     compiled = compile_here(StepCall(step, args))
     found, want = read(compiled, count_flops(step.trace(*args).jaxpr)), counted(compiled.hlo)
@@ -68,7 +68,7 @@ def test_bytes_of_a_peer_are_those_of_an_independent_count(peer):
     assert found.axis_sizes == mesh and len(mesh) == (2 if peer == "ours" else 1)
 
 
-def test_benchmarks_compile_and_read_every_peer_by_the_same_function(monkeypatch):
+def test_forecast_case_calls_forecast_with_the_same_options_for_every_peer(monkeypatch):
     asked = []
 
     def record(step, *args, **options):
@@ -83,7 +83,7 @@ def test_benchmarks_compile_and_read_every_peer_by_the_same_function(monkeypatch
     assert asked == [asked[0]] * len(PEERS) and asked[0]["topology"] == "v5e:2x4"
 
 
-def test_options_are_those_of_the_slice_for_jit_and_for_ours():
+def test_options_of_a_slice_are_equal_for_jit_and_library_cases():
     for topology in ("v5e:4x4", "v5e:16x16", "v6e:16x16"):
         place = parse_topology(topology)
         theirs, ours = (options_of(CASES[f"{peer}, options"], place) for peer in ("jit", "ours"))

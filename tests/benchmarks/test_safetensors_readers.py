@@ -27,7 +27,7 @@ def read_by(reader, folder, llama, case):
 
 @pytest.mark.parametrize("case", ALONE)
 @pytest.mark.parametrize("reader", READERS)
-def test_all_readers_read_the_bits_that_the_safetensors_library_reads(reader, case, tmp_path):
+def test_all_safetensors_readers_give_reference_checksums_and_detect_a_changed_byte(reader, case, tmp_path):
     """Every reader has the bits of a reference that maps names and layouts by hand; a changed byte is detected."""
     llama = dataclasses.replace(SMALL, tied=ALONE[case].tied)
     readers.write_model(tmp_path / "model", llama, 3)
@@ -45,7 +45,7 @@ def test_all_readers_read_the_bits_that_the_safetensors_library_reads(reader, ca
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_benchmark_writes_transformers_names_and_shapes(tied, tmp_path):
+def test_benchmark_llama_has_the_tensor_names_and_shapes_of_transformers(tied, tmp_path):
     """The benchmark's names and shapes equal transformers'; needs transformers and torch (``make test-models``)."""
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
@@ -61,7 +61,7 @@ def test_the_benchmark_writes_transformers_names_and_shapes(tied, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_compares_readers_in_processes_of_their_own(tmp_path, capsys):
+def test_readers_command_compares_readers_in_separate_processes(tmp_path, capsys):
     out = tmp_path / "readers.json"
     case = "model, two processes"
     assert readers.main(["--small", "--cases", case, "--repeats", "1", "--files", "2", "--out", str(out)]) == 0
@@ -79,7 +79,7 @@ def test_the_command_compares_readers_in_processes_of_their_own(tmp_path, capsys
     assert_odd_files_are_answered(kept["odd files"])
 
 
-def test_odd_files_are_refused_or_read():
+def test_malformed_safetensors_files_are_rejected_by_the_library_and_listed_for_orbax():
     assert_odd_files_are_answered(readers.verdicts(mesh_of(1, 8)))
 
 
@@ -102,7 +102,7 @@ def assert_odd_files_are_answered(odd):
     }
 
 
-def test_of_runs_the_medians_count_and_of_processes_the_one_that_took_most():
+def test_summed_up_takes_the_slowest_process_of_a_run_and_the_median_of_runs():
     """A run counts its slowest process, and the result is the median; a wrong or missing shard is an error."""
 
     def run(*seconds, last=4):
@@ -116,7 +116,7 @@ def test_of_runs_the_medians_count_and_of_processes_the_one_that_took_most():
     assert not readers.summed_up([run(1, 2)], want | {"c 0": 5})["equal bits"]
 
 
-def test_the_page_shows_what_the_benchmark_wrote():
+def test_safetensors_page_shows_the_stored_benchmark_rows():
     kept = json.loads(readers.FILE.read_text())
     lines = PAGE.read_text().splitlines()
     assert kept["cases"].keys() == CASES.keys() and kept["model"] == dataclasses.asdict(readers.Llama())

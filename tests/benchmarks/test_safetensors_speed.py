@@ -5,7 +5,7 @@ import json
 from benchmarks import safetensors_speed
 
 
-def test_all_rates_are_measured_and_shown(capsys, tmp_path):
+def test_safetensors_speed_command_measures_and_prints_all_rates(capsys, tmp_path):
     out = tmp_path / "rates.json"
     assert safetensors_speed.main(["--mebibytes", "1", "--repeats", "1", "--out", str(out)]) == 0
     rates = json.loads(out.read_text())["GB/s, processor s / GB"]

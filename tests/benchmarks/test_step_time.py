@@ -27,7 +27,7 @@ def out(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_all_cases_do_the_same_work(out):
+def test_step_time_cases_have_equal_losses(out):
     losses = {case: found["losses"] for case, found in json.loads((out / "tiny.json").read_text())["cases"].items()}
     assert list(losses) == CHOSEN
     for found in losses.values():
@@ -36,7 +36,7 @@ def test_all_cases_do_the_same_work(out):
     assert losses["jit"][1] < losses["jit"][0] - 0.01  # guard: the first step has changed the model
 
 
-def test_the_file_holds_every_round_and_ratios_of_the_same_round(out):
+def test_step_time_json_has_every_round_and_ratios_within_the_same_round(out):
     found = json.loads((out / "tiny.json").read_text())
     assert found["tokens_per_step"] == 8 * MODEL.context and found["devices"].startswith("8 x")
     assert {"jax", "flax"} <= found["versions"].keys()
@@ -48,7 +48,7 @@ def test_the_file_holds_every_round_and_ratios_of_the_same_round(out):
     assert found["cases"]["jit"]["ratios"]["time over jit"] == {"low": 1, "median": 1, "high": 1}
 
 
-def test_what_is_kept_is_drawn_again(out, tmp_path, capsys):
+def test_step_time_redraw_prints_and_draws_stored_results_or_exits_with_2(out, tmp_path, capsys):
     assert step_time.main(["--model", "tiny", "--out", str(tmp_path), "--redraw"]) == 2
     assert "there is no" in " ".join(capsys.readouterr().err.split())
     (tmp_path / "tiny.json").write_text((out / "tiny.json").read_text())
@@ -59,7 +59,7 @@ def test_what_is_kept_is_drawn_again(out, tmp_path, capsys):
     assert (tmp_path / "tiny.png").stat().st_size > 10_000
 
 
-def test_each_round_begins_with_another_case_and_every_other_goes_backwards():
+def test_take_turns_rotates_the_first_case_and_reverses_every_second_round():
     turns = []
     runs = {case: lambda steps, case=case: turns.append((case, steps)) or 0.0 for case in "abc"}
     seconds = step_time.take_turns(runs, 4, 5, lambda text: None)
@@ -67,7 +67,7 @@ def test_each_round_begins_with_another_case_and_every_other_goes_backwards():
     assert {steps for _, steps in turns} == {5} and all(found.shape == (4,) for found in seconds.values())
 
 
-def test_a_case_that_does_other_work_is_refused():
+def test_check_same_losses_raises_for_a_case_with_other_losses():
     losses = {"jit": [5.0, 4.9], "ours": [5.0, 4.9001], "flat": [5.0, 4.8]}
     step_time.check_same_losses({case: losses[case] for case in ("jit", "ours")}, 1e-4)
     with pytest.raises(
@@ -78,12 +78,12 @@ def test_a_case_that_does_other_work_is_refused():
         step_time.check_same_losses({}, 1e-4)
 
 
-def test_one_device_has_no_room_for_copies():
+def test_build_raises_for_hsdp_on_a_single_device():
     with pytest.raises(ValueError, match=r"shape=\(1,\) has only one"):
         build(MODEL, CASES["ours, HSDP"], jax.devices()[:1])
 
 
-def test_the_decoder_runs_beside_jit_with_its_layers_recomputed():
+def test_decoder_step_time_cases_use_remat_and_build_raises_for_hand_written_fsdp():
     decoder = MODELS["decoder"]
     assert step_time.bases_of(["jit, remat", "ours, remat"]) == ["jit, remat"]
     assert step_time.bases_of(["jit", "jit, remat"]) == ["jit"]
@@ -102,14 +102,14 @@ def test_the_decoder_runs_beside_jit_with_its_layers_recomputed():
 
 
 @pytest.mark.skipif(torch_processes.is_installed(), reason="torch is installed")
-def test_without_torch_its_cases_are_left_out_and_the_cure_is_told():
+def test_step_time_without_torch_leaves_out_fsdp2_with_an_install_hint():
     with Progress(disable=True) as progress:
         found = step_time.measure(MODEL, ["replicated", "FSDP2"], 1, 1, progress, devices=jax.devices()[:1])
     assert list(found["cases"]) == ["replicated"] and "torch" not in found["versions"]
     assert step_time.remarks(found) == ["FSDP2 is left out: torch is not installed. pip install -e .[torch]"]
 
 
-def test_the_model_of_pytorch_is_the_flax_model():
+def test_pytorch_model_has_the_logits_of_the_flax_model():
     torch_fsdp = pytest.importorskip("benchmarks.torch_fsdp", reason="torch is not installed", exc_type=ImportError)
     start, model = start_of(MODEL, 2), workload(MODEL, 2).model
     tokens = start.tokens[:, :-1]
@@ -128,7 +128,7 @@ def test_the_model_of_pytorch_is_the_flax_model():
         assert not np.allclose(logits(start.params | {path: value * 1.5}, MODEL.size.heads), want, atol=1e-3), path
 
 
-def test_processes_of_pytorch_take_the_same_steps_as_jit():
+def test_pytorch_fsdp2_processes_have_the_losses_of_jit():
     pytest.importorskip("torch")
     cases = ["jit", *step_time.TORCH_CASES]
     with Progress(disable=True) as progress:
@@ -140,7 +140,7 @@ def test_processes_of_pytorch_take_the_same_steps_as_jit():
     assert not children()
 
 
-def test_processes_of_pytorch_are_gone_after_an_error():
+def test_pytorch_processes_end_after_an_error():
     pytest.importorskip("torch")
     start, told = start_of(MODEL, PROCESSES), "process . of PyTorch has ended with exit code 1: .*unflatten"
     arguments = (PROCESSES, start.params, 3, start.tokens)  # 3 heads do not divide the width

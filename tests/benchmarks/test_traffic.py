@@ -33,13 +33,13 @@ def asked_for(case):
 
 
 @pytest.mark.parametrize("case, scatter_bytes", [("ours", 2), ("flat", 4)])
-def test_blocks_are_gathered_twice_and_gradients_scattered_once(found, case, scatter_bytes):
+def test_sent_bytes_equal_two_gathers_of_blocks_and_a_single_gradient_scatter(found, case, scatter_bytes):
     wire = limits.wire_bytes(COUNTS, DEVICES, scatter_bytes=scatter_bytes)
     want = wire.gather, wire.scatter + wire.small / 2
     assert asked_for(found["cases"][case]) == pytest.approx(want, rel=1e-5)  # the loss and the norm are sent, too
 
 
-def test_ours_sends_little_more_than_half_of_the_flat_algorithm(found):
+def test_library_case_sends_at_most_0_55_of_the_bytes_of_the_flat_algorithm(found):
     """Staged scatters of large arrays stay scatters, in bfloat16: at most 0.55 of the flat algorithm's bytes."""
     ours, flat = found["cases"]["ours"], found["cases"]["flat"]
     assert ours["ratios"]["sent over flat"] <= 0.55 and ours["ratios"]["sent over the limit"] <= 1.15
@@ -47,7 +47,7 @@ def test_ours_sends_little_more_than_half_of_the_flat_algorithm(found):
     assert traffic.by_kind(flat)["reduce-scatter"] == 0 and flat["all_reduced_share"] > 0.6  # guard: the other's way
 
 
-def test_both_axes_carry_about_the_same_load(found):
+def test_both_torus_axes_carry_similar_wire_bytes(found):
     loads = found["cases"]["ours"]["wire_bytes_by_axis"]
     assert set(loads) == {"fsdp_x", "fsdp_y"}
     total = found["cases"]["ours"]["wire_bytes"]
@@ -56,7 +56,7 @@ def test_both_axes_carry_about_the_same_load(found):
     assert max(loads.values()) <= 0.75 * in_one_order
 
 
-def test_what_is_kept_is_not_compiled_again(found, kept):
+def test_forecasts_compute_reuses_stored_rows_without_compiling(found, kept):
     del found
     path = forecasts.path_of(kept, SIZE, TOPOLOGY)
     before = path.read_text()
@@ -68,7 +68,7 @@ def test_what_is_kept_is_not_compiled_again(found, kept):
     path.write_text(before)
 
 
-def test_the_command_leaves_tables_a_file_and_a_picture(found, kept, tmp_path, capsys):
+def test_traffic_command_prints_tables_and_writes_json_and_picture(found, kept, tmp_path, capsys):
     del found
     where = ["--topologies", TOPOLOGY, "--kept", str(kept), "--out", str(tmp_path), "--redraw"]
     assert traffic.main(["--sizes", SIZE, "--cases", *CASES, "--detail", "ours", *where]) == 0
@@ -79,7 +79,7 @@ def test_the_command_leaves_tables_a_file_and_a_picture(found, kept, tmp_path, c
     assert (tmp_path / f"{SIZE}.png").stat().st_size > 10_000
 
 
-def test_the_overview_of_forecasts(found, kept, tmp_path, capsys):
+def test_forecasts_command_prints_the_overview_and_draws_a_picture(found, kept, tmp_path, capsys):
     del found
     where = ["--topologies", TOPOLOGY, "--kept", str(kept), "--out", str(tmp_path), "--redraw"]
     assert forecasts.main(["--sizes", SIZE, "--cases", *CASES, *where]) == 0

@@ -66,7 +66,7 @@ def mlstm_inputs(length, input_gate_scale=2.0):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("chunk_size", [1, 4, 7, 24, 64])
-def test_chunkwise_mlstm_is_the_recurrence(chunk_size):
+def test_chunkwise_mlstm_equals_the_step_by_step_recurrence(chunk_size):
     inputs = mlstm_inputs(24)
     want = mlstm_step_by_step(*inputs)
     with jax.enable_x64(True):
@@ -75,7 +75,7 @@ def test_chunkwise_mlstm_is_the_recurrence(chunk_size):
     assert_allclose(got, want, rtol=1e-9, atol=1e-12)
 
 
-def test_chunkwise_mlstm_carries_its_state():
+def test_mlstm_recurrence_over_separate_chunks_differs_from_the_full_sequence():
     inputs = mlstm_inputs(24)
     apart = [mlstm_step_by_step(*(x[:, :, s : s + 8] for x in inputs)) for s in (0, 8, 16)]
     assert not np.allclose(np.concatenate(apart, axis=2), mlstm_step_by_step(*inputs), rtol=0.1)
@@ -88,7 +88,7 @@ def test_chunkwise_mlstm_is_stable_where_the_exponential_gate_overflows_float32(
     assert_allclose(got, mlstm_step_by_step(*inputs), rtol=1e-3, atol=1e-4)
 
 
-def test_gradients_of_chunkwise_mlstm_are_those_of_the_recurrence():
+def test_chunkwise_mlstm_gradients_equal_finite_differences_of_the_recurrence():
     inputs = mlstm_inputs(12)
     directions = [np.random.default_rng(1).normal(size=x.shape) for x in inputs]
     steps = [mlstm_step_by_step(*(x + e * d for x, d in zip(inputs, directions, strict=True))) for e in (1e-6, -1e-6)]
@@ -123,7 +123,7 @@ def test_a_later_byte_does_not_change_earlier_logits(block, monkeypatch):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("block", models.BLOCKS)
-def test_wrapping_and_remat_change_no_name_shape_or_value(block):
+def test_wrapping_and_remat_leave_parameter_names_shapes_and_values_unchanged(block):
     def wrap(module):
         return shard_module_params(module, "fsdp", min_weight_size=64)
 
@@ -158,7 +158,7 @@ def corpus(tmp_path_factory):
     return folder
 
 
-def test_whole_files_are_held_out_always_the_same(corpus):
+def test_load_text_holds_out_the_same_complete_files_on_every_call(corpus):
     first, second = text.load_text([corpus]), text.load_text([corpus])
     assert_array_equal(first.held_out, second.held_out)
     train, held_out = ({part[:8] for part in x.tobytes().split(b"\0")[:-1]} for x in (first.train, first.held_out))
@@ -166,19 +166,19 @@ def test_whole_files_are_held_out_always_the_same(corpus):
     assert "40 files" in first.summary and "2 whole files" in first.summary
 
 
-def test_of_a_single_file_the_end_is_held_out(corpus):
+def test_load_text_of_a_single_file_holds_out_the_end(corpus):
     split = text.load_text([corpus / "01.txt"])
     whole = (corpus / "01.txt").read_bytes()
     assert split.train.tobytes()[:-1] + split.held_out.tobytes()[:-1] == whole
     assert len(split.held_out) == pytest.approx(0.05 * len(whole), abs=2)
 
 
-def test_the_standard_library_is_the_default():
+def test_load_text_defaults_to_the_python_standard_library():
     split = text.load_text()
     assert len(split.train) > 5e6 and 0.02 < len(split.held_out) / len(split.train) < 0.15
 
 
-def test_windows_are_pieces_of_the_text_and_follow_the_seed():
+def test_random_windows_are_contiguous_text_pieces_and_follow_the_seed():
     data = np.arange(200, dtype=np.uint8)
     windows = text.random_windows(data, 6, 9, seed=(0, 1))
     assert windows.shape == (6, 10) and np.all(np.diff(windows, axis=1) == 1)
@@ -188,7 +188,7 @@ def test_windows_are_pieces_of_the_text_and_follow_the_seed():
     assert fixed[0, 0] == 0 and fixed[-1, -1] == 199
 
 
-def test_byte_frequency_loss_is_an_entropy():
+def test_byte_frequency_loss_equals_the_entropy_of_the_bytes():
     data = np.repeat(np.array([65, 66], np.uint8), 100_000)
     assert text.byte_frequency_loss(data, data) == pytest.approx(np.log(2), rel=2e-2)
     assert text.byte_frequency_loss(data, np.array([7], np.uint8)) == pytest.approx(np.log(200_256))
@@ -226,9 +226,7 @@ def test_sharded_training_has_the_loss_curve_of_replicated_training(runs, mesh):
 
 
 @pytest.mark.slow
-def test_remat_minibatches_an_average_of_the_weights_and_rows_of_several_steps_leave_the_losses_alone(
-    runs, corpus, capsys
-):
+def test_remat_minibatches_ema_and_log_every_leave_the_training_losses_unchanged(runs, corpus, capsys):
     every = runs()
     fourth = runs(mesh={"fsdp": 4}, remat=True, num_minibatches=2, ema=0.9, log_every=4)
     assert [row["step"] for row in fourth.rows] == [3, 4, 6]  # the evaluations after steps 3 and 6 end a row too
@@ -241,13 +239,13 @@ def test_remat_minibatches_an_average_of_the_weights_and_rows_of_several_steps_l
     assert "metrics.csv holds the metrics of a run" in capsys.readouterr().err
 
 
-def test_the_model_beats_byte_frequencies_and_writes_a_sample(runs):
+def test_trained_model_beats_the_byte_frequency_loss_and_writes_a_sample(runs):
     result = runs(model="transformer", steps=60, lr=2e-2, mesh={"fsdp": 1}, eval_every=60, sample_bytes=8)
     assert len(result.sample) == len(train_lm.SAMPLE_PROMPT) + 8
     assert result.held_out_loss < 0.8 * result.baseline
 
 
-def test_a_run_leaves_metrics_config_and_pictures(runs):
+def test_training_run_writes_metrics_config_and_pictures(runs):
     result = runs()
     with (result.out / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -282,7 +280,7 @@ def undisturbed(corpus, tmp_path_factory):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("mesh, exact", [({"fsdp": 8}, True), ({"dp": 2, "fsdp": 2}, False)], ids=str)
-def test_a_resumed_run_has_the_rows_of_an_undisturbed_one(undisturbed, tmp_path, mesh, exact):
+def test_resumed_run_has_the_same_rows_as_an_uninterrupted_run(undisturbed, tmp_path, mesh, exact):
     want, config = undisturbed
     folder = shutil.copytree(config.checkpoint_dir, tmp_path / "again")
     for step in (4, 6):  # emulates a kill after step 3, between two rows
@@ -301,9 +299,7 @@ SMALLEST = "--batch-size 2 --mesh fsdp=1 --context 8 --d-model 8 --layers 1 --he
 
 
 @pytest.mark.slow
-def test_a_run_that_sigterm_has_stopped_goes_on_with_the_options_that_are_printed(
-    monkeypatch, corpus, tmp_path, capsys
-):
+def test_run_stopped_by_sigterm_continues_with_the_printed_options(monkeypatch, corpus, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train_lm.LoopGuard, "should_stop", lambda self, step: step == 2)
     limits, of_saves = [], []
@@ -337,13 +333,15 @@ def test_a_run_that_sigterm_has_stopped_goes_on_with_the_options_that_are_printe
     ],
     ids=str,
 )
-def test_what_is_printed_after_sigterm_names_the_folders_or_says_what_is_lost(folders, want):
+def test_how_to_go_on_after_sigterm_names_the_folders_or_the_lost_steps(folders, want):
     config = _with_folders(train_lm.TrainConfig(**folders))
     assert want in train_lm.how_to_go_on(config, 7)
 
 
 @pytest.mark.slow
-def test_two_processes_have_the_losses_of_one_and_a_finished_folder_is_not_overwritten(runs, corpus, tmp_path, capsys):
+def test_two_process_run_has_single_process_losses_and_keeps_a_finished_run(
+    runs, corpus, tmp_path, capsys
+):
     one = runs()
     sizes = "--steps 6 --batch-size 8 --context 32 --d-model 16 --layers 2 --heads 2 --min-weight-size 64"
     options = "--mesh fsdp=4 --log-every 1 --eval-every 3 --sample-bytes 4 --generate 2 --generate-gather once"
@@ -390,7 +388,7 @@ def test_two_processes_have_the_losses_of_one_and_a_finished_folder_is_not_overw
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_bad_option_is_one_line_and_exit_code_2(arguments, message, corpus, tmp_path, capsys):
+def test_bad_option_gives_a_single_line_error_and_exit_code_2(arguments, message, corpus, tmp_path, capsys):
     (tmp_path / "run" / "steps" / "100").mkdir(parents=True)
     paths = {
         "run": tmp_path / "run",
@@ -405,7 +403,7 @@ def test_a_bad_option_is_one_line_and_exit_code_2(arguments, message, corpus, tm
         raise ValueError(error)
 
 
-def test_a_training_that_diverges_says_so(corpus, tmp_path, capsys):
+def test_diverging_training_exits_with_1_and_reports_non_finite_steps(corpus, tmp_path, capsys):
     tiny = "--steps 20 --batch-size 2 --mesh fsdp=1 --context 8 --d-model 8 --layers 1 --heads 1 --model transformer"
     assert train_lm.main([*tiny.split(), "--lr", "1e30", "--data", str(corpus), "--out", str(tmp_path)]) == 1
     assert "the loss or a gradient was not finite in 11 steps in a row" in capsys.readouterr().err
@@ -418,7 +416,7 @@ def exit_code(arguments):
         return stop.code
 
 
-def test_help_lists_every_option(capsys):
+def test_train_lm_help_lists_every_option(capsys):
     assert exit_code(["--help"]) == 0
     shown = capsys.readouterr().out
     for name in train_lm.TrainConfig.__dataclass_fields__:
@@ -433,7 +431,7 @@ def x64_stays_off():
 
 
 @pytest.mark.slow
-def test_in_float64_the_loss_curves_differ_by_rounding_alone(runs, x64_stays_off):
+def test_float64_loss_curves_of_sharded_and_replicated_training_agree_to_rounding(runs, x64_stays_off):
     """In float64 sharded and replicated loss curves agree to 1e-12; training magnifies 1e-15 by some factor per step.
 
     A difference of the algorithm, or of float32's rounding (1e-7 at the first step), would fail.
@@ -444,7 +442,7 @@ def test_in_float64_the_loss_curves_differ_by_rounding_alone(runs, x64_stays_off
     assert replicated.losses[-1] < replicated.losses[0] - 0.01  # guard: the loss decreases
 
 
-def test_flop_are_those_of_the_model_whatever_is_computed_again(corpus, tmp_path):
+def test_flop_count_of_a_training_step_matches_the_formula_with_and_without_remat(corpus, tmp_path):
     """The FLOP count is the model's, with and without remat.
 
     Per token: 2 FLOP of a weight forward and 4 backward, and attention's 12 x context x d per layer. The head has 2
@@ -465,6 +463,6 @@ def test_flop_are_those_of_the_model_whatever_is_computed_again(corpus, tmp_path
     assert found(remat=True)[1] == flops
 
 
-def test_the_speed_is_that_of_the_middle_interval():
+def test_speed_in_words_reports_the_median_interval():
     assert train_lm.speed_in_words([100.0, 1234.0, 9e9], []) == "1,234 tokens/s"
     assert train_lm.speed_in_words([1234.0], [0.4, 0.5, 0.9]) == "1,234 tokens/s, 50.0% of the chips' peak (MFU)"

@@ -18,7 +18,7 @@ TINY = dataclasses.replace(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", WIRE)
-def test_errors_are_below_their_bounds_and_stages_make_them_smaller(kind, dtype):
+def test_reduction_errors_are_below_bounds_and_smaller_for_staged_reductions(kind, dtype):
     x = gradients(kind, 256)
     flat, staged = (relative_error(x, reduced_mean(x, dtype, shape)) for shape in ((256,), (16, 16)))
     assert 0 < staged < 0.5 * flat
@@ -27,7 +27,7 @@ def test_errors_are_below_their_bounds_and_stages_make_them_smaller(kind, dtype)
         assert error < expected < worst
 
 
-def test_one_addition_in_float32_rounds_once():
+def test_simulated_sum_of_two_gradients_is_the_rounded_exact_sum():
     """Guard of the simulation: a float32 sum of two numbers is the rounded exact sum."""
     x = gradients("no signal", 2)
     for dtype in ("bfloat16", "float16"):
@@ -36,14 +36,14 @@ def test_one_addition_in_float32_rounds_once():
         np.testing.assert_array_equal(reduced_mean(x, dtype, (2,)), exact)
 
 
-def test_divided_after_the_sum_float16_overflows_where_the_mean_does_not():
+def test_float16_mean_overflows_only_with_division_after_the_sum():
     x = gradients("agreeing", 256, scale=1e3)
     assert relative_error(x, reduced_mean(x, "float16", (256,))) < 1e-2
     assert relative_error(x, reduced_mean(x, "float16", (256,), divide="after")) == np.inf
 
 
 @pytest.mark.slow
-def test_a_training_with_narrow_gradients_is_near_that_in_float32_and_is_another(tmp_path):
+def test_training_with_narrow_gradients_stays_near_float32_training_but_differs(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("the cat sat on the mat. " * 400)
     config, mesh = dataclasses.replace(TINY, data=(str(path),)), {"fsdp": 8}
@@ -59,7 +59,7 @@ def test_a_training_with_narrow_gradients_is_near_that_in_float32_and_is_another
     assert rows["float32"]["spread of seeds"] > 0  # guard: seeds do differ
 
 
-def test_the_command_leaves_tables_a_file_and_a_picture(tmp_path, capsys):
+def test_wire_dtypes_command_prints_tables_and_writes_json_and_picture(tmp_path, capsys):
     """The command writes tables, a file and a picture; its simulation is bit-equal to 8 simulated devices."""
     assert wire_dtypes.main(["--steps", "0", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
@@ -70,7 +70,7 @@ def test_the_command_leaves_tables_a_file_and_a_picture(tmp_path, capsys):
     assert (tmp_path / "wire_dtypes.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_is_kept_is_drawn_again(tmp_path, capsys):
+def test_wire_dtypes_redraw_prints_and_draws_stored_results(tmp_path, capsys):
     kept = (wire_dtypes.OUT / "wire_dtypes.json").read_text()
     (tmp_path / "wire_dtypes.json").write_text(kept)
     assert wire_dtypes.main(["--redraw", "--out", str(tmp_path)]) == 0

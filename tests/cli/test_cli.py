@@ -188,7 +188,7 @@ def script(line, cwd=ROOT, timeout=300):
     "text, want",
     [("dp=4,fsdp=64", {"dp": 4, "fsdp": 64}), ("fsdp=-1", {"fsdp": -1}), ("dp = 2, fsdp = 4", {"dp": 2, "fsdp": 4})],
 )
-def test_a_mesh_is_read(text, want):
+def test_parse_mesh_reads_axis_names_and_sizes(text, want):
     assert arguments.parse_mesh(text) == want and list(arguments.parse_mesh(text)) == list(want)
 
 
@@ -203,11 +203,11 @@ def test_a_mesh_is_read(text, want):
         ("7ti", 7 * 2**40),
     ],
 )
-def test_bytes_are_read_with_their_unit(text, want):
+def test_parse_bytes_reads_numbers_with_units(text, want):
     assert arguments.parse_bytes(text) == want
 
 
-def test_settings_are_literals_and_nothing_else():
+def test_parse_setting_accepts_literals_and_raises_for_other_text():
     assert arguments.parse_setting("axes=('a', 'b')") == ("axes", ("a", "b"))
     for text in ("remat=true", "remat", "x=open('f')"):
         with pytest.raises(ArgumentTypeError, match="is not name=value with a Python literal"):
@@ -217,7 +217,7 @@ def test_settings_are_literals_and_nothing_else():
 # ---------------------------------------------------------------------------------------------------------- the factory
 
 
-def test_the_factory_gets_the_options_that_it_declares_and_nothing_else(command):
+def test_factory_receives_only_declared_options(command):
     assert command("plan --mesh dp=2,fsdp_x=2,fsdp_y=2 --set remat=True")[0] == 0
     assert command("plan --mesh fsdp=8", "tiny_training:fixed")[0] == 0
     calls = sys.modules["tiny_training"].CALLS
@@ -225,7 +225,7 @@ def test_the_factory_gets_the_options_that_it_declares_and_nothing_else(command)
     assert calls[-2] == {}
 
 
-def test_what_is_set_prevails(command):
+def test_set_option_overrides_the_default_factory_argument(command):
     code, out, _ = command("plan --mesh dp=2,fsdp=4 --set \"shard_axes=('dp',)\" --json")
     assert code == 0 and ShardingPlan.from_json(out).row("up/kernel").axes == ("dp",)
 
@@ -314,7 +314,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("line", ERRORS)
-def test_an_error_is_one_line_with_the_cure_and_exit_code_2(line, command):
+def test_command_error_is_a_single_line_with_the_cure_and_exit_code_2(line, command):
     function, what, cure = ERRORS[line]
     code, out, err = command(line, f"tiny_training:{function}")
     err = re.sub(r"the user's module prints\n|xlstm-jax: \S+ has no argument for .*\n", "", err)
@@ -336,12 +336,12 @@ def test_an_error_is_one_line_with_the_cure_and_exit_code_2(line, command):
         ("a_script:f", "your code ended the process: SystemExit: 0 (a_script.py, line 2)"),
     ],
 )
-def test_a_factory_that_cannot_be_imported_is_one_line_too(factory, what, command):
+def test_unimportable_factory_gives_a_single_line_error_and_exit_code_2(factory, what, command):
     code, out, err = command("plan --mesh fsdp=8", factory)
     assert (code, out, err.count("\n")) == (2, "", 1) and what in err
 
 
-def test_a_shard_axis_of_another_name_is_said_and_a_replicated_run_too(command):
+def test_plan_accepts_a_shard_axis_of_another_name_and_forecast_notes_an_unwrapped_model(command):
     assert command("plan --mesh data=2,model=4 --set \"shard_axes=('model',)\"")[0] == 0
     code, _, err = command("forecast --mesh dp=2,fsdp=4", "tiny_training:plain")
     assert code == 0 and "no module is wrapped by shard_module_params, so nothing is split" in err
@@ -359,25 +359,25 @@ def test_a_shard_axis_of_another_name_is_said_and_a_replicated_run_too(command):
     ],
     ids=["largest", "more dims", "floats do not count", "rows", "none"],
 )
-def test_tokens_are_the_first_two_dims_of_the_largest_integer_leaf_unless_told(batch, want):
+def test_workload_tokens_are_the_first_two_dims_of_the_largest_integer_leaf_or_num_tokens(batch, want):
     leaves = {name: jax.ShapeDtypeStruct(*leaf) for name, leaf in batch.items()}
     workload = Workload(None, None, leaves, None)
     assert workload.tokens == want
     assert dataclasses.replace(workload, num_tokens=7).tokens == 7
 
 
-def test_the_version_is_that_of_the_package(capsys):
+def test_version_option_prints_the_package_version(capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         cli.main(["--version"])
     assert capsys.readouterr().out == f"xlstm-jax {xlstm_jax.__version__}\n"
 
 
-def test_traceback_shows_the_way_to_an_error(command):
+def test_traceback_option_prints_the_traceback_of_an_error(command):
     code, _, err = command("plan --mesh fsdp=4 --traceback", "tiny_training:broken")
     assert code == 2 and 'return {}["missing"]' in err and err.splitlines()[-1].startswith("xlstm-jax: error: ")
 
 
-def test_a_long_error_says_that_there_is_more():
+def test_error_line_shortens_a_long_error_and_mentions_traceback():
     line = cli.error_line(ValueError("a" * 5000))
     assert len(line) < 1.1 * cli.MAX_ERROR and "--traceback shows all of it" in line
 
@@ -385,7 +385,7 @@ def test_a_long_error_says_that_there_is_more():
 # -------------------------------------------------------------------------------------------------------------- plan
 
 
-def test_plan_is_the_plan_of_the_library(command, folder):
+def test_plan_command_output_equals_plan_sharding(command, folder):
     code, out, err = command("plan --mesh dp=2,fsdp=4 --json")
     workload = load_factory("tiny_training:training").workload({"dp": 2, "fsdp": 4}, {})
     want = plan_sharding(workload.model, {"dp": 2, "fsdp": 4}, *workload.init_inputs, tx=workload.tx)
@@ -395,14 +395,14 @@ def test_plan_is_the_plan_of_the_library(command, folder):
     assert (code, err) == (0, "") and "up/kernel"[-6:] in out and "Sharding plan: 8 devices (dp 2, fsdp 4)" in out
 
 
-def test_offload_on_the_command_line_is_that_of_the_workload(command):
+def test_offload_option_moves_optimizer_state_to_the_host_in_the_plan(command):
     plan = ShardingPlan.from_json(command("plan --mesh dp=2,fsdp=4 --json --offload")[1])
     without = ShardingPlan.from_json(command("plan --mesh dp=2,fsdp=4 --json")[1])
     assert plan.host.total > 0 == without.host.total and plan.bytes_per_device < without.bytes_per_device
     assert command("forecast --mesh dp=2,fsdp=4 --offload")[0] == 0
 
 
-def test_the_default_mesh_suits_topology_and_factory(command):
+def test_default_mesh_of_plan_follows_topology_and_factory(command):
     staged = json.loads(command("plan --topology v5e:16x16 --json")[1])
     assert staged["axis_sizes"] == {"fsdp_x": 16, "fsdp_y": 16}
     flat = json.loads(command("plan --topology v5e:2x4 --json", "tiny_training:fixed")[1])
@@ -411,7 +411,7 @@ def test_the_default_mesh_suits_topology_and_factory(command):
     assert filled["axis_sizes"] == {"dp": 4, "fsdp": 64}
 
 
-def test_plan_explains_one_leaf(command):
+def test_plan_explain_describes_the_sharding_of_a_leaf(command):
     code, out, _ = command("plan --mesh fsdp=8 --explain up/kernel")
     assert code == 0 and "is split along dim 1 over 'fsdp' into 8 shards" in " ".join(out.split())
 
@@ -420,13 +420,13 @@ def test_plan_explains_one_leaf(command):
     "check, what",
     [("--max-replicated-fraction 0", "max_replicated_fraction=0"), ("--max-bytes-per-device 4KiB", "allows 4 KiB")],
 )
-def test_a_plan_that_fails_its_check_exits_with_1(check, what, command):
+def test_plan_command_with_a_failed_check_exits_with_1(check, what, command):
     code, out, err = command(f"plan --mesh fsdp=8 {check} --json")
     assert code == 1 and what in err and err.count("\n") == 1 and ShardingPlan.from_json(out)
     assert command("plan --mesh fsdp=8 --max-replicated-fraction 0.5 --max-bytes-per-device 1GiB")[0] == 0
 
 
-def test_diff_names_what_changed_and_exits_with_1(command, folder):
+def test_plan_diff_lists_changed_leaves_and_exits_with_1(command, folder):
     (folder / "old.json").write_text(command("plan --mesh fsdp=8 --json")[1])
     code, out, _ = command("plan --mesh fsdp=8 --diff old.json")
     assert code == 0 and "No difference" in out
@@ -439,7 +439,7 @@ def test_diff_names_what_changed_and_exits_with_1(command, folder):
 # ---------------------------------------------------------------------------------------------------- forecast and lint
 
 
-def test_a_forecast_without_topology_has_the_collectives_of_simulated_devices(command):
+def test_forecast_command_without_topology_uses_simulated_cpu_devices(command):
     code, out, _ = command("forecast --mesh dp=2,fsdp=4 --minibatches 2 --json")
     found = Forecast.from_json(out)
     assert (code, found.platform, found.axis_sizes) == (0, "cpu", {"dp": 2, "fsdp": 4})
@@ -448,12 +448,12 @@ def test_a_forecast_without_topology_has_the_collectives_of_simulated_devices(co
     assert "Compiled for CPU" in command("forecast --mesh dp=2,fsdp=4")[1]
 
 
-def test_a_picture_is_drawn(command, folder):
+def test_forecast_command_with_out_writes_a_png_picture(command, folder):
     assert command("forecast --mesh fsdp=8 --out picture.png")[0] == 0
     assert (folder / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_lint_exits_with_1_where_there_are_findings_and_with_0_where_there_are_none(command):
+def test_lint_command_exits_with_1_for_findings_and_with_0_otherwise(command):
     assert command("lint --mesh fsdp=8")[:2] == (0, "No findings.\n")
     whole = "lint --mesh fsdp=8 --set width=4096 --set min_weight_size=1000000"
     code, out, err = command(f"{whole} --json")
@@ -465,13 +465,13 @@ def test_lint_exits_with_1_where_there_are_findings_and_with_0_where_there_are_n
     assert command(f"{whole} --rules wide-gather,hoisted-gather")[0] == 0
 
 
-def test_lint_does_not_pass_a_model_in_which_nothing_is_split(command):
+def test_lint_command_exits_with_1_for_a_model_without_wrapped_modules(command):
     code, _, err = command("lint --mesh fsdp=8", "tiny_training:plain")
     assert code == 1 and "no module is wrapped" in err
 
 
 @pytest.mark.libtpu
-def test_a_forecast_for_a_topology(command):
+def test_forecast_command_for_a_tpu_topology_reports_fit_and_step_time(command):
     code, out, _ = command("forecast --topology v5e:2x4 --json")
     found = Forecast.from_json(out)
     assert (code, found.platform, found.topology) == (0, "tpu", "v5e:2x4") and found.fits
@@ -479,7 +479,7 @@ def test_a_forecast_for_a_topology(command):
 
 
 @pytest.mark.cuda_plugin
-def test_a_forecast_for_gpus_lays_one_axis_across_hosts(command):
+def test_forecast_command_for_gpus_lays_a_mesh_axis_across_hosts(command):
     code, out, _ = command("forecast --topology h200:2x4 --json")
     found = Forecast.from_json(out)
     assert (code, found.platform, found.topology) == (0, "gpu", "h200:2x4") and found.fits
@@ -489,7 +489,7 @@ def test_a_forecast_for_gpus_lays_one_axis_across_hosts(command):
 
 
 @pytest.mark.libtpu
-def test_forecast_and_lint_of_one_program_compile_it_once(command, folder, tmp_path, monkeypatch):
+def test_forecast_and_lint_commands_share_the_cached_compilation(command, folder, tmp_path, monkeypatch):
     monkeypatch.setenv("XLSTM_JAX_CACHE_DIR", str(tmp_path / "kept"))
     line = "forecast --topology v5e:2x2 --json"
     _, compiled, err = command(line)
@@ -507,7 +507,7 @@ def test_forecast_and_lint_of_one_program_compile_it_once(command, folder, tmp_p
         assert code == 2 and "the compiler's process ended with exit code 1" in err, other
 
 
-def test_fit_says_that_nothing_fits_and_skips_what_the_factory_cannot_vary(command, monkeypatch):
+def test_fit_command_reports_no_fit_and_skips_options_without_a_factory_argument(command, monkeypatch):
     """Steps are built and traced, but their bytes are a formula: with real ones see forecast/test_planner.py."""
     asked = []
 
@@ -554,7 +554,7 @@ def test_fit_says_that_nothing_fits_and_skips_what_the_factory_cannot_vary(comma
     assert arguments.make_parser().parse_args(again[1:]).offload and "weights kept, offload: 0.98 MiB" in err
 
 
-def test_fit_tries_meshes_with_axes_of_the_models_own_and_says_how_their_batch_is_split(command, monkeypatch):
+def test_fit_command_with_model_axes_tries_meshes_and_prints_the_batch_spec(command, monkeypatch):
     def by_formula(call):
         times = {"step_seconds": 1.0 / call.axis_sizes["tp"], "step_time": Range(0.5, 1.0)}
         figures = SimpleNamespace(total_bytes=1, memory=SimpleNamespace(argument_bytes=0), host=None, **times)
@@ -568,7 +568,7 @@ def test_fit_tries_meshes_with_axes_of_the_models_own_and_says_how_their_batch_i
     assert "batch_spec=jax.P('fsdp_x')," in said or "batch_spec=jax.P(('fsdp_x', 'fsdp_y'))," in said
 
 
-def test_a_factory_that_passes_sharding_on_takes_all_that_is_varied(command, monkeypatch):
+def test_factory_with_sharding_keywords_receives_all_varied_options(command, monkeypatch):
     code, out, _ = command("plan --topology v5e:2x4 --json", "tiny_training:passes_on")
     module = sys.modules["tiny_training"]
     assert code == 0 and module.CALLS[-1] == {"axis_name": ("fsdp_x", "fsdp_y"), "devices": 8, "remat": False}
@@ -586,7 +586,7 @@ def test_a_factory_that_passes_sharding_on_takes_all_that_is_varied(command, mon
 
 
 @pytest.mark.parametrize("line", ["fit --topology v5e:2x4", "lint --topology v5e:2x4"])
-def test_a_factory_that_ignores_the_options_is_told_so_before_anything_is_compiled(line, command, monkeypatch):
+def test_fit_and_lint_commands_warn_of_a_factory_without_shard_axes_before_compiling(line, command, monkeypatch):
     def refuse(*args, **options):
         raise ValueError("it would be compiled now")
 
@@ -598,7 +598,7 @@ def test_a_factory_that_ignores_the_options_is_told_so_before_anything_is_compil
     assert told not in command(line)[2] and told not in command(line, "tiny_training:passes_on")[2]
 
 
-def test_what_a_factory_takes_and_does_not_use_is_compiled_once(command, monkeypatch):
+def test_fit_command_compiles_once_for_options_unused_by_the_factory(command, monkeypatch):
     def by_formula(call):
         memory = SimpleNamespace(argument_bytes=0)
         times = {"step_seconds": 1.0, "step_time": Range(0.5, 1.0)}
@@ -629,7 +629,7 @@ QUOTED = [
 
 
 @pytest.mark.parametrize("page, line, printed", QUOTED)
-def test_what_pages_quote_is_what_commands_print(page, line, printed, tmp_path, monkeypatch, capsys):
+def test_command_output_quoted_on_pages_matches_printed_output(page, line, printed, tmp_path, monkeypatch, capsys):
     """The commands of results run in the folder of their program, at 80 columns; docs/cli.md's in a folder alone."""
     alone = page == "docs/results.md"
     blocks = re.findall(r"^```py(?:thon)?\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
@@ -646,7 +646,7 @@ def test_what_pages_quote_is_what_commands_print(page, line, printed, tmp_path, 
     assert printed and all(text.rstrip() in shown for text in printed)  # in this order
 
 
-def test_pages_quote_commands_and_all_their_commands_parse():
+def test_commands_quoted_on_pages_parse_without_error():
     assert {page.values[0] for page in QUOTED} == {"docs/results.md", "docs/cli.md"}
     for page, wanted in {"README.md": ["forecast"], "docs/results.md": list(arguments.EXAMPLES)}.items():
         lines = re.findall(r"^xlstm-jax .+", (ROOT / page).read_text().replace("\\\n", ""), re.MULTILINE)
@@ -656,7 +656,7 @@ def test_pages_quote_commands_and_all_their_commands_parse():
 # -------------------------------------------------------------------------------------------------------- progress
 
 
-def test_progress_is_shown_on_a_terminal_and_nowhere_else(folder, command):
+def test_progress_is_shown_only_on_a_terminal(folder, command):
     command("plan --mesh fsdp=8")  # imports the user's module, which prints
     assert command("plan --mesh fsdp=8")[2] == ""
     ours, theirs = pty.openpty()
@@ -672,7 +672,7 @@ def test_progress_is_shown_on_a_terminal_and_nowhere_else(folder, command):
 
 
 @pytest.mark.libtpu
-def test_sigterm_ends_the_compiling_child_too(folder, tmp_path):
+def test_sigterm_ends_the_compiling_child_process(folder, tmp_path):
     line = [SCRIPT, *shlex.split("forecast --factory tiny_training:training --topology v5e:2x2 --set width=8192")]
     environment = ENVIRONMENT | {"TMPDIR": str(tmp_path)}
     process = subprocess.Popen(line, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -704,7 +704,7 @@ def wait_until(condition, timeout_s=120):
 
 
 @pytest.mark.parametrize("name", ["plan", pytest.param("lint", marks=pytest.mark.slow)])
-def test_the_example_of_the_help_works_when_pasted_in_an_empty_folder(name, tmp_path):
+def test_help_example_runs_in_an_empty_folder(name, tmp_path):
     text = script(f"xlstm-jax {name} --help").stdout
     pasted = re.search(r"Example:\n  (xlstm-jax .+(?<=\\)\n.+)\n", text)[1]
     example = re.sub(r" \\\n +", " ", pasted)
@@ -715,14 +715,14 @@ def test_the_example_of_the_help_works_when_pasted_in_an_empty_folder(name, tmp_
 
 
 @pytest.mark.parametrize("name", arguments.EXAMPLES)
-def test_every_command_has_an_example_that_its_parser_takes(name):
+def test_every_command_has_an_example_accepted_by_the_parser(name):
     args = arguments.make_parser().parse_args(shlex.split(arguments.EXAMPLES[name])[1:])
     assert args.command == name
     # The package has the file, and no folder of a checkout is needed.
     assert name == "doctor" or args.factory.startswith("xlstm_jax.")
 
 
-def test_a_command_alone_shows_the_help_and_fails(capsys):
+def test_call_without_arguments_prints_help_and_exits_with_2(capsys):
     """As git does: people read the help, and a script that loses its arguments stops."""
     assert cli.main([]) == 2
     out, err = capsys.readouterr()
@@ -736,7 +736,7 @@ VERB = re.compile(
 )
 
 
-def test_each_help_begins_with_a_verb_and_names_the_default():
+def test_help_texts_begin_with_a_verb_and_name_the_default():
     for name, spec in arguments.COMMANDS.items():
         assert VERB.match(spec.text.lower()) and len(spec.text) <= 64, name  # one line of 80 columns
         for option in ("--json", "--traceback", *spec.options):
@@ -749,7 +749,7 @@ def test_each_help_begins_with_a_verb_and_names_the_default():
 
 
 @pytest.mark.parametrize("words", [[], *([name] for name in arguments.EXAMPLES)], ids=str)
-def test_the_help_fits_80_columns(words, monkeypatch, capsys):
+def test_help_of_every_command_fits_80_columns(words, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit, match=r"^0$"):
         cli.main([*words, "--help"])
@@ -766,7 +766,7 @@ def test_the_script_keeps_stdout_for_json_and_errors_for_stderr(folder):
 # -------------------------------------------------------------------------------------------------------------- doctor
 
 
-def test_doctor_knows_the_extras_that_setup_cfg_has():
+def test_doctor_extras_equal_the_extras_of_setup_cfg():
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     written = config["options.extras_require"]
@@ -778,7 +778,7 @@ def test_doctor_knows_the_extras_that_setup_cfg_has():
         assert set(names) == {re.split(r"[ \[]", line)[0] for line in lines if line and not line.startswith("#")}
 
 
-def test_doctor_says_what_to_install():
+def test_doctor_table_lists_missing_packages_and_the_install_command():
     assert doctor.missing_extras({"one": ("jax",), "two": ("jax", "no-such-package")}) == {"two": ["no-such-package"]}
     found = doctor.Diagnosis(doctor.installed(), {"checkpoint": ["orbax-checkpoint"]}, "", "8 devices", ())
     out = io.StringIO()
@@ -788,7 +788,7 @@ def test_doctor_says_what_to_install():
     assert f"To install an extra: {how_to_install('NAME')}." in " ".join(out.getvalue().split())
 
 
-def test_doctor_without_metadata_knows_no_extras_and_compiles_nothing(monkeypatch):
+def test_doctor_without_metadata_reports_unknown_extras_and_skips_compilers(monkeypatch):
     monkeypatch.setattr(doctor, "installed_version", lambda name: None)
     missing = doctor.missing_extras(doctor.extras())
     assert missing is None and doctor.compilers_at_hand(missing) == []
@@ -801,14 +801,14 @@ def test_doctor_without_metadata_knows_no_extras_and_compiles_nothing(monkeypatc
     assert "To install" not in out.getvalue() and json.loads(found.to_json())["missing"] is None
 
 
-def test_doctor_skips_an_extra_that_only_the_installed_version_has(monkeypatch):
+def test_doctor_skips_an_extra_present_only_in_the_installed_version(monkeypatch):
     lines = ["numpy", "orbax-checkpoint; extra == 'checkpoint'", "other; extra == 'of-another-version'"]
     monkeypatch.setattr(doctor, "installed_version", lambda name: "0.1")
     monkeypatch.setattr(doctor, "requires", lambda name: lines)
     assert doctor.extras() == {extra: [] for extra in doctor.USES} | {"checkpoint": ["orbax-checkpoint"]}
 
 
-def test_a_comparison_fails_on_what_is_off_and_on_nan():
+def test_self_test_within_fails_for_deviating_values_and_nan():
     want = {"a": [1.0, 2.0], "b": [1e-3, 0.0]}
     assert self_test.within("same", want, want).ok
     assert not self_test.within("off", {"a": [1.0, 2.001], "b": [1e-3, 0.0]}, want).ok
@@ -816,14 +816,14 @@ def test_a_comparison_fails_on_what_is_off_and_on_nan():
     assert not self_test.within("nan", {"a": [1.0, 2.0], "b": [float("nan"), 0.0]}, want).ok
 
 
-def test_a_child_that_cannot_start_is_a_failed_check():
+def test_doctor_child_without_start_or_beyond_timeout_is_a_failed_check():
     found = doctor.run_child("devices", dict(os.environ) | {"JAX_PLATFORMS": "nonsense"})
     (check,) = doctor._checks("JAX starts", found)
     assert not check.ok and "nonsense" in check.measured
     assert "did not end within" in doctor.run_child("simulated", dict(os.environ), timeout_s=0.1)["error"]
 
 
-def test_a_failed_check_is_bad_news_and_a_missing_extra_is_none(monkeypatch):
+def test_doctor_refuses_for_a_failed_check_and_not_for_a_missing_extra(monkeypatch):
     failed = self_test.within("gradients", {"a": [1.0]}, {"a": [2.0]})
     some = doctor.Diagnosis({}, {"checkpoint": ["orbax-checkpoint"]}, "", "", (failed, Check("values", "0", "1", True)))
     for found, refusals in ((some, ("failed: gradients.",)), (dataclasses.replace(some, checks=some.checks[1:]), ())):

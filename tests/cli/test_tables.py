@@ -232,7 +232,7 @@ TABLES = {
 made = made_once(TABLES)
 
 
-def test_a_collective_whose_wait_is_not_known_comes_last_and_has_no_time():
+def test_collectives_table_puts_a_collective_of_unknown_wait_last_without_time():
     found = forecast_of_a_tpu()
     first, *others = found.collectives
     collectives = (dataclasses.replace(first, alone_s=None, exposed_s=None), *others)
@@ -250,7 +250,7 @@ def test_every_cell_of_every_table_is_shown_in_full(name, width):
 
 @pytest.mark.parametrize("offload", [NO_OFFLOAD, Offload()], ids=["on the device", "offload"])
 @pytest.mark.parametrize("width", [80, 90, 100, 110, 140])
-def test_a_plan_has_a_line_for_each_leaf_from_80_columns_on(width, offload):
+def test_plan_table_has_a_single_line_per_leaf_from_80_columns(width, offload):
     some = training()
     plan = plan_sharding(some.model, {"dp": 4, "fsdp": 64}, *some.init_inputs, tx=some.tx, offload=offload)
     leaves = plan.table().renderables[0]
@@ -271,13 +271,13 @@ def left_out(every, drawn):
     return [name for name in LEFT_OUT if name in {str(column.header) for column in every.columns} - shown_columns]
 
 
-def test_a_plan_in_a_terminal_that_is_too_narrow_for_a_line_has_all_columns():
+def test_plan_table_in_a_narrow_terminal_has_all_columns():
     leaves = of_a_plan().renderables[0]
     assert leaves.chosen(Console(width=60), Console(width=60).options) is leaves.tables[0]
     assert leaves.chosen(Console(width=80), Console(width=80).options) is not leaves.tables[0]  # guard
 
 
-def test_a_time_that_cannot_matter_is_0():
+def test_format_milliseconds_shows_negligible_times_as_0_ms():
     """2.06e-07 ms stood in a table of waits."""
     assert [format_milliseconds(seconds) for seconds in (2.06e-10, 4.9e-7, -1e-9, 0.0)] == ["0 ms"] * 4
     assert [format_milliseconds(seconds) for seconds in (6e-7, 0.000567, 0.0999, 0.1, 1.5)] == [
@@ -295,7 +295,7 @@ def test_a_time_that_cannot_matter_is_0():
 
 
 @pytest.mark.parametrize("width", [20, 30, 41, 53, 67, 79, 121])
-def test_rows_of_any_shape_are_shown_in_full(width):
+def test_rich_table_shows_random_rows_in_full_at_any_width(width):
     """Down to terminals of 20 columns, whose words still fit."""
     random = np.random.default_rng(width)
     words = ["a", "of", "22", "MiB", "4.5", "per", "device", "fsdp_x=16", "kernel/up"]
@@ -307,7 +307,7 @@ def test_rows_of_any_shape_are_shown_in_full(width):
         assert not missing(rich_table("Some", headers, rows, left=left, right=columns - left), width), (columns, rows)
 
 
-def test_headers_fold_before_cells():
+def test_rich_table_folds_headers_before_cells():
     cell = "the schedule waits for it likewise"
     table = rich_table("", ["weights", "a long header of several words", "bytes"], [[cell, "few", "22 MiB"]], left=2)
     lines = shown(table, 60)
@@ -315,13 +315,13 @@ def test_headers_fold_before_cells():
     assert times_whole(lines, "a long header of several words") == 0  # guard: something had to fold
 
 
-def test_a_word_longer_than_the_terminal_breaks_and_nothing_of_it_is_lost():
+def test_rich_table_breaks_a_word_longer_than_the_terminal_without_loss():
     word = "0123456789" * 9
     lines = shown(rich_table("", ["path", "bytes"], [[word, "22 MiB"]]), 40)
     assert word in "".join(line.strip() for line in lines) and times_whole(lines, "22 MiB") == 1
 
 
-def test_the_check_sees_what_is_cut():
+def test_missing_detects_cells_cut_by_plain_rich_tables():
     """``rich`` alone cuts numbers and breaks words."""
     alone = Table(title="Cut", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("leaf", "sent per device", "gathered"):
@@ -343,7 +343,7 @@ def test_the_check_sees_what_is_cut():
         ((), ("",), "(no module)"),
     ],
 )
-def test_what_travels_together_is_said_to(leaves, modules, said):
+def test_collectives_table_names_leaves_and_modules_sent_together(leaves, modules, said):
     together = collective("all-gather", modules, leaves=leaves)
     (row,) = cells_of(tables_in(dataclasses.replace(forecast_of_a_tpu(), collectives=(together,)).table())[3])[2:3]
     assert row == said
@@ -355,7 +355,7 @@ def schedule(*stretches):
     return tuple(Moment(point, 2**30, path, direction) for point, (path, direction) in enumerate(moments))
 
 
-def test_names_below_the_picture_of_memory_stand_apart(monkeypatch, tmp_path):
+def test_module_labels_of_the_memory_plot_do_not_overlap(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     outside, ahead, back = ("", "other", 3), ("blocks/up", "forward", 12), ("blocks/up", "backward", 12)
     timeline = schedule(
@@ -374,19 +374,19 @@ def test_names_below_the_picture_of_memory_stand_apart(monkeypatch, tmp_path):
     assert all(left.x1 < right.x0 for left, right in pairwise(boxes))
 
 
-def test_what_belongs_to_no_module_goes_with_what_is_before_it():
+def test_owners_of_gives_moments_without_module_to_the_preceding_module():
     timeline = schedule(("a/b", "forward", 1), ("", "other", 2), ("a/b", "backward", 1), ("", "other", 1))
     assert owners_of(timeline) == [("a", "forward")] * 3 + [("a", "backward"), ("", "other")]
 
 
-def test_a_tuple_is_told_by_the_number_of_its_arrays():
+def test_array_text_of_a_tuple_states_the_number_of_arrays():
     assert _array("f32[12,1,1024]") == "f32[12,1,1024]"
     loop = "(s32[], bf16[1,2048,2048], /*index=2*/f32[24,2048]{1,0:T(8,128)}, (f32[2,2], u32[]))"
     assert _array(loop) == "tuple of 4 arrays"
 
 
 @pytest.mark.parametrize("folder", ["xlstm_jax", "benchmarks", "tests/faults"])
-def test_one_helper_makes_all_tables(folder):
+def test_only_the_formatting_module_creates_rich_tables(folder):
     """``rich``'s own would cut what does not fit."""
     calls = {
         path.stem

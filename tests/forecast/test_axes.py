@@ -98,7 +98,7 @@ def compiled(capacity=None):
 # ----------------------------------------------------------------------------------------- what travels along each axis
 
 
-def test_each_axis_carries_weights_or_activations():
+def test_axis_traffic_splits_wire_bytes_into_weights_and_activations():
     found, _ = compiled()
     traffic = {one.axes: one for one in found.axis_traffic}
     assert traffic["fsdp",].weights > 0 and traffic["fsdp",].activations == 0
@@ -110,7 +110,7 @@ def test_each_axis_carries_weights_or_activations():
     assert "What each axis carries" in str(found)
 
 
-def test_a_row_of_the_table_of_axes():
+def test_axis_traffic_sums_bytes_and_hidden_fraction_of_collectives_per_axis():
     one = Collective("a", "collective-permute", None, 4, "f32", 8, 8.0, 2, ("cp",), "jit(f)/shard_map/ppermute",
                      (), (), "forward", True, NO_OVERLAP, alone_s=0.5, exposed_s=0.1)  # fmt: skip
     outside = dataclasses.replace(one, op_name="jit(f)/add", axes=("dp",), alone_s=None, exposed_s=None)
@@ -146,7 +146,7 @@ ENTRY %main (a: s32[]) -> (s32[]) {
 """
 
 
-def test_a_loop_beside_a_collective_takes_all_its_trips():
+def test_cycles_of_a_loop_beside_a_collective_include_all_trips():
     program = parse(LOOP)
     loop = program.entry.by_name["loop"]
     assert Cycles(program).of(program.entry, loop).total == 5 * 70
@@ -174,7 +174,7 @@ ENTRY %main (w: pred[], a: f32[1024]) -> f32[1024] {
 """
 
 
-def test_a_conditional_takes_its_longest_branch_and_moves_the_bytes_of_all():
+def test_conditional_counts_cycles_of_the_longest_branch_and_bytes_of_all_branches():
     program = parse(BRANCHES)
     assert Cycles(program).total == 100
     assert count_hbm_bytes(program).total == 2 * 2 * 1024 * 4  # both branches read and write their array
@@ -183,7 +183,7 @@ def test_a_conditional_takes_its_longest_branch_and_moves_the_bytes_of_all():
 # -------------------------------------------------------------------------------------------- roles, and who owns what
 
 
-def test_a_plan_says_what_axes_are_for_and_who_owns_experts():
+def test_plan_sharding_reports_axis_roles_and_expert_owners():
     _, plan = compiled()
     assert plan.roles == {"fsdp": ("fsdp",), "ep": ("experts",), "tp": ("tensor",)}
     (mixture,) = plan.experts
@@ -195,7 +195,7 @@ def test_a_plan_says_what_axes_are_for_and_who_owns_experts():
     assert ShardingPlan.from_json(plan.to_json()) == plan
 
 
-def test_experts_of_a_scan_are_counted_by_layer():
+def test_plan_sharding_counts_scanned_experts_per_layer():
     class Layer(nn.Module):
         @nn.compact
         def __call__(self, x, _=None):
@@ -210,7 +210,7 @@ def test_experts_of_a_scan_are_counted_by_layer():
 # ------------------------------------------------------------------------------------------ dispatch, and its imbalance
 
 
-def test_the_bytes_of_dispatch_are_those_of_its_all_to_alls():
+def test_dispatch_wire_bytes_equal_the_sum_of_all_to_alls():
     found, plan = compiled()
     (sent,) = dispatch(found, plan, imbalance=1.5)
     of_kind = [one for one in found.collectives if one.kind == "all-to-all"]
@@ -225,7 +225,7 @@ def test_the_bytes_of_dispatch_are_those_of_its_all_to_alls():
 @pytest.mark.slow
 @pytest.mark.libtpu
 @pytest.mark.parametrize("topology, least, most", [("v5p:2x2x2", 1, 1.1), ("v5e:2x4", 3, 4.1)])
-def test_of_a_dispatch_without_capacity_rows_alone_travel_where_they_can(topology, least, most):
+def test_dispatch_without_capacity_is_ragged_on_v5p_and_padded_on_v5e(topology, least, most):
     """The ideal: of each device's choices 7 in 8 go to another one and back, and gradients of results there."""
     mesh = DeviceMeshManager.create_abstract_mesh({"ep": 8})
     model, x = Experts(Expert(), 8, TOP_K, name="mixture"), jax.ShapeDtypeStruct((8 * 256, 128), jnp.float32)
@@ -240,7 +240,7 @@ def test_of_a_dispatch_without_capacity_rows_alone_travel_where_they_can(topolog
     assert sent.is_ragged == (least == 1) and sent.padding == (1 if sent.is_ragged else 4)
 
 
-def test_an_imbalance_costs_time_or_with_a_capacity_tokens():
+def test_dispatch_imbalance_costs_time_without_capacity_and_drops_tokens_with_capacity():
     (found, plan), (_, capped) = compiled(), compiled(1.25)
     found = dataclasses.replace(found, topology="h100:1x8", axis_sizes=SIZES)
     (sent,) = dispatch(found, plan, imbalance=1.5)
@@ -260,7 +260,7 @@ def found_by(rule, step):
     return [finding.where for finding in findings_of(RULES[rule], step)]
 
 
-def test_the_lint_sees_experts_that_are_padded_or_uneven():
+def test_lint_uneven_experts_fires_for_padding_dropped_choices_and_waiting():
     (found, plan), (bounded, capped) = compiled(), compiled(1.25)
     rule = "uneven-experts"
     found, bounded = (  # in so small a step all else is most of the traffic
@@ -304,7 +304,7 @@ def attention(layout, **options):
     return Step(forecast(step, *args), plan_sharding(model, {"cp": 4}, x), 1, False)
 
 
-def test_the_lint_sees_a_causal_sequence_without_balance():
+def test_lint_unbalanced_sequence_fires_for_causal_attention_in_contiguous_layout():
     (finding,) = findings_of(RULES["unbalanced-sequence"], attention("contiguous"))
     assert "over 4 devices" in finding.text and "1.75 times the mean" in finding.text
     assert "layout='zigzag'" in finding.cure and "unbalanced_ring" not in finding.where
@@ -315,7 +315,7 @@ def test_the_lint_sees_a_causal_sequence_without_balance():
 # ------------------------------------------------------------------------------- meshes, and what a step costs on each
 
 
-def test_an_estimate_has_the_bytes_of_the_compiled_program():
+def test_estimate_matches_wire_seconds_and_argument_bytes_of_the_compiled_step():
     """Of the axes that nothing but activations use; the compiler merges and drops small collectives of gradients."""
     found, _ = compiled()
     step, args = built()
@@ -328,7 +328,7 @@ def test_an_estimate_has_the_bytes_of_the_compiled_program():
     assert guess.seconds == guess.compute_s + sum(guess.wire_s.values())
 
 
-def test_an_estimate_counts_ragged_rows_without_padding_both_ways():
+def test_estimate_counts_ragged_all_to_all_rows_without_padding_in_both_directions():
     """128 rows go into places for 1,024, and come back out of them."""
 
     def send(operand, out, *places):
@@ -346,7 +346,7 @@ def test_an_estimate_counts_ragged_rows_without_padding_both_ways():
     assert wire["ep",] == pytest.approx(2 * links.seconds(("ep",), sent))
 
 
-def test_axes_of_the_model_take_dims_of_the_torus_or_of_a_host():
+def test_mesh_on_places_model_axes_on_torus_dims_or_within_a_host():
     def laid(topology, **sizes):
         return mesh_on(parse_topology(topology), sizes)
 
@@ -371,7 +371,7 @@ def test_axes_of_the_model_take_dims_of_the_torus_or_of_a_host():
         ("h100:4x8", {"dp": 2, "fsdp_host": 2, "fsdp_device": 8}, None),
     ],
 )
-def test_copies_leave_fsdp_the_fastest_links_of_their_dim(topology, mesh, per_second):
+def test_model_meshes_with_dp_leave_the_fastest_links_to_fsdp(topology, mesh, per_second):
     """Around FSDP's axis on a line; within it on a closed ring, of which it would be half otherwise."""
     place = parse_topology(topology)
     (found,) = [mesh for mesh in model_meshes(place, {"dp": 2}) if "dp" in mesh and mesh["dp"] == 2]
@@ -380,7 +380,7 @@ def test_copies_leave_fsdp_the_fastest_links_of_their_dim(topology, mesh, per_se
         assert 1e9 / links_of_mesh(place, found).seconds(("fsdp_x",), 1e9) == pytest.approx(per_second)
 
 
-def test_values_are_alive_from_where_they_are_made_to_where_they_are_read_last():
+def test_live_bytes_counts_each_value_from_creation_to_last_use():
     """Of a chain of products two results at a time; beside a loop's result a product within it, and its tanh."""
     x, w = jnp.ones((8, 16)), jnp.ones((16, 16))
 
@@ -396,7 +396,7 @@ def test_values_are_alive_from_where_they_are_made_to_where_they_are_read_last()
     assert live(lambda x, w: ((first := x @ w) @ w @ w + first).sum()) == 3
 
 
-def test_meshes_that_fit_by_their_estimate_are_compiled_first():
+def test_ranked_puts_meshes_within_the_memory_budget_first():
     def guess(size, seconds):
         return Estimate(size, 0, seconds, {})
 
@@ -449,7 +449,7 @@ def on_gpus(sizes, width, tokens):
 
 @pytest.mark.slow
 @pytest.mark.cuda_plugin
-def test_fit_takes_the_best_of_all_meshes_and_says_why():
+def test_fit_with_model_axes_chooses_the_fastest_mesh_and_explains_the_choice():
     def build(options):
         rows_axis = next(axis for axis in options.mesh if axis.startswith("fsdp"))
         return mlp_step(options.mesh, rows_axis, 512, 1024, 8)[2:]
@@ -468,14 +468,14 @@ WITHIN, ACROSS = (("dp", 2), ("tp", 4)), (("tp", 4), ("dp", 2))
 
 
 @pytest.mark.cuda_plugin
-def test_the_lint_sees_layers_that_are_split_across_hosts():
+def test_lint_split_across_hosts_fires_only_for_a_model_axis_across_hosts():
     (finding,) = findings_of(RULES["split-across-hosts"], on_gpus(ACROSS, 1024, 8192))
     assert finding.where == "'tp'" and "over the network" in finding.text and finding.bytes > 0
     assert found_by("split-across-hosts", on_gpus(WITHIN, 1024, 8192)) == []
 
 
 @pytest.mark.cuda_plugin
-def test_the_lint_sees_rings_that_do_not_hide():
+def test_lint_exposed_ring_fires_across_hosts_and_not_within_a_host():
     """Over the network a piece travels longer than a small product takes; a large product hides it within a host."""
     (finding,) = findings_of(RULES["exposed-ring"], on_gpus(ACROSS, 1024, 8192))
     assert finding.where == "'tp'" and "permutes take" in finding.text

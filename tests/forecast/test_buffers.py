@@ -90,7 +90,7 @@ OP_NAMES = {
 
 
 @pytest.mark.parametrize("assignment", [ASSIGNMENT, ASSIGNMENT_EARLIER], ids=["page", "no page"])
-def test_an_excerpt_by_hand(assignment):
+def test_read_memory_of_a_handwritten_excerpt_gives_sizes_temporaries_and_timeline(assignment):
     found = read_memory(assignment, LIVE_RANGE, OP_NAMES)
     assert (found.argument_bytes, found.alias_bytes) == (256 * MIB + 32768, 256 * MIB)
     assert (found.output_bytes, found.constant_bytes, found.temporary_bytes) == (256 * MIB, 4096, 142672384)
@@ -115,7 +115,7 @@ def test_an_excerpt_by_hand(assignment):
     assert with_host_buffer.resident_peak_bytes == found.peak_live_bytes - 128 * MIB
 
 
-def test_of_two_that_overlap_the_larger_has_the_bytes():
+def test_read_memory_counts_overlapping_temporaries_once_for_the_larger():
     """In place, an operation may write into a part of what it reads last: both are live while it runs."""
     inside = " value: <93 slice.1 @0> (size=2097152,offset=135266304): f32[1,512,1024]{2,1,0:T(8,128)}\n"
     assignment = ASSIGNMENT.replace("allocation 6", inside + "allocation 6")
@@ -125,20 +125,20 @@ def test_of_two_that_overlap_the_larger_has_the_bytes():
     assert sum(temporary.bytes for temporary in found.temporaries) == found.peak_live_bytes
 
 
-def test_a_timeline_is_thinned_to_its_heights():
+def test_read_memory_timeline_with_few_points_keeps_the_peak():
     found = read_memory(ASSIGNMENT, LIVE_RANGE, OP_NAMES, points=3)
     assert len(found.timeline) == 3
     assert max(moment.live_bytes for moment in found.timeline) == found.peak_live_bytes
 
 
-def test_what_is_no_such_text_is_refused():
+def test_read_memory_raises_for_text_of_another_kind():
     with pytest.raises(ValueError, match=r"This is no buffer assignment of XLA.*HloModule jit_f"):
         read_memory("HloModule jit_f", LIVE_RANGE, {})
     with pytest.raises(ValueError, match=r"This is no live-range text of XLA.*BufferAssignment"):
         read_memory(ASSIGNMENT, ASSIGNMENT, {})
 
 
-def test_texts_of_two_programs_are_refused():
+def test_read_memory_raises_for_texts_of_two_programs():
     other = LIVE_RANGE.replace("    convert.7{}:6-11\n", "")
     with pytest.raises(ValueError, match=r"a temporary convert.7\{\} of 134217728 bytes.*it knows 12 values"):
         read_memory(ASSIGNMENT, other, {})
@@ -189,7 +189,7 @@ def lowered_step(model, batch, mesh, tx, batch_axes=("dp", "fsdp")):
     return step, (state, batch, jax.ShapeDtypeStruct((), jax.random.key(0).dtype))
 
 
-def test_a_training_step_adds_up_to_xlas_own_sums(tmp_path):
+def test_read_memory_of_a_training_step_matches_xla_memory_analysis(tmp_path):
     """On CPU, where nothing is padded, XLA's statistics are those of the same buffers."""
     model = LanguageModel("transformer", dim=32, num_layers=3, num_heads=2, remat=True, wrap=fsdp)
     batch = jax.ShapeDtypeStruct((16, 64), jnp.int32)
@@ -234,7 +234,7 @@ class Sorted(nn.Module):
 
 
 @pytest.mark.parametrize("wide", ["one", "other"])
-def test_the_module_that_fills_the_memory_is_named(tmp_path, wide):
+def test_read_memory_attributes_the_largest_temporaries_to_the_wide_module(tmp_path, wide):
     model, batch = Widths(wide), jax.ShapeDtypeStruct((512, 8), jnp.float32)
     step, args = lowered_step(model, batch, mesh_of(1, 8), optax.sgd(0.1))
     _, assignment, live_range, names = compiled(step.lower(*args), tmp_path)
@@ -247,7 +247,7 @@ def test_the_module_that_fills_the_memory_is_named(tmp_path, wide):
     assert share > 0.8 * found.peak_live_bytes
 
 
-def test_a_program_without_temporaries(tmp_path):
+def test_read_memory_reports_zero_bytes_for_a_program_without_temporaries(tmp_path):
     _, assignment, live_range, names = compiled(
         jax.jit(jnp.sin).lower(jax.ShapeDtypeStruct((64,), jnp.float32)), tmp_path
     )
@@ -256,7 +256,7 @@ def test_a_program_without_temporaries(tmp_path):
 
 
 @pytest.mark.libtpu
-def test_a_step_compiled_for_a_tpu():
+def test_read_memory_of_a_tpu_step_matches_compiler_sums_and_names_modules():
     """Tiled arrays of whole tiles take their own bytes, so a device's share of the state is known beforehand."""
     mesh = AbstractMesh((1, 4), ("dp", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     model, tokens = Blocks(wrap=fsdp), 8192
@@ -310,7 +310,7 @@ ENTRY %main.5 (param.1: f32[8,8]) -> f32[8,8] {
 """
 
 
-def test_what_the_compiler_adds_is_named_after_what_it_was_made_from():
+def test_operation_names_gives_inserted_instructions_the_name_of_the_source_operation():
     kernel, product = "state.params['head']['kernel']", "jit(step)/M/head/dot_general"
     assert operation_names(parse(HLO)) == {
         "param.1": kernel,

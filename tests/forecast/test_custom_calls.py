@@ -47,7 +47,7 @@ def flops_of(function, *args):
     [({}, 1), ({"is_causal": True}, 1 / 2), ({"is_causal": True, "local_window_size": (31, 0)}, 32 / S)],
     ids=["full", "causal", "window"],
 )
-def test_flop_of_cudnns_attention_are_those_of_the_products_that_it_stands_for(options, part, heads):
+def test_count_flops_of_cudnn_attention_equals_the_equivalent_matrix_products(options, part, heads):
     args = arrays(heads=heads)
     plain = flops_of(partial(attend, implementation="xla"), *args)
     assert plain == 4 * B * N * T * S * D
@@ -56,7 +56,7 @@ def test_flop_of_cudnns_attention_are_those_of_the_products_that_it_stands_for(o
     assert flops_of(jax.grad(run, (0, 1, 2)), *args) == (1 + 2.5) * part * plain
 
 
-def test_jax_is_answered_within_and_for_the_chip_that_is_meant():
+def test_traced_for_chip_checks_cudnn_attention_for_the_given_chip_within_the_context():
     run = jax.jit(partial(attend, scale=1.0))
     with traced_for_chip(CHIPS["a100"]), pytest.raises(NotImplementedError, match="head dim must be <= 128"):
         run.trace(*arrays(features=256))
@@ -75,7 +75,7 @@ def in_shard_map(loss, mesh):
 
 
 @pytest.mark.cuda_plugin
-def test_cudnns_attention_is_compiled_without_a_gpu_and_its_kernels_take_their_flop():
+def test_cudnn_attention_compiles_without_a_gpu_and_kernel_flops_match_the_formula():
     mesh = DeviceMeshManager.create_abstract_mesh({"fsdp": 2})
     step, args = in_shard_map(partial(attend, is_causal=True), mesh), arrays(mesh)
     compiled = compile_for_topology(step, *args, topology="h100:1x2")
@@ -90,14 +90,14 @@ def test_cudnns_attention_is_compiled_without_a_gpu_and_its_kernels_take_their_f
 
 
 @pytest.mark.cuda_plugin
-def test_cudnns_attention_outside_of_shard_map_is_an_error_that_says_so():
+def test_forecast_raises_for_cudnn_attention_outside_shard_map():
     mesh = DeviceMeshManager.create_abstract_mesh({"fsdp": 2})
     with pytest.raises(ValueError, match="cuDNN's attention outside of shard_map"):
         forecast(jax.jit(attend), *arrays(mesh), topology="h100:1x2")
 
 
 @pytest.mark.libtpu
-def test_kernels_of_pallas_on_tpus_take_their_roofline():
+def test_pallas_kernels_on_tpus_take_at_least_the_roofline_time():
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
     mesh = DeviceMeshManager.create_abstract_mesh({"fsdp": 4})
@@ -136,7 +136,7 @@ def product_of(dtype, topology, **kinds):
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_libtpus_cycles_of_eight_bits_are_those_of_the_peaks():
+def test_libtpu_cycles_of_int8_and_float8_products_match_v5e_peak_rates():
     wide = product_of("bfloat16", "v5e:2x2")
     int8 = product_of("int8", "v5e:2x2", preferred_element_type=jnp.int32)
     float8 = product_of("float8_e4m3fn", "v5e:2x2", preferred_element_type=jnp.bfloat16)
@@ -147,7 +147,7 @@ def test_libtpus_cycles_of_eight_bits_are_those_of_the_peaks():
 @pytest.mark.slow
 @pytest.mark.cuda_plugin
 @pytest.mark.filterwarnings("ignore:The Fp8DotGeneralOp is deprecated")
-def test_of_flaxs_products_in_fp8_h100_runs_the_direct_ones_in_fp8():
+def test_h100_runs_flax_direct_fp8_products_in_float8_and_others_in_bfloat16():
     """Of the others XLA drops the rounding to fp8, so their program has no array of eight bits."""
     mesh = DeviceMeshManager.create_abstract_mesh({"fsdp": 2})
     x = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16, sharding=NamedSharding(mesh, P("fsdp")))
@@ -184,7 +184,7 @@ ENTRY %main.1 (x.1: f32[64,64]) -> f32[64,64] {
 """
 
 
-def test_a_custom_call_that_nobody_knows_is_named_with_its_share():
+def test_unknown_calls_names_an_unrecognised_custom_call_with_the_share_of_bytes():
     program = parse(UNKNOWN)
     (note,) = unknown_calls(program, count_hbm_bytes(program))
     assert note.startswith("Custom call 'my_kernel', 1 in a step: its work is unknown and counts as zero")

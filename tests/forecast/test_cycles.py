@@ -45,7 +45,7 @@ STRAIGHT = {
 
 
 @pytest.mark.parametrize("name", STRAIGHT)
-def test_bytes_of_straight_programs_are_those_that_xla_counts(name):
+def test_count_hbm_bytes_of_loop_free_programs_matches_xla_cost_analysis(name):
     fn, *args = STRAIGHT[name]
     program = compiled(fn, *args, donate=(0,) if name == "update" else ())
     moved = count_hbm_bytes(parse(program.as_text()))
@@ -53,7 +53,7 @@ def test_bytes_of_straight_programs_are_those_that_xla_counts(name):
     assert moved.read > 0 and moved.written > 0
 
 
-def test_bytes_of_an_unrolled_training_step_are_those_that_xla_counts():
+def test_count_hbm_bytes_of_an_unrolled_training_step_matches_xla_cost_analysis():
     mesh, batch = mesh_of(2, 4), jax.eval_shape(lambda: data(32))
     model = Model(wrap=fsdp(), scan=False)
     state = abstract_train_state(model, optax.adamw(1e-3), mesh, jax.random.key(0), batch["x"], batch_axes=AXES)
@@ -63,7 +63,7 @@ def test_bytes_of_an_unrolled_training_step_are_those_that_xla_counts():
     assert moved.total in counted_by_xla(program)
 
 
-def test_a_slice_counts_as_the_slice_and_an_update_as_the_update():
+def test_count_hbm_bytes_of_slices_and_updates_counts_only_the_touched_rows():
     four_rows = 4 * 4 * ROW
     read = count_hbm_bytes(parse(compiled(*STRAIGHT["slice"]).as_text()))
     assert (read.read, read.written) == (four_rows + 4, four_rows)
@@ -71,7 +71,7 @@ def test_a_slice_counts_as_the_slice_and_an_update_as_the_update():
     assert (update.read, update.written) == (four_rows + 4, four_rows)
 
 
-def test_a_loop_over_rows_reads_the_array_once():
+def test_count_hbm_bytes_of_a_scan_over_rows_reads_the_array_once():
     def total(x):
         return jax.lax.scan(lambda c, row: (c + jnp.sin(row), None), jnp.zeros(ROW), x)[0]
 
@@ -81,7 +81,7 @@ def test_a_loop_over_rows_reads_the_array_once():
     assert moved.total < ROWS * WHOLE / 10  # guard: not the array for each row
 
 
-def test_a_loop_multiplies_and_what_xla_counts_does_not():
+def test_count_hbm_bytes_multiplies_loops_by_trips_unlike_xla_cost_analysis():
     def layers(x, length):
         return jax.lax.scan(lambda c, _: (jnp.tanh(c @ c), None), x, length=length)[0]
 
@@ -94,7 +94,7 @@ def test_a_loop_multiplies_and_what_xla_counts_does_not():
     assert xla_seven == xla_three  # guard: why cost_analysis is not asked
 
 
-def test_a_cpu_estimates_no_cycles():
+def test_cycles_of_a_program_compiled_for_cpu_are_zero():
     assert Cycles(parse(compiled(*STRAIGHT["product"]).as_text())).total == 0
 
 
@@ -156,7 +156,7 @@ ENTRY %main (x: f32[64,1024], w: bf16[6,1024,1024]) -> f32[64,1024] {
 """
 
 
-def test_what_lies_in_vmem_costs_no_hbm():
+def test_count_hbm_bytes_leaves_out_values_in_vmem():
     moved = count_hbm_bytes(parse(TPU))
     layer, activation, counter = 2 * 1024 * 1024, 4 * 64 * 1024, 4
     reads = activation + 2 * layer + 6 * (layer + counter) + 6 * counter
@@ -166,11 +166,11 @@ def test_what_lies_in_vmem_costs_no_hbm():
     assert everywhere.total > 2 * moved.total  # guard
 
 
-def test_cycles_are_summed_over_trips():
+def test_cycles_multiply_the_loop_body_by_the_trip_count():
     assert Cycles(parse(TPU)).total == 1000 + 6 * (15377 + 160260)
 
 
-def test_what_runs_on_a_sparsecore_takes_no_cycles_of_the_schedule():
+def test_sparsecore_calls_add_hbm_bytes_but_no_cycles():
     beside = """
 %called (p.5: f32[64,1024]) -> f32[64,1024] {
   %p.5 = f32[64,1024]{1,0} parameter(0)
@@ -225,7 +225,7 @@ ENTRY %main (x: f32[64,1024], w: bf16[1,1024,1024]) -> bf16[1,4096,1024] {
 """
 
 
-def test_a_gather_that_is_spread_over_fusions_moves_its_bytes_once():
+def test_count_hbm_bytes_counts_a_gather_spread_over_fusions_once():
     moved = count_hbm_bytes(parse(CHAIN))
     piece, whole, activation = 2 * 1024 * 1024, 2 * 4096 * 1024, 4 * 64 * 1024
     assert (moved.read, moved.written) == (piece + activation, whole + activation)

@@ -43,7 +43,7 @@ def xla_flops(fn, *args):
         ("i,j->ij", (5,), (7,), 2 * 5 * 7),
     ],
 )
-def test_products(equation, a, b, want):
+def test_count_flops_of_einsum_matches_the_formula_and_xla(equation, a, b, want):
     def fn(x, y):
         return jnp.einsum(equation, x, y)
 
@@ -60,7 +60,7 @@ def test_products(equation, a, b, want):
         ("bfloat16", "float32", "float32"),
     ],
 )
-def test_a_product_has_the_dtype_of_its_wider_operand(left, right, dtype):
+def test_count_flops_assigns_a_product_to_the_wider_operand_dtype(left, right, dtype):
     def fn(x, y):
         return lax.dot_general(x, y, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
@@ -70,7 +70,7 @@ def test_a_product_has_the_dtype_of_its_wider_operand(left, right, dtype):
 
 @pytest.mark.filterwarnings("ignore:The Fp8DotGeneralOp is deprecated")
 @pytest.mark.parametrize("kind, dtype", [("Fp8DirectDotGeneralOp", "float8"), ("Fp8DotGeneralOp", "bfloat16")])
-def test_flaxs_products_in_fp8_and_those_that_are_rounded_to_fp8(kind, dtype):
+def test_count_flops_of_flax_fp8_ops_is_float8_only_for_direct_products(kind, dtype):
     layer = nn.Dense(16, dtype=jnp.bfloat16, dot_general_cls=getattr(nn, kind))
     x = array(32, 8, dtype=jnp.bfloat16)
     variables = jax.eval_shape(layer.init, jax.random.key(0), x)
@@ -80,7 +80,7 @@ def test_flaxs_products_in_fp8_and_those_that_are_rounded_to_fp8(kind, dtype):
     assert all(name.startswith(dtype) for name in counted.by_dtype())
 
 
-def test_scores_that_attention_holds():
+def test_scores_bytes_of_attention_count_the_softmax_scores_per_device():
     """Those of which a softmax is taken that weighs values; on one device."""
 
     def attention(q, k, v):
@@ -120,7 +120,7 @@ WIDE, NARROW = array(4, 64, 16), array(4, 16, 64)
     "fn, args",
     [(mlstm, (WIDE, WIDE, WIDE, array(4, 64))), (experts, (WIDE, NARROW, WIDE)), (heads, (WIDE, NARROW))],
 )
-def test_products_over_pairs_that_are_no_scores(fn, args):
+def test_scores_bytes_are_empty_for_mlstm_experts_and_logit_heads(fn, args):
     loss = lambda *args: (fn(*args) ** 2).sum()  # noqa: E731
     assert flops_of(jax.grad(loss, (0, 1)), *args).scores_bytes == {}
 
@@ -139,7 +139,7 @@ CONVOLUTIONS = {
 
 
 @pytest.mark.parametrize("case", CONVOLUTIONS)
-def test_convolutions_and_their_gradients(case):
+def test_count_flops_of_convolutions_and_gradients_matches_xla(case):
     kernel, options = CONVOLUTIONS[case]
 
     def fn(x, w):
@@ -156,7 +156,7 @@ def test_convolutions_and_their_gradients(case):
         assert flops_of(gradient, *args).total == xla_flops(gradient, *args) == 2 * counted
 
 
-def test_ragged_products_count_each_row_once():
+def test_count_flops_of_ragged_dot_counts_each_row_once():
     args = array(32, 16), array(4, 16, 8), array(4, dtype=jnp.int32)
     assert flops_of(lax.ragged_dot, *args).total == 2 * 32 * 16 * 8
     gradient = jax.grad(lambda x, w, sizes: lax.ragged_dot(x, w, sizes).sum(), (0, 1))
@@ -168,7 +168,7 @@ def test_ragged_products_count_each_row_once():
 ONE = 2 * 8 * 8 * 8  # a product of two 8 x 8
 
 
-def test_a_scan_is_multiplied_out():
+def test_count_flops_multiplies_nested_scans_by_length():
     def fn(x):
         return lax.scan(lambda c, _: (c @ x, lax.scan(lambda d, _: (d @ x, None), c, length=3)[0]), x, length=5)
 
@@ -176,7 +176,7 @@ def test_a_scan_is_multiplied_out():
     assert xla_flops(fn, array(8, 8)) < 5 * ONE  # guard: the compiler's count is no substitute
 
 
-def test_a_loop_of_unknown_length_counts_once_and_is_named():
+def test_count_flops_counts_an_unbounded_while_loop_once_and_names_the_loop():
     def fn(x):
         with jax.named_scope("solver"):
             return lax.while_loop(lambda c: c.sum() < 1, lambda c: c @ c, x)
@@ -190,14 +190,14 @@ def test_a_loop_of_unknown_length_counts_once_and_is_named():
     )
 
 
-def test_of_branches_the_largest_counts():
+def test_count_flops_of_a_switch_takes_the_largest_branch():
     def fn(i, x):
         return lax.switch(i, [lambda x: x, lambda x: x @ x @ x, lambda x: x @ x], x)
 
     assert flops_of(fn, array(dtype=jnp.int32), array(8, 8)).total == 2 * ONE
 
 
-def test_custom_derivatives_and_nested_jit_count_once():
+def test_count_flops_counts_custom_derivatives_and_nested_jit_once():
     @jax.custom_vjp
     def square(x):
         return x @ x
@@ -214,7 +214,7 @@ def test_custom_derivatives_and_nested_jit_count_once():
     assert flops_of(jax.value_and_grad(lambda x: square(x).sum()), array(8, 8)).total == 3 * ONE
 
 
-def test_a_pallas_kernel_counts_once_per_cell_of_its_grid():
+def test_count_flops_of_a_pallas_kernel_multiplies_by_grid_cells():
     def kernel(x, y, out):
         out[...] = x[...] @ y[...]
 
@@ -227,13 +227,13 @@ def test_a_pallas_kernel_counts_once_per_cell_of_its_grid():
     assert flops_of(fn, array(32, 16), array(16, 24)).total == 2 * 32 * 16 * 24
 
 
-def test_what_cannot_be_seen_is_named():
+def test_count_flops_names_opaque_operations_such_as_cholesky():
     flops = flops_of(lambda x: jnp.linalg.cholesky(x) @ x, array(8, 8))
     assert flops.total == ONE
     assert [name.split("/")[-1] for name in flops.opaque] == ["cholesky"]
 
 
-def test_what_no_output_needs_does_not_count():
+def test_count_flops_leaves_out_dead_code():
     def fn(x):
         del_me = jnp.tanh(x @ x) @ x
         del del_me
@@ -243,7 +243,7 @@ def test_what_no_output_needs_does_not_count():
 
 
 @pytest.mark.parametrize("dp, fsdp_size", [(1, 8), (2, 4)])
-def test_inside_shard_map_shapes_are_one_devices_and_outside_all_devices(dp, fsdp_size):
+def test_count_flops_is_per_device_inside_shard_map_and_divided_by_devices_outside(dp, fsdp_size):
     mesh = mesh_of(dp, fsdp_size)
 
     def fn(x):
@@ -280,7 +280,7 @@ class Layer(nn.Module):
 
 
 @pytest.mark.parametrize("remat", [False, True])
-def test_training_is_six_flop_per_weight_and_token_and_remat_adds_the_forward(remat):
+def test_count_flops_of_training_is_six_per_weight_and_token_plus_recompute_with_remat(remat):
     """Of the first layer no input gradient is asked for; of a recomputed block the last product is not needed again."""
     tokens, weights = 32, 16 * 64
     model, x = MLP(remat), array(tokens, 16)
@@ -321,7 +321,7 @@ class Stack(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["plain", "remat", "scan", "scan_remat"])
-def test_modules_below_a_remat_keep_their_paths(kind):
+def test_flops_by_module_keeps_module_paths_below_remat_and_scan(kind):
     model, x = Nested(kind), array(32, 16)
     params = jax.eval_shape(model.init, jax.random.key(0), x)
 
@@ -340,7 +340,7 @@ def tokens_loss(params, apply_fn, batch, rng):
 
 
 @pytest.mark.parametrize("remat", [False, True])
-def test_a_transformers_step_on_a_mesh_without_devices(remat):
+def test_count_flops_of_a_transformer_step_on_an_abstract_mesh_matches_the_formula(remat):
     """6 P t + 12 L s d t, over all of them a device's share; with remat also the forward of what is needed again."""
     d, layers, s, vocab, batch, devices = 64, 3, 128, 256, 16, 8
     mesh = AbstractMesh((2, 4), ("dp", "fsdp"), axis_types=(AxisType.Auto,) * 2)
@@ -367,7 +367,7 @@ def test_a_transformers_step_on_a_mesh_without_devices(remat):
     assert (flops.unknown_loops, flops.opaque) == ((), ())
 
 
-def test_minibatches_change_nothing():
+def test_count_flops_is_independent_of_the_number_of_minibatches():
     mesh = AbstractMesh((2, 4), ("dp", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     model = LanguageModel("recurrent", 32, 2, 2, wrap=fsdp)
     tokens = array(32, 64, dtype=jnp.int32)

@@ -93,19 +93,19 @@ def on_cpu(sharded=True):
 
 
 @pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "replicated"])
-def test_argument_bytes_are_those_of_live_arrays(sharded):
+def test_forecast_argument_bytes_equal_bytes_of_live_arrays(sharded):
     _, args = live(mesh_of(2, 4), Model(sharded))
     # The key is no argument of the program, as nothing in this model is random.
     assert on_cpu(sharded).memory.argument_bytes == sum(bytes_per_device(arg) for arg in args[:2])
     assert on_cpu(sharded).axis_sizes == {"dp": 2, "fsdp": 4} and on_cpu(sharded).topology is None
 
 
-def test_abstract_arguments_are_forecast_as_live_ones_are():
+def test_forecast_of_abstract_arguments_equals_forecast_of_live_arrays():
     step, args = live(mesh_of(2, 4), Model())
     assert same(forecast(step, *args), on_cpu())
 
 
-def test_on_a_cpu_temporaries_are_not_told_and_the_report_says_why(tmp_path):
+def test_forecast_on_cpu_leaves_out_temporaries_and_explains_the_reason(tmp_path):
     found = on_cpu()
     assert found.fits is None and found.memory.temporary_bytes == 0 and found.step_seconds is None
     text = rendered(found.table())
@@ -115,7 +115,7 @@ def test_on_a_cpu_temporaries_are_not_told_and_the_report_says_why(tmp_path):
     assert (tmp_path / "forecast.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_each_leaf_is_gathered_once_forward_once_again_and_scattered_once():
+def test_forecast_lists_gathers_of_a_sharded_leaf_in_forward_and_recompute():
     gathers = [c for c in on_cpu().collectives if c.kind == "all-gather" and "blocks/up/kernel" in c.leaves]
     assert {c.direction: c.count for c in gathers} == {"forward": LAYERS, "recompute": LAYERS}
     assert {c.payload_bytes for c in gathers} == {WIDTH * 4 * WIDTH * 4}
@@ -124,7 +124,7 @@ def test_each_leaf_is_gathered_once_forward_once_again_and_scattered_once():
     assert {c.kind for c in on_cpu(sharded=False).collectives} == {"all-reduce"}
 
 
-def test_flops_are_those_of_the_layers():
+def test_forecast_flops_by_direction_match_the_layer_formula():
     per_row = LAYERS * 2 * (WIDTH * 4 * WIDTH) + WIDTH * 32
     blocks, head = LAYERS * 2 * (WIDTH * 4 * WIDTH), WIDTH * 32
     rows = ROWS // 8
@@ -135,7 +135,7 @@ def test_flops_are_those_of_the_layers():
     assert by_direction["backward"] == 2 * rows * (2 * blocks + 2 * head)
 
 
-def test_json_keeps_everything():
+def test_forecast_json_round_trip_keeps_all_fields_and_raises_for_format_1():
     assert Forecast.from_json(on_cpu().to_json()) == on_cpu()
     older = json.loads(on_cpu().to_json())
     older["memory"]["arguments"] = [{"name": "state.params['up']", "bytes": 4}]  # of release 0.3.0
@@ -144,7 +144,7 @@ def test_json_keeps_everything():
         Forecast.from_json('{"format": 1}')
 
 
-def test_the_fields_of_format_2_are_those_that_kept_forecasts_have():
+def test_forecast_field_names_are_unchanged_within_format_2():
     """A name that changes is a new format."""
     names = """platform device_kind topology axis_sizes memory code_bytes available_bytes collectives flops cycles
         hbm_bytes tokens unknown_loops compile_seconds versions notes shared_flops roofline exposed_seconds host
@@ -194,7 +194,7 @@ def same(one, other):
     ],
     ids=["by position", "by keyword", "partial"],
 )
-def test_a_step_with_static_arguments_is_the_step_without_them(step, more, kwargs, idle):
+def test_forecast_is_the_same_for_static_arguments_by_position_keyword_or_partial(step, more, kwargs, idle):
     args = plain_args(mesh_of(2, 4))
     found = forecast(step, *args, *more, kwargs=kwargs)
     assert same(found, forecast(jax.jit(plain, static_argnums=2), *args)) and found.flops.total and found.collectives
@@ -202,7 +202,7 @@ def test_a_step_with_static_arguments_is_the_step_without_them(step, more, kwarg
         assert not forecast(step, *args, *idle).flops.total
 
 
-def test_shardings_may_be_those_of_jit():
+def test_forecast_reads_shardings_from_jit_in_shardings():
     mesh = mesh_of(2, 4)
     by_jit = jax.jit(plain, in_shardings=plain_shardings(mesh), out_shardings=plain_shardings(mesh)[0])
     found = forecast(by_jit, *plain_args(mesh, sharded=False), topology=mesh)
@@ -216,7 +216,7 @@ def unplaced_notes(found):
 
 
 @pytest.mark.parametrize("kind", [np.zeros, jnp.zeros, jax.ShapeDtypeStruct], ids=["numpy", "jax", "abstract"])
-def test_a_leaf_without_sharding_beside_sharded_ones_is_told(kind):
+def test_forecast_notes_a_leaf_without_sharding_among_sharded_leaves(kind):
     params, batch = plain_args(mesh_of(2, 4))
     small = {"key": jax.random.key(0), "raw_key": jax.random.PRNGKey(0), "rate": 0.1}
     assert not unplaced_notes(forecast(jax.jit(plain), params, batch, kwargs=small))
@@ -224,7 +224,7 @@ def test_a_leaf_without_sharding_beside_sharded_ones_is_told(kind):
     assert note.startswith("Argument 1/x has no sharding") and "abstract_batch and shard_batch" in note
 
 
-def test_what_jit_places_is_not_told_and_what_it_does_not_is():
+def test_forecast_notes_only_arguments_without_sharding_in_jit_in_shardings():
     mesh = mesh_of(2, 4)
     places = plain_shardings(mesh)
     step = jax.jit(plain, in_shardings=(places[0], None), static_argnums=2)
@@ -237,7 +237,7 @@ def test_what_jit_places_is_not_told_and_what_it_does_not_is():
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
-def test_arguments_lie_on_the_mesh_that_jit_says():
+def test_forecast_raises_for_an_argument_on_another_mesh_than_jit_in_shardings():
     one, other = mesh_of(2, 4), mesh_of(4, 2)
     step = jax.jit(plain, in_shardings=(plain_shardings(one)[0], None))
     with pytest.raises(
@@ -255,7 +255,7 @@ def test_arguments_lie_on_the_mesh_that_jit_says():
     ],
     ids=["debug.print", "io_callback"],
 )
-def test_a_step_for_a_topology_calls_no_python(call):
+def test_forecast_for_a_topology_raises_for_python_callbacks(call):
 
     def step(params, batch):
         call(batch["x"])
@@ -268,7 +268,7 @@ def test_a_step_for_a_topology_calls_no_python(call):
         forecast(jax.jit(step), *args, topology="v5e:2x4")
 
 
-def test_a_batch_of_several_leaves_says_what_the_model_takes():
+def test_workload_build_step_raises_for_a_batch_of_several_leaves_without_model_input():
     batch = {"tokens": jax.ShapeDtypeStruct((8, 4), jnp.int32), "weight": jax.ShapeDtypeStruct((8,), jnp.float32)}
     training = Workload(Model(), optax.adam(1e-3), batch, loss_fn)
     with pytest.raises(ValueError, match=r"leaves \['tokens', 'weight'\]: which of them does model.init take\?"):
@@ -276,7 +276,7 @@ def test_a_batch_of_several_leaves_says_what_the_model_takes():
     assert training.tokens == 32
 
 
-def test_a_batch_that_the_mesh_does_not_divide_is_refused():
+def test_workload_build_step_raises_for_a_batch_not_divisible_by_the_mesh():
     with pytest.raises(
         ValueError, match=r"batch\['.'\] of shape \(12, 64\) has 12 rows, which the 8 devices .* 16 rows"
     ):
@@ -284,7 +284,7 @@ def test_a_batch_that_the_mesh_does_not_divide_is_refused():
 
 
 @pytest.mark.parametrize("shape", [{}, {"fsdp": 0}, {"fsdp": 2.0}], ids=str)
-def test_an_abstract_mesh_has_axes_of_positive_sizes(shape):
+def test_create_abstract_mesh_raises_for_missing_zero_or_float_axis_sizes(shape):
     with pytest.raises(ValueError, match="name axes with positive sizes"):
         DeviceMeshManager.create_abstract_mesh(shape)
 
@@ -307,7 +307,7 @@ def on_v5e():
 
 
 @pytest.mark.libtpu
-def test_a_forecast_for_tpus_from_a_machine_without_one(on_v5e):
+def test_forecast_for_v5e_without_a_tpu_reports_memory_and_fit(on_v5e):
     sharded, replicated = on_v5e[True], on_v5e[False]
     assert sharded.device_kind == "TPU v5 lite" and sharded.fits and "libtpu" in sharded.versions
     assert sharded.available_bytes == 15.75 * 2**30
@@ -318,7 +318,7 @@ def test_a_forecast_for_tpus_from_a_machine_without_one(on_v5e):
 
 
 @pytest.mark.libtpu
-def test_the_memory_is_xlas_own_sum(on_v5e):
+def test_forecast_memory_for_v5e_matches_compiler_memory_analysis(on_v5e):
     step, args = workload(rows=64, width=512).build_step({"dp": 2, "fsdp": 4})
     stats = compile_for_topology(step, *args, topology="v5e:2x4").memory
     memory = on_v5e[True].memory
@@ -329,7 +329,7 @@ def test_the_memory_is_xlas_own_sum(on_v5e):
 
 
 @pytest.mark.libtpu
-def test_its_collectives_serve_leaves_and_its_times_are_bounds(on_v5e):
+def test_forecast_for_v5e_maps_collectives_to_leaves_and_bounds_the_step_time(on_v5e):
     sharded, replicated = on_v5e[True], on_v5e[False]
     gathered = {leaf: c.count for c in sharded.collectives if c.direction == "forward" for leaf in c.leaves}
     assert gathered["blocks/up/kernel"] == gathered["blocks/down/kernel"] == LAYERS
@@ -343,7 +343,7 @@ def test_its_collectives_serve_leaves_and_its_times_are_bounds(on_v5e):
 
 
 @pytest.mark.libtpu
-def test_its_report_names_modules_and_its_picture_is_drawn(on_v5e, tmp_path):
+def test_forecast_table_for_v5e_names_modules_and_plot_writes_a_png(on_v5e, tmp_path):
     text = " ".join(rendered(on_v5e[True].table()).split())
     for words in (
         "fits:",
@@ -359,7 +359,7 @@ def test_its_report_names_modules_and_its_picture_is_drawn(on_v5e, tmp_path):
 
 
 @pytest.mark.libtpu
-def test_what_does_not_fit_is_told_with_what_fills_the_memory():
+def test_forecast_of_a_step_beyond_hbm_reports_does_not_fit_with_temporaries():
     mesh = DeviceMeshManager.create_abstract_mesh({"fsdp": 4})
     place = NamedSharding(mesh, P())
     w = jax.ShapeDtypeStruct((24, 8192, 8192), jnp.float32, sharding=place)  # 6 GiB, and as much of gradients
@@ -377,7 +377,7 @@ def test_what_does_not_fit_is_told_with_what_fills_the_memory():
 
 
 @pytest.mark.libtpu
-def test_a_step_with_arguments_of_all_kinds_is_forecast_for_a_topology():
+def test_forecast_for_a_topology_accepts_static_donated_key_and_numpy_arguments():
     step = jax.jit(plain, static_argnums=2, static_argnames="mode", donate_argnums=0)
     params, batch = plain_args(mesh_of(2, 4))
     keys = {"key": jax.random.key(0), "raw_key": jax.random.PRNGKey(0)}
@@ -392,7 +392,7 @@ def test_a_step_with_arguments_of_all_kinds_is_forecast_for_a_topology():
 
 
 @pytest.mark.libtpu
-def test_shardings_may_be_those_of_jit_on_explicit_axes():
+def test_forecast_reads_jit_in_shardings_on_explicit_mesh_axes():
     mesh = jax.sharding.AbstractMesh((2, 4), AXES, axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     places = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXES))
     step = jax.jit(lambda w, x: jnp.tanh(x @ w).sum(), in_shardings=places)
@@ -403,7 +403,7 @@ def test_shardings_may_be_those_of_jit_on_explicit_axes():
 
 
 @pytest.mark.libtpu
-def test_a_compilation_that_takes_too_long_is_ended():
+def test_compile_for_topology_raises_for_a_compilation_beyond_timeout_s():
     step, args = workload().build_step({"fsdp": 4})
     with pytest.raises(TimeoutError, match=r"longer than timeout_s=0.*Scan the layers"):
         compile_for_topology(step, *args, topology="v5e:2x2", timeout_s=0.3)
@@ -434,12 +434,12 @@ def collective(*, seconds, axes=("x",), count=1, cycles=None, asynchronous=False
     ],
     ids=["waited for", "unknown groups", "partly hidden", "hidden", "hidden by something", "beside nothing"],
 )
-def test_what_a_schedule_waits_for(gather, exposed):
+def test_with_waits_counts_only_collective_time_not_hidden_by_other_work(gather, exposed):
     links = on_torus("v5e:16x16", {"x": 16}, {"y": 16})
     assert with_waits(links, gather).exposed_s == pytest.approx(exposed)
 
 
-def test_a_step_takes_what_runs_and_what_it_waits_for():
+def test_forecast_step_seconds_add_compute_and_exposed_time_with_links_as_lower_bound():
     roofline = Roofline(compute_s=0.2, memory_s=0.1, wire_s=0.3, flops=1.0, hbm_bytes=1.0, wire_bytes=1.0)
     known = {"topology": "v5e:16x16", "roofline": roofline, "cycles": int(0.4 * 1.5e9), "platform": "tpu"}
     found = dataclasses.replace(on_cpu(), **known, exposed_seconds=0.05)

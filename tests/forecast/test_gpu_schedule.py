@@ -48,31 +48,31 @@ def program(entry, computations="", devices=8):
     ],
     ids=["flat", "in a host", "across hosts"],
 )
-def test_which_network_carries_what(axes, networks, seconds, nic_bytes):
+def test_links_assign_mesh_axes_to_nvlink_or_network_with_seconds_and_nic_bytes(axes, networks, seconds, nic_bytes):
     links = Links(CHIP, SIZES)
     assert links.networks(axes) == networks
     assert links.seconds(axes, 4e8) == pytest.approx(seconds)
     assert links.nic_bytes(axes, 4e8) == pytest.approx(nic_bytes)
 
 
-def test_a_group_that_straddles_hosts_counts_as_the_worst_of_its_kind():
+def test_links_treat_axis_groups_across_hosts_as_the_slowest_group():
     links = Links(CHIP, {"dp": 8, "x": 3})  # of (0, 1, 2), (3, 4, 5) the second lies on two hosts, one device on one
     assert links.networks(("x",)) == ("NVLink", "network")
     assert links.seconds(("x",), 1e8) == pytest.approx(1.0)
 
 
-def test_the_hosts_are_those_of_the_topology():
+def test_links_take_the_host_size_from_the_topology():
     two_each = parse_topology("h100:4x2")
     assert Links(two_each.chip, {"x": 4, "y": 2}, two_each).networks(("x", "y")) == ("NVLink", "network")
     assert Links(two_each.chip, {"x": 4, "y": 2}).networks(("x", "y")) == ("NVLink",)  # guard: 8 by default
 
 
-def test_tpus_have_no_adapters():
+def test_links_of_tpus_have_no_networks_and_no_nic_bytes():
     links = Links(CHIPS["v5e"], {"x": 1})
     assert (links.networks(("x",)), links.nic_bytes(("x",), 1e9)) == ((), 0.0)
 
 
-def test_the_two_networks_run_side_by_side():
+def test_busiest_seconds_let_nvlink_and_network_run_in_parallel():
     links = Links(CHIP, SIZES)
     staged = {("host",): 1e8, ("device",): 9e8}  # 1.0 s over the network, 0.9 s over NVLink
     assert links.busiest_seconds(staged) == pytest.approx(1.0)
@@ -110,14 +110,14 @@ CUBLAS = """custom-call(%a, %b), custom_call_target="TARGET", backend_config={"g
     ],
     ids=["dot", "fusion", "cuBLAS", "cuBLASLt"],
 )
-def test_a_matrix_product_takes_its_flop_in_each_of_its_forms(call):
+def test_kernel_time_of_a_matrix_product_is_equal_for_dot_fusion_and_cublas(call):
     found = program(f"{OPERANDS}  ROOT %r = bf16[1000,500]{{1,0}} {call}\n", DOT)
     seconds = Kernels(found, CHIP).of(found.entry, found.entry.root)
     assert seconds.total == seconds.products == pytest.approx(max(GEMM / 1e12, GEMM_BYTES / 1e10))
     assert GEMM / 1e12 > GEMM_BYTES / 1e10  # guard: it is the FLOP that count here
 
 
-def test_a_product_is_bound_by_its_dtype_and_by_memory():
+def test_kernel_time_of_a_matrix_product_follows_dtype_rate_or_hbm_bandwidth():
     call = "dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
     entry = f"{OPERANDS}  ROOT %r = bf16[1000,500]{{1,0}} {call}\n"
     wide, narrow = program(entry.replace("bf16", "f32")), program(entry.replace("bf16", "f8e4m3fn"))
@@ -139,7 +139,7 @@ def test_a_product_is_bound_by_its_dtype_and_by_memory():
         ("__cudnn$convBackwardFilter", ("8,32,32,16", "8,32,32,64", "64,3,3,16")),
     ],
 )
-def test_a_convolution_takes_as_many_flop_forward_as_for_each_gradient(target, arrays):
+def test_product_flops_of_cudnn_convolutions_are_equal_forward_and_backward(target, arrays):
     """3 x 3 taps of 16 features for each of 8 x 32 x 32 x 64 values; cuDNN's result is a tuple with its workspace."""
     left, right, out = arrays
     entry = f"""
@@ -160,7 +160,7 @@ dim_labels=b01f_o01i->b01f, custom_call_target="{target}"
     ],
     ids=["batch of a TPU", "padded"],
 )
-def test_taps_on_padding_and_between_the_matrices_of_a_batch_are_no_work(left, right, out, how, flops):
+def test_product_flops_of_convolutions_leave_out_taps_on_padding_and_dilation_holes(left, right, out, how, flops):
     """A dim of 5 with one value of padding on each side and windows of 3 has 13 taps on a value."""
     entry = f"""
   %a = f32[{left}] parameter(0)
@@ -171,7 +171,7 @@ def test_taps_on_padding_and_between_the_matrices_of_a_batch_are_no_work(left, r
     assert product_flops(found.entry, found.entry.root) == 2 * flops
 
 
-def test_what_holds_no_product_takes_its_bytes():
+def test_kernel_time_without_a_product_is_hbm_bytes_over_bandwidth():
     found = program("  %p = f32[1000,1000]{1,0} parameter(0)\n  ROOT %n = f32[1000,1000]{1,0} negate(%p)\n")
     seconds = Kernels(found, CHIP).of(found.entry, found.entry.root)
     assert (seconds.total, seconds.products) == (pytest.approx(8e6 / 1e10), 0.0)
@@ -195,7 +195,7 @@ LOOP = """
 """
 
 
-def test_a_loop_takes_as_long_as_its_trips():
+def test_kernel_time_of_a_loop_multiplies_by_the_trip_count():
     entry = f"""{OPERANDS}  %zero = s32[] constant(0)
   %t.0 = (s32[], bf16[1000,2000], bf16[2000,500]) tuple(%zero, %a, %b)
   ROOT %w = (s32[], bf16[1000,2000], bf16[2000,500]) while(%t.0), condition=%condition, body=%body, \
@@ -211,7 +211,7 @@ backend_config={{"known_trip_count":{{"n":"5"}}}}
 # ------------------------------------------------------------------------------------------------ what waits for what
 
 
-def test_a_schedule_waits_for_what_is_left_of_a_collective():
+def test_waits_are_the_transfer_time_left_after_overlapping_kernels():
     run = [0.0, 1.0, 0.0, 2.0]  # seconds of each instruction
     transfer = Transfer(0, 2, ("NVLink",), 1.5)
     assert waits(run, [transfer]) == pytest.approx([0.5])
@@ -219,7 +219,7 @@ def test_a_schedule_waits_for_what_is_left_of_a_collective():
     assert waits(run, [dataclasses.replace(transfer, end=0)]) == pytest.approx([1.5])  # synchronous
 
 
-def test_collectives_on_one_network_queue_and_those_on_two_do_not():
+def test_waits_queue_transfers_on_the_same_network_and_not_on_different_networks():
     run = [0.0, 0.0, 3.0, 0.0, 0.0]
     first, second = Transfer(0, 3, ("NVLink",), 2.0), Transfer(1, 4, ("NVLink",), 2.0)
     assert waits(run, [first, second]) == pytest.approx([0.0, 1.0])  # the second ends at 4
@@ -227,7 +227,7 @@ def test_collectives_on_one_network_queue_and_those_on_two_do_not():
     assert waits(run, [first, dataclasses.replace(second, links=("NVLink", "network"))]) == pytest.approx([0.0, 1.0])
 
 
-def test_what_was_waited_for_is_time_that_the_next_one_has():
+def test_waits_let_the_next_transfer_progress_during_an_earlier_wait():
     run = [0.0, 0.0, 1.0, 0.0, 0.0]
     first, second = Transfer(0, 3, ("NVLink",), 3.0), Transfer(1, 4, ("network",), 4.0)
     assert waits(run, [first, second]) == pytest.approx([2.0, 1.0])
@@ -249,7 +249,7 @@ def gathered(values, beside, chip=CHIP):
     return collective
 
 
-def test_a_gather_is_hidden_where_a_product_takes_as_long():
+def test_all_gather_is_hidden_by_a_matrix_product_of_at_least_the_same_duration():
     product = f"%r = bf16[1000,500]{{1,0}} {FUSED}"
     short, long = gathered(100_000, product), gathered(1_000_000, product)  # 1.2 MB and 12 MB: 1.2 and 12 ms
     assert (short.timing.bandwidth_s, long.timing.bandwidth_s) == pytest.approx((1.2e-3, 12e-3))
@@ -262,7 +262,7 @@ def test_a_gather_is_hidden_where_a_product_takes_as_long():
     assert (long.timing.networks, long.timing.nic_bytes) == (("NVLink",), 0.0)
 
 
-def test_slow_products_hide_more_and_take_longer():
+def test_slower_matrix_products_hide_more_of_an_all_gather():
     half = dataclasses.replace(CHIP, efficiency=Efficiency(products=0.5, memory=1.0))
     found = gathered(1_000_000, f"%r = bf16[1000,500]{{1,0}} {FUSED}", half)
     assert found.overlapped.product_seconds == pytest.approx(4e-3)
@@ -270,7 +270,7 @@ def test_slow_products_hide_more_and_take_longer():
     assert found.timing.waited_by_bandwidth_s == pytest.approx(10e-3)  # all by published rates
 
 
-def test_what_runs_beside_and_is_no_product_hides_time_and_does_not_count_as_hidden():
+def test_non_product_kernels_shorten_the_wait_but_leave_an_all_gather_unhidden():
     other = gathered(100_000, "%r = bf16[1000,2000]{1,0} negate(%a)")  # 8 MB of HBM, 0.8 ms
     assert other.overlapped.seconds == pytest.approx(0.8e-3) and other.overlapped.product_seconds == 0.0
     assert other.timing.waited_by_bandwidth_s == pytest.approx(0.4e-3) and not other.is_hidden

@@ -32,7 +32,7 @@ WHOLE = LAYERS * WIDTH + 32
     "topology, mesh, kind",
     [("h100:1x8", {"fsdp": 8}, "NVIDIA H100 80GB HBM3"), ("b200:2x4", {"dp": 2, "fsdp": 4}, "NVIDIA B200")],
 )
-def test_a_forecast_for_gpus_from_a_machine_without_one(topology, mesh, kind):
+def test_forecast_for_gpus_without_a_gpu_reports_memory_modules_and_collectives(topology, mesh, kind):
     training = workload(rows=ROWS, width=WIDTH)
     step, args = training.build_step(mesh)
     found = forecast(step, *args, topology=topology, tokens=training.tokens)
@@ -54,7 +54,7 @@ def test_a_forecast_for_gpus_from_a_machine_without_one(topology, mesh, kind):
 
 
 @pytest.mark.cuda_plugin
-def test_what_does_not_fit_into_a_gpu_is_reported_and_fits_nowhere():
+def test_forecast_for_h100_reports_a_step_beyond_hbm_as_not_fitting():
     mesh = DeviceMeshManager.create_abstract_mesh({"fsdp": 8})
     sharding = NamedSharding(mesh, P("fsdp"))
     x = jax.ShapeDtypeStruct((8, 2**15, 2**20), jnp.float32, sharding=sharding)  # 128 GiB on each
@@ -78,7 +78,7 @@ for arguments in json.loads(sys.argv[1]):
 
 
 @pytest.mark.cuda_plugin
-def test_xla_takes_the_description_of_every_gpu():
+def test_xla_accepts_the_topology_description_of_every_listed_gpu():
     names = [chip.name for chip in CHIPS.values() if not chip.torus_axes]
     topologies = [parse_topology(f"{name}:2x{CHIPS[name].devices_per_node}") for name in names]
     command = [sys.executable, "-c", CUDA_CHILD, json.dumps([topology.description() for topology in topologies])]
@@ -89,7 +89,7 @@ def test_xla_takes_the_description_of_every_gpu():
 
 
 @pytest.mark.cuda_plugin
-def test_a_key_of_the_cache_is_of_this_gpu_and_this_plugin(monkeypatch):
+def test_cache_key_depends_on_gpu_topology_and_plugin_version(monkeypatch):
     def key(topology):
         mesh = DeviceMeshManager.create_abstract_mesh({"fsdp": 8})
         x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh, P("fsdp")))
@@ -138,13 +138,13 @@ def forecast_of_a_sum():
     ],
     ids=["plugin", "assembler"],
 )
-def test_a_compiler_that_is_not_installed_is_named_with_what_installs_it(monkeypatch, missing, said):
+def test_forecast_for_gpus_raises_for_missing_compiler_packages_with_the_pip_extra(monkeypatch, missing, said):
     installed(monkeypatch, **{name: found for name, found in WHOLE_SET.items() if name not in missing})
     with pytest.raises(ImportError, match=rf"GPU topology needs {said}, on a machine without GPUs.*\[forecast-gpu\]"):
         forecast_of_a_sum()
 
 
-def test_a_plugin_of_another_version_than_jaxlib_is_refused_with_both(monkeypatch):
+def test_forecast_for_gpus_raises_for_a_cuda_plugin_and_jaxlib_version_mismatch(monkeypatch):
     installed(monkeypatch, **WHOLE_SET)
     assert "jax-cuda12-plugin" in compile_process.check_compiler("cuda")  # guard: the whole set is taken
     installed(monkeypatch, **WHOLE_SET | {"jax_cuda12_plugin": "0.11.2"})
@@ -153,7 +153,7 @@ def test_a_plugin_of_another_version_than_jaxlib_is_refused_with_both(monkeypatc
         forecast_of_a_sum()
 
 
-def test_a_mesh_of_another_size_than_the_gpus_is_refused():
+def test_forecast_raises_for_a_mesh_size_unequal_to_the_gpu_count():
     step, args = workload(rows=ROWS).build_step({"fsdp": 8})
     with pytest.raises(ValueError, match=r"mesh \{'fsdp': 8\} has 8 devices, but topology='h100:2x8' has 16"):
         forecast(step, *args, topology="h100:2x8")

@@ -63,7 +63,7 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_loop_of_constant_length_runs_as_often_as_it_does(name):
+def test_parse_counts_trips_of_constant_length_loops_compiled_for_cpu(name):
     fn, want = LOOPS[name]
     program = parse(compiled_text(fn, jnp.ones((8, 8))))
     assert loop_trips(program) == want
@@ -71,7 +71,7 @@ def test_a_loop_of_constant_length_runs_as_often_as_it_does(name):
 
 
 @pytest.mark.libtpu
-def test_loops_of_a_tpu_are_counted():
+def test_parse_counts_loop_trips_of_tpu_programs_without_a_compiler_trip_count():
     """Its compiler writes no known_trip_count."""
     whole = NamedSharding(DeviceMeshManager.create_abstract_mesh({"fsdp": 1}), P())
     x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=whole)
@@ -85,7 +85,7 @@ def test_loops_of_a_tpu_are_counted():
     assert len(parse(compile_for_topology(away, x, topology="v5e:1x1").hlo).unknown_loops) == 1
 
 
-def test_a_loop_until_convergence_counts_once_and_is_listed():
+def test_parse_counts_a_convergence_loop_once_and_lists_the_loop_as_unknown():
     fn = partial(jax.lax.while_loop, lambda x: jnp.max(x) > 1e-3, lambda x: jnp.sin(x) / 2)
     program = parse(compiled_text(fn, jnp.ones((8, 8))))
     assert loop_trips(program) == [1]
@@ -93,12 +93,12 @@ def test_a_loop_until_convergence_counts_once_and_is_listed():
     assert loop.endswith("/while")
 
 
-def test_a_loop_whose_bound_is_an_argument_is_unknown():
+def test_parse_lists_a_loop_bounded_by_an_argument_as_unknown():
     program = parse(compiled_text(lambda n, x: jax.lax.fori_loop(0, n, lambda i, c: c @ c, x), 3, jnp.ones((8, 8))))
     assert loop_trips(program) == [1] and len(program.unknown_loops) == 1
 
 
-def test_the_length_of_an_inner_loop_that_grows_is_unknown():
+def test_parse_lists_an_inner_loop_of_varying_length_as_unknown():
     def fn(x):
         return jax.lax.fori_loop(0, 4, lambda i, c: jax.lax.fori_loop(0, i, lambda j, d: jnp.sin(d) @ d, c), x)
 
@@ -107,7 +107,7 @@ def test_the_length_of_an_inner_loop_that_grows_is_unknown():
     assert loop_trips(program) == [4, 4]
 
 
-def test_all_branches_are_executed_and_no_fusion_nor_reducer_is():
+def test_executed_includes_all_branches_but_no_fusions_or_reducers():
     def fn(i, x):
         return jax.lax.switch(i, [jnp.sin, lambda x: x @ x, lambda x: jnp.cumsum(x, 0)], x).sum()
 
@@ -127,7 +127,7 @@ def test_all_branches_are_executed_and_no_fusion_nor_reducer_is():
     assert inside and not inside & set(executed)
 
 
-def test_a_fusion_runs_in_the_schedule_of_its_caller_and_the_body_of_a_loop_in_its_own():
+def test_schedule_of_gives_fusions_the_caller_schedule_and_loop_bodies_a_separate_schedule():
     program = parse(compiled_text(scan(3), jnp.ones((8, 8))))
     calls = [(c, i) for c in program.computations.values() for i in c.instructions]
     fused = {name: c.name for c, i in calls if i.opcode == "fusion" for name in i.all_called}
@@ -137,7 +137,7 @@ def test_a_fusion_runs_in_the_schedule_of_its_caller_and_the_body_of_a_loop_in_i
     assert {name: program.schedule_of(program.computations[name]) for name in fused | own} == fused | own
 
 
-def test_instructions_stand_in_the_order_of_the_text():
+def test_parse_keeps_instructions_in_the_order_of_the_text():
     text = compiled_text(lambda x: jnp.sin(x @ x) @ x, jnp.ones((8, 8)))
     entry = parse(text).entry
     lines = text[text.index("ENTRY") :].splitlines()[1:]
@@ -206,7 +206,7 @@ TPU_LOOPS = TPU_LOOPS.replace(
 )
 
 
-def test_loops_of_a_tpu_are_counted_through_copies():
+def test_parse_counts_tpu_loop_trips_through_copies_of_the_counter():
     program = parse(TPU_LOOPS)
     executed = {computation.name: trips for computation, trips in program.executed()}
     assert executed == {
@@ -220,7 +220,7 @@ def test_loops_of_a_tpu_are_counted_through_copies():
     assert program.entry.by_name["param.9"].op_name == "batch['x']"
 
 
-def test_elements_of_tuples_in_short_are_those_in_full():
+def test_parse_reads_short_tuple_elements_like_get_tuple_element():
     """Newer compilers' dumps leave get-tuple-element out: ``%while.30#1``."""
     elements = dict(re.findall(r"  %(gte\.\d+) = .* get-tuple-element\((%[\w.\-]+)\), index=\d+", TPU_LOOPS))
     indices = dict(re.findall(r"  %(gte\.\d+) = .* get-tuple-element\(.*\), index=(\d+)", TPU_LOOPS))
@@ -253,7 +253,7 @@ def test_elements_of_tuples_in_short_are_those_in_full():
         (0, 6, -1, "LT", None),  # it counts away from its bound
     ],
 )
-def test_a_counter_is_followed_whatever_its_start_step_and_comparison(start, bound, step, direction, trips):
+def test_parse_counts_trips_for_any_counter_start_bound_step_and_comparison(start, bound, step, direction, trips):
     text = TPU_LOOPS.replace(
         "%constant.9 = s32[]{:T(128)} constant(0)", f"%constant.9 = s32[]{{:T(128)}} constant({start})"
     )
@@ -267,7 +267,7 @@ def test_a_counter_is_followed_whatever_its_start_step_and_comparison(start, bou
     assert program.unknown_loops == (("while.30",) if trips is None else ())
 
 
-def test_a_counter_that_the_body_scales_is_no_counter():
+def test_parse_lists_a_loop_with_a_doubled_counter_as_unknown():
     doubled = TPU_LOOPS.replace("add(%copy.22, %constant.180.clone..sunk)", "add(%copy.22, %copy.22)")
     program = parse(doubled)
     assert program.unknown_loops == ("while.30",)
@@ -292,7 +292,7 @@ def test_a_counter_that_the_body_scales_is_no_counter():
         ),
     ],
 )
-def test_a_type_tells_dtype_dims_memory_and_bytes(text, want):
+def test_parse_instruction_reads_dtype_dims_memory_space_and_bytes_of_a_type(text, want):
     instruction = parse_instruction(f'  %x.1 = {text} custom-call(%a, /*index=1*/%b-c.2), custom_call_target="f(%d)"')
     assert [(s.dtype, s.dims, s.space, s.nbytes) for s in instruction.shapes] == want
     assert (instruction.name, instruction.opcode, instruction.operands) == ("x.1", "custom-call", ("a", "b-c.2"))
@@ -317,7 +317,7 @@ def test_a_type_tells_dtype_dims_memory_and_bytes(text, want):
         ("dimensions={0}", ()),
     ],
 )
-def test_groups_of_devices_in_all_their_forms(text, want):
+def test_replica_groups_reads_every_notation_of_device_groups(text, want):
     assert replica_groups(text) == want
 
 
@@ -326,7 +326,7 @@ SUBSETS = [axes for n in (1, 2, 3) for axes in combinations(("a", "c", "d"), n)]
 
 
 @pytest.mark.parametrize("axes", SUBSETS, ids=str)
-def test_the_axes_of_a_collective_are_those_it_was_asked_for(axes):
+def test_axes_of_groups_finds_the_mesh_axes_of_a_psum(axes):
     mesh = DeviceMeshManager.create_device_mesh(AXES)
     fn = jax.shard_map(
         lambda x: jax.lax.psum(x, axes), mesh=mesh, in_specs=P(tuple(AXES)), out_specs=P(), check_vma=False
@@ -340,13 +340,13 @@ def test_the_axes_of_a_collective_are_those_it_was_asked_for(axes):
     assert set(ids[tuple(kept)].ravel().tolist()) in [set(group) for group in reduce.groups]
 
 
-def test_groups_that_follow_no_axes_have_none():
+def test_axes_of_groups_returns_none_for_groups_along_no_mesh_axis():
     assert axes_of_groups(((0, 1), (2, 3)), {"dp": 2, "fsdp": 2}) == ("fsdp",)
     assert axes_of_groups(((0, 3), (1, 2)), {"dp": 2, "fsdp": 2}) is None
     assert axes_of_groups(((0,), (1,)), {"dp": 2}) == ()
 
 
-def test_pairs_connect_the_devices_of_a_ring_or_a_chain():
+def test_replica_groups_joins_source_target_pairs_of_rings_and_chains():
     chains = "source_target_pairs={{0,1},{1,2},{2,3},{4,5},{5,6},{6,7}}"
     assert replica_groups(chains) == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert replica_groups("source_target_pairs={{0,4},{4,0},{1,5},{5,1}}, metadata={a}") == ((0, 4), (1, 5))

@@ -130,16 +130,16 @@ def each(rule, forecast, plan) -> list[Finding]:
 # ------------------------------------------------------------------------------------------------------- nothing to say
 
 
-def test_a_step_that_is_well_made_has_no_findings():
+def test_lint_of_a_well_made_step_has_no_findings():
     assert lint(cached(), plan_of()) == []
     assert sum(c.kind == "all-gather" for c in cached().collectives) >= 6  # guard: there was something to look at
 
 
-def test_nor_has_one_without_tracked_types():
+def test_lint_of_a_well_made_step_without_check_vma_has_no_findings():
     assert lint(cached(check_vma=False), plan_of()) == []
 
 
-def test_nor_has_one_whose_gathers_go_in_stages():
+def test_lint_of_staged_gathers_over_two_axes_has_no_findings():
     model = Model(wrap=partial(wrap, axis_name=AXES))
     forecast = cached(model)
     assert {c.axes for c in forecast.collectives if c.kind == "all-gather"} == {("dp",), ("fsdp",)}  # guard
@@ -149,7 +149,7 @@ def test_nor_has_one_whose_gathers_go_in_stages():
 # -------------------------------------------------------------------------------------------------------- each one rule
 
 
-def test_a_model_that_is_called_twice_is_gathered_twice():
+def test_lint_repeated_gather_fires_for_a_model_called_twice():
     def twice(params, apply_fn, batch, rng=None):
         return mean_square(params, apply_fn, apply_fn({"params": params}, batch), rng)
 
@@ -164,13 +164,13 @@ def test_a_model_that_is_called_twice_is_gathered_twice():
     assert finding.bytes == 2 * LAYERS * 2 * LAYER * 3 // 4
 
 
-def test_minibatches_gather_anew_and_are_told():
+def test_lint_repeated_gather_fires_for_minibatches_unless_num_minibatches_is_given():
     forecast = cached(num_minibatches=2)
     assert lint(forecast, plan_of(), num_minibatches=2) == []
     assert set(found(lint(forecast, plan_of()), "repeated-gather")) >= {"blocks/up/kernel", "blocks/down/kernel"}
 
 
-def test_a_leaf_that_the_plan_keeps_whole_is_gathered_too_often():
+def test_lint_repeated_gather_fires_for_a_gathered_leaf_replicated_in_the_plan():
     model = Model(wrap=partial(wrap, min_weight_size=2**17))
     findings = lint(cached(), plan_of(model))
     (last,) = [finding for finding in findings if "last/kernel" in finding.where]
@@ -178,7 +178,7 @@ def test_a_leaf_that_the_plan_keeps_whole_is_gathered_too_often():
     assert "make the plan of the model" in last.cure
 
 
-def test_a_gather_in_a_wider_dtype_than_was_asked_for():
+def test_lint_wide_gather_fires_for_float32_where_float16_was_requested():
     """In float16, which the CPU backend sends as it is."""
     narrow = Model(wrap=partial(wrap, gather_dtype=jnp.float16))
     wide = Model(wrap=partial(wrap, gather_dtype=jnp.float32))
@@ -191,27 +191,27 @@ def test_a_gather_in_a_wider_dtype_than_was_asked_for():
     assert up.bytes == 2 * LAYERS * LAYER * 3 // 4 and "is gathered as f32, but its wrapper requests float16" in up.text
 
 
-def test_a_float_where_blocks_of_8_bits_were_asked_for():
+def test_lint_wide_gather_fires_for_float16_where_int8_was_requested():
     packed = Model(wrap=partial(wrap, gather_dtype="int8"))
     wide = Model(wrap=partial(wrap, gather_dtype=jnp.float16))
     finding = next(f for f in lint(cached(wide), plan_of(packed)) if "blocks/up/kernel" in f.where)
     assert "is gathered as f16, but its wrapper requests int8" in finding.text and finding.rule == "wide-gather"
 
 
-def test_a_narrower_gather_than_was_asked_for_is_welcome():
+def test_lint_has_no_findings_for_a_narrower_gather_than_requested():
     narrow = Model(wrap=partial(wrap, gather_dtype=jnp.float16))
     wide = Model(wrap=partial(wrap, gather_dtype=jnp.float32))
     assert lint(cached(narrow), plan_of(wide)) == []
 
 
-def test_the_cpu_widens_bfloat16_by_itself():
+def test_lint_wide_gather_ignores_bfloat16_widened_by_the_cpu_backend():
     (gather,) = [c for c in cached().collectives if c.leaves == ("first/kernel",)]
     assert gather.dtype == "f32" and plan_of().row("first/kernel").gather_dtype == "bfloat16"
     assert "wide-gather" not in {finding.rule for finding in lint(cached(), plan_of())}
 
 
 @pytest.mark.parametrize("planned", [rematerialized, loop_inside], ids=lambda layers: layers.__name__)
-def test_a_gather_in_front_of_its_loop(planned):
+def test_lint_hoisted_gather_fires_for_a_gather_of_all_layers_before_the_loop(planned):
     """Whether the plan is of a model whose loop is around the wrapper, or of the one that was compiled."""
     findings = lint(cached(Model(layers=loop_inside)), plan_of(Model(layers=planned)))
     where = found(findings, "hoisted-gather")
@@ -223,7 +223,7 @@ def test_a_gather_in_front_of_its_loop(planned):
     assert "nn.scan(nn.remat(shard_module_params(" in findings[0].cure
 
 
-def test_members_of_vmap_are_gathered_together_on_purpose():
+def test_lint_has_no_findings_for_vmap_experts_gathered_together():
     class Experts(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -239,7 +239,7 @@ def test_members_of_vmap_are_gathered_together_on_purpose():
 
 
 @pytest.mark.parametrize("layers", [kept, rematerialized_inside], ids=lambda layers: layers.__name__)
-def test_weights_that_are_kept_for_backward(layers):
+def test_lint_kept_gathered_fires_for_gathered_weights_kept_for_backward(layers):
     model = Model(layers=layers)
     findings = lint(cached(model), plan_of(model))
     assert found(findings, "kept-gathered") == KERNELS
@@ -248,7 +248,7 @@ def test_weights_that_are_kept_for_backward(layers):
     assert lint(cached(model), plan_of(model), keep_gathered=True) == []
 
 
-def test_a_gradient_that_is_averaged_whole_though_its_leaf_is_split():
+def test_lint_all_reduce_of_shards_fires_for_gradients_of_gathered_weights():
     """A step that differentiates with respect to gathered weights: everything of it is correct, and dear."""
     model, mesh = Model(), mesh_of(2, 4)
     rng = jax.eval_shape(lambda: jax.random.key(0))
@@ -291,7 +291,7 @@ class Large(nn.Module):
         return nn.Dense(2 * WIDTH, name="bare")(x)
 
 
-def test_large_leaves_that_stay_whole():
+def test_lint_replicated_leaf_fires_for_large_indivisible_or_unwrapped_leaves():
     forecast = cached(Large())
     odd, bare = sorted(lint(forecast, plan_of(Large())), key=lambda finding: finding.where, reverse=True)
     assert (odd.rule, odd.where, bare.rule, bare.where) == (
@@ -305,7 +305,7 @@ def test_large_leaves_that_stay_whole():
     assert bare.bytes == 2 * 1021 * 2 * WIDTH * 4 and "shard_module_params around the module" in bare.cure
 
 
-def test_a_threshold_that_is_too_high():
+def test_lint_replicated_leaf_fires_for_a_min_weight_size_above_the_kernels():
     model = Model(wrap=partial(wrap, min_weight_size=2**20))
     findings = lint(cached(model), plan_of(model))
     assert found(findings, "replicated-leaf") == KERNELS
@@ -313,7 +313,7 @@ def test_a_threshold_that_is_too_high():
 
 
 @pytest.mark.parametrize("tx, is_found", [(optax.contrib.muon(0.1), True), (muon(0.1), False)], ids=["optax", "ours"])
-def test_a_matrix_product_of_an_optimizer_on_shards(tx, is_found):
+def test_lint_shared_and_repeated_products_fire_for_optax_muon_and_not_for_library_muon(tx, is_found):
     model, x = shard_module_params(nn.Dense, "fsdp")(1024), jax.ShapeDtypeStruct((64, 512), jnp.float32)
     mesh = mesh_of(1, 8)
     step, args = Workload(model, tx, x, mean_square).build_step(mesh)
@@ -346,7 +346,7 @@ class Mixed(nn.Module):
         return wrap(nn.Dense)(WIDTH, dtype=self.wide, name="wide")(x)
 
 
-def test_products_in_float32_in_a_model_of_bfloat16():
+def test_lint_wide_product_fires_for_float32_layers_of_a_bfloat16_model():
     sums, wide = sorted(each("wide-product", cached(Mixed()), plan_of(Mixed())), key=lambda finding: finding.where)
     assert (sums.where, wide.where, sums.bytes, wide.bytes) == ("sums", "wide", 0, 0)
     assert "multiplies in float32" in wide.text and "Give the module dtype=jnp.bfloat16" in wide.cure
@@ -358,7 +358,7 @@ def test_products_in_float32_in_a_model_of_bfloat16():
     assert [finding.where for finding in narrow] == ["sums"]
 
 
-def test_an_optimizer_of_bfloat16_makes_no_model_of_bfloat16():
+def test_lint_wide_product_ignores_bfloat16_products_of_the_optimizer():
     x = jax.ShapeDtypeStruct((64, 256), jnp.float32)
 
     class Root(nn.Module):
@@ -390,7 +390,7 @@ class JaxsAttention(nn.Module):
             return jax.nn.dot_product_attention(x, x, x).reshape(-1, WIDTH)
 
 
-def test_where_jaxs_attention_is_wide_the_cure_is_a_kernel():
+def test_lint_wide_product_advises_a_kernel_for_dot_product_attention():
     batch = jax.ShapeDtypeStruct((8 * 32, WIDTH), jnp.bfloat16)
     step, plan = compiled(JaxsAttention(), mesh_of(2, 4), batch=batch), plan_of(JaxsAttention())
     (finding,) = each("wide-product", step, plan)
@@ -409,7 +409,7 @@ class Attentive(nn.Module):
         return attention(x.reshape(-1, 32, WIDTH)).reshape(x.shape)
 
 
-def test_scores_that_attention_holds_are_found(monkeypatch):
+def test_lint_held_scores_fires_for_attention_scores_above_min_scores_bytes(monkeypatch):
     batch = jax.ShapeDtypeStruct((8 * 32, WIDTH), jnp.bfloat16)
     step, plan = compiled(Attentive(), mesh_of(2, 4), batch=batch), plan_of(Attentive())
     assert not each("held-scores", step, plan)
@@ -440,7 +440,7 @@ class Uniform(nn.Module):
         return dense(name="second")(nn.gelu(dense(name="first")(x)))
 
 
-def test_a_model_that_is_all_float32():
+def test_lint_float32_model_fires_only_for_an_all_float32_model_on_a_known_chip():
     wide, narrow = Uniform(jnp.float32), Uniform(jnp.bfloat16)
     (finding,) = each("float32-model", for_a_chip(cached(wide)), plan_of(wide))
     assert finding.where == "the model" and "100% of its products have operands of float32" in finding.text
@@ -456,7 +456,7 @@ def test_a_model_that_is_all_float32():
 
 
 @pytest.mark.parametrize("chip, times", [("h100", "take 2.02 ms at the peak rate, in bfloat16 1.01 ms"), ("v5e", "")])
-def test_a_model_of_float32_takes_longer_where_the_chip_has_a_faster_rate(chip, times):
+def test_lint_float32_model_states_time_only_on_chips_with_a_faster_bfloat16_rate(chip, times):
     step = for_a_chip(cached(Uniform(jnp.float32)), topology=f"{chip}:1x8")
     work = tuple(dataclasses.replace(one, flops=1e12 / len(step.flops.work)) for one in step.flops.work)
     step = dataclasses.replace(step, flops=dataclasses.replace(step.flops, work=work))
@@ -470,7 +470,7 @@ def attentive(model=None):
     return compiled(model or Attentive(), mesh_of(2, 4), batch=batch)
 
 
-def test_scores_are_a_cost_by_their_share_of_memory():
+def test_lint_held_scores_fires_by_share_of_step_memory():
     scores = 2 * 32 * 32 * 2
     few = for_a_chip(attentive(), total_bytes=10**9)
     most = for_a_chip(attentive(), total_bytes=10 * scores)
@@ -479,7 +479,7 @@ def test_scores_are_a_cost_by_their_share_of_memory():
     assert finding.bytes == scores and "The array is 10% of the step's memory" in finding.text
 
 
-def test_scores_are_a_cost_by_their_share_of_time():
+def test_lint_held_scores_fires_by_share_of_step_time():
     moved = product_rules.SCORES_PASSES * 2 * 32 * 32 * 2
     seconds = moved / (0.8 * CHIPS["h100"].hbm_bandwidth)
     long, short = (
@@ -512,14 +512,14 @@ class Layer(nn.Module):
 
 
 @pytest.mark.parametrize("scanned", [True, False])
-def test_scores_of_all_layers_are_one_cost(scanned):
+def test_lint_held_scores_merges_scores_of_all_layers_into_a_single_finding(scanned):
     step = for_a_chip(attentive(Layers(scanned)), total_bytes=2 * 32 * 32 * 2)
     (finding,) = each("held-scores", step, plan_of(Layers(scanned)))
     assert "64 KiB of scores" in finding.text and finding.bytes == 2 * 32 * 32 * 2
     assert finding.where == ("layers/inner/attention" if scanned else "layer_*/inner/attention")
 
 
-def test_a_step_that_waits_for_memory():
+def test_lint_memory_bound_fires_only_for_hbm_time_above_product_and_wait_time():
     """Seconds of products at 55% of the rate and of bytes at 80% of the bandwidth are compared."""
     bound = for_a_chip(cached(), memory_s=0.08, compute_s=0.0275)
     (finding,) = each("memory-bound", bound, plan_of())
@@ -534,7 +534,7 @@ def test_a_step_that_waits_for_memory():
         assert each("memory-bound", other, plan_of()) == []
 
 
-def test_the_cure_of_a_step_that_waits_for_memory_is_that_of_its_bytes():
+def test_lint_memory_bound_advice_follows_the_source_of_the_bytes():
     def cure_of(forecast, model):
         (finding,) = each("memory-bound", forecast, plan_of(model))
         return finding.text + finding.cure
@@ -576,7 +576,7 @@ class Decoder(nn.Module):
 
 
 @pytest.mark.cuda_plugin
-def test_a_gpt_of_float32_on_gpus_has_each_of_its_costs_found():
+def test_lint_of_a_float32_gpt_on_gpus_finds_dtype_scores_and_memory_costs():
     """It had one finding, of 64 MiB, in a step of 550 ms."""
     batch = jax.ShapeDtypeStruct((8 * 4, 512, WIDTH), jnp.float32)
     mesh = DeviceMeshManager.create_abstract_mesh({"fsdp": 8})
@@ -589,7 +589,7 @@ def test_a_gpt_of_float32_on_gpus_has_each_of_its_costs_found():
 
 
 @pytest.mark.cuda_plugin
-def test_large_products_of_bfloat16_on_gpus_have_none_of_these():
+def test_lint_of_large_bfloat16_products_on_gpus_has_no_dtype_scores_or_memory_findings():
     class Large(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -624,7 +624,7 @@ def on_a_square_torus():
 
 
 @pytest.mark.libtpu
-def test_an_all_reduce_in_place_of_a_scatter(on_a_square_torus):
+def test_lint_all_reduce_of_shards_fires_on_a_square_torus_with_a_flat_axis(on_a_square_torus):
     forecast, plan = on_a_square_torus
     (finding,) = [f for f in lint(forecast, plan) if f.rule == "all-reduce-of-shards"]
     assert finding.where == "layer_*" and "axis_name the tuple" in finding.cure
@@ -634,7 +634,7 @@ def test_an_all_reduce_in_place_of_a_scatter(on_a_square_torus):
 
 
 @pytest.mark.libtpu
-def test_collectives_that_the_step_waits_for(on_a_square_torus):
+def test_lint_exposed_collective_fires_for_waits_on_a_square_torus(on_a_square_torus):
     forecast, plan = on_a_square_torus
     findings = [f for f in lint(forecast, plan) if f.rule == "exposed-collective"]
     waited = {c.name for c in forecast.collectives if c.exposed_s}
@@ -657,7 +657,7 @@ def test_collectives_that_the_step_waits_for(on_a_square_torus):
     ],
     ids=["several", "too little", "many short ones", "hidden"],
 )
-def test_waits_of_many_modules_add_up(waits, named):
+def test_lint_exposed_collective_sums_waits_of_several_modules(waits, named):
     gather = next(c for c in cached().collectives if c.kind == "all-gather")
     each_one = {"count": 1, "alone_s": 0.1, "timing": None}
     collectives = [
@@ -670,7 +670,7 @@ def test_waits_of_many_modules_add_up(waits, named):
     assert all("'auto' to make_train_step, or compiler_options(device_kind) to a" in f.cure for f in findings)
 
 
-def test_a_scatter_of_float32_gradients_names_the_dtype_that_halves_it():
+def test_lint_advises_grad_scatter_dtype_for_a_float32_reduce_scatter():
     scatter = next(c for c in cached(Model(layers=kept)).collectives if c.kind == "reduce-scatter")
     narrow = dataclasses.replace(scatter, dtype="bf16")
     assert "pass grad_scatter_dtype=jnp.bfloat16 to shard_module_params" in _narrower([scatter])
@@ -678,7 +678,7 @@ def test_a_scatter_of_float32_gradients_names_the_dtype_that_halves_it():
 
 
 @pytest.mark.libtpu
-def test_layers_that_are_alike_are_one_finding(on_a_square_torus):
+def test_lint_merges_findings_of_equal_layers_into_a_single_finding(on_a_square_torus):
     (finding,) = [f for f in lint(*on_a_square_torus) if f.rule == "kept-gathered"]
     assert (finding.where, finding.bytes) == ("layer_*/kernel", 2 * 2048 * 2048 * 2)
 
@@ -691,7 +691,7 @@ def kept_findings() -> tuple[list[Finding], Any]:
     return lint(cached(model), plan_of(model)), model
 
 
-def test_a_forecast_that_was_stored_has_the_same_findings():
+def test_lint_of_a_forecast_loaded_from_json_has_the_same_findings():
     findings, model = kept_findings()
     assert lint(Forecast.from_json(cached(model).to_json()), plan_of(model)) == findings != []
 
@@ -706,7 +706,7 @@ def test_raise_if_lists_all_findings():
     assert all(str(finding) in str(raised.value) for finding in findings)
 
 
-def test_raise_if_looks_at_the_rules_that_are_named():
+def test_raise_if_considers_only_the_named_rules_and_raises_for_unknown_rules():
     findings, _ = kept_findings()
     raise_if([])
     raise_if(findings, rules=["wide-gather", "repeated-gather"])
@@ -716,7 +716,7 @@ def test_raise_if_looks_at_the_rules_that_are_named():
         raise_if(findings, rules=["kept"])
 
 
-def test_the_table_has_a_row_for_each_finding():
+def test_lint_table_has_a_row_for_each_finding():
     from rich.console import Console
 
     findings, _ = kept_findings()
@@ -726,7 +726,7 @@ def test_the_table_has_a_row_for_each_finding():
     assert all(text in out.getvalue() for text in [*KERNELS, "kept-gathered", "3 MiB"])
 
 
-def test_a_plan_of_another_model_is_refused():
+def test_lint_raises_for_a_plan_of_another_model():
     with pytest.raises(
         ValueError, match=r"(?s)gathers 'first/kernel'.*has none of these leaves; its parameters are 'bare/bias'"
     ):

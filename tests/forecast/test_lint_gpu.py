@@ -81,11 +81,11 @@ PASSES = 3 * 4  # forward, again in backward, and the scatter, of 4 layers
 
 
 @pytest.mark.slow
-def test_the_kept_step_is_what_the_compiler_writes():
+def test_stored_texts_of_the_waiting_step_equal_fresh_compiler_output():
     assert_kept_is_compiled("waiting", KEPT)
 
 
-def test_each_network_carries_its_stage():
+def test_forecast_nic_and_nvlink_bytes_match_the_stages_of_the_gathers():
     """The pieces of one GPU in four cross to the other host; the other three quarters stay within."""
     _, found = findings(**WAITING)
     assert found.nic_bytes == pytest.approx(PASSES * BYTES / 4 * 1 / 2, rel=1e-3)
@@ -95,7 +95,7 @@ def test_each_network_carries_its_stage():
     assert any("Not validated on hardware" in note for note in found.notes)
 
 
-def test_the_time_is_that_of_the_kernels_and_of_what_is_waited_for():
+def test_forecast_step_time_adds_kernel_seconds_and_exposed_seconds():
     _, found = findings(**WAITING)
     assert found.kernel_seconds >= found.roofline.compute_s > 0
     assert found.flops.total / CHIPS["h100"].peak_flops["bfloat16"] == pytest.approx(found.roofline.compute_s)
@@ -108,7 +108,7 @@ def test_the_time_is_that_of_the_kernels_and_of_what_is_waited_for():
 
 
 @pytest.mark.slow
-def test_more_collectives_under_way_are_waited_for_less():
+def test_compiler_options_for_gpus_reduce_exposed_collective_time():
     options = compiler_options(CHIPS["h100"].device_kinds[0])
     before, after = findings(**WAITING), findings(**WAITING, options=tuple(options.items()))
     waiting = of_rule(before, "exposed-collective")
@@ -120,7 +120,7 @@ def test_more_collectives_under_way_are_waited_for_less():
         assert findings(**WAITING, options=others)[1].exposed_seconds > 1.02 * after[1].exposed_seconds, name
 
 
-def test_whole_leaves_that_cross_hosts_do_not_where_the_axis_is_known_to():
+def test_lint_hosts_last_fires_for_mesh_axes_not_named_as_host_axes():
     by_other_names, staged = findings(**WAITING, sizes=(("a", 2), ("b", 4))), findings(**WAITING)
     last = of_rule(by_other_names, "hosts-last")
     assert [finding.where for finding in last] == ["blocks/down/kernel, blocks/up/kernel"]
@@ -132,7 +132,7 @@ def test_whole_leaves_that_cross_hosts_do_not_where_the_axis_is_known_to():
 
 
 @pytest.mark.slow
-def test_many_small_collectives_are_fewer_where_small_leaves_stay_whole():
+def test_lint_small_collectives_fires_until_min_weight_size_replicates_small_leaves():
     split, whole = findings(64, 128), findings(64, 128, min_weight_size=2**20)
     small = of_rule(split, "small-collectives")
     assert {axis for finding in small for axis in finding.where.split(", ")} == {"fsdp_host", "fsdp_device"}

@@ -69,11 +69,11 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: name[-60:] or "empty")
-def test_module_and_direction_of_a_name(name):
+def test_module_path_reads_module_and_direction_from_an_operation_name(name):
     assert module_path(name) == NAMES[name]
 
 
-def test_a_loop_lends_its_module_to_what_stands_beside_it():
+def test_module_paths_gives_unnamed_loop_operations_the_module_of_the_loop_body():
     gather = f"{BACK}/closed_call/checkpoint/rematted_computation/gather_params/all_gather"
     store = f"{BACK}/jit(dynamic_update_index_in_dim)/dynamic_update_slice"
     body = [f"{BACK}/closed_call/checkpoint/blocks/{part}/dot_general" for part in ("up", "down")]
@@ -83,14 +83,14 @@ def test_a_loop_lends_its_module_to_what_stands_beside_it():
     assert paths[body[0]] == ("blocks/up", "backward")
 
 
-def test_a_loop_over_different_modules_lends_none():
+def test_module_paths_gives_no_module_in_a_loop_over_several_modules():
     outer = f"{STEP}/while/body"  # minibatches
     names = [f"{outer}/{name}" for name in ("add", "jvp(M)/embed/gather", "jvp(M)/head/dot_general")]
     assert module_paths(names)[names[0]] == ("", "other")
 
 
 @pytest.mark.parametrize("block", ["transformer", "recurrent"])
-def test_every_weight_of_a_compiled_step_is_found_under_its_parameter_path(block):
+def test_module_paths_of_a_compiled_step_match_the_parameter_paths(block):
     """The products of a dense layer lie at the path of its kernel: forward, recomputed and backward."""
     mesh = mesh_of(2, 4)
     model = LanguageModel(block, dim=16, num_layers=2, num_heads=2, remat=True, wrap=fsdp)
@@ -117,7 +117,7 @@ def test_every_weight_of_a_compiled_step_is_found_under_its_parameter_path(block
     assert {path for path, _ in found} <= {"/".join(kernel) for kernel in kernels} | {"blocks", ""}
 
 
-def test_modules_that_are_sharded_from_outside_have_their_own_paths():
+def test_module_paths_of_shard_modules_layers_keep_the_layer_names():
     model = shard_modules(nn.Sequential([nn.Dense(32), nn.Dense(16)]), nn.Dense, "fsdp", min_weight_size=2)
 
     def loss(params, x):

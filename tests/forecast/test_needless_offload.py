@@ -79,11 +79,11 @@ def findings(found):
 
 
 @pytest.mark.slow
-def test_the_kept_step_is_what_the_compiler_writes():
+def test_stored_texts_of_the_offloaded_step_equal_fresh_compiler_output():
     assert_kept_is_compiled("offloaded", KEPT)
 
 
-def test_a_training_that_needs_offload_gets_it_and_one_that_does_not_does_not(search):
+def test_fit_chooses_offload_only_for_a_step_beyond_the_memory_budget(search):
     needs, does_not = search(), search(64 * GIB)
     assert needs.best.options.offload == Offload() and "8 GiB of optimizer state" in needs.why_offload
     assert not any(trial.fits for trial in needs.trials if trial.options.offload == NO_OFFLOAD)
@@ -91,12 +91,12 @@ def test_a_training_that_needs_offload_gets_it_and_one_that_does_not_does_not(se
     assert does_not.best.seconds < needs.best.seconds and does_not.why_offload == ""
 
 
-def test_the_lint_is_silent_where_offload_makes_a_step_fit(offloaded):
+def test_lint_needless_offload_is_silent_for_a_step_fitting_only_with_offload(offloaded):
     assert offloaded.fits and offloaded.host.stored_bytes == 8 * GIB
     assert findings(offloaded) == []
 
 
-def test_where_there_is_room_for_the_moments_the_step_waits_for_nothing(offloaded):
+def test_lint_needless_offload_fires_for_waits_where_hbm_has_room_for_the_moments(offloaded):
     """The same step on a chip of more memory."""
     roomy = dataclasses.replace(offloaded, available_bytes=64 * GIB)
     (finding,) = findings(roomy)
@@ -108,7 +108,7 @@ def test_where_there_is_room_for_the_moments_the_step_waits_for_nothing(offloade
     assert findings(hidden) == []
 
 
-def test_moments_that_all_come_at_once_save_little():
+def test_lint_needless_offload_fires_for_multisteps_loading_all_moments_at_once():
     """``MultiSteps`` branches over all of its state."""
     tx = optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation()
     step, args = Workload(Layers(), tx, X, loss, offload=Offload()).build_step(MESH)

@@ -60,20 +60,20 @@ def small_forecast():
     return forecast(jax.jit(lambda x: (x.sum(0), (x @ x.T).sum())), x)
 
 
-def test_bars_are_as_long_as_what_they_say_and_orange_warns():
+def test_notebook_html_scales_bars_by_value_and_colours_warnings_orange():
     bars = [Bar("a/<lambda>", 8.0, "8 & more"), Bar("b", 2.0, "2", warns=True), Bar("c", 0.0, "0")]
     html = notebook_html("all", 'a "title"', bars)
     assert Page(html).rows == [("a/<lambda>", "8 & more", BLUE, 100), ("b", "2", ORANGE, 25), ("c", "0", BLUE, 0)]
     assert "a &quot;title&quot;" in html and html.endswith("</pre>\n")
 
 
-def test_many_bars_are_the_first_and_a_number():
+def test_notebook_html_cuts_off_bars_beyond_the_limit_and_counts_the_rest():
     page = Page(html := notebook_html("all", "title", [Bar(str(i), 1, "") for i in range(MOST_BARS + 5)]))
     assert len(page.bars) == MOST_BARS and "and 5 more" in html
     assert not Page(notebook_html("all", "title", [])).bars
 
 
-def test_a_plan_has_a_bar_for_what_a_device_keeps_of_each_leaf():
+def test_plan_repr_html_has_a_bar_for_the_bytes_per_device_of_each_leaf():
     plan = plan_sharding(Model(fsdp()), {"dp": 1, "fsdp": 8}, data()["x"], tx=optax.adam(1e-3))
     rows = Page(plan._repr_html_()).rows
     leaves = {row.path.replace(" ", "/"): row for row in plan.rows}  # "(optimizer) 0/count"
@@ -87,7 +87,7 @@ def test_a_plan_has_a_bar_for_what_a_device_keeps_of_each_leaf():
 
 
 @pytest.mark.parametrize("tx", [optax.sgd(1e-3), optax.adam(1e-3)], ids=["sgd", "adam"])
-def test_a_state_has_a_bar_for_each_leaf_of_each_part(tx):
+def test_train_state_repr_html_has_bars_for_params_and_opt_state_leaves(tx):
     state = create_train_state(Model(fsdp()), tx, mesh_of(1, 8), jax.random.key(0), data()["x"], batch_axes=AXES)
     rows = Page(html := state._repr_html_()).rows
     parts = [re.fullmatch(r"(params|opt_state) \S+( ×(\d+))?", row[0]).group(1, 3) for row in rows]
@@ -99,7 +99,7 @@ def test_a_state_has_a_bar_for_each_leaf_of_each_part(tx):
     assert widths == sorted(widths, reverse=True) and widths[0] == 100
 
 
-def test_a_forecast_has_a_bar_for_each_kind_of_collective():
+def test_forecast_repr_html_has_a_bar_for_each_kind_of_collective():
     found = small_forecast()
     rows = Page(found._repr_html_()).rows
     assert len(rows) >= 1 and all("per step" in text for _, text, *_ in rows)
@@ -109,7 +109,7 @@ def test_a_forecast_has_a_bar_for_each_kind_of_collective():
     assert [row[2] for row in rows] == [BLUE] * len(rows) and [row[2] for row in orange] == [ORANGE] * len(rows)
 
 
-def test_a_fit_has_a_bar_for_each_trial():
+def test_fit_repr_html_has_a_bar_for_each_compiled_trial():
     found = small_forecast()
     larger = dataclasses.replace(found, code_bytes=found.code_bytes + found.total_bytes)
     trials = (Trial(Options({"fsdp": 8}), found, True), Trial(Options({"dp": 2, "fsdp": 4}), larger, False))
@@ -119,7 +119,7 @@ def test_a_fit_has_a_bar_for_each_trial():
     assert rows[1][0].startswith("dp=2,fsdp=4, weights kept") and format_bytes(larger.total_bytes) in rows[1][1]
 
 
-def test_a_checked_step_has_a_bar_for_each_leaf_wrong_ones_first():
+def test_step_check_repr_html_has_a_bar_for_each_leaf_with_wrong_leaves_first():
     leaves = (LeafCheck("fine", ("fsdp",), 1.0, 0.0, 1e-5), LeafCheck("wrong", (), 8.0, 0.0, 1e-5))
     check = StepCheck("wrong", ("gradients are <wrong>",), "gradients", "exactly", {"fsdp": 8}, leaves, 1.0)
     html = check._repr_html_()
@@ -127,7 +127,7 @@ def test_a_checked_step_has_a_bar_for_each_leaf_wrong_ones_first():
     assert "gradients are &lt;wrong&gt;" in html
 
 
-def test_what_is_shown_has_no_script_pixels_or_colour_of_text():
+def test_repr_html_contains_no_script_pixel_sizes_or_text_colour():
     """So it is read in light and in dark, and 390 pixels wide."""
     plan = plan_sharding(Model(fsdp()), {"dp": 1, "fsdp": 8}, data()["x"], tx=optax.adam(1e-3))
     for html in (plan._repr_html_(), small_forecast()._repr_html_()):

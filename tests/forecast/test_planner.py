@@ -86,7 +86,7 @@ def torus(*shape):
     ],
     ids=str,
 )
-def test_meshes_that_suit_a_torus(shape, want):
+def test_default_meshes_of_a_torus_are_staged_flat_and_hybrid(shape, want):
     assert default_meshes(torus(*shape)) == want
     assert Options(want[-1]).shard_axes == tuple(axis for axis in want[-1] if axis != "dp")
 
@@ -110,7 +110,7 @@ def test_meshes_that_suit_a_torus(shape, want):
     ],
     ids=str,
 )
-def test_meshes_that_suit_a_topology(topology, want):
+def test_default_meshes_of_a_topology_put_gpu_hosts_on_the_first_axis(topology, want):
     """Of GPUs: the axis across hosts is one of those that are gathered first."""
     found = default_meshes(parse_topology(topology))
     assert found == want and [list(mesh) for mesh in found] == [list(mesh) for mesh in want]
@@ -204,7 +204,7 @@ def but(options, **changes):
     ],
     ids=str,
 )
-def test_the_code_that_applies_the_best_runs_and_has_all_its_options(options, said):
+def test_code_of_options_runs_and_contains_every_option(options, said):
     code = code_of(options)
     names = {"Block": nn.Dense, "loss_fn": lambda params, apply_fn, batch, rng: 0.0}
     names |= {"model": shard_module_params(nn.Dense, "fsdp", 16)(8), "tx": optax.adam(1e-3)}
@@ -228,7 +228,7 @@ def test_the_code_that_applies_the_best_runs_and_has_all_its_options(options, sa
     assert json.loads(fit.to_json())["code"] == code
 
 
-def test_where_the_first_mesh_fits_the_others_are_tried_with_its_fastest():
+def test_fit_tries_other_meshes_with_the_fastest_options_of_the_first_mesh():
     found, tried = searched(1300)  # all three ways fit
     kept = [but(KEPT, mesh=mesh) for mesh in (FLAT, HYBRID)]
     assert tried == [KEPT, AGAIN, REMAT, *kept, but(KEPT, min_weight_size=OTHER_MIN_WEIGHT_SIZE)]
@@ -238,12 +238,12 @@ def test_where_the_first_mesh_fits_the_others_are_tried_with_its_fastest():
     assert found.best.options == AGAIN
 
 
-def test_another_mesh_that_is_faster_is_the_best_and_goes_on():
+def test_fit_continues_with_a_faster_mesh_as_the_best():
     found, tried = searched(2000)
     assert found.best.options == but(KEPT, mesh=HYBRID) == but(tried[-1], min_weight_size=2**18)
 
 
-def test_minibatches_are_made_of_what_took_least_until_it_fits():
+def test_fit_adds_minibatches_to_the_smallest_options_until_the_step_fits():
     found, tried = searched(455)
     in_four = but(REMAT, num_minibatches=4)
     assert tried[:5] == [KEPT, AGAIN, REMAT, but(REMAT, num_minibatches=2), in_four]
@@ -251,7 +251,7 @@ def test_minibatches_are_made_of_what_took_least_until_it_fits():
     assert tried[5:] == [but(in_four, mesh=FLAT), but(in_four, mesh=HYBRID), but(in_four, min_weight_size=2**12)]
 
 
-def test_other_meshes_are_tried_where_the_first_fits_with_no_minibatches():
+def test_fit_tries_other_meshes_after_no_minibatch_count_fits_the_first_mesh():
     found, tried = searched(300)  # at least 400 on the first mesh, whatever is done
     first = [but(REMAT, num_minibatches=2**i) for i in range(1, 7)]
     on_flat = but(REMAT, mesh=FLAT)
@@ -263,7 +263,7 @@ def test_other_meshes_are_tried_where_the_first_fits_with_no_minibatches():
     assert {trial.options.offload for trial in without_flat if trial.fits} == {Offload()}  # guard: it is the mesh
 
 
-def test_where_nothing_fits_on_any_mesh_all_was_tried():
+def test_fit_without_a_fitting_step_has_tried_every_mesh_minibatch_count_and_offload():
     found, tried = searched(100)
     assert found.best is None and not any(trial.fits for trial in found.trials)
     for offload, enough in ((NO_OFFLOAD, [FLAT]), (Offload(), [STAGED, FLAT])):  # where the arguments leave room
@@ -273,7 +273,7 @@ def test_where_nothing_fits_on_any_mesh_all_was_tried():
     assert all(options.min_weight_size == 2**18 for options in tried)
 
 
-def test_offload_is_tried_last_and_where_nothing_fits_without_it():
+def test_fit_tries_offload_last_and_only_if_no_step_fits_without_offload():
     found, tried = searched(250, meshes=(STAGED,))
     on_host = [but(REMAT, offload=Offload(), num_minibatches=count) for count in (1, 2, 4)]
     assert tried == [KEPT, AGAIN, REMAT, *on_host, but(on_host[-1], min_weight_size=2**12)]
@@ -294,7 +294,7 @@ def test_offload_is_tried_last_and_where_nothing_fits_without_it():
 
 
 @pytest.mark.parametrize("budget", [1300, 455, 300])
-def test_what_fits_without_offload_is_never_offloaded(budget):
+def test_fit_never_tries_offload_for_a_budget_met_without_offload(budget):
     found, tried = searched(budget)
     assert found.best is not None and {options.offload for options in tried} == {NO_OFFLOAD}
     assert found.why_offload == json.loads(found.to_json())["why_offload"] == ""
@@ -309,7 +309,7 @@ def test_what_fits_without_offload_is_never_offloaded(budget):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_step_that_does_not_compile_is_a_row_and_the_search_goes_on(error, problem):
+def test_fit_records_a_compile_error_as_a_trial_and_continues(error, problem):
     def forecast_of(options):
         if options.keep_gathered is False and not options.remat:
             raise error
@@ -325,7 +325,7 @@ def test_a_step_that_does_not_compile_is_a_row_and_the_search_goes_on(error, pro
 @pytest.mark.parametrize(
     "error", [KeyError("x"), RuntimeError("a" * 5000), ValueError(), AssertionError()], ids=lambda e: type(e).__name__
 )
-def test_whatever_the_users_code_raises_is_a_row_with_its_line(error):
+def test_fit_records_an_exception_of_build_step_as_a_trial_with_the_source_line(error):
     def build(options):
         if options.mesh == FLAT:
             raise error
@@ -341,7 +341,7 @@ def test_whatever_the_users_code_raises_is_a_row_with_its_line(error):
     assert len(" ".join(rendered(found.table()).split())) < 10 * MAX_PROBLEM
 
 
-def test_minibatches_that_cannot_be_made_end_with_the_first_of_them():
+def test_fit_stops_adding_minibatches_at_the_first_impossible_count():
     def forecast_of(options):
         if options.num_minibatches > 2:
             raise ValueError("num_minibatches=4 does not divide the 2 rows of a device")
@@ -353,7 +353,7 @@ def test_minibatches_that_cannot_be_made_end_with_the_first_of_them():
     assert found.best is None
 
 
-def test_what_fails_at_the_very_first_options_is_an_error_with_its_cause():
+def test_fit_raises_for_a_failure_at_the_first_options_with_the_cause():
     def broken(options):
         return {}["missing"]
 
@@ -368,7 +368,7 @@ def test_what_fails_at_the_very_first_options_is_an_error_with_its_cause():
         searched(1300, refused)
 
 
-def test_a_search_goes_on_where_the_compiler_refuses_the_first():
+def test_fit_continues_after_the_compiler_refuses_the_first_options():
     def forecast_of(options):
         if options.keep_gathered:
             raise CompileError("the compiler refuses the step for v5e:4x8: UNIMPLEMENTED")
@@ -380,7 +380,7 @@ def test_a_search_goes_on_where_the_compiler_refuses_the_first():
     assert failed.options == KEPT and "UNIMPLEMENTED" in " ".join(rendered(found.table()).split())
 
 
-def test_what_is_no_matter_of_the_options_ends_the_search():
+def test_fit_raises_for_a_missing_compiler_package():
     def without_libtpu(options):
         raise ImportError("needs libtpu")
 
@@ -388,7 +388,7 @@ def test_what_is_no_matter_of_the_options_ends_the_search():
         searched(1300, without_libtpu)
 
 
-def test_a_loss_that_raises_is_the_users_code_too():
+def test_fit_raises_for_an_exception_in_the_loss_with_the_source_file():
     def bad_loss(params, apply_fn, batch, rng):
         raise RuntimeError("in the loss")
 
@@ -410,7 +410,7 @@ def jobs_of(steps, log):
 
 
 @pytest.mark.parametrize("limit", [1, 2, 9])
-def test_jobs_run_side_by_side_up_to_the_limit_and_come_in_their_order(limit, monkeypatch):
+def test_side_by_side_runs_jobs_up_to_the_limit_and_yields_in_order(limit, monkeypatch):
     log, most = [], []
     jobs = jobs_of([90, 30, 10, 50, 20], log)
 
@@ -423,7 +423,7 @@ def test_jobs_run_side_by_side_up_to_the_limit_and_come_in_their_order(limit, mo
     assert max(most) == min(limit, 5)
 
 
-def test_what_still_runs_is_ended_when_the_caller_stops():
+def test_side_by_side_closes_running_jobs_when_the_caller_stops():
     log = []
     jobs = jobs_of([9, 99, 99], log)
 
@@ -438,13 +438,13 @@ def test_what_still_runs_is_ended_when_the_caller_stops():
     assert log == [job for job, _ in jobs[:2] + jobs] and all(job.closed for job in log)
 
 
-def test_how_many_run_at_once_does_not_change_what_is_tried_or_told():
+def test_fit_tries_the_same_options_for_any_number_of_parallel_jobs():
     for budget in (1300, 455, 300, 100):
         alone, beside = (searched(budget, at_once=count) for count in (1, 8))
         assert alone == beside and len(alone[1]) > 5
 
 
-def test_a_machine_has_room_by_its_cores_and_its_memory(monkeypatch):
+def test_room_for_jobs_is_limited_by_cores_and_free_memory(monkeypatch):
     monkeypatch.setattr(several.os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
     largest = several.resource.getrusage(several.resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     child = max(CHILD_BYTES, largest)
@@ -453,7 +453,7 @@ def test_a_machine_has_room_by_its_cores_and_its_memory(monkeypatch):
         assert room_for_jobs() == room
 
 
-def test_free_memory_is_that_of_the_system_or_of_the_group_whichever_is_less(monkeypatch):
+def test_free_bytes_is_the_smaller_of_system_and_cgroup_memory(monkeypatch):
     texts = {"meminfo": "MemTotal: 9 kB\nMemAvailable:     4000 kB\n", "memory.max": "max\n", "memory.current": "7\n"}
     monkeypatch.setattr(several, "_text", lambda path: texts.get(path.name, ""))
     assert several.free_bytes() == 4000 * 1024
@@ -477,7 +477,7 @@ def tight():
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_the_best_is_the_fastest_of_what_fits(tight):
+def test_fit_best_is_the_fastest_trial_within_the_budget(tight):
     found, _ = tight
     fitting = [trial for trial in found.trials if trial.fits]
     assert fitting and found.best is fitting[0]
@@ -488,7 +488,7 @@ def test_the_best_is_the_fastest_of_what_fits(tight):
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_each_way_is_tried_and_minibatches_only_where_none_fits(tight):
+def test_fit_tries_kept_regathered_and_remat_weights_before_minibatches(tight):
     found, tried = tight
     ways = [(o.keep_gathered, o.remat, o.num_minibatches) for o in tried]
     assert ways[:3] == [(True, False, 1), (False, False, 1), (False, True, 1)]
@@ -500,7 +500,7 @@ def test_each_way_is_tried_and_minibatches_only_where_none_fits(tight):
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_the_table_and_the_json_tell_all_trials(tight):
+def test_fit_table_and_json_contain_all_trials(tight):
     found, tried = tight
     text = rendered(found.table())
     assert "What fits into 45 MiB on each device of v5e:2x2" in text and text.count("fsdp=4") == len(tried)
@@ -521,7 +521,7 @@ def layer_on_host(options, passes_on=True):
     return Workload(model, optax.adam(1e-3), x, loss, offload=offload).build_step(options.mesh, options.num_minibatches)
 
 
-def test_errors_of_a_users_loss_are_said_and_those_of_an_estimate_raised(monkeypatch):
+def test_fit_raises_for_an_unbuildable_step_and_passes_on_errors_of_the_estimate(monkeypatch):
     def broken(*_):
         raise KeyError("ours")
 
@@ -533,7 +533,7 @@ def test_errors_of_a_users_loss_are_said_and_those_of_an_estimate_raised(monkeyp
 
 
 @pytest.mark.parametrize("passes_on", [True, False])
-def test_a_build_that_does_not_pass_offload_on_is_said_in_its_row(passes_on, monkeypatch):
+def test_fit_trial_reports_a_build_step_without_offload_passed_on(passes_on, monkeypatch):
     """Steps are built and traced; nothing fits by the figures that they are given."""
     figures = Figures(2**40, 1.0)
     monkeypatch.setattr(fitting, "begin_forecast", lambda *_, **__: Job(lambda: figures))

@@ -68,14 +68,14 @@ DUMPED = {"hlo": "HloModule step", "buffers": "BufferAssignment:"}
 
 
 @pytest.mark.parametrize("texts", [DUMPED, {}], ids=["dumped", "nothing dumped"])
-def test_what_was_dumped_before_a_refusal_is_no_program(texts):
+def test_read_texts_raises_for_a_refused_program_despite_dumped_texts(texts):
     with pytest.raises(CompileError, match=f"refuses the step for v5e:2x2, given .*all_to_all.*: {WHY}$"):
         _read_texts(told(WHY, **texts), ON, SETTINGS, ())
     assert _read_texts(told(None, **DUMPED), ON, SETTINGS, ()).hlo == DUMPED["hlo"]  # guard: it is the error
 
 
 @pytest.mark.parametrize("error", ["RESOURCE_EXHAUSTED: Ran out of memory", "INVALID_ARGUMENT: Invalid TPU program."])
-def test_a_program_that_is_too_large_is_read_and_one_that_fits_is_refused(error, monkeypatch):
+def test_out_of_memory_error_gives_fits_false_for_a_large_step_and_raises_for_a_small_step(error, monkeypatch):
     found = _read_texts(told(error, **DUMPED), ON, SETTINGS, ())
     assert error in found.too_large
     flops = count_flops(jax.make_jaxpr(lambda x: x)(1.0), 1)
@@ -91,7 +91,7 @@ def test_a_program_that_is_too_large_is_read_and_one_that_fits_is_refused(error,
 
 
 @pytest.mark.libtpu
-def test_a_forecast_of_a_refused_program_is_an_error_and_with_the_options_of_its_slice_it_is_none():
+def test_forecast_raises_for_refused_compiler_options_and_accepts_auto_options():
     step, *args = exchange(32)
     with pytest.raises(CompileError, match=f"refuses the step for v5e:4x8, given .*: {WHY}"):
         forecast(step, *args, topology="v5e:4x8", compiler_options=ALL_TO_ALL)
@@ -100,7 +100,7 @@ def test_a_forecast_of_a_refused_program_is_an_error_and_with_the_options_of_its
 
 
 @pytest.mark.parametrize("name", ["forecast", "lint"])
-def test_the_command_line_says_it_in_a_line_and_exits_with_2(name, monkeypatch, capsys):
+def test_forecast_and_lint_commands_print_a_compile_error_in_a_line_and_exit_with_2(name, monkeypatch, capsys):
     def refuses(*args, **kwargs):
         raise CompileError(f"the compiler refuses the step for {WHY}\n\nand more")
 

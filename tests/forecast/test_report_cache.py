@@ -38,7 +38,7 @@ def entry(cache, key=KEY):
 # ---------------------------------------------------------------------------------------------------------- the entries
 
 
-def test_what_was_kept_is_read_and_nothing_else(cache):
+def test_report_cache_reads_only_the_entry_of_the_given_key(cache):
     assert cache.read(KEY) is None
     cache.write(KEY, TEXTS)
     assert cache.read(KEY) == TEXTS and cache.read(OTHER) is None
@@ -46,7 +46,7 @@ def test_what_was_kept_is_read_and_nothing_else(cache):
     assert cache.folder.stat().st_mode & 0o777 == 0o700 and os.listdir(cache.folder) == [entry(cache).name]
 
 
-def test_a_damaged_entry_is_none_and_is_replaced(cache):
+def test_report_cache_warns_of_a_damaged_entry_and_replaces_the_entry_on_write(cache):
     cache.write(KEY, TEXTS)
     sound = entry(cache).read_bytes()
     places = [*range(0, len(sound), 9), len(sound) - 1]
@@ -61,7 +61,7 @@ def test_a_damaged_entry_is_none_and_is_replaced(cache):
     assert cache.read(KEY) == TEXTS and len(flipped) > 9  # guard
 
 
-def test_an_entry_under_the_name_of_another_is_none(cache):
+def test_report_cache_warns_of_an_entry_renamed_to_another_key(cache):
     cache.write(KEY, TEXTS)
     entry(cache).rename(entry(cache, OTHER))
     with pytest.warns(UserWarning, match="digest"):
@@ -102,7 +102,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("hurt, reason", UNUSABLE.values(), ids=UNUSABLE)
-def test_what_others_may_have_written_or_nobody_has_is_not_read(hurt, reason, cache, monkeypatch):
+def test_report_cache_warns_of_unsafe_or_malformed_entries_and_returns_none(hurt, reason, cache, monkeypatch):
     cache.write(KEY, TEXTS)
     try:
         hurt(entry(cache))
@@ -118,7 +118,7 @@ def test_what_others_may_have_written_or_nobody_has_is_not_read(hurt, reason, ca
     assert bool(cache.problem) == folder_is_bad and (cache.read(KEY) == TEXTS) != folder_is_bad
 
 
-def test_a_report_that_could_not_be_read_again_is_not_kept(cache, monkeypatch):
+def test_report_cache_does_not_keep_a_report_above_max_entry_bytes(cache, monkeypatch):
     monkeypatch.setattr(report_cache, "MAX_ENTRY_BYTES", 100)
     cache.write(KEY, TEXTS)
     assert re.search(r"the report has \d+ bytes, more than the 100 that an entry may", cache.problem)
@@ -139,12 +139,12 @@ def test_a_report_that_could_not_be_read_again_is_not_kept(cache, monkeypatch):
     ],
     ids=["deep", "long number", "empty", "no fields", "other types"],
 )
-def test_a_text_that_is_no_plan_or_forecast_is_a_value_error(what, read, number, text, why):
+def test_from_json_raises_for_malformed_plan_or_forecast_text(what, read, number, text, why):
     with pytest.raises(ValueError, match=f"^this is not {what}.* {why}|^this is not {what}, {why}"):
         read(text.replace("NUMBER", str(number)))
 
 
-def test_what_cannot_be_read_or_kept_is_told_and_nothing_is_raised(cache, tmp_path, monkeypatch):
+def test_report_cache_reports_unreadable_or_unwritable_entries_without_raising(cache, tmp_path, monkeypatch):
     entry(cache).mkdir(parents=True)
     cache.folder.chmod(0o700)
     with pytest.warns(UserWarning, match="is not a regular file"):
@@ -157,7 +157,7 @@ def test_what_cannot_be_read_or_kept_is_told_and_nothing_is_raised(cache, tmp_pa
     assert beneath.problem == f"{tmp_path}/file/kept: Not a directory" and beneath.read(KEY) is None
 
 
-def test_a_writer_that_dies_leaves_the_old_entry_or_none(cache, monkeypatch):
+def test_report_cache_interrupted_write_leaves_the_old_entry_or_none(cache, monkeypatch):
     cache.write(KEY, TEXTS)
 
     def die(*_):
@@ -171,7 +171,7 @@ def test_a_writer_that_dies_leaves_the_old_entry_or_none(cache, monkeypatch):
     assert os.listdir(cache.folder) == [entry(cache).name]
 
 
-def test_beyond_its_size_what_was_not_read_for_longest_goes(cache):
+def test_report_cache_beyond_max_bytes_evicts_least_recently_read_entries(cache):
     for number in range(4):
         cache.write(str(number) * 64, TEXTS)
         os.utime(entry(cache, str(number) * 64), (number, number))
@@ -192,7 +192,7 @@ def test_beyond_its_size_what_was_not_read_for_longest_goes(cache):
     ],
     ids=str,
 )
-def test_where_the_users_cache_is(variables, folder, monkeypatch):
+def test_user_cache_folder_follows_environment_variables(variables, folder, monkeypatch):
     assert user_cache() is None  # the suite has none
     for name in ("XLSTM_JAX_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -222,7 +222,7 @@ def request(scale=2.0, name="up", options=None, topology="v5e:1x1", donate=(), s
 
 
 @pytest.mark.libtpu
-def test_a_key_is_of_the_program_and_not_of_who_asks_for_it():
+def test_cache_key_is_independent_of_the_calling_source_lines():
 
     def from_elsewhere():
         return request()  # other lines are on the way to the step
@@ -246,7 +246,7 @@ def test_a_key_is_of_the_program_and_not_of_who_asks_for_it():
     ],
     ids=str,
 )
-def test_another_program_topology_or_option_has_another_key(changed):
+def test_cache_key_changes_with_program_topology_and_compiler_options(changed):
     base = {"topology": "v5e:2x2", "axes": {"dp": 4}} if "axes" in changed else {}
     assert request(**base | changed).key != request(**base).key
 
@@ -258,14 +258,14 @@ def bumped(name):
 
 @pytest.mark.libtpu
 @pytest.mark.parametrize("package", ["jax", "jaxlib", "libtpu"])
-def test_another_version_has_another_key(package, monkeypatch):
+def test_cache_key_changes_with_jax_jaxlib_and_libtpu_version(package, monkeypatch):
     before = request().key
     monkeypatch.setattr(compile_process, "version", bumped(package))
     assert request().key != before
 
 
 @pytest.mark.libtpu
-def test_what_the_compiler_reads_from_the_environment_is_in_the_key(monkeypatch, tmp_path):
+def test_cache_key_changes_with_compiler_environment_library_and_child_program(monkeypatch, tmp_path):
     before = request().key
     monkeypatch.setenv("LESS", "-R")
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/nowhere")  # of another backend: the child does not get it
@@ -298,14 +298,14 @@ def compiled(tmp_path_factory):
 
 
 @pytest.mark.libtpu
-def test_a_step_without_shardings_is_compiled_for_one_chip(compiled):
+def test_forecast_compiles_a_step_without_shardings_for_a_single_chip(compiled):
     *_, found = compiled
     assert found.device_kind == "TPU v5 lite" and found.memory.argument_bytes == 512 * 512 * 4
     assert found.flops.total == 2 * 512**3 and not found.collectives
 
 
 @pytest.mark.libtpu
-def test_a_forecast_from_the_cache_is_that_of_the_compiler(compiled, monkeypatch):
+def test_forecast_from_the_cache_equals_the_forecast_of_the_compiler(compiled, monkeypatch):
     step, x, cache, found = compiled
     with monkeypatch.context() as within:
         within.setattr(compile_process.sys, "executable", "/bin/false")
@@ -324,7 +324,7 @@ def test_a_forecast_from_the_cache_is_that_of_the_compiler(compiled, monkeypatch
 
 
 @pytest.mark.libtpu
-def test_what_another_attempt_may_answer_otherwise_is_not_kept(monkeypatch):
+def test_report_cache_keeps_only_repeatable_compiler_results(monkeypatch):
     errors = {None: True, "XlaRuntimeError: RESOURCE_EXHAUSTED: of HBM": True, "INTERNAL: disk": False}
     versions = compile_process._versions(packages := ["jax", "jaxlib", "libtpu"])
     told = {error: json.dumps({"error": error, "versions": versions}) for error in errors}

@@ -62,7 +62,7 @@ def params_of(state):
 # -------------------------------------------------------------------------------- exact counts, against closed formulas
 
 
-def test_gathers_of_a_scanned_rematerialized_model():
+def test_all_gathers_of_a_scanned_remat_model_are_counted_per_leaf_and_layer():
     """One per leaf and layer in forward, one in backward where the layer is computed again; four bytes a value."""
     text, state = rematerialized()
     want = Counter()
@@ -80,7 +80,7 @@ def test_gathers_of_a_scanned_rematerialized_model():
     }
 
 
-def test_scatters_of_a_scanned_model():
+def test_reduce_scatters_of_a_scanned_model_are_counted_per_leaf_and_layer():
     """One per leaf and layer, of the module that the gradient belongs to."""
     text, state = rematerialized()
     want = Counter(
@@ -93,7 +93,7 @@ def test_scatters_of_a_scanned_model():
     assert {(c.direction, c.axes, c.wire_bytes / c.payload_bytes) for c in scatters} == {("backward", ("fsdp",), 0.75)}
 
 
-def test_all_reduces_average_shards_over_dp_and_whole_leaves_over_both():
+def test_all_reduces_average_shards_over_dp_and_replicated_leaves_over_both_axes():
     text, state = rematerialized()
     shards = sum(4 * math.prod(shape) // 4 for _, shape, split, _ in params_of(state) if split)
     whole = sum(4 * math.prod(shape) for _, shape, split, _ in params_of(state) if not split)
@@ -105,20 +105,20 @@ def test_all_reduces_average_shards_over_dp_and_whole_leaves_over_both():
     assert set(over_both[0].modules) > {"Dense_0", "blocks/LayerNorm_0"} and over_both[0].module == ""
 
 
-def test_every_collective_of_the_text_is_told_once():
+def test_find_collectives_lists_every_collective_of_the_text_once():
     text, _ = rematerialized()
     told = [c.name for c in find_collectives(parse(text), SIZES)]
     assert len(told) == len(set(told))
     assert set(told) == set(re.findall(r"%([\w.\-]+) = .* (?:all-gather|all-reduce|reduce-scatter)\(", text))
 
 
-def test_minibatches_multiply_the_counts():
+def test_minibatches_multiply_the_counts_of_gathers_and_scatters():
     text, _ = compiled_step(Model(wrap=fsdp(), scan=True, remat=True), num_minibatches=2)
     assert {c.count for c in rows(text, kind="all-gather", module="blocks/Dense_0")} == {2 * SCANNED}
     assert {c.count for c in rows(text, kind="reduce-scatter", module="blocks/Dense_0")} == {2 * SCANNED}
 
 
-def test_a_model_that_runs_twice_is_gathered_twice():
+def test_find_collectives_counts_twice_the_gathers_for_a_model_called_twice():
     """Guard of the counts above: other programs have others."""
 
     def twice(params, apply_fn, batch, rng=None):
@@ -133,7 +133,7 @@ def test_a_model_that_runs_twice_is_gathered_twice():
     assert (gathers(rematerialized()[0]), gathers(text)) == (SCANNED, 2 * SCANNED)
 
 
-def test_a_gather_around_the_scan_is_one_of_all_layers():
+def test_wrapper_around_the_scan_gives_a_single_gather_of_all_layers():
     """Wrapped the other way around: once, of three times the bytes; its leaf and module stay those of the blocks."""
 
     class Outside(nn.Module):
@@ -153,7 +153,7 @@ def test_a_gather_around_the_scan_is_one_of_all_layers():
 
 
 @pytest.mark.parametrize("scan", [True, False])
-def test_the_module_is_found_without_the_names_of_arguments(scan):
+def test_find_collectives_finds_the_module_without_argument_names(scan):
     """From the operation that reads what was gathered: in a fusion, behind a loop's tuple."""
     text, _ = rematerialized() if scan else compiled_step(Model(wrap=fsdp(), scan=False))
     nameless = re.sub(r'op_name="state\.params[^"]*"', 'op_name=""', text)
@@ -189,7 +189,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_payload_wire_bytes_and_axes_of_each_kind(kind):
+def test_find_collectives_gives_payload_wire_bytes_and_axes_of_each_kind(kind):
     fn, payload, wire, axes = KINDS[kind]
     (c,) = rows(text_of(fn))
     assert (c.kind, c.payload_bytes, c.wire_bytes, c.axes, c.dtype) == (kind, payload, wire, axes, "f32")
@@ -198,18 +198,18 @@ def test_payload_wire_bytes_and_axes_of_each_kind(kind):
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 @pytest.mark.parametrize("kind, rounds", [("all-gather", 1), ("reduce-scatter", 1), ("all-reduce", 2)])
-def test_wire_bytes_are_those_of_a_ring(kind, rounds, n):
+def test_ring_bytes_equal_a_count_piece_by_piece_around_the_ring(kind, rounds, n):
     """Counted piece by piece: in each of n - 1 steps of a round a device sends one of n pieces on."""
     pieces = [sum(1 for _ in range(n - 1)) for _ in range(rounds)]
     assert ring_bytes(kind, 64, n) == sum(pieces) * 64 // n
 
 
-def test_groups_that_follow_no_axes_of_the_mesh_have_none():
+def test_find_collectives_gives_no_axes_for_groups_along_no_mesh_axis():
     (c,) = find_collectives(parse(text_of(KINDS["all-to-all"][0])), {"a": 4, "b": 2})
     assert c.axes is None and c.group_size == 4
 
 
-def test_a_mesh_of_another_size_is_refused():
+def test_find_collectives_raises_for_a_mesh_of_another_size():
     with pytest.raises(ValueError, match=r"\{'dp': 2, 'fsdp': 2\} has 4 devices, .* compiled for 8"):
         find_collectives(parse(rematerialized()[0]), {"dp": 2, "fsdp": 2})
 
@@ -226,12 +226,12 @@ ENTRY %main (x: bf16[16,8], n: s32[2]) -> bf16[24,8] {
 """
 
 
-def test_the_offsets_of_a_ragged_exchange_are_no_payload():
+def test_ragged_all_to_all_payload_leaves_out_the_offsets():
     (sent,) = find_collectives(parse(RAGGED), {"ep": 2})
     assert (sent.dtype, sent.payload_bytes) == ("bf16", 16 * 8 * 2)
 
 
-def test_a_loop_of_unknown_length_counts_its_collectives_once():
+def test_find_collectives_counts_collectives_in_a_loop_of_unknown_length_once():
     def until_small(x):
         return jax.lax.while_loop(lambda y: y[0, 0] > 1, lambda y: jax.lax.psum(y, "dp") / 4, x)
 
@@ -243,7 +243,7 @@ def test_a_loop_of_unknown_length_counts_its_collectives_once():
 @pytest.mark.parametrize(
     "paths, want", [(["a/b", "a/c"], "a"), (["a/b", "a/b"], "a/b"), (["ab", "ac"], ""), ([], ""), (["a", ""], "")]
 )
-def test_common_path(paths, want):
+def test_common_path_is_the_longest_prefix_of_complete_path_components(paths, want):
     assert common_path(paths) == want
 
 
@@ -302,7 +302,7 @@ CHAINED_ENTRY = """
 """
 
 
-def test_a_gather_spread_over_fusions_counts_once_and_overlaps_those_in_its_midst():
+def test_gather_spread_over_fusions_counts_once_and_overlaps_fusions_in_between():
     (c,) = rows(tpu(CHAINED, CHAINED_ENTRY))
     assert (c.kind, c.count, c.payload_bytes, c.dtype, c.axes) == ("all-gather", 1, 4096 * 1024 * 2, "bf16", ("fsdp",))
     assert (c.leaves, c.module, c.direction) == (("blocks/down/kernel",), "blocks/down", "recompute")
@@ -310,7 +310,7 @@ def test_a_gather_spread_over_fusions_counts_once_and_overlaps_those_in_its_mids
     assert (c.overlapped.modules, c.overlapped.instructions, c.overlapped.cycles) == (("blocks/up",), 1, 75981)
 
 
-def test_the_second_stage_of_a_gather_whose_first_is_asynchronous_has_the_same_leaf():
+def test_second_gather_stage_after_an_asynchronous_first_stage_has_the_same_leaf():
     """Not the module that happens to read it first, which may be another one's."""
     stage = (
         "  %all-gather.60 = bf16[1,4096,2048]{2,1,0} all-gather(%async-collective-done), channel_id=7, "
@@ -351,7 +351,7 @@ SCATTERED_ENTRY = """
 """
 
 
-def test_a_fusion_that_keeps_a_slice_of_its_all_reduce_is_a_reduce_scatter():
+def test_fusion_of_all_reduce_and_slice_counts_as_a_reduce_scatter():
     scatter, permute = rows(tpu(SCATTERED, SCATTERED_ENTRY))
     payload = 4128 * 1024 * 2  # padded, as it travels
     assert (scatter.kind, scatter.stands_for, scatter.payload_bytes) == ("reduce-scatter", None, payload)
@@ -361,7 +361,7 @@ def test_a_fusion_that_keeps_a_slice_of_its_all_reduce_is_a_reduce_scatter():
     assert permute.asynchronous and permute.overlapped.modules == ("blocks/up",)
 
 
-def test_an_all_reduce_that_is_sliced_outside_is_a_whole_all_reduce():
+def test_all_reduce_sliced_outside_the_fusion_stands_for_a_reduce_scatter():
     """On a square torus: twice the bytes of the scatter that was asked for, several in one."""
     reducer = SCATTERED[: SCATTERED.index("%all-reduce-scatter")]
     entry = """
@@ -398,14 +398,14 @@ PLACED_ENTRY = """
 """
 
 
-def test_an_all_reduce_of_pieces_in_zeros_stands_for_a_gather():
+def test_all_reduce_of_shards_padded_with_zeros_stands_for_an_all_gather():
     (c,) = rows(tpu(PLACED, PLACED_ENTRY))
     assert (c.kind, c.stands_for, c.direction) == ("all-reduce", "all-gather", "recompute")
     assert (c.leaves, c.module) == (("blocks/up/kernel",), "blocks/up")
     assert (c.payload_bytes, c.wire_bytes) == (1024 * 4096 * 2, 2 * 3 / 4 * 1024 * 4096 * 2)
 
 
-def test_an_all_reduce_of_pieces_in_something_else_stands_for_nothing():
+def test_all_reduce_of_shards_padded_with_nonzeros_stands_for_no_all_gather():
     other = PLACED_ENTRY.replace("bf16[]{:T(256)} constant(0)", "bf16[]{:T(256)} constant(1)")
     (c,) = rows(tpu(PLACED, other))
     assert (c.kind, c.stands_for, c.leaves) == ("all-reduce", None, ())
@@ -432,7 +432,7 @@ SPARSECORE_ENTRY = """
 
 
 @pytest.mark.parametrize("nameless", [False, True])
-def test_a_gather_on_the_sparsecore_runs_beside_the_schedule(nameless):
+def test_sparsecore_all_gather_is_asynchronous_and_overlaps_the_schedule(nameless):
     entry = SPARSECORE_ENTRY.replace("state.params", "p") if nameless else SPARSECORE_ENTRY
     (c,) = rows(tpu(SPARSECORE, entry))
     assert (c.kind, c.count, c.payload_bytes, c.module) == ("all-gather", 1, 1024 * 256 * 2, "blocks/up")
@@ -464,7 +464,7 @@ LOOP_CALLED = """  %zero = s32[] constant(0)
 
 
 @pytest.mark.parametrize("trips, cycles", [(0, 0), (5, None)])
-def test_a_gather_is_not_hidden_behind_a_loop_that_does_not_run(trips, cycles):
+def test_overlapped_cycles_are_zero_for_a_loop_without_trips_and_unknown_otherwise(trips, cycles):
     """And may be behind one that runs, of which the compiler says nothing."""
     lines = SPARSECORE_ENTRY.replace("multiply(%fusion.9", "multiply(%p.1").splitlines(keepends=True)
     entry = "".join(LOOP_CALLED if "%fusion.9 =" in line else line for line in lines)
@@ -473,13 +473,13 @@ def test_a_gather_is_not_hidden_behind_a_loop_that_does_not_run(trips, cycles):
 
 
 @pytest.mark.parametrize("estimate, cycles", [('"estimated_cycles":"0"', 0), ("", None)])
-def test_an_estimate_of_no_cycles_is_an_estimate(estimate, cycles):
+def test_overlapped_cycles_distinguish_an_estimate_of_zero_from_no_estimate(estimate, cycles):
     entry = SPARSECORE_ENTRY.replace('"estimated_cycles":"45110"', estimate)
     (c,) = rows(tpu(SPARSECORE, entry))
     assert (c.overlapped.instructions, c.overlapped.cycles) == (1, cycles)
 
 
-def test_a_gather_that_the_sparsecore_calls_counts_once():
+def test_sparsecore_all_gather_in_a_nested_call_counts_once():
     """What runs there may itself call the computation that holds the collective."""
     wrapped = """
 %wrapped.1 (param_0.280: bf16[1,1024,64], param_1.288: token[]) -> bf16[1,1024,256] {
@@ -493,7 +493,7 @@ def test_a_gather_that_the_sparsecore_calls_counts_once():
     assert (c.kind, c.count, c.asynchronous) == ("all-gather", 1, True)
 
 
-def test_work_that_is_started_without_operands_leads_nowhere_and_is_no_error():
+def test_async_start_without_operands_gives_a_collective_without_leaves():
     """After code generation a program may start what it offloads so, as here the lookup of an embedding."""
     computation = """
 %async_computation.1 (param_0: bf16[8,128], param_1: s32[8]) -> bf16[8,128] {
@@ -521,7 +521,7 @@ GPU_ENTRY = """
 """
 
 
-def test_pairs_of_a_gpu_are_asynchronous_unless_they_say_otherwise():
+def test_gpu_start_done_pairs_are_asynchronous_unless_marked_is_sync():
     gather, scatter = rows(tpu(PLACED, GPU_ENTRY))
     assert (gather.kind, gather.payload_bytes, gather.axes) == ("all-gather", 1024 * 64 * 4, ("fsdp",))
     assert gather.asynchronous and gather.overlapped.modules == ("down",) and gather.leaves == ("up/kernel",)
@@ -542,7 +542,7 @@ STAGED_TOGETHER = """
 """
 
 
-def test_arrays_that_a_first_stage_gathers_together_are_known_apart_in_the_second():
+def test_leaves_gathered_together_in_the_first_stage_are_separate_in_the_second_stage():
     first, up, down = rows(tpu("", STAGED_TOGETHER))
     assert (first.axes, first.leaves) == (("dp",), ("up/kernel", "down/kernel"))
     assert (up.axes, up.leaves, down.leaves) == (("fsdp",), ("up/kernel",), ("down/kernel",))
@@ -581,7 +581,7 @@ def collectives_on_tpu(topology, sizes):
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_a_rectangular_torus_gathers_and_scatters():
+def test_rectangular_torus_step_has_all_gathers_and_reduce_scatters():
     found = collectives_on_tpu("v5e:2x4", {"dp": 2, "fsdp": 4})
     payload = 4096 * 1024 * 2
     gathers = [c for c in found if c.kind == "all-gather"]
@@ -597,7 +597,7 @@ def test_a_rectangular_torus_gathers_and_scatters():
 
 
 @pytest.mark.libtpu
-def test_a_square_torus_reduces_all_where_it_was_asked_to_scatter():
+def test_square_torus_step_has_all_reduces_in_place_of_reduce_scatters():
     found = collectives_on_tpu("v5e:4x4", {"fsdp": 16})
     stands = [c for c in found if c.stands_for == "reduce-scatter"]
     assert sum(c.count * c.payload_bytes for c in stands) == 6 * 2 * 4096 * 1024 * 2
@@ -605,7 +605,7 @@ def test_a_square_torus_reduces_all_where_it_was_asked_to_scatter():
     assert {module for c in stands for module in c.modules} == {"blocks/up", "blocks/down"}
 
 
-def test_a_row_is_plain_data():
+def test_collective_dataclass_converts_to_plain_data_by_asdict():
     row = dataclasses.asdict(rows(rematerialized()[0], kind="all-gather")[0])
     nothing = {"modules": (), "instructions": 0}
     assert row["overlapped"] == nothing | dict.fromkeys(("cycles", "seconds", "product_seconds"))

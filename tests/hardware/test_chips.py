@@ -26,14 +26,14 @@ MULTIPLIERS = {"v4": 8 * 128**2, "v5e": 4 * 128**2, "v5p": 8 * 128**2, "v6e": 4 
 
 
 @pytest.mark.parametrize("chip", TPUS, ids=lambda chip: chip.name)
-def test_peak_is_multipliers_times_clock(chip):
+def test_peak_flops_of_tpus_equal_multipliers_times_clock(chip):
     assert chip.peak_flops["bfloat16"] == pytest.approx(2 * MULTIPLIERS[chip.name] * chip.clock_hz, rel=0.003)
     assert 0.95 * chip.hbm_bytes < chip.usable_hbm_bytes < chip.hbm_bytes
 
 
 # FLOP per byte on all links, both ways: what a fully sharded layer needs of tokens per chip, from the literature.
 @pytest.mark.parametrize("name, ratio", [("v5e", 1094), ("v5p", 850), ("v6e", 2550)])
-def test_compute_to_wire_ratio_is_the_published_one(name, ratio):
+def test_compute_to_wire_ratio_of_tpus_matches_the_published_ratio(name, ratio):
     chip = CHIPS[name]
     assert chip.peak_flops["bfloat16"] / (2 * chip.link_bandwidth * chip.torus_axes) == pytest.approx(ratio, rel=0.001)
 
@@ -53,11 +53,11 @@ def test_compute_to_wire_ratio_is_the_published_one(name, ratio):
         ("NVIDIA GB200", "gb200"),
     ],
 )
-def test_a_chip_by_its_device_kind(device_kind, name):
+def test_chip_of_finds_the_chip_by_device_kind(device_kind, name):
     assert chip_of(device_kind) is CHIPS[name]
 
 
-def test_figures_of_a_chip_keep_their_places():
+def test_chip_positional_fields_keep_the_order():
     """Users add a chip of their own by position too."""
     v5e = CHIPS["v5e"]
     figures = (v5e.name, v5e.device_kinds, v5e.hbm_bytes, v5e.usable_hbm_bytes, v5e.peak_flops, v5e.hbm_bandwidth)
@@ -65,20 +65,20 @@ def test_figures_of_a_chip_keep_their_places():
     assert Chip(*figures, *links, slices=v5e.slices) == v5e
 
 
-def test_a_device_without_figures_has_no_chip():
+def test_chip_of_returns_none_for_a_cpu_and_device_kinds_are_unique():
     assert chip_of(jax.devices()[0].device_kind) is None
     kinds = [kind for chip in CHIPS.values() for kind in chip.device_kinds]
     assert len(kinds) == len(set(kinds))
 
 
-def test_both_tables_agree_on_tpus():
+def test_tpu_tables_of_forecast_and_training_agree():
     assert [chip.name for chip in TPUS] == list(KNOWN_TO_TRAINING)
     for chip in TPUS:
         known = KNOWN_TO_TRAINING[chip.name]
         assert (chip.device_kinds, chip.torus_axes, chip.slices) == known[:3]
 
 
-def test_a_new_tpu_is_one_entry_in_each_table(monkeypatch):
+def test_new_tpu_needs_a_single_entry_in_each_table(monkeypatch):
     tpu = Tpu(("TPU v9",), 3, slices_up_to((8, 8, 16)), {"xla_tpu_new": ((2, 2, 1),)})
     monkeypatch.setitem(KNOWN_TO_TRAINING, "v9", tpu)
     figures = {"name": "v9", "device_kinds": tpu.device_kinds, "slices": tpu.slices}
@@ -92,7 +92,7 @@ def test_a_new_tpu_is_one_entry_in_each_table(monkeypatch):
 # ----------------------------------------------------------------------------------------------------------- topologies
 
 
-def test_a_topology_is_read():
+def test_parse_topology_reads_name_shape_and_chip():
     topology = parse_topology("v5p:4x4x8")
     assert (topology.name, topology.shape, topology.num_devices) == ("v5p:4x4x8", (4, 4, 8), 128)
     assert topology.chip is CHIPS["v5p"]
@@ -108,7 +108,7 @@ def test_a_topology_is_read():
         ("v4:2x4x4", (False, False, False)),  # less than a cube: no optical switches
     ],
 )
-def test_which_axes_are_rings(name, wraps):
+def test_parse_topology_marks_torus_dims_with_wrap_around_links(name, wraps):
     assert parse_topology(name).wraps == wraps
 
 
@@ -122,7 +122,7 @@ def test_which_axes_are_rings(name, wraps):
         ("gb200:6", (1, 6), "1x3x2"),
     ],
 )
-def test_a_topology_of_gpus_is_hosts_by_gpus(name, shape, told):
+def test_parse_topology_reads_gpus_as_hosts_by_gpus_per_host(name, shape, told):
     topology = parse_topology(name)
     assert (topology.name, topology.shape, topology.num_devices) == (name, shape, math.prod(shape))
     assert not any(topology.wraps) and topology.platform == "cuda"
@@ -131,7 +131,7 @@ def test_a_topology_of_gpus_is_hosts_by_gpus(name, shape, told):
     assert f'device_description_str: "{topology.chip.device_kinds[0]}"' in described["target_config"]
 
 
-def test_what_xla_is_told_of_a_gpu_is_what_its_maker_states_to_some_percent():
+def test_target_config_of_gpus_agrees_with_vendor_figures_within_some_percent():
     gpus = [chip for chip in CHIPS.values() if not chip.torus_axes]
     for chip in gpus:
         told = dict(re.findall(r"(\w+): ([\d.]+)", target_config(chip)))
@@ -151,7 +151,7 @@ for arguments in json.loads(sys.argv[1]):
 
 
 @pytest.mark.libtpu
-def test_libtpu_knows_the_slices_and_names_the_chips_alike():
+def test_libtpu_accepts_topology_descriptions_and_agrees_on_chips_and_shapes():
     names = ["v5e:1x1", "v5e:2x2", "v5e:2x4", "v5e:16x16", "v6e:1x1", "v6e:8x8", "v4:2x2x1", "v4:4x4x4", "v4:16x16x16"]
     names += ["v5p:2x2x1", "v5p:2x4x4", "v5p:4x4x8", "v5p:16x16x24"]
     topologies = [parse_topology(name) for name in names]
@@ -181,7 +181,7 @@ def bounds(links, wire_bytes, **more):
     return step_bounds({"bfloat16": 1e12}, 1e9, wire_bytes, links, **more)
 
 
-def test_three_times_by_hand():
+def test_step_bounds_match_compute_memory_and_wire_times_by_hand():
     times = bounds(on_torus("v5e:16x16", {"x": 16}, {"y": 16}), {("x",): 9e9})
     assert times.compute_s == pytest.approx(1e12 / 197e12)
     assert times.memory_s == pytest.approx(1e9 / 8.2e11)
@@ -189,7 +189,7 @@ def test_three_times_by_hand():
     assert (times.bound, times.seconds) == ("wire", times.wire_s)
 
 
-def test_the_step_is_bound_by_the_largest():
+def test_step_bounds_name_the_largest_time_as_the_bound():
     assert bounds(on_torus("v5e:16x16", {"x": 16}, {"y": 16}), {}).bound == "compute"
     links = on_torus("v5e:1x1", {"x": 1}, {})
     assert step_bounds({"bfloat16": 1e12}, 1e12, {}, links).bound == "memory"
@@ -214,7 +214,7 @@ def test_the_step_is_bound_by_the_largest():
         ("h100", "float8_e4m3fnuz", 989e12),
     ],
 )
-def test_each_dtype_has_its_rate(chip, dtype, rate):
+def test_step_bounds_use_the_peak_rate_of_each_dtype(chip, dtype, rate):
     links = Links(CHIPS[chip], {"x": 1}, parse_topology(f"{chip}:1x1") if chip.startswith("v") else None, [(0, 0, 0)])
     assert step_bounds({dtype: 1e12}, 0, {}, links).compute_s == pytest.approx(1e12 / rate)
 
@@ -239,11 +239,11 @@ def test_each_dtype_has_its_rate(chip, dtype, rate):
         ("v5p:2x4x4", [{"x": 2}, {"y": 4}, {"z": 4}], {("z",): 9e9}, 0.1),  # less than a cube has no rings
     ],
 )
-def test_wire_time_on_a_torus(name, dims, wire_bytes, seconds):
+def test_wire_time_on_a_torus_follows_rings_and_shared_links(name, dims, wire_bytes, seconds):
     assert bounds(on_torus(name, *dims), wire_bytes).wire_s == pytest.approx(seconds, rel=0.005)
 
 
-def test_collectives_on_other_dims_run_side_by_side_but_each_takes_its_time():
+def test_busiest_seconds_let_collectives_on_different_torus_dims_run_in_parallel():
     links = on_torus("v5e:16x16", {"x": 16}, {"y": 16})
     assert links.busiest_seconds({("x",): 9e9, ("y",): 9e9}) == pytest.approx(0.1)
     assert links.seconds(("x",), 9e9) + links.seconds(("y",), 9e9) == pytest.approx(0.2)
@@ -258,13 +258,13 @@ def test_collectives_on_other_dims_run_side_by_side_but_each_takes_its_time():
         ({"dp": 32, "fsdp": 8}, ("dp",), 6.6e9, 0.132),  # each device has its own gather
     ],
 )
-def test_wire_time_on_gpus(axis_sizes, axes, sent, seconds):
+def test_wire_time_on_gpus_follows_nvlink_and_network_adapters(axis_sizes, axes, sent, seconds):
     links = Links(CHIPS["h100"], axis_sizes)
     assert links.seconds(axes, sent) == pytest.approx(seconds, rel=0.01)
     assert bounds(links, {axes: sent}).wire_s == pytest.approx(seconds, rel=0.01)
 
 
-def test_ridge_is_where_compute_takes_as_long_as_the_wire():
+def test_ridge_tokens_give_equal_compute_and_wire_time():
     """Twice as many tokens compute twice as long and send as much: at the ridge the two times meet."""
     links, sent = on_torus("v5e:16x16", {"x": 16}, {"y": 16}), {("x",): 9e9}
     ridge = bounds(links, sent, tokens_per_device=512).ridge_tokens
@@ -274,7 +274,7 @@ def test_ridge_is_where_compute_takes_as_long_as_the_wire():
     assert not math.isclose(ridge, 512)
 
 
-def test_ridge_of_a_fully_sharded_layer_is_the_textbook_one():
+def test_ridge_tokens_of_a_fully_sharded_layer_match_the_textbook_formula():
     """6 bytes sent and 8 FLOP per token computed for each parameter: 0.75 x FLOP per byte, 820 tokens on v5e."""
     params, tokens = 1e9, 2048
     links = on_torus("v5e:16x16", {"x": 16}, {"y": 16})
@@ -283,6 +283,6 @@ def test_ridge_of_a_fully_sharded_layer_is_the_textbook_one():
     assert times.ridge_tokens == pytest.approx(0.75 * 1094, rel=0.001)
 
 
-def test_wire_bytes_travel_over_axes_of_the_mesh():
+def test_step_bounds_raises_for_wire_bytes_on_an_axis_outside_the_mesh():
     with pytest.raises(ValueError, match=r"wire_bytes names the axis 'tp'; the mesh has \{'x': 16, 'y': 16\}"):
         bounds(on_torus("v5e:16x16", {"x": 16}, {"y": 16}), {("tp",): 1.0})

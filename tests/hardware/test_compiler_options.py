@@ -118,13 +118,13 @@ def all_become_asynchronous(found):
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_on_v6e_all_bytes_become_asynchronous():
+def test_compiler_options_on_v6e_make_all_collective_bytes_asynchronous():
     all_become_asynchronous(traffic("v6e:2x4"))
 
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_on_v5p_all_bytes_become_asynchronous_and_each_option_does_it_for_one_kind():
+def test_compiler_options_on_v5p_each_make_a_single_collective_kind_asynchronous():
     found = traffic("v5p:2x2x1", "each")
     all_become_asynchronous(found)
     kinds = {"all-gather", "reduce-scatter", "all-reduce", "all-to-all"}
@@ -135,7 +135,7 @@ def test_on_v5p_all_bytes_become_asynchronous_and_each_option_does_it_for_one_ki
 
 
 @pytest.mark.libtpu
-def test_on_v5e_gathers_in_a_loop_become_asynchronous():
+def test_compiler_options_on_v5e_make_gathers_in_a_loop_and_all_to_alls_asynchronous():
     found = traffic("v5e:2x4")
     assert share(found[ALL], "all-gather") >= 0.7 > 0.1 >= share(found[NONE], "all-gather")
     assert share(found[ALL], "all-to-all") == 1 > 0 == share(found[NONE], "all-to-all")
@@ -145,7 +145,7 @@ def test_on_v5e_gathers_in_a_loop_become_asynchronous():
 # --------------------------------------------------------------------------------------------------------------- kinds
 
 
-def test_gpu_options_are_known_to_this_release():
+def test_xla_accepts_gpu_compiler_options_and_raises_for_wrong_names_or_values():
     """XLA refuses a name, or a value, that it does not know, also on a CPU, where these have no effect."""
     options = compiler_options("NVIDIA H100 80GB HBM3")
     assert jax.jit(lambda x: x + 1, compiler_options=options)(jnp.ones(())) == 2
@@ -154,7 +154,7 @@ def test_gpu_options_are_known_to_this_release():
             jax.jit(lambda x: x + 1, compiler_options=wrong)(jnp.ones(()))
 
 
-def test_every_chip_with_published_figures_is_answered():
+def test_compiler_options_are_equal_for_all_device_kinds_of_a_chip_and_empty_for_cpu():
     answers = {}
     for chip in CHIPS.values():
         for kind in chip.device_kinds:
@@ -164,7 +164,7 @@ def test_every_chip_with_published_figures_is_answered():
     assert compiler_options(jax.devices()[0].device_kind) == {}
 
 
-def test_without_pipelining_the_compiler_begins_no_gather_a_layer_ahead():
+def test_compiler_options_without_pipelining_leave_out_all_gather_pipelining():
     def left_out(kind):
         return sorted(compiler_options(kind).keys() - compiler_options(kind, pipelined=False).keys())
 
@@ -176,7 +176,7 @@ def test_without_pipelining_the_compiler_begins_no_gather_a_layer_ahead():
 ALL_TO_ALL = "xla_tpu_enable_async_all_to_all"
 
 
-def test_a_slice_gets_only_what_was_compiled_on_it():
+def test_compiler_options_contain_only_options_listed_for_the_slice():
     def has_all_to_all(kind, shape):
         return ALL_TO_ALL in compiler_options(kind, shape=shape)
 
@@ -188,7 +188,7 @@ def test_a_slice_gets_only_what_was_compiled_on_it():
 
 
 @pytest.mark.parametrize("name", ["v5e", "v5p", "v6e"])
-def test_options_name_slices_that_there_are(name):
+def test_xla_options_list_only_existing_slices(name):
     for slices in TPUS[name].xla_options.values():
         assert set(slices) <= set(TPUS[name].slices) and len(slices) == len(set(slices)) > 3
 
@@ -202,7 +202,7 @@ class Tpu:
         self.coords, self.client = coords, client
 
 
-def test_a_device_knows_its_slice_whatever_part_a_mesh_takes():
+def test_slice_shape_is_computed_from_coordinates_of_all_client_devices():
     others = []
     client = types.SimpleNamespace(devices=lambda: others)
     others += [Tpu((x, y, 0), client) for y in range(16) for x in range(8)]
@@ -211,6 +211,6 @@ def test_a_device_knows_its_slice_whatever_part_a_mesh_takes():
     assert slice_shape(others[0]) == (8, 1)  # guard: it is the coordinates that tell
 
 
-def test_the_dict_is_the_callers_own():
+def test_compiler_options_returns_a_fresh_dict_on_every_call():
     compiler_options("TPU v6 lite").clear()
     assert len(compiler_options("TPU v6 lite")) == 4

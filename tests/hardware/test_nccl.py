@@ -59,7 +59,7 @@ def microseconds(algorithm, protocol, coll, ranks, nodes, nbytes, bus):
 @pytest.mark.parametrize("nbytes", [8, 2**20, 2**26])
 @pytest.mark.parametrize("nodes, ranks", [(1, 8), (2, 16), (32, 256), (32, 32)])
 @pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter", "all-reduce"])
-def test_it_is_the_least_of_what_nccl_weighs(kind, nodes, ranks, nbytes):
+def test_nccl_choice_is_the_fastest_algorithm_and_protocol_by_the_nccl_formula(kind, nodes, ranks, nbytes):
     algorithms = ("Tree", "Ring") if kind == "all-reduce" else ("Ring",)
     times = {
         f"{algorithm} {protocol}": microseconds(algorithm, protocol, kind, ranks, nodes, nbytes, 200.0)
@@ -73,7 +73,7 @@ def test_it_is_the_least_of_what_nccl_weighs(kind, nodes, ranks, nbytes):
     assert max(times.values()) > 1.02 * min(times.values())  # guard: it matters which one is chosen
 
 
-def test_a_few_bytes_go_up_and_down_a_tree():
+def test_nccl_choice_for_a_small_all_reduce_is_a_tree_with_measured_latency():
     """256 GPUs: 65 us by NCCL's tables; 62 to 71 us were measured on 32 hosts of 8 A100 (NVIDIA/nccl#652)."""
     few = CLUSTER.choice(ALL, "all-reduce", 8.0)
     assert few.name == "Tree LL" and 62e-6 < few.seconds < 71e-6
@@ -81,7 +81,7 @@ def test_a_few_bytes_go_up_and_down_a_tree():
     assert around > 1000  # guard: a ring would take a millisecond
 
 
-def test_latency_and_bandwidth_are_of_one_protocol():
+def test_nccl_choice_takes_latency_and_bandwidth_from_the_same_protocol():
     small, large = (CLUSTER.choice(("device",), "all-gather", sent) for sent in (1e4, 3.6e9))
     assert (small.name, large.name) == ("Ring LL", "Ring Simple")
     assert small.bytes_s == pytest.approx(1e4 / 87.7e9)  # LL reaches no more, however fast the link is
@@ -99,23 +99,23 @@ def test_latency_and_bandwidth_are_of_one_protocol():
     ],
     ids=["host", "256 GPUs", "two hosts", "one GPU on each of two"],
 )
-def test_many_bytes_travel_as_fast_as_was_measured(links, axes, measured):
+def test_nccl_bandwidth_of_large_all_gathers_matches_measurements(links, axes, measured):
     sent = 1e12
     assert sent / links.choice(axes, "all-gather", sent).bytes_s == pytest.approx(measured)
     assert links.seconds(axes, sent) < sent / measured  # by the published rate it is less
 
 
 @pytest.mark.parametrize("hosts, measured", [(4, 360), (8, 345), (16, 320), (32, 300), (64, 280), (128, 260)])
-def test_more_hosts_reach_less_of_the_network_as_was_measured(hosts, measured):
+def test_network_fraction_of_reduce_scatter_over_more_hosts_matches_measurements(hosts, measured):
     """GB/s a host of 8 H100 with 400 GB/s, NVIDIA/nccl#1229."""
     assert 400 * network_fraction("reduce-scatter", hosts) == pytest.approx(measured, rel=0.02)
 
 
-def test_what_is_sent_at_once_takes_one_hop_of_each_network():
+def test_nccl_latency_of_all_to_all_and_permute_is_a_single_hop_per_network():
     assert CLUSTER.choice(ALL, "all-to-all", 0.0).latency_s == pytest.approx((6.6 + 1.0 + 2.7) * 1e-6)
     assert CLUSTER.choice(("device",), "collective-permute", 0.0).latency_s == pytest.approx((6.6 + 0.6) * 1e-6)
 
 
-def test_one_device_and_tpus_choose_nothing():
+def test_nccl_choice_is_none_for_a_single_device_and_for_tpus():
     assert Links(CHIPS["h100"], {"x": 1}).choice(("x",), "all-gather", 1.0) is None
     assert Links(CHIPS["v5e"], {"x": 1}).choice(("x",), "all-gather", 1.0) is None

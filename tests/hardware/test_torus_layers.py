@@ -134,7 +134,7 @@ def all_layers(request):
 
 @pytest.mark.one_in(2)
 @pytest.mark.libtpu
-def test_no_gradient_of_a_split_leaf_is_all_reduced(all_layers):
+def test_no_gradient_of_a_sharded_leaf_is_all_reduced_on_tpu_tori(all_layers):
     found, leaves = all_layers
     assert all_reduced(found) == set()
     whole = sum(values for _, values, split in leaves if not split)
@@ -144,7 +144,7 @@ def test_no_gradient_of_a_split_leaf_is_all_reduced(all_layers):
 
 @pytest.mark.one_in(2)
 @pytest.mark.libtpu
-def test_the_kernels_of_all_layers_are_split_gathered_and_scattered(all_layers):
+def test_kernels_of_all_flax_layers_are_sharded_and_reduce_scattered_in_bfloat16(all_layers):
     """Guard: there was something to all-reduce, of each layer."""
     found, leaves = all_layers
     assert {path.split("/")[0] for path, _, split in leaves if split} == set(LAYERS)
@@ -157,7 +157,7 @@ def test_the_kernels_of_all_layers_are_split_gathered_and_scattered(all_layers):
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_scattered_as_arrays_of_their_own_rank_they_are_all_reduced(monkeypatch):
+def test_gradients_scattered_without_matrix_shape_are_all_reduced_on_a_torus(monkeypatch):
     """Guard: it is the matrices that do it, and an all-reduce is seen."""
     monkeypatch.setattr(collectives, "_matrix_shape", lambda shape: shape)
     found, _ = compiled("v5e:4x4", OF_HIGHER_RANK)

@@ -85,7 +85,7 @@ def distances(mesh):
 
 
 @pytest.mark.parametrize("name, slices", SHAPES, ids=str)
-def test_an_axis_lies_along_each_axis_of_the_torus(tpus, name, slices):
+def test_create_fsdp_mesh_lays_a_mesh_axis_along_each_torus_axis(tpus, name, slices):
     mesh = tpus[f"{slices} {name}"]
     assert [tuple(axis) for axis in mesh["axes"]] == SHAPES[name, slices]
     assert set(mesh["types"]) == {"Auto"}
@@ -93,20 +93,20 @@ def test_an_axis_lies_along_each_axis_of_the_torus(tpus, name, slices):
     assert list(distances(mesh)) == [{units[axis]} if size > 1 else set() for axis, size in mesh["axes"]]
 
 
-def test_jaxs_own_order_is_another_one(tpus):
+def test_reordered_devices_are_no_torus_neighbours_along_mesh_axes(tpus):
     """Guard: the devices as they come are no neighbours along the axes."""
     mesh = tpus["1 v5p:4x4x8"]
     moved = mesh | {"places": mesh["places"][::2] + mesh["places"][1::2]}
     assert any(len(steps) > 1 for steps in distances(moved))
 
 
-def test_a_box_of_the_torus_is_enough(tpus):
+def test_create_fsdp_mesh_accepts_a_box_of_the_torus(tpus):
     assert tpus["box"]["axes"] == [["fsdp_x", 4], ["fsdp_y", 8]]
     assert tpus["box"]["places"][0] == [0, 4, 8, 0]
     assert tpus["line"]["axes"] == [["fsdp", 16]]
 
 
-def test_what_is_no_box_is_refused_with_the_place_that_is_missing(tpus):
+def test_create_fsdp_mesh_raises_for_an_incomplete_box_with_the_missing_coords(tpus):
     assert tpus["one less"].startswith(
         "devices: 255 do not fill the box of 16 x 16 = 256 places that they span: there is none at coords (3, 5, 0) of "
         "slice 0. Pass all devices of a slice, as jax.devices(), or of a box of its torus, or lay one axis over them"
@@ -119,7 +119,7 @@ def test_what_is_no_box_is_refused_with_the_place_that_is_missing(tpus):
 
 
 @pytest.mark.parametrize("count", [1, 6, 8])
-def test_on_one_host_there_is_one_axis(count):
+def test_create_fsdp_mesh_on_a_single_host_has_a_single_fsdp_axis(count):
     devices = jax.devices()[:count][::-1]
     mesh = create(devices)
     assert dict(mesh.shape) == {"fsdp": count} and mesh.axis_types == (AxisType.Auto,)
@@ -128,7 +128,7 @@ def test_on_one_host_there_is_one_axis(count):
 
 
 @pytest.mark.parametrize("devices, message", [([], r"devices: 0, of"), ([0, 0], r"devices: 2, of which 1 differ")])
-def test_no_device_or_one_twice_is_refused(devices, message):
+def test_create_fsdp_mesh_raises_for_no_devices_or_duplicates(devices, message):
     with pytest.raises(ValueError, match=message):
         create([jax.devices()[i] for i in devices])
 
@@ -163,7 +163,7 @@ print(json.dumps(out))
 """
 
 
-def test_across_processes_there_is_an_axis_of_hosts_and_one_within():
+def test_create_fsdp_mesh_across_processes_has_a_host_axis_and_a_device_axis():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -32,7 +32,7 @@ def test_that_fails():
 """
 
 
-def test_cases_of_the_data_are_tests():
+def test_every_case_of_the_cover_data_is_an_existing_test():
     """Cases of the data exist by file and function; ``pytest --quick`` also compares the parameters."""
     seconds, entering = data.matrix()
     cases = {*data.chosen(), *seconds, *(case for case, _ in data.read_seen().values())}
@@ -41,7 +41,7 @@ def test_cases_of_the_data_are_tests():
     assert all(set(some) <= set(seconds) for some in entering.values())
 
 
-def test_every_mutation_is_seen_by_a_quick_test():
+def test_every_mutation_is_detected_by_a_quick_test():
     """Every mutation has a quick test: the measured case, or else the tests that the mutation names."""
     names = {mutant.name: mutant for mutant in all_mutants()}
     seen, tests = data.read_seen(), quick.chosen()
@@ -57,7 +57,7 @@ def test_every_mutation_is_seen_by_a_quick_test():
     assert not unseen, f"no quick test detects the mutations {unseen[:5]}. {data.REMAKE}"
 
 
-def test_data_are_read_as_they_were_written(tmp_path, monkeypatch):
+def test_cover_data_round_trip_through_files(tmp_path, monkeypatch):
     case, other = (
         "plan/test_plan.py::test_name[two words-{'a': 1}]",
         "xlstm_jax/formatting.py::xlstm_jax.formatting.number",
@@ -75,12 +75,12 @@ def test_data_are_read_as_they_were_written(tmp_path, monkeypatch):
     assert data.read_seen(tmp_path / "seen.txt") == {"plan: a size is off": (case, 2.0)}
 
 
-def test_a_case_that_was_renamed_is_missing(monkeypatch):
+def test_renamed_test_case_is_reported_as_missing(monkeypatch):
     monkeypatch.setattr(data, "chosen", lambda: {"a/test_a.py::test_x[1]": 1.0, "b/test_b.py::test_y": 1.0})
     assert quick.missing(["tests/a/test_a.py::test_x[1]", "tests/a/test_a.py::test_z"]) == []
     assert quick.missing(["tests/a/test_a.py::test_x[2]"]) == ["a/test_a.py::test_x[1]"]
     assert not data.is_there("house/test_cover.py::test_of_another_name[1]")
-    assert data.is_there("house/test_cover.py::test_a_case_that_was_renamed_is_missing[1]")
+    assert data.is_there("house/test_cover.py::test_renamed_test_case_is_reported_as_missing[1]")
 
 
 @pytest.mark.parametrize(
@@ -95,17 +95,17 @@ def test_a_case_that_was_renamed_is_missing(monkeypatch):
         ({"a": "xyz", "b": "x"}, {"a": 9, "b": 5}, [], 6, {"b"}),
     ],
 )
-def test_the_cover_is_complete_and_short(sets, seconds, taken, budget_s, want):
+def test_cover_chooses_a_complete_and_short_set_of_tests(sets, seconds, taken, budget_s, want):
     assert set(cover(as_bits(sets), seconds, taken, budget_s)) == want
 
 
-def test_functions_without_a_name_are_part_of_those_around():
+def test_function_of_assigns_lambdas_and_generators_to_the_enclosing_function():
     assert function_of("Metric.update.<locals>.<lambda>.<locals>.<genexpr>") == "Metric.update"
     assert function_of("step.<locals>.inner") == "step.inner"
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="recordings need sys.monitoring")
-def test_a_recording_has_the_lines_of_each_test(tmp_path):
+def test_recording_has_the_executed_lines_of_each_test(tmp_path):
     (tmp_path / "test_recorded.py").write_text(TEST)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider", "--record", "runs"]
     options = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "timeout": 300}

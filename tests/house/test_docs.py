@@ -53,7 +53,7 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 # Programs of docs/ run in `make docs`.
 @pytest.mark.parametrize("page", [page for page in ABOVE if blocks_of(page)], ids=name_of)
-def test_the_examples_of_a_page_run_one_after_the_other_in_a_fresh_process(page, tmp_path):
+def test_examples_of_a_page_run_in_order_in_a_fresh_process(page, tmp_path):
     script = tmp_path / "page.py"
     script.write_text("\n".join(blocks_of(page)))
     # -P keeps the checkout off the path: the installed package runs.
@@ -61,7 +61,7 @@ def test_the_examples_of_a_page_run_one_after_the_other_in_a_fresh_process(page,
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_every_public_name_has_its_line_and_every_line_a_name():
+def test_api_page_lists_every_public_name_exactly_once():
     assert {(face.__name__, name) for face in FACES for name in face.__all__} <= set(PUBLIC)
     assert len({name for _, name in PUBLIC}) == len(PUBLIC)
     assert not [name for module, name in PUBLIC if name not in importlib.import_module(module).__all__]
@@ -85,7 +85,7 @@ def anchors(page):
 
 
 @each_page
-def test_links_lead_somewhere(page):
+def test_links_of_a_page_point_to_existing_files_and_anchors(page):
     for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", page.read_text()):
         there = page.parent / target if target else page
         assert there.exists(), f"links to {target}"
@@ -109,7 +109,7 @@ def resolve(dotted):
 
 
 @each_page
-def test_modules_names_and_files_exist(page):
+def test_modules_names_and_files_mentioned_on_a_page_exist(page):
     text = page.read_text()
     for dotted in set(re.findall(r"(?<![\w./-])xlstm_jax\.[\w.]*\w", text)):
         resolve(dotted)
@@ -136,7 +136,7 @@ def imported_names():
                 yield from ((where, node.module, alias.name) for alias in node.names)
 
 
-def test_what_programs_of_pages_import_is_there_under_its_name():
+def test_library_imports_in_page_programs_exist_without_deprecation():
     with warnings.catch_warnings():
         warnings.simplefilter("error", DeprecationWarning)  # a moved name still imports for a release
         found = sorted(set(imported_names()))
@@ -144,14 +144,14 @@ def test_what_programs_of_pages_import_is_there_under_its_name():
     assert len(found) > 500 and not missing
 
 
-def test_what_the_architecture_page_says_to_be_in_a_file_is_there():
+def test_names_placed_in_files_by_the_architecture_page_exist():
     places = re.findall(r"`(\w+)` in `([\w/.]+)`", ARCHITECTURE.read_text())
     assert len(places) >= 20
     for name, path in places:
         assert re.search(rf"\b{name}\b", found_file(path).read_text()), f"{name} in {path}"
 
 
-def test_twelve_changes_begin_in_a_folder_and_touch_at_most_three_files():
+def test_table_of_twelve_changes_names_existing_folders_and_at_most_three_files():
     """The table of twelve changes names existing folders and at most three files per change."""
     section = ARCHITECTURE.read_text().split("\n## Twelve changes\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| [^|]+ \| `([\w/]+)` \| ([^|]+) \| [^|]+ \|$", section, re.MULTILINE)
@@ -162,7 +162,7 @@ def test_twelve_changes_begin_in_a_folder_and_touch_at_most_three_files():
         assert all(file == "a new file" or found_file(file.strip("`")).is_file() for file in touched), files
 
 
-def test_the_architecture_page_and_its_picture_have_the_order_of_the_folders():
+def test_architecture_page_and_layers_picture_have_the_folder_order():
     text, picture = ARCHITECTURE.read_text(), ROOT / "docs" / "images" / "layers.png"
     assert " ".join(ORDER.split()) in " ".join(text.split())
     layers = [[name.strip() for name in names.split(",")] for names in ORDER.split("<")]
@@ -171,13 +171,13 @@ def test_the_architecture_page_and_its_picture_have_the_order_of_the_folders():
         assert re.search(rf"^ +{name}(/|\.py) +\w", text, re.MULTILINE), f"the tree has no line for {name}"
 
 
-def test_the_readme_is_80_columns_wide():
+def test_readme_is_at_most_80_columns_wide():
     """README fits a terminal of 80 columns; the lines of the diff are those of the tutorial, which may be longer."""
     text = re.sub(r"^```diff\n.*?^```$", "", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
     assert not [line for line in text.splitlines() if len(line) > 80]
 
 
-def test_no_line_installs_the_library_from_an_index_which_does_not_have_it():
+def test_no_page_installs_the_library_by_name_from_an_index():
     wrong = re.compile(r"install\s+(-\S+\s+)*['\"]?xlstm[-_]jax(?!-\d)")
     assert wrong.search("pip install xlstm_jax[forecast]")  # guard
     assert not [path for path in [*PAGES, *(ROOT / "xlstm_jax").rglob("*.py")] if wrong.search(path.read_text())]
@@ -194,13 +194,13 @@ PICTURES = sorted([*(ROOT / "docs" / "images").glob("*.png"), *(ROOT / "benchmar
 
 
 @pytest.mark.parametrize("picture", PICTURES, ids=name_of)
-def test_a_picture_is_read_on_a_page_of_830_pixels(picture):
+def test_picture_has_at_most_1400_pixels_for_legible_letters(picture):
     """A picture has at most 1400 x 1400 pixels: on a page of 830 pixels, letters stay above 0.6 of their size."""
     width, height = struct.unpack(">2I", picture.read_bytes()[16:24])
     assert 800 <= width <= 1400 and height <= 1400, f"{width} x {height}"
 
 
-def test_every_lint_rule_and_the_number_of_optimizers_are_on_their_pages():
+def test_pages_list_every_lint_rule_and_the_number_of_optax_configurations():
     lint_page, optimizers_page = ((ROOT / "docs" / name).read_text() for name in ("lint.md", "optimizers.md"))
     assert re.findall(r"^\| `([\w-]+)` \|", lint_page, re.MULTILINE) == list(RULES)
     right = sum(case.on_shards == RIGHT for case in CASES)
@@ -209,7 +209,7 @@ def test_every_lint_rule_and_the_number_of_optimizers_are_on_their_pages():
         assert set(re.findall(r"(\d+) optax configurations", page)) == {str(len(CASES))}
 
 
-def test_the_first_screens_show_the_difference_of_the_tutorial():
+def test_readme_and_index_show_the_diff_of_the_tutorial():
     """README and the first page show the changed lines of the tutorial, whose two scripts the site runs."""
     names = ("docs/tutorials/plain_script.md", "README.md", "docs/index.md")
     wanted, *shown = (blocks_of(ROOT / name, "diff")[0].splitlines() for name in names)
@@ -240,7 +240,7 @@ INDEX = ROOT / "docs" / "_build" / "html" / "searchindex.js"
         ("weight decay", "howto/weight_decay"),
     ],
 )
-def test_a_search_finds_the_page_that_answers_first(asked, page):
+def test_site_search_ranks_the_answering_page_first(asked, page):
     """A search for a term finds its page first: only a main index entry equal to the query scores 100."""
     index = json.loads(re.fullmatch(r"Search\.setIndex\((.*)\);?\s*", INDEX.read_text(), re.DOTALL)[1])
     found = index["indexentries"][asked.lower()]
@@ -252,7 +252,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 from implied_pages import KEYWORDS, groups_of_pages, public_names  # noqa: E402  # docs/ is no package
 
 
-def test_keywords_lead_to_pages_and_no_word_to_two():
+def test_keywords_point_to_existing_pages_and_are_unique():
     assert {page for page in KEYWORDS if not (ROOT / "docs" / f"{page}.md").exists()} == set()
     words = [word.lower() for words in KEYWORDS.values() for word in words]
     assert len(words) == len(set(words))
@@ -264,7 +264,7 @@ def test_the_sidebar_has_at_most_40_entries_on_each_page():
     assert len(groups) >= 10 and len(groups) + max(len(pages) for _, pages in groups) <= 40
 
 
-def test_the_build_finds_links_to_missing_anchors_and_pages(tmp_path):
+def test_broken_links_finds_missing_anchors_and_pages(tmp_path):
     anchors = pytest.importorskip("anchors", exc_type=ImportError)  # imports Sphinx
     (tmp_path / "a.html").write_text('<p id="x"><a href="#x"><a href="#y"><a href="b.html#z"><a href="https://c#d">')
     (tmp_path / "b.html").write_text('<h1 id="z"><a href="a.html#x"><a href="a.html#w"><a href="c.html">')
@@ -276,7 +276,7 @@ def test_the_build_finds_links_to_missing_anchors_and_pages(tmp_path):
     ]
 
 
-def test_source_pages_link_to_names_under_the_module_of_their_page():
+def test_mend_links_back_points_source_pages_to_the_public_module_of_each_name():
     """Source pages link to each name's public module; Sphinx uses one module per file."""
     anchors = pytest.importorskip("anchors", exc_type=ImportError)
     faces = {name: module for module, name, _ in public_names()}

@@ -21,7 +21,7 @@ def writer(name="write_examples"):
     return module
 
 
-def test_the_programs_are_what_the_script_makes_of_the_pages():
+def test_example_programs_equal_the_output_of_write_examples():
     written = writer().examples()
     assert sorted(written) == FILES and len(FILES) >= 3
     for file, text in written.items():
@@ -29,14 +29,14 @@ def test_the_programs_are_what_the_script_makes_of_the_pages():
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_program_has_all_blocks_of_its_page_in_their_order(file):
+def test_example_program_has_all_code_blocks_of_the_tutorial_in_order(file):
     blocks = "\n".join(blocks_of(DOCS / "tutorials" / f"{file.stem}.md"))
     docstring, *program = ast.parse(file.read_text()).body
     assert ast.unparse(ast.Module(program, [])) == ast.unparse(ast.parse(blocks))
     assert f"docs/tutorials/{file.stem}.md" in docstring.value.value
 
 
-def test_the_whole_loop_runs_stops_and_continues(tmp_path):
+def test_full_loop_example_stops_on_sigterm_and_continues_with_the_same_bits(tmp_path):
     command = [sys.executable, "-W", "error", "-P", DOCS / "examples" / "whole_loop.py"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -47,7 +47,7 @@ def test_the_whole_loop_runs_stops_and_continues(tmp_path):
 NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
 
 
-def test_the_notebooks_are_what_the_script_makes_of_the_pages():
+def test_notebooks_equal_the_output_of_write_notebooks():
     written = writer("write_notebooks").notebooks()
     assert sorted(written) == NOTEBOOKS and len(NOTEBOOKS) == 5
     for file, text in written.items():

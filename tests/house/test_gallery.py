@@ -27,7 +27,7 @@ def writer():
     return module
 
 
-def test_the_page_shows_every_program_by_its_docstring():
+def test_gallery_page_shows_every_program_by_docstring():
     written = writer()
     assert sorted(written.ORDER) == PROGRAMS and len(PROGRAMS) >= 12
     assert (GALLERY / "index.md").read_text() == written.page(), "run: python docs/write_gallery.py --page"
@@ -37,7 +37,7 @@ def test_the_page_shows_every_program_by_its_docstring():
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_is_short_and_its_picture_small(name):
+def test_gallery_program_is_short_and_the_picture_is_small(name):
     lines = (GALLERY / f"{name}.py").read_text().splitlines()
     assert len(lines) <= 100 and max(map(len, lines)) <= 88
     picture = (GALLERY / f"{name}.png").read_bytes()
@@ -46,7 +46,7 @@ def test_a_program_is_short_and_its_picture_small(name):
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "graph" else pytest.mark.slow) for n in PROGRAMS])
-def test_a_program_trains_and_begins_as_on_one_device(name, tmp_path, monkeypatch):
+def test_gallery_program_trains_and_passes_check_step_at_the_first_step(name, tmp_path, monkeypatch):
     """Every step of a program passes ``check_step`` once; the test sets only the number of steps."""
     checks, losses = [], []
 

@@ -39,7 +39,7 @@ def imported(source):
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name not in FACES])
-def test_a_file_imports_only_from_folders_before_its_own(module):
+def test_module_imports_only_from_earlier_layers(module):
     own = folder_of(module)
     others = {folder_of(name) for name in imported(MODULES[module].read_text())} - {own, "xlstm_jax"}
     wrong = {other for other in others if LEVEL[other] >= LEVEL[own]}
@@ -50,18 +50,18 @@ OF_ANY_PROGRAM = [name for name in MODULES if re.match(r"xlstm_jax\.forecast(?!\
 
 
 @pytest.mark.parametrize("module", OF_ANY_PROGRAM)
-def test_a_forecast_of_any_program_imports_nothing_of_a_training(module):
+def test_forecast_modules_for_any_program_do_not_import_distributed(module):
     assert not [name for name in imported(MODULES[module].read_text()) if "distributed" in name]
     assert len(OF_ANY_PROGRAM) > 30  # guard
     assert any("distributed" in name for name in imported(MODULES["xlstm_jax.forecast.training.workload"].read_text()))
 
 
-def test_no_files_import_each_other():
+def test_library_modules_have_no_import_cycles():
     graph = {module: set(imported(path.read_text())) - {module} for module, path in MODULES.items()}
     list(TopologicalSorter(graph).static_order())
 
 
-def test_the_check_sees_an_upward_import():
+def test_imported_detects_an_upward_import_between_layers():
     source = "from xlstm_jax.distributed.training import step\nfrom xlstm_jax.distributed.plan.table import plan_table"
     assert [folder_of(name) for name in imported(source)] == ["training", "plan"]
     assert LEVEL["training"] > LEVEL["plan"] > LEVEL["data_parallel"] > LEVEL["formatting"]
@@ -90,7 +90,7 @@ COLLECTIVE = r"lax\.(psum|pmean|pmax|pmin|all_gather|psum_scatter|all_to_all|ppe
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_of)
-def test_collectives_prints_and_boxed_walks_stand_in_one_place(path):
+def test_collectives_prints_and_is_leaf_walks_occur_only_in_designated_modules(path):
     source = path.read_text()
     if path.stem != "collectives":
         assert not re.search(COLLECTIVE, source)
@@ -100,7 +100,7 @@ def test_collectives_prints_and_boxed_walks_stand_in_one_place(path):
         assert not any(isinstance(node, ast.Name) and node.id == "print" for node in ast.walk(ast.parse(source)))
 
 
-def test_linen_is_known_where_modules_are_lifted_and_nowhere_else():
+def test_only_designated_modules_import_flax_linen():
     """Only modules that lift Linen modules import Linen; other code uses boxes, or a model's ``init`` and ``apply``."""
     in_modules = {"holders", "linen_module", "linen_run", "linen_units_by_rule", "scan_layers", "shard_modules"}
     in_modules |= {"unconstrained_boxes"}
@@ -115,7 +115,7 @@ def test_linen_is_known_where_modules_are_lifted_and_nowhere_else():
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_of)
-def test_frames_and_closures_of_other_libraries_are_read_in_one_place(path):
+def test_only_introspection_reads_frames_and_closures_of_other_libraries(path):
     found = FOREIGN.findall(path.read_text())
     assert bool(found) == (path.stem == "introspection") or path.stem in READS_ERRORS, f"{path.stem} reads {found}"
 
@@ -123,7 +123,7 @@ def test_frames_and_closures_of_other_libraries_are_read_in_one_place(path):
 READS_ERRORS = {"jax_errors"}  # reads the frames of a raised error for its text
 
 
-def test_nnx_is_known_by_its_own_modules_and_the_metric_that_is_a_module_of_it():
+def test_only_designated_modules_import_flax_nnx():
     in_modules = {"holders", "nnx_model", "nnx_module", "nnx_rows"}
     assert who_imports("flax.nnx") == in_modules | {"distributed_metrics", "data_parallel_methods"}
 
@@ -133,13 +133,13 @@ def who_imports(name):
     return {path.stem for path in FILES if any(i.startswith(name) for i in names_imported(path.read_text()))}
 
 
-def test_the_package_itself_imports_nothing_but_what_comes_before_jax():
+def test_package_init_imports_only_the_quiet_cuda_plugin_loader():
     names = list(names_imported((PACKAGE / "__init__.py").read_text()))
     assert [name for name in names if name.partition(".")[0] not in sys.stdlib_module_names] == [
         "xlstm_jax.quiet_import.load_cuda_plugin_quietly"
     ]
 
 
-def test_the_example_imports_what_users_import():
+def test_command_line_example_imports_only_public_names():
     names = [name for name in names_imported(EXAMPLE.read_text()) if name.startswith("xlstm_jax")]
     assert names == ["xlstm_jax.distributed.shard_module_params", "xlstm_jax.forecast.training.Workload"]

@@ -10,11 +10,11 @@ class Held:
     args: tuple
 
 
-def test_no_entries_of_a_folder_import_each_other():
+def test_folder_entries_of_the_library_have_no_import_cycles():
     assert not cycles_of_entries()
 
 
-def test_cycles_are_found_at_any_depth(tmp_path):
+def test_cycles_of_entries_finds_import_cycles_at_any_depth(tmp_path):
     """Cycles between files, and between a file and a folder, are found; re-exports of an ``__init__`` do not count."""
     package = tmp_path / "package"
     (package / "inner").mkdir(parents=True)
@@ -32,11 +32,11 @@ def test_cycles_are_found_at_any_depth(tmp_path):
     assert cycles_of_entries(package) == [["package/inner", "c.py", "d.py"]]
 
 
-def test_code_is_what_is_neither_blank_nor_said_about_it():
+def test_code_lines_leaves_out_blanks_comments_docstrings_and_imports():
     assert code_lines('"""A module."""\n\nimport os\n\n\ndef f():\n    """Does."""\n    # why\n    return os\n') == 2
 
 
-def test_calls_are_those_of_the_library():
+def test_calls_lists_library_functions_and_filters_by_values():
     from xlstm_jax import formatting
 
     names = [code.co_name for code in calls(lambda: formatting.format_bytes(2048))]
@@ -44,7 +44,7 @@ def test_calls_are_those_of_the_library():
     assert calls(lambda: formatting.format_bytes(2048), values=(names,)) == []
 
 
-def test_values_are_followed_into_tuples_and_objects_that_hold_them():
+def test_calls_and_climbs_follow_values_into_tuples_and_objects():
     from xlstm_jax import formatting
     from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
 

@@ -30,7 +30,7 @@ AT_IMPORT = 7 == 8
 '''
 
 
-def test_the_mutations_are_of_the_library_as_it_is():
+def test_all_mutations_match_the_present_library_source():
     mutants = all_mutants()
     for mutant in mutants:
         mutant.check()
@@ -39,7 +39,7 @@ def test_the_mutations_are_of_the_library_as_it_is():
     assert sum(bool(mutant.stays) for mutant in mutants) <= 0.02 * len(mutants)
 
 
-def test_a_mutation_that_fits_no_more_says_so():
+def test_mutated_raises_for_a_text_not_occurring_exactly_once():
     texts = {"before": ["x = 1"], "after": ["x = 2"], "tests": ["house/test_mutants.py"]}
     mutant = Mutant("xlstm_jax/distributed/x.py", "x is y", False, **texts)
     assert mutant.mutated("x = 1\n") == "x = 2\n"
@@ -48,7 +48,7 @@ def test_a_mutation_that_fits_no_more_says_so():
             mutant.mutated(source)
 
 
-def test_a_mutation_follows_its_function_to_another_file():
+def test_mutant_finds_a_function_moved_to_another_file():
     texts = {"before": ["axis % x.ndim"], "after": ["axis"]}
     moved = Mutant("xlstm_jax/distributed/gone.py", "nothing", False, "gather_array_with_mean_grads", **texts)
     assert moved.path == "xlstm_jax/distributed/data_parallel/wire/gather_array.py"
@@ -59,13 +59,13 @@ def test_a_mutation_follows_its_function_to_another_file():
     assert Mutant("x.py", "f", False, "f", **texts).mutated(source).startswith("def f():\n    pass 1")
 
 
-def test_ten_mutations_are_seen():
+def test_short_mutation_run_detects_all_ten_mutations():
     command = [sys.executable, "-m", "tests.mutants", "--short", "--jobs", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0 and "10 mutations, 10 seen, 0 not" in done.stdout, done.stdout + done.stderr
 
 
-def test_all_kinds_of_mutations_are_drawn_and_texts_are_not():
+def test_mutations_of_a_source_cover_all_kinds_but_no_strings():
     """The drawn mutations of a short source equal a list written by hand: replaced text and replacement."""
     found = drawn.mutations_of("xlstm_jax/x.py", SOURCE)
     changes = {(mutant.kind, SOURCE[mutant.start : mutant.end].strip(), mutant.text.strip()) for mutant in found}
@@ -94,7 +94,7 @@ def test_all_kinds_of_mutations_are_drawn_and_texts_are_not():
         assert (before, after) == (mutant.before, mutant.after)
 
 
-def test_a_seed_draws_the_same_again_and_as_many_of_each_kind():
+def test_draw_is_reproducible_by_seed_and_balanced_over_kinds():
     only = "distributed/metrics"
     functions = {
         (path.removeprefix("xlstm_jax/"), mutant.function)
@@ -130,13 +130,13 @@ print(outcome.result, outcome.test)
 """
 
 
-def test_a_mutation_that_was_drawn_is_run_against_its_cases():
+def test_run_reports_detected_undetected_and_missing_cases_of_a_drawn_mutation():
     """``run`` reports detected, undetected and missing cases, in a process without JAX's threads, because it forks."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.stdout.split("\n") == ["failed True", "passed False", "empty False", "empty ", ""], done.stdout
 
 
-def test_survivors_that_were_judged_are_mutations_with_a_reason():
+def test_judged_survivors_are_current_mutations_with_a_reason():
     assert not list(drawn.stale(drawn.judged())), "correct or delete the stale entries of tests/mutants/judged.txt"
     assert all(len(reason) > 10 for _, reason in drawn.judged())
     path = "distributed/device_mesh/meshes.py"

@@ -57,7 +57,7 @@ def defined(tree):
             yield node.attr if isinstance(node, ast.Attribute) else node.id
 
 
-def test_they_stand_in_one_file():
+def test_private_names_of_jax_and_flax_are_used_in_a_single_file():
     trees = {path: ast.parse(path.read_text()) for path in FILES}
     own = {name for tree in trees.values() for name in defined(tree)}
     found = {
@@ -70,7 +70,7 @@ def test_they_stand_in_one_file():
     assert {"_global_interceptor_stack", "_register_atexit"} <= set(names_of_others(trees[THE_FILE], own))
 
 
-def test_the_bounds_of_the_packages_are_those_of_the_message():
+def test_version_bounds_of_setup_cfg_equal_the_bounds_in_the_error_message():
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     wanted = dict(line.split(" ", 1) for line in config["options"]["install_requires"].split("\n") if " " in line)
@@ -100,7 +100,7 @@ except ImportError as error:
     [("jax._src.config", "_check_vma"), ("flax.linen.module", "_global_interceptor_stack")],
     ids=["JAX", "Flax"],
 )
-def test_a_release_without_a_name_is_told_with_both_versions(module, name):
+def test_import_error_for_a_missing_private_name_states_both_versions(module, name):
     code = WITHOUT.format(module=module, name=name)
     said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert name in said and jax.__version__ in said and flax.__version__ in said
@@ -111,7 +111,7 @@ def test_a_release_without_a_name_is_told_with_both_versions(module, name):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_types_are_checked_tells_the_mode_and_switches_it(check_vma):
+def test_types_are_checked_reads_and_switches_check_vma(check_vma):
     seen = []
 
     def body(x):
@@ -136,7 +136,7 @@ def test_traceback_in_locations_limit_leaves_no_frames_in_a_program():
         assert __file__.rsplit("/", 1)[1] not in text(), RELEASE
 
 
-def test_job_has_what_a_process_knows_of_its_job():
+def test_jax_distributed_job_has_the_used_fields_and_client_methods():
     fields = {"client", "coordinator_address", "num_processes", "process_id"}
     assert all(hasattr(names.job, field) for field in fields), RELEASE
     client = jax._src.lib._jax.DistributedRuntimeClient
@@ -144,19 +144,19 @@ def test_job_has_what_a_process_knows_of_its_job():
     assert all(hasattr(client, method) for method in methods), RELEASE
 
 
-def test_cluster_env_takes_what_it_is_given():
+def test_cluster_env_auto_detect_takes_six_parameters():
     detect = names.ClusterEnv.auto_detect_unset_distributed_params
     assert len(inspect.signature(detect).parameters) == 6, RELEASE
 
 
-def test_the_attention_of_cudnn_asks_for_what_is_answered():
+def test_cudnn_attention_module_has_the_overridden_device_checks():
     asked = ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal")
     assert all(callable(getattr(names.cudnn_attention, name, None)) for name in asked), RELEASE
     waiting = {primitive.name for primitive in names.dispatch.prim_requires_devices_during_lowering}
     assert any(name.startswith("dot_product_att") for name in waiting), RELEASE
 
 
-def test_linen_says_what_runs_and_what_watches():
+def test_linen_callers_and_interceptors_list_running_modules_and_interceptors():
     seen = []
 
     class Outer(nn.Module):
@@ -174,20 +174,20 @@ def test_linen_says_what_runs_and_what_watches():
     assert not names.linen_interceptors()
 
 
-def test_in_shardings_are_those_that_jit_was_given():
+def test_in_shardings_of_returns_the_in_shardings_of_jit():
     mesh = mesh_of(1, 8)
     split, whole = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (("fsdp",), ()))
     traced = jax.jit(lambda x, y: (x, y), in_shardings=(split, whole)).trace(jnp.ones(8), jnp.ones(3))
     assert names.in_shardings_of(traced) == (split, whole), RELEASE
 
 
-def test_functions_that_python_calls_before_it_joins_threads():
+def test_register_atexit_functions_run_before_python_joins_threads():
     assert names.register_atexit is threading._register_atexit
     code = "import threading; threading._register_atexit(print, 'first'); threading.Thread(target=print).start()"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split() == ["first"]
 
 
-def test_programs_are_read_and_written_by_their_parts():
+def test_jaxpr_classes_support_reading_and_rebuilding_programs():
     closed = jax.make_jaxpr(lambda x: jnp.sin(x) * 2.0)(jnp.ones(4))
     jaxpr = closed.jaxpr
     assert isinstance(jaxpr, names.core.Jaxpr) and all(isinstance(eqn, names.core.JaxprEqn) for eqn in jaxpr.eqns)
@@ -203,11 +203,11 @@ def test_programs_are_read_and_written_by_their_parts():
     assert callable(names.batching.primitive_batchers.__setitem__), RELEASE
 
 
-def test_keys_of_a_kind_of_their_own():
+def test_define_prng_impl_takes_the_used_parameters():
     takes = inspect.signature(names.define_prng_impl).parameters
     assert {"key_shape", "seed", "split", "random_bits", "fold_in", "name", "tag"} <= set(takes), RELEASE
 
 
-def test_the_json_handler_of_orbax_saves_by_the_function_that_is_overridden():
+def test_orbax_json_handler_saves_by_the_overridden_save_fn():
     ocp = pytest.importorskip("orbax.checkpoint")
     assert inspect.iscoroutinefunction(ocp.JsonCheckpointHandler._save_fn), "orbax has changed a private name"

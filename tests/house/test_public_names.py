@@ -48,29 +48,29 @@ PUBLIC_IN_0_1 = {
 
 
 @pytest.mark.parametrize("path", PUBLIC_IN_0_1)
-def test_what_was_public_still_is(path):
+def test_public_names_of_release_0_1_are_still_importable(path):
     module = importlib.import_module(path)
     assert not [name for name in PUBLIC_IN_0_1[path].split() if not hasattr(module, name)]
 
 
 @pytest.mark.parametrize("path", PUBLIC_IN_0_1)
-def test_all_lists_what_there_is(path):
+def test_module_all_lists_existing_unique_names(path):
     module = importlib.import_module(path)
     assert len(set(module.__all__)) == len(module.__all__)
     assert not [name for name in module.__all__ if not hasattr(module, name)]
 
 
-def test_the_face_has_at_most_60_names_and_no_name_of_a_metric():
+def test_distributed_package_exports_at_most_60_names_and_no_metric():
     assert len(xlstm_jax.distributed.__all__) <= 60
     assert not set(xlstm_jax.distributed.__all__) & set(xlstm_jax.distributed.metrics.__all__)
 
 
-def test_a_name_that_never_was_there_is_an_error():
+def test_import_raises_for_an_unknown_name_of_distributed():
     with pytest.raises(ImportError, match="cannot import name 'make_train_steps'"):
         from xlstm_jax.distributed import make_train_steps  # noqa: F401
 
 
-def test_the_source_the_help_and_the_reference_show_the_same_groups():
+def test_source_docstring_and_reference_have_the_same_groups_of_public_names():
     face = xlstm_jax.distributed
     source = Path(face.__file__).read_text().split("__all__ = [")[1].split("]\n")[0]
     in_source = re.split(r"^    # (.+)$", source, flags=re.MULTILINE)[1:]
@@ -105,13 +105,13 @@ else:
 """
 
 
-def test_packages_are_listed_before_they_are_imported():
+def test_dir_lists_subpackages_before_import():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", ["forecast", "hardware"])
-def test_a_module_that_moved_is_no_file_that_type_checkers_and_editors_offer(name):
+def test_import_raises_for_modules_moved_out_of_distributed(name):
     """It was one that raised, so ``from xlstm_jax.distributed import forecast`` passed mypy and pyright."""
     folder = Path(xlstm_jax.distributed.__file__).parent
     assert not list(folder.glob(f"{name}*")) and name not in dir(xlstm_jax.distributed)
@@ -120,14 +120,14 @@ def test_a_module_that_moved_is_no_file_that_type_checkers_and_editors_offer(nam
         importlib.import_module(f"xlstm_jax.distributed.{name}")
 
 
-def test_type_checkers_refuse_an_unknown_name_of_a_package():
+def test_packages_define_no_module_level_getattr_for_type_checkers():
     """A module with ``__getattr__`` would have any name, for a type checker."""
     for path in (xlstm_jax.__file__, xlstm_jax.distributed.__file__):
         tree = ast.parse(Path(path).read_text())
         assert not [node for node in tree.body if getattr(node, "name", "") == "__getattr__"]
 
 
-def test_the_name_of_the_options_is_the_function_and_no_module():
+def test_compiler_options_is_a_function_and_not_a_module():
     """``compiler_options`` is a function and no module; with both names, importing the module returned the function."""
     import xlstm_jax.distributed
 

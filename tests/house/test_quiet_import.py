@@ -18,7 +18,7 @@ def run(code, *, to_stderr="2>&2"):
     return done.stdout, done.stderr
 
 
-def test_a_program_that_imports_the_library_first_writes_nothing_to_stderr():
+def test_library_import_before_jax_writes_no_line_to_stderr():
     if not devices._has_cpus_alone():
         pytest.skip("this machine may have an accelerator")
     assert run(ON_CPUS) == ("2\n", "")
@@ -26,12 +26,12 @@ def test_a_program_that_imports_the_library_first_writes_nothing_to_stderr():
 
 @pytest.mark.cuda_plugin
 @pytest.mark.skipif(not jax.__version__.startswith(NOISY_RELEASE), reason="later releases are silent")
-def test_guard_without_the_library_the_plugin_does_complain():
+def test_jax_import_without_the_library_prints_the_cuda_warning():
     _, errors = run("import jax")
     assert "Could not find cuda drivers" in errors
 
 
-def test_without_a_stderr_the_library_is_imported_all_the_same():
+def test_library_import_works_with_a_closed_stderr():
     assert run(ON_CPUS, to_stderr="2>&-")[0] == "2\n"
 
 
@@ -48,5 +48,5 @@ except ImportError as error:
 """
 
 
-def test_other_lines_are_written_in_their_order_and_errors_pass():
+def test_stderr_without_keeps_other_lines_in_order_and_passes_on_exceptions():
     assert run(WITHIN) == ("", "one\ntwo\nthree\n")

@@ -21,7 +21,7 @@ def peers():
     return [(topology, pair) for rows in models.values() for topology, pair in rows.items()]
 
 
-def test_its_times_of_a_step_are_those_of_the_results():
+def test_readme_step_times_equal_stored_results():
     ratios = [
         loaded("benchmarks/results/step_time/small.json")["cases"][case]["ratios"]["time over jit"]
         for case in ("ours", "FSDP2")
@@ -33,7 +33,7 @@ def test_its_times_of_a_step_are_those_of_the_results():
     assert list(said.groups()) == [f"{ratio[part]:.2f}" for ratio in ratios for part in ("median", "low", "high")]
 
 
-def test_its_comparison_with_jit_is_that_of_the_results():
+def test_readme_comparison_with_jit_equals_stored_results():
     said = re.search(
         r"take ([\d.]+) to ([\d.]+) of the step time of `jit` with shardings \(less in (\d+) of (\d+) cases\) "
         r"and ([\d.]+) to ([\d.]+) of its peak memory \(less in (\d+)\)",
@@ -47,7 +47,7 @@ def test_its_comparison_with_jit_is_that_of_the_results():
     assert list(said) == [str(value) for value in wanted]
 
 
-def test_its_models_of_others_are_those_of_the_results():
+def test_readme_figures_of_third_party_models_equal_stored_outcomes():
     models, error = re.search(r"(\d+) unedited models of .* within ([\d.e-]+) in float32", WORDS).groups()
     runs = [run["models"] for run in loaded("tests/third_party/outcomes.json").values()]
     modes = [found[mode] for one in runs for found in one.values() for mode in ("True", "False") if found[mode]]
@@ -55,7 +55,7 @@ def test_its_models_of_others_are_those_of_the_results():
     assert 0.9 * float(error) < max(mode["gradients"] for mode in modes) <= float(error)
 
 
-def test_its_memory_by_devices_is_that_of_the_results():
+def test_readme_memory_by_devices_equals_stored_results():
     rows = loaded("benchmarks/results/by_devices/1.3B.json")
     replicated, *shards = (
         rows[topology][case]["bytes"]["total"] / 2**30
@@ -71,7 +71,7 @@ def test_its_memory_by_devices_is_that_of_the_results():
     assert list(said.groups()) == [f"{size:.2f}" for size in (replicated, *shards)]
 
 
-def test_where_the_library_is_behind_is_as_the_results_have_it():
+def test_results_page_states_cases_behind_jit_as_in_stored_results():
     page = " ".join((ROOT / "docs" / "results.md").read_text().split())
     pairs = [(topology.partition(":")[0], pair) for topology, pair in peers()]
 
@@ -90,14 +90,14 @@ def test_where_the_library_is_behind_is_as_the_results_have_it():
     assert memory == {"h100": int(count)} and int(count) == sum(chip == "h100" for chip, _ in pairs)
 
 
-def test_it_names_the_version():
+def test_readme_pages_and_citation_name_the_current_version():
     version = re.search(r'__version__ = "(.*)"', (ROOT / "xlstm_jax" / "__init__.py").read_text())[1]
     pages = [README, *(page.read_text() for page in (ROOT / "docs").glob("**/*.md") if "_build" not in page.parts)]
     assert {name for page in pages for name in re.findall(r"xlstm_jax-([\d.]+)-py3", page)} == {version}
     assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text()
 
 
-def test_ci_runs_the_commands_of_the_project_on_both_ends():
+def test_ci_runs_the_documented_make_targets_with_default_and_newest_jax():
     """CI runs the make targets of docs/readme.md on both ends of JAX; `make docs-serve` counts as `make docs`."""
     page = (ROOT / "docs" / "readme.md").read_text()
     wanted = {f"make {name.removesuffix('-serve')}" for name in re.findall(r"^make ([\w-]+) +#", page, re.MULTILINE)}

@@ -26,7 +26,7 @@ def of_file(path):
 release, setup = of_file(ROOT / ".ci" / "release.py"), of_file(ROOT / "setup.py")
 
 
-def test_a_new_version_stands_wherever_the_old_one_did():
+def test_release_texts_replace_the_old_version_in_every_file():
     texts = release.texts_of("7.8.9", "2030-01-02", ADDRESS)
     changed = {str(path.relative_to(ROOT)): text for path, text in texts.items()}
     assert changed.keys() >= {"README.md", "CITATION.cff", "CHANGELOG.md", "docs/start.md", "xlstm_jax/__init__.py"}
@@ -37,7 +37,7 @@ def test_a_new_version_stands_wherever_the_old_one_did():
     assert changed["setup.cfg"].count("project_urls") == changed["setup.cfg"].count(ADDRESS) == 1
 
 
-def test_a_release_with_another_address_replaces_the_first(tmp_path, monkeypatch):
+def test_release_texts_replace_an_earlier_project_address(tmp_path, monkeypatch):
     for name in ("README.md", "CITATION.cff", "CHANGELOG.md", "xlstm_jax/__init__.py", "setup.cfg"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text())
@@ -49,7 +49,7 @@ def test_a_release_with_another_address_replaces_the_first(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("address", [ADDRESS, ""])
-def test_metadata_has_each_address_of_the_project_once(address, tmp_path):
+def test_package_metadata_has_each_project_url_once(address, tmp_path):
     """Made of a copy, as an index reads them; without an address there is none, and no guess."""
     shutil.copytree(ROOT / "xlstm_jax", tmp_path / "xlstm_jax", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.py", "README.md", "LICENSE", "pyproject.toml"):
@@ -66,7 +66,7 @@ def test_metadata_has_each_address_of_the_project_once(address, tmp_path):
     assert all(url.startswith(ADDRESS) and len(set(urls.values())) == 4 for url in urls.values())
 
 
-def test_changes_of_today_become_those_of_the_version():
+def test_release_texts_move_unreleased_changes_under_the_new_version():
     now = (ROOT / "CHANGELOG.md").read_text()
     text = release.texts_of("7.8.9", "2030-01-02")[ROOT / "CHANGELOG.md"]
     assert text == now.replace("## Unreleased\n", "## Unreleased\n\n## 7.8.9 - 2030-01-02\n")
@@ -75,13 +75,13 @@ def test_changes_of_today_become_those_of_the_version():
 
 
 @pytest.mark.parametrize("version", ["0.3", "v0.3.0", release.current_version()])
-def test_what_is_no_new_version_is_refused_before_anything_changes(version, monkeypatch):
+def test_release_prepare_raises_for_an_invalid_or_current_version_before_any_change(version, monkeypatch):
     monkeypatch.setattr(release, "run", lambda *command: pytest.fail(f"ran {command}"))
     with pytest.raises(SystemExit, match="no new version"):
         release.prepare(type("Chosen", (), {"version": version, "url": ""}))
 
 
-def test_every_link_of_readme_is_an_address_on_an_index():
+def test_for_an_index_turns_every_readme_link_into_an_absolute_address():
     readme = (ROOT / "README.md").read_text()
     text = setup.for_an_index(readme, ADDRESS, "7.8.9")
     assert not RELATIVE.search(text) and len(RELATIVE.findall(readme)) >= 15
@@ -93,7 +93,7 @@ def test_every_link_of_readme_is_an_address_on_an_index():
     assert "\npip install xlstm_jax\n" in text
 
 
-def test_without_an_address_links_are_their_words():
+def test_for_an_index_without_address_replaces_links_by_link_text():
     text = setup.for_an_index((ROOT / "README.md").read_text(), "", "7.8.9")
     assert not RELATIVE.search(text)
     assert "\nStart · The full loop ·" in text and "1.3B.png" not in text

@@ -31,24 +31,24 @@ def name_of(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_helpers_are_imported_from_tests(path):
+def test_test_files_import_helpers_from_the_tests_package(path):
     """Tests import helpers as ``tests.support``; ``support`` would be a second module with separate caches."""
     assert not set(imported(path.read_text())) & (HELPERS | {"."}), "write: from tests.helper import name"
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_the_library_is_tested_without_the_benchmarks(path):
+def test_library_tests_do_not_import_benchmarks(path):
     if not any(path.relative_to(TESTS).match(pattern) for pattern in OF_BENCHMARKS):
         assert "benchmarks" not in set(imported(path.read_text()))
 
 
-def test_the_checks_see_what_they_forbid():
+def test_imported_detects_forbidden_helper_and_benchmark_imports():
     assert {"support", "damage"} <= HELPERS
     source = "from support import mesh_of\nfrom . import damage\ndef f():\n    import benchmarks.models"
     assert set(imported(source)) == {"support", ".", "benchmarks"}
 
 
-def test_the_quick_tests_are_those_of_the_mutations_and_the_promises():
+def test_is_chosen_selects_exact_cases_and_promises_are_quick_tests():
     """A chosen name (a file, a function or a case) selects exactly its cases, and every promise is a quick test."""
     tests = {"a/test_a.py", "b/test_b.py::test_b", "c/test_c.py::test_c[one]"}
     cases = ["a/test_a.py::test_x[1]", "b/test_b.py::test_b[1]", "c/test_c.py::test_c[one]"]
@@ -59,7 +59,7 @@ def test_the_quick_tests_are_those_of_the_mutations_and_the_promises():
     assert all((TESTS.parent / path_of(name)).is_file() for name in quick.files())  # the library's examples, too
 
 
-def test_what_deletions_remove_and_run_is_there():
+def test_files_and_tests_of_deletion_features_exist():
     files = {f"{LIBRARY}/{file}" for feature in FEATURES for file in feature.files}
     own = {test.partition("::")[0] for feature in FEATURES for test in feature.own}
     assert not [file for file in {*files, *own, *CORE} if not (ROOT / file).exists()]

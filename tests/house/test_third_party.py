@@ -9,12 +9,12 @@ from tests.third_party import table
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "check_vma"), [("GPT-2", True), ("T5, remat", False)])
-def test_a_model_that_nobody_edited_trains_as_on_one_device(name, check_vma):
+def test_unedited_hugging_face_model_trains_as_on_a_single_device(name, check_vma):
     pytest.importorskip("transformers", reason="needs the extra 'models'")
     from tests.third_party.test_models import test_a_model_sharded_from_outside_trains_as_on_one_device as compare
 
     compare(name, check_vma)
 
 
-def test_the_table_on_the_page_is_that_of_the_kept_outcomes():
+def test_third_party_table_on_the_page_equals_stored_outcomes():
     assert table.on_page(table.PAGE.read_text()) == table.table(json.loads(table.KEPT.read_text()))

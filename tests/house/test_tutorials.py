@@ -14,7 +14,7 @@ def changes(lines):
     return [line for line in lines if line.startswith(("+", "-"))]
 
 
-def test_the_difference_that_is_shown_is_that_of_the_two_scripts():
+def test_tutorial_diff_equals_the_diff_of_both_scripts():
     before, after = (text for text in blocks_of(PAGE) if "class Classifier" in text)
     _, _, *wanted = difflib.unified_diff(before.splitlines(), after.splitlines())
     (shown,) = blocks_of(PAGE, "diff")
@@ -24,7 +24,7 @@ def test_the_difference_that_is_shown_is_that_of_the_two_scripts():
     )
 
 
-def test_the_pages_say_how_many_lines_change():
+def test_pages_state_the_numbers_of_removed_and_new_tutorial_lines():
     """The pages state the lines of the script, data and imports included, and the numbers of removed and new lines."""
     data, before, after = (text for text in blocks_of(PAGE) if "PATTERNS =" in text or "class Classifier" in text)
     before, after = (data + text for text in (before, after))

@@ -78,31 +78,31 @@ def environment(wheel, tmp_path_factory):
     return folder
 
 
-def test_the_wheel_holds_the_library_and_nothing_else(wheel):
+def test_wheel_contains_exactly_the_library_files(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     library = {str(path.relative_to(ROOT)) for path in (ROOT / "xlstm_jax").rglob("*.py")} | {"xlstm_jax/py.typed"}
     assert {name for name in names if ".dist-info/" not in name} == library
 
 
-def test_its_description_has_no_link_to_a_file(wheel):
+def test_wheel_description_has_no_relative_links(wheel):
     (metadata,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("/METADATA"))
     text = zipfile.ZipFile(wheel).read(metadata).decode()
     assert "Description-Content-Type: text/markdown\n" in text and "\n# xlstm_jax\n" in text
     assert "pip install xlstm_jax\n" in text and not re.search(r"\]\((?!https?:|#)", text)
 
 
-def test_what_is_imported_is_the_installed_library(environment, tmp_path):
+def test_fresh_environment_imports_the_installed_library(environment, tmp_path):
     module, *path = run([environment / "bin" / "python", "-c", WHERE], tmp_path).splitlines()
     assert Path(module).is_relative_to(environment)
     assert str(ROOT) not in path and str(environment / "dependencies") in path
 
 
-def test_the_first_example_runs(environment, tmp_path):
+def test_first_readme_example_runs_with_the_installed_wheel(environment, tmp_path):
     (tmp_path / "example.py").write_text(blocks_of(ROOT / "README.md")[0])
     assert "loss" in run([environment / "bin" / "python", "-W", "error", "example.py"], tmp_path)
 
 
-def test_the_doctor_runs_and_says_which_extras_are_missing(environment, tmp_path):
+def test_doctor_command_of_the_wheel_reports_missing_extras(environment, tmp_path):
     found = json.loads(run([environment / "bin" / "xlstm-jax", "doctor", "--json"], tmp_path))
     assert found["missing"].items() >= EXTRAS.items() and "checkpoint" not in found["missing"]
     assert found["versions"]["xlstm_jax"] == xlstm_jax.__version__
@@ -110,12 +110,12 @@ def test_the_doctor_runs_and_says_which_extras_are_missing(environment, tmp_path
     assert found["tested_on"] == "8 simulated CPU devices" or "x" in found["tested_on"]
 
 
-def test_the_example_of_the_help_runs_without_a_checkout(environment, tmp_path):
+def test_plan_help_example_runs_without_a_checkout(environment, tmp_path):
     command = [environment / "bin" / "xlstm-jax", *shlex.split(arguments.EXAMPLES["plan"])[1:]]
     assert "blocks" in run(command, tmp_path)
 
 
-def test_a_forecast_for_tpus_says_what_to_install(environment, tmp_path):
+def test_forecast_for_tpus_without_extras_states_the_install_command(environment, tmp_path):
     (tmp_path / "train.py").write_text(blocks_of(ROOT / "docs" / "cli.md")[0])
     command = [environment / "bin" / "xlstm-jax", "forecast", "--factory", "train:training", "--topology", "v5e:2x4"]
     with pytest.raises(AssertionError, match=r'pip install "FILE.whl\[forecast\]" with a wheel'):

@@ -41,14 +41,14 @@ of_hidden = pytest.mark.parametrize(
 
 
 @of_every
-def test_sent_is_the_limit_and_no_more_than_jit_sends(found, size, topology):
+def test_sent_bytes_are_at_most_1_005_of_the_limit_and_of_jit(found, size, topology):
     _, sent = found(size, topology, OURS, JIT)
     assert sent[OURS]["ratios"]["sent over the limit"] <= 1.005
     assert sent[OURS]["wire_bytes"] <= 1.005 * sent[JIT]["wire_bytes"]
 
 
 @of_every
-def test_across_hosts_goes_the_least_that_can_be(found, size, topology):
+def test_bytes_across_hosts_are_at_most_1_02_of_the_minimum(found, size, topology):
     _, sent = found(size, topology, OURS)
     assert sent[OURS]["nic_over_the_least"] <= 1.02
 
@@ -57,37 +57,37 @@ def test_across_hosts_goes_the_least_that_can_be(found, size, topology):
 
 
 @of_every
-def test_waiting_takes_at_most_half_of_what_it_takes_jit(found, size, topology):
+def test_exposed_seconds_are_at_most_half_of_jit(found, size, topology):
     _, sent = found(size, topology, OURS, JIT)
     assert sent[OURS]["exposed_seconds"] <= 0.5 * sent[JIT]["exposed_seconds"]
 
 
 @of_every
-def test_nine_tenths_of_the_bytes_travel_beside_a_matrix_product(found, size, topology):
+def test_at_least_0_90_of_sent_bytes_overlap_a_matrix_product(found, size, topology):
     _, sent = found(size, topology, OURS)
     assert sent[OURS]["beside_share"] >= 0.90
 
 
 @unmet("76 %: with the rest beside something shorter the schedule waits 5.3 ms of 37 that the links are busy")
-def test_nine_tenths_travel_beside_products_that_take_as_long(found):
+def test_at_least_0_90_of_sent_bytes_are_hidden_by_products_of_equal_duration(found):
     _, sent = found("1.3B", H100, OURS)
     assert sent[OURS]["hidden_share"] >= 0.90
 
 
 @of_hidden
-def test_the_share_hidden_is_1_8_of_that_of_jit(found, size, topology):
+def test_hidden_share_of_bytes_is_at_least_1_8_times_the_share_of_jit(found, size, topology):
     _, sent = found(size, topology, OURS, JIT)
     assert sent[OURS]["hidden_share"] >= 1.8 * sent[JIT]["hidden_share"]
 
 
 @unmet("0.68: 5.3 ms over 7.8; it is latency that jit waits for")
-def test_by_bandwidth_alone_waiting_takes_at_most_half_too(found):
+def test_exposed_seconds_by_bandwidth_alone_are_at_most_half_of_jit(found):
     _, sent = found("1.3B", H100, OURS, JIT)
     assert sent[OURS]["exposed_by_bandwidth_seconds"] <= 0.5 * sent[JIT]["exposed_by_bandwidth_seconds"]
 
 
 @pytest.mark.parametrize("topology, hidden", [(H100, 0.87), ("h100:8x8", 0.90), ("b200:8x8", 0.83)])
-def test_with_layers_gathered_ahead_it_waits_half_as_long_by_bandwidth_alone(found, topology, hidden):
+def test_layers_gathered_ahead_halve_the_exposed_seconds_of_jit_by_bandwidth_alone(found, topology, hidden):
     """A quarter as long with latency; of the bytes nearly all have products beside them that take as long."""
     _, sent = found("1.3B", topology, AHEAD, JIT)
     assert sent[AHEAD]["exposed_by_bandwidth_seconds"] <= 0.5 * sent[JIT]["exposed_by_bandwidth_seconds"]
@@ -100,13 +100,13 @@ def test_with_layers_gathered_ahead_it_waits_half_as_long_by_bandwidth_alone(fou
 
 
 @of_memory
-def test_memory_is_that_of_jit_with_its_options(found, topology):
+def test_total_memory_with_compiler_options_is_at_most_the_memory_of_jit(found, topology):
     held, _ = found("1.3B", topology, OURS, JIT)
     assert held[OURS]["bytes"]["total"] <= 1.00 * held[JIT]["bytes"]["total"]
 
 
 @unmet("1.16; of the chunked head 1.08")
-def test_memory_is_that_of_jit_without_options(found):
+def test_total_memory_without_compiler_options_is_at_most_the_memory_of_jit(found):
     held, _ = found("1.3B", H100, "ours", "jit")
     assert held["ours"]["bytes"]["total"] <= 1.00 * held["jit"]["bytes"]["total"]
 

@@ -49,7 +49,7 @@ def unmet(figure):
 
 
 @everywhere
-def test_two_all_to_alls_for_each_round_and_none_in_newton_schulz(topology):
+def test_muon_has_two_all_to_alls_per_round_and_no_collectives_in_newton_schulz(topology):
     muon = found(topology, "muon")["muon"]
     assert muon["all_to_alls"] == muon["of_optimizer"] == (2 if SIZE[topology] >= 96 else 2 * len(FORMS))
     assert muon["beside_work"] == muon["all_to_alls"]
@@ -61,13 +61,13 @@ def test_two_all_to_alls_for_each_round_and_none_in_newton_schulz(topology):
     "topology",
     [MANY, pytest.param(FEW, marks=unmet("5: one place on each of 256 chips for 96 matrices, and rows of one length"))],
 )
-def test_two_shards_of_each_matrix_are_sent(topology, case, itemsize):
+def test_muon_sends_at_most_1_05_times_two_shards_of_each_matrix(topology, case, itemsize):
     sent = found(topology, case)[case]["all_to_all_bytes"]
     assert sent <= 1.05 * two_shards_of_each(topology, itemsize)
 
 
 @everywhere
-def test_work_is_one_share_or_less_than_a_twentieth_of_the_step(topology):
+def test_muon_flops_are_at_most_an_equal_share_or_0_05_of_the_step(topology):
     adamw = found(topology, "muon")["adamw"]["flops"]
     if SIZE[topology] == SIZE[MANY]:
         shares = sum(count * newton_schulz_flops(*form, DEFAULT_NS_STEPS) for form, count in FORMS.items())
@@ -88,7 +88,7 @@ def test_work_is_one_share_or_less_than_a_twentieth_of_the_step(topology):
         pytest.param(FEW, "muon, bfloat16", 1 / 300, marks=unmet("1/160")),
     ],
 )
-def test_a_small_part_is_sent_of_what_optax_sends(topology, case, part):
+def test_muon_sends_a_small_fraction_of_the_bytes_of_optax_muon(topology, case, part):
     on_top = more_than_adamw(found(topology, case, "muon, optax"), "wire_bytes")
     assert on_top[case] <= part * on_top["muon, optax"]
 
@@ -97,6 +97,6 @@ SLOW = pytest.param(MANY, marks=[pytest.mark.libtpu, unmet("1.6 to 1.7")])
 
 
 @pytest.mark.parametrize("topology", [SLOW, *OF_TPUS[1:], OF_GPUS])
-def test_it_compiles_in_about_the_time_of_adamw(topology):
+def test_muon_compiles_in_at_most_1_5_times_the_time_of_adamw(topology):
     both = found(topology, "muon")
     assert both["muon"]["compile_seconds"] <= 1.5 * both["adamw"]["compile_seconds"]

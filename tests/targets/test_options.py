@@ -55,7 +55,7 @@ def of_all_collectives(axes):
 
 
 @pytest.mark.parametrize("tpu, shape, topology", CHOSEN, ids=lambda value: value if isinstance(value, str) else "")
-def test_options_are_taken_on_the_slices_of_the_table_and_no_others(tpu, shape, topology):
+def test_compiler_accepts_xla_options_exactly_on_the_slices_of_the_table(tpu, shape, topology):
     sizes = [size for size in shape if size > 1] or [1]
     step, args = of_all_collectives({f"fsdp_{name}": size for name, size in zip("xyz", sizes, strict=False)})
     expected = {name for name, slices in tpu.xla_options.items() if shape in slices}

@@ -43,32 +43,32 @@ def by_chip(topology, **values):
 
 
 @of_every_rank
-def test_sent_is_at_most_1_05_of_the_limit(found, size, topology):
+def test_sent_bytes_are_at_most_1_05_of_the_limit(found, size, topology):
     _, sent = found(size, topology, OURS)
     assert sent[OURS]["ratios"]["sent over the limit"] <= 1.05
 
 
 @of_both
-def test_sent_is_at_most_about_half_of_the_flat_algorithm(found, size, topology):
+def test_sent_bytes_are_at_most_about_half_of_the_flat_algorithm(found, size, topology):
     _, sent = found(size, topology, OURS, "flat")
     assert sent[OURS]["ratios"]["sent over flat"] <= by_chip(topology, v5e=0.52, v5p=0.40, v6e=0.50)
 
 
 @of_both
-def test_sent_is_at_most_three_quarters_of_jit(found, size, topology):
+def test_sent_bytes_are_at_most_three_quarters_of_jit(found, size, topology):
     _, sent = found(size, topology, OURS, "jit")
     assert sent[OURS]["ratios"]["sent over jit"] <= 0.75
 
 
 @of_smaller
-def test_the_busiest_axis_carries_much_less_than_in_one_order(found, size, topology):
+def test_busiest_axis_carries_at_most_0_7_of_the_load_with_a_single_axis_order(found, size, topology):
     _, sent = found(size, topology, "ours", "ours, one order")
     limit = by_chip(topology, v5e=0.6, v5p=0.7, v6e=0.6)
     assert sent["ours"]["ratios"]["busiest axis over one order"] <= limit
 
 
 @of_every_rank
-def test_all_reduces_stand_in_for_nothing_on_v5p_and_v6e_and_for_little_on_v5e(found, size, topology):
+def test_no_all_reduce_replaces_a_scatter_on_v5p_and_v6e_and_few_on_v5e(found, size, topology):
     _, sent = found(size, topology, OURS)
     case = sent[OURS]
     if topology == V5E:
@@ -80,12 +80,12 @@ def test_all_reduces_stand_in_for_nothing_on_v5p_and_v6e_and_for_little_on_v5e(f
 
 
 @of_smaller
-def test_asynchronous_bytes(found, size, topology):
+def test_asynchronous_share_of_bytes_is_at_least_0_55_on_v5e_and_0_99_elsewhere(found, size, topology):
     _, sent = found(size, topology, OURS)
     assert sent[OURS]["asynchronous_share"] >= by_chip(topology, v5e=0.55, v5p=0.99, v6e=0.99)
 
 
-def test_hybrid_sends_at_most_0_76_of_the_flat_algorithms_hybrid(found):
+def test_hsdp_sends_at_most_0_76_of_the_bytes_of_the_flat_hsdp_algorithm(found):
     _, sent = found("1.3B", V5E, "ours, HSDP", "flat, HSDP")
     assert sent["ours, HSDP"]["ratios"]["sent over flat, HSDP"] <= 0.76
 
@@ -123,19 +123,19 @@ def test_memory_is_at_most_0_90_of_the_flat_algorithm_on_v5e(found, size, case):
 
 
 @of_smaller
-def test_with_the_chunked_head_memory_is_less_than_that_of_jit(found, size, topology):
+def test_memory_with_the_chunked_head_is_at_most_0_90_of_jit(found, size, topology):
     held, _ = found(size, topology, "ours, chunked head", "jit")
     assert total(held, "ours, chunked head") <= 0.90 * total(held, "jit")
 
 
 @of_smaller
-def test_keeping_matrix_products_takes_at_most_0_30_of_the_flat_algorithm_without_remat(found, size, topology):
+def test_memory_with_saved_matrix_products_is_at_most_0_30_of_flat_without_remat(found, size, topology):
     held, _ = found(size, topology, "ours, dots", "flat, no remat")
     assert total(held, "ours, dots") <= 0.30 * total(held, "flat, no remat")
 
 
 @of_smaller
-def test_dropping_gathered_weights_saves_their_bytes(found, size, topology):
+def test_regathering_weights_saves_at_least_0_85_of_the_kept_gathered_bytes(found, size, topology):
     held, _ = found(size, topology, "ours, gathered again", "ours, no remat")
     saved = total(held, "ours, no remat") - total(held, "ours, gathered again")
     assert saved >= 0.85 * limits.kept_gathered_bytes(counts(SIZES[size]))
@@ -147,12 +147,12 @@ def test_temporaries_are_at_most_1_3_of_the_floor_with_the_chunked_head(found, s
     assert held["ours, chunked head"]["ratios"]["temporaries over the floor"] <= 1.3
 
 
-def test_the_larger_model_takes_less_than_3_gb_of_a_v5e(found):
+def test_7b_model_takes_less_than_3_gb_of_each_v5e_chip(found):
     held, _ = found("7B", V5E, OURS)
     assert total(held, OURS) < 3e9
 
 
-def test_initialisation_takes_at_most_a_hundredth_of_slicing():
+def test_init_temporaries_are_at_most_a_hundredth_of_init_by_slicing():
     """That both give the same bits is a test of the normal suite."""
     workload = language_model(SIZES["1.3B"], devices=256, shard_axes=("fsdp",))
     mesh = mesh_of({"fsdp": 256})
@@ -177,7 +177,7 @@ def test_tracing_takes_at_most_1_3_of_the_model_without_wrapper():
     assert found["ratio"] <= compile_time.TRACING_AIM
 
 
-def test_on_one_device_the_compiled_text_is_that_of_the_plain_model():
+def test_compiled_text_on_a_single_device_equals_the_plain_model():
     """The same instructions, apart from their names and the order of those that do not depend on each other."""
     device = jax.devices()[0]
     plain = instructions(CASES["replicated"], device)
